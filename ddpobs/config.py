@@ -1,0 +1,117 @@
+"""Settings of the training side: one frozen object, and the only reader of the environment."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ddpobs.errors import ConfigError
+
+DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
+_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+@dataclass(frozen=True)
+class TelemetryConfig:
+    """What telemetry sends, where, and how much it may hold. Each field is also `DDPOBS_<FIELD>` in the environment.
+
+    Attributes:
+        collector: The collector's address.
+        run: Run id; None takes the launcher's, or one that rank 0 makes and shares.
+        token: Bearer token for the collector.
+        spool: Folder for batches that could not be sent; None keeps them under the system's temporary folder.
+        spool_mb: Most that the spool may hold, in MB (10^6 bytes).
+        queue_records: Most finished steps waiting for the telemetry thread; more are dropped and counted.
+        batch_spans: A batch is sent when it holds this many bucket spans,
+        flush_s: or when its first record is this old, in seconds.
+        timeout_s: How long one request to the collector may take, in seconds.
+        exit_s: How long the flush at exit may take, in seconds.
+        peers_every: Straggler statistics are exchanged among the ranks every so many steps.
+        readiness_every: Each parameter's readiness is sent every so many steps.
+        pulse_s: Seconds between pulses.
+    """
+
+    collector: str = DEFAULT_COLLECTOR
+    run: str | None = None
+    token: str | None = None
+    spool: Path | None = None
+    spool_mb: float = 256.0
+    queue_records: int = 4096
+    batch_spans: int = 5000
+    flush_s: float = 2.0
+    timeout_s: float = 10.0
+    exit_s: float = 2.0
+    peers_every: int = 16
+    readiness_every: int = 64
+    pulse_s: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: Names the field.
+        """
+        parts = urlsplit(self.collector)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError("collector", "an http:// or https:// address", self.collector)
+        if self.run is not None and not _RUN_ID.fullmatch(self.run):
+            raise ConfigError("run", "1 to 128 of A-Z a-z 0-9 . _ -", self.run)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, (int, float)) and not value > 0:
+                raise ConfigError(field.name, "a number above zero", value)
+
+
+def resolve(telemetry: bool | str | TelemetryConfig | None, environ: Mapping[str, str]) -> TelemetryConfig | None:
+    """The settings that an argument and the environment ask for, or None for no telemetry.
+
+    Args:
+        telemetry: None (as the environment says), False, True, a collector's address, or settings, taken as they are.
+        environ: The process's environment.
+
+    Raises:
+        ConfigError: A setting holds a value that it cannot have.
+    """
+    if isinstance(telemetry, TelemetryConfig):
+        return telemetry
+    flag = environ.get("DDPOBS_TELEMETRY", "0").strip()
+    if telemetry is False or (telemetry is None and flag in ("", "0")):
+        return None
+    config = from_environment(environ)
+    if isinstance(telemetry, str):
+        return replace(config, collector=telemetry)
+    return config
+
+
+def from_environment(environ: Mapping[str, str]) -> TelemetryConfig:
+    """Settings as the environment gives them; the collector is `DDPOBS_TELEMETRY`'s address where it holds one.
+
+    Raises:
+        ConfigError: Names the variable.
+    """
+    settings: dict[str, object] = {}
+    flag = environ.get("DDPOBS_TELEMETRY", "1").strip()
+    if flag not in ("", "0", "1"):
+        settings["collector"] = flag
+    for field in fields(TelemetryConfig):
+        name = f"DDPOBS_{field.name.upper()}"
+        if field.name != "collector" and (text := environ.get(name)):
+            settings[field.name] = _parse(name, text, type(field.default))
+    settings["spool"] = Path(str(settings["spool"])) if "spool" in settings else None
+    try:
+        return TelemetryConfig(**settings)  # type: ignore[arg-type]
+    except ConfigError as error:
+        name = "DDPOBS_TELEMETRY" if error.setting == "collector" else f"DDPOBS_{error.setting.upper()}"
+        raise ConfigError(name, error.expected, error.came) from None
+
+
+def _parse(name: str, text: str, kind: type) -> object:
+    if kind not in (int, float):
+        return text
+    try:
+        return kind(text)
+    except ValueError:
+        raise ConfigError(name, "a whole number" if kind is int else "a number", text) from None

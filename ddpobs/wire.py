@@ -1,0 +1,408 @@
+"""The schema of what travels from a rank to the collector, and the only thing both sides share.
+
+A batch is one `Batch`. As msgpack its integer columns are raw little-endian arrays, delta coded where that is
+smaller; as JSON, meant for curl and for tests, they are plain lists. Times are integers in nanoseconds of the
+sending process's monotonic clock; `Anchor` ties that clock to the wall.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from ddpobs.errors import WireError
+
+VERSION = 1
+MSGPACK, JSON = "application/x-msgpack", "application/json"
+
+PHASES = ("data", "forward", "backward", "exposed_comm", "optimizer", "other")
+OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
+"""Phases in which a rank does its own work; in exposed communication it waits or moves bytes."""
+COMM_KINDS = ("buffers", "unused_map", "user")
+"""What `Comms.kind` counts into: communication other than gradient buckets."""
+
+SYNCHRONISED, NO_ORIGIN, FOREIGN_COLLECTIVE, RESTING = 1, 2, 4, 8
+"""Bits of `Steps.flags`: gradients were reduced; no clean start to measure own time from; something else
+synchronised in mid-step; telemetry was off on purpose, to measure its own cost."""
+
+UNKNOWN = -1
+
+Ints = npt.NDArray[np.int64]
+RunId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
+Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+Scalar = str | int | float | bool | None
+
+
+class _Record(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Frozen and keyword-only; unknown fields are skipped, so that an older collector reads a newer client."""
+
+
+class Anchor(_Record):
+    """The two clocks of a process, read together."""
+
+    wall_ns: Nanoseconds
+    monotonic_ns: Nanoseconds
+
+
+class Hello(_Record):
+    """Who a source is. `settings` are the reducer's and the telemetry's that matter for a diagnosis."""
+
+    host: Name
+    pid: Count
+    device: Name
+    backend: Name
+    versions: dict[Name, Name]
+    settings: dict[Name, Scalar] = {}
+
+
+class Parameter(_Record):
+    """A parameter in a bucket; `size` counts elements."""
+
+    name: Name
+    size: Count
+
+
+class Bucket(_Record):
+    """One gradient bucket; its index is its place in `Layout.buckets`."""
+
+    size_bytes: Count
+    dtype: Name
+    parameters: list[Parameter]
+
+
+class Layout(_Record):
+    """A DDP module's buckets, in launch order. `comm` names what is done with a full bucket."""
+
+    module: Rank
+    name: Name
+    revision: Count
+    comm: Name
+    buckets: list[Bucket]
+
+
+class Steps(_Record):
+    """One row a step. The six phases add up to `end_ns - start_ns`.
+
+    `collective` is the sequence number of the step's synchronised backward within the attempt, by which ranks are
+    joined (`UNKNOWN` where none ran). The `own` columns cover the window from the end of the last full
+    synchronisation to the readiness of the last bucket, less time blocked in other collectives: what this rank alone
+    answers for. They are `UNKNOWN` where the window has no clean start.
+    """
+
+    step: Ints
+    collective: Ints
+    start_ns: Ints
+    end_ns: Ints
+    data_ns: Ints
+    forward_ns: Ints
+    backward_ns: Ints
+    exposed_comm_ns: Ints
+    optimizer_ns: Ints
+    other_ns: Ints
+    own_ns: Ints
+    own_data_ns: Ints
+    own_forward_ns: Ints
+    own_backward_ns: Ints
+    own_optimizer_ns: Ints
+    own_other_ns: Ints
+    comm_ns: Ints
+    micro_steps: Ints
+    samples: Ints
+    flags: Ints
+
+
+class Spans(_Record):
+    """One row a step and bucket. `started_ns` is `UNKNOWN` where the backend does not tell."""
+
+    step: Ints
+    module: Ints
+    revision: Ints
+    bucket: Ints
+    ready_ns: Ints
+    launched_ns: Ints
+    started_ns: Ints
+    done_ns: Ints
+
+
+class Comms(_Record):
+    """Communication other than gradient buckets; `kind` indexes `COMM_KINDS`."""
+
+    step: Ints
+    module: Ints
+    kind: Ints
+    launched_ns: Ints
+    done_ns: Ints
+
+
+class Readiness(_Record):
+    """When each parameter's gradient was ready in one step, in the order of the layout's buckets and parameters."""
+
+    step: Count
+    module: Rank
+    revision: Count
+    ready_ns: Ints
+
+
+class Unused(_Record):
+    """Parameters without a gradient from this step on, until the next such record of the module."""
+
+    step: Count
+    module: Rank
+    locally: list[Name]
+    globally: list[Name]
+
+
+class Peers(_Record):
+    """Straggler statistics over a window of collectives, made among the ranks and sent by rank 0. One row a rank.
+
+    `own` columns are sums over the window. `delay_ns` sums the delay this rank caused while last, `wait_ns` what it
+    waited for the last. `straggler_<phase>` counts the steps in which it was last by more than a tenth of the step
+    and `<phase>` explained most of it.
+    """
+
+    first_collective: Count
+    last_collective: Count
+    steps: Count
+    rank: Ints
+    own_ns: Ints
+    own_data_ns: Ints
+    own_forward_ns: Ints
+    own_backward_ns: Ints
+    own_optimizer_ns: Ints
+    own_other_ns: Ints
+    delay_ns: Ints
+    wait_ns: Ints
+    straggler_data: Ints
+    straggler_forward: Ints
+    straggler_backward: Ints
+    straggler_optimizer: Ints
+    straggler_other: Ints
+
+
+class Pulse(_Record):
+    """What the process was doing when its telemetry thread last looked: what is left when a rank hangs."""
+
+    at_ns: Nanoseconds
+    phase: Literal["data", "forward", "backward", "exposed_comm", "optimizer", "other"]
+    step: Count
+    module: int = UNKNOWN
+    bucket: int = UNKNOWN
+
+
+class Event(_Record):
+    """Something that happened once: `buckets_rebuilt`, `comm_hook_set`, `records_dropped`, `goodbye`, ..."""
+
+    kind: Name
+    at_ns: Nanoseconds
+    step: Count = 0
+    detail: dict[Name, Scalar] = {}
+
+
+class Batch(_Record):
+    """The envelope. `(run, source, seq)` is its natural key; `emitted` and `dropped` count records since the start.
+
+    A record is one row of steps, spans or comms, or one of any other kind.
+    """
+
+    version: Annotated[int, msgspec.Meta(ge=1)]
+    run: RunId
+    attempt: Nonce
+    source: Nonce
+    seq: Count
+    rank: Rank
+    world_size: Size
+    emitted: Count
+    dropped: Count
+    anchor: Anchor
+    hello: Hello | None = None
+    layouts: list[Layout] = []
+    steps: Steps | None = None
+    spans: Spans | None = None
+    comms: Comms | None = None
+    readiness: list[Readiness] = []
+    unused: list[Unused] = []
+    peers: list[Peers] = []
+    pulse: Pulse | None = None
+    events: list[Event] = []
+
+
+class Acknowledgement(_Record):
+    """The collector's answer after commit. It echoes the key, so that a proxy's own 200 is not taken for one."""
+
+    source: Nonce
+    seq: Count
+    repeated: bool
+
+
+def encode(batch: Batch) -> bytes:
+    """The batch as msgpack, to be compressed by whoever sends it."""
+    return _MSGPACK_ENCODER.encode(batch)
+
+
+def encode_json(batch: Batch) -> bytes:
+    """The batch as columnar JSON."""
+    return _JSON_ENCODER.encode(batch)
+
+
+def decode(body: bytes, content_type: str = MSGPACK) -> Batch:
+    """A checked batch from its bytes.
+
+    Raises:
+        WireError: The bytes are not a batch; names the first field that is wrong.
+    """
+    decoder = _MSGPACK_DECODER if content_type == MSGPACK else _JSON_DECODER
+    try:
+        batch = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _field_error(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError("$", f"a batch as {content_type}", error) from None
+    except RecursionError:
+        raise WireError("$", f"a batch as {content_type}", "one nested too deeply") from None
+    check(batch)
+    return batch
+
+
+def check(batch: Batch) -> None:
+    """Refuse what no process can have seen.
+
+    Raises:
+        WireError: Columns of unequal length, times out of order, phases that do not add up, a rank outside the world.
+    """
+    if batch.version > VERSION:
+        raise WireError("version", f"at most {VERSION}; upgrade the collector", batch.version)
+    if batch.rank >= batch.world_size:
+        raise WireError("rank", f"below world_size {batch.world_size}", batch.rank)
+    if batch.steps is not None:
+        _check_steps(batch.steps)
+    if batch.spans is not None:
+        _check_spans(batch.spans)
+    if batch.comms is not None:
+        lengths("comms", batch.comms)
+        _require("comms.kind", batch.comms.kind < len(COMM_KINDS), f"below {len(COMM_KINDS)}")
+        _check_counts("comms", batch.comms, ("step", "module", "kind"))
+        _require("comms.done_ns", batch.comms.done_ns >= batch.comms.launched_ns, "not before launched_ns")
+    for index, peers in enumerate(batch.peers):
+        lengths(f"peers[{index}]", peers)
+        _require(f"peers[{index}].rank", (peers.rank >= 0) & (peers.rank < batch.world_size), "a rank of this world")
+
+
+def lengths(field: str, columns: msgspec.Struct) -> int:
+    """The common length of all columns of a record.
+
+    Raises:
+        WireError: They differ.
+    """
+    expected = None
+    for name in columns.__struct_fields__:
+        column = getattr(columns, name)
+        if isinstance(column, np.ndarray):
+            expected = len(column) if expected is None else expected
+            if len(column) != expected:
+                raise WireError(f"{field}.{name}", f"{expected} values, as in the columns before it", len(column))
+    return expected or 0
+
+
+def records(batch: Batch) -> int:
+    """How many records the batch carries, as `emitted` and `dropped` count them."""
+    columns = (batch.steps, batch.spans, batch.comms)
+    rows = sum(len(c.step) for c in columns if c is not None)
+    lists = (batch.layouts, batch.readiness, batch.unused, batch.peers, batch.events)
+    return rows + sum(map(len, lists))
+
+
+def _check_steps(steps: Steps) -> None:
+    lengths("steps", steps)
+    _check_counts("steps", steps, ("step", "micro_steps", "samples", "flags", *(f"{p}_ns" for p in PHASES)))
+    _require("steps.end_ns", steps.end_ns >= steps.start_ns, "not before start_ns")
+    total = sum((getattr(steps, f"{phase}_ns") for phase in PHASES), np.zeros(len(steps.step), np.int64))
+    _require("steps.other_ns", total == steps.end_ns - steps.start_ns, "phases that add up to end_ns - start_ns")
+    _require("steps.own_ns", steps.own_ns >= UNKNOWN, f"a duration, or {UNKNOWN} for unknown")
+
+
+def _check_spans(spans: Spans) -> None:
+    lengths("spans", spans)
+    _check_counts("spans", spans, ("step", "module", "revision", "bucket"))
+    _require("spans.launched_ns", spans.launched_ns >= spans.ready_ns, "not before ready_ns")
+    _require("spans.done_ns", spans.done_ns >= spans.launched_ns, "not before launched_ns")
+    started = (spans.started_ns == UNKNOWN) | (spans.started_ns <= spans.done_ns)
+    _require("spans.started_ns", started, f"not after done_ns, or {UNKNOWN} for unknown")
+
+
+def _check_counts(field: str, columns: msgspec.Struct, names: tuple[str, ...]) -> None:
+    for name in names:
+        _require(f"{field}.{name}", getattr(columns, name) >= 0, "not negative")
+
+
+def _require(field: str, holds: npt.NDArray[np.bool_], expected: str) -> None:
+    if not holds.all():
+        raise WireError(field, expected, f"another value in row {int(np.argmin(holds))}")
+
+
+def _field_error(message: str) -> WireError:
+    what, _, path = message.partition(" - at `")
+    return WireError(path.rstrip("`").removeprefix("$.") or "$", "the wire schema", what)
+
+
+_WIDTHS = ("<i1", "<i2", "<i4", "<i8")
+
+
+def _narrow(values: Ints) -> tuple[str, npt.NDArray[Any]]:
+    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+    for width in _WIDTHS:
+        if np.iinfo(width).min <= low and high <= np.iinfo(width).max:
+            return width, values.astype(width)
+    raise AssertionError("int64 holds every int64")
+
+
+def _pack(column: Ints) -> list[Any]:
+    """A column as ``[width, order, bytes]``: the narrowest little-endian width, as it is (0) or delta coded (1)."""
+    plain = np.ascontiguousarray(column, np.int64)
+    width, narrow = _narrow(plain)
+    order = 0
+    if len(plain) > 1:
+        delta_width, delta = _narrow(np.diff(plain, prepend=0))
+        if np.dtype(delta_width).itemsize < narrow.itemsize:
+            width, narrow, order = delta_width, delta, 1
+    return [width, order, narrow.tobytes()]
+
+
+def _unpack(packed: Any) -> Ints:
+    match packed:
+        case [str() as width, (0 | 1) as order, bytes() as data] if width in _WIDTHS:
+            if len(data) % np.dtype(width).itemsize:
+                raise ValueError(f"Expected whole {width} values, got {len(data)} bytes")
+            values = np.frombuffer(data, width).astype(np.int64)
+            return np.cumsum(values, dtype=np.int64) if order else values
+        case list() if all(type(value) is int for value in packed):
+            try:
+                return np.array(packed, np.int64)
+            except OverflowError:
+                raise ValueError("Expected 64-bit integers, got a larger one") from None
+    raise ValueError("Expected a column of integers")
+
+
+def _enc_msgpack(value: Any) -> Any:
+    return _pack(value)
+
+
+def _enc_json(value: Any) -> Any:
+    return value.tolist()
+
+
+def _dec(_kind: type, value: Any) -> Ints:
+    return _unpack(value)
+
+
+_MSGPACK_ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_msgpack)
+_JSON_ENCODER = msgspec.json.Encoder(enc_hook=_enc_json)
+_MSGPACK_DECODER = msgspec.msgpack.Decoder(Batch, dec_hook=_dec)
+_JSON_DECODER = msgspec.json.Decoder(Batch, dec_hook=_dec)
