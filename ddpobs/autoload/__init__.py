@@ -1,0 +1,1 @@
+"""What `ddpobs run` puts into the processes of an unchanged script: `sitecustomize`, found first on PYTHONPATH."""

@@ -1,0 +1,107 @@
+"""Stamps of when something happened: host time, or CUDA events that are read later.
+
+A *stamp* is what `now()` returns: an int in nanoseconds on the host, a recorded event on CUDA. Only the telemetry
+thread turns stamps into times, so that training never waits for a device.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ddpobs.wire import Anchor
+
+Stamp = Any
+
+
+class Clock(Protocol):
+    """What the recorder asks of a clock."""
+
+    now: Callable[[], Stamp]
+
+    def passed(self, stamp: Stamp) -> bool:
+        """Whether the stamp can be read without waiting."""
+        ...
+
+    def nanoseconds(self, stamp: Stamp) -> int:
+        """The stamp on this process's monotonic clock. May wait for the device where `passed` is False."""
+        ...
+
+
+class HostClock:
+    """Stamps are `time.monotonic_ns()` itself."""
+
+    now = staticmethod(time.monotonic_ns)
+
+    def passed(self, stamp: int) -> bool:
+        """Whether the stamp was taken; a list of stamps starts out as zeros."""
+        return stamp > 0
+
+    def nanoseconds(self, stamp: int) -> int:
+        """The stamp itself."""
+        return stamp
+
+
+class CudaClock:
+    """Stamps are events on the current stream; a collective's done-callback runs on a stream that follows it.
+
+    Elapsed time of events is a float in milliseconds (torch.cuda.Event.elapsed_time), whose rounding grows with the
+    distance from the reference, so the reference is taken anew every few seconds.
+    """
+
+    _RENEW_NS = 4_000_000_000
+
+    def __init__(self, device: Any) -> None:
+        """Tie the device's time to the host's once, at construction.
+
+        Args:
+            device: A CUDA `torch.device`.
+        """
+        import torch
+
+        self._cuda = torch.cuda
+        self._device = device
+        self._taken_ns = 0
+        self._reference: Any = None
+        self._renew()
+
+    def now(self) -> Stamp:
+        """An event recorded on the current stream, with the host time at which it was recorded."""
+        event = self._cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def passed(self, stamp: Stamp) -> bool:
+        """Whether the device has got to the event."""
+        return stamp != 0 and bool(stamp.query())
+
+    def nanoseconds(self, stamp: Stamp) -> int:
+        """Host time at which the device got to the event."""
+        stamp.synchronize()
+        at_ns = self._taken_ns + round(self._reference.elapsed_time(stamp) * 1e6)
+        if at_ns - self._taken_ns > self._RENEW_NS:
+            self._advance(stamp, at_ns)
+        return at_ns
+
+    def _advance(self, stamp: Stamp, at_ns: int) -> None:
+        """Go on from a passed event, without touching the streams that training uses."""
+        self._reference, self._taken_ns = stamp, at_ns
+
+    def _renew(self) -> None:
+        """Read both clocks together, before training starts: the only synchronisation."""
+        with self._cuda.device(self._device):
+            self._reference = self._cuda.Event(enable_timing=True)
+            self._reference.record()
+            self._reference.synchronize()
+        self._taken_ns = time.monotonic_ns()
+
+
+def clock_for(device_type: str, device: Any = None) -> Clock:
+    """The clock that tells the truth for modules on that kind of device."""
+    return CudaClock(device) if device_type == "cuda" else HostClock()
+
+
+def anchor() -> Anchor:
+    """Wall and monotonic clock, read together."""
+    return Anchor(wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())

@@ -1,0 +1,284 @@
+"""Where a step begins and ends, and what the training thread was doing in between.
+
+The tracker only notes *switches*: (phase, stamp) pairs, one list append each. Durations come later, on the telemetry
+thread (`recorder.summarise`). It learns of the loader, of backward and of optimizers from process-wide hooks, so the
+user's code stays as it is; of forward from the DDP module.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from ddpobs.clocks import Clock, Stamp
+from ddpobs.wire import PHASES
+
+DATA, FORWARD, BACKWARD, EXPOSED_COMM, OPTIMIZER, OTHER = range(len(PHASES))
+
+
+@dataclass(slots=True)
+class Segment:
+    """One call of backward that synchronised gradients.
+
+    Attributes:
+        end: Stamp of the call's return.
+        records: What its DDP modules recorded (`recorder.Backward`).
+        clean: Whether own time may be measured from the previous synchronisation on.
+        collective: Sequence number of the synchronised backward in this process.
+    """
+
+    end: Stamp
+    records: list[Any]
+    clean: bool
+    collective: int
+
+
+@dataclass(slots=True)
+class RawStep:
+    """A step as the training thread leaves it: stamps only.
+
+    Attributes:
+        number: Counts from 0.
+        switches: (phase, stamp) in order; the first stamp is the step's start.
+        end: Stamp of the step's end.
+        segments: Its synchronised backward passes.
+        comms: (module, kind, launched, done) of communication that is not a gradient bucket.
+        samples: Rows of the inputs' batch dimension, summed over its micro-steps.
+        micro_steps: Calls of backward.
+    """
+
+    number: int
+    switches: list[tuple[int, Stamp]]
+    end: Stamp = 0
+    segments: list[Segment] = field(default_factory=list)
+    comms: list[tuple[int, int, Stamp, Stamp]] = field(default_factory=list)
+    samples: int = 0
+    micro_steps: int = 0
+
+
+class StepTracker:
+    """Follows the training thread through the phases of its steps.
+
+    Args:
+        clock: Where stamps come from.
+        finished: Called with each closed `RawStep`, on the training thread; must not block or raise.
+    """
+
+    def __init__(self, clock: Clock, finished: Callable[[RawStep], object]) -> None:
+        self._now = clock.now
+        self._finished = finished
+        self._thread = 0
+        self._base = OTHER
+        self._stack: list[int] = []
+        self._step: RawStep | None = None
+        self._records: list[Any] = []
+        self._modules_done: set[int] = set()
+        self._optimizer_ran = False
+        self._clean = False
+        self._collective = -1
+        self._backward_depth = 0
+        self.on_backward_end: list[Callable[[], None]] = []
+
+    @property
+    def phase(self) -> int:
+        """What the training thread is doing, as an index into `wire.PHASES`."""
+        return self._stack[-1] if self._stack else self._base
+
+    @property
+    def number(self) -> int:
+        """The open step's number, 0 before the first."""
+        return self._step.number if self._step else 0
+
+    def forward_began(self, module: int, training: bool, samples: int) -> None:
+        """A DDP module's forward was called."""
+        if not training:
+            self._clean = False
+            return
+        self._thread = self._thread or threading.get_ident()
+        if self._step and self._step.segments and (self._optimizer_ran or module in self._modules_done):
+            self._close()
+        step = self._open()
+        step.samples += samples
+        self._base = FORWARD
+        self._switch()
+
+    def fetch_began(self) -> bool:
+        """The loader was asked for a batch; returns whether it is this tracker's thread that asked."""
+        if not self._mine():
+            return False
+        if self._step and self._step.segments:
+            self._close()
+        self._open()
+        self._base = OTHER
+        self._push(DATA)
+        return True
+
+    def optimizer_began(self) -> None:
+        """An optimizer's step was called."""
+        if self._mine() and self._step:
+            self._optimizer_ran = True
+            self._base = OTHER
+            self._push(OPTIMIZER)
+
+    def optimizer_ended(self) -> None:
+        """It returned."""
+        if self._mine() and self._step and self._stack and self._stack[-1] == OPTIMIZER:
+            self.pop()
+
+    def backward_began(self) -> bool:
+        """`torch.autograd.backward` was called; False for a nested call (reentrant checkpointing) or a foreign one."""
+        if not self._mine() or self._step is None or self._backward_depth:
+            return False
+        self._backward_depth = 1
+        self._base = OTHER
+        self._push(BACKWARD)
+        return True
+
+    def backward_ended(self) -> None:
+        """The outermost backward returned or raised."""
+        self._backward_depth = 0
+        for told in self.on_backward_end:
+            told()
+        self.pop()
+        if self._step is None:
+            return
+        self._step.micro_steps += 1
+        if self._records:
+            self._collective += 1
+            self._step.segments.append(
+                Segment(self._step.switches[-1][1], self._records, self._clean, self._collective)
+            )
+            self._records, self._clean, self._optimizer_ran = [], True, False
+
+    def synchronised(self, module: int, record: Any) -> None:
+        """A DDP module's gradients were reduced in the backward that is under way."""
+        self._records.append(record)
+        self._modules_done.add(module)
+
+    def communicated(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
+        """Other communication took place in the open step."""
+        if self._step is not None:
+            self._step.comms.append((module, kind, launched, done))
+
+    def disturbed(self) -> None:
+        """Something that is no part of training took time (a checkpoint): own time has no clean start."""
+        self._clean = False
+
+    def finish(self) -> None:
+        """Close the open step if it synchronised anything, at the end of training."""
+        if self._step and self._step.segments:
+            self._close()
+
+    def pop(self) -> None:
+        """Leave the innermost phase."""
+        self._stack.pop()
+        self._switch()
+
+    def _mine(self) -> bool:
+        thread = threading.get_ident()
+        if not self._thread and thread == threading.main_thread().ident:
+            self._thread = thread
+        return thread == self._thread
+
+    def _push(self, phase: int) -> None:
+        self._stack.append(phase)
+        self._switch()
+
+    def _switch(self) -> None:
+        if self._step is not None:
+            self._step.switches.append((self.phase, self._now()))
+
+    def _open(self) -> RawStep:
+        if self._step is None:
+            self._step = RawStep(0, [(OTHER, self._now())])
+        return self._step
+
+    def _close(self) -> None:
+        step = self._step
+        if step is None:
+            return
+        step.end = self._now()
+        self._step = RawStep(step.number + 1, [(OTHER, step.end)])
+        self._modules_done.clear()
+        self._optimizer_ran = False
+        self._finished(step)
+
+
+class ProcessHooks:
+    """The process-wide hooks by which trackers learn of loader, backward, optimizers and checkpoints."""
+
+    def __init__(self, tracker: StepTracker) -> None:
+        self._tracker = tracker
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Put all of them in place."""
+        tracker = self._tracker
+        before = register_optimizer_step_pre_hook(lambda *_: tracker.optimizer_began())
+        after = register_optimizer_step_post_hook(lambda *_: tracker.optimizer_ended())
+        self._undo += [before.remove, after.remove]
+        self._wrap(torch.autograd, "backward", self._backward)
+        self._wrap(torch, "save", self._save)
+        self._wrap(dataloader._BaseDataLoaderIter, "__next__", self._fetch)
+        self._wrap(dataloader.DataLoader, "__iter__", self._fetch)
+
+    def remove(self) -> None:
+        """Take all of them out again."""
+        while self._undo:
+            self._undo.pop()()
+
+    def _wrap(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        original = getattr(owner, name)
+        wrapped = wraps(original)(around(original))
+        setattr(owner, name, wrapped)
+
+        def undo() -> None:
+            # Someone may have wrapped ours meanwhile; then it stays, and costs a call.
+            with suppress(AttributeError):
+                if getattr(owner, name) is wrapped:
+                    setattr(owner, name, original)
+
+        self._undo.append(undo)
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tracker = self._tracker
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not tracker.backward_began():
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                tracker.backward_ended()
+
+        return backward
+
+    def _fetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tracker = self._tracker
+
+        def fetch(*args: Any, **kwargs: Any) -> Any:
+            if not tracker.fetch_began():
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                tracker.pop()
+
+        return fetch
+
+    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tracker = self._tracker
+
+        def save(*args: Any, **kwargs: Any) -> Any:
+            tracker.disturbed()
+            return original(*args, **kwargs)
+
+        return save

@@ -1,0 +1,318 @@
+"""What a DDP module tells of its steps, and how stamps become the columns that travel.
+
+`ModuleRecorder` is the face towards the reducer: stores into preallocated lists. `summarise` runs on the telemetry
+thread and turns one `phases.RawStep` into times.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ddpobs import wire
+from ddpobs.clocks import Clock, Stamp, clock_for
+from ddpobs.phases import BACKWARD, EXPOSED_COMM, OTHER, RawStep, Segment, StepTracker
+
+Interval = tuple[int, int, int]
+"""(begin_ns, end_ns, phase)"""
+
+
+class Backward:
+    """Stamps of one synchronised backward of one module; a list per event, one place per bucket."""
+
+    __slots__ = ("done_ns", "launched_ns", "module", "parameter_ready_ns", "ready_ns", "revision")
+
+    def __init__(self, module: int, revision: int, buckets: int, parameters: int | None) -> None:
+        self.module = module
+        self.revision = revision
+        self.ready_ns: list[Stamp] = [0] * buckets
+        self.launched_ns: list[Stamp] = [0] * buckets
+        self.done_ns: list[Stamp] = [0] * buckets
+        self.parameter_ready_ns: list[Stamp] | None = None if parameters is None else [0] * parameters
+
+
+class ModuleRecorder:
+    """One DDP module's part of the process's telemetry.
+
+    Attributes:
+        index: The module's number in this process.
+        now: Takes a stamp; `time.monotonic_ns` on the host.
+        last_bucket: The bucket launched last, for pulses; `wire.UNKNOWN` before the first.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: torch.nn.Module,
+        tracker: StepTracker,
+        clock: Clock,
+        offer: Callable[[object], object],
+        readiness_every: int,
+    ) -> None:
+        self.index = index
+        self.now = clock.now
+        self.current: Backward | None = None
+        self._module = weakref.ref(module)
+        self._name = _module_name(module)
+        self._tracker = tracker
+        self._offer = offer
+        self._readiness_every = readiness_every
+        self._revision = -1
+        self._buckets = 0
+        self._parameters = 0
+        self._backwards = 0
+        self._unused: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+
+    def layout(self, buckets: list[wire.Bucket], comm: str) -> None:
+        """The module has new buckets, in launch order; `comm` names what is done with a full one."""
+        self._revision += 1
+        self._buckets = len(buckets)
+        self._parameters = sum(len(bucket.parameters) for bucket in buckets)
+        self._offer(
+            wire.Layout(module=self.index, name=self._name, revision=self._revision, comm=comm, buckets=buckets)
+        )
+
+    def backward(self) -> Backward:
+        """A fresh record for the synchronised backward that begins; each parameter's readiness is sampled."""
+        sampled = self._backwards % self._readiness_every == 0
+        self._backwards += 1
+        self.current = Backward(self.index, self._revision, self._buckets, self._parameters if sampled else None)
+        return self.current
+
+    def finished(self, record: Backward) -> None:
+        """Every bucket of that backward was waited for."""
+        self._tracker.synchronised(self.index, record)
+
+    def on_backward_end(self, told: Callable[[], None]) -> Callable[[], None]:
+        """Have `told` called when the outermost backward returns; the result takes that back."""
+        self._tracker.on_backward_end.append(told)
+        return lambda: self._tracker.on_backward_end.remove(told)
+
+    def communicated(self, kind: str, launched_ns: Stamp, done_ns: Stamp) -> None:
+        """Communication other than gradient buckets; `kind` is one of `wire.COMM_KINDS`."""
+        self._tracker.communicated(self.index, wire.COMM_KINDS.index(kind), launched_ns, done_ns)
+
+    def unused(self, locally: Iterable[str], globally: Iterable[str]) -> None:
+        """Names of the parameters that the backward left out; travels when the set changes."""
+        found = (tuple(locally), tuple(globally))
+        if found != self._unused:
+            self._unused = found
+            self._offer(
+                wire.Unused(
+                    step=self._tracker.number, module=self.index, locally=list(found[0]), globally=list(found[1])
+                )
+            )
+
+    def forward_began(self, inputs: tuple[Any, ...]) -> None:
+        """The DDP module's forward was called with these positional inputs."""
+        module = self._module()
+        training = module is not None and module.training and torch.is_grad_enabled()
+        self._tracker.forward_began(self.index, training, _batch_size(inputs))
+
+    def event(self, kind: str, **detail: wire.Scalar) -> None:
+        """Something that happened once."""
+        self._offer(
+            wire.Event(kind=kind, at_ns=_host_ns(), step=self._tracker.number, detail={"module": self.index, **detail})
+        )
+
+    def launched_last(self) -> int:
+        """The bucket handed to the process group last, in the backward recorded last."""
+        launched = self.current.launched_ns if self.current else []
+        return sum(1 for stamp in launched if stamp) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One bucket's times, in ns of this process's monotonic clock."""
+
+    module: int
+    revision: int
+    bucket: int
+    ready_ns: int
+    launched_ns: int
+    done_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step's times, ready to travel. `phases_ns` follow `wire.PHASES`, `own_phases_ns` too (its exposed is 0)."""
+
+    number: int
+    collective: int
+    start_ns: int
+    end_ns: int
+    phases_ns: list[int]
+    own_phases_ns: list[int] | None
+    comm_ns: int
+    micro_steps: int
+    samples: int
+    flags: int
+    spans: list[Span]
+    comms: list[tuple[int, int, int, int]]
+    readiness: list[wire.Readiness]
+
+
+class Summariser:
+    """Turns raw steps into times, in order; carries what a step leaves for the next one's own time."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._at = clock.nanoseconds
+        self._origin_ns: int | None = None
+        self._carried: list[Interval] = []
+
+    def summarise(self, raw: RawStep) -> Step:
+        """The step's phases, spans and own time.
+
+        Phases: the tracker's switches, over which exposed communication is laid: from a backward's last readiness to
+        its last completion, and every blocking collective. Own time: what was not exposed communication between the
+        end of the last full synchronisation and the last readiness (domain: stragglers without a common clock).
+        """
+        switches = [(phase, self._at(stamp)) for phase, stamp in raw.switches]
+        end_ns = max(self._at(raw.end), switches[-1][1])
+        comms = [(module, kind, self._at(begin), self._at(end)) for module, kind, begin, end in raw.comms]
+        intervals = _intervals(switches, end_ns)
+        for _, _, begin, end in comms:
+            intervals = lay(intervals, begin, end, EXPOSED_COMM)
+        spans: list[Span] = []
+        windows: list[tuple[int, int, Segment]] = []
+        for segment in raw.segments:
+            found = self._spans(segment)
+            spans += found
+            ready_ns = max((span.ready_ns for span in found), default=self._at(segment.end))
+            done_ns = max([span.done_ns for span in found] + [end for *_, end in comms if end >= ready_ns], default=0)
+            done_ns = min(max(done_ns, ready_ns), self._at(segment.end))
+            intervals = _exposed_after(intervals, ready_ns, done_ns, self._at(segment.end))
+            windows.append((ready_ns, done_ns, segment))
+        own, flags = self._own(intervals, windows)
+        return Step(
+            number=raw.number,
+            collective=raw.segments[-1].collective if raw.segments else wire.UNKNOWN,
+            start_ns=switches[0][1],
+            end_ns=end_ns,
+            phases_ns=_totals(intervals),
+            own_phases_ns=own,
+            comm_ns=_union([(s.launched_ns, s.done_ns) for s in spans] + [(b, e) for _, _, b, e in comms]),
+            micro_steps=raw.micro_steps,
+            samples=raw.samples,
+            flags=flags | (wire.SYNCHRONISED if raw.segments else 0),
+            spans=spans,
+            comms=comms,
+            readiness=self._readiness(raw),
+        )
+
+    def _spans(self, segment: Segment) -> list[Span]:
+        """Times that make sense: a completion seen late by its callback is cut at backward's return."""
+        end_ns = self._at(segment.end)
+        spans = []
+        for record in segment.records:
+            for bucket, stamps in enumerate(zip(record.ready_ns, record.launched_ns, record.done_ns, strict=True)):
+                ready, launched, done = (self._at(stamp) if stamp else 0 for stamp in stamps)
+                launched = launched or end_ns
+                ready = min(ready or launched, launched)
+                done = max(min(done or end_ns, end_ns), launched)
+                spans.append(Span(record.module, record.revision, bucket, ready, launched, done))
+        return spans
+
+    def _own(self, intervals: list[Interval], windows: list[tuple[int, int, Segment]]) -> tuple[list[int] | None, int]:
+        own = [0] * len(wire.PHASES)
+        clean = bool(windows)
+        since = self._carried + intervals
+        for ready_ns, done_ns, segment in windows:
+            if self._origin_ns is None or not segment.clean:
+                clean = False
+            else:
+                totals = _totals(_cut(since, self._origin_ns, ready_ns))
+                own = [a + b for a, b in zip(own, totals, strict=True)]
+            self._origin_ns = done_ns
+        if self._origin_ns is not None:
+            self._carried = _cut(since, self._origin_ns, 2**62)[-256:]
+        own[EXPOSED_COMM] = 0
+        return (own if clean else None), (0 if clean else wire.NO_ORIGIN)
+
+    def _readiness(self, raw: RawStep) -> list[wire.Readiness]:
+        import numpy as np
+
+        return [
+            wire.Readiness(
+                step=raw.number,
+                module=record.module,
+                revision=record.revision,
+                ready_ns=np.array([self._at(s) if s else wire.UNKNOWN for s in record.parameter_ready_ns], np.int64),
+            )
+            for segment in raw.segments
+            for record in segment.records
+            if record.parameter_ready_ns is not None
+        ]
+
+
+def lay(intervals: list[Interval], begin_ns: int, end_ns: int, phase: int) -> list[Interval]:
+    """The intervals with `phase` laid over [begin_ns, end_ns]; the total length stays."""
+    laid: list[Interval] = []
+    for begin, end, under in intervals:
+        low, high = max(begin, begin_ns), min(end, end_ns)
+        if low >= high:
+            laid.append((begin, end, under))
+            continue
+        pieces = [(begin, low, under), (low, high, phase), (high, end, under)]
+        laid += [piece for piece in pieces if piece[0] < piece[1]]
+    return laid
+
+
+def _exposed_after(intervals: list[Interval], ready_ns: int, done_ns: int, end_ns: int) -> list[Interval]:
+    """Split the rest of backward after the last gradient: exposed until done, then other."""
+    split: list[Interval] = []
+    for begin, end, phase in intervals:
+        if phase != BACKWARD or end <= ready_ns or begin >= end_ns:
+            split.append((begin, end, phase))
+            continue
+        pieces = [
+            (begin, min(end, ready_ns), BACKWARD),
+            (max(begin, ready_ns), min(end, done_ns), EXPOSED_COMM),
+            (max(begin, done_ns), end, OTHER),
+        ]
+        split += [piece for piece in pieces if piece[0] < piece[1]]
+    return split
+
+
+def _intervals(switches: list[tuple[int, int]], end_ns: int) -> list[Interval]:
+    ends = [at for _, at in switches[1:]] + [end_ns]
+    return [(begin, end, phase) for (phase, begin), end in zip(switches, ends, strict=True) if begin < end]
+
+
+def _cut(intervals: list[Interval], begin_ns: int, end_ns: int) -> list[Interval]:
+    cut = [(max(begin, begin_ns), min(end, end_ns), phase) for begin, end, phase in intervals]
+    return [piece for piece in cut if piece[0] < piece[1]]
+
+
+def _totals(intervals: list[Interval]) -> list[int]:
+    totals = [0] * len(wire.PHASES)
+    for begin, end, phase in intervals:
+        totals[phase] += end - begin
+    return totals
+
+
+def _union(intervals: list[tuple[int, int]]) -> int:
+    total, reached = 0, 0
+    for begin, end in sorted(intervals):
+        total += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return total
+
+
+def _batch_size(inputs: tuple[Any, ...]) -> int:
+    for value in inputs:
+        if isinstance(value, torch.Tensor) and value.ndim:
+            return int(value.shape[0])
+    return 0
+
+
+def _module_name(module: torch.nn.Module) -> str:
+    return type(getattr(module, "module", module)).__name__
+
+
+def _host_ns() -> int:
+    return clock_for("cpu").now()  # type: ignore[no-any-return]

@@ -1,0 +1,298 @@
+"""Puts tracker, recorder, statistics and exporter together: one `Telemetry` a process, shared by its DDP modules."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import platform
+import re
+import secrets
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import ddpobs
+from ddpobs import wire
+from ddpobs.clocks import clock_for
+from ddpobs.config import TelemetryConfig
+from ddpobs.exporter import Envelope, Exporter, Identity
+from ddpobs.phases import ProcessHooks, RawStep, StepTracker
+from ddpobs.recorder import ModuleRecorder, Step, Summariser
+from ddpobs.stragglers import Exchange
+
+_log = logging.getLogger("ddpobs")
+_LOOK_S = 0.2
+_REPEAT_HELLO = 30
+"""Hello and layouts travel again every so many batches, should the batch that held them have been dropped."""
+
+_process: Telemetry | None = None
+_generation = 0
+"""How many telemetries this process has had; every rank counts alike, so a stale identity is never taken for ours."""
+
+
+def join(
+    module: torch.nn.Module,
+    config: TelemetryConfig,
+    process_group: dist.ProcessGroup,
+    settings: Mapping[str, wire.Scalar],
+) -> ModuleRecorder:
+    """Telemetry for one DDP module; the process's first one starts the thread and the hooks.
+
+    Args:
+        module: The DDP module itself, held weakly.
+        config: Taken from the first module of the process.
+        process_group: The module's; names the backend.
+        settings: The reducer's settings that matter for a diagnosis.
+    """
+    global _process, _generation
+    if _process is None:
+        _generation += 1
+        _process = Telemetry(config, _device(module), dist.get_backend(process_group), settings)
+    return _process.recorder(module)
+
+
+def leave(recorder: ModuleRecorder) -> None:
+    """End a module's part; with the last one the process's telemetry ends: thread, hooks and all."""
+    global _process
+    if _process is not None and _process.leave(recorder):
+        process, _process = _process, None
+        process.close()
+
+
+class Telemetry:
+    """One process's telemetry.
+
+    Args:
+        config: The settings.
+        device: Where the first module's parameters are.
+        backend: The process group's backend.
+        settings: The reducer's settings that matter for a diagnosis.
+    """
+
+    def __init__(
+        self, config: TelemetryConfig, device: torch.device, backend: str, settings: Mapping[str, wire.Scalar]
+    ) -> None:
+        self._config = config
+        self._clock = clock_for(device.type, device)
+        self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._source = secrets.token_hex(8)
+        self._hello = _hello(device, backend, settings)
+        self._exporter = Exporter(config, self._encode)
+        self._tracker = StepTracker(self._clock, self._offer_step)
+        self._hooks = ProcessHooks(self._tracker)
+        self._summariser = Summariser(self._clock)
+        self._recorders: list[ModuleRecorder] = []
+        self._layouts: dict[int, wire.Layout] = {}
+        self._modules = 0
+        self._batches = 0
+        self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
+        self._store: Any = None
+        self._identity_key = f"ddpobs/identity/{_generation}"
+        self._default_store = dist.distributed_c10d._get_default_store()
+        self._exchange: Exchange | None = None
+        self._exporter.every(_LOOK_S, self._find_identity)
+        self._exporter.every(config.pulse_s, self._pulse)
+        self._exporter.every(config.flush_s, self._meet)
+        self._exporter.start()
+        self._hooks.install()
+        atexit.register(self.close)
+
+    def recorder(self, module: torch.nn.Module) -> ModuleRecorder:
+        """A recorder for one more DDP module."""
+        recorder = ModuleRecorder(
+            self._modules, module, self._tracker, self._clock, self._exporter.offer, self._config.readiness_every
+        )
+        self._modules += 1
+        self._recorders.append(recorder)
+        return recorder
+
+    def leave(self, recorder: ModuleRecorder) -> bool:
+        """Forget a module; returns whether it was the last."""
+        if recorder in self._recorders:
+            self._recorders.remove(recorder)
+        return not self._recorders
+
+    def close(self) -> None:
+        """Say goodbye, flush within `config.exit_s`, and take the hooks out. Never raises; more calls do nothing."""
+        atexit.unregister(self.close)
+        self._hooks.remove()
+        self._tracker.finish()
+        self._exporter.offer(wire.Event(kind="goodbye", at_ns=time.monotonic_ns(), step=self._tracker.number), weight=1)
+        self._exporter.close()
+
+    def _offer_step(self, raw: RawStep) -> None:
+        spans = sum(len(record.ready_ns) for segment in raw.segments for record in segment.records)
+        sampled = sum(record.parameter_ready_ns is not None for segment in raw.segments for record in segment.records)
+        self._exporter.offer(raw, weight=1 + spans + len(raw.comms) + sampled)
+
+    def _find_identity(self) -> None:
+        """Rank 0 draws the run and the attempt and shares them; the others look for them without waiting."""
+        if self._store is not None:
+            return
+        store = self._default_store.clone()
+        if self._rank == 0:
+            identity = {"run": self._config.run or _launcher_run() or _made_up_run(), "attempt": secrets.token_hex(8)}
+            store.set(self._identity_key, json.dumps(identity))
+        elif not store.check([self._identity_key]):
+            return
+        shared = json.loads(store.get(self._identity_key))
+        self._store = store
+        prefix = dist.PrefixStore(f"ddpobs/{shared['attempt']}", store)
+        if self._world_size > 1:
+            self._exchange = Exchange(prefix, self._rank, self._world_size, self._config.peers_every)
+        self._exporter.identify(
+            Identity(
+                run=shared["run"],
+                attempt=shared["attempt"],
+                source=self._source,
+                rank=self._rank,
+                world_size=self._world_size,
+            )
+        )
+        if self._rank == 0:
+            _log.info("ddpobs: run %s reports to %s", shared["run"], self._config.collector)
+
+    def _pulse(self) -> None:
+        for recorder in self._recorders:
+            if recorder.current is not None:
+                self._last_bucket = (recorder.index, recorder.launched_last())
+        pulse = wire.Pulse(
+            at_ns=time.monotonic_ns(),
+            phase=wire.PHASES[self._tracker.phase],  # type: ignore[arg-type]
+            step=self._tracker.number,
+            module=self._last_bucket[0],
+            bucket=self._last_bucket[1],
+        )
+        self._exporter.offer(pulse, weight=0)
+        if self._exchange is not None:
+            self._exchange.say(json.dumps([pulse.phase, pulse.step, *self._last_bucket]).encode())
+
+    def _meet(self) -> None:
+        if self._exchange is None:
+            return
+        self._exchange.publish()
+        peers = self._exchange.gather()
+        if peers is not None:
+            self._exporter.offer(peers)
+
+    def _encode(self, records: Sequence[object], envelope: Envelope) -> wire.Batch:
+        steps = [self._summariser.summarise(record) for record in records if isinstance(record, RawStep)]
+        if self._exchange is not None:
+            for step in steps:
+                self._exchange.add(step)
+        layouts = [record for record in records if isinstance(record, wire.Layout)]
+        self._layouts.update({layout.module: layout for layout in layouts})
+        repeat = self._batches % _REPEAT_HELLO == 0
+        self._batches += 1
+        pulses = [record for record in records if isinstance(record, wire.Pulse)]
+        return wire.Batch(
+            version=wire.VERSION,
+            run=envelope.run,
+            attempt=envelope.attempt,
+            source=envelope.source,
+            seq=envelope.seq,
+            rank=envelope.rank,
+            world_size=envelope.world_size,
+            emitted=envelope.emitted,
+            dropped=envelope.dropped,
+            anchor=envelope.anchor,
+            hello=self._hello if repeat else None,
+            layouts=_with_current(layouts, self._layouts) if repeat else layouts,
+            steps=_step_columns(steps),
+            spans=_span_columns(steps),
+            comms=_comm_columns(steps),
+            readiness=[readiness for step in steps for readiness in step.readiness],
+            unused=[record for record in records if isinstance(record, wire.Unused)],
+            peers=[record for record in records if isinstance(record, wire.Peers)],
+            pulse=pulses[-1] if pulses else None,
+            events=[record for record in records if isinstance(record, wire.Event)],
+        )
+
+
+def _with_current(layouts: list[wire.Layout], current: Mapping[int, wire.Layout]) -> list[wire.Layout]:
+    told = {(layout.module, layout.revision) for layout in layouts}
+    return layouts + [layout for layout in current.values() if (layout.module, layout.revision) not in told]
+
+
+def _ints(values: Sequence[int]) -> wire.Ints:
+    return np.array(values, np.int64)
+
+
+def _step_columns(steps: list[Step]) -> wire.Steps | None:
+    if not steps:
+        return None
+    unknown = [wire.UNKNOWN] * len(wire.PHASES)
+    own = [step.own_phases_ns or unknown for step in steps]
+    phases = {f"{name}_ns": _ints([s.phases_ns[index] for s in steps]) for index, name in enumerate(wire.PHASES)}
+    own_phases = {
+        f"own_{name}_ns": _ints([times[wire.PHASES.index(name)] for times in own]) for name in wire.OWN_PHASES
+    }
+    return wire.Steps(
+        step=_ints([s.number for s in steps]),
+        collective=_ints([s.collective for s in steps]),
+        start_ns=_ints([s.start_ns for s in steps]),
+        end_ns=_ints([s.end_ns for s in steps]),
+        own_ns=_ints([sum(s.own_phases_ns) if s.own_phases_ns else wire.UNKNOWN for s in steps]),
+        comm_ns=_ints([s.comm_ns for s in steps]),
+        micro_steps=_ints([s.micro_steps for s in steps]),
+        samples=_ints([s.samples for s in steps]),
+        flags=_ints([s.flags for s in steps]),
+        **phases,
+        **own_phases,
+    )
+
+
+def _span_columns(steps: list[Step]) -> wire.Spans | None:
+    rows = [(step.number, span) for step in steps for span in step.spans]
+    if not rows:
+        return None
+    return wire.Spans(
+        step=_ints([number for number, _ in rows]),
+        module=_ints([span.module for _, span in rows]),
+        revision=_ints([span.revision for _, span in rows]),
+        bucket=_ints([span.bucket for _, span in rows]),
+        ready_ns=_ints([span.ready_ns for _, span in rows]),
+        launched_ns=_ints([span.launched_ns for _, span in rows]),
+        started_ns=np.full(len(rows), wire.UNKNOWN, np.int64),
+        done_ns=_ints([span.done_ns for _, span in rows]),
+    )
+
+
+def _comm_columns(steps: list[Step]) -> wire.Comms | None:
+    rows = [(step.number, *comm) for step in steps for comm in step.comms]
+    if not rows:
+        return None
+    step, module, kind, launched_ns, done_ns = (_ints(column) for column in zip(*rows, strict=True))
+    return wire.Comms(step=step, module=module, kind=kind, launched_ns=launched_ns, done_ns=done_ns)
+
+
+def _hello(device: torch.device, backend: str, settings: Mapping[str, wire.Scalar]) -> wire.Hello:
+    return wire.Hello(
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        backend=backend,
+        versions={"ddpobs": ddpobs.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        settings=dict(settings),
+    )
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
+
+
+def _launcher_run() -> str | None:
+    """The launcher's run id where it is a real one: torchrun's default is the word none."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    return None if run in ("", "none") else re.sub(r"[^A-Za-z0-9._-]", "-", run)[:128]
+
+
+def _made_up_run() -> str:
+    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"
