@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket, _register_comm_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ddpobs import config as settings
@@ -94,11 +95,12 @@ class Attachment:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 stamp = _stamper(self._ready, self._index[id(parameter)], now)
-                self._undo.append(parameter.register_post_accumulate_grad_hook(stamp).remove)
+                handle = parameter.register_post_accumulate_grad_hook(stamp)  # type: ignore[no-untyped-call]
+                self._undo.append(handle.remove)
         before = model.register_forward_pre_hook(lambda _, inputs: self._recorder.forward_began(inputs))
         self._undo.append(before.remove)
         # Past the instance's own register_comm_hook, which is the user's: torch takes one hook a reducer.
-        dist._register_comm_hook(model.reducer, None, self._comm_hook)
+        _register_comm_hook(model.reducer, None, self._comm_hook)
         model.register_comm_hook = self._register_comm_hook  # type: ignore[method-assign]
         original = model._sync_buffers
         model._sync_buffers = self._timed(original)  # type: ignore[method-assign]
@@ -114,14 +116,14 @@ class Attachment:
         model = self._model()
         if model is None:
             return
-        model._check_comm_hook(hook)
+        model._check_comm_hook(hook)  # type: ignore[no-untyped-call]
         if self._user_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._user_hook = (state, hook)
         model._comm_hooks.append((hook, state))
         self._recorder.event("comm_hook_set", name=getattr(hook, "__qualname__", repr(hook)))
 
-    def _comm_hook(self, _state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def _comm_hook(self, _state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         index = bucket.index()
         seen = self._pass
         if seen is None:
@@ -132,6 +134,7 @@ class Attachment:
             seen.sizes[index] = (buffer.numel() * buffer.element_size(), str(buffer.dtype).removeprefix("torch."))
         seen.done_ns.extend([0] * (index + 1 - len(seen.done_ns)))
         seen.launched_ns[index] = self._recorder.now()
+        future: torch.futures.Future[torch.Tensor]
         if self._user_hook is None:
             work = dist.all_reduce(bucket.buffer().mul_(self._scale), group=self._group, async_op=True)
             future = work.get_future().then(_first)

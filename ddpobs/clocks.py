@@ -18,7 +18,9 @@ Stamp = Any
 class Clock(Protocol):
     """What the recorder asks of a clock."""
 
-    now: Callable[[], Stamp]
+    def now(self) -> Stamp:
+        """A stamp for this moment, or for the moment when the current stream gets here."""
+        ...
 
     def passed(self, stamp: Stamp) -> bool:
         """Whether the stamp can be read without waiting."""
@@ -32,7 +34,8 @@ class Clock(Protocol):
 class HostClock:
     """Stamps are `time.monotonic_ns()` itself."""
 
-    now = staticmethod(time.monotonic_ns)
+    def __init__(self) -> None:
+        self.now: Callable[[], int] = time.monotonic_ns
 
     def passed(self, stamp: int) -> bool:
         """Whether the stamp was taken; a list of stamps starts out as zeros."""
@@ -60,7 +63,7 @@ class CudaClock:
         """
         import torch
 
-        self._cuda = torch.cuda
+        self._cuda: Any = torch.cuda
         self._device = device
         self._taken_ns = 0
         self._reference: Any = None
@@ -79,7 +82,7 @@ class CudaClock:
     def nanoseconds(self, stamp: Stamp) -> int:
         """Host time at which the device got to the event."""
         stamp.synchronize()
-        at_ns = self._taken_ns + round(self._reference.elapsed_time(stamp) * 1e6)
+        at_ns: int = self._taken_ns + round(self._reference.elapsed_time(stamp) * 1e6)
         if at_ns - self._taken_ns > self._RENEW_NS:
             self._advance(stamp, at_ns)
         return at_ns

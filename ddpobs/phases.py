@@ -7,12 +7,13 @@ user's code stays as it is; of forward from the DDP module.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -21,7 +22,28 @@ from torch.utils.data import dataloader
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.wire import PHASES
 
+_log = logging.getLogger("ddpobs")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 DATA, FORWARD, BACKWARD, EXPOSED_COMM, OPTIMIZER, OTHER = range(len(PHASES))
+
+
+def harmless(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    """The call, with an error in it logged once instead of raised: telemetry never stops a training."""
+    told = False
+
+    @wraps(call)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        nonlocal told
+        try:
+            return call(*args, **kwargs)
+        except Exception:
+            if not told:
+                told = True
+                _log.exception("ddpobs: telemetry failed in %s; training goes on", call.__qualname__)
+            return None
+
+    return guarded
 
 
 @dataclass(slots=True)
@@ -97,6 +119,7 @@ class StepTracker:
         """The open step's number, 0 before the first."""
         return self._step.number if self._step else 0
 
+    @harmless
     def forward_began(self, module: int, training: bool, samples: int) -> None:
         """A DDP module's forward was called."""
         if not training:
@@ -110,6 +133,7 @@ class StepTracker:
         self._base = FORWARD
         self._switch()
 
+    @harmless
     def fetch_began(self) -> bool:
         """The loader was asked for a batch; returns whether it is this tracker's thread that asked."""
         if not self._mine():
@@ -121,6 +145,7 @@ class StepTracker:
         self._push(DATA)
         return True
 
+    @harmless
     def optimizer_began(self) -> None:
         """An optimizer's step was called."""
         if self._mine() and self._step:
@@ -128,11 +153,13 @@ class StepTracker:
             self._base = OTHER
             self._push(OPTIMIZER)
 
+    @harmless
     def optimizer_ended(self) -> None:
         """It returned."""
         if self._mine() and self._step and self._stack and self._stack[-1] == OPTIMIZER:
             self.pop()
 
+    @harmless
     def backward_began(self) -> bool:
         """`torch.autograd.backward` was called; False for a nested call (reentrant checkpointing) or a foreign one."""
         if not self._mine() or self._step is None or self._backward_depth:
@@ -142,6 +169,7 @@ class StepTracker:
         self._push(BACKWARD)
         return True
 
+    @harmless
     def backward_ended(self) -> None:
         """The outermost backward returned or raised."""
         self._backward_depth = 0
@@ -158,25 +186,30 @@ class StepTracker:
             )
             self._records, self._clean, self._optimizer_ran = [], True, False
 
+    @harmless
     def synchronised(self, module: int, record: Any) -> None:
         """A DDP module's gradients were reduced in the backward that is under way."""
         self._records.append(record)
         self._modules_done.add(module)
 
+    @harmless
     def communicated(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
         """Other communication took place in the open step."""
         if self._step is not None:
             self._step.comms.append((module, kind, launched, done))
 
+    @harmless
     def disturbed(self) -> None:
         """Something that is no part of training took time (a checkpoint): own time has no clean start."""
         self._clean = False
 
+    @harmless
     def finish(self) -> None:
         """Close the open step if it synchronised anything, at the end of training."""
         if self._step and self._step.segments:
             self._close()
 
+    @harmless
     def pop(self) -> None:
         """Leave the innermost phase."""
         self._stack.pop()

@@ -15,7 +15,7 @@ import torch
 
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
-from ddpobs.phases import BACKWARD, EXPOSED_COMM, OTHER, RawStep, Segment, StepTracker
+from ddpobs.phases import BACKWARD, EXPOSED_COMM, OTHER, RawStep, Segment, StepTracker, harmless
 
 Interval = tuple[int, int, int]
 """(begin_ns, end_ns, phase)"""
@@ -49,6 +49,7 @@ class ModuleRecorder:
         index: int,
         module: torch.nn.Module,
         tracker: StepTracker,
+        *,
         clock: Clock,
         offer: Callable[[object], object],
         readiness_every: int,
@@ -67,6 +68,7 @@ class ModuleRecorder:
         self._backwards = 0
         self._unused: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
 
+    @harmless
     def layout(self, buckets: list[wire.Bucket], comm: str) -> None:
         """The module has new buckets, in launch order; `comm` names what is done with a full one."""
         self._revision += 1
@@ -96,6 +98,7 @@ class ModuleRecorder:
         """Communication other than gradient buckets; `kind` is one of `wire.COMM_KINDS`."""
         self._tracker.communicated(self.index, wire.COMM_KINDS.index(kind), launched_ns, done_ns)
 
+    @harmless
     def unused(self, locally: Iterable[str], globally: Iterable[str]) -> None:
         """Names of the parameters that the backward left out; travels when the set changes."""
         found = (tuple(locally), tuple(globally))
@@ -107,12 +110,14 @@ class ModuleRecorder:
                 )
             )
 
+    @harmless
     def forward_began(self, inputs: tuple[Any, ...]) -> None:
         """The DDP module's forward was called with these positional inputs."""
         module = self._module()
         training = module is not None and module.training and torch.is_grad_enabled()
         self._tracker.forward_began(self.index, training, _batch_size(inputs))
 
+    @harmless
     def event(self, kind: str, **detail: wire.Scalar) -> None:
         """Something that happened once."""
         self._offer(

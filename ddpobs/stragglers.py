@@ -102,9 +102,9 @@ def statistics(joined: npt.NDArray[np.int64]) -> wire.Peers:
     own = phases.sum(axis=2)
     rows = np.arange(steps)
     last = own.argmax(axis=1)
-    others = np.ma.masked_array(phases, mask=False)
-    others[rows, last] = np.ma.masked
-    excess = phases[rows, last] - np.ma.median(others, axis=1).filled(0)
+    others = phases.copy()
+    others[rows, last] = np.nan
+    excess = phases[rows, last] - np.nanmedian(others, axis=1)
     delay = own.max(axis=1) - np.median(np.sort(own, axis=1)[:, :-1], axis=1)
     straggles = delay > ALARM_SHARE * np.median(joined[:, :, 1], axis=1)
     phase = excess.argmax(axis=1)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
 import ddpobs
 from ddpobs import wire
@@ -51,7 +52,7 @@ def join(
         process_group: The module's; names the backend.
         settings: The reducer's settings that matter for a diagnosis.
     """
-    global _process, _generation
+    global _process, _generation  # noqa: PLW0603 - one telemetry a process is the point
     if _process is None:
         _generation += 1
         _process = Telemetry(config, _device(module), dist.get_backend(process_group), settings)
@@ -95,7 +96,7 @@ class Telemetry:
         self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
         self._store: Any = None
         self._identity_key = f"ddpobs/identity/{_generation}"
-        self._default_store = dist.distributed_c10d._get_default_store()
+        self._default_store: Any = dist.distributed_c10d._get_default_store()
         self._exchange: Exchange | None = None
         self._exporter.every(_LOOK_S, self._find_identity)
         self._exporter.every(config.pulse_s, self._pulse)
@@ -107,7 +108,12 @@ class Telemetry:
     def recorder(self, module: torch.nn.Module) -> ModuleRecorder:
         """A recorder for one more DDP module."""
         recorder = ModuleRecorder(
-            self._modules, module, self._tracker, self._clock, self._exporter.offer, self._config.readiness_every
+            self._modules,
+            module,
+            self._tracker,
+            clock=self._clock,
+            offer=self._exporter.offer,
+            readiness_every=self._config.readiness_every,
         )
         self._modules += 1
         self._recorders.append(recorder)
@@ -144,7 +150,7 @@ class Telemetry:
             return
         shared = json.loads(store.get(self._identity_key))
         self._store = store
-        prefix = dist.PrefixStore(f"ddpobs/{shared['attempt']}", store)
+        prefix = PrefixStore(f"ddpobs/{shared['attempt']}", store)
         if self._world_size > 1:
             self._exchange = Exchange(prefix, self._rank, self._world_size, self._config.peers_every)
         self._exporter.identify(

@@ -42,17 +42,17 @@ Scalar = str | int | float | bool | None
 
 
 class _Record(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """Frozen and keyword-only; unknown fields are skipped, so that an older collector reads a newer client."""
+    """Unknown fields are skipped, so that an older collector reads a newer client; compared by identity."""
 
 
-class Anchor(_Record):
+class Anchor(_Record, frozen=True, kw_only=True):
     """The two clocks of a process, read together."""
 
     wall_ns: Nanoseconds
     monotonic_ns: Nanoseconds
 
 
-class Hello(_Record):
+class Hello(_Record, frozen=True, kw_only=True):
     """Who a source is. `settings` are the reducer's and the telemetry's that matter for a diagnosis."""
 
     host: Name
@@ -63,14 +63,14 @@ class Hello(_Record):
     settings: dict[Name, Scalar] = {}
 
 
-class Parameter(_Record):
+class Parameter(_Record, frozen=True, kw_only=True):
     """A parameter in a bucket; `size` counts elements."""
 
     name: Name
     size: Count
 
 
-class Bucket(_Record):
+class Bucket(_Record, frozen=True, kw_only=True):
     """One gradient bucket; its index is its place in `Layout.buckets`."""
 
     size_bytes: Count
@@ -78,7 +78,7 @@ class Bucket(_Record):
     parameters: list[Parameter]
 
 
-class Layout(_Record):
+class Layout(_Record, frozen=True, kw_only=True):
     """A DDP module's buckets, in launch order. `comm` names what is done with a full bucket."""
 
     module: Rank
@@ -88,7 +88,7 @@ class Layout(_Record):
     buckets: list[Bucket]
 
 
-class Steps(_Record):
+class Steps(_Record, frozen=True, kw_only=True):
     """One row a step. The six phases add up to `end_ns - start_ns`.
 
     `collective` is the sequence number of the step's synchronised backward within the attempt, by which ranks are
@@ -119,7 +119,7 @@ class Steps(_Record):
     flags: Ints
 
 
-class Spans(_Record):
+class Spans(_Record, frozen=True, kw_only=True):
     """One row a step and bucket. `started_ns` is `UNKNOWN` where the backend does not tell."""
 
     step: Ints
@@ -132,7 +132,7 @@ class Spans(_Record):
     done_ns: Ints
 
 
-class Comms(_Record):
+class Comms(_Record, frozen=True, kw_only=True):
     """Communication other than gradient buckets; `kind` indexes `COMM_KINDS`."""
 
     step: Ints
@@ -142,7 +142,7 @@ class Comms(_Record):
     done_ns: Ints
 
 
-class Readiness(_Record):
+class Readiness(_Record, frozen=True, kw_only=True):
     """When each parameter's gradient was ready in one step, in the order of the layout's buckets and parameters."""
 
     step: Count
@@ -151,7 +151,7 @@ class Readiness(_Record):
     ready_ns: Ints
 
 
-class Unused(_Record):
+class Unused(_Record, frozen=True, kw_only=True):
     """Parameters without a gradient from this step on, until the next such record of the module."""
 
     step: Count
@@ -160,7 +160,7 @@ class Unused(_Record):
     globally: list[Name]
 
 
-class Peers(_Record):
+class Peers(_Record, frozen=True, kw_only=True):
     """Straggler statistics over a window of collectives, made among the ranks and sent by rank 0. One row a rank.
 
     `own` columns are sums over the window. `delay_ns` sums the delay this rank caused while last, `wait_ns` what it
@@ -187,7 +187,7 @@ class Peers(_Record):
     straggler_other: Ints
 
 
-class Pulse(_Record):
+class Pulse(_Record, frozen=True, kw_only=True):
     """What the process was doing when its telemetry thread last looked: what is left when a rank hangs."""
 
     at_ns: Nanoseconds
@@ -197,7 +197,7 @@ class Pulse(_Record):
     bucket: int = UNKNOWN
 
 
-class Event(_Record):
+class Event(_Record, frozen=True, kw_only=True):
     """Something that happened once: `buckets_rebuilt`, `comm_hook_set`, `records_dropped`, `goodbye`, ..."""
 
     kind: Name
@@ -206,7 +206,7 @@ class Event(_Record):
     detail: dict[Name, Scalar] = {}
 
 
-class Batch(_Record):
+class Batch(_Record, frozen=True, kw_only=True):
     """The envelope. `(run, source, seq)` is its natural key; `emitted` and `dropped` count records since the start.
 
     A record is one row of steps, spans or comms, or one of any other kind.
@@ -234,7 +234,7 @@ class Batch(_Record):
     events: list[Event] = []
 
 
-class Acknowledgement(_Record):
+class Acknowledgement(_Record, frozen=True, kw_only=True):
     """The collector's answer after commit. It echoes the key, so that a proxy's own 200 is not taken for one."""
 
     source: Nonce
@@ -315,8 +315,8 @@ def records(batch: Batch) -> int:
     """How many records the batch carries, as `emitted` and `dropped` count them."""
     columns = (batch.steps, batch.spans, batch.comms)
     rows = sum(len(c.step) for c in columns if c is not None)
-    lists = (batch.layouts, batch.readiness, batch.unused, batch.peers, batch.events)
-    return rows + sum(map(len, lists))
+    lists: tuple[list[Any], ...] = (batch.layouts, batch.readiness, batch.unused, batch.peers, batch.events)
+    return rows + sum(len(records) for records in lists)
 
 
 def _check_steps(steps: Steps) -> None:
@@ -364,24 +364,28 @@ def _narrow(values: Ints) -> tuple[str, npt.NDArray[Any]]:
 
 
 def _pack(column: Ints) -> list[Any]:
-    """A column as ``[width, order, bytes]``: the narrowest little-endian width, as it is (0) or delta coded (1)."""
+    """A column as ``[width, order, base, bytes]``, in the narrowest little-endian width.
+
+    The values, as they are (order 0) or summed up (order 1), added to `base` give the column. Arithmetic wraps at 64
+    bits, both ways.
+    """
     plain = np.ascontiguousarray(column, np.int64)
-    width, narrow = _narrow(plain)
-    order = 0
-    if len(plain) > 1:
-        delta_width, delta = _narrow(np.diff(plain, prepend=0))
-        if np.dtype(delta_width).itemsize < narrow.itemsize:
-            width, narrow, order = delta_width, delta, 1
-    return [width, order, narrow.tobytes()]
+    base = int(plain[0]) if len(plain) else 0
+    candidates = [_narrow(plain - base), _narrow(np.diff(plain, prepend=base))]
+    order = min((0, 1), key=lambda order: candidates[order][1].itemsize)
+    width, narrow = candidates[order]
+    return [width, order, base, narrow.tobytes()]
 
 
 def _unpack(packed: Any) -> Ints:
     match packed:
-        case [str() as width, (0 | 1) as order, bytes() as data] if width in _WIDTHS:
+        case [str() as width, (0 | 1) as order, int() as base, bytes() as data] if (
+            width in _WIDTHS and -(2**63) <= base < 2**63
+        ):
             if len(data) % np.dtype(width).itemsize:
                 raise ValueError(f"Expected whole {width} values, got {len(data)} bytes")
             values = np.frombuffer(data, width).astype(np.int64)
-            return np.cumsum(values, dtype=np.int64) if order else values
+            return base + (np.cumsum(values, dtype=np.int64) if order else values)
         case list() if all(type(value) is int for value in packed):
             try:
                 return np.array(packed, np.int64)

@@ -1,0 +1,275 @@
+"""Phases add up, exposed communication is found, and own time is measured from the last synchronisation on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ddpobs import wire
+from ddpobs.phases import ProcessHooks, RawStep, StepTracker
+from ddpobs.recorder import ModuleRecorder, Step, Summariser
+
+
+class FakeClock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.at = 1_000
+
+    def now(self) -> int:
+        return self.at
+
+    def nanoseconds(self, stamp: int) -> int:
+        return stamp
+
+    def passed(self, stamp: int) -> bool:
+        return stamp > 0
+
+
+class Training:
+    """Drives a tracker and a recorder as a training loop would, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.raw: list[RawStep] = []
+        self.told: list[object] = []
+        self.tracker = StepTracker(self.clock, self.raw.append)
+        self.module = torch.nn.Linear(2, 2)
+        self.recorder = ModuleRecorder(
+            0, self.module, self.tracker, clock=self.clock, offer=self.told.append, readiness_every=2
+        )
+        bucket = wire.Bucket(size_bytes=8, dtype="float32", parameters=[wire.Parameter(name="w", size=2)])
+        self.recorder.layout([bucket, bucket], "all_reduce")
+        self._summariser = Summariser(self.clock)
+        self._done: list[Step] = []
+
+    def spend(self, ns: int) -> None:
+        self.clock.at += ns
+
+    def fetch(self, ns: int) -> None:
+        self.tracker.fetch_began()
+        self.spend(ns)
+        self.tracker.pop()
+
+    def forward(self, ns: int, training: bool = True) -> None:
+        self.module.train(training)
+        self.recorder.forward_began((torch.zeros(4, 2),))
+        self.spend(ns)
+
+    def backward(self, compute: int, exposed: int, tail: int = 0, synchronised: bool = True) -> None:
+        """Bucket 0 is ready half-way and done at once; bucket 1 at the end, done `exposed` later."""
+        self.tracker.backward_began()
+        if not synchronised:
+            self.spend(compute)
+            self.tracker.backward_ended()
+            return
+        record = self.recorder.backward()
+        self.spend(compute // 2)
+        record.ready_ns[0] = record.launched_ns[0] = self.clock.at
+        record.done_ns[0] = self.clock.at + 1
+        self.spend(compute - compute // 2)
+        record.ready_ns[1] = record.launched_ns[1] = self.clock.at
+        self.spend(exposed)
+        record.done_ns[1] = self.clock.at
+        self.spend(tail)
+        self.recorder.finished(record)
+        self.tracker.backward_ended()
+
+    def optimizer(self, ns: int) -> None:
+        self.tracker.optimizer_began()
+        self.spend(ns)
+        self.tracker.optimizer_ended()
+
+    def steps(self) -> list[Step]:
+        self.tracker.finish()
+        self._done += [self._summariser.summarise(raw) for raw in self.raw[len(self._done) :]]
+        return self._done
+
+
+def phases(step: Step) -> dict[str, int]:
+    return {name: ns for name, ns in zip(wire.PHASES, step.phases_ns, strict=True) if ns}
+
+
+def own(step: Step) -> dict[str, int]:
+    assert step.own_phases_ns is not None
+    return {name: ns for name, ns in zip(wire.PHASES, step.own_phases_ns, strict=True) if ns}
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+def plain_step(training: Training, **ns: int) -> None:
+    training.fetch(ns.get("data", 10))
+    training.forward(ns.get("forward", 20))
+    training.backward(ns.get("backward", 40), ns.get("exposed", 30), ns.get("tail", 0))
+    training.optimizer(ns.get("optimizer", 5))
+    training.spend(ns.get("other", 3))
+
+
+def test_phases_add_up_to_the_wall_time(training: Training) -> None:
+    for _ in range(3):
+        plain_step(training, tail=2)
+    for step in training.steps():
+        assert phases(step) == {
+            "data": 10,
+            "forward": 20,
+            "backward": 40,
+            "exposed_comm": 30,
+            "optimizer": 5,
+            "other": 5,
+        }
+        assert sum(step.phases_ns) == step.end_ns - step.start_ns
+    assert len(training.steps()) == 3
+
+
+def test_own_time_runs_from_the_last_synchronisation_to_the_last_readiness(training: Training) -> None:
+    plain_step(training)
+    plain_step(training, data=100)
+    first, second = training.steps()
+    assert first.own_phases_ns is None
+    assert first.flags & wire.NO_ORIGIN
+    assert own(second) == {"optimizer": 5, "other": 3, "data": 100, "forward": 20, "backward": 40}
+    assert not second.flags & wire.NO_ORIGIN
+
+
+def test_the_optimizer_before_a_backward_belongs_to_the_previous_step_but_to_this_ones_own_time(
+    training: Training,
+) -> None:
+    plain_step(training, optimizer=500)
+    plain_step(training)
+    first, second = training.steps()
+    assert phases(first)["optimizer"] == 500
+    assert phases(second)["optimizer"] == 5
+    assert own(second)["optimizer"] == 500
+
+
+def test_the_buffers_broadcast_is_communication_and_not_forward_and_not_own_time(training: Training) -> None:
+    plain_step(training)
+    training.fetch(10)
+    training.forward(0)
+    began = training.clock.now()
+    training.spend(50)
+    training.recorder.communicated("buffers", began, training.clock.now())
+    training.spend(20)
+    training.backward(40, 30)
+    step = training.steps()[1]
+    assert phases(step)["forward"] == 20
+    assert phases(step)["exposed_comm"] == 80
+    assert own(step)["forward"] == 20
+    assert sum(own(step).values()) == 10 + 20 + 40 + 5 + 3
+    assert step.comm_ns == 50 + 1 + 30
+
+
+def test_micro_batches_belong_to_the_step_that_synchronises_them(training: Training) -> None:
+    for _ in range(2):
+        for synchronised in (False, False, True):
+            training.fetch(10)
+            training.forward(20)
+            training.backward(40, 0, synchronised=synchronised)
+        training.optimizer(5)
+    steps = training.steps()
+    assert [step.micro_steps for step in steps] == [3, 3]
+    assert [step.samples for step in steps] == [12, 12]
+    assert phases(steps[1])["backward"] == 120
+    assert [step.collective for step in steps] == [0, 1]
+
+
+def test_the_first_step_after_an_evaluation_has_no_clean_origin(training: Training) -> None:
+    plain_step(training)
+    training.fetch(7)
+    training.forward(9, training=False)
+    plain_step(training)
+    plain_step(training)
+    flags = [step.flags & wire.NO_ORIGIN for step in training.steps()]
+    assert flags == [wire.NO_ORIGIN, wire.NO_ORIGIN, 0]
+
+
+def test_a_checkpoint_leaves_the_next_step_without_clean_origin(training: Training, tmp_path: Any) -> None:
+    hooks = ProcessHooks(training.tracker)
+    hooks.install()
+    try:
+        plain_step(training)
+        plain_step(training)
+        torch.save({}, tmp_path / "checkpoint")
+        plain_step(training)
+    finally:
+        hooks.remove()
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, True]
+
+
+def test_a_skipped_optimizer_does_not_merge_two_steps(training: Training) -> None:
+    for _ in range(3):
+        training.fetch(1)
+        training.forward(1)
+        training.backward(10, 5)
+    assert len(training.steps()) == 3
+
+
+def test_a_closure_that_runs_backward_inside_the_optimizer_is_nested(training: Training) -> None:
+    for _ in range(2):
+        training.fetch(10)
+        training.tracker.optimizer_began()
+        training.spend(2)
+        training.forward(20)
+        training.backward(40, 30)
+        training.spend(3)
+        training.tracker.optimizer_ended()
+    step = training.steps()[0]
+    assert phases(step)["backward"] == 40
+    assert phases(step)["exposed_comm"] == 30
+    assert sum(step.phases_ns) == step.end_ns - step.start_ns == 105
+
+
+def test_a_completion_told_late_is_cut_at_the_return_of_backward(training: Training) -> None:
+    plain_step(training)
+    raw = training.raw or (training.tracker.finish(), training.raw)[1]
+    raw[0].segments[0].records[0].done_ns = [0, training.clock.at + 10**9]
+    step = training.steps()[0]
+    assert all(span.done_ns <= step.end_ns for span in step.spans)
+    assert phases(step)["exposed_comm"] == 30
+
+
+def test_readiness_of_parameters_is_sampled(training: Training) -> None:
+    for _ in range(4):
+        plain_step(training)
+    assert [len(step.readiness) for step in training.steps()] == [1, 0, 1, 0]
+
+
+def test_unused_parameters_travel_only_when_the_set_changes(training: Training) -> None:
+    for locally in ([], ["w"], ["w"], []):
+        training.recorder.unused(locally, [])
+    assert [record.locally for record in training.told if isinstance(record, wire.Unused)] == [["w"], []]
+
+
+def test_the_hooks_see_loader_backward_and_optimizer_and_leave_nothing_behind(training: Training) -> None:
+    before = (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__)
+    hooks = ProcessHooks(training.tracker)
+    hooks.install()
+    try:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (batch,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)), batch_size=2):
+            training.recorder.forward_began((batch,))
+            model(batch).sum().backward()
+            optimizer.step()
+    finally:
+        hooks.remove()
+    seen = {phase for phase, _ in training.tracker._step.switches}  # type: ignore[union-attr]
+    assert {wire.PHASES[phase] for phase in seen} >= {"data", "forward", "backward", "optimizer"}
+    assert (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__) == before
+
+
+def test_an_error_inside_telemetry_is_told_once_and_never_raised(
+    training: Training, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> int:
+        raise OSError("clock is gone")
+
+    monkeypatch.setattr(training.tracker, "_now", broken)
+    for _ in range(2):
+        training.forward(1)
+    assert caplog.text.count("training goes on") == 1

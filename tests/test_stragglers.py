@@ -1,0 +1,85 @@
+"""Statistics over ranks, and their exchange through a real store."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch.distributed as dist
+
+from ddpobs import wire
+from ddpobs.recorder import Step
+from ddpobs.stragglers import COLUMNS, Exchange, join, statistics
+
+QUIET = {"data": 10, "forward": 20, "backward": 40, "optimizer": 5, "other": 1}
+
+
+def row(collective: int, wall: int = 100, **slow: int) -> list[int]:
+    return [collective, wall, *[(QUIET | slow)[name] for name in wire.OWN_PHASES]]
+
+
+def step(collective: int, backward: int = 40) -> Step:
+    phases = [10, 20, backward, 0, 5, 1]
+    return Step(
+        number=collective,
+        collective=collective,
+        start_ns=0,
+        end_ns=100,
+        phases_ns=phases,
+        own_phases_ns=phases,
+        comm_ns=0,
+        micro_steps=1,
+        samples=1,
+        flags=1,
+        spans=[],
+        comms=[],
+        readiness=[],
+    )
+
+
+def test_the_last_rank_has_the_delay_and_the_others_the_waiting() -> None:
+    joined = np.array([[row(7), row(7, backward=70), row(7)], [row(8), row(8, backward=70), row(8)]])
+    peers = statistics(joined)
+    assert (peers.first_collective, peers.last_collective, peers.steps) == (7, 8, 2)
+    assert peers.delay_ns.tolist() == [0, 60, 0]
+    assert peers.wait_ns.tolist() == [60, 0, 60]
+    assert peers.straggler_backward.tolist() == [0, 2, 0]
+    assert peers.straggler_data.tolist() == [0, 0, 0]
+    assert peers.own_backward_ns.tolist() == [80, 140, 80]
+
+
+def test_two_ranks_show_the_whole_delay_and_not_half_of_it() -> None:
+    peers = statistics(np.array([[row(0), row(0, data=50)]]))
+    assert peers.delay_ns.tolist() == [0, 40]
+    assert peers.straggler_data.tolist() == [0, 1]
+
+
+def test_a_delay_below_a_tenth_of_the_step_is_no_straggler() -> None:
+    peers = statistics(np.array([[row(0), row(0, backward=49)]]))
+    assert peers.straggler_backward.tolist() == [0, 0]
+
+
+def test_ranks_are_joined_by_the_collective_and_not_by_their_row() -> None:
+    one = np.array([row(c, data=c) for c in (3, 4, 5)])
+    other = np.array([row(c, data=c) for c in (4, 5, 6)])
+    joined = join([one, other])
+    assert joined[:, :, 0].tolist() == [[4, 4], [5, 5]]
+
+
+def test_ranks_meet_through_the_store_and_a_missing_rank_holds_nobody_up() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    exchanges = [Exchange(dist.PrefixStore("a", store.clone()), rank, 2, 4) for rank in range(2)]
+    for collective in range(4):
+        exchanges[0].add(step(collective))
+    exchanges[0].publish()
+    assert exchanges[0].gather() is None
+    for collective in range(4):
+        exchanges[1].add(step(collective, backward=90))
+    exchanges[1].publish()
+    peers = exchanges[0].gather()
+    assert peers is not None
+    assert peers.straggler_backward.tolist() == [0, 4]
+    assert exchanges[0].gather() is None, "what was told once is not told again"
+    assert exchanges[1].gather() is None, "only rank 0 tells"
+
+
+def test_a_row_is_as_wide_as_its_columns() -> None:
+    assert len(row(0)) == COLUMNS

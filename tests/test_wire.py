@@ -1,0 +1,121 @@
+"""What travels comes back the same, and what cannot be is refused by the name of its field."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpobs import wire
+from ddpobs.errors import WireError
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+def spans(rows: int = 3, **changed: Any) -> wire.Spans:
+    step = np.arange(rows)
+    columns = {
+        "step": step,
+        "module": step * 0,
+        "revision": step * 0,
+        "bucket": step % 2,
+        "ready_ns": 10**15 + step * 1000,
+        "launched_ns": 10**15 + step * 1000 + 5,
+        "started_ns": step * 0 + wire.UNKNOWN,
+        "done_ns": 10**15 + step * 1000 + 500,
+    }
+    return wire.Spans(**(columns | changed))
+
+
+def batch(**changed: Any) -> wire.Batch:
+    fields = {
+        "version": 1,
+        "run": "run-1",
+        "attempt": "a" * 16,
+        "source": "0123456789abcdef",
+        "seq": 0,
+        "rank": 0,
+        "world_size": 2,
+        "emitted": 3,
+        "dropped": 0,
+        "anchor": wire.Anchor(wall_ns=10**18, monotonic_ns=10**15),
+        "spans": spans(),
+    }
+    return wire.Batch(**(fields | changed))
+
+
+@pytest.mark.parametrize(("encode", "content_type"), [(wire.encode, wire.MSGPACK), (wire.encode_json, wire.JSON)])
+def test_a_batch_comes_back_as_it_was_sent(encode: Any, content_type: str) -> None:
+    back = wire.decode(encode(batch()), content_type)
+    assert back.spans is not None
+    for name in wire.Spans.__struct_fields__:
+        np.testing.assert_array_equal(getattr(back.spans, name), getattr(spans(), name))
+    assert (back.run, back.seq, back.anchor.wall_ns) == ("run-1", 0, 10**18)
+
+
+@given(st.lists(INT64, max_size=50))
+def test_any_column_of_64_bit_integers_survives_both_encodings(values: list[int]) -> None:
+    readiness = wire.Readiness(step=0, module=0, revision=0, ready_ns=np.array(values, np.int64))
+    sent = batch(readiness=[readiness])
+    for body, content_type in ((wire.encode(sent), wire.MSGPACK), (wire.encode_json(sent), wire.JSON)):
+        assert wire.decode(body, content_type).readiness[0].ready_ns.tolist() == values
+
+
+def test_timestamps_are_delta_coded() -> None:
+    rows = 5000
+    assert len(wire.encode(batch(spans=spans(rows)))) < rows * 20
+
+
+@pytest.mark.parametrize(
+    ("changed", "field"),
+    [
+        ({"spans": spans(done_ns=np.array([1, 2]))}, "spans.done_ns"),
+        ({"spans": spans(done_ns=np.zeros(3, np.int64))}, "spans.done_ns"),
+        ({"spans": spans(bucket=np.array([0, -1, 0]))}, "spans.bucket"),
+        ({"rank": 2}, "rank"),
+        ({"version": wire.VERSION + 1}, "version"),
+        ({"run": "../etc"}, "run"),
+        ({"source": "XYZ"}, "source"),
+        ({"seq": -1}, "seq"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_its_field(changed: dict[str, Any], field: str) -> None:
+    with pytest.raises(WireError) as refused:
+        wire.decode(wire.encode(batch(**changed)))
+    assert refused.value.field == field
+
+
+def test_phases_that_do_not_add_up_are_refused() -> None:
+    one = np.array([1])
+    columns = dict.fromkeys(wire.Steps.__struct_fields__, one) | {"start_ns": one * 0, "end_ns": one * 7}
+    with pytest.raises(WireError, match="add up"):
+        wire.decode(wire.encode(batch(steps=wire.Steps(**columns))))
+    wire.decode(wire.encode(batch(steps=wire.Steps(**(columns | {"end_ns": one * 6})))))
+
+
+@given(st.binary(max_size=200))
+def test_rubbish_is_refused_and_nothing_else_is_raised(body: bytes) -> None:
+    for content_type in (wire.MSGPACK, wire.JSON):
+        with pytest.raises(WireError):
+            wire.decode(body, content_type)
+
+
+@pytest.mark.parametrize(
+    "column",
+    [["<i8", 0, 0, b"123"], ["<f8", 0, 0, b""], ["<i1", 2, 0, b""], ["<i1", 0, 2**63, b""], [2**63], [1.5], "x"],
+)
+def test_a_column_that_is_none_is_refused(column: Any) -> None:
+    plain = msgspec.msgpack.decode(wire.encode(batch()))
+    plain["spans"]["ready_ns"] = column
+    with pytest.raises(WireError) as refused:
+        wire.decode(msgspec.msgpack.encode(plain))
+    assert refused.value.field == "spans.ready_ns"
+
+
+def test_fields_of_a_newer_client_are_skipped() -> None:
+    plain = msgspec.msgpack.decode(wire.encode(batch())) | {"invented_later": 1}
+    assert wire.decode(msgspec.msgpack.encode(plain)).run == "run-1"
