@@ -285,7 +285,7 @@ def _hello(device: torch.device, backend: str, settings: Mapping[str, wire.Scala
         pid=os.getpid(),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         backend=backend,
-        versions={"ddpobs": ddpobs.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        versions={"ddpobs": ddpobs.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
         settings=dict(settings),
     )
 

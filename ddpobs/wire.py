@@ -395,11 +395,17 @@ def _unpack(packed: Any) -> Ints:
 
 
 def _enc_msgpack(value: Any) -> Any:
-    return _pack(value)
+    return _pack(_column(value))
 
 
 def _enc_json(value: Any) -> Any:
-    return value.tolist()
+    return _column(value).tolist()
+
+
+def _column(value: Any) -> Ints:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"expected an array or a plain value, got {type(value).__name__}")
+    return value
 
 
 def _dec(_kind: type, value: Any) -> Ints:
