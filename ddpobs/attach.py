@@ -95,7 +95,7 @@ class Attachment:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 stamp = _stamper(self._ready, self._index[id(parameter)], now)
-                handle = parameter.register_post_accumulate_grad_hook(stamp)  # type: ignore[no-untyped-call]
+                handle = parameter.register_post_accumulate_grad_hook(stamp)
                 self._undo.append(handle.remove)
         before = model.register_forward_pre_hook(lambda _, inputs: self._recorder.forward_began(inputs))
         self._undo.append(before.remove)
@@ -116,7 +116,7 @@ class Attachment:
         model = self._model()
         if model is None:
             return
-        model._check_comm_hook(hook)  # type: ignore[no-untyped-call]
+        model._check_comm_hook(hook)
         if self._user_hook is not None:
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         self._user_hook = (state, hook)

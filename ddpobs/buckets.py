@@ -1,0 +1,125 @@
+"""Parameters to buckets: one flat buffer each, gradients as views of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
+
+from ddpobs import wire
+
+_SINGLY_COPIED = 16_384
+"""Mean elements a parameter from which copying and scaling in one pass, parameter by parameter, is the faster way."""
+
+
+class Bucket:
+    """Some parameters whose gradients are reduced together.
+
+    Attributes:
+        index: Its place in launch order.
+        members: Indices of its parameters.
+        buffer: The flat buffer, one dimension.
+        views: Each parameter's part of the buffer, in the parameter's own shape and strides.
+        pending: Parameters whose gradient this backward still owes.
+        sparse: It holds the one sparse gradient of its one parameter; there is no buffer then.
+    """
+
+    __slots__ = ("_singly", "buffer", "index", "members", "parameters", "pending", "sparse", "views")
+
+    def __init__(self, index: int, members: list[int], parameters: list[torch.nn.Parameter], sparse: bool) -> None:
+        self.index, self.members, self.parameters, self.sparse = index, members, parameters, sparse
+        self.pending = len(members)
+        first = parameters[0]
+        size = 0 if sparse else sum(p.numel() for p in parameters)
+        self.buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.views = [] if sparse else _views(self.buffer, parameters)
+        self._singly = size >= _SINGLY_COPIED * len(parameters)
+
+    def fill(self, scale: float | None) -> None:
+        """Bring every gradient into the buffer, times `scale`, and make `.grad` the view of it.
+
+        A gradient that autograd accumulated in place is there already. A parameter without one counts as zero and
+        keeps having none.
+        """
+        fresh: list[torch.Tensor] = []
+        places: list[torch.Tensor] = []
+        for parameter, view in zip(self.parameters, self.views, strict=True):
+            gradient = parameter.grad
+            if gradient is None:
+                view.zero_()
+            elif gradient is not view:
+                fresh.append(gradient)
+                places.append(view)
+                parameter.grad = view
+        if self._singly and scale is not None and len(fresh) == len(self.parameters):
+            for gradient, view in zip(fresh, places, strict=True):
+                torch.mul(gradient, scale, out=view)
+            return
+        if fresh:
+            torch._foreach_copy_(places, fresh)
+        if scale is not None:
+            self.buffer.mul_(scale)
+
+    def describe(self, names: Sequence[str]) -> wire.Bucket:
+        """The bucket as it travels; `names` are of all parameters, by index."""
+        parameters = [
+            wire.Parameter(name=names[member], size=parameter.numel())
+            for member, parameter in zip(self.members, self.parameters, strict=True)
+        ]
+        element_size = self.parameters[0].element_size()
+        return wire.Bucket(
+            size_bytes=sum(p.size for p in parameters) * element_size,
+            dtype=str(self.parameters[0].dtype).removeprefix("torch."),
+            parameters=parameters,
+        )
+
+
+def assign(
+    parameters: Sequence[torch.nn.Parameter], limits_bytes: Sequence[int], expect_sparse: Sequence[bool]
+) -> list[list[int]]:
+    """Indices of the parameters of each bucket, in launch order: the last-defined parameters first.
+
+    Closed when the size reaches the limit, keyed by dtype and device, as torch's DDP does it.
+
+    Args:
+        parameters: In the order of the module.
+        limits_bytes: Of the first bucket, the second, ...; the last one holds for the rest.
+        expect_sparse: Which parameters get sparse gradients, and so a bucket each.
+    """
+    indices, _ = _compute_bucket_assignment_by_size(list(parameters), list(limits_bytes), list(expect_sparse))
+    return list(reversed(indices))
+
+
+def assign_in_order(
+    parameters: Sequence[torch.nn.Parameter],
+    order: Sequence[int],
+    limits_bytes: Sequence[int],
+    expect_sparse: Sequence[bool],
+) -> list[list[int]]:
+    """The same, for parameters in the order in which their gradients came."""
+    ordered: list[torch.Tensor] = [parameters[index] for index in order]
+    indices, _ = _compute_bucket_assignment_by_size(ordered, list(limits_bytes), list(expect_sparse), list(order))
+    return list(indices)
+
+
+def build(
+    parameters: Sequence[torch.nn.Parameter], assignment: Sequence[Sequence[int]], expect_sparse: Sequence[bool]
+) -> list[Bucket]:
+    """The buckets of an assignment, with zeroed buffers."""
+    return [
+        Bucket(index, list(members), [parameters[m] for m in members], expect_sparse[members[0]])
+        for index, members in enumerate(assignment)
+    ]
+
+
+def _views(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+    views = []
+    offset = 0
+    for parameter in parameters:
+        if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+            views.append(buffer.as_strided(parameter.shape, parameter.stride(), offset))
+        else:
+            views.append(buffer.narrow(0, offset, parameter.numel()).view(parameter.shape))
+        offset += parameter.numel()
+    return views

@@ -1,0 +1,36 @@
+"""The interface between the reducer and what is done with a full bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from ddpobs.buckets import Bucket
+
+
+class Pending(Protocol):
+    """A launched communication."""
+
+    def wait(self) -> None:
+        """Return when the bucket holds the result (on CUDA: when the current stream will wait for it)."""
+        ...
+
+    def on_done(self, told: Callable[[object], None]) -> None:
+        """Have `told` called when it completes, from whatever thread sees that."""
+        ...
+
+
+class BucketComm(Protocol):
+    """What is done with a full bucket.
+
+    Attributes:
+        name: What telemetry calls it.
+        divides: Whether the reducer divides gradients by the number of ranks before `launch`.
+    """
+
+    name: str
+    divides: bool
+
+    def launch(self, bucket: Bucket, last: bool) -> Pending:
+        """Start it. Must not block; called in the same order on every rank."""
+        ...

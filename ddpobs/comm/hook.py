@@ -1,0 +1,81 @@
+"""The user's communication hook, called as torch's DDP calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ddpobs.buckets import Bucket
+
+Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
+
+
+class GradBucket:
+    """A bucket as communication hooks see it, with torch's own members."""
+
+    def __init__(self, bucket: Bucket, last: bool) -> None:
+        self._bucket, self._last = bucket, last
+        self._buffer = bucket.parameters[0].grad if bucket.sparse else bucket.buffer
+
+    def index(self) -> int:
+        """The bucket's place in launch order."""
+        return self._bucket.index
+
+    def is_last(self) -> bool:
+        """Whether it is the last one launched."""
+        return self._last
+
+    def buffer(self) -> torch.Tensor:
+        """The flat gradients, one dimension, not divided by the number of ranks."""
+        assert self._buffer is not None
+        return self._buffer
+
+    def set_buffer(self, buffer: torch.Tensor) -> None:
+        """Put another tensor in the buffer's place."""
+        self._buffer = buffer
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Each parameter's part of the buffer."""
+        return [self.buffer()] if self._bucket.sparse else list(self._bucket.views)
+
+    def parameters(self) -> list[torch.Tensor]:
+        """The parameters, in the same order."""
+        return list(self._bucket.parameters)
+
+
+class CommHook:
+    """Runs the user's hook on each bucket and puts its result back."""
+
+    divides = False
+
+    def __init__(self, state: object, hook: Hook) -> None:
+        self._state, self._hook = state, hook
+        self.name = getattr(hook, "__qualname__", type(hook).__name__)
+
+    def launch(self, bucket: Bucket, last: bool) -> _Pending:
+        """Call the hook, which starts the communication."""
+        return _Pending(bucket, self.run(GradBucket(bucket, last)))
+
+    def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """The hook's future; also for a rank that has run out of data and only takes part."""
+        return self._hook(self._state, bucket)
+
+
+class _Pending:
+    __slots__ = ("_bucket", "_future")
+
+    def __init__(self, bucket: Bucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        self._bucket, self._future = bucket, future
+
+    def wait(self) -> None:
+        value: Any = self._future.wait()
+        result: torch.Tensor = value[0] if isinstance(value, list) else value
+        if self._bucket.sparse:
+            self._bucket.parameters[0].grad = result
+        elif result.data_ptr() != self._bucket.buffer.data_ptr():
+            self._bucket.buffer.copy_(result.view(-1))
+
+    def on_done(self, told: Callable[[object], None]) -> None:
+        self._future.add_done_callback(told)

@@ -1,0 +1,74 @@
+"""Runs a function on real gloo ranks, each a process of its own with one thread."""
+
+from __future__ import annotations
+
+import os
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90) -> list[Any]:
+    """What `function(rank, world_size, *args)` returned on each rank.
+
+    Args:
+        function: Importable by name; its results and arguments can be pickled.
+        world_size: How many ranks.
+        *args: Passed on.
+        timeout_s: After which every rank is killed.
+
+    Raises:
+        AssertionError: A rank failed, with its traceback; or none answered in time.
+    """
+    context = get_context("spawn")
+    with TemporaryDirectory() as folder:
+        pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
+        ranks = [
+            context.Process(target=_rank, args=(function, (rank, world_size), folder, pipes[rank][1], args))
+            for rank in range(world_size)
+        ]
+        for process in ranks:
+            process.start()
+        try:
+            answers = [_answer(pipes[rank][0], rank, timeout_s) for rank in range(world_size)]
+        finally:
+            for process in ranks:
+                process.join(5)
+                process.kill()
+    failed = [answer for ok, answer in answers if not ok]
+    assert not failed, "\n".join(failed)
+    return [answer for _, answer in answers]
+
+
+def _answer(pipe: Any, rank: int, timeout_s: float) -> tuple[bool, Any]:
+    if not pipe.poll(timeout_s):
+        return False, f"rank {rank} did not answer within {timeout_s} s"
+    try:
+        return pipe.recv()  # type: ignore[no-any-return]
+    except EOFError:
+        return False, f"rank {rank} died"
+
+
+def _rank(function: Callable[..., Any], place: tuple[int, int], folder: str, pipe: Any, args: tuple[Any, ...]) -> None:
+    rank, world_size = place
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{Path(folder) / 'store'}",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=60),
+        )
+        pipe.send((True, function(rank, world_size, *args)))
+        dist.destroy_process_group()
+    except BaseException:
+        pipe.send((False, f"rank {rank}:\n{traceback.format_exc()}"))

@@ -1,0 +1,196 @@
+"""After twenty steps our parameters are those of torch's DDP."""
+
+from __future__ import annotations
+
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ddpobs import DistributedDataParallel
+from tests.distributed.launch import run_ranks
+from tests.distributed.models import MODELS, build
+
+STEPS = 20
+# Small buckets, so that a model has several; torch begins with one bucket unless it looks for unused parameters.
+CAPS: dict[str, Any] = {"bucket_cap_mb": 0.005}
+
+
+def train(ddp: Any, name: str, rank: int, steps: int, set_to_none: bool) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    for step in range(steps):
+        optimizer.zero_grad(set_to_none=set_to_none)
+        ddp(MODELS[name].batch(rank, step)).pow(2).mean().backward()
+        optimizer.step()
+    return [tensor.detach().clone() for tensor in ddp.state_dict().values()]
+
+
+def difference(rank: int, world_size: int, name: str, options: dict[str, Any]) -> list[tuple[bool, float]]:
+    """For both ways of zeroing: whether all is equal bit for bit, and the largest difference."""
+    found = []
+    for set_to_none in (True, False):
+        ours = train(DistributedDataParallel(build(name), **options), name, rank, STEPS, set_to_none)
+        theirs = train(TorchDDP(build(name), **options), name, rank, STEPS, set_to_none)
+        equal = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        found.append((equal, max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))))
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["cnn", "transformer"])
+def test_parameters_equal_those_of_torch_ddp(name: str, world_size: int) -> None:
+    for equal, largest in chain(*run_ranks(difference, world_size, name, CAPS)):
+        if world_size <= 2:
+            assert equal, "sums of two do not depend on how the buckets are cut"
+        assert largest < 1e-5
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_with_the_same_buckets_they_are_equal_bit_for_bit(world_size: int) -> None:
+    options = CAPS | {"find_unused_parameters": True}
+    for name in ("transformer", "branches"):
+        assert all(equal for equal, _ in chain(*run_ranks(difference, world_size, name, options)))
+
+
+def accumulated(rank: int, world_size: int) -> bool:
+    """Three micro-batches of which only the last synchronises, on torch's DDP and on ours."""
+    grads = []
+    for kind in (TorchDDP, DistributedDataParallel):
+        ddp = kind(build("transformer"), **CAPS)
+        for step in range(2):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                for micro in range(2):
+                    ddp(MODELS["transformer"].batch(rank, 10 * step + micro)).pow(2).mean().backward()
+            ddp(MODELS["transformer"].batch(rank, 10 * step + 2)).pow(2).mean().backward()
+        grads.append([p.grad.clone() for p in ddp.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_no_sync_accumulates_as_torch_does() -> None:
+    assert run_ranks(accumulated, 2) == [True, True]
+
+
+def untouched(rank: int, world_size: int) -> list[Any]:
+    """A gradient that the user left on a parameter nobody uses, and one that some ranks use."""
+    ddp = DistributedDataParallel(build("branches"), find_unused_parameters=True)
+    ddp.module.never.weight.grad = torch.full((16, 16), 3.0)
+    batch = MODELS["branches"].batch(rank, 0)
+    batch[0, 0] = 1.0 if rank == 0 else -1.0
+    ddp(batch).sum().backward()
+    never, sometimes = ddp.module.never, ddp.module.sometimes
+    return [never.bias.grad, bool((never.weight.grad == 3).all()), sometimes.weight.grad.tolist()]
+
+
+def test_globally_unused_gradients_are_left_alone_and_locally_unused_ones_get_the_mean() -> None:
+    first, second = run_ranks(untouched, 2)
+    assert first[0] is None
+    assert first[1]
+    assert first[2] == second[2]
+    assert any(any(row) for row in first[2])
+
+
+def unused_error(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(build("branches"), **CAPS)
+    batch = MODELS["branches"].batch(rank, 0)
+    batch[0, 0] = 1.0 if rank == 0 else -1.0
+    try:
+        ddp(batch).sum().backward()
+    except RuntimeError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_unused_parameters_without_the_flag_are_the_same_error_on_every_rank_at_once() -> None:
+    messages = run_ranks(unused_error, 2)
+    assert messages[0] == messages[1]
+    assert messages[0].startswith("UnusedParametersError")
+    assert "never.weight (rank 0, 1)" in messages[0]
+    assert "sometimes.weight (rank 1)" in messages[0]
+    assert "head" not in messages[0]
+
+
+def real_nan(rank: int, world_size: int) -> bool:
+    ddp = DistributedDataParallel(build("transformer"))
+    (ddp(MODELS["transformer"].batch(rank, 0)).sum() * float("nan")).backward()
+    return bool(torch.isnan(next(ddp.parameters()).grad).any())
+
+
+def test_a_nan_of_the_models_own_is_not_taken_for_an_unused_parameter() -> None:
+    assert run_ranks(real_nan, 2) == [True, True]
+
+
+def copies(rank: int, world_size: int) -> list[bool]:
+    import copy
+    import io
+    import pickle
+
+    ddp = DistributedDataParallel(build("transformer"), **CAPS)
+    results = [isinstance(ddp, TorchDDP), all(key.startswith("module.") for key in ddp.state_dict())]
+    for twin in (copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+        trained = train(twin, "transformer", rank, 2, True)
+        again = train(DistributedDataParallel(build("transformer"), **CAPS), "transformer", rank, 2, True)
+        results.append(all(torch.equal(a, b) for a, b in zip(trained, again, strict=True)))
+    buffer = io.BytesIO()
+    torch.save(ddp.state_dict(), buffer)
+    return results
+
+
+def test_it_is_a_torch_ddp_and_survives_deepcopy_and_pickle() -> None:
+    assert run_ranks(copies, 2) == [[True] * 4] * 2
+
+
+def hooked(rank: int, world_size: int) -> bool:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+
+    same = True
+    for hook in (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, powerSGD_hook.powerSGD_hook):
+        results = []
+        for kind in (TorchDDP, DistributedDataParallel):
+            # One bucket: PowerSGD starts collectives from callbacks, whose order over several buckets is anyone's.
+            ddp = kind(build("transformer"), find_unused_parameters=True)
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3) if "power" in hook.__name__ else None
+            ddp.register_comm_hook(state, hook)
+            results.append(train(ddp, "transformer", rank, 6, True))
+        same &= all(torch.allclose(a, b, atol=1e-5) for a, b in zip(*results, strict=True))
+    return same
+
+
+def test_torchs_own_comm_hooks_run_unchanged() -> None:
+    assert run_ranks(hooked, 2) == [True, True]
+
+
+def uneven(rank: int, world_size: int) -> bool:
+    same = True
+    for options in ({}, {"find_unused_parameters": True}):
+        results = []
+        for kind in (TorchDDP, DistributedDataParallel):
+            ddp = kind(build("transformer"), **CAPS, **options)
+            with ddp.join():
+                results.append(train(ddp, "transformer", rank, 4 + 3 * rank, True))
+        same &= all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*results, strict=True))
+    return same
+
+
+def test_uneven_inputs_under_join_train_as_with_torch() -> None:
+    assert run_ranks(uneven, 2) == [True, True]
+
+
+def sparse(rank: int, world_size: int) -> bool:
+    results = []
+    for kind in (TorchDDP, DistributedDataParallel):
+        torch.manual_seed(3)
+        ddp = kind(torch.nn.Sequential(torch.nn.Embedding(20, 8, sparse=True), torch.nn.Linear(8, 2)))
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(4):
+            optimizer.zero_grad()
+            ddp(torch.tensor([rank, step + 2, 5])).pow(2).mean().backward()
+            optimizer.step()
+        results.append([p.detach().clone() for p in ddp.parameters()])
+    return all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_sparse_gradients_are_reduced() -> None:
+    assert run_ranks(sparse, 2) == [True, True]
