@@ -1,0 +1,154 @@
+"""The `ddpobs` command: run a training with telemetry, send a spool, and read what the collector found."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import httpx
+import typer
+
+from ddpobs.config import TelemetryConfig, from_environment
+from ddpobs.errors import ConfigError
+from ddpobs.sender import Answer, Outcome, Sender, pause_s
+from ddpobs.spool import Spool, Spooled
+
+main = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+
+_TRIES = 3
+CollectorOption = Annotated[str | None, typer.Option("--collector", help="Address; else DDPOBS_TELEMETRY.")]
+
+
+@main.command(context_settings={"allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(help="The training, after `--`.")],
+    collector: CollectorOption = None,
+    run_id: Annotated[str | None, typer.Option("--run", help="Run id; else DDPOBS_RUN or the launcher's.")] = None,
+) -> None:
+    """Run a command, its child processes included, with telemetry on."""
+    config = _config(collector)
+    environ = dict(os.environ, DDPOBS_TELEMETRY=config.collector)
+    if run_id is not None:
+        environ["DDPOBS_RUN"] = _checked(config, run=run_id).run or ""
+    autoload = str(Path(__file__).parent / "autoload")
+    environ["PYTHONPATH"] = os.pathsep.join(filter(None, (autoload, os.environ.get("PYTHONPATH"))))
+    try:
+        os.execvpe(command[0], command, environ)
+    except OSError as error:
+        _fail(f"{command[0]}: {error.strerror}", 127)
+
+
+@main.command()
+def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: CollectorOption = None) -> None:
+    """Send a spool. Refused batches stay on disk; the exit code is 0 only where every batch was taken."""
+    if not folder.is_dir():
+        _fail(f"{folder}: no such folder", 2)
+    config = _config(collector)
+    sender, counts, detail = Sender(config), Counter[Outcome](), ""
+    kept = list(Spool(folder, int(config.spool_mb * 1e6)).batches())
+    for batch in kept:
+        answer = _send(sender, batch)
+        counts[answer.outcome] += 1
+        detail = answer.detail or detail
+        if answer.outcome in (Outcome.STORED, Outcome.REPEATED):
+            batch.path.unlink(missing_ok=True)
+        elif answer.outcome is not Outcome.REFUSED:
+            break
+    sender.close()
+    sent, repeated, refused = (counts[o] for o in (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED))
+    left = len(kept) - sent - repeated - refused
+    typer.echo(f"sent {sent}, repeated {repeated}, refused {refused}, left {left}")
+    if refused or left:
+        _fail(detail, 1)
+
+
+@main.command()
+def report(run_id: Annotated[str, typer.Argument(metavar="RUN")], collector: CollectorOption = None) -> None:
+    """Say in plain words what the collector finds wrong with a run."""
+    answer = _get(_config(collector), f"/runs/{run_id}/diagnostics").json()
+    typer.echo(f"run {answer['run']}: {answer['steps_seen']} steps seen, {len(answer['findings'])} findings")
+    for finding in answer["findings"]:
+        typer.echo(_told(finding))
+    for missing in answer["missing"]:
+        typer.echo(f"not known: {missing}")
+
+
+@main.command()
+def trace(
+    run_id: Annotated[str, typer.Argument(metavar="RUN")],
+    steps: Annotated[str, typer.Option(help="First and last step, as A:B.")],
+    output: Annotated[Path, typer.Option("-o", help="File for the Chrome trace.")],
+    collector: CollectorOption = None,
+) -> None:
+    """Save the steps' Chrome trace, for Perfetto or chrome://tracing."""
+    first, colon, last = steps.partition(":")
+    if not (colon and first.isdecimal() and last.isdecimal()):
+        _fail(f"--steps: expected A:B, got {steps!r}", 2)
+    answer = _get(_config(collector), f"/runs/{run_id}/trace", {"from": first, "to": last})
+    output.write_bytes(answer.content)
+
+
+def _told(finding: dict[str, Any]) -> str:
+    first, last = finding["steps"]
+    ranks = f", ranks {', '.join(map(str, finding['ranks']))}" if finding["ranks"] else ""
+    lines = [
+        f"\n{finding['severity']}: {finding['title']} (steps {first} to {last}{ranks})",
+        f"  do: {finding['remedy']}",
+    ]
+    if finding["gain"]:
+        lines.append(f"  gain: {finding['gain']['step_ns'] / 1e6:.1f} ms a step")
+    return "\n".join(lines)
+
+
+def _send(sender: Sender, batch: Spooled) -> Answer:
+    answer = Answer(Outcome.RETRY)
+    for tries in range(_TRIES):
+        try:
+            body = batch.body()
+        except OSError as error:
+            return Answer(Outcome.REFUSED, f"{batch.path}: {error.strerror}")
+        answer = sender.send(batch.run, batch.source, batch.seq, body)
+        if answer.outcome is not Outcome.RETRY:
+            break
+        if tries + 1 < _TRIES:
+            time.sleep(pause_s(tries, answer.retry_after_s, random.Random()))
+    return answer
+
+
+def _get(config: TelemetryConfig, path: str, query: dict[str, str] | None = None) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
+    url = f"{config.collector.rstrip('/')}/api/v1{path}"
+    try:
+        answer = httpx.get(url, params=query, headers=headers, timeout=config.timeout_s, trust_env=False)
+        answer.raise_for_status()
+    except httpx.HTTPStatusError as error:
+        _fail(f"{url}: HTTP {error.response.status_code}: {error.response.text[:300]}", 1)
+    except httpx.HTTPError as error:
+        _fail(f"{url}: {error}", 1)
+    return answer
+
+
+def _config(collector: str | None) -> TelemetryConfig:
+    flag = os.environ.get("DDPOBS_TELEMETRY", "")
+    try:
+        config = from_environment({**os.environ, "DDPOBS_TELEMETRY": flag})
+    except ConfigError as error:
+        _fail(str(error), 2)
+    return config if collector is None else _checked(config, collector=collector)
+
+
+def _checked(config: TelemetryConfig, **changes: Any) -> TelemetryConfig:
+    try:
+        return replace(config, **changes)
+    except ConfigError as error:
+        _fail(str(error), 2)
+
+
+def _fail(message: str, code: int) -> NoReturn:
+    typer.echo(f"ddpobs: {message}", err=True)
+    raise typer.Exit(code)

@@ -1,0 +1,111 @@
+"""Small real HTTP servers that misbehave as collectors and proxies do."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+Reply = tuple[int, dict[str, str], bytes]
+
+
+@dataclass
+class Seen:
+    """Requests as they came: path, body, and when."""
+
+    puts: list[tuple[str, bytes, float]] = field(default_factory=list)
+    url: str = ""
+
+
+def acknowledge(path: str) -> Reply:
+    parts = path.split("/")
+    return 201, {}, json.dumps({"source": parts[6], "seq": int(parts[8]), "repeated": False}).encode()
+
+
+def status(code: int, **headers: str) -> Callable[[str], Reply]:
+    return lambda path: (code, {k.replace("_", "-"): v for k, v in headers.items()}, b'{"detail": "no"}')
+
+
+def rubbish(path: str) -> Reply:
+    return 200, {}, b"<html>welcome</html>"
+
+
+@contextmanager
+def collector(*replies: Callable[[str], Reply], port: int = 0) -> Iterator[Seen]:
+    """Answers with each reply in turn, and with the last one from then on."""
+    seen = Seen()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_PUT(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            seen.puts.append((self.path, body, time.monotonic()))
+            self.answer(replies[min(len(seen.puts), len(replies)) - 1](self.path))
+
+        def do_GET(self) -> None:
+            self.answer(replies[0](self.path))
+
+        def answer(self, reply: Reply) -> None:
+            code, headers, text = reply
+            self.send_response(code)
+            for name, value in {**headers, "Content-Length": str(len(text))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(text)
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    seen.url = f"http://127.0.0.1:{server.server_address[1]}"
+    try:
+        yield seen
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@contextmanager
+def hanging() -> Iterator[str]:
+    """Connections succeed, and nobody accepts them."""
+    with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+@contextmanager
+def dripping() -> Iterator[str]:
+    """One byte of an answer every tenth of a second, for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip(connection: socket.socket) -> None:
+            try:
+                connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+                while True:
+                    connection.sendall(b"a")
+                    time.sleep(0.1)
+            except OSError:
+                pass
+
+        def serve() -> None:
+            try:
+                while True:
+                    threading.Thread(target=drip, args=(server.accept()[0],), daemon=True).start()
+            except OSError:
+                pass
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def absent() -> str:
+    """An address where nobody listens."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return f"http://127.0.0.1:{server.getsockname()[1]}"

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ddpobs.spool import Spool
+from tests.integration.collectors import absent, acknowledge, collector, status
+
+ROOT = Path(__file__).parents[1]
+
+
+def ddpobs(*arguments: str) -> subprocess.CompletedProcess[str]:
+    environ = dict(os.environ, PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-c", "from ddpobs.cli import main; main()", *arguments]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def spool(folder: Path) -> None:
+    for seq in range(2):
+        Spool(folder, 10**6).put("r", "b" * 16, seq, records=1, body=b"x", at_ns=seq)
+
+
+def test_push_sends_a_spool_and_empties_it(tmp_path: Path) -> None:
+    spool(tmp_path)
+    with collector(acknowledge) as seen:
+        done = ddpobs("push", str(tmp_path), "--collector", seen.url)
+    assert (done.returncode, done.stdout) == (0, "sent 2, repeated 0, refused 0, left 0\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_push_keeps_what_is_refused_or_not_taken(tmp_path: Path) -> None:
+    spool(tmp_path)
+    with collector(status(422)) as seen:
+        refused = ddpobs("push", str(tmp_path), "--collector", seen.url)
+    away = ddpobs("push", str(tmp_path), "--collector", absent())
+    assert (refused.returncode, refused.stdout) == (1, "sent 0, repeated 0, refused 2, left 0\n")
+    assert (away.returncode, away.stdout) == (1, "sent 0, repeated 0, refused 0, left 2\n")
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_run_gives_the_child_its_settings() -> None:
+    code = "import os; print(os.environ['DDPOBS_TELEMETRY'], os.environ['DDPOBS_RUN'], os.environ['PYTHONPATH'])"
+    done = ddpobs("run", "--collector", "http://c:1", "--run", "x", "--", sys.executable, "-c", code)
+    assert done.stdout.startswith(f"http://c:1 x {ROOT / 'ddpobs' / 'autoload'}{os.pathsep}"), done.stderr
+
+
+def test_report_names_the_finding_and_the_remedy() -> None:
+    finding = {
+        "severity": "warning",
+        "title": "rank 3 is slow",
+        "ranks": [3],
+        "steps": [1, 9],
+        "remedy": "look",
+        "gain": None,
+    }
+    text = json.dumps({"run": "r", "steps_seen": 9, "findings": [finding], "missing": []}).encode()
+    with collector(lambda path: (200, {}, text)) as seen:
+        done = ddpobs("report", "r", "--collector", seen.url)
+    assert "warning: rank 3 is slow (steps 1 to 9, ranks 3)\n  do: look" in done.stdout
+
+
+def test_trace_saves_what_the_collector_gives(tmp_path: Path) -> None:
+    with collector(lambda path: (200, {}, path.encode())) as seen:
+        done = ddpobs("trace", "r", "--steps", "2:5", "-o", str(tmp_path / "t"), "--collector", seen.url)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "t").read_text() == "/api/v1/runs/r/trace?from=2&to=5"

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+import zstandard
+
+from ddpobs import wire
+from ddpobs.config import TelemetryConfig
+from ddpobs.exporter import Envelope, Exporter, Identity
+from ddpobs.spool import Spool
+from tests.integration.collectors import absent, acknowledge, collector, dripping, hanging, rubbish, status
+
+IDENTITY = Identity(run="r", attempt="a" * 16, source="b" * 16, rank=0, world_size=1)
+
+
+def encode(records: Sequence[object], envelope: Envelope) -> wire.Batch:
+    events = [record for record in records if isinstance(record, wire.Event)]
+    if len(events) < len(records):
+        raise ValueError("no event")
+    return wire.Batch(version=wire.VERSION, **vars(envelope), events=events)
+
+
+def exporter(url: str, folder: Path, **settings: float) -> Exporter:
+    config = TelemetryConfig(collector=url, spool=folder, flush_s=0.05, **settings)  # type: ignore[arg-type]
+    made = Exporter(config, encode)
+    made.identify(IDENTITY)
+    made.start()
+    return made
+
+
+def event(kind: str = "e") -> wire.Event:
+    return wire.Event(kind=kind, at_ns=1)
+
+
+def until(holds: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+def test_a_batch_reaches_the_collector_whole(tmp_path: Path) -> None:
+    with collector(acknowledge) as seen:
+        sent = exporter(seen.url, tmp_path)
+        assert sent.offer(event("hello"))
+        sent.close()
+    path, body, _ = seen.puts[0]
+    assert path == f"/api/v1/runs/r/sources/{'b' * 16}/batches/0"
+    assert wire.decode(zstandard.decompress(body)).events[0].kind == "hello"
+    assert (sent.emitted, sent.dropped, list(tmp_path.iterdir())) == (1, 0, [])
+
+
+@pytest.mark.parametrize("reply", [status(500), status(429), status(408), rubbish])
+def test_a_retry_has_the_same_body(tmp_path: Path, reply: Callable[..., object]) -> None:
+    with collector(reply, acknowledge) as seen:  # type: ignore[arg-type]
+        sent = exporter(seen.url, tmp_path)
+        sent.offer(event())
+        until(lambda: len(seen.puts) == 2)
+        sent.close()
+    assert seen.puts[0][:2] == seen.puts[1][:2]
+    assert sent.dropped == 0
+
+
+def test_retry_after_is_honoured(tmp_path: Path) -> None:
+    with collector(status(429, Retry_After="1"), acknowledge) as seen:
+        sent = exporter(seen.url, tmp_path)
+        sent.offer(event())
+        until(lambda: len(seen.puts) == 2)
+        sent.close()
+    assert seen.puts[1][2] - seen.puts[0][2] >= 1.0
+
+
+@pytest.mark.parametrize("code", [409, 413, 422])
+def test_a_refused_batch_is_dropped_and_counted(tmp_path: Path, code: int) -> None:
+    with collector(status(code)) as seen:
+        sent = exporter(seen.url, tmp_path)
+        sent.offer(event(), weight=7)
+        sent.close()
+    assert (len(seen.puts), sent.dropped, list(tmp_path.iterdir())) == (1, 7, [])
+
+
+@pytest.mark.parametrize("code", [401, 403])
+def test_a_wrong_token_keeps_the_batch_in_the_spool(tmp_path: Path, code: int) -> None:
+    with collector(status(code)) as seen:
+        sent = exporter(seen.url, tmp_path)
+        sent.offer(event())
+        sent.close()
+    assert len(list(Spool(tmp_path, 10**6).batches())) == 1
+    assert sent.dropped == 0
+
+
+def test_an_absent_collector_leaves_the_batch_in_the_spool(tmp_path: Path) -> None:
+    sent = exporter(absent(), tmp_path)
+    sent.offer(event())
+    sent.close()
+    assert len(list(Spool(tmp_path, 10**6).batches())) == 1
+
+
+@pytest.mark.parametrize("server", [hanging, dripping])
+def test_exit_is_bounded_however_the_collector_hangs(tmp_path: Path, server: Callable[..., object]) -> None:
+    with server() as url:  # type: ignore[attr-defined]
+        sent = exporter(url, tmp_path, exit_s=1.0, timeout_s=60.0)
+        sent.offer(event())
+        began = time.monotonic()
+        sent.close()
+        assert time.monotonic() - began < 30.0, "bounded by exit_s, not by timeout_s"
+    assert len(list(Spool(tmp_path, 10**6).batches())) == 1
+
+
+def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
+    full = Exporter(TelemetryConfig(spool=tmp_path, queue_records=2), encode)
+    assert [full.offer(event(), weight=3) for _ in range(3)] == [True, True, False]
+    assert (full.emitted, full.dropped) == (9, 3)
+
+
+def test_an_error_in_the_encoder_does_not_end_the_thread(tmp_path: Path) -> None:
+    with collector(acknowledge) as seen:
+        sent = exporter(seen.url, tmp_path)
+        sent.offer(object())
+        until(lambda: sent.dropped == 1)
+        sent.offer(event())
+        until(lambda: seen.puts)
+        sent.close()
+    sent.close()
+
+
+def test_a_forked_child_has_no_exporter(tmp_path: Path) -> None:
+    sent = exporter(absent(), tmp_path)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if not sent.offer(event()) and threading.active_count() == 1 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert sent.offer(event())
+    sent.close()
