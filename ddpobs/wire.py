@@ -7,7 +7,7 @@ sending process's monotonic clock; `Anchor` ties that clock to the wall.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -38,6 +38,7 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+_R = TypeVar("_R", bound=msgspec.Struct)
 Scalar = str | int | float | bool | None
 
 
@@ -250,6 +251,16 @@ def encode(batch: Batch) -> bytes:
 def encode_json(batch: Batch) -> bytes:
     """The batch as columnar JSON."""
     return _JSON_ENCODER.encode(batch)
+
+
+def pack(record: msgspec.Struct) -> bytes:
+    """One record's columns as msgpack, as the collector keeps them."""
+    return _MSGPACK_ENCODER.encode(record)
+
+
+def unpack(body: bytes, kind: type[_R]) -> _R:
+    """What `pack` packed."""
+    return msgspec.msgpack.decode(body, type=kind, dec_hook=_dec)
 
 
 def decode(body: bytes, content_type: str = MSGPACK) -> Batch:

@@ -1,0 +1,1 @@
+"""The collector: takes batches in, keeps them, and says which rank is slow and why."""

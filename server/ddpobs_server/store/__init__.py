@@ -1,0 +1,22 @@
+"""What is kept: one compressed chunk of columns a batch, and plain rows beside it for what is filtered and sorted by.
+
+Every query is within one run, or over the small table of runs.
+"""
+
+from __future__ import annotations
+
+from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source
+from ddpobs_server.store.store import Store
+from ddpobs_server.store.writing import Arrival, Outcome
+
+__all__ = [
+    "Arrival",
+    "Attempt",
+    "BucketRollup",
+    "Outcome",
+    "PeerTotal",
+    "Rollup",
+    "Run",
+    "Source",
+    "Store",
+]

@@ -1,0 +1,129 @@
+"""The tables. Each carries `run_id` first in its key, so that the schema can be distributed by it."""
+
+from __future__ import annotations
+
+from sqlalchemy import BigInteger, Boolean, Column, Integer, LargeBinary, MetaData, String, Table, Text
+
+from ddpobs import wire
+
+metadata = MetaData()
+
+ROLLUP_STEPS = 64
+"""Steps in one window of `rollups`."""
+STEP_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the step-duration histogram, in seconds; one more counts what is above."""
+
+
+def _key(name: str, kind: type[BigInteger | String | Integer]) -> Column[object]:
+    return Column(name, kind(128) if kind is String else kind(), primary_key=True, autoincrement=False)
+
+
+def _count(name: str) -> Column[int]:
+    return Column(name, BigInteger, nullable=False, default=0)
+
+
+def _sums(*names: str) -> list[Column[int]]:
+    return [_count(name) for name in names]
+
+
+runs = Table(
+    "runs",
+    metadata,
+    _key("run_id", String),
+    Column("attempt", String(16), nullable=False),
+    _count("created_ns"),
+    Column("last_seen_ns", BigInteger, nullable=False, index=True),
+    _count("commits"),
+)
+attempts = Table(
+    "attempts", metadata, _key("run_id", String), _key("attempt", String), _count("ordinal"), _count("first_seen_ns")
+)
+sources = Table(
+    "sources",
+    metadata,
+    _key("run_id", String),
+    _key("source", String),
+    Column("attempt", String(16), nullable=False),
+    *_sums("rank", "world_size", "emitted", "dropped", "first_seen_ns", "last_seen_ns", "last_step_seen_ns"),
+    *_sums("last_step", "wall_ns", "monotonic_ns"),
+    Column("hello", Text),
+    Column("pulse", Text),
+    Column("goodbye", Boolean, nullable=False, default=False),
+)
+batches = Table(
+    "batches",
+    metadata,
+    _key("run_id", String),
+    _key("source", String),
+    _key("seq", BigInteger),
+    Column("digest", LargeBinary(32), nullable=False),
+    *_sums("received_ns", "size_bytes"),
+)
+chunks = Table(
+    "chunks",
+    metadata,
+    _key("run_id", String),
+    _key("source", String),
+    _key("kind", String),
+    _key("seq", BigInteger),
+    *_sums("first_step", "last_step", "rows"),
+    Column("payload", LargeBinary, nullable=False),
+)
+layouts = Table(
+    "layouts",
+    metadata,
+    _key("run_id", String),
+    _key("source", String),
+    _key("module", Integer),
+    _key("revision", BigInteger),
+    Column("body", Text, nullable=False),
+)
+unused = Table(
+    "unused",
+    metadata,
+    _key("run_id", String),
+    _key("source", String),
+    _key("seq", BigInteger),
+    _key("position", Integer),
+    Column("body", Text, nullable=False),
+)
+events = Table(
+    "events",
+    metadata,
+    _key("run_id", String),
+    _key("source", String),
+    _key("seq", BigInteger),
+    _key("position", Integer),
+    Column("kind", String(128), nullable=False),
+    Column("body", Text, nullable=False),
+)
+rollups = Table(
+    "rollups",
+    metadata,
+    _key("run_id", String),
+    _key("source", String),
+    _key("step_window", BigInteger),
+    *_sums("steps", "wall_ns", *(f"{phase}_ns" for phase in wire.PHASES), "comm_ns", "samples"),
+    *_sums("own_ns", "own_steps"),
+)
+step_histogram = Table(
+    "step_histogram", metadata, _key("run_id", String), _key("source", String), _key("bound", Integer), _count("steps")
+)
+bucket_rollups = Table(
+    "bucket_rollups",
+    metadata,
+    _key("run_id", String),
+    _key("source", String),
+    _key("module", Integer),
+    _key("revision", BigInteger),
+    _key("bucket", Integer),
+    *_sums("steps", "compute_ns", "comm_ns", "exposed_ns"),
+)
+peer_totals = Table(
+    "peer_totals",
+    metadata,
+    _key("run_id", String),
+    _key("source", String),
+    _key("rank", Integer),
+    *_sums("steps", "delay_ns", "wait_ns", *(f"straggler_{phase}" for phase in wire.OWN_PHASES)),
+)
