@@ -258,6 +258,11 @@ def pack(record: msgspec.Struct) -> bytes:
     return _MSGPACK_ENCODER.encode(record)
 
 
+def pack_json(record: msgspec.Struct) -> bytes:
+    """One record as JSON."""
+    return _JSON_ENCODER.encode(record)
+
+
 def unpack(body: bytes, kind: type[_R]) -> _R:
     """What `pack` packed."""
     return msgspec.msgpack.decode(body, type=kind, dec_hook=_dec)

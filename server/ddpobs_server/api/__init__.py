@@ -1,0 +1,13 @@
+"""The REST reads: what the store holds and what the reports say, as JSON."""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+
+from ddpobs_server.api import diagnosis, health, runs
+
+
+def install(app: FastAPI) -> None:
+    """Add the routes."""
+    for module in (health, runs, diagnosis):
+        app.include_router(module.router)

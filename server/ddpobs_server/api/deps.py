@@ -1,0 +1,56 @@
+"""What routes ask for, as annotations."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Depends, Path, Query, Request
+
+from ddpobs_server.problems import Problem
+from ddpobs_server.reports import Reports
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Run, Store
+
+
+def _store(request: Request) -> Store:
+    return request.app.state.store  # type: ignore[no-any-return]
+
+
+def _reports(request: Request) -> Reports:
+    return request.app.state.reports  # type: ignore[no-any-return]
+
+
+def _settings(request: Request) -> Settings:
+    return request.app.state.settings  # type: ignore[no-any-return]
+
+
+StoreDep = Annotated[Store, Depends(_store)]
+ReportsDep = Annotated[Reports, Depends(_reports)]
+SettingsDep = Annotated[Settings, Depends(_settings)]
+
+
+def _run(run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,128}$")], store: StoreDep) -> Run:
+    found = store.run(run)
+    if found is None:
+        raise Problem(404, "Unknown run", f"no run {run} has reported here; GET /api/v1/runs lists those that have")
+    return found
+
+
+RunDep = Annotated[Run, Depends(_run)]
+
+
+def _attempt(
+    run: RunDep, store: StoreDep, attempt: Annotated[str | None, Query(pattern=r"^[0-9a-f]{16}$")] = None
+) -> str:
+    if attempt is None:
+        return run.attempt
+    if attempt not in {known.attempt for known in store.attempts(run.run)}:
+        raise Problem(404, "Unknown attempt", f"run {run.run} has no attempt {attempt}")
+    return attempt
+
+
+AttemptDep = Annotated[str, Depends(_attempt)]
+RankQuery = Annotated[int | None, Query(ge=0, lt=2**20, description="Only this rank.")]
+FromQuery = Annotated[int | None, Query(alias="from", ge=0, lt=2**62, description="First step.")]
+ToQuery = Annotated[int | None, Query(alias="to", ge=0, lt=2**62, description="Last step.")]
+ModuleQuery = Annotated[int | None, Query(ge=0, lt=2**20, description="Only this DDP module.")]

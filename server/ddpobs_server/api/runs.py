@@ -1,0 +1,231 @@
+"""Runs, ranks, layouts and columns."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import time
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Depends, Query, Response
+
+from ddpobs import wire
+from ddpobs_server.api.deps import (
+    AttemptDep,
+    FromQuery,
+    ModuleQuery,
+    RankQuery,
+    ReportsDep,
+    RunDep,
+    SettingsDep,
+    StoreDep,
+    ToQuery,
+)
+from ddpobs_server.auth import require_token
+from ddpobs_server.problems import Problem
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Rollup, Run, Source
+
+router = APIRouter(prefix="/api/v1", tags=["runs"], dependencies=[Depends(require_token)])
+
+
+@router.get("/runs")
+def list_runs(
+    store: StoreDep,
+    settings: SettingsDep,
+    limit: Annotated[int, Query(ge=1, le=500)] = 50,
+    cursor: Annotated[str | None, Query(max_length=512)] = None,
+    state: Annotated[str | None, Query(pattern="^(running|finished|stalled|lost)$")] = None,
+) -> dict[str, Any]:
+    """Runs, newest first. `next` is the cursor of the next page; `state` filters within a page."""
+    page = store.runs(limit, _from_cursor(cursor))
+    shown = [run_json(run, settings) for run in page]
+    return {
+        "runs": [run for run in shown if state in (None, run["state"])],
+        "next": _to_cursor(page[-1]) if len(page) == limit else None,
+    }
+
+
+@router.get("/runs/{run}")
+def get_run(run: RunDep, store: StoreDep, settings: SettingsDep) -> dict[str, Any]:
+    """One run, with its attempts, its modules and what its lowest rank said of itself."""
+    sources = store.sources(run.run, run.attempt)
+    hello = next((source.hello for source in sources if source.hello), None)
+    names = {layout.module: layout.name for layout in store.layouts(run.run, run.attempt)}
+    return run_json(run, settings) | {
+        "attempts": [vars(attempt) for attempt in store.attempts(run.run)],
+        "hello": msgspec.to_builtins(hello),
+        "modules": [{"module": module, "name": name} for module, name in sorted(names.items())],
+    }
+
+
+@router.delete("/runs/{run}", status_code=204)
+def delete_run(run: RunDep, store: StoreDep) -> Response:
+    """Remove everything of a run."""
+    store.delete(run.run)
+    return Response(status_code=204)
+
+
+@router.get("/runs/{run}/ranks")
+def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep) -> dict[str, Any]:
+    """Each rank's process, counts, mean phases and last pulse."""
+    rollups = {rollup.rank: rollup for rollup in store.rollups(run.run, attempt)}
+    ranks = [_rank_json(source, rollups.get(source.rank)) for source in store.sources(run.run, attempt)]
+    return {"run": run.run, "attempt": attempt, "ranks": ranks}
+
+
+@router.get("/runs/{run}/layout")
+def get_layout(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> dict[str, Any]:
+    """Which parameters are in which bucket, by module and revision."""
+    layouts = [
+        {
+            "module": layout.module,
+            "name": layout.name,
+            "revision": layout.revision,
+            "comm": layout.comm,
+            "buckets": [
+                {"bucket": index, **msgspec.to_builtins(bucket)} for index, bucket in enumerate(layout.buckets)
+            ],
+        }
+        for layout in store.layouts(run.run, attempt)
+        if module in (None, layout.module)
+    ]
+    return {"run": run.run, "attempt": attempt, "layouts": layouts}
+
+
+@router.get("/runs/{run}/steps")
+def get_steps(
+    run: RunDep,
+    attempt: AttemptDep,
+    store: StoreDep,
+    rank: RankQuery = None,
+    first: FromQuery = None,
+    last: ToQuery = None,
+) -> Response:
+    """Steps in columns, sorted by step and rank."""
+    ranks, steps = store.steps(run.run, attempt, rank, first, last)
+    columns = {"rank": ranks} | {name: getattr(steps, name) for name in steps.__struct_fields__}
+    return columns_json(run.run, attempt, columns)
+
+
+@router.get("/runs/{run}/spans")
+def get_spans(
+    run: RunDep,
+    attempt: AttemptDep,
+    reports: ReportsDep,
+    rank: RankQuery = None,
+    first: FromQuery = None,
+    last: ToQuery = None,
+    module: ModuleQuery = None,
+) -> Response:
+    """Bucket spans in columns, sorted by step and rank, also on rank 0's clock (`aligned_…`)."""
+    return columns_json(run.run, attempt, reports.aligned_spans(run.run, attempt, rank, first, last, module=module))
+
+
+@router.get("/runs/{run}/buckets")
+def get_buckets(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> dict[str, Any]:
+    """Mean times of each bucket over all ranks and steps."""
+    layouts = {(layout.module, layout.revision): layout for layout in store.layouts(run.run, attempt)}
+    sums: dict[tuple[int, int, int], dict[str, int]] = {}
+    for row in store.bucket_rollups(run.run, attempt):
+        if module in (None, row.module):
+            total = sums.setdefault((row.module, row.revision, row.bucket), {})
+            for name in ("steps", "compute_ns", "comm_ns", "exposed_ns"):
+                total[name] = total.get(name, 0) + getattr(row, name)
+    buckets = []
+    for (number, revision, bucket), total in sorted(sums.items()):
+        layout = layouts.get((number, revision))
+        known = layout.buckets[bucket] if layout and bucket < len(layout.buckets) else None
+        buckets.append(
+            {
+                "module": number,
+                "revision": revision,
+                "bucket": bucket,
+                "size_bytes": known.size_bytes if known else None,
+                "dtype": known.dtype if known else None,
+                "parameters": len(known.parameters) if known else None,
+                "steps": total["steps"],
+                **{name: total[name] // total["steps"] for name in ("compute_ns", "comm_ns", "exposed_ns")},
+            }
+        )
+    return {"run": run.run, "attempt": attempt, "buckets": buckets}
+
+
+@router.get("/runs/{run}/unused")
+def get_unused(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> dict[str, Any]:
+    """Unused parameters by name, each time the set changed."""
+    told = [
+        {"rank": rank, **msgspec.to_builtins(record)}
+        for rank, record in store.unused(run.run, attempt)
+        if module in (None, record.module)
+    ]
+    return {"run": run.run, "attempt": attempt, "unused": told}
+
+
+def columns_json(run: str, attempt: str, columns: dict[str, wire.Ints]) -> Response:
+    """Columns as lists."""
+    body = {"run": run, "attempt": attempt, "columns": {name: values.tolist() for name, values in columns.items()}}
+    return Response(msgspec.json.encode(body), media_type=wire.JSON)
+
+
+def run_json(run: Run, settings: Settings) -> dict[str, Any]:
+    """A run as lists show it."""
+    return {
+        "run": run.run,
+        "state": state(run, settings, time.time_ns()),
+        "attempt": run.attempt,
+        "created_ns": run.created_ns,
+        "last_seen_ns": run.last_seen_ns,
+        "world_size": run.world_size,
+        "ranks": run.ranks,
+        "steps": run.steps,
+        "emitted": run.emitted,
+        "dropped": run.dropped,
+    }
+
+
+def state(run: Run, settings: Settings, now_ns: int) -> str:
+    """Finished: all said goodbye. Lost: no pulses. Stalled: pulses, no steps. Else running."""
+    if run.ranks and run.goodbyes >= run.ranks:
+        return "finished"
+    if now_ns - run.last_seen_ns > settings.lost_after_s * 1e9:
+        return "lost"
+    if now_ns - run.last_step_seen_ns > settings.stalled_after_s * 1e9:
+        return "stalled"
+    return "running"
+
+
+def _rank_json(source: Source, rollup: Rollup | None) -> dict[str, Any]:
+    hello = source.hello
+    return {
+        "rank": source.rank,
+        "source": source.source,
+        "host": hello.host if hello else None,
+        "device": hello.device if hello else None,
+        "backend": hello.backend if hello else None,
+        "pid": hello.pid if hello else None,
+        "steps": rollup.steps if rollup else 0,
+        "last_step": source.last_step,
+        "last_seen_ns": source.last_seen_ns,
+        "emitted": source.emitted,
+        "dropped": source.dropped,
+        "phases_ns": {phase: total // rollup.steps for phase, total in rollup.phases_ns.items()} if rollup else None,
+        "own_ns": rollup.own_ns // rollup.own_steps if rollup and rollup.own_steps else None,
+        "pulse": msgspec.to_builtins(source.pulse),
+        "goodbye": source.goodbye,
+    }
+
+
+def _to_cursor(run: Run) -> str:
+    return base64.urlsafe_b64encode(f"{run.last_seen_ns}/{run.run}".encode()).decode()
+
+
+def _from_cursor(cursor: str | None) -> tuple[int, str] | None:
+    if cursor is None:
+        return None
+    try:
+        at, _, run = base64.urlsafe_b64decode(cursor.encode()).decode().partition("/")
+        return int(at), run
+    except (ValueError, binascii.Error):
+        raise Problem(422, "Bad cursor", "cursor: expected what `next` gave", field="cursor") from None
