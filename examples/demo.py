@@ -38,9 +38,7 @@ def main() -> int:
     collector = _start_collector(url)
     try:
         print(f"collector   {url}")
-        print(
-            f"training    a small GPT on {ranks} ranks; one of them, drawn at random, works more in {options.slow_phase}"
-        )
+        print(f"training    a small GPT on {ranks} ranks, one of them, drawn at random, slow in {options.slow_phase}")
         _train(url, ranks, slow, options)
         found = _findings(url)
         _tell(url, found)
@@ -98,9 +96,8 @@ def _tell(url: str, found: dict[str, Any]) -> None:
         print(f"\n  [{finding['severity']}] {finding['title']}")
         print(textwrap.fill(finding["remedy"], 110, initial_indent="    what to do: ", subsequent_indent="    "))
         if gain:
-            print(
-                f"    what it would gain: {gain['ratio']:.0%} of every step (± {gain['error_ratio'] * gain['ratio']:.1%})"
-            )
+            error = gain["error_ratio"] * gain["ratio"]
+            print(f"    what it would gain: {gain['ratio']:.0%} of every step (± {error:.1%})")
     for missing in found["missing"]:
         print(f"\n  not judged: {missing}")
     print(f"""

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 import ddpobs
-from ddpobs_server import api, ingest, problems
+from ddpobs_server import api, ingest, metrics, page, problems
 from ddpobs_server.ingest import Writer
 from ddpobs_server.reports import Reports
 from ddpobs_server.settings import Settings
@@ -40,13 +40,15 @@ def create_app(settings: Settings) -> FastAPI:
         title="ddpobs collector",
         version=ddpobs.__version__,
         lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
         summary="Which rank is slow, why, and what each remedy would gain.",
     )
     app.state.settings = settings
     app.state.registry = CollectorRegistry()
     problems.install(app)
     app.include_router(ingest.router)
-    for part in (api,):
+    for part in (api, metrics, page):
         part.install(app)
     return app
 

@@ -1,0 +1,77 @@
+// The REST, with the token where the collector wants one, and small ways to build elements from text alone.
+
+const TOKEN = "ddpobs-token";
+
+export class Unreachable extends Error {}
+
+export async function get(path) {
+  let answer;
+  try {
+    answer = await fetch(`/api/v1${path}`, { headers: headers() });
+  } catch {
+    throw new Unreachable("The collector does not answer; trying again.");
+  }
+  if (answer.status === 401) {
+    const token = window.prompt("This collector wants its token:");
+    if (token) {
+      sessionStorage.setItem(TOKEN, token);
+      return get(path);
+    }
+  }
+  const body = await answer.json();
+  if (!answer.ok) throw new Error(body.detail || body.title || `HTTP ${answer.status}`);
+  return body;
+}
+
+function headers() {
+  const token = sessionStorage.getItem(TOKEN);
+  return token ? { Authorization: `Bearer ${token}` } : {};
+}
+
+// Text is only ever set as text: names come from clients.
+export function element(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+export function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}
+
+export function notice(text) {
+  const place = document.getElementById("notice");
+  place.textContent = text || "";
+  place.hidden = !text;
+}
+
+export function ms(ns) {
+  if (ns === null || ns === undefined) return "–";
+  const value = ns / 1e6;
+  return `${value >= 100 ? value.toFixed(0) : value >= 1 ? value.toFixed(1) : value.toFixed(3)} ms`;
+}
+
+export function ago(ns) {
+  const seconds = Math.max(0, Date.now() / 1000 - ns / 1e9);
+  if (seconds < 90) return `${seconds.toFixed(0)} s ago`;
+  if (seconds < 5400) return `${(seconds / 60).toFixed(0)} min ago`;
+  if (seconds < 129600) return `${(seconds / 3600).toFixed(0)} h ago`;
+  return new Date(ns / 1e6).toISOString().slice(0, 16).replace("T", " ");
+}
+
+// Calls again while the page is visible; errors are shown and do not end it.
+export async function refresh(task, seconds) {
+  try {
+    const goOn = await task();
+    notice("");
+    if (goOn === false) return;
+  } catch (error) {
+    notice(error.message);
+    if (!(error instanceof Unreachable)) return;
+  }
+  setTimeout(() => (document.hidden ? document.addEventListener("visibilitychange", () => refresh(task, seconds), { once: true }) : refresh(task, seconds)), seconds * 1000);
+}

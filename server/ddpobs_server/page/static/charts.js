@@ -1,0 +1,132 @@
+// The three pictures of a run, drawn from columns.
+
+import { ms, svg } from "./api.js";
+
+export const PHASES = ["data", "forward", "backward", "exposed_comm", "optimizer", "other"];
+const WIDTH = 1120, LEFT = 64;
+
+const tip = document.getElementById("tip");
+
+export function explain(node, text) {
+  node.addEventListener("pointermove", (event) => {
+    tip.textContent = text();
+    tip.hidden = false;
+    tip.style.left = `${Math.min(event.clientX + 14, window.innerWidth - tip.offsetWidth - 8)}px`;
+    tip.style.top = `${event.clientY + 14}px`;
+  });
+  node.addEventListener("pointerleave", () => (tip.hidden = true));
+}
+
+function canvas(height) {
+  return svg("svg", { viewBox: `0 0 ${WIDTH} ${height}` });
+}
+
+function ticks(low, high, count) {
+  const raw = (high - low) / count || 1;
+  const size = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 5, 10].map((factor) => factor * size).find((candidate) => candidate >= raw);
+  const found = [];
+  for (let value = Math.ceil(low / step) * step; value <= high; value += step) found.push(value);
+  return found;
+}
+
+// points: [{step, wall, <phase>…}] in ns, one a step.
+export function phases(place, points) {
+  const height = 240, bottom = height - 22, top = 8;
+  const picture = canvas(height);
+  if (points.length < 2) return place.replaceChildren("Fewer than two steps so far.");
+  const walls = points.map((point) => point.wall).sort((a, b) => a - b);
+  const highest = Math.min(walls.at(-1), 3 * walls[Math.floor(walls.length / 2)]) * 1.05;
+  const first = points[0].step, last = points.at(-1).step;
+  const x = (step) => LEFT + ((WIDTH - LEFT) * (step - first)) / (last - first);
+  const y = (ns) => bottom - ((bottom - top) * Math.min(ns, highest)) / highest;
+  for (const value of ticks(0, highest / 1e6, 4)) {
+    const at = y(value * 1e6);
+    picture.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: at, y2: at }), svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, `${+value.toPrecision(3)} ms`));
+  }
+  let below = points.map(() => 0);
+  for (const phase of PHASES) {
+    const above = below.map((sum, index) => sum + points[index][phase]);
+    const up = points.map((point, index) => `${x(point.step).toFixed(1)},${y(above[index]).toFixed(1)}`);
+    const down = points.map((point, index) => `${x(point.step).toFixed(1)},${y(below[index]).toFixed(1)}`).reverse();
+    picture.append(svg("polygon", { class: phase, points: [...up, ...down].join(" ") }));
+    below = above;
+  }
+  for (const step of ticks(first, last, 8)) if (Number.isInteger(step)) picture.append(svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, String(step)));
+  const over = svg("rect", { x: LEFT, y: 0, width: WIDTH - LEFT, height: bottom, "fill-opacity": 0 });
+  let at = 0;
+  over.addEventListener("pointermove", (event) => {
+    const box = picture.getBoundingClientRect();
+    const step = first + (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT) * (last - first);
+    at = points.reduce((best, point, index) => (Math.abs(point.step - step) < Math.abs(points[best].step - step) ? index : best), 0);
+  });
+  explain(over, () => `step ${points[at].step}: ${ms(points[at].wall)}\n${PHASES.map((phase) => `${phase}: ${ms(points[at][phase])}`).join("\n")}`);
+  picture.append(over);
+  place.replaceChildren(picture);
+}
+
+// Rows are ranks, columns steps (neighbours merged where there are more than fit); colour is own time above the others.
+export function heat(place, straggler, chosen, choose) {
+  const { steps, ranks, own_ns } = straggler;
+  if (!steps.length) return place.replaceChildren("No step yet in which all ranks can be compared.");
+  const merged = Math.ceil(steps.length / 200), columns = Math.ceil(steps.length / merged);
+  const cell = Math.max(4, Math.min(26, 420 / ranks.length)), height = cell * ranks.length + 24;
+  const picture = canvas(height), width = (WIDTH - LEFT) / columns;
+  const excess = (column, rank) => {
+    const rows = own_ns.slice(column * merged, (column + 1) * merged);
+    return rows.reduce((sum, row) => sum + row[rank] - median(row.filter((_, other) => other !== rank)), 0) / rows.length;
+  };
+  const table = Array.from({ length: columns }, (_, column) => ranks.map((_, rank) => excess(column, rank)));
+  const all = table.flat().map(Math.abs).sort((a, b) => a - b);
+  const scale = Math.max(1e5, all[Math.floor(all.length * 0.95)] || 0);
+  table.forEach((row, column) => row.forEach((value, rank) => {
+    const strength = Math.min(1, Math.max(0, value / scale));
+    const box = svg("rect", { class: "cell", x: LEFT + column * width, y: rank * cell, width: width + 0.3, height: cell - 1, fill: value >= 0 ? "#d55e00" : "#0072b2", "fill-opacity": value >= 0 ? 0.06 + 0.94 * strength : 0.06 });
+    const step = steps[column * merged];
+    explain(box, () => `rank ${ranks[rank]}, step ${step}${merged > 1 ? ` and ${merged - 1} more` : ""}\n${value >= 0 ? ms(value) + " longer" : ms(-value) + " shorter"} than the other ranks`);
+    box.addEventListener("click", () => choose(step));
+    picture.append(box);
+  }));
+  ranks.forEach((rank, index) => (ranks.length < 33 || index % 8 === 0) && picture.append(svg("text", { x: LEFT - 6, y: (index + 0.5) * cell + 4, "text-anchor": "end" }, `rank ${rank}`)));
+  for (const index of ticks(0, columns - 1, 8)) picture.append(svg("text", { x: LEFT + (index + 0.5) * width, y: height - 6, "text-anchor": "middle" }, String(steps[Math.round(index) * merged])));
+  const place_of = steps.findIndex((step) => step >= chosen);
+  if (place_of >= 0) picture.append(svg("rect", { class: "chosen", x: LEFT + Math.floor(place_of / merged) * width, y: 0, width, height: cell * ranks.length - 1 }));
+  place.replaceChildren(picture);
+}
+
+function median(values) {
+  const sorted = [...values].sort((a, b) => a - b), middle = sorted.length >> 1;
+  return sorted.length % 2 ? sorted[middle] : (sorted[middle - 1] + sorted[middle]) / 2;
+}
+
+// spans: rows of one step; layouts name sizes and parameters.
+export function timeline(place, spans, layouts) {
+  if (!spans.length) return place.replaceChildren("No bucket spans of this step.");
+  const ranks = [...new Set(spans.map((span) => span.rank))].sort((a, b) => a - b);
+  const rows = ranks.flatMap((rank) => spans.filter((span) => span.rank === rank).sort((a, b) => a.bucket - b.bucket));
+  const bar = 13, gap = 10, height = rows.length * bar + ranks.length * gap + 24, picture = canvas(height);
+  const begin = Math.min(...rows.map((span) => span.ready)), end = Math.max(...rows.map((span) => span.done));
+  const pad = (end - begin) * 0.06, x = (ns) => LEFT + 66 + ((WIDTH - LEFT - 70) * (ns - begin + pad)) / (end - begin + pad || 1);
+  let y = 0, previous = null, rank = null;
+  for (const span of rows) {
+    if (span.rank !== rank) {
+      if (rank !== null) y += gap;
+      picture.append(svg("text", { x: 0, y: y + bar - 2 }, `rank ${span.rank}`));
+      rank = span.rank;
+      previous = null;
+    }
+    picture.append(svg("text", { x: LEFT + 60, y: y + bar - 3, "text-anchor": "end" }, `bucket ${span.bucket}`));
+    const from = previous === null ? begin - pad : Math.min(previous, span.ready);
+    const compute = svg("rect", { class: "compute", x: x(from), y: y + 1, width: Math.max(1, x(span.ready) - x(from)), height: bar - 3, rx: 2 });
+    const comm = svg("rect", { class: "comm", x: x(span.launched), y: y + 1, width: Math.max(1, x(span.done) - x(span.launched)), height: bar - 3, rx: 2 });
+    const bucket = layouts.find((layout) => layout.module === span.module && layout.revision === span.revision)?.buckets[span.bucket];
+    const about = () => `rank ${span.rank}, bucket ${span.bucket}\nall-reduce ${ms(span.done - span.launched)}${bucket ? `\n${(bucket.size_bytes / 1e6).toFixed(2)} MB ${bucket.dtype}, ${bucket.parameters.length} parameters\n${bucket.parameters.slice(0, 8).map((parameter) => parameter.name).join("\n")}${bucket.parameters.length > 8 ? "\n…" : ""}` : ""}`;
+    explain(compute, about);
+    explain(comm, about);
+    picture.append(compute, comm);
+    previous = span.ready;
+    y += bar;
+  }
+  for (const value of ticks(0, (end - begin) / 1e6, 8)) picture.append(svg("text", { x: x(begin + value * 1e6), y: height - 6, "text-anchor": "middle" }, `${+value.toPrecision(3)} ms`));
+  place.replaceChildren(picture);
+}

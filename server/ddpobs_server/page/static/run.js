@@ -1,0 +1,105 @@
+// One run: findings first, then where the time went.
+
+import { ago, element, get, ms, refresh } from "./api.js";
+import { heat, PHASES, phases, timeline } from "./charts.js";
+
+const SHOWN_STEPS = 500;
+const run = decodeURIComponent(location.pathname.split("/").at(-1));
+const base = `/runs/${encodeURIComponent(run)}`;
+const by = (id) => document.getElementById(id);
+let steps = null, straggler = null, layouts = [], chosen = null;
+
+by("title").textContent = run;
+document.title = `${run} · ddpobs`;
+by("trace").href = `/api/v1${base}/trace`;
+by("phase-legend").append(...PHASES.map((phase) => element("span", {}, element("span", { class: `swatch ${phase}` }), phase.replace("_", " "))));
+
+function finding(found) {
+  const evidence = Object.entries(found.evidence).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, readable(name, value))]);
+  const card = element("article", { class: `finding ${found.severity}` },
+    element("span", { class: "badge" }, `${found.severity} · ${found.code}`),
+    element("h3", {}, found.title),
+    element("p", {}, found.remedy));
+  if (found.gain) card.append(element("p", {}, `Would gain ${ms(found.gain.step_ns)} a step, ${(100 * found.gain.ratio).toFixed(0)} % of it (± ${(100 * found.gain.ratio * found.gain.error_ratio).toFixed(1)} %).`));
+  if (found.buckets.length) card.append(element("p", { class: "muted" }, `It first shows at bucket ${found.buckets.join(", ")}: ${found.parameters.slice(0, 6).join(", ")}${found.parameters.length > 6 ? ", …" : ""}`));
+  card.append(element("details", {}, element("summary", {}, `Evidence, steps ${found.steps[0]} to ${found.steps[1]}`), element("dl", {}, ...evidence)));
+  return card;
+}
+
+function readable(name, value) {
+  if (value !== null && typeof value === "object") return Object.entries(value).map(([key, inner]) => `${key}: ${readable(name, inner)}`).join(", ") || "–";
+  return name.endsWith("_ns") ? ms(value) : String(value);
+}
+
+function showFindings({ findings, missing, steps_seen }) {
+  const cards = findings.map(finding);
+  if (!cards.length) cards.push(element("article", { class: "finding" }, element("h3", {}, `Nothing found in ${steps_seen} steps.`)));
+  if (missing.length) cards.push(element("p", { class: "muted" }, `Not judged yet: ${missing.join("; ")}`));
+  by("findings").replaceChildren(...cards);
+}
+
+function showPhases() {
+  const { columns } = steps, wanted = by("rank").value, sums = new Map();
+  columns.step.forEach((step, row) => {
+    if (wanted !== "mean" && columns.rank[row] !== Number(wanted)) return;
+    const point = sums.get(step) || { step, wall: 0, count: 0, ...Object.fromEntries(PHASES.map((phase) => [phase, 0])) };
+    point.count += 1;
+    point.wall += columns.end_ns[row] - columns.start_ns[row];
+    for (const phase of PHASES) point[phase] += columns[`${phase}_ns`][row];
+    sums.set(step, point);
+  });
+  for (const point of sums.values()) for (const name of ["wall", ...PHASES]) point[name] /= point.count;
+  phases(by("phases"), [...sums.values()]);
+}
+
+function showRanks({ ranks }) {
+  const select = by("rank"), before = select.value || "mean";
+  select.replaceChildren(element("option", { value: "mean" }, "mean of all"), ...ranks.map((rank) => element("option", { value: rank.rank }, `rank ${rank.rank}`)));
+  select.value = before;
+  by("ranks").tBodies[0].replaceChildren(...ranks.map((rank) => element("tr", {},
+    element("td", { class: "n" }, String(rank.rank)), element("td", {}, rank.host || "–"), element("td", {}, rank.device || "–"),
+    element("td", { class: "n" }, String(rank.steps)), element("td", { class: "n" }, ms(rank.own_ns)),
+    element("td", {}, doing(rank)), element("td", { class: "n" }, String(rank.dropped)))));
+}
+
+function doing({ goodbye, pulse, last_seen_ns }) {
+  if (goodbye) return "finished";
+  return pulse ? `${pulse.phase}, step ${pulse.step}, bucket ${pulse.bucket} (${ago(last_seen_ns)})` : ago(last_seen_ns);
+}
+
+function showUnused({ unused }) {
+  const latest = new Map(unused.map((set) => [`${set.rank}/${set.module}`, set]));
+  const sets = [...latest.values()].filter((set) => set.locally.length);
+  by("unused").hidden = sets.length === 0;
+  by("unused").querySelector("ul").replaceChildren(...sets.map((set) => element("li", {}, `rank ${set.rank}, since step ${set.step}: ${set.locally.slice(0, 20).join(", ")}${set.locally.length > 20 ? ` and ${set.locally.length - 20} more` : ""}`)));
+}
+
+async function choose(step) {
+  chosen = step;
+  by("step").value = step;
+  if (straggler) heat(by("heat"), straggler, chosen, choose);
+  const { columns } = await get(`${base}/spans?from=${step}&to=${step}`);
+  timeline(by("timeline"), columns.rank.map((rank, row) => ({
+    rank, module: columns.module[row], revision: columns.revision[row], bucket: columns.bucket[row],
+    ready: columns.aligned_ready_ns[row], launched: columns.aligned_launched_ns[row], done: columns.aligned_done_ns[row],
+  })), layouts);
+}
+
+async function show() {
+  const about = await get(base);
+  const from = Math.max(0, about.steps - SHOWN_STEPS), range = `?from=${from}&to=${about.steps}`;
+  const [diagnostics, ranks, layout, stepColumns, stragglers, unused] = await Promise.all([
+    get(`${base}/diagnostics`), get(`${base}/ranks`), get(`${base}/layout`), get(`${base}/steps${range}`), get(`${base}/stragglers${range}`), get(`${base}/unused`)]);
+  [steps, straggler, layouts] = [stepColumns, stragglers, layout.layouts];
+  by("facts").textContent = `${about.state} · ${about.ranks} of ${about.world_size} ranks · ${about.steps} steps · attempt ${about.attempts.length} · ${about.modules.map((module) => module.name).join(", ")} · last heard of ${ago(about.last_seen_ns)}`;
+  showFindings(diagnostics);
+  showRanks(ranks);
+  showPhases();
+  showUnused(unused);
+  await choose(chosen ?? straggler.steps.at(Math.floor(straggler.steps.length / 2)) ?? Math.max(0, about.steps - 1));
+  return about.state === "running";
+}
+
+by("rank").addEventListener("change", showPhases);
+by("step").addEventListener("change", (event) => choose(Number(event.target.value)));
+refresh(show, 5);
