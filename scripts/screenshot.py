@@ -1,0 +1,46 @@
+"""Takes the README's picture of a run's page, with Debian's Chromium and a collector that holds the run.
+
+scripts/screenshot.py http://127.0.0.1:8321/runs/RUN docs/pictures/run.png
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+
+from playwright.sync_api import sync_playwright
+
+QUIET = (
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+)
+
+
+def main() -> int:
+    """Open the page, wait for its findings, and save what it shows."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("url")
+    parser.add_argument("picture")
+    options = parser.parse_args()
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        sys.exit("no chromium on this machine: apt-get install chromium")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=list(QUIET))
+        page = browser.new_page(viewport={"width": 1200, "height": 900})
+        page.goto(options.url)
+        page.get_by_label("Findings").get_by_text("Rank").first.wait_for(timeout=30_000)
+        page.wait_for_load_state("networkidle")
+        page.screenshot(path=options.picture, full_page=True)
+        browser.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
