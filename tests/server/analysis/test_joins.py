@@ -1,0 +1,61 @@
+"""Rows of many ranks become matrices."""
+
+from __future__ import annotations
+
+import numpy as np
+from ddpobs_server.analysis.joins import join, median_of_others
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from ddpobs import wire
+from tests.server.analysis.scenario import changed, columns, kept, own_times
+
+
+def test_two_ranks_have_each_other_as_median() -> None:
+    assert median_of_others(np.array([[10.0, 50.0]])).tolist() == [[50.0, 10.0]]
+
+
+def test_the_median_of_others_leaves_the_rank_itself_out() -> None:
+    assert median_of_others(np.array([[1.0, 2.0, 3.0, 100.0]])).tolist() == [[3.0, 3.0, 2.0, 2.0]]
+
+
+@given(arrays.arrays(np.float64, st.tuples(st.integers(1, 5), st.integers(2, 9)), elements=st.integers(0, 1000)))
+def test_only_the_last_rank_of_three_or_more_can_exceed_the_others_median_most(values: np.ndarray) -> None:
+    excess = values - median_of_others(values)
+    rows = np.arange(len(values))
+    assert (excess[rows, values.argmax(axis=1)] == excess.max(axis=1)).all()
+
+
+def test_columns_are_the_ranks_and_rows_the_collectives() -> None:
+    own = own_times(5, 3, seed=0)
+    joined = join(*columns(own))
+    assert joined.ranks.tolist() == [0, 1, 2]
+    assert joined.collective.tolist() == [0, 1, 2, 3, 4]
+    assert (joined.phases_ns == own).all()
+    assert (joined.own_ns == own.sum(axis=2)).all()
+
+
+def test_ranks_are_joined_by_collective_where_their_step_numbers_part() -> None:
+    rank, steps = columns(own_times(4, 2, seed=0))
+    parted = changed(steps, step=steps.step + 7 * (rank == 1))
+    joined = join(rank, parted)
+    assert joined.collective.tolist() == [0, 1, 2, 3]
+    assert (joined.own_ns == join(rank, steps).own_ns).all()
+
+
+def test_a_step_is_left_out_when_one_rank_has_no_clean_start_or_no_row() -> None:
+    rank, steps = columns(own_times(5, 2, seed=0))
+    flags = steps.flags.copy()
+    flags[2 * 0 + 1] |= wire.NO_ORIGIN
+    flags[2 * 1] |= wire.FOREIGN_COLLECTIVE
+    own = steps.own_ns.copy()
+    own[2 * 2] = wire.UNKNOWN
+    rows = np.arange(10) != 2 * 3 + 1
+    joined = join(*kept(rank, changed(steps, flags=flags, own_ns=own), rows))
+    assert joined.collective.tolist() == [4]
+
+
+def test_nothing_in_common_is_an_empty_join() -> None:
+    rank, steps = columns(own_times(2, 2, seed=0))
+    assert len(join(*kept(rank, steps, steps.step == rank))) == 0
