@@ -73,6 +73,15 @@ def test_a_difference_below_a_twentieth_of_the_step_is_nobodys_fault() -> None:
     assert found(exact({1: ("backward", 3.5)})) == []
 
 
+def test_a_habit_that_costs_less_than_a_twentieth_of_the_step_is_nobodys_fault() -> None:
+    # 12 ms in every fourth step of 78: never chance, and 3 ms a step.
+    own = exact({}, steps=80)
+    own[::4, 1, wire.OWN_PHASES.index("backward")] += 12 * MS
+    assert found(own) == []
+    own[::4, 1, wire.OWN_PHASES.index("backward")] += 12 * MS
+    assert [f.ranks for f in found(own)] == [[1]]
+
+
 def test_two_phases_are_both_named_when_neither_explains_four_fifths() -> None:
     own = exact({1: ("backward", 24)})
     own[:, 1, wire.OWN_PHASES.index("forward")] += 16 * MS
