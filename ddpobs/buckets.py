@@ -9,8 +9,9 @@ from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from ddpobs import wire
 
-_SINGLY_COPIED = 16_384
-"""Mean elements a parameter from which copying and scaling in one pass, parameter by parameter, is the faster way."""
+LARGE = 32_768
+"""Elements from which a gradient goes into the bucket as soon as it is there, still warm in the cache; smaller ones
+go together when the bucket is full, in fewer calls."""
 
 
 class Bucket:
@@ -22,10 +23,11 @@ class Bucket:
         buffer: The flat buffer, one dimension.
         views: Each parameter's part of the buffer, in the parameter's own shape and strides.
         pending: Parameters whose gradient this backward still owes.
+        placed: By place in the bucket, whether the gradient went in by itself in this backward.
         sparse: It holds the one sparse gradient of its one parameter; there is no buffer then.
     """
 
-    __slots__ = ("_singly", "buffer", "index", "members", "parameters", "pending", "sparse", "views")
+    __slots__ = ("buffer", "index", "members", "parameters", "pending", "placed", "sparse", "views")
 
     def __init__(self, index: int, members: list[int], parameters: list[torch.nn.Parameter], sparse: bool) -> None:
         self.index, self.members, self.parameters, self.sparse = index, members, parameters, sparse
@@ -34,17 +36,41 @@ class Bucket:
         size = 0 if sparse else sum(p.numel() for p in parameters)
         self.buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.views = [] if sparse else _views(self.buffer, parameters)
-        self._singly = size >= _SINGLY_COPIED * len(parameters)
+        self.placed = bytearray(len(members))
+
+    def reset(self) -> None:
+        """Await the next backward."""
+        self.pending = len(self.members)
+        self.placed[:] = bytes(len(self.placed))
+
+    def place(self, place: int, scale: float | None) -> None:
+        """Bring one large gradient into the buffer, times `scale` in the same pass, and make `.grad` the view of it."""
+        parameter, view = self.parameters[place], self.views[place]
+        gradient = parameter.grad
+        assert gradient is not None
+        if scale is None:
+            if gradient is not view:
+                view.copy_(gradient)
+        elif gradient is view:
+            view.mul_(scale)
+        else:
+            torch.mul(gradient, scale, out=view)
+        parameter.grad = view
+        self.placed[place] = 1
 
     def fill(self, scale: float | None) -> None:
-        """Bring every gradient into the buffer, times `scale`, and make `.grad` the view of it.
+        """Bring every gradient that is not placed yet into the buffer, times `scale`, and make `.grad` the view of it.
 
         A gradient that autograd accumulated in place is there already. A parameter without one counts as zero and
         keeps having none.
         """
         fresh: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
-        for parameter, view in zip(self.parameters, self.views, strict=True):
+        unscaled: list[torch.Tensor] = []
+        for parameter, view, placed in zip(self.parameters, self.views, self.placed, strict=True):
+            if placed:
+                continue
+            unscaled.append(view)
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
@@ -52,14 +78,14 @@ class Bucket:
                 fresh.append(gradient)
                 places.append(view)
                 parameter.grad = view
-        if self._singly and scale is not None and len(fresh) == len(self.parameters):
-            for gradient, view in zip(fresh, places, strict=True):
-                torch.mul(gradient, scale, out=view)
-            return
         if fresh:
             torch._foreach_copy_(places, fresh)
-        if scale is not None:
+        if scale is None or not unscaled:
+            return
+        if len(unscaled) == len(self.views):
             self.buffer.mul_(scale)
+        else:
+            torch._foreach_mul_(unscaled, scale)
 
     def describe(self, names: Sequence[str]) -> wire.Bucket:
         """The bucket as it travels; `names` are of all parameters, by index."""

@@ -85,6 +85,7 @@ class Reducer:
         self._in_join = False
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
+        self._place_in_bucket: list[int] = []
         self._lay(bucketing.assign(self._parameters, settings.first_limits_bytes, self._expect_sparse))
         # The engine knows a parameter by its AccumulateGrad node, which only lives as long as someone holds it.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._parameters]
@@ -136,7 +137,8 @@ class Reducer:
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """The parameter's post-accumulate hook: a few stores, and the bucket's launch when it is the last."""
-        bucket_of, used = self._bucket_of, self._used
+        bucket_of, place_of, used = self._bucket_of, self._place_in_bucket, self._used
+        large = self._parameters[index].numel() >= bucketing.LARGE and not self._expect_sparse[index]
 
         def gradient_ready(_: torch.Tensor) -> None:
             if not self._active:
@@ -150,6 +152,8 @@ class Reducer:
             if self._order is not None:
                 self._order.append(index)
             bucket = bucket_of[index]
+            if large:
+                bucket.place(place_of[index], self._scale())
             bucket.pending -= 1
             if bucket.pending == 0:
                 self._ready(bucket)
@@ -164,12 +168,16 @@ class Reducer:
         while len(self._pending) < len(self._buckets) and self._buckets[len(self._pending)].pending == 0:
             self._launch(self._buckets[len(self._pending)])
 
-    def _launch(self, bucket: Bucket) -> None:
-        scale = 1.0 / self._divisor if self._comm.divides else None
+    def _scale(self) -> float | None:
+        return 1.0 / self._divisor if self._comm.divides else None
+
+    def _launch(self, bucket: Bucket, poisoned: bool = False) -> None:
         if bucket.sparse:
-            self._scale_sparse(bucket, scale)
+            self._scale_sparse(bucket, self._scale())
         else:
-            bucket.fill(scale)
+            bucket.fill(self._scale())
+        if poisoned and not bucket.sparse:
+            bucket.buffer[0] = float("nan")
         index = bucket.index
         record = self._record
         if record is None:
@@ -240,12 +248,7 @@ class Reducer:
         """
         for bucket in self._buckets[len(self._pending) :]:
             bucket.pending = 0
-            if bucket.index == len(self._buckets) - 1 and not bucket.sparse:
-                bucket.fill(None)
-                bucket.buffer[0] = float("nan")
-            if bucket.sparse and bucket.parameters[0].grad is None:
-                bucket.parameters[0].grad = torch.zeros_like(bucket.parameters[0]).to_sparse(1)
-            self._launch(bucket)
+            self._launch(bucket, poisoned=bucket.index == len(self._buckets) - 1)
 
     def _check_nobody_missed(self, missing: list[int]) -> None:
         """Raise the same error on every rank where some rank left a parameter out.
@@ -306,7 +309,7 @@ class Reducer:
     def _adopt_view(self, index: int) -> None:
         bucket = self._bucket_of[index]
         if not bucket.sparse:
-            self._parameters[index].grad = bucket.views[bucket.members.index(index)]
+            self._parameters[index].grad = bucket.views[self._place_in_bucket[index]]
 
     def _scale_sparse(self, bucket: Bucket, scale: float | None) -> None:
         parameter = bucket.parameters[0]
@@ -335,7 +338,7 @@ class Reducer:
         self._skipped = []
         self._divisor = self._ranks
         for bucket in self._buckets:
-            bucket.pending = len(bucket.members)
+            bucket.reset()
 
     def _lay(self, assignment: Sequence[Sequence[int]]) -> None:
         """Build the buckets; gradients that are views of older ones move over."""
@@ -351,6 +354,7 @@ class Reducer:
                     self._parameters[member].grad = bucket.views[place]
         self._buckets = laid
         self._bucket_of[:] = [of[index] for index in range(len(self._parameters))]
+        self._place_in_bucket[:] = [of[index].members.index(index) for index in range(len(self._parameters))]
         flat = [member for bucket in laid for member in bucket.members]
         self._place = {member: place for place, member in enumerate(flat)}
         self._tell_layout()
