@@ -27,7 +27,7 @@ class Bucket:
         sparse: It holds the one sparse gradient of its one parameter; there is no buffer then.
     """
 
-    __slots__ = ("buffer", "index", "members", "parameters", "pending", "placed", "sparse", "views")
+    __slots__ = ("_copied", "buffer", "index", "members", "parameters", "pending", "placed", "sparse", "views")
 
     def __init__(self, index: int, members: list[int], parameters: list[torch.nn.Parameter], sparse: bool) -> None:
         self.index, self.members, self.parameters, self.sparse = index, members, parameters, sparse
@@ -37,6 +37,9 @@ class Bucket:
         self.buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
         self.views = [] if sparse else _views(self.buffer, parameters)
         self.placed = bytearray(len(members))
+        # On the host large gradients that are freed at once make the allocator give pages back and fault them in
+        # again, a tenth of a step of a wide MLP. Each is kept until its successor comes: what torch's default holds.
+        self._copied: list[torch.Tensor | None] | None = [None] * len(members) if first.device.type == "cpu" else None
 
     def reset(self) -> None:
         """Await the next backward."""
@@ -55,6 +58,8 @@ class Bucket:
             view.mul_(scale)
         else:
             torch.mul(gradient, scale, out=view)
+            if self._copied is not None:
+                self._copied[place] = gradient
         parameter.grad = view
         self.placed[place] = 1
 
