@@ -69,10 +69,12 @@ class Reports:
         return {name: values[wanted] for name, values in columns.items()}
 
     def trace(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
-        """Chrome trace of the steps asked for, or of the latest few."""
+        """Chrome trace of the steps asked for; where an end is left open, of `_TRACE_STEPS`."""
         if first is None:
             end = last if last is not None else self._last_step(run, attempt)
             first, last = max(0, end - _TRACE_STEPS + 1), end
+        elif last is None:
+            last = first + _TRACE_STEPS - 1
         steps = self._store.steps(run, attempt, None, first, last)
         spans = self._store.spans(run, attempt, None, first, last)
         return trace.chrome_trace(steps, spans, clocks.offsets_ns(*spans)[0])
@@ -101,7 +103,7 @@ class Reports:
             "attempt": attempt,
             "steps_seen": int(steps.step.max()) + 1 if len(steps.step) else 0,
             "findings": [finding.as_json() for finding in ordered(findings)],
-            "missing": [str(found) for found in judged if isinstance(found, Missing)],
+            "missing": [str(found) for found in [*judged, *_silent(sources)] if isinstance(found, Missing)],
         }
 
     def _with_bucket(self, finding: Finding, run: str, attempt: str) -> Finding:
@@ -183,6 +185,14 @@ class Reports:
             while len(self._cache) > _CACHED:
                 self._cache.popitem(last=False)
         return made
+
+
+def _silent(sources: list[Source]) -> list[Missing]:
+    """Ranks of the world that have not reported: the slow one may be among them."""
+    world = max((source.world_size for source in sources), default=0)
+    silent = sorted(set(range(world)) - {source.rank for source in sources})
+    shown = ", ".join(map(str, silent[:20])) + (", ..." if len(silent) > 20 else "")
+    return [Missing("straggler", f"nothing was heard of rank {shown}")] if silent else []
 
 
 def _lateness_json(joined: Joined) -> dict[str, Any]:

@@ -151,6 +151,8 @@ def find_unused_needless(evidence: Evidence) -> Judgement:
         return []
     if len(np.unique(evidence.steps.step)) < MIN_STEPS:
         return Missing("find-unused-needless", f"fewer than {MIN_STEPS} steps")
+    if any(evidence.dropped.values()):
+        return Missing("find-unused-needless", "records were dropped, an unused set perhaps among them")
     if any(record.locally for _, record in evidence.unused):
         return []
     return [

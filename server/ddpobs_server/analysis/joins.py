@@ -40,6 +40,11 @@ class Joined:
     def __len__(self) -> int:
         return len(self.collective)
 
+    def latest(self, count: int) -> Joined:
+        """The last so many steps."""
+        cut = {name: values if name == "ranks" else values[-count:] for name, values in vars(self).items()}
+        return Joined(**cut)
+
     @property
     def step_ns(self) -> Floats:
         """Each step's wall time, the median over ranks, shape [steps]."""

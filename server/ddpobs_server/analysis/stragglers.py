@@ -21,7 +21,10 @@ ALARM_SHARE = 0.1
 MIN_COST_SHARE = 0.05
 """What a rank must cost on average, as a share of the step, to be worth a finding."""
 CHANCE = 0.01
+RECENT_STEPS = 1024
+"""What is judged: who was slow long ago is not slow now."""
 _BLOCK = 4
+_PARTS = 4
 _PERMUTATIONS = 400
 _EXPLAINED = 0.8
 
@@ -73,6 +76,21 @@ def chance_of(late: npt.NDArray[np.bool_], seed: int = 0) -> Floats:
     return np.asarray((1 + (most[:, None] >= observed).sum(axis=0)) / (1 + _PERMUTATIONS))
 
 
+def recurs(joined: Joined, late: Lateness, index: int) -> bool:
+    """Whether a rank stands out in each quarter of the steps, not in one burst of noise.
+
+    In each it is late at least half as often as the one that is late most, at least twice as often as the others'
+    median, and costs `MIN_COST_SHARE`.
+    """
+    for rows in np.array_split(np.arange(len(joined)), _PARTS):
+        shares = late.late[rows].mean(axis=0)
+        costs = np.where(late.late[rows, index], late.excess_ns[rows, index], 0.0)
+        stands_out = shares[index] >= 0.5 * shares.max() and shares[index] >= 2 * np.median(np.delete(shares, index))
+        if not stands_out or costs.mean() < MIN_COST_SHARE * joined.step_ns[rows].mean():
+            return False
+    return True
+
+
 def causes(joined: Joined, rank: int, rows: wire.Ints) -> list[tuple[str, float]]:
     """Phases that explain at least 80 % of a rank's excess in these steps, the dominant one first.
 
@@ -98,7 +116,7 @@ def causes(joined: Joined, rank: int, rows: wire.Ints) -> list[tuple[str, float]
 def first_late_bucket(
     rank: int, row_rank: wire.Ints, spans: wire.Spans, began_ns: dict[tuple[int, int], int]
 ) -> int | None:
-    """The bucket at which a slow backward first shows: half of the final lag is there.
+    """The bucket at which a slow backward shows: at least half of the whole lag arises there, not evenly over all.
 
     Args:
         rank: The slow rank.
@@ -122,16 +140,18 @@ def first_late_bucket(
         lags.append(float(np.median(mine) - np.median(others)))
     if not lags or max(lags) <= 0:
         return None
-    return int(buckets[int(np.argmax(np.array(lags) >= 0.5 * max(lags)))])
+    growth = np.diff(lags, prepend=0.0)
+    return int(buckets[growth.argmax()]) if growth.max() >= 0.5 * max(lags) else None
 
 
 def gain(joined: Joined, late: Lateness, rank: int) -> Gain:
     """What a step would save were this rank as fast as the others' median.
 
-    S = T / T_ideal (arXiv 2505.05713): the delay of the steps in which this rank was last falls away. The error is the
-    standard deviation over resampled blocks of steps.
+    T - T_ideal of S = T / T_ideal (arXiv 2505.05713) with this one rank brought to the others' median: where it was
+    last, the step then waits for the next to last. The error is the standard deviation over resampled blocks of steps.
     """
-    saved = np.where((late.last == rank) & (late.delay_ns > 0), late.delay_ns, 0.0)
+    next_to_last = np.sort(joined.own_ns, axis=1)[:, -2]
+    saved = np.where(late.last == rank, joined.own_ns.max(axis=1) - next_to_last, 0.0)
     blocks = max(1, len(saved) // _BLOCK)
     means = saved[: blocks * _BLOCK].reshape(blocks, -1).mean(axis=1)
     resampled = np.random.default_rng(0).choice(means, (200, blocks)).mean(axis=1)
@@ -149,17 +169,14 @@ def straggler_findings(joined: Joined, hosts: dict[int, str]) -> list[Finding] |
         return Missing("straggler", "needs at least two ranks")
     if len(joined) < MIN_STEPS:
         return Missing("straggler", f"{len(joined)} of {MIN_STEPS} steps in which every rank's own time is known")
+    joined = joined.latest(RECENT_STEPS)
     late = lateness(joined)
     chance = chance_of(late.late)
-    shares = late.late.mean(axis=0)
-    step_ns = float(joined.step_ns.mean())
-    findings = []
-    for index, rank in enumerate(joined.ranks.tolist()):
-        cost = float(np.where(late.late[:, index], late.excess_ns[:, index], 0.0).mean()) / step_ns
-        others = np.delete(shares, index)
-        if chance[index] <= CHANCE and cost >= MIN_COST_SHARE and shares[index] >= 2 * float(np.median(others)):
-            findings.append(_finding(joined, late, index, rank, float(chance[index]), hosts))
-    return findings
+    return [
+        _finding(joined, late, index, rank, float(chance[index]), hosts)
+        for index, rank in enumerate(joined.ranks.tolist())
+        if chance[index] <= CHANCE and recurs(joined, late, index)
+    ]
 
 
 def _finding(  # noqa: PLR0917 - the facts of one rank

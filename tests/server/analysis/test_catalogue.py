@@ -136,7 +136,6 @@ def test_no_flag_is_not_needless_and_few_steps_are_said() -> None:
     assert isinstance(find_unused_needless(flagged(steps=19)), Missing)
 
 
-@pytest.mark.xfail(strict=True, reason="the record that names an unused parameter may be among those dropped")
 def test_the_flag_cannot_be_judged_where_records_were_dropped() -> None:
     assert isinstance(find_unused_needless(replace(flagged(), dropped={0: 5}, emitted={0: 100})), Missing)
 
