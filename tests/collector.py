@@ -1,0 +1,86 @@
+"""A real collector: the `ddpobs-server` command on a port of the system's choice and a SQLite file."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+START_S = 60.0
+_LISTENING = re.compile(r"Uvicorn running on (http://[^ ]+)")
+
+
+@dataclass
+class Collector:
+    """A running collector; `database` outlives it."""
+
+    url: str
+    process: subprocess.Popen[bytes]
+    database: Path
+    log: Path
+
+    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """Signal the process and wait for its end."""
+        self.process.send_signal(how)
+        return self.process.wait(START_S)
+
+
+@contextmanager
+def collector(folder: Path, command: list[str] | None = None, **settings: object) -> Iterator[Collector]:
+    """Start `ddpobs-server`; ends it at the exit if it still runs.
+
+    Args:
+        folder: Where the database and the log are; a second collector there goes on with the same database.
+        command: What to start instead of this environment's `ddpobs-server`.
+        settings: Fields of `ddpobs_server.settings.Settings`.
+    """
+    log = folder / f"collector-{time.monotonic_ns()}.log"
+    given = {"port": 0, "database_url": f"sqlite:///{folder}/runs.db"} | settings
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+    environ |= {f"DDPOBS_SERVER_{name.upper()}": str(value) for name, value in given.items()}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            command or [str(Path(sys.executable).with_name("ddpobs-server"))],
+            stdout=out,
+            stderr=out,
+            env=environ,
+            cwd=folder,
+        )
+    try:
+        yield Collector(_listening(process, log), process, folder / "runs.db", log)
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+@contextmanager
+def running_collector(folder: Path, **settings: object) -> Iterator[str]:
+    """The address of a real collector, for as long as the context lasts."""
+    with collector(folder, **settings) as running:
+        yield running.url
+
+
+def _listening(process: subprocess.Popen[bytes], log: Path) -> str:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the collector ended with {process.returncode}:\n{log.read_text()}")
+        if found := _LISTENING.search(log.read_text()):
+            httpx.get(f"{found[1]}/readyz", timeout=START_S).raise_for_status()
+            return found[1]
+        time.sleep(0.05)
+    raise TimeoutError(f"no collector after {START_S} s:\n{log.read_text()}")

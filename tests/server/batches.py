@@ -1,0 +1,113 @@
+"""Small batches with times that can be added up by hand, and how a client sends them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import numpy as np
+import zstandard
+
+from ddpobs import wire
+
+ATTEMPT = "aaaaaaaaaaaaaaaa"
+MS = 1_000_000
+STEP_MS = 100
+
+
+def source_of(rank: int) -> str:
+    return f"{rank:016x}"
+
+
+def batch(run: str, seq: int = 0, rank: int = 0, **fields: Any) -> wire.Batch:
+    given: dict[str, Any] = {
+        "version": wire.VERSION,
+        "run": run,
+        "attempt": ATTEMPT,
+        "source": source_of(rank),
+        "seq": seq,
+        "rank": rank,
+        "world_size": 2,
+        "emitted": 10,
+        "dropped": 0,
+        "anchor": wire.Anchor(wall_ns=10**18, monotonic_ns=0),
+    }
+    return wire.Batch(**given | fields)
+
+
+def steps(first: int, count: int, **columns: Any) -> wire.Steps:
+    """Steps of 100 ms: data 10, forward 20, backward 40, exposed 5, optimizer 20, other 5; own time 95."""
+    number = np.arange(first, first + count)
+    times = {"data": 10, "forward": 20, "backward": 40, "optimizer": 20, "other": 5}
+    given: dict[str, Any] = {
+        "step": number,
+        "collective": number,
+        "start_ns": number * STEP_MS * MS,
+        "end_ns": (number + 1) * STEP_MS * MS,
+        **{f"{phase}_ns": np.full(count, ms * MS) for phase, ms in times.items()},
+        **{f"own_{phase}_ns": np.full(count, ms * MS) for phase, ms in times.items()},
+        "exposed_comm_ns": np.full(count, 5 * MS),
+        "own_ns": np.full(count, 95 * MS),
+        "comm_ns": np.full(count, 30 * MS),
+        "micro_steps": np.ones(count, np.int64),
+        "samples": np.full(count, 8),
+        "flags": np.full(count, wire.SYNCHRONISED),
+    }
+    return wire.Steps(**given | columns)
+
+
+def spans(first: int, count: int, **columns: Any) -> wire.Spans:
+    """Two buckets a step: ready 40 and 70 ms into it, reduced in 10 and 15 ms, the second all exposed."""
+    step = np.repeat(np.arange(first, first + count), 2)
+    ready = step * STEP_MS * MS + np.tile([40 * MS, 70 * MS], count)
+    given: dict[str, Any] = {
+        "step": step,
+        "module": np.zeros_like(step),
+        "revision": np.zeros_like(step),
+        "bucket": np.tile([0, 1], count),
+        "ready_ns": ready,
+        "launched_ns": ready,
+        "started_ns": np.full_like(step, wire.UNKNOWN),
+        "done_ns": ready + np.tile([10 * MS, 15 * MS], count),
+    }
+    return wire.Spans(**given | columns)
+
+
+def layout() -> wire.Layout:
+    parameters = [[wire.Parameter(name="head.weight", size=250)], [wire.Parameter(name="stem.weight", size=500)]]
+    buckets = [wire.Bucket(size_bytes=4 * names[0].size, dtype="float32", parameters=names) for names in parameters]
+    return wire.Layout(module=0, name="model", revision=0, comm="allreduce", buckets=buckets)
+
+
+def hello(host: str = "node") -> wire.Hello:
+    return wire.Hello(host=host, pid=7, device="cpu", backend="gloo", versions={"torch": "2.13"})
+
+
+def path(sent: wire.Batch) -> str:
+    return f"/api/v1/runs/{sent.run}/sources/{sent.source}/batches/{sent.seq}"
+
+
+def put(url: str, sent: wire.Batch, form: str = "zstd", **headers: str) -> httpx.Response:
+    """Send a batch as `zstd` (as the exporter does), `msgpack` or `json`."""
+    body = wire.encode_json(sent) if form == "json" else wire.encode(sent)
+    given = {"Content-Type": wire.JSON if form == "json" else wire.MSGPACK}
+    if form == "zstd":
+        body, given["Content-Encoding"] = zstandard.compress(body), "zstd"
+    return httpx.put(url + path(sent), content=body, headers=given | headers, timeout=30)
+
+
+def get(url: str, what: str, **query: Any) -> Any:
+    """The JSON of a read under /api/v1 that must succeed."""
+    answer = httpx.get(f"{url}/api/v1{what}", params=query, timeout=30)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def assert_problem(answer: httpx.Response, status: int) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    document: dict[str, Any] = answer.json()
+    assert document["status"] == status
+    assert document["title"]
+    assert document["detail"]
+    return document
