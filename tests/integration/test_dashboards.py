@@ -1,0 +1,141 @@
+"""Every query of every panel and variable, evaluated by a real Prometheus that scraped a real run."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from dashboards.build import FOLDER, built
+from tests.integration.conftest import SLOW_RANK
+from tests.integration.tools import need
+from tests.integration.training import ROOT, train
+
+RUN = "on-the-dashboard"
+
+
+@pytest.fixture(scope="module")
+def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A Prometheus that scrapes the collector every second while a training with a slow rank goes on."""
+    program = need("prometheus", "prometheus")
+    folder = tmp_path_factory.mktemp("prometheus")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    target = url.removeprefix("http://")
+    (folder / "prometheus.yml").write_text(
+        json.dumps(
+            {
+                "global": {"scrape_interval": "1s"},
+                "scrape_configs": [{"job_name": "ddpobs", "static_configs": [{"targets": [target]}]}],
+            }
+        )
+    )
+    command = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
+    training = threading.Thread(target=train, args=(url, RUN), kwargs={"slow_rank": SLOW_RANK, "steps": 250})
+    training.start()
+    try:
+        _wait_for(f"http://{address}", f'ddpobs_straggler_steps_total{{run="{RUN}"}} > 20')
+        training.join()
+        time.sleep(2)
+        yield f"http://{address}"
+    finally:
+        training.join()
+        process.terminate()
+        process.wait(30)
+
+
+def ask(prometheus: str, query: str) -> list[Any]:
+    answer = httpx.get(f"{prometheus}/api/v1/query", params={"query": query}, timeout=30).json()
+    assert answer["status"] == "success", f"{query}: {answer}"
+    return answer["data"]["result"]  # type: ignore[no-any-return]
+
+
+def _wait_for(prometheus: str, query: str, seconds: float = 90) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if ask(prometheus, query):
+                return
+        except httpx.TransportError:
+            pass
+        time.sleep(0.5)
+    raise AssertionError(f"{query} stayed empty for {seconds} s")
+
+
+def queries() -> list[tuple[str, str]]:
+    dashboard = json.loads((FOLDER / "run-overview.json").read_text())
+    return [(panel["title"], target["expr"]) for panel in dashboard["panels"] for target in panel.get("targets", [])]
+
+
+def filled(expr: str) -> str:
+    return expr.replace("$run", RUN).replace("$rank", ".*")
+
+
+def test_no_panel_is_empty(prometheus: str) -> None:
+    empty = [title for title, expr in queries() if not ask(prometheus, filled(expr))]
+    assert len(queries()) > 20
+    assert empty == []
+
+
+def test_every_variable_has_values(prometheus: str) -> None:
+    dashboard = json.loads((FOLDER / "run-overview.json").read_text())
+    asked = [variable for variable in dashboard["templating"]["list"] if variable["type"] == "query"]
+    assert {variable["name"] for variable in asked} == {"run", "rank"}
+    for variable in asked:
+        query = variable["query"] if isinstance(variable["query"], str) else variable["query"]["query"]
+        found = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
+        assert found, query
+        assert all(series["metric"].get(found[2]) for series in ask(prometheus, filled(found[1])))
+        assert ask(prometheus, filled(found[1]))
+
+
+def test_the_slow_rank_stands_out_in_prometheus(prometheus: str) -> None:
+    query = f'topk(1, ddpobs_rank_delay_seconds_total{{run="{RUN}"}})'
+    assert [series["metric"]["rank"] for series in ask(prometheus, query)] == [str(SLOW_RANK)]
+
+
+def test_the_committed_dashboard_is_what_the_code_builds() -> None:
+    for name, text in built().items():
+        assert (FOLDER / name).read_text() == text, "run `make dashboards`"
+
+
+def test_rules_and_alerts_pass_promtools_tests() -> None:
+    promtool = need("promtool", "prometheus")
+    folder = ROOT / "dashboards" / "prometheus"
+    for command in (["check", "config", "prometheus.yml"], ["test", "rules", "tests.yml"]):
+        done = subprocess.run([promtool, *command], cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_metric_that_dashboard_and_rules_name_exists(prometheus: str) -> None:
+    texts = [expr for _, expr in queries()] + [
+        path.read_text() for path in (ROOT / "dashboards" / "prometheus").glob("*s.yml") if path.name != "tests.yml"
+    ]
+    names = set(re.findall(r"(?<![:\w])ddpobs_\w+", " ".join(texts))) - {"ddpobs_exposed_comm", "ddpobs_data"}
+    known = set(httpx.get(f"{prometheus}/api/v1/label/__name__/values", timeout=30).json()["data"])
+    assert names - known == set()
+
+
+def test_the_compose_file_follows_the_specification(monkeypatch: pytest.MonkeyPatch) -> None:
+    compose = need("docker-compose", "docker-compose")
+    monkeypatch.setenv("DDPOBS_SERVER_TOKEN", "a-token")
+    done = subprocess.run([compose, "config"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_the_compose_file_mounts_is_there() -> None:
+    text = (ROOT / "docker-compose.yml").read_text()
+    for path in re.findall(r"- (\./[^:]+):", text):
+        assert (ROOT / path).exists(), path
+    assert (ROOT / "server" / "Dockerfile").exists()

@@ -1,0 +1,112 @@
+"""From the gradient hook to the named slow rank: real ranks, a real collector, nothing in between but the wire."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ddpobs import wire
+from tests.integration.conftest import SLOW_RANK
+from tests.integration.training import ROOT, train
+
+
+def get(url: str, run: str, what: str = "", **query: Any) -> Any:
+    answer = httpx.get(f"{url}/api/v1/runs/{run}{what}", params=query, timeout=30)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def stragglers(url: str, run: str) -> list[dict[str, Any]]:
+    return [f for f in get(url, run, "/diagnostics")["findings"] if f["code"] == "straggler"]
+
+
+@pytest.mark.parametrize(("rank", "phase"), [(0, "backward"), (1, "data"), (0, "forward"), (1, "optimizer")])
+def test_the_slow_rank_is_named_with_its_phase(url: str, rank: int, phase: str) -> None:
+    run = f"slow-{rank}-{phase}"
+    train(url, run, slow_rank=rank, phase=phase)
+    found = stragglers(url, run)
+    assert [(f["ranks"], f["phase"]) for f in found] == [([rank], phase)]
+    assert found[0]["gain"]["step_ns"] > 0
+
+
+def test_a_balanced_run_names_nobody(url: str) -> None:
+    train(url, "balanced", steps=100)
+    assert get(url, "balanced", "/diagnostics")["steps_seen"] == 100
+    assert stragglers(url, "balanced") == []
+
+
+def test_backward_walls_alone_would_have_named_nobody(url: str, slow_run: str) -> None:
+    """The backward call lasts equally long everywhere; only own time tells the ranks apart."""
+    columns = get(url, slow_run, "/steps")["columns"]
+    walls: dict[int, list[int]] = {0: [], 1: []}
+    for rank, backward, exposed in zip(
+        columns["rank"], columns["backward_ns"], columns["exposed_comm_ns"], strict=True
+    ):
+        walls[rank].append(backward + exposed)
+    means = [sum(values) / len(values) for values in walls.values()]
+    assert max(means) < 1.25 * min(means)
+    assert [f["ranks"] for f in stragglers(url, slow_run)] == [[SLOW_RANK]]
+
+
+def test_phases_add_up_and_every_record_arrived(url: str, slow_run: str) -> None:
+    run = get(url, slow_run)
+    assert (run["state"], run["world_size"], run["ranks"], run["steps"], run["dropped"]) == ("finished", 2, 2, 80, 0)
+    columns = get(url, slow_run, "/steps")["columns"]
+    assert len(columns["step"]) == 160
+    for row, (start, end) in enumerate(zip(columns["start_ns"], columns["end_ns"], strict=True)):
+        assert sum(columns[f"{phase}_ns"][row] for phase in wire.PHASES) == end - start
+    buckets = get(url, slow_run, "/layout")["layouts"][-1]["buckets"]
+    spans = get(url, slow_run, "/spans", **{"from": 5})["columns"]
+    assert len(spans["step"]) == 75 * 2 * len(buckets)
+    assert sum(parameter["size"] for bucket in buckets for parameter in bucket["parameters"]) * 4 == sum(
+        bucket["size_bytes"] for bucket in buckets
+    )
+
+
+def test_all_ranks_leave_a_collective_together_on_aligned_clocks(url: str, slow_run: str) -> None:
+    stragglers_answer = get(url, slow_run, "/stragglers")
+    assert stragglers_answer["last_rank"].count(SLOW_RANK) > 0.8 * len(stragglers_answer["steps"])
+    median_delay = sorted(stragglers_answer["delay_ns"])[len(stragglers_answer["delay_ns"]) // 2]
+    assert stragglers_answer["noise_ns"] < median_delay
+
+
+def test_statistics_were_also_made_among_the_ranks(url: str, slow_run: str) -> None:
+    metrics = httpx.get(f"{url}/metrics", timeout=30).text
+    value = {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in metrics.splitlines()
+        if not line.startswith("#")
+    }
+
+    def of(rank: int) -> float:
+        return value[f'ddpobs_straggler_steps_total{{phase="backward",rank="{rank}",run="{slow_run}"}}']
+
+    assert of(SLOW_RANK) > 10 * max(1.0, of(1 - SLOW_RANK))
+
+
+def test_the_trace_opens_as_chrome_json(url: str, slow_run: str) -> None:
+    trace = get(url, slow_run, "/trace", **{"from": 10, "to": 12})
+    phases = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["name"] in wire.PHASES]
+    assert {event["args"]["step"] for event in phases} == {10, 11, 12}
+    assert {event["pid"] for event in phases} == {0, 1}
+
+
+def test_an_unchanged_script_with_torchs_own_ddp_is_seen_through_ddpobs_run(url: str, tmp_path: Path) -> None:
+    script = tmp_path / "train_torch.py"
+    text = (ROOT / "examples" / "train_gpt.py").read_text()
+    script.write_text(text.replace("from ddpobs import", "from torch.nn.parallel import"))
+    assert "import ddpobs" not in script.read_text()
+    command = (str(_ddpobs()), "run", "--collector", url, "--run", "torch-ddp", "--")
+    train(url, "torch-ddp", slow_rank=0, phase="backward", command=command, script=script)
+    assert [(f["ranks"], f["phase"]) for f in stragglers(url, "torch-ddp")] == [([0], "backward")]
+    assert get(url, "torch-ddp")["hello"]["settings"]["reducer"] == "torch"
+    assert len(get(url, "torch-ddp", "/layout")["layouts"][-1]["buckets"]) > 1
+
+
+def _ddpobs() -> Path:
+    import sys
+
+    return Path(sys.executable).with_name("ddpobs")
