@@ -18,10 +18,8 @@ from tests.server.batches import batch, path, put, steps
 
 @pytest.mark.xfail(strict=True, reason="an empty token counts as one: a bare `Bearer` comes in, from everywhere")
 def test_an_empty_token_does_not_open_every_interface(tmp_path: Path) -> None:
-    with pytest.raises(RuntimeError, match="token"), running_collector(tmp_path, token="", host="0.0.0.0") as url:
-        local = url.replace("0.0.0.0", "127.0.0.1")
-        answer = httpx.get(f"{local}/api/v1/runs", headers={"Authorization": "Bearer"})
-        pytest.fail(f"it listens on every interface and answers {answer.status_code} to an empty token")
+    with pytest.raises(RuntimeError, match="token"), running_collector(tmp_path, token="", host="0.0.0.0"):
+        pass
 
 
 @pytest.mark.xfail(strict=True, reason="sums of counts near 2^62 overflow in SQL, and every list of runs fails")
