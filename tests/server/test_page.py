@@ -1,0 +1,189 @@
+"""Both pages in a real Chromium, fed by a real collector."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from ddpobs import wire
+from tests.collector import collector
+
+FLAGS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
+EVIL = "<img src=x onerror=document.title='owned'>"
+STEPS, MS = 60, 1_000_000
+
+
+def batch(run: str, rank: int, slow: bool, host: str) -> wire.Batch:
+    """Sixty steps of two buckets; the slow rank computes 30 ms longer in backward, and the other one waits for it."""
+    step = np.arange(STEPS)
+    zero = step * 0
+    backward, exposed = (50 * MS, 2 * MS) if slow else (20 * MS, 32 * MS)
+    start = 10**12 * (rank + 1) + step * 70 * MS
+    known = np.where(step == 0, wire.UNKNOWN, 1)
+    own_backward = np.where(step == 0, wire.UNKNOWN, backward)
+    steps = wire.Steps(
+        step=step,
+        collective=step,
+        start_ns=start,
+        end_ns=start + 70 * MS,
+        data_ns=zero + MS,
+        forward_ns=zero + 10 * MS,
+        backward_ns=zero + backward,
+        exposed_comm_ns=zero + exposed,
+        optimizer_ns=zero + 2 * MS,
+        other_ns=zero + 70 * MS - 13 * MS - backward - exposed,
+        own_ns=np.where(step == 0, wire.UNKNOWN, backward + 13 * MS),
+        own_data_ns=known * MS,
+        own_forward_ns=known * 10 * MS,
+        own_backward_ns=own_backward,
+        own_optimizer_ns=known * 2 * MS,
+        own_other_ns=np.where(step == 0, wire.UNKNOWN, 0),
+        comm_ns=zero + exposed,
+        micro_steps=zero + 1,
+        samples=zero + 8,
+        flags=np.where(step == 0, wire.SYNCHRONISED | wire.NO_ORIGIN, wire.SYNCHRONISED),
+    )
+    begun = np.repeat(start + 11 * MS, 2)
+    bucket = np.tile([0, 1], STEPS)
+    ready = begun + np.where(bucket == 0, backward - 5 * MS, backward)
+    spans = wire.Spans(
+        step=np.repeat(step, 2),
+        module=bucket * 0,
+        revision=bucket * 0,
+        bucket=bucket,
+        ready_ns=ready,
+        launched_ns=ready,
+        started_ns=bucket * 0 + wire.UNKNOWN,
+        done_ns=begun + 52 * MS + bucket,
+    )
+    layout = [
+        wire.Bucket(size_bytes=4, dtype="float32", parameters=[wire.Parameter(name=name, size=1)])
+        for name in ("head.weight", EVIL)
+    ]
+    return wire.Batch(
+        version=1,
+        run=run,
+        attempt="a" * 16,
+        source=f"{rank:016x}",
+        seq=0,
+        rank=rank,
+        world_size=2,
+        emitted=STEPS * 3,
+        dropped=0,
+        anchor=wire.Anchor(wall_ns=10**18, monotonic_ns=10**12),
+        hello=wire.Hello(host=host, pid=1, device="cpu", backend="gloo", versions={"torch": "2"}),
+        layouts=[wire.Layout(module=0, name=EVIL, revision=0, comm="all_reduce", buckets=layout)],
+        steps=steps,
+        spans=spans,
+        unused=[wire.Unused(step=3, module=0, locally=[EVIL], globally=[])] if slow else [],
+    )
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with collector(tmp_path_factory.mktemp("page")) as running:
+        for rank in range(2):
+            sent = batch("picture", rank, slow=rank == 1, host=EVIL)
+            answer = httpx.put(
+                f"{running.url}/api/v1/runs/picture/sources/{sent.source}/batches/0",
+                content=wire.encode(sent),
+                headers={"Content-Type": wire.MSGPACK},
+            )
+            assert answer.status_code == 201, answer.text
+        yield running.url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium")
+    if path is None:
+        reason = "chromium is not installed: apt-get install chromium"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
+        yield started
+        started.close()
+
+
+class Visit:
+    """A page, what it asked for and what it complained of."""
+
+    def __init__(self, browser: Any, address: str) -> None:
+        self.page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        self.requests: list[str] = []
+        self.complaints: list[str] = []
+        self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
+        self.page.goto(address)
+
+
+def test_the_list_names_the_run_and_its_worst_finding(browser: Any, url: str) -> None:
+    visit = Visit(browser, url)
+    visit.page.get_by_text("Rank 1 is slow in backward").wait_for()
+    assert visit.page.get_by_role("link", name="picture").get_attribute("href") == "/runs/picture"
+    assert visit.complaints == []
+    assert all(address.startswith(url) for address in visit.requests)
+
+
+def test_the_run_page_names_the_slow_rank_and_draws_it(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/picture")
+    visit.page.get_by_role("heading", name="Rank 1 is slow in backward").wait_for()
+    visit.page.locator("#timeline rect.comm").first.wait_for()
+    assert visit.page.locator("#phases polygon").count() == len(wire.PHASES)
+    assert visit.page.locator("#heat rect.cell").count() == 2 * (STEPS - 1)
+    assert visit.page.locator("#timeline rect.comm").count() == 4
+    assert visit.page.locator("#ranks tbody tr").count() == 2
+    assert visit.complaints == []
+    assert all(address.startswith(url) for address in visit.requests)
+
+
+def test_a_click_on_the_heat_map_shows_that_steps_buckets(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/picture")
+    visit.page.locator("#timeline rect.comm").first.wait_for()
+    visit.page.locator("#heat rect.cell").first.click()
+    visit.page.wait_for_function("document.getElementById('step').value === '1'")
+
+
+def test_names_that_clients_chose_are_text_and_nothing_else(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/picture")
+    visit.page.locator("#unused li").get_by_text("<img").wait_for()
+    assert visit.page.locator("img").count() == 0
+    assert "owned" not in visit.page.title()
+
+
+def test_an_unknown_run_says_so(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/nobody")
+    visit.page.get_by_text("no run nobody has reported here").wait_for()
+
+
+def test_the_documentation_loads_nothing_from_elsewhere(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/docs")
+    visit.page.locator(".opblock").first.wait_for()
+    assert all(address.startswith((url, "data:")) for address in visit.requests)
+
+
+def test_the_page_forbids_what_it_does_not_need(url: str) -> None:
+    policy = httpx.get(url).headers["Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+
+
+def test_a_page_without_runs_says_how_to_start_one(browser: Any, tmp_path: Path) -> None:
+    with collector(tmp_path) as empty:
+        visit = Visit(browser, empty.url)
+        visit.page.get_by_text("ddpobs run --collector").wait_for()
