@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import socket
+import sqlite3
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -137,6 +138,34 @@ def test_what_was_acknowledged_survives_a_sigkill(tmp_path: Path) -> None:
     with collector(tmp_path) as again:
         assert stored_steps(again.url, "killed") == list(range(20))
         assert put(again.url, batch("killed", seq=19, steps=steps(19, 1))).status_code == 200
+
+
+def test_the_acknowledgement_waits_for_the_commit_even_when_the_client_does_not(tmp_path: Path) -> None:
+    with collector(tmp_path) as running:
+        sent = batch("held", steps=steps(0, 2))
+        headers = {"Content-Type": wire.MSGPACK}
+        lock = sqlite3.connect(running.database, isolation_level=None)
+        lock.execute("BEGIN IMMEDIATE")  # nobody else can commit from here on
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.put(running.url + path(sent), content=wire.encode(sent), headers=headers, timeout=1)
+        lock.execute("ROLLBACK")
+        lock.close()
+        assert put(running.url, sent, "msgpack").status_code == 200
+        assert put(running.url, batch("held", seq=1), "msgpack").status_code == 201
+
+
+def test_a_full_queue_is_answered_busy_with_a_time_to_come_back(tmp_path: Path) -> None:
+    with collector(tmp_path, queue_batches=1) as running, ThreadPoolExecutor(6) as pool:
+        lock = sqlite3.connect(running.database, isolation_level=None)
+        lock.execute("BEGIN IMMEDIATE")
+        answers = [pool.submit(put, running.url, batch("full", seq=seq)) for seq in range(6)]
+        busy = [next(as_completed(answers, timeout=20)).result()]
+        lock.execute("ROLLBACK")
+        lock.close()
+        codes = sorted(answer.result(30).status_code for answer in answers)
+    assert assert_problem(busy[0], 503)
+    assert busy[0].headers["retry-after"] == "1"
+    assert set(codes) == {201, 503}
 
 
 def test_concurrent_senders_and_retries_store_each_batch_once(shared: Collector, run: str) -> None:
