@@ -44,6 +44,7 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         summary="Which rank is slow, why, and what each remedy would gain.",
     )
+    app.openapi_version = "3.0.3"  # the newest that the Swagger UI shipped with us can draw
     app.state.settings = settings
     app.state.registry = CollectorRegistry()
     problems.install(app)
