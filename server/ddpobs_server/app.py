@@ -21,6 +21,10 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 
 
+_DRAIN_S = 10
+"""How long open requests may take after SIGTERM."""
+
+
 def create_app(settings: Settings) -> FastAPI:
     """The application; nothing is opened before it starts."""
 
@@ -78,7 +82,14 @@ def serve(
         for found in error.errors():
             typer.echo(f"ddpobs-server: {'.'.join(map(str, found['loc'])) or 'settings'}: {found['msg']}", err=True)
         raise typer.Exit(2) from None
-    uvicorn.run(create_app(settings), host=settings.host, port=settings.port, log_level="info", access_log=False)
+    uvicorn.run(
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_level="info",
+        access_log=False,
+        timeout_graceful_shutdown=_DRAIN_S,
+    )
 
 
 def main() -> None:

@@ -45,7 +45,7 @@ class Writer:
     def __init__(self, store: Store, limit: int, registry: CollectorRegistry) -> None:
         self._store = store
         self._waiting: queue.Queue[tuple[Arrival, Future[Outcome]] | None] = queue.Queue(limit)
-        self._thread = threading.Thread(target=self._run, name="ddpobs-writer")
+        self._thread = threading.Thread(target=self._run, name="ddpobs-writer", daemon=True)
         self.batches = Counter("ddpobs_server_batches", "Batches by outcome.", ["outcome"], registry=registry)
         self.spans = Counter("ddpobs_server_spans", "Bucket spans stored.", registry=registry)
         self.bytes = Counter("ddpobs_server_ingest_bytes", "Bytes of batch bodies taken in.", registry=registry)
@@ -103,11 +103,14 @@ class Writer:
                 return
             _log.exception("a batch of run %s was not written", group[0][0].batch.run)
             self.batches.labels("failed").inc()
-            group[0][1].set_exception(error)
+            if group[0][1].set_running_or_notify_cancel():
+                group[0][1].set_exception(error)
             return
         for (arrival, future), outcome in zip(group, outcomes, strict=True):
             self._count(arrival, outcome)
-            future.set_result(outcome)
+            # Whoever asked may have gone meanwhile; the batch is stored all the same.
+            if future.set_running_or_notify_cancel():
+                future.set_result(outcome)
 
     def _count(self, arrival: Arrival, outcome: Outcome) -> None:
         self.batches.labels(outcome.value).inc()
@@ -135,10 +138,7 @@ async def put_batch(run: RunId, source: SourceId, seq: Seq, request: Request) ->
     try:
         body = await _body(request, int(state.settings.max_body_mb * 1e6))
         batch = await run_in_threadpool(_decode, request, body, int(state.settings.max_batch_mb * 1e6))
-        if (batch.run, batch.source, batch.seq) != (run, source, seq):
-            raise Problem(
-                422, "Key mismatch", "run, source and seq in the batch are not those in the path", field="run"
-            )
+        _check_key(batch, {"run": run, "source": source, "seq": seq})
     except Problem:
         state.writer.batches.labels("refused").inc()
         raise
@@ -149,6 +149,14 @@ async def put_batch(run: RunId, source: SourceId, seq: Seq, request: Request) ->
     repeated = outcome is Outcome.REPEATED
     answer = wire.Acknowledgement(source=source, seq=seq, repeated=repeated)
     return Response(wire.pack_json(answer), 200 if repeated else 201, media_type=wire.JSON)
+
+
+def _check_key(batch: wire.Batch, path: dict[str, str | int]) -> None:
+    for field, expected in path.items():
+        came = getattr(batch, field)
+        if came != expected:
+            detail = f"{field}: expected {expected}, as in the path, got {came}"
+            raise Problem(422, "Key mismatch", detail, field=field, expected=str(expected), came=str(came))
 
 
 async def _body(request: Request, limit: int) -> bytes:

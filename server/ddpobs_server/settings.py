@@ -1,4 +1,4 @@
-"""Settings of the collector: each is a flag of `ddpobs-server` and `DDPOBS_SERVER_<NAME>` in the environment."""
+"""Settings of the collector: each is `DDPOBS_SERVER_<NAME>` in the environment, the first four also flags."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _no_open_door(self) -> Settings:
+        if self.token is not None and not self.token.get_secret_value():
+            raise ValueError("the token is empty: choose one, or leave DDPOBS_SERVER_TOKEN unset")
         if self.token is None and not _is_loopback(self.host):
             raise ValueError(
                 f"host {self.host} is not loopback, and there is no token: anyone could read and write. "
