@@ -20,7 +20,6 @@ from ddpobs_server.reports import Reports
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 
-
 _DRAIN_S = 10
 """How long open requests may take after SIGTERM."""
 
