@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -57,10 +56,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """Run the module, then have the reducer told by the outputs' gradients that a backward begins."""
         if self._recorder is not None:
             self._recorder.forward_began(inputs)
-        self.reducer.prepare(torch.is_grad_enabled() and self.require_backward_grad_sync)
+        # A forward without gradients may come between another forward and its backward, and must not matter to them.
+        if torch.is_grad_enabled():
+            self.reducer.prepare(self.require_backward_grad_sync)
         output = super().forward(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.require_backward_grad_sync:
-            self._watch(output)
+            self.reducer.watch(list(_find_tensors(output)))
         return output
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
@@ -76,19 +77,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _take_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self.reducer.set_comm_hook(state, hook)
         self.logger._set_comm_hook_name(hook.__qualname__)
-
-    def _watch(self, output: Any) -> None:
-        """A loss that reaches no parameter fires no parameter's hook: the backward then begins at the outputs."""
-        reducer = weakref.ref(self.reducer)
-
-        def begin(_: torch.Tensor) -> None:
-            alive = reducer()
-            if alive is not None:
-                alive.begin()
-
-        for tensor in _find_tensors(output):
-            if tensor.requires_grad and not tensor.is_leaf:
-                tensor.register_hook(begin)
 
     def _ddp_init_helper(
         self,

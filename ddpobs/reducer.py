@@ -7,6 +7,7 @@ bucket down, `_launch` strictly in bucket order while autograd goes on, `_finish
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -73,6 +74,7 @@ class Reducer:
         self._order: list[int] | None = [] if self._rebuilds else None
         self._active = False
         self._synchronises = True
+        self._outputs: list[torch.autograd.graph.Node] = []
         self._used = bytearray(len(self._parameters))
         self._used_map: torch.Tensor | None = None
         self._used_work: dist.Work | None = None
@@ -99,16 +101,64 @@ class Reducer:
         return [bucket.buffer.numel() * bucket.buffer.element_size() for bucket in self._buckets]
 
     def prepare(self, synchronises: bool) -> None:
-        """A forward was called; what is left of an interrupted backward is forgotten."""
+        """A forward that can be differentiated was called; what is left of an interrupted backward is forgotten."""
         self._synchronises = synchronises
-        if self._active:
+        self._outputs = []
+        # Inside a backward it is checkpointing that runs the module again: that backward is not interrupted.
+        if self._active and torch._C._current_graph_task_id() < 0:
             self._reset()
+
+    def watch(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Begin the backward at a forward's outputs: a loss that reaches no parameter fires no parameter's hook."""
+        # Nodes, not tensors, and held here: a hook that held its own node would keep the graph alive for ever.
+        self._outputs = [output.grad_fn for output in outputs if output.grad_fn is not None]
+        reducer = weakref.ref(self)
+
+        def begin(_: torch.Tensor) -> None:
+            alive = reducer()
+            if alive is not None:
+                alive.begin_at_output()
+
+        for output in outputs:
+            if output.grad_fn is not None:
+                output.register_hook(begin)
+
+    def begin_at_output(self) -> None:
+        """An output got a gradient: the backward begins, unless it is one that wants no parameter's gradient."""
+        if not self._active and self._synchronises and self._concerns_parameters():
+            self.begin()
+
+    def _concerns_parameters(self) -> bool:
+        """Whether the running backward accumulates into parameters, or would but reaches none.
+
+        `torch.autograd.grad` and `backward(inputs=...)` pass through the outputs too, for a gradient penalty say, and
+        leave the parameters out: they are then in the graph, but not to be executed.
+        """
+        try:
+            if any(map(torch._C._will_engine_execute_node, self._nodes)):
+                return True
+        except RuntimeError:  # The gradient of a parameter is asked for and not accumulated.
+            return False
+        if not any(parameter.requires_grad for parameter in self._parameters):
+            return False  # Frozen for now, as a discriminator is while its generator trains.
+        ahead = list(self._outputs)
+        ours, seen = set(self._nodes), set(ahead)
+        while ahead:
+            node = ahead.pop()
+            if node in ours:
+                return False
+            fresh = {following for following, _ in node.next_functions if following is not None} - seen
+            seen |= fresh
+            ahead.extend(fresh)
+        return True
 
     def begin(self) -> None:
         """The first sign of a backward. Decides who will take part and starts what can be started at once."""
         if self._active or not self._synchronises:
             return
         self._active = True
+        if self._order is not None:
+            self._order.clear()
         Variable._execution_engine.queue_callback(self._finish)
         if self._forward_work is not None:
             self._forward_work.wait()
@@ -253,15 +303,15 @@ class Reducer:
     def _check_nobody_missed(self, missing: list[int]) -> None:
         """Raise the same error on every rank where some rank left a parameter out.
 
-        A hook of the user's may not carry the NaN over, and a joined rank does not look: then only the rank that
-        knows raises.
+        A hook of the user's or a sparse bucket may not carry the NaN over, and a joined rank does not look: then only
+        the rank that knows raises.
         """
-        if isinstance(self._comm, CommHook) or self._in_join:
+        if isinstance(self._comm, CommHook) or self._in_join or self._buckets[-1].sparse:
             if missing:
                 raise self._fail({self._names[i]: [self._group.rank()] for i in missing})
             return
         last = self._buckets[-1]
-        if last.sparse or not bool(torch.isnan(last.buffer[0])):
+        if not bool(torch.isnan(last.buffer[0])):
             return
         table = torch.zeros(self._ranks, len(self._parameters), dtype=torch.int32, device=last.buffer.device)
         table[self._group.rank(), missing] = 1
@@ -332,6 +382,7 @@ class Reducer:
 
     def _reset(self) -> None:
         self._active = False
+        self._outputs = []
         self._record = self._stamps = None
         self._pending = []
         self._used_work = self._used_map = None

@@ -1,0 +1,210 @@
+"""What users do between forward and backward, beyond one of each: gradients are those of torch's DDP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.checkpoint import checkpoint
+
+from ddpobs import DistributedDataParallel
+from tests.distributed.launch import run_ranks
+
+CAP = {"bucket_cap_mb": 0.05}
+STEPS = 3
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    wide = 200  # Some gradients above `buckets.LARGE`, some below.
+    return nn.Sequential(nn.Linear(8, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 2))
+
+
+def batch(rank: int, step: int = 0) -> torch.Tensor:
+    return torch.randn(4, 8, generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def penalty(ddp: Any, rank: int, step: int) -> None:
+    inputs = batch(rank, step).requires_grad_()
+    output = ddp(inputs)
+    (slope,) = torch.autograd.grad(output.sum(), inputs, create_graph=True)
+    (output.mean() + slope.pow(2).mean()).backward()
+
+
+def asked_for_parameters(ddp: Any, rank: int, step: int) -> None:
+    output = ddp(batch(rank, step))
+    torch.autograd.grad(output.sum(), list(ddp.parameters()), retain_graph=True)
+    output.mean().backward()
+
+
+def inputs_only(ddp: Any, rank: int, step: int) -> None:
+    inputs = batch(rank, step).requires_grad_()
+    ddp(inputs).sum().backward(inputs=[inputs])
+    ddp(batch(rank, step)).sum().backward()
+
+
+def evaluated_in_between(ddp: Any, rank: int, step: int) -> None:
+    loss = ddp(batch(rank, step)).sum()
+    with torch.no_grad():
+        ddp(batch(rank, step + 50))
+    loss.backward()
+
+
+def frozen_for_a_while(ddp: Any, rank: int, step: int) -> None:
+    ddp.requires_grad_(False)
+    ddp(batch(rank, step).requires_grad_()).sum().backward()
+    ddp.requires_grad_(True)
+    ddp(batch(rank, step)).sum().backward()
+
+
+def two_forwards(ddp: Any, rank: int, step: int) -> None:
+    (ddp(batch(rank, step)).sum() + ddp(batch(rank, step + 50)).sum()).backward()
+
+
+def checkpointed(ddp: Any, rank: int, step: int) -> None:
+    checkpoint(ddp, batch(rank, step).requires_grad_(), use_reentrant=False).sum().backward()
+
+
+def checkpointed_reentrant(ddp: Any, rank: int, step: int) -> None:
+    checkpoint(ddp, batch(rank, step).requires_grad_(), use_reentrant=True).sum().backward()
+
+
+PATTERNS = {
+    function.__name__: function
+    for function in (
+        penalty,
+        asked_for_parameters,
+        inputs_only,
+        evaluated_in_between,
+        frozen_for_a_while,
+        two_forwards,
+        checkpointed,
+        checkpointed_reentrant,
+    )
+}
+
+
+def gradients(ddp: Any, step: Callable[[Any, int, int], None], rank: int) -> torch.Tensor:
+    for number in range(STEPS):
+        ddp.zero_grad()
+        step(ddp, rank, number)
+    return torch.cat([p.grad.flatten() for p in ddp.parameters()])
+
+
+def all_patterns(rank: int, world_size: int) -> dict[str, str]:
+    return {name: verdict(function, rank) for name, function in PATTERNS.items()}
+
+
+def verdict(step: Callable[[Any, int, int], None], rank: int) -> str:
+    theirs = gradients(TorchDDP(net(), **CAP), step, rank)
+    try:
+        ours = gradients(DistributedDataParallel(net(), **CAP), step, rank)
+    except RuntimeError as error:
+        return str(error)
+    return "equal" if torch.equal(ours, theirs) else "different"
+
+
+@pytest.fixture(scope="module")
+def verdicts() -> list[dict[str, str]]:
+    return run_ranks(all_patterns, 2)
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_gradients_are_those_of_torch_ddp(verdicts: list[dict[str, str]], pattern: str) -> None:
+    assert [verdict[pattern] for verdict in verdicts] == ["equal", "equal"]
+
+
+class Skipping(nn.Module):
+    """Reaches none of its parameters where the batch begins with a negative number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) if bool(x[0, 0] > 0) else x * 2  # type: ignore[no-any-return]
+
+
+def skips_all(rank: int, step: int) -> torch.Tensor:
+    inputs = batch(rank, step)
+    inputs[0, 0] = 1.0 if (rank + step) % 2 else -1.0
+    return inputs.requires_grad_()
+
+
+def no_parameter_reached(rank: int, world_size: int) -> list[bool]:
+    """With the flag, whether each step's gradients are half of those of the one rank that reached parameters."""
+    ddp = DistributedDataParallel(Skipping(), find_unused_parameters=True, **CAP)
+    alone = Skipping()
+    same = []
+    for step in range(STEPS):
+        for module in (ddp, alone):
+            module.zero_grad()
+        ddp(skips_all(rank, step)).sum().backward()
+        alone(skips_all((1 + step) % 2, step)).sum().backward()
+        pairs = zip(ddp.module.parameters(), alone.parameters(), strict=True)
+        same.append(all(torch.allclose(p.grad, q.grad / 2) for p, q in pairs))
+    return same
+
+
+def test_a_loss_that_reaches_no_parameter_on_one_rank_still_takes_part() -> None:
+    assert run_ranks(no_parameter_reached, 2, timeout_s=40) == [[True] * STEPS] * 2
+
+
+def no_parameter_reached_without_the_flag(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(Skipping(), **CAP)
+    try:
+        ddp(skips_all(rank, 0)).sum().backward()
+    except RuntimeError as error:
+        return str(error)
+    return "no error"
+
+
+def test_without_the_flag_it_is_the_same_error_on_every_rank() -> None:
+    first, second = run_ranks(no_parameter_reached_without_the_flag, 2, timeout_s=40)
+    assert first == second
+    assert "net.0.weight (rank 0)" in first
+
+
+def interrupted(rank: int, world_size: int) -> list[int]:
+    """An error in the first backward; then steps on, and the parameters' places in the rebuilt buckets."""
+
+    class StopError(Exception):
+        pass
+
+    def stop(_: torch.Tensor) -> None:
+        raise StopError
+
+    ddp = DistributedDataParallel(net(), **CAP)
+    handle = ddp.module[0].weight.register_hook(stop)
+    with pytest.raises(StopError):
+        ddp(batch(rank)).sum().backward()
+    handle.remove()
+    for step in range(STEPS):
+        two_forwards(ddp, rank, step)
+    return sorted(member for bucket in ddp.reducer._buckets for member in bucket.members)
+
+
+def test_training_goes_on_after_a_backward_that_failed_on_every_rank() -> None:
+    assert run_ranks(interrupted, 2) == [list(range(6))] * 2
+
+
+def layouts(rank: int, world_size: int) -> list[tuple[list[int], list[int]]]:
+    """Ours and torch's rebuilt bucket sizes."""
+    found = []
+    for options in ({}, CAP, {"bucket_cap_mb_list": [1]}):
+        ours, theirs = DistributedDataParallel(net(), **options), TorchDDP(net(), **options)
+        for ddp in (ours, theirs):
+            for _ in range(2):
+                two_forwards(ddp, rank, 0)
+        sizes = theirs._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        found.append((ours.reducer.bucket_bytes, [int(size) for size in sizes.split(",")]))
+    return found
+
+
+def test_rebuilt_buckets_are_torchs() -> None:
+    for ours, theirs in run_ranks(layouts, 1)[0]:
+        assert ours == theirs
