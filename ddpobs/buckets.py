@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -25,21 +26,64 @@ class Bucket:
         pending: Parameters whose gradient this backward still owes.
         placed: By place in the bucket, whether the gradient went in by itself in this backward.
         sparse: It holds the one sparse gradient of its one parameter; there is no buffer then.
+        adopts: `.grad` becomes the view in the buffer; otherwise it stays what autograd made it.
     """
 
-    __slots__ = ("_copied", "buffer", "index", "members", "parameters", "pending", "placed", "sparse", "views")
+    __slots__ = (
+        "_as_views",
+        "_copied",
+        "_references",
+        "adopts",
+        "buffer",
+        "index",
+        "members",
+        "parameters",
+        "pending",
+        "placed",
+        "sparse",
+        "views",
+    )
 
-    def __init__(self, index: int, members: list[int], parameters: list[torch.nn.Parameter], sparse: bool) -> None:
+    def __init__(
+        self, index: int, members: list[int], parameters: list[torch.nn.Parameter], sparse: bool, as_views: bool
+    ) -> None:
         self.index, self.members, self.parameters, self.sparse = index, members, parameters, sparse
         self.pending = len(members)
+        self.adopts = True
+        self._as_views = as_views
         first = parameters[0]
-        size = 0 if sparse else sum(p.numel() for p in parameters)
-        self.buffer = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.views = [] if sparse else _views(self.buffer, parameters)
         self.placed = bytearray(len(members))
+        self._allocate(first.dtype)
         # On the host large gradients that are freed at once make the allocator give pages back and fault them in
         # again, a tenth of a step of a wide MLP. Each is kept until its successor comes: what torch's default holds.
         self._copied: list[torch.Tensor | None] | None = [None] * len(members) if first.device.type == "cpu" else None
+
+    def _allocate(self, dtype: torch.dtype) -> None:
+        size = 0 if self.sparse else sum(p.numel() for p in self.parameters)
+        self.buffer = torch.zeros(size, dtype=dtype, device=self.parameters[0].device)
+        self.views = [] if self.sparse else _views(self.buffer, self.parameters, self._as_views)
+        self._references = sum(map(sys.getrefcount, self.views))
+
+    def renew(self) -> None:
+        """Take fresh memory where someone still holds a gradient of the last backward and may read it yet.
+
+        A gradient that autograd goes on accumulating into is no such case, nor is one that only `.grad` holds.
+        """
+        if sum(map(sys.getrefcount, self.views)) == self._references:
+            return
+        if all(parameter.grad is not view for parameter, view in zip(self.parameters, self.views, strict=True)):
+            self._allocate(self.buffer.dtype)
+
+    def hold_in(self, dtype: torch.dtype) -> None:
+        """Reduce in `dtype`, whatever the parameters' own is; `.grad` is then written by `give_back`."""
+        self.adopts = False
+        self._allocate(dtype)
+
+    def give_back(self, result: torch.Tensor) -> None:
+        """Copy each parameter's part of the reduced buffer into its `.grad`, which has the parameter's dtype."""
+        for parameter, part in zip(self.parameters, _views(result, self.parameters, as_views=True), strict=True):
+            if parameter.grad is not None:
+                parameter.grad.copy_(part)
 
     def reset(self) -> None:
         """Await the next backward."""
@@ -60,7 +104,8 @@ class Bucket:
             torch.mul(gradient, scale, out=view)
             if self._copied is not None:
                 self._copied[place] = gradient
-        parameter.grad = view
+        if self.adopts:
+            parameter.grad = view
         self.placed[place] = 1
 
     def fill(self, scale: float | None) -> None:
@@ -82,7 +127,8 @@ class Bucket:
             elif gradient is not view:
                 fresh.append(gradient)
                 places.append(view)
-                parameter.grad = view
+                if self.adopts:
+                    parameter.grad = view
         if fresh:
             torch._foreach_copy_(places, fresh)
         if scale is None or not unscaled:
@@ -135,22 +181,54 @@ def assign_in_order(
 
 
 def build(
-    parameters: Sequence[torch.nn.Parameter], assignment: Sequence[Sequence[int]], expect_sparse: Sequence[bool]
+    parameters: Sequence[torch.nn.Parameter],
+    assignment: Sequence[Sequence[int]],
+    expect_sparse: Sequence[bool],
+    as_views: bool = False,
 ) -> list[Bucket]:
-    """The buckets of an assignment, with zeroed buffers."""
+    """The buckets of an assignment, with zeroed buffers.
+
+    Args:
+        parameters: All of them.
+        assignment: Indices of each bucket's, in launch order.
+        expect_sparse: Which of all get sparse gradients.
+        as_views: Gradients are views to autograd too, on which it refuses `detach_()`.
+    """
     return [
-        Bucket(index, list(members), [parameters[m] for m in members], expect_sparse[members[0]])
+        Bucket(index, list(members), [parameters[m] for m in members], expect_sparse[members[0]], as_views)
         for index, members in enumerate(assignment)
     ]
 
 
-def _views(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor]:
+def shadow(bucket: Bucket) -> Bucket:
+    """A bucket of zeros with the same shape, for a rank that only takes part."""
+    parameters = bucket.parameters
+    if bucket.sparse:
+        parameters = [torch.nn.Parameter(torch.empty_like(parameters[0]))]
+        parameters[0].grad = no_rows(parameters[0])
+    zeros = Bucket(bucket.index, bucket.members, parameters, bucket.sparse, as_views=True)
+    if not bucket.adopts:
+        zeros.hold_in(bucket.buffer.dtype)
+    return zeros
+
+
+def no_rows(parameter: torch.Tensor) -> torch.Tensor:
+    """A sparse gradient that is zero everywhere."""
+    rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
+    return torch.sparse_coo_tensor(rows, parameter.new_zeros((0, *parameter.shape[1:])), parameter.shape)
+
+
+def _views(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter], as_views: bool) -> list[torch.Tensor]:
     views = []
     offset = 0
     for parameter in parameters:
-        if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
-            views.append(buffer.as_strided(parameter.shape, parameter.stride(), offset))
+        strides = parameter.stride()
+        if torch.empty_like(parameter, device="meta").stride() != strides:
+            strides = torch.empty(parameter.shape, device="meta").stride()
+        if as_views:
+            views.append(buffer.as_strided(parameter.shape, strides, offset + buffer.storage_offset()))
         else:
-            views.append(buffer.narrow(0, offset, parameter.numel()).view(parameter.shape))
+            alone = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
+            views.append(alone.set_(buffer.untyped_storage(), offset, parameter.shape, strides))
         offset += parameter.numel()
     return views

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from ddpobs.config import TelemetryConfig, resolve
-from ddpobs.reducer import Reducer, Settings
+from ddpobs.models import check_same_everywhere
+from ddpobs.reducer import Settings
+from ddpobs.torch_face import Logger, ModuleReducer
 
 if TYPE_CHECKING:
     from ddpobs.recorder import ModuleRecorder
+
+_ARGUMENTS = inspect.signature(parallel.DistributedDataParallel.__init__)
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
@@ -33,12 +39,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Raises:
         ConfigError: A telemetry setting holds a value that it cannot have.
+        ModelsDifferError: On every rank, where the ranks' parameters differ in number, shape, strides or dtype.
         UnusedParametersError: From backward, on every rank, where a parameter got no gradient on some rank and
             `find_unused_parameters` is off.
     """
 
-    # Torch declares its C++ classes here.
-    reducer: Any
+    # Torch declares its C++ classes here. There is none where every parameter's reduction is delayed.
+    reducer: Any = None
     logger: Any
 
     def __init__(
@@ -50,17 +57,22 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     ) -> None:
         self._telemetry_config = resolve(telemetry, os.environ)
         self._recorder: ModuleRecorder | None = None
+        self._checks_models = _ARGUMENTS.bind(self, module, *args, **kwargs).arguments.get("init_sync", True)
         super().__init__(module, *args, **kwargs)
+        self._checks_models = False  # A copy, which only one rank may make, is the same as its original.
 
+    # Dynamo goes on with the module inside, as it does where it meets torch's own class.
+    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, then have the reducer told by the outputs' gradients that a backward begins."""
         if self._recorder is not None:
             self._recorder.forward_began(inputs)
         # A forward without gradients may come between another forward and its backward, and must not matter to them.
-        if torch.is_grad_enabled():
+        trains = torch.is_grad_enabled() and self.reducer is not None
+        if trains:
             self.reducer.prepare(self.require_backward_grad_sync)
         output = super().forward(*inputs, **kwargs)
-        if torch.is_grad_enabled() and self.require_backward_grad_sync:
+        if trains and self.require_backward_grad_sync:
             self.reducer.watch(list(_find_tensors(output)))
         return output
 
@@ -76,7 +88,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _take_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self.reducer.set_comm_hook(state, hook)
-        self.logger._set_comm_hook_name(hook.__qualname__)
+        self.logger.set_comm_hook(getattr(hook, "__qualname__", type(hook).__name__))
+
+    def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
+        """As torch's, which compares the ranks' parameters next, and dies of a difference without naming it."""
+        parameters, expect_sparse = super()._build_params_for_reducer()
+        if self._checks_models:
+            check_same_everywhere(_names(self.module, parameters), parameters, self.process_group)
+        return parameters, expect_sparse
 
     def _ddp_init_helper(
         self,
@@ -97,10 +116,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             first_limits_bytes=first_limits,
             rebuilt_limits_bytes=rebuilt_limits or [self._bucket_config.first_bucket_bytes_cap, self.bucket_bytes_cap],
             find_unused=self.find_unused_parameters,
+            skip_unused=self.skip_all_reduce_unused_params and self.find_unused_parameters and not static_graph,
             static_graph=static_graph,
+            as_views=self.gradient_as_bucket_view,
         )
         self._recorder = self._join_telemetry()
-        self.reducer = Reducer(
+        self.reducer = ModuleReducer(
             parameters,
             _names(self.module, parameters),
             expect_sparse_gradient or [False] * len(parameters),
@@ -108,9 +129,28 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             settings=settings,
             recorder=self._recorder,
         )
-        self.logger = Logger()
-        self.logger.set_construction_data_and_log(type(self.module).__name__, [], -1, self.forward_sync_buffers)
+        self.logger = Logger(self.reducer, self._construction_facts(parameters))
         self._passing_sync_batchnorm_handle(self.module)
+
+    def _construction_facts(self, parameters: list[torch.nn.Parameter]) -> dict[str, str | int]:
+        """What `_get_ddp_logging_data` gives back of the constructor, under torch's names."""
+        return {
+            "module_name": type(self.module).__name__,
+            "device_ids": ", ".join(map(str, self.device_ids or [])),
+            "output_device": -1 if self.output_device is None else self.output_device,
+            "broadcast_buffers": int(self.forward_sync_buffers),
+            "backend_name": dist.get_backend(self.process_group),
+            "rank": dist.get_rank(self.process_group),
+            "world_size": dist.get_world_size(self.process_group),
+            "bucket_cap_bytes": self.bucket_bytes_cap,
+            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+            "find_unused_parameters": int(self.find_unused_parameters),
+            "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
+            "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())),
+            "is_multi_device_module": int(self.is_multi_device_module),
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
+        }
 
     def _join_telemetry(self) -> ModuleRecorder | None:
         if self._telemetry_config is None:
@@ -124,7 +164,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             {
                 "reducer": "ddpobs",
                 "find_unused_parameters": self.find_unused_parameters,
-                "gradient_as_bucket_view": True,
+                "gradient_as_bucket_view": self.gradient_as_bucket_view,
                 "static_graph": self.static_graph,
                 "broadcast_buffers": self.forward_sync_buffers,
                 "bucket_cap_mb": self.bucket_bytes_cap / 2**20,
@@ -141,63 +181,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         recorder.communicated("buffers", began, recorder.now())
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        # Our verdict on unused parameters travels before the buckets, so a joined rank shadows it first.
-        if self.reducer._may_skip:
-            self.process_group.allreduce([self.reducer._get_local_used_map()]).wait()
-        super()._match_all_reduce_for_bwd_pass()
+        """A joined rank goes through another rank's backward, call for call."""
+        self.reducer.shadow()
 
     def _match_unused_params_allreduce(self) -> None:
-        """Done already, before the buckets."""
+        """Done already, with the buckets."""
 
     def __getstate__(self) -> dict[str, Any]:
         """As torch's; the recorder stays with the process and is made anew."""
         state: dict[str, Any] = super().__getstate__()
         return state | {"_recorder": None}
-
-
-class Logger:
-    """Stands where torch's C++ logger stands, whose members insist on the C++ reducer."""
-
-    def __init__(self) -> None:
-        self._facts: dict[str, Any] = {}
-
-    def set_construction_data_and_log(
-        self, module_name: str, device_ids: list[int], output_device: int, broadcast_buffers: bool
-    ) -> None:
-        """Keep what `_get_ddp_logging_data` gives back."""
-        self._facts |= {
-            "module_name": module_name,
-            "device_ids": device_ids,
-            "output_device": output_device,
-            "broadcast_buffers": broadcast_buffers,
-        }
-
-    def set_runtime_stats_and_log(self) -> None:
-        """Telemetry has every step's."""
-
-    def set_error_and_log(self, message: str) -> None:
-        """Keep the last error."""
-        self._facts["error"] = message
-
-    def _set_static_graph(self) -> None:
-        self._facts["static_graph"] = True
-
-    def _set_comm_hook_name(self, name: str) -> None:
-        self._facts["comm_hook"] = name
-
-    def _set_uneven_input_join(self) -> None:
-        self._facts["join_uneven_inputs"] = True
-
-    def _get_ddp_logging_data(self) -> Any:
-        return _LoggingData(self._facts)
-
-
-class _LoggingData:
-    """Split as torch's: texts and numbers."""
-
-    def __init__(self, facts: dict[str, Any]) -> None:
-        self.strs_map = {name: value for name, value in facts.items() if isinstance(value, str)}
-        self.ints_map = {name: int(value) for name, value in facts.items() if isinstance(value, int)}
 
 
 def _names(module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[str]:

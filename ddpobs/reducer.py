@@ -1,4 +1,4 @@
-"""Readiness, launch, wait, unused parameters: the gradient reduction of one DDP module.
+"""Readiness, launch, wait: the gradient reduction of one set of parameters.
 
 One backward, in order: `begin` (first gradient, or first gradient of an output), a hook per parameter that counts its
 bucket down, `_launch` strictly in bucket order while autograd goes on, `_finish` as the engine's last callback.
@@ -6,10 +6,10 @@ bucket down, `_launch` strictly in bucket order while autograd goes on, `_finish
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +17,17 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from ddpobs import buckets as bucketing
+from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
-from ddpobs.comm import AllReduce, BucketComm, CommHook, GradBucket, Pending
+from ddpobs.comm import AllReduce, BucketComm, CommHook, Pending
 from ddpobs.errors import ReducerError, UnusedParametersError
+from ddpobs.unused import Dynamic, Participation, Required, Static, UsedMap, announced_unreached
 
 if TYPE_CHECKING:
     from ddpobs.recorder import Backward, ModuleRecorder
+
+_reducers = count()
+"""Reducers made in this process; every rank makes its own in the same order, so the number names one on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +38,18 @@ class Settings:
         first_limits_bytes: Bucket limits before the order of gradients is known.
         rebuilt_limits_bytes: Bucket limits after.
         find_unused: Parameters may take no part in a backward.
+        skip_unused: Buckets that no rank uses are not reduced.
         static_graph: The same parameters take part in every backward.
+        as_views: Gradients may be views of the buckets that the next backward writes over, as
+            `gradient_as_bucket_view` allows; otherwise a gradient that someone still holds keeps its memory.
     """
 
     first_limits_bytes: Sequence[int]
     rebuilt_limits_bytes: Sequence[int]
-    find_unused: bool
-    static_graph: bool
+    find_unused: bool = False
+    skip_unused: bool = False
+    static_graph: bool = False
+    as_views: bool = False
 
 
 class Reducer:
@@ -69,40 +79,72 @@ class Reducer:
         self._ranks = group.size()
         self._divisor: float = self._ranks
         self._comm: BucketComm = AllReduce(group)
-        self._may_skip = settings.find_unused or settings.static_graph
-        self._rebuilds = settings.static_graph or not settings.find_unused
+        self._alarm_name = str(next(_reducers))
+        self._alarm = Alarm(group, self._alarm_name)
+        self._used_map = UsedMap(len(names), parameters[0].device, lambda used: self._group.allreduce([used]), recorder)
+        self._participation = self._participating(static=settings.static_graph)
         self._order: list[int] | None = [] if self._rebuilds else None
+        self.unused_bytes = 0
+        self._expected = True
         self._active = False
-        self._synchronises = True
         self._outputs: list[torch.autograd.graph.Node] = []
-        self._used = bytearray(len(self._parameters))
-        self._used_map: torch.Tensor | None = None
-        self._used_work: dist.Work | None = None
-        self._skipped: list[int] = []
-        self._warned = False
+        self._used = bytearray(len(names))
+        self._fired = bytearray(len(names))
+        self._fault: Fault | None = None
+        self._aside: dict[int, torch.Tensor] = {}
         self._pending: list[Pending] = []
         self._record: Backward | None = None
         self._stamps: list[Any] | None = None
-        self._forward_work: Any = None
-        self._in_join = False
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
         self._place_in_bucket: list[int] = []
         self._lay(bucketing.assign(self._parameters, settings.first_limits_bytes, self._expect_sparse))
         # The engine knows a parameter by its AccumulateGrad node, which only lives as long as someone holds it.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._parameters]
-        self._handles = [
-            p.register_post_accumulate_grad_hook(self._hook(index)) for index, p in enumerate(self._parameters)
-        ]
+        self._handles: list[Any] = []
+        self._add_hooks()
+
+    def _add_hooks(self) -> None:
+        for index, parameter in enumerate(self._parameters):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
+
+    def be_static(self) -> None:
+        """From now on the same parameters take part in every backward; known at construction as a rule."""
+        if isinstance(self._participation, Static):
+            return
+        self._settings = replace(self._settings, static_graph=True, skip_unused=False)
+        self._participation = self._participating(static=True)
+        self._order = []
+        self.remove_hooks()
+        self._add_hooks()
 
     @property
     def bucket_bytes(self) -> list[int]:
         """Size of each bucket in launch order."""
         return [bucket.buffer.numel() * bucket.buffer.element_size() for bucket in self._buckets]
 
+    @property
+    def bucket_members(self) -> list[list[int]]:
+        """Indices of each bucket's parameters, in launch order."""
+        return [bucket.members for bucket in self._buckets]
+
+    @property
+    def _rebuilds(self) -> bool:
+        return isinstance(self._participation, (Required, Static))
+
+    def _participating(self, static: bool) -> Participation:
+        if static:
+            return Static(self._names, self._used_map)
+        if self._settings.find_unused:
+            return Dynamic(self._names, self._unreached, self._used_map, self._settings.skip_unused)
+        return Required(self._names)
+
+    # ------------------------------------------------------------------ the begin of a backward
+
     def prepare(self, synchronises: bool) -> None:
         """A forward that can be differentiated was called; what is left of an interrupted backward is forgotten."""
-        self._synchronises = synchronises
+        self._alarm.look_again()
+        self._expected = synchronises
         self._outputs = []
         # Inside a backward it is checkpointing that runs the module again: that backward is not interrupted.
         if self._active and torch._C._current_graph_task_id() < 0:
@@ -125,7 +167,7 @@ class Reducer:
 
     def begin_at_output(self) -> None:
         """An output got a gradient: the backward begins, unless it is one that wants no parameter's gradient."""
-        if not self._active and self._synchronises and self._concerns_parameters():
+        if not self._active and self._concerns_parameters():
             self.begin()
 
     def _concerns_parameters(self) -> bool:
@@ -154,49 +196,55 @@ class Reducer:
 
     def begin(self) -> None:
         """The first sign of a backward. Decides who will take part and starts what can be started at once."""
-        if self._active or not self._synchronises:
-            return
         self._active = True
         if self._order is not None:
             self._order.clear()
         Variable._execution_engine.queue_callback(self._finish)
-        if self._forward_work is not None:
-            self._forward_work.wait()
-            self._divisor = float(self._forward_work.result()[0].item())
-            self._forward_work = None
+        self._alarm.look_again()
+        self._alarm.began()
         if self._recorder is not None:
             self._record = self._recorder.backward()
             self._stamps = self._record.parameter_ready_ns
-        if self._may_skip:
-            self._skip_unreached()
-        else:
-            self._used[:] = bytes(len(self._used))
+        if not self._settings.as_views:
+            for bucket in self._buckets:
+                bucket.renew()
+        if self._participation.holds:
+            for bucket in self._buckets:
+                bucket.pending += 1
+        unreached = self._participation.begin(self._used)
+        self._put_aside(unreached)
+        for index in unreached:
+            self._fired[index] = 1
+            self._count_down(self._bucket_of[index])
 
-    def set_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have the user's hook reduce the buckets from now on.
+    def _unreached(self) -> list[int]:
+        return announced_unreached(self._nodes)
 
-        Raises:
-            RuntimeError: There is one already.
-        """
-        if isinstance(self._comm, CommHook):
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self._comm = CommHook(state, hook)
-        if self._recorder is not None:
-            self._recorder.event("comm_hook_set", name=self._comm.name)
-            self._tell_layout()
+    def _put_aside(self, unreached: Sequence[int]) -> None:
+        """Keep older gradients of parameters that take no part: replaced only where some rank used them."""
+        for index in unreached:
+            bucket, gradient = self._bucket_of[index], self._parameters[index].grad
+            if gradient is not None and not self._used[index] and not bucket.sparse:
+                view = bucket.views[self._place_in_bucket[index]]
+                self._aside[index] = gradient.clone() if gradient is view else gradient
+
+    # ------------------------------------------------------------------ a gradient, a bucket
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
         """The parameter's post-accumulate hook: a few stores, and the bucket's launch when it is the last."""
-        bucket_of, place_of, used = self._bucket_of, self._place_in_bucket, self._used
+        bucket_of, place_of, used, fired = self._bucket_of, self._place_in_bucket, self._used, self._fired
         large = self._parameters[index].numel() >= bucketing.LARGE and not self._expect_sparse[index]
 
         def gradient_ready(_: torch.Tensor) -> None:
             if not self._active:
-                if not self._synchronises:
+                if not self._expected:
                     used[index] = 1
                     return
                 self.begin()
-            used[index] = 1
+            if fired[index]:
+                self._came_again(index)
+                return
+            fired[index] = used[index] = 1
             if self._stamps is not None:
                 self._stamp_parameter(index)
             if self._order is not None:
@@ -207,28 +255,82 @@ class Reducer:
             bucket.pending -= 1
             if bucket.pending == 0:
                 self._ready(bucket)
-            elif bucket.pending < 0:
-                self._ready_twice(index)
 
-        return gradient_ready
+        return self._hook_of_static_graph(index, gradient_ready) if self._settings.static_graph else gradient_ready
+
+    def _hook_of_static_graph(
+        self, index: int, gradient_ready: Callable[[torch.Tensor], None]
+    ) -> Callable[[torch.Tensor], None]:
+        """The same where a parameter may come several times: only the last time makes it ready."""
+        static = self._participation
+        assert isinstance(static, Static)
+
+        def came(gradient: torch.Tensor) -> None:
+            if not self._active:
+                if not self._expected:
+                    self._used[index] = 1
+                    return
+                self.begin()
+            if not static.holds:
+                if static.comes(index):
+                    gradient_ready(gradient)
+                return
+            if self._order is not None:
+                self._order.append(index)
+            if static.comes(index):
+                self._fired[index] = self._used[index] = 1
+                self._bucket_of[index].pending -= 1
+
+        return came
+
+    def _count_down(self, bucket: Bucket) -> None:
+        bucket.pending -= 1
+        if bucket.pending == 0:
+            self._ready(bucket)
+
+    def _came_again(self, index: int) -> None:
+        """A second gradient in one backward, or one of a parameter that was not announced (which that policy tells)."""
+        if not self._used[index]:
+            self._used[index] = 1
+        elif self._fault is None:
+            self._fault = Fault(
+                message=f"parameter {self._names[index]} was ready twice in one backward: it takes part in several "
+                "reentrant checkpoints. Use checkpoint(..., use_reentrant=False), or static_graph=True"
+            )
 
     def _ready(self, bucket: Bucket) -> None:
         if self._record is not None:
             self._record.ready_ns[bucket.index] = self._recorder.now()  # type: ignore[union-attr]
-        while len(self._pending) < len(self._buckets) and self._buckets[len(self._pending)].pending == 0:
-            self._launch(self._buckets[len(self._pending)])
+        self._launch_ready()
+
+    def _launch_ready(self, final: bool = False) -> None:
+        """Launch what is ready, strictly in order; at the end of a backward everything is."""
+        while len(self._pending) < len(self._buckets):
+            bucket = self._buckets[len(self._pending)]
+            if bucket.pending > 0 and not final:
+                return
+            if self._settings.skip_unused:
+                wanted = self._participation.wanted(bucket.members, final)
+                if wanted is None:
+                    return
+                if not wanted:
+                    self._leave_out(bucket)
+                    continue
+            self._launch(bucket)
 
     def _scale(self) -> float | None:
         return 1.0 / self._divisor if self._comm.divides else None
 
-    def _launch(self, bucket: Bucket, poisoned: bool = False) -> None:
+    def _launch(self, bucket: Bucket) -> None:
         if bucket.sparse:
             self._scale_sparse(bucket, self._scale())
         else:
             bucket.fill(self._scale())
-        if poisoned and not bucket.sparse:
-            bucket.buffer[0] = float("nan")
+            if self._aside:
+                self._bring_back(bucket)
         index = bucket.index
+        if self._fault is not None and self._in_band and index == len(self._buckets) - 1:
+            bucket.buffer[0] = float("nan")
         record = self._record
         if record is None:
             self._pending.append(self._comm.launch(bucket, index == len(self._buckets) - 1))
@@ -244,129 +346,93 @@ class Reducer:
 
         pending.on_done(done)
 
-    def _skip_unreached(self) -> None:
-        """Mark the parameters that this backward will not reach as ready, and start the verdict over all ranks.
+    def _leave_out(self, bucket: Bucket) -> None:
+        self._pending.append(_Nothing())
+        if self._record is not None:
+            self._record.ready_ns[bucket.index] = 0
 
-        Asks the engine, which has just worked out what it will execute: no walk over the graph, and right also for
-        outputs that were computed but left out of the loss.
-        """
-        will_execute = torch._C._will_engine_execute_node
-        self._skipped = [i for i, node in enumerate(self._nodes) if not will_execute(node)]
-        used = torch.ones(len(self._parameters), dtype=torch.int32)
-        absent = [index for index in self._skipped if not self._used[index]]
-        used[absent] = 0
-        self._used_map = used.to(self._parameters[0].device, non_blocking=True)
-        self._used_launched = self._recorder.now() if self._recorder is not None else 0
-        self._used_work = self._group.allreduce([self._used_map])
-        for index in absent:
-            # Reduced as zero; an older gradient of the user's must come through untouched where nobody used it.
-            parameter, bucket = self._parameters[index], self._bucket_of[index]
-            if not bucket.sparse and parameter.grad is not None:
-                parameter.grad = parameter.grad.clone()
-        for index in self._skipped:
-            bucket = self._bucket_of[index]
-            bucket.pending -= 1
-            if bucket.pending == 0:
-                self._ready(bucket)
+    def _bring_back(self, bucket: Bucket) -> None:
+        for member in bucket.members:
+            if member in self._aside:
+                self._parameters[member].grad = self._aside[member]
+
+    # ------------------------------------------------------------------ the end of a backward
 
     def _finish(self) -> None:
         """The engine's last callback: wait for every bucket and settle what was left out."""
-        missing = [i for bucket in self._buckets if bucket.pending > 0 for i in self._missing(bucket)]
-        if missing:
-            self._launch_poisoned()
-        for pending in self._pending:
-            pending.wait()
-        if not self._may_skip:
-            self._check_nobody_missed(missing)
-        else:
-            self._settle_unused()
-        record, recorder = self._record, self._recorder
-        self._reset()
-        self._used[:] = bytes(len(self._used))
+        recorder, record = self._recorder, self._record
+        try:
+            self._launch_the_rest()
+            for pending in self._pending:
+                pending.wait()
+            self._listen(self._buckets[-1])
+            self._settle()
+        except UnusedParametersError as error:
+            self._tell_left_out(error.parameters)
+            raise
+        finally:
+            self._reset()
+            self._used[:] = bytes(len(self._used))
         if recorder is not None and record is not None:
             recorder.finished(record)
 
-    def _missing(self, bucket: Bucket) -> list[int]:
-        """Which of the bucket's parameters got no gradient in this backward."""
-        return [member for member in bucket.members if not self._used[member]]
+    def _launch_the_rest(self) -> None:
+        participation = self._participation
+        if participation.holds:
+            for bucket in self._buckets:
+                bucket.pending -= 1
+        missing = [i for bucket in self._buckets if bucket.pending > 0 for i in bucket.members if not self._fired[i]]
+        self._fault = participation.end(self._used, missing) or self._fault
+        if self._fault is not None:
+            self._alarm.tell(self._fault)
+        self._put_aside(missing)
+        if self._settings.skip_unused:
+            participation.share()
+        self._launch_ready(final=True)
+        participation.share()
 
-    def _launch_poisoned(self) -> None:
-        """This rank owes gradients that nobody allowed it to owe. Launch all the same, or the others wait for ever.
+    @property
+    def _in_band(self) -> bool:
+        """Whether the last bucket carries a NaN from one rank to all."""
+        return self._comm.carries_nan and not self._buckets[-1].sparse and not self._settings.skip_unused
 
-        They learn of it in-band: the first element of the last bucket, which by the order of launches cannot have
-        left yet, becomes NaN, and so it is in every rank's result. The good case costs one look at one element.
-        """
-        for bucket in self._buckets[len(self._pending) :]:
-            bucket.pending = 0
-            self._launch(bucket, poisoned=bucket.index == len(self._buckets) - 1)
+    def _listen(self, last: Bucket) -> None:
+        """Raise the same error on every rank where some rank told of a fault."""
+        if self._in_band:
+            element = last.buffer[0]
+        else:
+            flag = last.parameters[0].new_full((1,), float("nan") if self._fault else 0.0, dtype=torch.float32)
+            self._group.allreduce([flag]).wait()
+            element = flag[0]
+        if self._fault is not None:
+            element.item()  # A device, too, has then heard every rank.
+            self._alarm.read()
+        self._alarm.look(element)
 
-    def _check_nobody_missed(self, missing: list[int]) -> None:
-        """Raise the same error on every rank where some rank left a parameter out.
-
-        A hook of the user's or a sparse bucket may not carry the NaN over, and a joined rank does not look: then only
-        the rank that knows raises.
-        """
-        if isinstance(self._comm, CommHook) or self._in_join or self._buckets[-1].sparse:
-            if missing:
-                raise self._fail({self._names[i]: [self._group.rank()] for i in missing})
-            return
-        last = self._buckets[-1]
-        if not bool(torch.isnan(last.buffer[0])):
-            return
-        table = torch.zeros(self._ranks, len(self._parameters), dtype=torch.int32, device=last.buffer.device)
-        table[self._group.rank(), missing] = 1
-        self._group.allreduce([table]).wait()
-        left_out = {
-            self._names[index]: table[:, index].nonzero().flatten().tolist()
-            for index in table.any(dim=0).nonzero().flatten().tolist()
-        }
-        if left_out:
-            raise self._fail(left_out)
-
-    def _fail(self, left_out: dict[str, list[int]]) -> UnusedParametersError:
-        if self._recorder is not None:
-            mine = self._group.rank()
-            everywhere = [name for name, ranks in left_out.items() if len(ranks) == self._ranks]
-            self._recorder.unused([name for name, ranks in left_out.items() if mine in ranks], everywhere)
-        self._reset()
-        self._used[:] = bytes(len(self._used))
-        return UnusedParametersError(left_out)
-
-    def _settle_unused(self) -> None:
+    def _settle(self) -> None:
         """Give `.grad` to what some rank used, and leave alone what nobody did."""
-        assert self._used_work is not None
-        assert self._used_map is not None
-        self._used_work.wait()
-        if self._recorder is not None:
-            self._recorder.communicated("unused_map", self._used_launched, self._recorder.now())
-        globally_used = self._used_map.cpu()
-        locally = [index for index in self._skipped if not self._used[index]]
-        nobody = [index for index in locally if not globally_used[index]]
-        for index in locally:
-            if globally_used[index]:
-                self._adopt_view(index)
+        found = self._participation.settle()
+        if found is None:
+            return
+        locally, nobody = found
+        self.unused_bytes = sum(self._parameters[i].numel() * self._parameters[i].element_size() for i in locally)
+        for index in sorted(set(locally) - set(nobody)):
+            bucket = self._bucket_of[index]
+            if not bucket.sparse:
+                self._parameters[index].grad = bucket.views[self._place_in_bucket[index]]
         if self._recorder is not None:
             self._recorder.unused([self._names[i] for i in locally], [self._names[i] for i in nobody])
-        everyone_used_all = bool((globally_used == self._ranks).all())
-        if everyone_used_all and self._settings.find_unused and not self._warned:
-            self._warned = True
-            warnings.warn(
-                "find_unused_parameters=True, but every parameter took part in the backward on every rank; the flag "
-                "can be left out",
-                stacklevel=2,
-            )
 
-    def _adopt_view(self, index: int) -> None:
-        bucket = self._bucket_of[index]
-        if not bucket.sparse:
-            self._parameters[index].grad = bucket.views[self._place_in_bucket[index]]
+    def _tell_left_out(self, parameters: dict[str, list[int]]) -> None:
+        if self._recorder is not None:
+            mine = self._group.rank()
+            everywhere = [name for name, ranks in parameters.items() if len(ranks) == self._ranks]
+            self._recorder.unused([name for name, ranks in parameters.items() if mine in ranks], everywhere)
 
     def _scale_sparse(self, bucket: Bucket, scale: float | None) -> None:
         parameter = bucket.parameters[0]
         if parameter.grad is None:
-            parameter.grad = torch.sparse_coo_tensor(
-                torch.zeros((1, 0), dtype=torch.int64), parameter.new_zeros((0, *parameter.shape[1:])), parameter.shape
-            )
+            parameter.grad = bucketing.no_rows(parameter)
         gradient = parameter.grad if parameter.grad.is_sparse else parameter.grad.to_sparse(1)
         parameter.grad = gradient.coalesce() * scale if scale is not None else gradient.coalesce()
 
@@ -374,26 +440,42 @@ class Reducer:
         if self._stamps is not None and self._recorder is not None:
             self._stamps[self._place[index]] = self._recorder.now()
 
-    def _ready_twice(self, index: int) -> None:
-        raise ReducerError(
-            f"parameter {self._names[index]} was ready twice in one backward: it takes part in several backward "
-            "passes at once (reentrant checkpointing, or a loss used twice). Use checkpoint(..., use_reentrant=False)"
-        )
-
     def _reset(self) -> None:
         self._active = False
         self._outputs = []
         self._record = self._stamps = None
         self._pending = []
-        self._used_work = self._used_map = None
-        self._skipped = []
+        self._fault = None
+        self._aside = {}
+        self._fired[:] = bytes(len(self._fired))
         self._divisor = self._ranks
         for bucket in self._buckets:
             bucket.reset()
 
+    # ------------------------------------------------------------------ what a rank without data does
+
+    def shadow(self) -> None:
+        """Take part in another rank's backward with zeros, call for call."""
+        participation = self._participation
+        self._alarm.began()
+        participation.abstain()
+        shadows = [bucketing.shadow(bucket) for bucket in self._buckets]
+        if self._settings.skip_unused:
+            participation.share()
+        last = shadows[-1]
+        wanted = [bucket for bucket in shadows if participation.wanted(bucket.members, True)]
+        pending = [self._comm.launch(bucket, bucket is last) for bucket in wanted]
+        participation.share()
+        for launched in pending:
+            launched.wait()
+        participation.settle()
+        self._listen(last)
+
+    # ------------------------------------------------------------------ layout
+
     def _lay(self, assignment: Sequence[Sequence[int]]) -> None:
         """Build the buckets; gradients that are views of older ones move over."""
-        laid = bucketing.build(self._parameters, assignment, self._expect_sparse)
+        laid = bucketing.build(self._parameters, assignment, self._expect_sparse, self._settings.as_views)
         of: dict[int, Bucket] = {}
         for bucket in laid:
             for place, member in enumerate(bucket.members):
@@ -414,89 +496,43 @@ class Reducer:
         if self._recorder is not None:
             self._recorder.layout([bucket.describe(self._names) for bucket in self._buckets], self._comm.name)
 
-    # ------------------------------------------------------------------ the face that torch's module code calls
-
-    def prepare_for_forward(self) -> None:
-        """Nothing to do: `prepare` is called for every forward."""
-
-    def prepare_for_backward(self, _outputs: list[torch.Tensor]) -> None:
-        """Nothing to do: backward begins with an output's or a parameter's gradient."""
-
-    def _rebuild_buckets(self) -> bool:
-        """Once, after the first backward: buckets in the order in which gradients came on rank 0."""
-        order = self._order
-        if order is None or len(order) < len(self._parameters) or self._active:
-            return False
-        self._order = None
-        agreed = torch.tensor(order, dtype=torch.int64, device=self._parameters[0].device)
-        self._group.broadcast(agreed, 0).wait()
-        self._lay(
-            bucketing.assign_in_order(
-                self._parameters, agreed.tolist(), self._settings.rebuilt_limits_bytes, self._expect_sparse
-            )
-        )
-        if self._recorder is not None:
-            self._recorder.event("buckets_rebuilt", buckets=len(self._buckets))
-        return True
-
-    def _push_all_rebuilt_params(self) -> None:
-        """A joined rank computes no gradients: any order will do, as rank 0's is taken."""
-        if self._order is not None:
-            self._order = list(range(len(self._parameters)))
-
-    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
-        self._in_join = True
-        self._forward_work = None if use_static_world_size else work
-
-    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        zeros = []
-        for bucket in self._buckets:
-            shadow = GradBucket(bucket, bucket.index == len(self._buckets) - 1)
-            shadow.set_buffer(torch.zeros_like(bucket.buffer))
-            zeros.append(shadow)
-        return zeros
-
-    def _run_comm_hook(self, shadow: GradBucket) -> Any:
-        if isinstance(self._comm, CommHook):
-            return self._comm.run(shadow)
-        return self._group.allreduce([shadow.buffer()])
-
-    def _get_local_used_map(self) -> torch.Tensor:
-        return torch.zeros(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)
-
-    def _delay_all_reduce(self) -> None:
-        """Nothing is delayed: the engine says beforehand what will come."""
-
-    def _set_static_graph(self) -> None:
-        self._may_skip = True
-
-    def _ddp_graph_static(self) -> bool:
-        return self._settings.static_graph
-
-    def _set_optimizer_in_backward(self) -> None:
-        """Optimizers that run as gradients come are the module's own affair."""
-
-    def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
-        torch.futures.wait_all(list(futures))
-
-    def _remove_autograd_hooks(self) -> None:
+    def remove_hooks(self) -> None:
+        """Let go of the parameters: their gradients are reduced no more."""
         while self._handles:
             self._handles.pop().remove()
 
-    def _check_reducer_finalized(self) -> None:
+    def set_comm(self, comm: BucketComm) -> None:
+        """Have full buckets handed to `comm` from now on."""
+        self._comm = comm
+        self._tell_layout()
+
+    def set_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have the user's hook reduce the buckets from now on.
+
+        Raises:
+            RuntimeError: There is one already.
+        """
+        if isinstance(self._comm, CommHook):
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self.set_comm(CommHook(state, hook))
+        if self._recorder is not None:
+            self._recorder.event("comm_hook_set", name=self._comm.name)
+
+    def check_finished(self) -> None:
+        """Raise where a backward was interrupted.
+
+        Raises:
+            ReducerError: A backward is under way, or was left by an error.
+        """
         if self._active:
             raise ReducerError("a backward is still under way, or was interrupted by an error")
 
-    def _reset_state(self) -> None:
-        self._reset()
 
-    def _update_process_group(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks, self._divisor = group, group.size(), group.size()
-        if isinstance(self._comm, AllReduce):
-            self._comm = AllReduce(group)
+class _Nothing:
+    """Stands where a bucket was left out."""
 
-    def _set_ddp_runtime_logging_sample_rate(self, _rate: int) -> None:
-        """Telemetry tells every step; there is nothing to sample."""
+    def wait(self) -> None:
+        """At once."""
 
-    def set_logger(self, _logger: object) -> None:
-        """The logger is the module's own."""
+    def on_done(self, told: Callable[[object], None]) -> None:
+        """Never."""

@@ -15,6 +15,7 @@ class AllReduce:
 
     name = "all_reduce"
     divides = True
+    carries_nan = True
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -51,5 +52,5 @@ class _PendingSparse(_Pending):
 
     def wait(self) -> None:
         self.work.wait()
-        result: torch.Tensor = self.work.result()[0]
+        result: torch.Tensor = self.work.get_future().value()[0]
         self._bucket.parameters[0].grad = result

@@ -26,10 +26,12 @@ class BucketComm(Protocol):
     Attributes:
         name: What telemetry calls it.
         divides: Whether the reducer divides gradients by the number of ranks before `launch`.
+        carries_nan: Whether a NaN in one rank's buffer is sure to be in every rank's result.
     """
 
     name: str
     divides: bool
+    carries_nan: bool
 
     def launch(self, bucket: Bucket, last: bool) -> Pending:
         """Start it. Must not block; called in the same order on every rank."""

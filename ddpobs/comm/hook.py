@@ -49,6 +49,7 @@ class CommHook:
     """Runs the user's hook on each bucket and puts its result back."""
 
     divides = False
+    carries_nan = False
 
     def __init__(self, state: object, hook: Hook) -> None:
         self._state, self._hook = state, hook
@@ -74,6 +75,8 @@ class _Pending:
         result: torch.Tensor = value[0] if isinstance(value, list) else value
         if self._bucket.sparse:
             self._bucket.parameters[0].grad = result
+        elif not self._bucket.adopts:
+            self._bucket.give_back(result)
         elif result.data_ptr() != self._bucket.buffer.data_ptr():
             self._bucket.buffer.copy_(result.view(-1))
 

@@ -14,13 +14,14 @@ from torch import nn
 from torch.nn.parallel import distributed as torch_ddp
 
 import ddpobs
-from ddpobs.ddp import DistributedDataParallel, Logger
-from ddpobs.reducer import Reducer
+from ddpobs.ddp import DistributedDataParallel
+from ddpobs.torch_face import Logger, ModuleReducer
 
 TorchDDP = torch_ddp.DistributedDataParallel
 SOURCES = Path(ddpobs.__file__).parent
 
 OVERRIDDEN = {
+    "_build_params_for_reducer": [],
     "_ddp_init_helper": ["parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"],
     "_match_all_reduce_for_bwd_pass": [],
     "_match_unused_params_allreduce": [],
@@ -47,9 +48,6 @@ FROM_MODULES = {
     "torch.nn.parallel.distributed": {"_find_tensors"},
 }
 """Private functions and classes, by where they live."""
-
-NOT_ANSWERED = {"_autograd_hook", "_set_mixed_precision_param_dtype", "_set_sparse_metadata"}
-"""Members of torch's C++ reducer that ours has not: compiled autograd, `_MixedPrecision`, sparse metadata."""
 
 
 def parameters_of(function: Any) -> list[str]:
@@ -96,10 +94,12 @@ def private_names_of_torch(tree: ast.AST) -> set[str]:
     return {name for name in found if re.fullmatch(r"_[^_].*", name)}
 
 
-@pytest.mark.parametrize(("attribute", "ours"), [("reducer", Reducer), ("logger", Logger)])
+@pytest.mark.parametrize(("attribute", "ours"), [("reducer", ModuleReducer), ("logger", Logger)])
 def test_ours_answers_whatever_torchs_module_code_asks(attribute: str, ours: type) -> None:
-    source = inspect.getsource(torch_ddp).replace(inspect.getsource(TorchDDP._register_builtin_comm_hook), "")
-    asked = set(re.findall(rf"\b{attribute}\.(\w+)\(?", source)) - NOT_ANSWERED
+    source = inspect.getsource(torch_ddp)
+    for ours_instead in OVERRIDDEN:
+        source = source.replace(inspect.getsource(getattr(TorchDDP, ours_instead)), "")
+    asked = set(re.findall(rf"\b{attribute}\.(\w+)\(?", source))
     asked -= {"warning", "info", "debug", "exception", "error"}  # The file's own `logging` logger has the same name.
     assert len(asked) > 4
     assert asked <= set(dir(ours))

@@ -1,0 +1,105 @@
+"""How every rank learns that something is wrong with one rank's backward, at the cost of one look at one element.
+
+A rank that owes a gradient launches its buckets all the same, or the others would wait for ever. First it writes
+what is wrong into the process group's store, then it makes the first element of the last bucket NaN, which the
+all-reduce carries to every rank; whoever sees it reads the store. Nothing is sent in the good case.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from ddpobs.errors import ReducerError, UnusedParametersError
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What is wrong on one rank: gradients that are missing, by name, or something else in words."""
+
+    missing: list[str] = field(default_factory=list)
+    message: str = ""
+
+
+class Alarm:
+    """One reducer's alarm. Every rank numbers its synchronised backward passes alike.
+
+    Args:
+        group: The reducer's process group.
+        name: Tells this reducer from the group's others; the same on every rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+        self._group = group
+        self._store = PrefixStore(f"ddpobs/alarm/{group.group_name}/{name}", dist.distributed_c10d._get_default_store())
+        self._number = 0
+        self._looks: list[_Look] = []
+
+    def began(self) -> None:
+        """One more synchronised backward, on every rank."""
+        self._number += 1
+
+    def tell(self, fault: Fault) -> None:
+        """Write down what is wrong here, before any rank can see the last bucket's result."""
+        key = str(self._number)
+        place = self._store.add(key, 1)
+        said = {"rank": self._group.rank(), "missing": fault.missing, "message": fault.message}
+        self._store.set(f"{key}/{place}", json.dumps(said))
+
+    def look(self, element: torch.Tensor) -> None:
+        """Look at the element that would be NaN; on a device it is only looked at once it is there."""
+        if element.device.type == "cpu":
+            if bool(torch.isnan(element)):
+                self.read()
+        else:
+            self._looks.append(_Look(element, self._number))
+
+    def look_again(self) -> None:
+        """Look at what a device has brought meanwhile, without waiting for it."""
+        while self._looks and self._looks[0].there():
+            look = self._looks.pop(0)
+            if look.alarming():
+                self.read(look.number)
+
+    def read(self, number: int | None = None) -> None:
+        """Raise what any rank has told of that backward; a NaN of the model's own has nothing written down.
+
+        Raises:
+            UnusedParametersError: Some rank's backward left out parameters that nobody said it may.
+            ReducerError: Another fault.
+        """
+        key = str(self._number if number is None else number)
+        count = self._store.add(key, 0)
+        told = [json.loads(self._store.get(f"{key}/{place}")) for place in range(1, count + 1)]
+        told.sort(key=lambda said: said["rank"])
+        missing: dict[str, list[int]] = {}
+        for said in told:
+            for name in said["missing"]:
+                missing.setdefault(name, []).append(said["rank"])
+        if missing:
+            raise UnusedParametersError(missing)
+        messages = [f"rank {said['rank']}: {said['message']}" for said in told]
+        if messages:
+            raise ReducerError("; ".join(messages))
+
+
+class _Look:
+    """An element on its way from a device."""
+
+    def __init__(self, element: torch.Tensor, number: int) -> None:
+        self.number = number
+        self._host = torch.empty((), dtype=element.dtype, pin_memory=True)
+        self._host.copy_(element, non_blocking=True)
+        self._copied: Any = torch.cuda.Event()
+        self._copied.record()
+
+    def there(self) -> bool:
+        return bool(self._copied.query())
+
+    def alarming(self) -> bool:
+        return bool(torch.isnan(self._host))

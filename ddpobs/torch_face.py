@@ -1,0 +1,294 @@
+"""What torch's module code asks of its reducer and its logger, answered by ours."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpobs import buckets as bucketing
+from ddpobs.alarm import Alarm
+from ddpobs.buckets import Bucket
+from ddpobs.comm import AllReduce, CommHook, GradBucket
+from ddpobs.reducer import Reducer
+
+
+class ModuleReducer(Reducer):
+    """The reducer of a DDP module: waits for the module's forward, and rebuilds its buckets once."""
+
+    _forward_work: Any = None
+    _waits: tuple[Any, ...] = ()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.timings = Timings()
+        self.rebuilt = False
+        self.first_bucket_bytes = self.bucket_bytes
+        self.gradient_order: list[int] = []
+
+    def prepare(self, synchronises: bool) -> None:
+        """As the reducer's."""
+        super().prepare(synchronises)
+        if synchronises:
+            self.timings.forward_began()
+
+    def begin(self) -> None:
+        """As the reducer's; under `join` with the ranks counted that still have data."""
+        if self._forward_work is not None:
+            self._forward_work.wait()
+            (ranks,) = self._forward_work.get_future().value()
+            self._divisor = float(ranks.item())
+            self._forward_work = None
+        self.timings.backward_began()
+        super().begin()
+
+    def _launch(self, bucket: Bucket) -> None:
+        if not self._pending:
+            self.timings.comm_began()
+        super()._launch(bucket)
+
+    def _finish(self) -> None:
+        self.timings.backward_ended()
+        if self._order:
+            self.gradient_order = list(self._order)
+        try:
+            super()._finish()
+            self.timings.comm_ended()
+        finally:
+            # As torch's: a backward that no forward of the DDP module came before is the user's own affair.
+            self._expected = False
+        waits, self._waits = self._waits, ()
+        torch.futures.wait_all(list(waits))
+
+    def prepare_for_forward(self) -> None:
+        """Nothing to do: `prepare` is called for every forward."""
+
+    def prepare_for_backward(self, _outputs: list[torch.Tensor]) -> None:
+        """Nothing to do: backward begins with an output's or a parameter's gradient."""
+
+    def _rebuild_buckets(self) -> bool:
+        """Once, after the first backward: buckets in the order in which gradients came last on rank 0."""
+        order = self._order
+        if not order or self._active:
+            return False
+        self._order, self.rebuilt = None, True
+        last = list(dict.fromkeys(reversed(order)))[::-1]
+        rest = sorted(set(range(len(self._parameters))) - set(last))
+        agreed = torch.tensor(last + rest, dtype=torch.int64, device=self._parameters[0].device)
+        self._group.broadcast(agreed, 0).wait()
+        limits = self._settings.rebuilt_limits_bytes
+        self._lay(bucketing.assign_in_order(self._parameters, agreed.tolist(), limits, self._expect_sparse))
+        if self._recorder is not None:
+            self._recorder.event("buckets_rebuilt", buckets=len(self._buckets))
+        return True
+
+    def _push_all_rebuilt_params(self) -> None:
+        """A joined rank computes no gradients: any order will do, as rank 0's is taken."""
+        if self._order is not None:
+            self._order = list(range(len(self._parameters)))
+
+    def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
+        self._forward_work = None if use_static_world_size else work
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        shadows = [bucketing.shadow(bucket) for bucket in self._buckets]
+        return [GradBucket(bucket, bucket is shadows[-1]) for bucket in shadows]
+
+    def _run_comm_hook(self, bucket: GradBucket) -> Any:
+        if isinstance(self._comm, CommHook):
+            return self._comm.run(bucket)
+        return self._group.allreduce([bucket.buffer()])
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
+        """The plain sum, for torch's hooks that wrap it."""
+        return self._group.allreduce([bucket.buffer()]).get_future()
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        return torch.zeros(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)
+
+    def _autograd_hook(self, _index: int) -> None:
+        """Under mixed precision torch's module tells of each gradient; our own hooks know already."""
+
+    def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        for bucket in self._buckets:
+            bucket.hold_in(dtype)
+
+    def _set_sparse_metadata(self, _global_unique_ids: Mapping[str, torch.Tensor]) -> None:
+        """Only ever saves traffic: a sparse all-reduce has the same sum."""
+
+    def _delay_all_reduce(self) -> None:
+        """Nothing to start: a static graph's first backward waits for its end by itself."""
+
+    def _set_static_graph(self) -> None:
+        self.be_static()
+
+    def _ddp_graph_static(self) -> bool:
+        return self._settings.static_graph
+
+    def _set_optimizer_in_backward(self) -> None:
+        """Optimizers that run as gradients come are the communication hook's affair."""
+
+    def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
+        self._waits = tuple(futures)
+
+    def _remove_autograd_hooks(self) -> None:
+        self.remove_hooks()
+
+    def _check_reducer_finalized(self) -> None:
+        self.check_finished()
+
+    def _reset_state(self) -> None:
+        self._reset()
+        self._order, self.rebuilt = [] if self._rebuilds else None, False
+
+    def _update_process_group(self, group: dist.ProcessGroup) -> None:
+        self._group, self._ranks, self._divisor = group, group.size(), group.size()
+        self._alarm = Alarm(group, self._alarm_name)
+        if isinstance(self._comm, AllReduce):
+            self.set_comm(AllReduce(group))
+
+    def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
+        self.timings.every = rate
+
+    def set_logger(self, _logger: object) -> None:
+        """The logger is the module's own."""
+
+
+class Timings:
+    """Host times of the iterations that `_get_ddp_logging_data` samples: the first ten, then one in `every`.
+
+    Coarse beside the telemetry: communication is one interval from the first launch to the last completion.
+    """
+
+    _FIRST = 10
+    _MARKS = ("forward_began", "backward_began", "comm_began", "backward_ended", "comm_ended")
+
+    def __init__(self) -> None:
+        self.every = 100
+        self.iteration = 0
+        self._samples = 0
+        self._open: dict[str, int] | None = None
+        self._last: dict[str, int] = {}
+        self._sums: dict[str, int] = {}
+
+    def forward_began(self) -> None:
+        """A synchronised iteration's forward was called."""
+        self.iteration += 1
+        self._open = {} if self.iteration <= self._FIRST or self.iteration % self.every == 0 else None
+        self._mark(0)
+
+    def backward_began(self) -> None:
+        """The first gradient came."""
+        self._mark(1)
+
+    def comm_began(self) -> None:
+        """The first bucket is launched."""
+        self._mark(2)
+
+    def backward_ended(self) -> None:
+        """The last gradient came."""
+        self._mark(3)
+
+    def comm_ended(self) -> None:
+        """The last bucket was waited for."""
+        self._mark(4)
+        stamps, self._open = self._open, None
+        if stamps is None or len(stamps) < len(self._MARKS):
+            return
+        forward, began, launched, ready, done = (stamps[mark] for mark in self._MARKS)
+        # Buckets that are only launched once all gradients are there overlap with nothing.
+        times = {
+            "forward_compute_time": began - forward,
+            "backward_compute_time": ready - began,
+            "backward_comm_time": done - launched,
+            "backward_compute_comm_overlap_time": max(0, ready - launched),
+        }
+        self._samples += 1
+        for name, took in times.items():
+            self._sums[f"avg_{name}"] = self._sums.get(f"avg_{name}", 0) + took
+        self._last = times | {
+            "forward_compute_time_start": forward,
+            "backward_compute_time_start": began,
+            "backward_compute_time_end": ready,
+            "backward_comm_time_start": launched,
+            "backward_comm_time_end": done,
+        }
+
+    def facts(self) -> dict[str, int]:
+        """The last sampled iteration's times, and means over all sampled ones, in ns."""
+        return self._last | {name: total // self._samples for name, total in self._sums.items()}
+
+    def _mark(self, which: int) -> None:
+        if self._open is not None:
+            self._open.setdefault(self._MARKS[which], time.time_ns())
+
+
+class Logger:
+    """Stands where torch's C++ logger stands, whose members insist on the C++ reducer.
+
+    Args:
+        reducer: The module's.
+        facts: What the constructor decided, under torch's names.
+    """
+
+    _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+
+    def __init__(self, reducer: ModuleReducer, facts: Mapping[str, str | int]) -> None:
+        self._reducer = reducer
+        self._facts = dict(facts)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """The reducer samples by itself."""
+
+    def set_error_and_log(self, message: str) -> None:
+        """Keep the last error."""
+        self._facts["error"] = message
+
+    def _set_static_graph(self) -> None:
+        self._facts["static_graph"] = 1
+
+    def set_comm_hook(self, name: str) -> None:
+        """Name the communication hook."""
+        self._facts["comm_hook"] = name
+
+    def _set_uneven_input_join(self) -> None:
+        self._facts["join_uneven_inputs"] = 1
+
+    def _get_ddp_logging_data(self) -> _LoggingData:
+        return _LoggingData(self._facts | self._of_now())
+
+    def _of_now(self) -> dict[str, str | int]:
+        reducer = self._reducer
+        environment = {name.lower(): os.environ.get(name, "N/A") for name in self._ENVIRONMENT}
+        rebuilt: dict[str, str | int] = {}
+        if reducer.rebuilt:
+            rebuilt = {
+                "rebuilt_bucket_sizes": ", ".join(map(str, reducer.bucket_bytes)),
+                "rebuilt_per_bucket_param_indices": ", ".join(
+                    " ".join(map(str, members)) for members in reducer.bucket_members
+                ),
+            }
+        return {
+            **environment,
+            **rebuilt,
+            **reducer.timings.facts(),
+            "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
+            "bucket_sizes": ", ".join(map(str, reducer.first_bucket_bytes)),
+            "has_rebuilt_buckets": int(reducer.rebuilt),
+            "iteration": reducer.timings.iteration,
+            "num_buckets_reduced": len(reducer.bucket_bytes) if reducer.timings.iteration else 0,
+            "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.gradient_order)),
+            "unused_parameter_size": reducer.unused_bytes,
+        }
+
+
+class _LoggingData:
+    """Split as torch's: texts and numbers."""
+
+    def __init__(self, facts: Mapping[str, str | int]) -> None:
+        self.strs_map = {name: value for name, value in facts.items() if isinstance(value, str)}
+        self.ints_map = {name: value for name, value in facts.items() if isinstance(value, int)}
