@@ -79,9 +79,13 @@ class Bucket:
         self.adopts = False
         self._allocate(dtype)
 
+    def parts_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Each parameter's part of a flat tensor that stands in the buffer's place."""
+        return _views(flat, self.parameters, as_views=True)
+
     def give_back(self, result: torch.Tensor) -> None:
         """Copy each parameter's part of the reduced buffer into its `.grad`, which has the parameter's dtype."""
-        for parameter, part in zip(self.parameters, _views(result, self.parameters, as_views=True), strict=True):
+        for parameter, part in zip(self.parameters, self.parts_of(result), strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(part)
 

@@ -21,6 +21,12 @@ from ddpobs.torch_face import Logger, ModuleReducer
 if TYPE_CHECKING:
     from ddpobs.recorder import ModuleRecorder
 
+_CPP_NAMES = {
+    torch.float32: "float",
+    torch.float64: "double",
+    torch.float16: "c10::Half",
+    torch.bfloat16: "c10::BFloat16",
+}
 _ARGUMENTS = inspect.signature(parallel.DistributedDataParallel.__init__)
 
 
@@ -76,6 +82,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.reducer.watch(list(_find_tensors(output)))
         return output
 
+    def _post_forward(self, output: Any) -> Any:
+        """As torch's, less the sink that ties all outputs together: what the loss leaves out stays left out."""
+        find_unused, static = self.find_unused_parameters, self.static_graph
+        self.find_unused_parameters = self.static_graph = False
+        try:
+            return super()._post_forward(output)
+        finally:
+            self.find_unused_parameters, self.static_graph = find_unused, static
+
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """As torch's: `hook(state, bucket)` reduces each bucket and returns a future of one tensor."""
         self._check_comm_hook(hook)
@@ -120,6 +135,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             static_graph=static_graph,
             as_views=self.gradient_as_bucket_view,
         )
+        if self.mixed_precision is not None:
+            for index, parameter in enumerate(parameters):
+                parameter._idx = index  # type: ignore[attr-defined]
         self._recorder = self._join_telemetry()
         self.reducer = ModuleReducer(
             parameters,
@@ -143,7 +161,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "rank": dist.get_rank(self.process_group),
             "world_size": dist.get_world_size(self.process_group),
             "bucket_cap_bytes": self.bucket_bytes_cap,
-            "dtypes": ", ".join(sorted({str(p.dtype).removeprefix("torch.") for p in parameters})),
+            "dtypes": ", ".join(sorted({_CPP_NAMES.get(p.dtype, str(p.dtype)) for p in parameters})),
             "find_unused_parameters": int(self.find_unused_parameters),
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())),

@@ -91,6 +91,7 @@ class Reducer:
         self._used = bytearray(len(names))
         self._fired = bytearray(len(names))
         self._fault: Fault | None = None
+        self._held_dtype: torch.dtype | None = None
         self._aside: dict[int, torch.Tensor] = {}
         self._pending: list[Pending] = []
         self._record: Backward | None = None
@@ -478,6 +479,8 @@ class Reducer:
         laid = bucketing.build(self._parameters, assignment, self._expect_sparse, self._settings.as_views)
         of: dict[int, Bucket] = {}
         for bucket in laid:
+            if self._held_dtype is not None:
+                bucket.hold_in(self._held_dtype)
             for place, member in enumerate(bucket.members):
                 of[member] = bucket
                 older = self._bucket_of[member] if self._bucket_of else None

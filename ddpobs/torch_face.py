@@ -114,6 +114,7 @@ class ModuleReducer(Reducer):
         """Under mixed precision torch's module tells of each gradient; our own hooks know already."""
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
+        self._held_dtype = dtype
         for bucket in self._buckets:
             bucket.hold_in(dtype)
 
@@ -279,7 +280,7 @@ class Logger:
             "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
             "bucket_sizes": ", ".join(map(str, reducer.first_bucket_bytes)),
             "has_rebuilt_buckets": int(reducer.rebuilt),
-            "iteration": reducer.timings.iteration,
+            "iteration": max(0, reducer.timings.iteration - 1),
             "num_buckets_reduced": len(reducer.bucket_bytes) if reducer.timings.iteration else 0,
             "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.gradient_order)),
             "unused_parameter_size": reducer.unused_bytes,

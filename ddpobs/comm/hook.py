@@ -37,8 +37,10 @@ class GradBucket:
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Each parameter's part of the buffer."""
-        return [self.buffer()] if self._bucket.sparse else list(self._bucket.views)
+        """Each parameter's part of the buffer, also of one that was put in its place."""
+        if self._bucket.sparse:
+            return [self.buffer()]
+        return list(self._bucket.views) if self._buffer is self._bucket.buffer else self._bucket.parts_of(self.buffer())
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the same order."""

@@ -25,6 +25,7 @@ OVERRIDDEN = {
     "_ddp_init_helper": ["parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"],
     "_match_all_reduce_for_bwd_pass": [],
     "_match_unused_params_allreduce": [],
+    "_post_forward": ["output"],
     "_register_builtin_comm_hook": ["comm_hook_type"],
     "_sync_buffers": [],
     "register_comm_hook": ["state", "hook"],

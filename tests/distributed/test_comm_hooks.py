@@ -1,0 +1,211 @@
+"""Every communication hook that torch ships, and the ways to register one, run on ours unchanged."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import (
+    ddp_zero_hook,
+    debugging_hooks,
+    default_hooks,
+    post_localSGD_hook,
+    powerSGD_hook,
+    quantization_hooks,
+)
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer, _apply_optimizer_in_backward
+from torch.nn.parallel.distributed import _BufferCommHookLocation
+
+from tests.distributed.compare import batch, net, outcome, train, verdicts
+from tests.distributed.launch import run_ranks
+
+CAP = {"bucket_cap_mb": 0.05}
+
+
+def hooked(hook: Any, state: Any = lambda: None, **options: Any) -> Any:
+    def case(kind: Any, rank: int) -> Any:
+        ddp = kind(net(), **(options or CAP))
+        ddp.register_comm_hook(state(), hook)
+        return train(ddp, rank, 5)
+
+    return case
+
+
+def power_sgd() -> Any:
+    return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
+
+
+def post_local_sgd(kind: Any, rank: int) -> Any:
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
+    ddp = kind(net(), **CAP)
+    state = post_localSGD_hook.PostLocalSGDState(None, pairs[rank // 2], start_localSGD_iter=2)
+    ddp.register_comm_hook(state, post_localSGD_hook.post_localSGD_hook)
+    optimizer = PostLocalSGDOptimizer(
+        torch.optim.SGD(ddp.parameters(), lr=0.05), PeriodicModelAverager(period=2, warmup_steps=2)
+    )
+    return train(ddp, rank, 6, optimizer)
+
+
+def user_defined(kind: Any, rank: int) -> Any:
+    """With a state of its own and every member of the bucket in use."""
+    seen: list[Any] = []
+
+    def halving(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        state["calls"] += 1
+        seen.append((bucket.index(), bucket.is_last(), [g.shape for g in bucket.gradients()], len(bucket.parameters())))
+        bucket.set_buffer(bucket.buffer() / 2)
+        work = dist.all_reduce(bucket.buffer(), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    state = {"calls": 0}
+    ddp = kind(net(), find_unused_parameters=True, **CAP)
+    ddp.register_comm_hook(state, halving)
+    return [train(ddp, rank), state["calls"], sorted(map(str, seen))]
+
+
+def builtin(kind: Any, rank: int) -> Any:
+    ddp = kind(net(), **CAP)
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    return train(ddp, rank)
+
+
+def twice(kind: Any, rank: int) -> Any:
+    ddp = kind(net())
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+
+
+def misnamed(kind: Any, rank: int) -> Any:
+    def hook(state: Any, other: Any) -> Any: ...
+
+    kind(net()).register_comm_hook(None, hook)
+
+
+def misannotated(kind: Any, rank: int) -> Any:
+    def hook(state: Any, bucket: int) -> torch.futures.Future[torch.Tensor]: ...
+
+    kind(net()).register_comm_hook(None, hook)
+
+
+def not_callable(kind: Any, rank: int) -> Any:
+    kind(net()).register_comm_hook(None, 1)
+
+
+def returns_too_much(kind: Any, rank: int) -> Any:
+    def hook(state: Any, bucket: dist.GradBucket) -> int:
+        return 1
+
+    kind(net()).register_comm_hook(None, hook)
+
+
+def fused_optimizer(kind: Any, rank: int) -> Any:
+    ddp = kind(net(), **CAP)
+    ddp._register_fused_optim(torch.optim.SGD, lr=0.05)
+    for step in range(3):
+        ddp(batch(rank, step)).pow(2).mean().backward()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def stand_in_stream() -> Any:
+    """Torch's module makes a device's stream for this; on the host there is one order of things anyway."""
+    stream = mock.MagicMock()
+    stream.__enter__.return_value = stream
+    return mock.patch.multiple(
+        torch,
+        Stream=lambda *_: stream,
+        Event=mock.MagicMock,
+        accelerator=mock.MagicMock(),
+    )
+
+
+def optimizer_in_backward(kind: Any, rank: int) -> Any:
+    module = net()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.05})
+    with stand_in_stream():
+        ddp = kind(module, **CAP)
+        for step in range(3):
+            ddp(batch(rank, step)).pow(2).mean().backward()
+    return [*(p.detach().clone() for p in ddp.parameters()), [p.grad is None for p in ddp.parameters()]]
+
+
+def buffer_hook(location: Any) -> Any:
+    def case(kind: Any, rank: int) -> Any:
+        torch.manual_seed(5)
+        ddp = kind(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)))
+        calls = []
+
+        def averaging(state: Any, buffers: dict[str, torch.Tensor]) -> Any:
+            calls.append(sorted(buffers))
+            works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers.values() if buffer.is_floating_point()]
+            if location == _BufferCommHookLocation.POST_FORWARD:
+                return [work.get_future() for work in works]
+            for work in works:  # The forward is about to read them.
+                work.wait()
+            return None
+
+        ddp._register_buffer_comm_hook(None, averaging, location)
+        for step in range(3):
+            ddp(batch(rank, step)).sum().backward()
+        return [outcome(ddp), calls, [buffer.clone() for buffer in ddp.buffers()]]
+
+    return case
+
+
+def zero(wrap: Any) -> Any:
+    def case(kind: Any, rank: int) -> Any:
+        ddp = kind(net(), **CAP)
+        optimizer = ZeroRedundancyOptimizer(
+            ddp.parameters(), optimizer_class=torch.optim.SGD, overlap_with_ddp=True, lr=0.05
+        )
+        ddp.register_comm_hook(None, wrap(default_hooks.allreduce_hook, ddp, optimizer))
+        return train(ddp, rank, 3, optimizer)
+
+    return case
+
+
+CASES = {
+    "allreduce": hooked(default_hooks.allreduce_hook),
+    "fp16": hooked(default_hooks.fp16_compress_hook),
+    "fp16 around all-reduce": hooked(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
+    "fp16 around PowerSGD": hooked(default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), power_sgd, bucket_cap_mb=25),
+    "bf16, refused on gloo": hooked(default_hooks.bf16_compress_hook),
+    "quantised by tensor": hooked(quantization_hooks.quantization_pertensor_hook, lambda: dist.group.WORLD),
+    "quantised by channel": hooked(quantization_hooks.quantization_perchannel_hook, lambda: dist.group.WORLD),
+    "PowerSGD": hooked(powerSGD_hook.powerSGD_hook, power_sgd, bucket_cap_mb=25),
+    "batched PowerSGD": hooked(powerSGD_hook.batched_powerSGD_hook, power_sgd, bucket_cap_mb=25),
+    "post-localSGD": post_local_sgd,
+    "noop": hooked(debugging_hooks.noop_hook),
+    "a user's own": user_defined,
+    "built in": builtin,
+    "twice": twice,
+    "misnamed": misnamed,
+    "misannotated": misannotated,
+    "not callable": not_callable,
+    "returns a number": returns_too_much,
+    "ZeRO overlap, refused on gloo": zero(ddp_zero_hook.hook_with_zero_step),
+    "ZeRO interleaved, refused on gloo": zero(ddp_zero_hook.hook_with_zero_step_interleaved),
+    "fused optimizer": fused_optimizer,
+    "optimizer in backward": optimizer_in_backward,
+    "buffers before forward": buffer_hook(_BufferCommHookLocation.PRE_FORWARD),
+    "buffers after forward": buffer_hook(_BufferCommHookLocation.POST_FORWARD),
+}
+
+
+def all_cases(rank: int, world_size: int) -> dict[str, str]:
+    return verdicts(CASES, rank)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_ranks(all_cases, request.param)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_hooks_do_what_they_do_in_torch(found: list[dict[str, str]], case: str) -> None:
+    allowed = {"equal"} if len(found) == 2 else {"equal", "close"}
+    assert {verdict[case] for verdict in found} <= allowed

@@ -1,0 +1,230 @@
+"""Ours among the rest of torch: autocast, scalers, compilation, checkpoints on disk, debug levels."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ddpobs import DistributedDataParallel
+from ddpobs.errors import ModelsDifferError
+from tests.distributed.compare import batch, net, outcome, train, verdicts
+from tests.distributed.launch import run_ranks
+
+CAP = {"bucket_cap_mb": 0.05}
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def autocast(kind: Any, rank: int) -> Any:
+    ddp = kind(net(), **CAP)
+    for step in range(3):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = ddp(batch(rank, step)).float().pow(2).mean()
+        loss.backward()
+    return outcome(ddp)
+
+
+def scaled(kind: Any, rank: int) -> Any:
+    """One step overflows on one rank: the optimizer is skipped on every rank, and the scale falls."""
+    ddp = kind(net(), **CAP)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    scales = []
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = ddp(batch(rank, step)).pow(2).mean()
+        if step == 1 and rank == 0:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return [[p.detach().clone() for p in ddp.parameters()], scales]
+
+
+def compiled_around(kind: Any, rank: int) -> Any:
+    ddp = kind(net(), **CAP)
+    compiled = torch.compile(ddp, backend="aot_eager")
+    for step in range(3):
+        compiled(batch(rank, step)).pow(2).mean().backward()
+    return outcome(ddp)
+
+
+def compiled_inside(kind: Any, rank: int) -> Any:
+    ddp = kind(torch.compile(net(), backend="aot_eager"), **CAP)
+    for step in range(3):
+        ddp(batch(rank, step)).pow(2).mean().backward()
+    return outcome(ddp)
+
+
+def split_at_buckets(kind: Any, rank: int) -> Any:
+    """The graphs into which DDPOptimizer cuts the model, which asks the active DDP module for its bucket size."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    ddp = kind(nn.Sequential(*(nn.Linear(256, 256) for _ in range(6))), bucket_cap_mb=0.3)
+    compiled = torch.compile(ddp, backend=counter)
+    compiled(torch.ones(2, 256)).sum().backward()
+    return counter.frame_count
+
+
+def distributed_checkpoint(kind: Any, rank: int) -> Any:
+    ddp = kind(net(), **CAP)
+    train(ddp, rank)
+    folder = [tempfile.mkdtemp() if rank == 0 else ""]
+    dist.broadcast_object_list(folder)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(get_model_state_dict(ddp), checkpoint_id=folder[0])
+        fresh = kind(net(), **CAP)
+        state = get_model_state_dict(fresh)
+        dcp.load(state, checkpoint_id=folder[0])
+    set_model_state_dict(fresh, state)
+    return [outcome(fresh), sorted(state), sorted(ddp.state_dict())]
+
+
+def loaded_state(kind: Any, rank: int) -> Any:
+    """A state dict of torch's DDP goes into ours, and back."""
+    first, second = kind(net()), TorchDDP(net())
+    train(first, rank)
+    second.load_state_dict(first.state_dict())
+    return train(second, rank)
+
+
+def clipped(kind: Any, rank: int) -> Any:
+    ddp = kind(net(), **CAP)
+    norms = []
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(batch(rank, step)).pow(2).sum().backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(ddp.parameters(), 0.1))
+    return [outcome(ddp), norms]
+
+
+def evaluated(kind: Any, rank: int) -> Any:
+    ddp = kind(net())
+    train(ddp, rank)
+    ddp.eval()
+    with torch.no_grad():
+        without = ddp(batch(rank))
+    with torch.inference_mode():
+        return [without, ddp(batch(rank)).clone()]
+
+
+def wrapped_attributes(kind: Any, rank: int) -> Any:
+    ddp = kind(net())
+    return [isinstance(ddp, TorchDDP), type(ddp.module).__name__, ddp.device_type, ddp.require_backward_grad_sync]
+
+
+def lbfgs(kind: Any, rank: int) -> Any:
+    ddp = kind(net(16), **CAP)
+    optimizer = torch.optim.LBFGS(ddp.parameters(), max_iter=3)
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = ddp(batch(0)).pow(2).mean()
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return outcome(ddp)
+
+
+CASES = {
+    function.__name__: function
+    for function in (
+        autocast,
+        scaled,
+        compiled_around,
+        compiled_inside,
+        split_at_buckets,
+        distributed_checkpoint,
+        loaded_state,
+        clipped,
+        evaluated,
+        wrapped_attributes,
+        lbfgs,
+    )
+}
+
+
+def all_cases(rank: int, world_size: int) -> dict[str, str]:
+    return verdicts(CASES, rank)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, str]]:
+    return run_ranks(all_cases, 2)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_results_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
+    assert [verdict[case] for verdict in found] == ["equal", "equal"]
+
+
+def different_models(rank: int, world_size: int) -> list[str]:
+    models = [
+        nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3 if rank == 1 else 2)),
+        nn.Sequential(nn.Linear(4, 4), *([nn.Linear(4, 4)] if rank == 2 else [])),
+        nn.Linear(4, 4).double() if rank == 0 else nn.Linear(4, 4),
+        nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last if rank else torch.contiguous_format),
+    ]
+    told = []
+    for model in models:
+        try:
+            DistributedDataParallel(model)
+            told.append("no error")
+        except ModelsDifferError as error:
+            told.append(str(error))
+    return told
+
+
+def test_ranks_that_built_different_models_get_the_same_message() -> None:
+    first, *others = run_ranks(different_models, 3)
+    assert all(other == first for other in others)
+    shapes, counts, dtypes, strides = first
+    assert "1.weight [2, 8] float32" in shapes
+    assert "on rank 0, 2" in shapes
+    assert "1.weight [3, 8] float32" in shapes
+    assert "2 parameters on rank 0, 1 but 4 parameters on rank 2" in counts
+    assert "float64" in dtypes
+    assert "strides [36, 1, 12, 4]" in strides
+
+
+@pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
+def test_every_debug_level_trains(level: str, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch.distributed as dist\n"
+        "from ddpobs import DistributedDataParallel\n"
+        "from tests.distributed.compare import net, train\n"
+        "dist.init_process_group('gloo')\n"
+        "for options in ({}, {'find_unused_parameters': True}, {'static_graph': True}):\n"
+        "    train(DistributedDataParallel(net(), **options), dist.get_rank())\n"
+        "print('trained')\n"
+        "dist.destroy_process_group()\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)],
+        env=os.environ | {"TORCH_DISTRIBUTED_DEBUG": level, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=90,
+        check=False,
+    )
+    assert done.stdout.count("trained") == 2, done.stderr[-3000:]
+    assert done.returncode == 0
