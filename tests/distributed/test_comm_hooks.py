@@ -141,7 +141,9 @@ def buffer_hook(location: Any) -> Any:
 
         def averaging(state: Any, buffers: dict[str, torch.Tensor]) -> Any:
             calls.append(sorted(buffers))
-            works = [dist.all_reduce(buffer, async_op=True) for buffer in buffers.values() if buffer.is_floating_point()]
+            works = [
+                dist.all_reduce(buffer, async_op=True) for buffer in buffers.values() if buffer.is_floating_point()
+            ]
             if location == _BufferCommHookLocation.POST_FORWARD:
                 return [work.get_future() for work in works]
             for work in works:  # The forward is about to read them.
@@ -172,7 +174,9 @@ CASES = {
     "allreduce": hooked(default_hooks.allreduce_hook),
     "fp16": hooked(default_hooks.fp16_compress_hook),
     "fp16 around all-reduce": hooked(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
-    "fp16 around PowerSGD": hooked(default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), power_sgd, bucket_cap_mb=25),
+    "fp16 around PowerSGD": hooked(
+        default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), power_sgd, bucket_cap_mb=25
+    ),
     "bf16, refused on gloo": hooked(default_hooks.bf16_compress_hook),
     "quantised by tensor": hooked(quantization_hooks.quantization_pertensor_hook, lambda: dist.group.WORLD),
     "quantised by channel": hooked(quantization_hooks.quantization_perchannel_hook, lambda: dist.group.WORLD),

@@ -1,0 +1,140 @@
+"""Uneven inputs under `join`: ranks that ran out of data shadow the others, call for call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from ddpobs import DistributedDataParallel
+from tests.distributed.compare import batch, net, outcome, verdicts
+from tests.distributed.launch import run_ranks
+
+CAP = {"bucket_cap_mb": 0.05}
+
+
+def uneven(ddp: Any, rank: int, **options: Any) -> list[torch.Tensor]:
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    with ddp.join(**options):
+        for step in range(2 + 2 * rank):
+            optimizer.zero_grad()
+            ddp(batch(rank, step)).pow(2).mean().backward()
+            optimizer.step()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def plain(kind: Any, rank: int) -> Any:
+    return uneven(kind(net(), **CAP), rank)
+
+
+def finding_unused(kind: Any, rank: int) -> Any:
+    return uneven(kind(net(), find_unused_parameters=True, **CAP), rank)
+
+
+def skipping_unused(kind: Any, rank: int) -> Any:
+    return uneven(kind(net(), find_unused_parameters=True, skip_all_reduce_unused_params=True, **CAP), rank)
+
+
+def divided_by_the_active(kind: Any, rank: int) -> Any:
+    return uneven(kind(net(), **CAP), rank, divide_by_initial_world_size=False)
+
+
+def with_buffers(kind: Any, rank: int) -> Any:
+    torch.manual_seed(1)
+    ddp = kind(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), **CAP)
+    return [*uneven(ddp, rank), *(buffer.clone() for buffer in ddp.buffers())]
+
+
+def with_fp16(kind: Any, rank: int) -> Any:
+    ddp = kind(net(), **CAP)
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return uneven(ddp, rank)
+
+
+def terminated_early(kind: Any, rank: int) -> Any:
+    ddp = kind(net(), **CAP)
+    try:
+        uneven(ddp, rank, throw_on_early_termination=True)
+    except RuntimeError as error:
+        return [str(error)[:30], *outcome(ddp)]
+    return "no error"
+
+
+def accumulating(kind: Any, rank: int) -> Any:
+    ddp = kind(net(), **CAP)
+    with ddp.join():
+        for step in range(2 + rank):
+            ddp.zero_grad()
+            with ddp.no_sync():
+                ddp(batch(rank, step)).sum().backward()
+            ddp(batch(rank, step + 9)).sum().backward()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def disabled(kind: Any, rank: int) -> Any:
+    ddp = kind(net(), **CAP)
+    with ddp.join(enable=False):
+        ddp(batch(rank)).sum().backward()
+    return outcome(ddp)
+
+
+CASES = {
+    function.__name__: function
+    for function in (
+        plain,
+        finding_unused,
+        divided_by_the_active,
+        with_buffers,
+        with_fp16,
+        terminated_early,
+        accumulating,
+        disabled,
+    )
+}
+
+
+def all_cases(rank: int, world_size: int) -> dict[str, str]:
+    return verdicts(CASES, rank)
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_ranks(all_cases, request.param)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_uneven_inputs_train_as_with_torch(found: list[dict[str, str]], case: str) -> None:
+    allowed = {"equal"} if len(found) == 2 else {"equal", "close"}
+    assert {verdict[case] for verdict in found} <= allowed
+
+
+def embedding(rank: int, sparse: bool) -> list[torch.Tensor]:
+    torch.manual_seed(2)
+    ddp = DistributedDataParallel(nn.Sequential(nn.Embedding(10, 4, sparse=sparse), nn.Linear(4, 2)))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with ddp.join():
+        for step in range(1 + rank):
+            optimizer.zero_grad()
+            ddp(torch.tensor([step, rank, 5])).pow(2).sum().backward()
+            optimizer.step()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def sparse(rank: int, world_size: int) -> bool:
+    return all(map(torch.allclose, embedding(rank, True), embedding(rank, False)))
+
+
+def test_sparse_gradients_are_shadowed_where_torch_fails() -> None:
+    assert run_ranks(sparse, 2) == [True, True]
+
+
+def skipped(rank: int, world_size: int) -> bool:
+    skipping = skipping_unused(DistributedDataParallel, rank)
+    return all(torch.allclose(a, b) for a, b in zip(skipping, plain(DistributedDataParallel, rank), strict=True))
+
+
+def test_buckets_left_out_where_unused_are_shadowed_too() -> None:
+    assert run_ranks(skipped, 2) == [True, True]
