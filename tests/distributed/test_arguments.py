@@ -271,35 +271,37 @@ def local_backward_of_the_module(kind: Any, rank: int) -> Any:
     return outcome(ddp)
 
 
+SAME_FACTS = [
+    "backend_name",
+    "bucket_cap_bytes",
+    "broadcast_buffers",
+    "device_ids",
+    "dtypes",
+    "find_unused_parameters",
+    "has_rebuilt_buckets",
+    "gradient_as_bucket_view",
+    "has_sync_bn",
+    "is_multi_device_module",
+    "iteration",
+    "module_name",
+    "num_parameter_tensors",
+    "rank",
+    "output_device",
+    "rebuilt_bucket_sizes",
+    "total_parameter_size_bytes",
+    "torch_distributed_debug",
+    "unused_parameter_size",
+    "world_size",
+    "master_addr",
+    "num_buckets_reduced",
+]
+
+
 def logging_data(kind: Any, rank: int) -> Any:
     ddp = kind(net(), bucket_cap_mb=1)
     train(ddp, rank, 3)
     facts = ddp._get_ddp_logging_data()
-    exact = [
-        "backend_name",
-        "bucket_cap_bytes",
-        "broadcast_buffers",
-        "device_ids",
-        "dtypes",
-        "find_unused_parameters",
-        "has_rebuilt_buckets",
-        "gradient_as_bucket_view",
-        "has_sync_bn",
-        "is_multi_device_module",
-        "iteration",
-        "module_name",
-        "num_parameter_tensors",
-        "rank",
-        "output_device",
-        "rebuilt_bucket_sizes",
-        "total_parameter_size_bytes",
-        "torch_distributed_debug",
-        "unused_parameter_size",
-        "world_size",
-        "master_addr",
-        "num_buckets_reduced",
-    ]
-    values: list[Any] = [facts[name] for name in exact]
+    values: list[Any] = [facts[name] for name in SAME_FACTS]
     times = [name for name in facts if "_time" in name]
     return [values, sorted(times), all(facts[name] >= 0 for name in times)]
 
