@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpobs.attach import attach
+    from ddpobs.attachment import attach
     from ddpobs.config import TelemetryConfig
     from ddpobs.ddp import DistributedDataParallel
 
@@ -16,7 +16,7 @@ __all__ = ["DistributedDataParallel", "TelemetryConfig", "attach"]
 _HOME = {
     "DistributedDataParallel": "ddpobs.ddp",
     "TelemetryConfig": "ddpobs.config",
-    "attach": "ddpobs.attach",
+    "attach": "ddpobs.attachment",
 }
 
 

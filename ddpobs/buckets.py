@@ -144,16 +144,17 @@ class Bucket:
 
     def describe(self, names: Sequence[str]) -> wire.Bucket:
         """The bucket as it travels; `names` are of all parameters, by index."""
-        parameters = [
-            wire.Parameter(name=names[member], size=parameter.numel())
-            for member, parameter in zip(self.members, self.parameters, strict=True)
-        ]
-        element_size = self.parameters[0].element_size()
-        return wire.Bucket(
-            size_bytes=sum(p.size for p in parameters) * element_size,
-            dtype=str(self.parameters[0].dtype).removeprefix("torch."),
-            parameters=parameters,
-        )
+        return describe(self.parameters, [names[member] for member in self.members])
+
+
+def describe(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> wire.Bucket:
+    """A bucket of these parameters as it travels."""
+    described = [wire.Parameter(name=name, size=p.numel()) for name, p in zip(names, parameters, strict=True)]
+    return wire.Bucket(
+        size_bytes=sum(p.numel() * p.element_size() for p in parameters),
+        dtype=str(parameters[0].dtype).removeprefix("torch."),
+        parameters=described,
+    )
 
 
 def assign(

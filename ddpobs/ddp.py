@@ -15,6 +15,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.models import check_same_everywhere
+from ddpobs.patching import skip_in_dynamo
 from ddpobs.reducer import Settings
 from ddpobs.torch_face import Logger, ModuleReducer
 
@@ -61,14 +62,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         telemetry: bool | str | TelemetryConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        skip_in_dynamo()
         self._telemetry_config = resolve(telemetry, os.environ)
         self._recorder: ModuleRecorder | None = None
         self._checks_models = _ARGUMENTS.bind(self, module, *args, **kwargs).arguments.get("init_sync", True)
         super().__init__(module, *args, **kwargs)
         self._checks_models = False  # A copy, which only one rank may make, is the same as its original.
 
-    # Dynamo goes on with the module inside, as it does where it meets torch's own class.
-    @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, then have the reducer told by the outputs' gradients that a backward begins."""
         if self._recorder is not None:

@@ -258,8 +258,13 @@ class Exporter:
 
     def _finish(self) -> None:
         """The last flush: send while there is time, keep the rest."""
-        for _, call, _ in self._periodic:
-            self._guard(f"periodic {call}", call)  # type: ignore[arg-type]
+        while True:
+            for _, call, _ in self._periodic:
+                self._guard(f"periodic {call}", call)  # type: ignore[arg-type]
+            # A training so short that rank 0 has not said yet what the run is called.
+            if self._identity is not None or not self._queue or time.monotonic() + _TICK_S > self._deadline:
+                break
+            time.sleep(_TICK_S)
         self._guard("batch", lambda: self._cut_batches(everything=True))
         if self._identity is None:
             self.dropped += self._weight

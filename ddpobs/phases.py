@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, ParamSpec, TypeVar
@@ -20,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from ddpobs.clocks import Clock, Stamp
+from ddpobs.patching import Patches
 from ddpobs.wire import PHASES
 
 _log = logging.getLogger("ddpobs")
@@ -250,6 +250,7 @@ class ProcessHooks:
 
     def __init__(self, tracker: StepTracker) -> None:
         self._tracker = tracker
+        self._patches = Patches()
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
@@ -258,28 +259,16 @@ class ProcessHooks:
         before = register_optimizer_step_pre_hook(lambda *_: tracker.optimizer_began())
         after = register_optimizer_step_post_hook(lambda *_: tracker.optimizer_ended())
         self._undo += [before.remove, after.remove]
-        self._wrap(torch.autograd, "backward", self._backward)
-        self._wrap(torch, "save", self._save)
-        self._wrap(dataloader._BaseDataLoaderIter, "__next__", self._fetch)
-        self._wrap(dataloader.DataLoader, "__iter__", self._fetch)
+        self._patches.put(torch.autograd, "backward", self._backward)
+        self._patches.put(torch, "save", self._save)
+        self._patches.put(dataloader._BaseDataLoaderIter, "__next__", self._fetch)
+        self._patches.put(dataloader.DataLoader, "__iter__", self._fetch)
 
     def remove(self) -> None:
         """Take all of them out again."""
+        self._patches.undo()
         while self._undo:
             self._undo.pop()()
-
-    def _wrap(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = getattr(owner, name)
-        wrapped = wraps(original)(around(original))
-        setattr(owner, name, wrapped)
-
-        def undo() -> None:
-            # Someone may have wrapped ours meanwhile; then it stays, and costs a call.
-            with suppress(AttributeError):
-                if getattr(owner, name) is wrapped:
-                    setattr(owner, name, original)
-
-        self._undo.append(undo)
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         tracker = self._tracker

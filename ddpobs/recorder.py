@@ -91,8 +91,9 @@ class ModuleRecorder:
 
     def on_backward_end(self, told: Callable[[], None]) -> Callable[[], None]:
         """Have `told` called when the outermost backward returns; the result takes that back."""
-        self._tracker.on_backward_end.append(told)
-        return lambda: self._tracker.on_backward_end.remove(told)
+        listening = self._tracker.on_backward_end
+        listening.append(told)
+        return lambda: listening.remove(told) if told in listening else None
 
     def communicated(self, kind: str, launched_ns: Stamp, done_ns: Stamp) -> None:
         """Communication other than gradient buckets; `kind` is one of `wire.COMM_KINDS`."""

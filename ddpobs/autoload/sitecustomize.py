@@ -68,7 +68,7 @@ def _teach(ddp: Any) -> None:
 
 def _attach(model: Any) -> None:
     try:
-        from ddpobs.attach import attach
+        from ddpobs.attachment import attach
 
         attach(model, telemetry=None)
     except Exception as error:  # telemetry never stops a training

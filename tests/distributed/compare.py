@@ -44,7 +44,7 @@ def outcome(ddp: Any) -> list[torch.Tensor]:
 
 
 def verdicts(cases: Mapping[str, Case], rank: int) -> dict[str, str]:
-    """By case: `equal` (bit for bit), `close` (but for the order of sums), or both results where they differ."""
+    """By case: `equal` (bit for bit), `close` (but for the order of sums), `raised` alike, or what differs."""
     found = {}
     for name, case in cases.items():
         theirs, ours = (result(case, kind, rank) for kind in (TorchDDP, DistributedDataParallel))
@@ -53,15 +53,21 @@ def verdicts(cases: Mapping[str, Case], rank: int) -> dict[str, str]:
     return found
 
 
+class Raised(str):
+    """An error, in words."""
+
+
 def result(case: Case, kind: Any, rank: int) -> Any:
     dist.barrier()
     try:
         return case(kind, rank)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error)[:60]}"
+        return Raised(f"{type(error).__name__}: {str(error)[:60]}")
 
 
 def verdict(ours: Any, theirs: Any) -> str:
+    if isinstance(ours, Raised) and ours == theirs:
+        return "raised"
     if same(ours, theirs, torch.equal):
         return "equal"
     return "close" if same(ours, theirs, close) else f"{described(ours)} instead of {described(theirs)}"

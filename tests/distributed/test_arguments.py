@@ -46,10 +46,10 @@ def several_dtypes(kind: Any, rank: int) -> Any:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(2)
-            self.single, self.double = nn.Linear(8, 8), nn.Linear(8, 2).double()
+            self.narrow, self.wide = nn.Linear(8, 8), nn.Linear(8, 2).double()
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.double(self.single(x).double())  # type: ignore[no-any-return]
+            return self.wide(self.narrow(x).double())  # type: ignore[no-any-return]
 
     ddp = kind(Mixed())
     return [train(ddp, rank), sorted(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"].split(", "))]
@@ -171,12 +171,12 @@ def delayed(kind: Any, rank: int) -> Any:
 
 def all_delayed(kind: Any, rank: int) -> Any:
     module = net()
-    ddp = kind(
-        module, delay_all_reduce_named_params=list(module.named_parameters()), param_to_hook_all_reduce=module[0].weight
-    )
+    late = list(module.named_parameters())
+    module.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+    ddp = kind(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
     ddp(batch(rank)).pow(2).mean().backward()
     dist.barrier()
-    return [p.grad.shape for p in ddp.parameters()]
+    return [p.grad for p in ddp.parameters() if p.requires_grad]
 
 
 def delayed_by_half(kind: Any, rank: int) -> Any:
@@ -343,6 +343,10 @@ CASES = {
 }
 
 
+RAISE = {"all_delayed", "delayed_by_half", "group_and_mesh", "no_parameters", "device_ids_on_the_host"}
+"""Where all are delayed torch's own forward fails."""
+
+
 def all_cases(rank: int, world_size: int) -> dict[str, str]:
     return verdicts(CASES, rank)
 
@@ -355,5 +359,5 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_user_sees_is_what_torch_shows(found: list[dict[str, str]], case: str) -> None:
     # The first iteration's buckets are cut finer than torch's, and sums of more than two depend on the cut.
-    allowed = {"equal"} if len(found) == 2 else {"equal", "close"}
+    allowed = {"raised"} if case in RAISE else {"equal"} if len(found) == 2 else {"equal", "close"}
     assert {verdict[case] for verdict in found} <= allowed

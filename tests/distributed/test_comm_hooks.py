@@ -55,7 +55,7 @@ def user_defined(kind: Any, rank: int) -> Any:
     """With a state of its own and every member of the bucket in use."""
     seen: list[Any] = []
 
-    def halving(state: dict[str, int], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    def halving(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and no postponed ones
         state["calls"] += 1
         seen.append((bucket.index(), bucket.is_last(), [g.shape for g in bucket.gradients()], len(bucket.parameters())))
         bucket.set_buffer(bucket.buffer() / 2)
@@ -200,6 +200,12 @@ CASES = {
 }
 
 
+RAISE = {name for name in CASES if "refused" in name}
+RAISE |= {"twice", "misnamed", "misannotated", "not callable", "returns a number"}
+RAISE |= {"quantised by tensor", "quantised by channel", "batched PowerSGD"}
+"""The last three fail on the host in torch's own code, with torch's reducer too."""
+
+
 def all_cases(rank: int, world_size: int) -> dict[str, str]:
     return verdicts(CASES, rank)
 
@@ -211,5 +217,5 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("case", CASES)
 def test_hooks_do_what_they_do_in_torch(found: list[dict[str, str]], case: str) -> None:
-    allowed = {"equal"} if len(found) == 2 else {"equal", "close"}
+    allowed = {"raised"} if case in RAISE else {"equal"} if len(found) == 2 else {"equal", "close"}
     assert {verdict[case] for verdict in found} <= allowed

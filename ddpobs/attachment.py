@@ -1,0 +1,406 @@
+"""The same telemetry for torch's own DDP, whose reducer is C++ and tells nothing per bucket.
+
+Torch's reducer alone is given a process group that notes what passes through it: each bucket's all-reduce, the map of
+unused parameters, the new order of parameters when the buckets are rebuilt. It hands everything on to the real group,
+so not a bit of the result changes and `model.process_group` stays what it was. A post-accumulate hook on each
+parameter gives readiness. A communication hook of the user's own goes past the group and is timed itself.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ddpobs import buckets as bucketing
+from ddpobs import config as settings
+from ddpobs import telemetry, wire
+from ddpobs.errors import DdpobsError
+from ddpobs.patching import Patches, skip_in_dynamo
+from ddpobs.recorder import ModuleRecorder
+
+_attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
+_groups: weakref.WeakKeyDictionary[Any, list[ObservedGroup]] = weakref.WeakKeyDictionary()
+"""Torch may hold a group, in a built-in hook say, for as long as the model lives: so must Python."""
+_patches = Patches()
+
+
+def attach(
+    model: DistributedDataParallel, telemetry: bool | str | settings.TelemetryConfig | None = True
+) -> Attachment | None:
+    """Give torch's own DDP the telemetry of ours.
+
+    Args:
+        model: Built by torch; best before its first forward, so that no bucket is missed.
+        telemetry: As on `ddpobs.DistributedDataParallel`; None takes what the environment says.
+
+    Returns:
+        What takes it off again (`detach()`), the same one for a model that has it already; None with telemetry off,
+        and for ddpobs' own DDP, which takes `telemetry=` itself.
+
+    Raises:
+        DdpobsError: The model is no DistributedDataParallel.
+        ConfigError: A setting holds a value that it cannot have.
+    """
+    config = settings.resolve(telemetry, os.environ)
+    if isinstance(model, DataParallel):
+        raise DdpobsError(
+            "attach: DataParallel works in one process and reduces no gradients over ranks: start one process per "
+            "device with torchrun and wrap the model in DistributedDataParallel instead"
+        )
+    if not isinstance(model, DistributedDataParallel):
+        raise DdpobsError(
+            f"attach: expected a torch DistributedDataParallel, got {type(model).__name__}: wrap it first"
+        )
+    if config is None or any(base.__module__ == "ddpobs.ddp" for base in type(model).__mro__):
+        return None
+    if model not in _attachments:
+        if not _attachments:
+            skip_in_dynamo()
+            _patch()
+        _attachments[model] = Attachment(model, config)
+    return _attachments[model]
+
+
+class ObservedGroup(dist.ProcessGroup):
+    """A process group that hands everything that torch's reducer asks for on to another one, and notes it.
+
+    Args:
+        inner: The real group.
+        attachment: Told of what passes; nobody is once it is gone.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, attachment: Attachment) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self._inner = inner
+        self._told: Callable[[], Attachment | None] = weakref.ref(attachment)
+
+    def ignore(self) -> None:
+        """Note nothing more."""
+        self._told = lambda: None
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        """A bucket, or the map of unused parameters."""
+        told = self._told()
+        launched = told.now() if told is not None else 0
+        work = self._inner.allreduce(tensors) if options is None else self._inner.allreduce(tensors, options)
+        if told is not None:
+            told.reduced(tensors[0], launched, work)
+        return work
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
+        """Rank 0's new order of parameters, and how many each bucket has."""
+        work = self._inner.broadcast(tensors, options)
+        told = self._told()
+        if told is not None:
+            work.wait()  # As the reducer does next.
+            told.broadcast(tensors[0])
+        return work
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """The real group's."""
+        return dist.get_backend(self._inner)
+
+
+class _Pass:
+    """One synchronised backward as it passes by; completions may come after it is over."""
+
+    def __init__(self, buckets: int) -> None:
+        self.launched_ns: list[Any] = [0] * buckets
+        self.done_ns: list[Any] = [0] * buckets
+        self.next = 0
+        self.used_map: torch.Tensor | None = None
+
+
+class Attachment:
+    """Telemetry on one torch DDP module, until `detach()`."""
+
+    def __init__(self, model: DistributedDataParallel, config: settings.TelemetryConfig) -> None:
+        self._model = weakref.ref(model)
+        self._recorder: ModuleRecorder = telemetry.join(model, config, model.process_group, _reducer_settings(model))
+        self.now = self._recorder.now
+        self._parameters, self._sparse = model._build_params_for_reducer()
+        names = {id(parameter): name for name, parameter in model.module.named_parameters()}
+        self._names = [names[id(parameter)] for parameter in self._parameters]
+        self._ready: list[Any] = [0] * len(self._parameters)
+        self._expected = False
+        self._unseen = False
+        self._comm = "all_reduce"
+        self._pass: _Pass | None = None
+        self._members: list[list[int]] = []
+        self._elements: list[int] = []
+        self._order: list[int] | None = None
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(_stamper(self._ready, index, self.now))
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._stop_listening = self._recorder.on_backward_end(self._backward_ended)
+        weakref.finalize(model, _gone, self._stop_listening, self._recorder).atexit = False
+        if getattr(model, "reducer", None) is not None:
+            self._take_over_hook(model)
+            self.observe(model)
+            self._lay(_current_layout(model, self._parameters, self._sparse))
+
+    def detach(self) -> None:
+        """Take the telemetry off; nothing of it is left on the model, its parameters or its process group."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._stop_listening()
+        model = self._model()
+        if model is not None and _attachments.pop(model, None) is not None:
+            for group in _groups.get(model, []):
+                group.ignore()
+            if getattr(model, "reducer", None) is not None:
+                model.reducer._update_process_group(model.process_group)
+        telemetry.leave(self._recorder)
+        if not _attachments:
+            _patches.undo()
+
+    # ------------------------------------------------------------------ told by the group and by the patched class
+
+    def observe(self, model: DistributedDataParallel) -> None:
+        """Stand between the model's reducer and its process group."""
+        group = ObservedGroup(model.process_group, self)
+        _groups.setdefault(model, []).append(group)
+        model.reducer._update_process_group(group)
+
+    def forward_began(self, inputs: tuple[Any, ...], synchronises: bool) -> None:
+        """The model's forward was called."""
+        self._recorder.forward_began(inputs)
+        if synchronises:
+            self._expected, self._pass = True, None
+
+    def buffers_synced(self, began: Any) -> None:
+        """The buffers' broadcast has ended."""
+        self._recorder.communicated("buffers", began, self.now())
+
+    def reduced(self, tensor: torch.Tensor, launched: Any, work: dist.Work) -> None:
+        """An all-reduce was launched: the next bucket of that size, or the map."""
+        seen = self._of_this_pass()
+        if tensor.dtype == torch.int32:
+            seen.used_map = tensor
+            work.get_future().add_done_callback(self._map_noted(launched))
+            return
+        size = tensor.numel()
+        index = next((i for i in range(seen.next, len(self._elements)) if self._elements[i] == size), None)
+        if index is None:
+            return
+        seen.next = index + 1
+        seen.launched_ns[index] = launched
+        work.get_future().add_done_callback(_stamper(seen.done_ns, index, self.now))
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """First the parameters' indices in their new order and the number of buckets, then each bucket's count."""
+        values = tensor.tolist()
+        if self._order is None:
+            self._order = values[:-1]
+            return
+        order, self._order = iter(self._order), None
+        self._lay([[next(order) for _ in range(count)] for count in values])
+        self._recorder.event("buckets_rebuilt", buckets=len(self._members))
+
+    def timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """The user's communication hook, with its launch and its completion noted."""
+        self._comm = getattr(hook, "__qualname__", type(hook).__name__)
+        self._recorder.event("comm_hook_set", name=self._comm)
+        self._tell_layout()
+        alive = weakref.ref(self)
+
+        @wraps(hook)
+        def noted(state: object, bucket: GradBucket) -> Any:
+            attachment = alive()
+            if attachment is None or not attachment._handles:
+                return hook(state, bucket)
+            seen, index, launched = attachment._of_this_pass(), bucket.index(), attachment.now()
+            future = hook(state, bucket)
+            if index < len(seen.launched_ns):
+                seen.launched_ns[index] = launched
+                future.add_done_callback(_stamper(seen.done_ns, index, attachment.now))
+            return future
+
+        return noted
+
+    # ------------------------------------------------------------------ from what was seen to a record
+
+    def _take_over_hook(self, model: Any) -> None:
+        """A hook that is there already: torch takes one a reducer, so an unused reducer is built anew around it."""
+        if "comm_hook" not in model._get_ddp_logging_data():
+            return
+        if len(model._comm_hooks) != 1 or model._get_ddp_logging_data().get("iteration", 0) > 0:
+            self._unseen = True
+            self._recorder.event("comm_hook_unseen", reason="registered before telemetry, and training has begun")
+            return
+        ((hook, state),) = model._comm_hooks
+        model.reducer._remove_autograd_hooks()
+        names = model._build_debug_param_to_name_mapping(self._parameters)
+        model._ddp_init_helper(self._parameters, self._sparse, names, model.static_graph)
+        if model.static_graph:
+            model.reducer._set_static_graph()
+            model.logger._set_static_graph()
+        if model.mixed_precision is not None:
+            model.reducer._set_mixed_precision_param_dtype(model.mixed_precision.param_dtype)
+        model._comm_hooks.clear()
+        _register(model, state, hook, self)
+
+    def _of_this_pass(self) -> _Pass:
+        if self._pass is None:
+            self._pass = _Pass(len(self._members))
+        return self._pass
+
+    def _map_noted(self, launched: Any) -> Callable[[Any], None]:
+        def noted(_: Any) -> None:
+            self._recorder.communicated("unused_map", launched, self.now())
+
+        return noted
+
+    def _backward_ended(self) -> None:
+        seen, self._pass = self._pass, None
+        if not self._expected or (not any(self._ready) and seen is None):
+            return
+        if seen is None and not self._unseen and not self._left_out():
+            return
+        self._expected = False
+        record = self._recorder.backward()
+        if seen is not None and any(seen.launched_ns):
+            record.ready_ns = [max((self._ready[i] for i in m if self._ready[i]), default=0) for m in self._members]
+            record.launched_ns, record.done_ns = seen.launched_ns, seen.done_ns
+            if record.parameter_ready_ns is not None:
+                record.parameter_ready_ns = [self._ready[i] for members in self._members for i in members]
+        else:
+            record.ready_ns, record.launched_ns, record.done_ns = [], [], []
+            record.parameter_ready_ns = None
+        self._tell_unused(seen)
+        self._ready[:] = [0] * len(self._ready)
+        self._recorder.finished(record)
+
+    def _left_out(self) -> list[int]:
+        return [index for index, ready in enumerate(self._ready) if not ready]
+
+    def _tell_unused(self, seen: _Pass | None) -> None:
+        """Also with the flag off, where torch says nothing and the ranks part in silence."""
+        locally = self._left_out()
+        globally: list[int] = []
+        if seen is not None and seen.used_map is not None and seen.used_map.device.type == "cpu":
+            globally = [index for index in locally if not seen.used_map[index]]
+        elif seen is not None and seen.used_map is not None:
+            globally = [index for index in locally if self._parameters[index].grad is None]
+        self._recorder.unused([self._names[i] for i in locally], [self._names[i] for i in globally])
+
+    def _lay(self, members: list[list[int]]) -> None:
+        self._members = members
+        self._elements = [sum(self._parameters[i].numel() for i in bucket) for bucket in members]
+        self._tell_layout()
+
+    def _tell_layout(self) -> None:
+        if not self._members:
+            return
+        self._recorder.layout(
+            [
+                bucketing.describe([self._parameters[i] for i in bucket], [self._names[i] for i in bucket])
+                for bucket in self._members
+            ],
+            self._comm,
+        )
+
+
+def _gone(stop_listening: Callable[[], None], recorder: ModuleRecorder) -> None:
+    """The model was collected with its telemetry on."""
+    stop_listening()
+    telemetry.leave(recorder)
+    if not _attachments:
+        _patches.undo()
+
+
+def _current_layout(
+    model: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], sparse: Sequence[bool]
+) -> list[list[int]]:
+    """Indices of each bucket's parameters: what torch logs of rebuilt buckets, or how it cuts the first ones."""
+    facts = model._get_ddp_logging_data()
+    if facts.get("rebuilt_per_bucket_param_indices"):
+        return [[int(i) for i in b.split()] for b in facts["rebuilt_per_bucket_param_indices"].split(",")]
+    limits, _ = model._bucket_config.compute_bucket_size_limits(
+        static_graph=model.static_graph, find_unused_parameters=model.find_unused_parameters
+    )
+    return bucketing.assign(parameters, limits, sparse)
+
+
+def _register(model: Any, state: object, hook: Callable[..., Any], attachment: Attachment) -> None:
+    DistributedDataParallel.register_comm_hook.__wrapped__(model, state, attachment.timed(hook))  # type: ignore[attr-defined]
+    model._comm_hooks[-1] = (hook, state)
+
+
+def _patch() -> None:
+    """Teach torch's class to tell the attachment of a model, where it has one. The models stay untouched."""
+    _patches.put(DistributedDataParallel, "_pre_forward", _telling_forward)
+    _patches.put(DistributedDataParallel, "_sync_buffers", _telling_buffers)
+    _patches.put(DistributedDataParallel, "register_comm_hook", _timing_hook)
+    _patches.put(DistributedDataParallel, "_update_process_group", _observing_again)
+
+
+def _telling_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
+        attachment = _attachments.get(self)
+        if attachment is not None:
+            attachment.forward_began(inputs, torch.is_grad_enabled() and self.require_backward_grad_sync)
+        return original(self, *inputs, **kwargs)
+
+    return _pre_forward
+
+
+def _telling_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _sync_buffers(self: Any) -> Any:
+        attachment = _attachments.get(self)
+        if attachment is None:
+            return original(self)
+        began = attachment.now()
+        result = original(self)
+        attachment.buffers_synced(began)
+        return result
+
+    return _sync_buffers
+
+
+def _timing_hook(original: Callable[..., Any]) -> Callable[..., Any]:
+    def register_comm_hook(self: Any, state: object, hook: Callable[..., Any]) -> Any:
+        attachment = _attachments.get(self)
+        if attachment is None:
+            return original(self, state, hook)
+        return _register(self, state, hook, attachment)
+
+    return register_comm_hook
+
+
+def _observing_again(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _update_process_group(self: Any, new_process_group: Any) -> Any:
+        result = original(self, new_process_group)
+        attachment = _attachments.get(self)
+        if attachment is not None:
+            attachment.observe(self)
+        return result
+
+    return _update_process_group
+
+
+def _stamper(places: list[Any], index: int, now: Callable[[], Any]) -> Callable[[Any], None]:
+    def stamp(_: Any) -> None:
+        places[index] = now()
+
+    return stamp
+
+
+def _reducer_settings(model: DistributedDataParallel) -> dict[str, wire.Scalar]:
+    return {
+        "reducer": "torch",
+        "find_unused_parameters": model.find_unused_parameters,
+        "gradient_as_bucket_view": model.gradient_as_bucket_view,
+        "static_graph": model.static_graph,
+        "broadcast_buffers": model.broadcast_buffers,
+        "bucket_cap_mb": model.bucket_bytes_cap / 2**20,
+    }

@@ -1,0 +1,75 @@
+"""What this process's telemetry would send: it goes to a port where nobody listens, and so to a spool that is read."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import zstandard
+
+from ddpobs import TelemetryConfig, telemetry, wire
+from ddpobs.spool import Spool
+
+
+@dataclass
+class Sent:
+    """Everything that was sent, column by column over all batches."""
+
+    config: TelemetryConfig
+    batches: list[wire.Batch] = field(default_factory=list)
+
+    @property
+    def layouts(self) -> list[wire.Layout]:
+        told = {(layout.module, layout.revision): layout for batch in self.batches for layout in batch.layouts}
+        return [told[key] for key in sorted(told)]
+
+    @property
+    def unused(self) -> list[wire.Unused]:
+        return [unused for batch in self.batches for unused in batch.unused]
+
+    @property
+    def events(self) -> list[str]:
+        return [event.kind for batch in self.batches for event in batch.events]
+
+    def steps(self, column: str) -> list[int]:
+        return self._column("steps", column)
+
+    def spans(self, column: str) -> list[int]:
+        return self._column("spans", column)
+
+    def comms(self, column: str) -> list[int]:
+        return self._column("comms", column)
+
+    def phases(self) -> list[dict[str, int]]:
+        """By step, each phase's ns."""
+        columns = [self.steps(f"{phase}_ns") for phase in wire.PHASES]
+        return [dict(zip(wire.PHASES, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def own(self) -> list[dict[str, int]]:
+        """By step, each own phase's ns."""
+        columns = [self.steps(f"own_{phase}_ns") for phase in wire.OWN_PHASES]
+        return [dict(zip(wire.OWN_PHASES, row, strict=True)) for row in zip(*columns, strict=True)]
+
+    def _column(self, records: str, column: str) -> list[int]:
+        found = [getattr(getattr(batch, records), column) for batch in self.batches if getattr(batch, records)]
+        return [int(value) for value in np.concatenate(found)] if found else []
+
+
+@contextmanager
+def sending() -> Iterator[Sent]:
+    """Build modules with `sent.config` inside; what they sent is there once this block has ended."""
+    folder = Path(tempfile.mkdtemp())
+    sent = Sent(TelemetryConfig(collector="http://127.0.0.1:9", spool=folder, flush_s=0.2, exit_s=5))
+    try:
+        yield sent
+    finally:
+        process, telemetry._process = telemetry._process, None
+        if process is not None:
+            process.close()
+        bodies = [spooled.body() for spooled in Spool(folder, 2**30).batches()]
+        found = [wire.decode(zstandard.decompress(body, max_output_size=2**28)) for body in bodies]
+        sent.batches = sorted(found, key=lambda batch: batch.seq)

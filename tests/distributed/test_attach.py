@@ -1,0 +1,286 @@
+"""Telemetry on torch's own DDP: the results stay torch's bit for bit, and as much is seen as on ours."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import ddpobs
+from ddpobs import telemetry
+from ddpobs.errors import DdpobsError
+from tests.distributed.compare import batch, net, outcome, train
+from tests.distributed.launch import run_ranks
+from tests.distributed.sent import Sent, sending
+
+CAP = {"bucket_cap_mb": 0.05}
+Training = Callable[[Any, int], Any]
+
+
+def plain(ddp: Any, rank: int) -> Any:
+    return train(ddp, rank)
+
+
+def accumulating(ddp: Any, rank: int) -> Any:
+    for step in range(3):
+        with ddp.no_sync():
+            ddp(batch(rank, step)).sum().backward()
+        ddp(batch(rank, step + 9)).sum().backward()
+    return outcome(ddp)
+
+
+def joined(ddp: Any, rank: int) -> Any:
+    with ddp.join():
+        return train(ddp, rank, 2 + rank)
+
+
+def replaced_group(ddp: Any, rank: int) -> Any:
+    train(ddp, rank)
+    ddp._update_process_group(dist.new_group())
+    return train(ddp, rank)
+
+
+def compiled(ddp: Any, rank: int) -> Any:
+    compiled = torch.compile(ddp, backend="aot_eager")
+    for step in range(3):
+        compiled(batch(rank, step)).sum().backward()
+    return outcome(ddp)
+
+
+def hook_after(ddp: Any, rank: int) -> Any:
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return train(ddp, rank)
+
+
+def power_sgd_after(ddp: Any, rank: int) -> Any:
+    ddp.register_comm_hook(powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook.powerSGD_hook)
+    return train(ddp, rank)
+
+
+def builtin_after(ddp: Any, rank: int) -> Any:
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    return train(ddp, rank)
+
+
+def copied(ddp: Any, rank: int) -> Any:
+    """A copy has no telemetry, and nothing of its original's."""
+    twin = copy.deepcopy(ddp)
+    return [train(ddp, rank), train(twin, rank)]
+
+
+TRAININGS: dict[str, tuple[Training, dict[str, Any]]] = {
+    "plain": (plain, CAP),
+    "views": (plain, CAP | {"gradient_as_bucket_view": True}),
+    "unused": (plain, CAP | {"find_unused_parameters": True}),
+    "static": (plain, CAP | {"static_graph": True}),
+    "no_sync": (accumulating, CAP),
+    "join": (joined, CAP),
+    "group replaced": (replaced_group, CAP),
+    "compiled": (compiled, {}),
+    "hook after": (hook_after, CAP),
+    "PowerSGD after": (power_sgd_after, {}),
+    "built-in after": (builtin_after, CAP),
+    "copied": (copied, CAP),
+}
+
+
+def hooked_before(ddp: Any) -> Any:
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return ddp
+
+
+def seen(sent: Sent) -> dict[str, Any]:
+    """What a diagnosis needs of a run's records."""
+    ordered = zip(sent.spans("ready_ns"), sent.spans("launched_ns"), sent.spans("done_ns"), strict=True)
+    return {
+        "steps": len(sent.steps("step")),
+        "spans": len(sent.spans("step")),
+        "ordered": all(0 < ready <= launched <= done for ready, launched, done in ordered),
+        "buckets": [[[p.name for p in b.parameters] for b in layout.buckets] for layout in sent.layouts],
+        "comm": sent.layouts[-1].comm if sent.layouts else None,
+        "events": sent.events,
+        "comms": sorted(set(sent.comms("kind"))),
+        "unused": [(unused.locally, unused.globally) for unused in sent.unused],
+    }
+
+
+def everything(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, (training, options) in TRAININGS.items():
+        theirs = training(TorchDDP(net(), **options), rank)
+        with sending() as sent:
+            ddp = TorchDDP(net(), **options)
+            ddpobs.attach(ddp, sent.config)
+            attached = training(ddp, rank)
+        found[name] = (equal(attached, theirs), seen(sent))
+        del ddp
+    theirs = train(hooked_before(TorchDDP(net(), **CAP)), rank)
+    with sending() as sent:
+        ddp = hooked_before(TorchDDP(net(), **CAP))
+        ddpobs.attach(ddp, sent.config)
+        found["hook before"] = (equal(train(ddp, rank), theirs), seen(sent))
+    found["hook before"] = (found["hook before"][0], seen(sent))
+    with sending() as sent:
+        ddp = hooked_before(TorchDDP(net(), **CAP))
+        train(ddp, rank, 2)
+        ddpobs.attach(ddp, sent.config)
+        train(ddp, rank, 2)
+    found["hook before, in training"] = (True, seen(sent))
+    return found
+
+
+def equal(ours: Any, theirs: Any) -> bool:
+    if isinstance(ours, torch.Tensor):
+        return torch.equal(ours, theirs)
+    return all(map(equal, ours, theirs))
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    return run_ranks(everything, request.param)
+
+
+@pytest.mark.parametrize("name", [*TRAININGS, "hook before"])
+def test_not_a_bit_of_the_result_changes(found: list[dict[str, Any]], name: str) -> None:
+    assert all(answers[name][0] for answers in found)
+
+
+@pytest.mark.parametrize("name", ["plain", "views", "unused", "static", "hook after", "hook before", "PowerSGD after"])
+def test_every_bucket_of_every_step_is_seen(found: list[dict[str, Any]], name: str) -> None:
+    for answers in found:
+        records = answers[name][1]
+        assert records["steps"] == 4
+        assert records["ordered"]
+        first, last = records["buckets"][0], records["buckets"][-1]
+        # Torch's first backward has its own buckets, a static graph's second one too.
+        early = 2 if name == "static" else 1
+        assert records["spans"] == early * len(first) + (4 - early) * len(last)
+        assert sorted(parameter for bucket in last for parameter in bucket) == sorted(
+            f"{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")
+        )
+
+
+def test_what_reduces_a_bucket_is_named(found: list[dict[str, Any]]) -> None:
+    for answers in found:
+        assert answers["plain"][1]["comm"] == "all_reduce"
+        assert answers["hook after"][1]["comm"] == answers["hook before"][1]["comm"] == "fp16_compress_hook"
+        assert answers["PowerSGD after"][1]["comm"] == "powerSGD_hook"
+
+
+def test_micro_batches_and_joined_ranks_count_as_steps_of_their_own_rank(found: list[dict[str, Any]]) -> None:
+    assert [answers["no_sync"][1]["steps"] for answers in found] == [3] * len(found)
+    assert [answers["join"][1]["steps"] for answers in found] == [2 + rank for rank in range(len(found))]
+
+
+def test_a_hook_that_cannot_be_seen_is_said_and_the_steps_are_kept(found: list[dict[str, Any]]) -> None:
+    for answers in found:
+        records = answers["hook before, in training"][1]
+        assert records["events"].count("comm_hook_unseen") == 1
+        assert records["steps"] == 2
+
+
+def unused(rank: int, world_size: int) -> dict[str, Any]:
+    class Branching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.always, self.sometimes, self.never = (nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.sometimes(self.always(x)) if rank == 0 else self.always(x)  # type: ignore[no-any-return]
+
+    found = {}
+    for find in (True, False):
+        with sending() as sent:
+            ddp = TorchDDP(Branching(), find_unused_parameters=find)
+            ddpobs.attach(ddp, sent.config)
+            ddp(batch(rank)).sum().backward()
+        found["flag" if find else "no flag"] = [(u.locally, u.globally) for u in sent.unused]
+    return found
+
+
+def test_unused_parameters_are_told_also_where_torch_is_silent() -> None:
+    never, sometimes = ["never.weight", "never.bias"], ["sometimes.weight", "sometimes.bias"]
+    first, second = run_ranks(unused, 2)
+    assert first == {"flag": [(never, never)], "no flag": [(never, [])]}
+    assert second == {"flag": [(sometimes + never, never)], "no flag": [(sometimes + never, [])]}
+
+
+def traces(ddp: Any) -> list[Any]:
+    """Where telemetry could leave something behind."""
+    return [
+        [len(p._post_accumulate_grad_hooks or ()) for p in ddp.parameters()],
+        [len(module._forward_pre_hooks) for module in ddp.modules()],
+        sorted(ddp.__dict__),
+        [getattr(TorchDDP, name) for name in ("_pre_forward", "_sync_buffers", "register_comm_hook", "forward")],
+        [torch.autograd.backward, torch.save],
+        sorted(thread.name for thread in threading.enumerate()),
+        ddp.process_group,
+    ]
+
+
+def detached(rank: int, world_size: int) -> list[Any]:
+    ddp = TorchDDP(net(), **CAP)
+    for p in ddp.parameters():
+        p.register_post_accumulate_grad_hook(lambda _: None).remove()
+    before = traces(ddp)
+    with sending() as sent:
+        attachment = ddpobs.attach(ddp, sent.config)
+        same = ddpobs.attach(ddp, sent.config) is attachment
+        train(ddp, rank)
+        attachment.detach()
+        ended = telemetry._process is None
+        after = traces(ddp)
+        again = train(ddp, rank)
+        attachment.detach()
+        ddpobs.attach(ddp, sent.config)
+        train(ddp, rank, 1)
+    reference = TorchDDP(net(), **CAP)
+    train(reference, rank)
+    return [before == after, same, ended, equal(again, train(reference, rank)), len(sent.steps("step"))]
+
+
+def test_taking_it_off_leaves_nothing_behind() -> None:
+    assert run_ranks(detached, 2) == [[True, True, True, True, 5]] * 2
+
+
+def collected(rank: int, world_size: int) -> bool:
+    with sending() as sent:
+        ddp = TorchDDP(net(), **CAP)
+        ddpobs.attach(ddp, sent.config)
+        train(ddp, rank)
+        del ddp
+        gc.collect()
+        return telemetry._process is None
+
+
+def test_a_collected_model_takes_its_telemetry_with_it() -> None:
+    assert run_ranks(collected, 2) == [True, True]
+
+
+def refused(rank: int, world_size: int) -> list[Any]:
+    messages = []
+    for model in (nn.DataParallel(net()), net()):
+        try:
+            ddpobs.attach(model)  # type: ignore[arg-type]
+        except DdpobsError as error:
+            messages.append(str(error))
+    ours = ddpobs.DistributedDataParallel(net(), telemetry=False)
+    return [*messages, ddpobs.attach(ours), ddpobs.attach(TorchDDP(net()), False)]
+
+
+def test_what_is_no_ddp_is_refused_with_what_to_do() -> None:
+    (data_parallel, module, ours, off), *_ = run_ranks(refused, 1)
+    assert "torchrun" in data_parallel
+    assert "Sequential" in module
+    assert ours is None
+    assert off is None
