@@ -97,7 +97,9 @@ class Attachment:
                 stamp = _stamper(self._ready, self._index[id(parameter)], now)
                 handle = parameter.register_post_accumulate_grad_hook(stamp)
                 self._undo.append(handle.remove)
-        before = model.register_forward_pre_hook(lambda _, inputs: self._recorder.forward_began(inputs))
+        before = model.register_forward_pre_hook(
+            lambda _, inputs, kwargs: self._recorder.forward_began(inputs, kwargs), with_kwargs=True
+        )
         self._undo.append(before.remove)
         # Past the instance's own register_comm_hook, which is the user's: torch takes one hook a reducer.
         _register_comm_hook(model.reducer, None, self._comm_hook)

@@ -72,7 +72,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, then have the reducer told by the outputs' gradients that a backward begins."""
         if self._recorder is not None:
-            self._recorder.forward_began(inputs)
+            self._recorder.forward_began(inputs, kwargs)
         # A forward without gradients may come between another forward and its backward, and must not matter to them.
         trains = torch.is_grad_enabled() and self.reducer is not None
         if trains:
