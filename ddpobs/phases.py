@@ -126,10 +126,15 @@ class StepTracker:
             self._clean = False
             return
         self._thread = self._thread or threading.get_ident()
-        if self._step and self._step.segments and (self._optimizer_ran or module in self._modules_done):
+        nested = OPTIMIZER in self._stack
+        done = self._step and self._step.segments and (self._optimizer_ran or module in self._modules_done)
+        if done and not nested:
             self._close()
         step = self._open()
         step.samples += samples
+        if nested and self._stack[-1] == OPTIMIZER:
+            self._push(FORWARD)
+            return
         self._base = FORWARD
         self._switch()
 
@@ -156,7 +161,10 @@ class StepTracker:
     @harmless
     def optimizer_ended(self) -> None:
         """It returned."""
-        if self._mine() and self._step and self._stack and self._stack[-1] == OPTIMIZER:
+        if not self._mine() or not self._step:
+            return
+        self._leave_forward()
+        if self._stack and self._stack[-1] == OPTIMIZER:
             self.pop()
 
     @harmless
@@ -165,6 +173,7 @@ class StepTracker:
         if not self._mine() or self._step is None or self._backward_depth:
             return False
         self._backward_depth = 1
+        self._leave_forward()
         self._base = OTHER
         self._push(BACKWARD)
         return True
@@ -214,6 +223,11 @@ class StepTracker:
         """Leave the innermost phase."""
         self._stack.pop()
         self._switch()
+
+    def _leave_forward(self) -> None:
+        """A forward inside an optimizer's closure lasts until backward is called, or until the optimizer returns."""
+        if self._stack and self._stack[-1] == FORWARD:
+            self._stack.pop()
 
     def _mine(self) -> bool:
         thread = threading.get_ident()
