@@ -91,6 +91,7 @@ class Telemetry:
         self._summariser = Summariser(self._clock)
         self._recorders: list[ModuleRecorder] = []
         self._layouts: dict[int, wire.Layout] = {}
+        self._tracker.evaluating = self._evaluating
         self._modules = 0
         self._batches = 0
         self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
@@ -132,6 +133,10 @@ class Telemetry:
         self._tracker.finish()
         self._exporter.offer(wire.Event(kind="goodbye", at_ns=time.monotonic_ns(), step=self._tracker.number), weight=1)
         self._exporter.close()
+
+    def _evaluating(self) -> bool:
+        modes = [recorder.training for recorder in self._recorders]
+        return False in modes and True not in modes
 
     def _offer_step(self, raw: RawStep) -> None:
         spans = sum(len(record.ready_ns) for segment in raw.segments for record in segment.records)
