@@ -279,6 +279,21 @@ class StepTracker:
         self._finished(step)
 
 
+def replaced(owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Callable[[], None]:
+    """Put `around(original)` in the place of an attribute; the result puts the original back."""
+    original = getattr(owner, name)
+    wrapped = wraps(original)(around(original))
+    setattr(owner, name, wrapped)
+
+    def undo() -> None:
+        # Someone may have wrapped ours meanwhile; then it stays, and costs a call.
+        with suppress(AttributeError):
+            if getattr(owner, name) is wrapped:
+                setattr(owner, name, original)
+
+    return undo
+
+
 class ProcessHooks:
     """The process-wide hooks by which trackers learn of loader, backward, optimizers and checkpoints."""
 
@@ -303,17 +318,7 @@ class ProcessHooks:
             self._undo.pop()()
 
     def _wrap(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        original = getattr(owner, name)
-        wrapped = wraps(original)(around(original))
-        setattr(owner, name, wrapped)
-
-        def undo() -> None:
-            # Someone may have wrapped ours meanwhile; then it stays, and costs a call.
-            with suppress(AttributeError):
-                if getattr(owner, name) is wrapped:
-                    setattr(owner, name, original)
-
-        self._undo.append(undo)
+        self._undo.append(replaced(owner, name, around))
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         tracker = self._tracker

@@ -24,6 +24,7 @@ from ddpobs import wire
 from ddpobs.clocks import clock_for
 from ddpobs.config import TelemetryConfig
 from ddpobs.exporter import Envelope, Exporter, Identity
+from ddpobs.loaders import LoaderHooks
 from ddpobs.phases import ProcessHooks, RawStep, StepTracker
 from ddpobs.recorder import ModuleRecorder, Step, Summariser
 from ddpobs.stragglers import Exchange
@@ -88,6 +89,7 @@ class Telemetry:
         self._exporter = Exporter(config, self._encode)
         self._tracker = StepTracker(self._clock, self._offer_step)
         self._hooks = ProcessHooks(self._tracker)
+        self._loaders = LoaderHooks(self._tracker, self._event)
         self._summariser = Summariser(self._clock)
         self._recorders: list[ModuleRecorder] = []
         self._layouts: dict[int, wire.Layout] = {}
@@ -102,8 +104,10 @@ class Telemetry:
         self._exporter.every(_LOOK_S, self._find_identity)
         self._exporter.every(config.pulse_s, self._pulse)
         self._exporter.every(config.flush_s, self._meet)
+        self._exporter.every(config.pulse_s, self._loaders.look)
         self._exporter.start()
         self._hooks.install()
+        self._loaders.install()
         atexit.register(self.close)
 
     def recorder(self, module: torch.nn.Module) -> ModuleRecorder:
@@ -130,13 +134,18 @@ class Telemetry:
         """Say goodbye, flush within `config.exit_s`, and take the hooks out. Never raises; more calls do nothing."""
         atexit.unregister(self.close)
         self._hooks.remove()
+        self._loaders.remove()
         self._tracker.finish()
-        self._exporter.offer(wire.Event(kind="goodbye", at_ns=time.monotonic_ns(), step=self._tracker.number), weight=1)
+        self._loaders.look()
+        self._event("goodbye", self._tracker.number, {})
         self._exporter.close()
 
     def _evaluating(self) -> bool:
         modes = [recorder.training for recorder in self._recorders]
         return False in modes and True not in modes
+
+    def _event(self, kind: str, step: int, detail: dict[str, wire.Scalar]) -> None:
+        self._exporter.offer(wire.Event(kind=kind, at_ns=time.monotonic_ns(), step=step, detail=detail), weight=1)
 
     def _offer_step(self, raw: RawStep) -> None:
         spans = sum(len(record.ready_ns) for segment in raw.segments for record in segment.records)
