@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddpobs import config as settings
 from ddpobs import telemetry, wire
-from ddpobs.errors import DdpobsError
+from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.recorder import ModuleRecorder
 
 _LAYOUT_LOOKS = 4
@@ -41,8 +41,11 @@ def attach(
 
     Raises:
         DdpobsError: A communication hook is registered already: attach first, then register it.
+        DataParallelError: The model is a `torch.nn.DataParallel`.
         ConfigError: A setting holds a value that it cannot have.
     """
+    if isinstance(model, torch.nn.DataParallel):
+        raise DataParallelError
     config = settings.resolve(telemetry, os.environ)
     if config is None:
         return None

@@ -14,6 +14,7 @@ from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from ddpobs.config import TelemetryConfig, resolve
+from ddpobs.errors import DataParallelError
 from ddpobs.models import check_same_everywhere
 from ddpobs.reducer import Settings
 from ddpobs.torch_face import Logger, ModuleReducer
@@ -45,6 +46,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Raises:
         ConfigError: A telemetry setting holds a value that it cannot have.
+        DataParallelError: The module is a `torch.nn.DataParallel`.
         ModelsDifferError: On every rank, where the ranks' parameters differ in number, shape, strides or dtype.
         UnusedParametersError: From backward, on every rank, where a parameter got no gradient on some rank and
             `find_unused_parameters` is off.
@@ -61,6 +63,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         telemetry: bool | str | TelemetryConfig | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(module, torch.nn.DataParallel):
+            raise DataParallelError
         self._telemetry_config = resolve(telemetry, os.environ)
         self._recorder: ModuleRecorder | None = None
         self._checks_models = _ARGUMENTS.bind(self, module, *args, **kwargs).arguments.get("init_sync", True)
