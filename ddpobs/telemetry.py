@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,8 @@ class Telemetry:
         self._hooks.install()
         self._loaders.install()
         atexit.register(self.close)
+        # A process that multiprocessing forked runs no atexit.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def recorder(self, module: torch.nn.Module) -> ModuleRecorder:
         """A recorder for one more DDP module."""
@@ -133,6 +136,7 @@ class Telemetry:
     def close(self) -> None:
         """Say goodbye, flush within `config.exit_s`, and take the hooks out. Never raises; more calls do nothing."""
         atexit.unregister(self.close)
+        self._at_exit.cancel()
         self._hooks.remove()
         self._loaders.remove()
         self._tracker.finish()
