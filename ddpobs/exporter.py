@@ -258,6 +258,10 @@ class Exporter:
 
     def _finish(self) -> None:
         """The last flush: send while there is time, keep the rest."""
+        # A rank that ends at once may be done before rank 0 said whose records these are.
+        while self._identity is None and time.monotonic() < self._deadline - self._config.exit_s / 4:
+            self._tick()
+            time.sleep(_TICK_S / 4)
         for _, call, _ in self._periodic:
             self._guard(f"periodic {call}", call)  # type: ignore[arg-type]
         self._guard("batch", lambda: self._cut_batches(everything=True))
