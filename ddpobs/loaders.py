@@ -86,6 +86,7 @@ class LoaderHooks:
 
     @harmless
     def _note(self, sampler: Any) -> None:
+        self.look()
         if self._said or not sampler.shuffle or self._tracker.evaluating():
             return
         epoch, step = sampler.epoch, self._tracker.number

@@ -28,6 +28,7 @@ class Loop:
         self.clock = FakeClock()
         self.raw: list[Any] = []
         self.told: list[tuple[str, int, dict[str, Any]]] = []
+        self.looking = True
         self.tracker = StepTracker(self.clock, self.raw.append)
         self.loaders = LoaderHooks(self.tracker, lambda *event: self.told.append(event))
 
@@ -37,8 +38,8 @@ class Loop:
             self.tracker.backward_began()
             self.tracker.synchronised(0, object())
             self.tracker.backward_ended()
-            self.loaders.look()
-        self.loaders.look()
+            if self.looking:
+                self.loaders.look()
 
 
 @pytest.fixture
@@ -56,19 +57,24 @@ def sampler(shuffle: bool = True) -> DistributedSampler[Any]:
     return DistributedSampler(DATA, num_replicas=2, rank=0, shuffle=shuffle)
 
 
+@pytest.mark.parametrize("epochs", [2, 3])
+@pytest.mark.parametrize("looking", [False, True])
 @pytest.mark.parametrize("looks", [False, True])
 @pytest.mark.parametrize(("inside", "workers"), [(False, 0), (True, 0), (False, 1)])
 def test_a_second_epoch_in_the_order_of_the_first_is_told_once(
-    loop: Loop, inside: bool, workers: int, looks: bool
+    loop: Loop, *, inside: bool, workers: int, looks: bool, looking: bool, epochs: int
 ) -> None:
+    """Whether or not the telemetry thread had the time to look during an epoch."""
+    loop.looking = looking
     drawn = sampler()
     how: dict[str, Any] = {"batch_sampler": BatchSampler(drawn, 2, False)} if inside else {"sampler": drawn}
     loader = DataLoader(DATA, num_workers=workers, **how)
-    for _ in range(3):
+    for _ in range(epochs):
         if looks:
             next(iter(loader))
         loop.train(loader)
     first = 2 if inside else 4
+    loop.loaders.look()
     detail = {"sampler": "DistributedSampler", "dataset": "TensorDataset", "epoch": 0}
     assert loop.told == [("sampler_without_set_epoch", first, detail)]
 
