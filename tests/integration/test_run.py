@@ -6,11 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import ddpobs
+from ddpobs.errors import DataParallelError
 from tests.integration.test_whole_way import get
 from tests.integration.training import ROOT
 
@@ -74,6 +78,12 @@ def test_data_parallel_is_told_in_one_line_what_to_do_and_trains_on(tmp_path: Pa
     (line,) = done.stderr.splitlines()
     assert line.startswith("ddpobs: no telemetry for this model: torch.nn.DataParallel ")
     assert "torchrun" in line
+
+
+@pytest.mark.parametrize("wrap", [ddpobs.DistributedDataParallel, ddpobs.attach])
+def test_data_parallel_inside_or_instead_of_ddp_is_refused_with_what_to_do(wrap: Callable[[Any], object]) -> None:
+    with pytest.raises(DataParallelError, match="torchrun, and give the model itself to DistributedDataParallel"):
+        wrap(torch.nn.DataParallel(torch.nn.Linear(2, 1)))
 
 
 SITECUSTOMIZE = """
