@@ -22,7 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddpobs import buckets as bucketing
 from ddpobs import config as settings
 from ddpobs import telemetry, wire
-from ddpobs.errors import DdpobsError
+from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.patching import Patches, skip_in_dynamo
 from ddpobs.recorder import ModuleRecorder
 
@@ -46,15 +46,13 @@ def attach(
         and for ddpobs' own DDP, which takes `telemetry=` itself.
 
     Raises:
+        DataParallelError: The model is a `torch.nn.DataParallel`.
         DdpobsError: The model is no DistributedDataParallel.
         ConfigError: A setting holds a value that it cannot have.
     """
     config = settings.resolve(telemetry, os.environ)
     if isinstance(model, DataParallel):
-        raise DdpobsError(
-            "attach: DataParallel works in one process and reduces no gradients over ranks: start one process per "
-            "device with torchrun and wrap the model in DistributedDataParallel instead"
-        )
+        raise DataParallelError
     if not isinstance(model, DistributedDataParallel):
         raise DdpobsError(
             f"attach: expected a torch DistributedDataParallel, got {type(model).__name__}: wrap it first"
@@ -171,9 +169,9 @@ class Attachment:
         _groups.setdefault(model, []).append(group)
         model.reducer._update_process_group(group)
 
-    def forward_began(self, inputs: tuple[Any, ...], synchronises: bool) -> None:
+    def forward_began(self, inputs: tuple[Any, ...], named: dict[str, Any], synchronises: bool) -> None:
         """The model's forward was called."""
-        self._recorder.forward_began(inputs)
+        self._recorder.forward_began(inputs, named)
         if synchronises:
             self._expected, self._pass = True, None
 
@@ -348,7 +346,7 @@ def _telling_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def _pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
         attachment = _attachments.get(self)
         if attachment is not None:
-            attachment.forward_began(inputs, torch.is_grad_enabled() and self.require_backward_grad_sync)
+            attachment.forward_began(inputs, kwargs, torch.is_grad_enabled() and self.require_backward_grad_sync)
         return original(self, *inputs, **kwargs)
 
     return _pre_forward

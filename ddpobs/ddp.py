@@ -14,6 +14,7 @@ from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from ddpobs.config import TelemetryConfig, resolve
+from ddpobs.errors import DataParallelError
 from ddpobs.models import check_same_everywhere
 from ddpobs.patching import skip_in_dynamo
 from ddpobs.reducer import Settings
@@ -46,6 +47,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     Raises:
         ConfigError: A telemetry setting holds a value that it cannot have.
+        DataParallelError: The module is a `torch.nn.DataParallel`.
         ModelsDifferError: On every rank, where the ranks' parameters differ in number, shape, strides or dtype.
         UnusedParametersError: From backward, on every rank, where a parameter got no gradient on some rank and
             `find_unused_parameters` is off.
@@ -63,6 +65,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         **kwargs: Any,
     ) -> None:
         skip_in_dynamo()
+        if isinstance(module, torch.nn.DataParallel):
+            raise DataParallelError
         self._telemetry_config = resolve(telemetry, os.environ)
         self._recorder: ModuleRecorder | None = None
         self._checks_models = _ARGUMENTS.bind(self, module, *args, **kwargs).arguments.get("init_sync", True)
@@ -72,7 +76,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, then have the reducer told by the outputs' gradients that a backward begins."""
         if self._recorder is not None:
-            self._recorder.forward_began(inputs)
+            self._recorder.forward_began(inputs, kwargs)
         # A forward without gradients may come between another forward and its backward, and must not matter to them.
         trains = torch.is_grad_enabled() and self.reducer is not None
         if trains:

@@ -21,6 +21,17 @@ class ConfigError(DdpobsError, ValueError):
         self.setting, self.expected, self.came = setting, expected, came
 
 
+class DataParallelError(DdpobsError, TypeError):
+    """`torch.nn.DataParallel` came where distributed training was expected."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "torch.nn.DataParallel is one process that copies the model to its GPUs anew in every forward: there are "
+            "no ranks, buckets or all-reduces to observe. Start one process per GPU with torchrun, and give the model "
+            "itself to DistributedDataParallel"
+        )
+
+
 class WireError(DdpobsError, ValueError):
     """A batch that does not follow the wire schema.
 

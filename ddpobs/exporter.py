@@ -258,13 +258,12 @@ class Exporter:
 
     def _finish(self) -> None:
         """The last flush: send while there is time, keep the rest."""
-        while True:
-            for _, call, _ in self._periodic:
-                self._guard(f"periodic {call}", call)  # type: ignore[arg-type]
-            # A training so short that rank 0 has not said yet what the run is called.
-            if self._identity is not None or not self._queue or time.monotonic() + _TICK_S > self._deadline:
-                break
-            time.sleep(_TICK_S)
+        # A rank that ends at once may be done before rank 0 said whose records these are.
+        while self._identity is None and time.monotonic() < self._deadline - self._config.exit_s / 4:
+            self._tick()
+            time.sleep(_TICK_S / 4)
+        for _, call, _ in self._periodic:
+            self._guard(f"periodic {call}", call)  # type: ignore[arg-type]
         self._guard("batch", lambda: self._cut_batches(everything=True))
         if self._identity is None:
             self.dropped += self._weight

@@ -107,7 +107,10 @@ class StepTracker:
         self._clean = False
         self._collective = -1
         self._backward_depth = 0
+        self._evaluated = self._stale = False
         self.on_backward_end: list[Callable[[], None]] = []
+        self.evaluating: Callable[[], bool] = lambda: False
+        """Whether every module is in evaluation mode."""
 
     @property
     def phase(self) -> int:
@@ -124,12 +127,24 @@ class StepTracker:
         """A DDP module's forward was called."""
         if not training:
             self._clean = False
+            if self.evaluating():
+                self._evaluated = self._stale = True
+                if self._step and self._step.segments:
+                    self._close()
             return
         self._thread = self._thread or threading.get_ident()
-        if self._step and self._step.segments and (self._optimizer_ran or module in self._modules_done):
+        nested = OPTIMIZER in self._stack
+        done = self._step and self._step.segments and (self._optimizer_ran or module in self._modules_done)
+        if done and not nested:
             self._close()
         step = self._open()
+        if self._stale:
+            self._begin_anew(step)
+        self._evaluated = False
         step.samples += samples
+        if nested and self._stack[-1] == OPTIMIZER:
+            self._push(FORWARD)
+            return
         self._base = FORWARD
         self._switch()
 
@@ -140,7 +155,11 @@ class StepTracker:
             return False
         if self._step and self._step.segments:
             self._close()
-        self._open()
+        step = self._open()
+        if self.evaluating():
+            self._clean, self._evaluated = False, True
+        if self._evaluated and not self._stack:
+            self._begin_anew(step)
         self._base = OTHER
         self._push(DATA)
         return True
@@ -156,7 +175,10 @@ class StepTracker:
     @harmless
     def optimizer_ended(self) -> None:
         """It returned."""
-        if self._mine() and self._step and self._stack and self._stack[-1] == OPTIMIZER:
+        if not self._mine() or not self._step:
+            return
+        self._leave_forward()
+        if self._stack and self._stack[-1] == OPTIMIZER:
             self.pop()
 
     @harmless
@@ -165,6 +187,7 @@ class StepTracker:
         if not self._mine() or self._step is None or self._backward_depth:
             return False
         self._backward_depth = 1
+        self._leave_forward()
         self._base = OTHER
         self._push(BACKWARD)
         return True
@@ -214,6 +237,17 @@ class StepTracker:
         """Leave the innermost phase."""
         self._stack.pop()
         self._switch()
+
+    def _leave_forward(self) -> None:
+        """A forward inside an optimizer's closure lasts until backward is called, or until the optimizer returns."""
+        if self._stack and self._stack[-1] == FORWARD:
+            self._stack.pop()
+
+    def _begin_anew(self, step: RawStep) -> None:
+        """What an evaluation took is no part of a step: it begins at the last fetch before its first forward."""
+        self._stale = False
+        if not step.micro_steps:
+            step.switches, step.comms = [(OTHER, self._now())], []
 
     def _mine(self) -> bool:
         thread = threading.get_ident()

@@ -7,7 +7,7 @@ thread and turns one `phases.RawStep` into times.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,11 +112,16 @@ class ModuleRecorder:
             )
 
     @harmless
-    def forward_began(self, inputs: tuple[Any, ...]) -> None:
-        """The DDP module's forward was called with these positional inputs."""
+    def forward_began(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
+        """The DDP module's forward was called with these inputs."""
+        training = bool(self.training) and torch.is_grad_enabled()
+        self._tracker.forward_began(self.index, training, _batch_size(*inputs, *(kwargs or {}).values()))
+
+    @property
+    def training(self) -> bool | None:
+        """Whether the wrapped module is in training mode, the only mode that frameworks keep right; None once gone."""
         module = self._module()
-        training = module is not None and module.training and torch.is_grad_enabled()
-        self._tracker.forward_began(self.index, training, _batch_size(inputs))
+        return None if module is None else bool(getattr(module, "module", module).training)
 
     @harmless
     def event(self, kind: str, **detail: wire.Scalar) -> None:
@@ -309,10 +314,18 @@ def _union(intervals: list[tuple[int, int]]) -> int:
     return total
 
 
-def _batch_size(inputs: tuple[Any, ...]) -> int:
+def _batch_size(*inputs: Any) -> int:
+    """Rows of the first tensor that has any, looked for in order and inside of containers."""
     for value in inputs:
-        if isinstance(value, torch.Tensor) and value.ndim:
-            return int(value.shape[0])
+        rows = 0
+        if isinstance(value, torch.Tensor):
+            rows = int(value.shape[0]) if value.ndim else 0
+        elif isinstance(value, Mapping):
+            rows = _batch_size(*value.values())
+        elif isinstance(value, (list, tuple)):
+            rows = _batch_size(*value)
+        if rows:
+            return rows
     return 0
 
 

@@ -12,6 +12,7 @@ import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from ddpobs import wire
 from ddpobs.clocks import clock_for
 from ddpobs.config import TelemetryConfig
 from ddpobs.exporter import Envelope, Exporter, Identity
+from ddpobs.loaders import LoaderHooks
 from ddpobs.phases import ProcessHooks, RawStep, StepTracker
 from ddpobs.recorder import ModuleRecorder, Step, Summariser
 from ddpobs.stragglers import Exchange
@@ -88,9 +90,11 @@ class Telemetry:
         self._exporter = Exporter(config, self._encode)
         self._tracker = StepTracker(self._clock, self._offer_step)
         self._hooks = ProcessHooks(self._tracker)
+        self._loaders = LoaderHooks(self._tracker, self._event)
         self._summariser = Summariser(self._clock)
         self._recorders: list[ModuleRecorder] = []
         self._layouts: dict[int, wire.Layout] = {}
+        self._tracker.evaluating = self._evaluating
         self._modules = 0
         self._batches = 0
         self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
@@ -101,9 +105,13 @@ class Telemetry:
         self._exporter.every(_LOOK_S, self._find_identity)
         self._exporter.every(config.pulse_s, self._pulse)
         self._exporter.every(config.flush_s, self._meet)
+        self._exporter.every(config.pulse_s, self._loaders.look)
         self._exporter.start()
         self._hooks.install()
+        self._loaders.install()
         atexit.register(self.close)
+        # A process that multiprocessing forked runs no atexit.
+        self._at_exit = Finalize(None, self.close, exitpriority=0)
 
     def recorder(self, module: torch.nn.Module) -> ModuleRecorder:
         """A recorder for one more DDP module."""
@@ -128,10 +136,20 @@ class Telemetry:
     def close(self) -> None:
         """Say goodbye, flush within `config.exit_s`, and take the hooks out. Never raises; more calls do nothing."""
         atexit.unregister(self.close)
+        self._at_exit.cancel()
         self._hooks.remove()
+        self._loaders.remove()
         self._tracker.finish()
-        self._exporter.offer(wire.Event(kind="goodbye", at_ns=time.monotonic_ns(), step=self._tracker.number), weight=1)
+        self._loaders.look()
+        self._event("goodbye", self._tracker.number, {})
         self._exporter.close()
+
+    def _evaluating(self) -> bool:
+        modes = [recorder.training for recorder in self._recorders]
+        return False in modes and True not in modes
+
+    def _event(self, kind: str, step: int, detail: dict[str, wire.Scalar]) -> None:
+        self._exporter.offer(wire.Event(kind=kind, at_ns=time.monotonic_ns(), step=step, detail=detail), weight=1)
 
     def _offer_step(self, raw: RawStep) -> None:
         spans = sum(len(record.ready_ns) for segment in raw.segments for record in segment.records)

@@ -137,3 +137,18 @@ def test_a_forked_child_has_no_exporter(tmp_path: Path) -> None:
     assert os.waitpid(child, 0)[1] == 0
     assert sent.offer(event())
     sent.close()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_the_last_flush_waits_a_moment_for_whose_records_these_are(tmp_path: Path, known: bool) -> None:
+    """A rank of a short run may be done before rank 0 shared the run's name; one that never hears it still ends."""
+    with collector(acknowledge) as seen:
+        made = Exporter(TelemetryConfig(collector=seen.url, spool=tmp_path), encode)
+        heard_at = time.monotonic() + 0.3
+        made.every(0.01, lambda: made.identify(IDENTITY) if known and time.monotonic() > heard_at else None)
+        made.start()
+        made.offer(event())
+        began = time.monotonic()
+        made.close()
+    assert (len(seen.puts), made.dropped) == ((1, 0) if known else (0, 1))
+    assert time.monotonic() - began < TelemetryConfig().exit_s

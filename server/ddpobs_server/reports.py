@@ -93,6 +93,7 @@ class Reports:
             dropped={s.rank: s.dropped for s in sources},
             # A gap may still be under way while the source lives.
             missing_batches={s.rank: s.missing_batches if s.goodbye else 0 for s in sources},
+            events=self._store.events(run, attempt),
         )
         hosts = {s.rank: s.hello.host for s in sources if s.hello}
         judged = [stragglers.straggler_findings(joined, hosts), *(find(evidence) for find in CATALOGUE)]

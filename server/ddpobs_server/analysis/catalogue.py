@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -31,6 +31,7 @@ class Evidence:
         emitted: Records emitted, by rank.
         dropped: Records dropped, by rank.
         missing_batches: Gaps in the sequence numbers, by rank.
+        events: (rank, event) as told.
     """
 
     rank: wire.Ints
@@ -41,6 +42,7 @@ class Evidence:
     emitted: dict[int, int]
     dropped: dict[int, int]
     missing_batches: dict[int, int]
+    events: list[tuple[int, wire.Event]] = field(default_factory=list)
 
     @property
     def seen(self) -> tuple[int, int]:
@@ -166,6 +168,27 @@ def find_unused_needless(evidence: Evidence) -> Judgement:
     ]
 
 
+def epoch_not_set(evidence: Evidence) -> Judgement:
+    """A DistributedSampler that shuffles drew the same order again: `set_epoch` was forgotten."""
+    told = [(rank, event) for rank, event in evidence.events if event.kind == "sampler_without_set_epoch"]
+    if not told:
+        return []
+    first = min((event for _, event in told), key=lambda event: event.step)
+    sampler, dataset = (first.detail.get(name, "unknown") for name in ("sampler", "dataset"))
+    epoch = first.detail.get("epoch", 0)
+    return [
+        Finding(
+            code="epoch-not-set",
+            severity="warning",
+            title=f"Every epoch sees the data in one and the same order: {sampler} of {dataset} stays at epoch {epoch}",
+            remedy="Call sampler.set_epoch(epoch) before each epoch's loop over the loader.",
+            steps=(first.step, max(first.step, evidence.seen[1])),
+            ranks=sorted({rank for rank, _ in told}),
+            evidence={"sampler": sampler, "dataset": dataset, "epoch": epoch},
+        )
+    ]
+
+
 def telemetry_loss(evidence: Evidence) -> Judgement:
     """Records were dropped on a rank, or batches are missing here: always said."""
     lossy = sorted(
@@ -194,5 +217,6 @@ CATALOGUE: tuple[Callable[[Evidence], Judgement], ...] = (
     input_bound,
     unused_parameters,
     find_unused_needless,
+    epoch_not_set,
     telemetry_loss,
 )

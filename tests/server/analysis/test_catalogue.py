@@ -10,6 +10,7 @@ from ddpobs_server.analysis.catalogue import (
     Evidence,
     Judgement,
     comm_bound,
+    epoch_not_set,
     find_unused_needless,
     input_bound,
     telemetry_loss,
@@ -167,3 +168,25 @@ def test_the_most_severe_finding_comes_first() -> None:
 
 def test_severity_steps_at_a_tenth_and_a_quarter() -> None:
     assert [severity_of(share) for share in (0.09, 0.1, 0.24, 0.25)] == ["info", "warning", "warning", "critical"]
+
+
+def repeated(step: int, kind: str = "sampler_without_set_epoch") -> wire.Event:
+    detail: dict[str, wire.Scalar] = {"sampler": "DistributedSampler", "dataset": "Pictures", "epoch": 0}
+    return wire.Event(kind=kind, at_ns=0, step=step, detail=detail)
+
+
+def test_a_sampler_that_stays_at_one_epoch_is_found_once_with_the_ranks_that_told_it() -> None:
+    told = [(1, repeated(12)), (0, repeated(10)), (0, repeated(3, "buckets_rebuilt"))]
+    finding = one(epoch_not_set(replace(evidence([{}, {}]), events=told)))
+    assert (finding.severity, finding.ranks, finding.steps) == ("warning", [0, 1], (10, 39))
+    assert "DistributedSampler of Pictures stays at epoch 0" in finding.title
+    assert "set_epoch" in finding.remedy
+
+
+def test_other_events_are_no_reason_to_speak_of_epochs() -> None:
+    assert epoch_not_set(replace(evidence([{}]), events=[(0, repeated(3, "goodbye"))])) == []
+
+
+def test_an_event_of_another_sender_without_detail_is_still_a_finding() -> None:
+    told = [(0, wire.Event(kind="sampler_without_set_epoch", at_ns=0, step=10**6))]
+    assert one(epoch_not_set(replace(evidence([{}]), events=told))).steps == (10**6, 10**6)

@@ -1,0 +1,23 @@
+"""Digits by hand, as most scripts look; whoever wrote this forgot `sampler.set_epoch(epoch)`."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from digits import network, pictures
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from torch.utils.data.distributed import DistributedSampler
+
+dist.init_process_group("gloo")
+model = DistributedDataParallel(network())
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+dataset = pictures(0, 192)
+loader = DataLoader(dataset, batch_size=16, sampler=DistributedSampler(dataset), num_workers=1)
+for _ in range(3):
+    for images, labels in loader:
+        optimizer.zero_grad()
+        cross_entropy(model(images), labels).backward()
+        optimizer.step()
+dist.destroy_process_group()

@@ -1,0 +1,55 @@
+"""A tiny GPT-2 reads the standard library's sources, byte by byte, by Transformers' Trainer in bfloat16.
+
+The argument is where checkpoints go.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+torch.set_num_threads(1)
+
+
+class Sources(Dataset):
+    """Blocks of 32 bytes."""
+
+    def __init__(self, text: bytes, pause_s: float = 0.0) -> None:
+        self._blocks = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().unfold(0, 32, 32)
+        self._pause_s = pause_s
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        time.sleep(self._pause_s)
+        return {"input_ids": self._blocks[index], "labels": self._blocks[index]}
+
+
+Trainer(
+    model=GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=48, n_layer=2, n_head=2)),
+    args=TrainingArguments(
+        sys.argv[1],
+        per_device_train_batch_size=8,
+        per_device_eval_batch_size=8,
+        gradient_accumulation_steps=2,
+        max_steps=12,
+        eval_strategy="steps",
+        eval_steps=4,
+        save_steps=4,
+        logging_steps=4,
+        bf16=True,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+    ),
+    train_dataset=Sources(Path(argparse.__file__).read_bytes()),
+    eval_dataset=Sources(Path(json.__file__).read_bytes()[:1024], pause_s=0.8 / 32),
+).train()

@@ -1,0 +1,166 @@
+"""Unchanged scripts of Transformers, Accelerate, Lightning and bare torch, each seen as what it is."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ddpobs import wire
+from tests.integration.test_whole_way import get
+from tests.integration.training import ROOT
+
+SCRIPTS = Path(__file__).with_name("scripts")
+BIN = Path(sys.executable).parent
+EVALUATION_NS = 400_000_000
+"""What each rank's share of an evaluation takes at least: its loader sleeps."""
+
+TORCHRUN = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2")
+ACCELERATE = (
+    *(str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
+    *("--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1"),
+)
+
+
+@dataclass(frozen=True)
+class Script:
+    """How a script is started, and what its run must look like, per rank."""
+
+    launch: tuple[str, ...]
+    name: str
+    arguments: tuple[str, ...] = ()
+    model: str = "Sequential"
+    prefix: str = ""
+    parameters: int = 8
+    steps: int = 9
+    micro_steps: int = 2
+    samples: int = 32
+    evaluated_before: frozenset[int] = frozenset()
+    reducer: str = "torch"
+
+
+RUNS = {
+    "trainer": Script(
+        TORCHRUN,
+        "with_trainer.py",
+        model="GPT2LMHeadModel",
+        prefix="transformer.",
+        parameters=28,
+        steps=12,
+        samples=16,
+        evaluated_before=frozenset({4, 8}),
+    ),
+    "accelerate-shard": Script(ACCELERATE, "with_accelerate.py", ("shard",), evaluated_before=frozenset({3, 6})),
+    "accelerate-dispatch": Script(ACCELERATE, "with_accelerate.py", ("dispatch",), evaluated_before=frozenset({3, 6})),
+    "lightning": Script(
+        (sys.executable,), "with_lightning.py", model="Digits", prefix="network.", evaluated_before=frozenset({3, 6})
+    ),
+    "bare": Script(TORCHRUN, "bare.py", steps=18, micro_steps=1, samples=16),
+    "bare-ours": Script(TORCHRUN, "bare.py", steps=18, micro_steps=1, samples=16, reducer="ddpobs"),
+}
+
+
+def launched(run: str, url: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """The script under `ddpobs run`; ours by the import alone and `DDPOBS_TELEMETRY`."""
+    script = RUNS[run]
+    path = SCRIPTS / script.name
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("DDPOBS_", "HF_"))}
+    environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SCRIPTS}"}
+    command = [str(BIN / "ddpobs"), "run", "--collector", url, "--run", run, "--"]
+    if script.reducer == "ddpobs":
+        text = path.read_text()
+        path = folder / path.name
+        path.write_text(text.replace("from torch.nn.parallel import", "from ddpobs import"))
+        environ |= {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}
+        command = []
+    return subprocess.run(
+        [*command, *script.launch, str(path), *script.arguments, str(folder / run)],
+        env=environ,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def launches(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
+    """All of the scripts, two at a time: most of each is imports and an evaluation that sleeps."""
+    folder = tmp_path_factory.mktemp("frameworks")
+    with ThreadPoolExecutor(2) as pool:
+        yield {run: pool.submit(launched, run, url, folder) for run in RUNS}
+
+
+@pytest.fixture(params=RUNS)
+def run(request: pytest.FixtureRequest, launches: dict[str, Future[Any]]) -> str:
+    done = launches[request.param].result()
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "ddpobs" not in done.stderr
+    return str(request.param)
+
+
+def columns(url: str, run: str, rank: int) -> dict[str, Any]:
+    found = get(url, run, "/steps", rank=rank)["columns"]
+    return {name: np.array(values) for name, values in found.items()}
+
+
+def test_the_run_is_there_with_both_ranks_and_its_steps_and_said_goodbye(url: str, run: str) -> None:
+    script, found = RUNS[run], get(url, run)
+    assert (found["state"], found["ranks"], found["dropped"]) == ("finished", 2, 0)
+    assert found["hello"]["settings"]["reducer"] == script.reducer
+    assert [module["name"] for module in found["modules"]] == [script.model]
+    for rank in range(2):
+        steps = columns(url, run, rank)
+        assert steps["step"].tolist() == list(range(script.steps))
+        assert set(steps["micro_steps"].tolist()) == {script.micro_steps}
+        assert set(steps["samples"].tolist()) == {script.samples}
+
+
+def test_every_step_has_its_phases_and_they_add_up(url: str, run: str) -> None:
+    for rank in range(2):
+        steps = columns(url, run, rank)
+        phases = {phase: steps[f"{phase}_ns"] for phase in wire.PHASES}
+        assert (sum(phases.values()) == steps["end_ns"] - steps["start_ns"]).all()
+        for phase in ("data", "forward", "backward", "optimizer"):
+            assert (phases[phase] > 0).all(), phase
+
+
+def test_evaluations_and_checkpoints_are_in_no_step_and_break_the_origin(url: str, run: str) -> None:
+    script = RUNS[run]
+    for rank in range(2):
+        steps = columns(url, run, rank)
+        assert steps["data_ns"].max() < EVALUATION_NS
+        gaps = steps["start_ns"][1:] - steps["end_ns"][:-1]
+        assert set(np.flatnonzero(gaps >= EVALUATION_NS / 2) + 1) == script.evaluated_before
+        unclean = set(np.flatnonzero(steps["flags"] & wire.NO_ORIGIN))
+        assert unclean == script.evaluated_before | {0}
+
+
+def test_the_buckets_hold_every_parameter_by_name(url: str, run: str) -> None:
+    script = RUNS[run]
+    layout = get(url, run, "/layout")["layouts"][-1]
+    parameters = [parameter for bucket in layout["buckets"] for parameter in bucket["parameters"]]
+    assert len(parameters) == script.parameters
+    assert all(parameter["name"].startswith(script.prefix) for parameter in parameters)
+    assert 4 * sum(parameter["size"] for parameter in parameters) == sum(b["size_bytes"] for b in layout["buckets"])
+    spans = get(url, run, "/spans")["columns"]
+    last = [s for s, revision in zip(spans["step"], spans["revision"], strict=True) if revision == layout["revision"]]
+    assert last.count(script.steps - 1) == 2 * len(layout["buckets"])
+
+
+def test_only_the_script_that_forgot_set_epoch_hears_of_it(url: str, run: str) -> None:
+    findings = {finding["code"]: finding for finding in get(url, run, "/diagnostics")["findings"]}
+    assert "straggler" not in findings
+    assert ("epoch-not-set" in findings) == run.startswith("bare")
+    if run.startswith("bare"):
+        assert (findings["epoch-not-set"]["ranks"], findings["epoch-not-set"]["steps"]) == ([0, 1], [6, 17])
+        assert findings["epoch-not-set"]["evidence"]["dataset"] == "TensorDataset"

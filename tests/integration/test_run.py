@@ -1,0 +1,112 @@
+"""`ddpobs run` around scripts that start their own ranks, end badly, use DataParallel, or bring a sitecustomize."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ddpobs
+from ddpobs.errors import DataParallelError
+from tests.integration.test_whole_way import get
+from tests.integration.training import ROOT
+
+NOBODY = "http://127.0.0.1:9"
+SPAWNING = Path(__file__).with_name("scripts") / "spawning.py"
+
+
+def command(*arguments: object, url: str = NOBODY, run: str = "r") -> dict[str, Any]:
+    """`ddpobs run` around Python, as subprocess takes it."""
+    whole = [sys.executable, "-c", "from ddpobs.cli import main; main()", "run", "--collector", url, "--run", run, "--"]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {"args": [*whole, sys.executable, *map(str, arguments)], "env": environ, "text": True}
+
+
+def ended(given: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(**given, capture_output=True, timeout=100, check=False)
+
+
+@pytest.mark.parametrize("start", ["spawn", "forkserver", "fork"])
+def test_a_script_that_starts_its_own_ranks_is_seen_and_says_goodbye(url: str, start: str, tmp_path: Path) -> None:
+    run = f"started-by-{start}"
+    done = ended(command(SPAWNING, start, tmp_path / "store", url=url, run=run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: 1 threads, 0 in workers" for rank in range(2)]
+    found = get(url, run)
+    assert (found["state"], found["ranks"], found["steps"], found["dropped"]) == ("finished", 2, 4, 0)
+
+
+def test_the_exit_status_and_a_signal_go_through_to_whoever_started_it() -> None:
+    assert ended(command("-c", "raise SystemExit(37)")).returncode == 37
+    waiting = subprocess.Popen(
+        **command("-c", "print(flush=True); import time; time.sleep(60)"), stdout=subprocess.PIPE
+    )
+    assert waiting.stdout is not None
+    waiting.stdout.readline()
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.wait(30) == -signal.SIGTERM
+    waiting.stdout.close()
+
+
+def test_a_command_that_is_not_there_is_said_in_one_line() -> None:
+    given = command()
+    given["args"][-1] = "no-such-launcher"
+    done = ended(given)
+    assert (done.returncode, done.stderr) == (127, "ddpobs: no-such-launcher: No such file or directory\n")
+
+
+DATA_PARALLEL = """
+import torch
+for _ in range(2):
+    model = torch.nn.DataParallel(torch.nn.Linear(2, 1))
+model(torch.ones(3, 2)).sum().backward()
+print(model.module.weight.grad.tolist())
+"""
+
+
+def test_data_parallel_is_told_in_one_line_what_to_do_and_trains_on(tmp_path: Path) -> None:
+    done = ended(command("-c", DATA_PARALLEL))
+    assert (done.returncode, done.stdout) == (0, "[[3.0, 3.0]]\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ddpobs: no telemetry for this model: torch.nn.DataParallel ")
+    assert "torchrun" in line
+
+
+@pytest.mark.parametrize("wrap", [ddpobs.DistributedDataParallel, ddpobs.attach])
+def test_data_parallel_inside_or_instead_of_ddp_is_refused_with_what_to_do(wrap: Callable[[Any], object]) -> None:
+    with pytest.raises(DataParallelError, match="torchrun, and give the model itself to DistributedDataParallel"):
+        wrap(torch.nn.DataParallel(torch.nn.Linear(2, 1)))
+
+
+SITECUSTOMIZE = """
+from pathlib import Path
+here = Path(__file__).parent.name
+"""
+
+
+def test_a_sitecustomize_of_the_user_s_own_and_a_torch_imported_early_do_no_harm(tmp_path: Path) -> None:
+    """The hidden sitecustomize runs, keeps its file and name; torch imported by it is taught all the same."""
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE + "import torch\n")
+    given = command("-c", f"import sitecustomize\nprint(sitecustomize.here, sitecustomize.__name__)\n{DATA_PARALLEL}")
+    given["env"]["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    done = ended(given)
+    assert done.stdout.splitlines()[0] == f"{tmp_path.name} sitecustomize", done.stderr
+    assert "no telemetry for this model" in done.stderr
+
+
+EARLY = "import torch, runpy; runpy.run_path({!r})\n"
+
+
+def test_torch_that_was_there_before_sitecustomize_is_taught(tmp_path: Path) -> None:
+    autoload = ROOT / "ddpobs" / "autoload" / "sitecustomize.py"
+    given = command("-c", EARLY.format(str(autoload)) + DATA_PARALLEL)
+    given["args"] = given["args"][given["args"].index("--") + 1 :]
+    assert "no telemetry for this model" in ended(given).stderr
