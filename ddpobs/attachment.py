@@ -22,6 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddpobs import buckets as bucketing
 from ddpobs import config as settings
 from ddpobs import telemetry, wire
+from ddpobs.collectives import all_reduce, broadcast, wait
 from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.patching import Patches, skip_in_dynamo
 from ddpobs.recorder import ModuleRecorder
@@ -88,17 +89,17 @@ class ObservedGroup(dist.ProcessGroup):
         """A bucket, or the map of unused parameters."""
         told = self._told()
         launched = told.now() if told is not None else 0
-        work = self._inner.allreduce(tensors) if options is None else self._inner.allreduce(tensors, options)
+        work = all_reduce(self._inner, tensors, *([] if options is None else [options]))
         if told is not None:
             told.reduced(tensors[0], launched, work)
         return work
 
     def broadcast(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
         """Rank 0's new order of parameters, and how many each bucket has."""
-        work = self._inner.broadcast(tensors, options)
+        work = broadcast(self._inner, tensors, options)
         told = self._told()
         if told is not None:
-            work.wait()  # As the reducer does next.
+            wait(work)  # As the reducer does next.
             told.broadcast(tensors[0])
         return work
 
@@ -174,6 +175,11 @@ class Attachment:
         self._recorder.forward_began(inputs, named)
         if synchronises:
             self._expected, self._pass = True, None
+
+    def shadowed(self) -> None:
+        """The model, out of data, took part in a backward of the other ranks."""
+        self._pass = None
+        self._recorder.shadowed()
 
     def buffers_synced(self, began: Any) -> None:
         """The buffers' broadcast has ended."""
@@ -340,6 +346,7 @@ def _patch() -> None:
     _patches.put(DistributedDataParallel, "_sync_buffers", _telling_buffers)
     _patches.put(DistributedDataParallel, "register_comm_hook", _timing_hook)
     _patches.put(DistributedDataParallel, "_update_process_group", _observing_again)
+    _patches.put(DistributedDataParallel, "_match_all_reduce_for_bwd_pass", _telling_shadows)
 
 
 def _telling_forward(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -373,6 +380,17 @@ def _timing_hook(original: Callable[..., Any]) -> Callable[..., Any]:
         return _register(self, state, hook, attachment)
 
     return register_comm_hook
+
+
+def _telling_shadows(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _match_all_reduce_for_bwd_pass(self: Any) -> Any:
+        result = original(self)
+        attachment = _attachments.get(self)
+        if attachment is not None:
+            attachment.shadowed()
+        return result
+
+    return _match_all_reduce_for_bwd_pass
 
 
 def _observing_again(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import cache, wraps
 from typing import Any
+
+_INHERITED = object()
 
 
 class Patches:
@@ -16,15 +17,18 @@ class Patches:
 
     def put(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         """Have `owner.name` be what `around` makes of it; `__wrapped__` leads to the original."""
-        original = getattr(owner, name)
+        original, own = getattr(owner, name), vars(owner).get(name, _INHERITED)
         wrapped = wraps(original)(around(original))
         setattr(owner, name, wrapped)
 
         def undo() -> None:
             # Someone may have wrapped ours meanwhile; then it stays, and costs a call.
-            with suppress(AttributeError):
-                if getattr(owner, name) is wrapped:
-                    setattr(owner, name, original)
+            if getattr(owner, name, None) is not wrapped:
+                return
+            if own is _INHERITED:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
 
         self._undo.append(undo)
 
@@ -32,6 +36,13 @@ class Patches:
         """Put all of them back, the last one first."""
         while self._undo:
             self._undo.pop()()
+
+
+def plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """What stands under the wrappings."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    return function
 
 
 @cache

@@ -107,6 +107,8 @@ class StepTracker:
         self._clean = False
         self._collective = -1
         self._backward_depth = 0
+        self.modules = 0
+        self._blocked = False
         self._evaluated = self._stale = False
         self.on_backward_end: list[Callable[[], None]] = []
         self.evaluating: Callable[[], bool] = lambda: False
@@ -125,6 +127,8 @@ class StepTracker:
     @harmless
     def forward_began(self, module: int, training: bool, samples: int) -> None:
         """A DDP module's forward was called."""
+        if self._backward_depth:
+            return  # Checkpointing runs it again, inside backward.
         if not training:
             self._clean = False
             if self.evaluating():
@@ -220,6 +224,25 @@ class StepTracker:
         """Other communication took place in the open step."""
         if self._step is not None:
             self._step.comms.append((module, kind, launched, done))
+
+    @harmless
+    def blocking_began(self) -> Stamp | None:
+        """Training is about to wait for a collective; None where it is not this tracker's business."""
+        if self._step is None or self._blocked or not (self._backward_depth or self._mine()):
+            return None
+        self._blocked = True
+        return self._now()
+
+    @harmless
+    def blocking_ended(self, module: int, kind: int, began: Stamp) -> None:
+        """The wait is over."""
+        self._blocked = False
+        self.communicated(module, kind, began, self._now())
+
+    @harmless
+    def shadowed(self) -> None:
+        """This rank only took part in a synchronised backward of the others."""
+        self._collective += 1
 
     @harmless
     def disturbed(self) -> None:

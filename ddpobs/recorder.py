@@ -67,6 +67,7 @@ class ModuleRecorder:
         self._parameters = 0
         self._backwards = 0
         self._unused: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        tracker.modules += 1
 
     @harmless
     def layout(self, buckets: list[wire.Bucket], comm: str) -> None:
@@ -88,6 +89,10 @@ class ModuleRecorder:
     def finished(self, record: Backward) -> None:
         """Every bucket of that backward was waited for."""
         self._tracker.synchronised(self.index, record)
+
+    def shadowed(self) -> None:
+        """Under `join` this rank, out of data, took part in a synchronised backward of the others."""
+        self._tracker.shadowed()
 
     def on_backward_end(self, told: Callable[[], None]) -> Callable[[], None]:
         """Have `told` called when the outermost backward returns; the result takes that back."""
@@ -114,7 +119,9 @@ class ModuleRecorder:
     @harmless
     def forward_began(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         """The DDP module's forward was called with these inputs."""
-        training = bool(self.training) and torch.is_grad_enabled()
+        # One of several modules runs without gradients as part of a step, as a GAN's generator does for its
+        # discriminator; the only one does so to evaluate.
+        training = bool(self.training) and (torch.is_grad_enabled() or self._tracker.modules > 1)
         self._tracker.forward_began(self.index, training, _batch_size(*inputs, *(kwargs or {}).values()))
 
     @property

@@ -19,6 +19,7 @@ from torch.autograd import Variable
 from ddpobs import buckets as bucketing
 from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
+from ddpobs.collectives import all_reduce, wait
 from ddpobs.comm import AllReduce, BucketComm, CommHook, Pending
 from ddpobs.errors import ReducerError, UnusedParametersError
 from ddpobs.unused import Dynamic, Participation, Required, Static, UsedMap, announced_unreached
@@ -81,7 +82,9 @@ class Reducer:
         self._comm: BucketComm = AllReduce(group)
         self._alarm_name = str(next(_reducers))
         self._alarm = Alarm(group, self._alarm_name)
-        self._used_map = UsedMap(len(names), parameters[0].device, lambda used: self._group.allreduce([used]), recorder)
+        self._used_map = UsedMap(
+            len(names), parameters[0].device, lambda used: all_reduce(self._group, [used]), recorder
+        )
         self._participation = self._participating(static=settings.static_graph)
         self._order: list[int] | None = [] if self._rebuilds else None
         self.unused_bytes = 0
@@ -403,7 +406,7 @@ class Reducer:
             element = last.buffer[0]
         else:
             flag = last.parameters[0].new_full((1,), float("nan") if self._fault else 0.0, dtype=torch.float32)
-            self._group.allreduce([flag]).wait()
+            wait(all_reduce(self._group, [flag]))
             element = flag[0]
         if self._fault is not None:
             element.item()  # A device, too, has then heard every rank.
@@ -471,6 +474,8 @@ class Reducer:
             launched.wait()
         participation.settle()
         self._listen(last)
+        if self._recorder is not None:
+            self._recorder.shadowed()
 
     # ------------------------------------------------------------------ layout
 

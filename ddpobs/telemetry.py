@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 import ddpobs
 from ddpobs import wire
 from ddpobs.clocks import clock_for
+from ddpobs.collectives import CollectiveHooks
 from ddpobs.config import TelemetryConfig
 from ddpobs.exporter import Envelope, Exporter, Identity
 from ddpobs.loaders import LoaderHooks
@@ -91,6 +92,7 @@ class Telemetry:
         self._tracker = StepTracker(self._clock, self._offer_step)
         self._hooks = ProcessHooks(self._tracker)
         self._loaders = LoaderHooks(self._tracker, self._event)
+        self._collectives = CollectiveHooks(self._tracker)
         self._summariser = Summariser(self._clock)
         self._recorders: list[ModuleRecorder] = []
         self._layouts: dict[int, wire.Layout] = {}
@@ -109,6 +111,7 @@ class Telemetry:
         self._exporter.start()
         self._hooks.install()
         self._loaders.install()
+        self._collectives.install()
         atexit.register(self.close)
         # A process that multiprocessing forked runs no atexit.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
@@ -139,6 +142,7 @@ class Telemetry:
         self._at_exit.cancel()
         self._hooks.remove()
         self._loaders.remove()
+        self._collectives.remove()
         self._tracker.finish()
         self._loaders.look()
         self._event("goodbye", self._tracker.number, {})

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from ddpobs import buckets as bucketing
 from ddpobs.alarm import Alarm
 from ddpobs.buckets import Bucket
+from ddpobs.collectives import all_reduce, broadcast, wait
 from ddpobs.comm import AllReduce, CommHook, GradBucket
 from ddpobs.reducer import Reducer
 
@@ -39,7 +40,7 @@ class ModuleReducer(Reducer):
     def begin(self) -> None:
         """As the reducer's; under `join` with the ranks counted that still have data."""
         if self._forward_work is not None:
-            self._forward_work.wait()
+            wait(self._forward_work)
             (ranks,) = self._forward_work.get_future().value()
             self._divisor = float(ranks.item())
             self._forward_work = None
@@ -79,7 +80,7 @@ class ModuleReducer(Reducer):
         last = list(dict.fromkeys(reversed(order)))[::-1]
         rest = sorted(set(range(len(self._parameters))) - set(last))
         agreed = torch.tensor(last + rest, dtype=torch.int64, device=self._parameters[0].device)
-        self._group.broadcast(agreed, 0).wait()
+        wait(broadcast(self._group, [agreed]))
         limits = self._settings.rebuilt_limits_bytes
         self._lay(bucketing.assign_in_order(self._parameters, agreed.tolist(), limits, self._expect_sparse))
         if self._recorder is not None:
@@ -101,11 +102,11 @@ class ModuleReducer(Reducer):
     def _run_comm_hook(self, bucket: GradBucket) -> Any:
         if isinstance(self._comm, CommHook):
             return self._comm.run(bucket)
-        return self._group.allreduce([bucket.buffer()])
+        return all_reduce(self._group, [bucket.buffer()])
 
     def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
         """The plain sum, for torch's hooks that wrap it."""
-        return self._group.allreduce([bucket.buffer()]).get_future()
+        return all_reduce(self._group, [bucket.buffer()]).get_future()
 
     def _get_local_used_map(self) -> torch.Tensor:
         return torch.zeros(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.alarm import Fault
+from ddpobs.collectives import wait
 
 if TYPE_CHECKING:
     from ddpobs.recorder import ModuleRecorder
@@ -119,7 +120,7 @@ class UsedMap:
     def wait(self) -> None:
         """Have the current stream wait for the sum."""
         if self._work is not None:
-            self._work.wait()
+            wait(self._work)
             self._work = None
             if self._recorder is not None:
                 self._recorder.communicated("unused_map", self._launched_ns, self._recorder.now())

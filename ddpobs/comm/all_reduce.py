@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.buckets import Bucket
+from ddpobs.collectives import all_reduce, wait
 
 
 class AllReduce:
@@ -22,12 +23,11 @@ class AllReduce:
 
     def launch(self, bucket: Bucket, last: bool) -> _Pending:
         """Start the all-reduce."""
-        # The group's own method: the wrapper in torch.distributed costs more than a small bucket's communication.
         if bucket.sparse:
             gradient = bucket.parameters[0].grad
             assert gradient is not None
-            return _PendingSparse(self._group.allreduce([gradient]), bucket)
-        return _Pending(self._group.allreduce([bucket.buffer]))
+            return _PendingSparse(all_reduce(self._group, [gradient]), bucket)
+        return _Pending(all_reduce(self._group, [bucket.buffer]))
 
 
 class _Pending:
@@ -37,7 +37,7 @@ class _Pending:
         self.work = work
 
     def wait(self) -> None:
-        self.work.wait()
+        wait(self.work)
 
     def on_done(self, told: Callable[[object], None]) -> None:
         self.work.get_future().add_done_callback(told)
@@ -51,6 +51,6 @@ class _PendingSparse(_Pending):
         self._bucket = bucket
 
     def wait(self) -> None:
-        self.work.wait()
+        wait(self.work)
         result: torch.Tensor = self.work.get_future().value()[0]
         self._bucket.parameters[0].grad = result

@@ -1,0 +1,70 @@
+"""Collectives that are not the reducer's: the user's own and SyncBatchNorm's, seen where training waits for them.
+
+The methods of torch's process groups and of their works are wrapped for as long as telemetry runs, so that it does
+not matter how a caller came by `all_reduce`. What blocks is the wait, and the wait alone is timed. The reducer calls
+the plain methods, and is not seen here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ddpobs.patching import Patches, plain
+from ddpobs.phases import StepTracker
+from ddpobs.wire import COMM_KINDS
+
+_USER = COMM_KINDS.index("user")
+_ALL_REDUCE = plain(dist.ProcessGroup.allreduce)
+_BROADCAST = plain(dist.ProcessGroup.broadcast)
+_WAIT = plain(dist.Work.wait)
+
+
+def all_reduce(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *options: Any) -> Any:
+    """The group's own method, not noted; cheaper than torch.distributed's by more than a small bucket takes."""
+    return _ALL_REDUCE(group, list(tensors), *options)
+
+
+def broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *options: Any) -> Any:
+    """The same for a broadcast."""
+    return _BROADCAST(group, list(tensors), *options)
+
+
+def wait(work: Any) -> None:
+    """The work's own wait, not noted."""
+    _WAIT(work)
+
+
+class CollectiveHooks:
+    """Tells the tracker of each wait for a collective on the training thread, for as long as it is installed."""
+
+    def __init__(self, tracker: StepTracker) -> None:
+        self._tracker = tracker
+        self._patches = Patches()
+
+    def install(self) -> None:
+        """Put them in place."""
+        self._patches.put(dist.Work, "wait", self._timed)
+        # Blocks by itself, without a work to wait for.
+        self._patches.put(dist.ProcessGroup, "monitored_barrier", self._timed)
+
+    def remove(self) -> None:
+        """Take them out again."""
+        self._patches.undo()
+
+    def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tracker = self._tracker
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            began = tracker.blocking_began()
+            if began is None:
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                tracker.blocking_ended(0, _USER, began)
+
+        return timed
