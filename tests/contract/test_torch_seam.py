@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import inspect
 import re
 from pathlib import Path
@@ -32,8 +33,16 @@ OVERRIDDEN = {
 }
 """What torch's module code calls and we answer, with its parameters."""
 
-CALLED = {"_check_comm_hook": ["hook"], "_passing_sync_batchnorm_handle": ["module"]}
+CALLED = {
+    "_build_debug_param_to_name_mapping": ["parameters"],
+    "_check_comm_hook": ["hook"],
+    "_get_ddp_logging_data": [],
+    "_passing_sync_batchnorm_handle": ["module"],
+}
 """What we call on torch's module, with its parameters."""
+
+ON_THE_REDUCER = {"_remove_autograd_hooks", "_set_static_graph", "_update_process_group"}
+"""What attaching calls on torch's C++ reducer."""
 
 FROM_MODULES = {
     "torch": {"_foreach_copy_", "_foreach_mul_"},
@@ -44,6 +53,7 @@ FROM_MODULES = {
         "_compute_bucket_assignment_by_size",
         "_register_comm_hook",
     },
+    "torch._dynamo.trace_rules": {"add"},
     "torch.autograd.Variable._execution_engine": {"queue_callback"},
     "torch.distributed.distributed_c10d": {"_get_default_store"},
     "torch.nn.parallel.distributed": {"_find_tensors"},
@@ -66,8 +76,13 @@ def test_torch_has_the_methods_that_we_call(name: str) -> None:
     assert parameters_of(getattr(TorchDDP, name)) == CALLED[name]
 
 
+def test_torchs_reducer_has_the_methods_that_attaching_calls() -> None:
+    assert set(dir(torch.distributed.Reducer)) >= ON_THE_REDUCER
+
+
 @pytest.mark.parametrize("where", FROM_MODULES)
 def test_the_private_functions_are_where_we_take_them_from(where: str) -> None:
+    importlib.import_module("torch._dynamo")
     holder: Any = torch
     for part in where.split(".")[1:]:
         holder = getattr(holder, part)
@@ -75,8 +90,8 @@ def test_the_private_functions_are_where_we_take_them_from(where: str) -> None:
 
 
 def test_no_other_private_name_of_torch_is_used() -> None:
-    known = set().union(*FROM_MODULES.values(), OVERRIDDEN, CALLED)
-    known |= {"_C", "_distributed_c10d", "_execution_engine", "_bucket_config", "_comm_hooks"}
+    known = set().union(*FROM_MODULES.values(), OVERRIDDEN, CALLED, ON_THE_REDUCER)
+    known |= {"_C", "_distributed_c10d", "_dynamo", "_execution_engine", "_bucket_config", "_comm_hooks"}
     used = {name for path in SOURCES.rglob("*.py") for name in private_names_of_torch(ast.parse(path.read_text()))}
     assert used <= known
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -158,14 +159,20 @@ def frozen_later(kind: Any, rank: int) -> Any:
 
 
 def delayed(kind: Any, rank: int) -> Any:
-    """Two parameters leave the reducer and are reduced late, by a hook on the input side's parameter."""
+    """Two parameters leave the reducer and are reduced late, by a hook on the input side's parameter.
+
+    Torch's module starts that all-reduce and never waits for it, so that what a user reads is chance: waited for here.
+    """
     module = net()
     late = [("4.weight", module[4].weight), ("4.bias", module[4].bias)]
     ddp = kind(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
-    for step in range(3):
-        ddp.zero_grad()
-        ddp(batch(rank, step)).pow(2).mean().backward()
-    dist.barrier()
+    plain = dist.all_reduce
+    started: list[Any] = []
+    with mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: started.append(plain(*args, **kwargs))):
+        for step in range(3):
+            ddp.zero_grad()
+            ddp(batch(rank, step)).pow(2).mean().backward()
+            started.pop().wait()
     return outcome(ddp)
 
 
