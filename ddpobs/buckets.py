@@ -25,6 +25,8 @@ class Bucket:
         views: Each parameter's part of the buffer, in the parameter's own shape and strides.
         pending: Parameters whose gradient this backward still owes.
         placed: By place in the bucket, whether the gradient went in by itself in this backward.
+        residual: What a lossy communication has yet to send of this bucket, flat as the buffer; None where it owes
+            nothing.
         sparse: It holds the one sparse gradient of its one parameter; there is no buffer then.
         adopts: `.grad` becomes the view in the buffer; otherwise it stays what autograd made it.
     """
@@ -40,6 +42,7 @@ class Bucket:
         "parameters",
         "pending",
         "placed",
+        "residual",
         "sparse",
         "views",
     )
@@ -50,6 +53,7 @@ class Bucket:
         self.index, self.members, self.parameters, self.sparse = index, members, parameters, sparse
         self.pending = len(members)
         self.adopts = True
+        self.residual: torch.Tensor | None = None
         self._as_views = as_views
         first = parameters[0]
         self.placed = bytearray(len(members))
@@ -88,6 +92,13 @@ class Bucket:
         for parameter, part in zip(self.parameters, self.parts_of(result), strict=True):
             if parameter.grad is not None:
                 parameter.grad.copy_(part)
+
+    def owe(self, place: int, older: Bucket, place_there: int) -> None:
+        """Take over what another bucket has yet to send of one parameter."""
+        assert older.residual is not None
+        if self.residual is None:
+            self.residual = torch.zeros_like(self.buffer)
+        self.parts_of(self.residual)[place].copy_(older.parts_of(older.residual)[place_there])
 
     def reset(self) -> None:
         """Await the next backward."""

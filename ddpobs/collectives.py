@@ -33,6 +33,12 @@ def broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *option
     return _BROADCAST(group, list(tensors), *options)
 
 
+def all_gather(group: dist.ProcessGroup, everyone: torch.Tensor, mine: torch.Tensor) -> Any:
+    """Started, not waited for: the ranks' equally long tensors one after the other."""
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # The name until torch 2.12.
+    return gather(everyone, mine, group=group, async_op=True)
+
+
 def wait(work: Any) -> None:
     """The work's own wait, not noted."""
     _WAIT(work)

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from ddpobs.comm import Way, choose
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import DataParallelError
 from ddpobs.models import check_same_everywhere
@@ -43,10 +44,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         *args: As torch's.
         telemetry: None (as `DDPOBS_TELEMETRY` says), False, True, a collector's address, or settings. Off costs
             nothing and starts no thread.
+        comm: What is done with a full bucket: None for the plain all-reduce, `"fp16"`, `"bf16"`, `"int8"`,
+            `"topk:DENSITY"`, `"powersgd:RANK"`, `"parameter_server"`, or a callable that takes the process group and
+            gives a `ddpobs.comm.BucketComm`. docs/communication.md says what each costs.
+        round_robin_groups: Process groups over which buckets are dealt in turn.
         **kwargs: As torch's.
 
     Raises:
-        ConfigError: A telemetry setting holds a value that it cannot have.
+        ConfigError: A telemetry setting, `comm` or `round_robin_groups` holds a value that it cannot have.
         DataParallelError: The module is a `torch.nn.DataParallel`.
         ModelsDifferError: On every rank, where the ranks' parameters differ in number, shape, strides or dtype.
         UnusedParametersError: From backward, on every rank, where a parameter got no gradient on some rank and
@@ -62,12 +67,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         module: torch.nn.Module,
         *args: Any,
         telemetry: bool | str | TelemetryConfig | None = None,
+        comm: str | Way | None = None,
+        round_robin_groups: int = 1,
         **kwargs: Any,
     ) -> None:
         skip_in_dynamo()
         if isinstance(module, torch.nn.DataParallel):
             raise DataParallelError
         self._telemetry_config = resolve(telemetry, os.environ)
+        self._way = choose(comm, round_robin_groups)
         self._recorder: ModuleRecorder | None = None
         self._checks_models = _ARGUMENTS.bind(self, module, *args, **kwargs).arguments.get("init_sync", True)
         super().__init__(module, *args, **kwargs)
@@ -148,6 +156,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             _names(self.module, parameters),
             expect_sparse_gradient or [False] * len(parameters),
             group=self.process_group,
+            way=self._way,
             settings=settings,
             recorder=self._recorder,
         )

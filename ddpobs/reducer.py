@@ -20,7 +20,7 @@ from ddpobs import buckets as bucketing
 from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
 from ddpobs.collectives import all_reduce, wait
-from ddpobs.comm import AllReduce, BucketComm, CommHook, Pending
+from ddpobs.comm import AllReduce, BucketComm, CommHook, Pending, Way
 from ddpobs.errors import ReducerError, UnusedParametersError
 from ddpobs.unused import Dynamic, Participation, Required, Static, UsedMap, announced_unreached
 
@@ -61,6 +61,7 @@ class Reducer:
         names: Theirs.
         expect_sparse: Which of them get sparse gradients.
         group: The process group.
+        way: What is done with full buckets.
         settings: The constructor's.
         recorder: Told of each bucket, or None with telemetry off.
     """
@@ -72,6 +73,7 @@ class Reducer:
         expect_sparse: Sequence[bool],
         *,
         group: dist.ProcessGroup,
+        way: Way = AllReduce,
         settings: Settings,
         recorder: ModuleRecorder | None,
     ) -> None:
@@ -79,7 +81,8 @@ class Reducer:
         self._group, self._settings, self._recorder = group, settings, recorder
         self._ranks = group.size()
         self._divisor: float = self._ranks
-        self._comm: BucketComm = AllReduce(group)
+        self._way = way
+        self._comm: BucketComm = way(group)
         self._alarm_name = str(next(_reducers))
         self._alarm = Alarm(group, self._alarm_name)
         self._used_map = UsedMap(
@@ -490,6 +493,8 @@ class Reducer:
                 of[member] = bucket
                 older = self._bucket_of[member] if self._bucket_of else None
                 gradient = self._parameters[member].grad
+                if older and older.residual is not None:
+                    bucket.owe(place, older, older.members.index(member))
                 if older and not bucket.sparse and gradient is older.views[older.members.index(member)]:
                     bucket.views[place].copy_(gradient)
                     self._parameters[member].grad = bucket.views[place]
@@ -519,9 +524,15 @@ class Reducer:
 
         Raises:
             RuntimeError: There is one already.
+            ReducerError: The constructor's `comm` says what is done with a full bucket.
         """
         if isinstance(self._comm, CommHook):
             raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        if type(self._comm) is not AllReduce:
+            raise ReducerError(
+                f"a communication hook was registered (mixed_precision registers one of its own) on a module whose "
+                f"buckets are handled by comm={self._comm.name!r}: leave out one of the two"
+            )
         self.set_comm(CommHook(state, hook))
         if self._recorder is not None:
             self._recorder.event("comm_hook_set", name=self._comm.name)

@@ -14,7 +14,7 @@ from ddpobs import buckets as bucketing
 from ddpobs.alarm import Alarm
 from ddpobs.buckets import Bucket
 from ddpobs.collectives import all_reduce, broadcast, wait
-from ddpobs.comm import AllReduce, CommHook, GradBucket
+from ddpobs.comm import CommHook, GradBucket
 from ddpobs.reducer import Reducer
 
 
@@ -95,21 +95,9 @@ class ModuleReducer(Reducer):
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         self._forward_work = None if use_static_world_size else work
 
-    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        shadows = [bucketing.shadow(bucket) for bucket in self._buckets]
-        return [GradBucket(bucket, bucket is shadows[-1]) for bucket in shadows]
-
-    def _run_comm_hook(self, bucket: GradBucket) -> Any:
-        if isinstance(self._comm, CommHook):
-            return self._comm.run(bucket)
-        return all_reduce(self._group, [bucket.buffer()])
-
     def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
         """The plain sum, for torch's hooks that wrap it."""
         return all_reduce(self._group, [bucket.buffer()]).get_future()
-
-    def _get_local_used_map(self) -> torch.Tensor:
-        return torch.zeros(len(self._parameters), dtype=torch.int32, device=self._parameters[0].device)
 
     def _autograd_hook(self, _index: int) -> None:
         """Under mixed precision torch's module tells of each gradient; our own hooks know already."""
@@ -150,8 +138,9 @@ class ModuleReducer(Reducer):
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         self._group, self._ranks, self._divisor = group, group.size(), group.size()
         self._alarm = Alarm(group, self._alarm_name)
-        if isinstance(self._comm, AllReduce):
-            self.set_comm(AllReduce(group))
+        if not isinstance(self._comm, CommHook):
+            self._comm.close()
+            self.set_comm(self._way(group))
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
         self.timings.every = rate

@@ -3,7 +3,30 @@
 from __future__ import annotations
 
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.face import BucketComm, Pending
+from ddpobs.comm.cast import Bf16, Fp16
+from ddpobs.comm.choice import choose
+from ddpobs.comm.face import BucketComm, OnFuture, Pending, Way
 from ddpobs.comm.hook import CommHook, GradBucket
+from ddpobs.comm.int8 import Int8
+from ddpobs.comm.parameter_server import ParameterServer
+from ddpobs.comm.powersgd import PowerSGD
+from ddpobs.comm.round_robin import RoundRobin
+from ddpobs.comm.topk import TopK
 
-__all__ = ["AllReduce", "BucketComm", "CommHook", "GradBucket", "Pending"]
+__all__ = [
+    "AllReduce",
+    "Bf16",
+    "BucketComm",
+    "CommHook",
+    "Fp16",
+    "GradBucket",
+    "Int8",
+    "OnFuture",
+    "ParameterServer",
+    "Pending",
+    "PowerSGD",
+    "RoundRobin",
+    "TopK",
+    "Way",
+    "choose",
+]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
+import torch.distributed as dist
+
 from ddpobs.buckets import Bucket
 
 
@@ -26,7 +29,7 @@ class BucketComm(Protocol):
     Attributes:
         name: What telemetry calls it.
         divides: Whether the reducer divides gradients by the number of ranks before `launch`.
-        carries_nan: Whether a NaN in one rank's buffer is sure to be in every rank's result.
+        carries_nan: Whether a NaN in the first element of one rank's buffer is sure to be in every rank's result.
     """
 
     name: str
@@ -36,3 +39,29 @@ class BucketComm(Protocol):
     def launch(self, bucket: Bucket, last: bool) -> Pending:
         """Start it. Must not block; called in the same order on every rank."""
         ...
+
+    def close(self) -> None:
+        """Let go of process groups and threads of its own."""
+        ...
+
+
+Way = Callable[[dist.ProcessGroup], BucketComm]
+"""Makes what handles the buckets of one process group: a class of this package, `functools.partial` of one, or a
+user's own. It is pickled with the module."""
+
+
+class OnFuture:
+    """Pending until a future of torch's is done."""
+
+    __slots__ = ("_future",)
+
+    def __init__(self, future: torch.futures.Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """As `Pending.wait`; an error in the exchange comes out here."""
+        self._future.wait()
+
+    def on_done(self, told: Callable[[object], None]) -> None:
+        """As `Pending.on_done`."""
+        self._future.add_done_callback(told)

@@ -55,7 +55,12 @@ FROM_MODULES = {
     },
     "torch._dynamo.trace_rules": {"add"},
     "torch.autograd.Variable._execution_engine": {"queue_callback"},
-    "torch.distributed.distributed_c10d": {"_get_default_store"},
+    "torch.distributed.distributed_c10d": {
+        "_get_default_store",
+        "_get_default_timeout",
+        "_new_process_group_helper",
+        "_world",
+    },
     "torch.nn.parallel.distributed": {"_find_tensors"},
 }
 """Private functions and classes, by where they live."""

@@ -1,0 +1,59 @@
+"""Half the bytes: gradients travel, and are summed, in 16 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ddpobs.buckets import Bucket
+from ddpobs.collectives import all_reduce
+from ddpobs.comm.all_reduce import AllReduce
+from ddpobs.comm.face import OnFuture, Pending
+
+
+class _Cast:
+    """All-reduce in a narrower dtype. A bucket that is no wider, or sparse, is reduced as it is."""
+
+    divides = True
+    carries_nan = True
+    name: str
+    dtype: torch.dtype
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._plain = AllReduce(group)
+
+    def launch(self, bucket: Bucket, last: bool) -> Pending:
+        """Cast, start the all-reduce, and cast back as soon as it is done."""
+        buffer = bucket.buffer
+        if bucket.sparse or not buffer.is_floating_point() or buffer.element_size() <= self.dtype.itemsize:
+            return self._plain.launch(bucket, last)
+        narrow = buffer.to(self.dtype)
+        return OnFuture(all_reduce(self._group, [narrow]).get_future().then(_into(buffer, narrow)))
+
+    def close(self) -> None:
+        """Nothing to let go of."""
+
+
+def _into(buffer: torch.Tensor, narrow: torch.Tensor) -> Callable[[torch.futures.Future[object]], None]:
+    def widen(reduced: torch.futures.Future[object]) -> None:
+        reduced.value()  # Raises where the exchange failed.
+        buffer.copy_(narrow)
+
+    return widen
+
+
+class Fp16(_Cast):
+    """In float16: 10 bits of fraction; sums above 65504 overflow to infinity, which GradScaler looks for."""
+
+    name = "fp16"
+    dtype = torch.float16
+
+
+class Bf16(_Cast):
+    """In bfloat16: float32's range with 7 bits of fraction."""
+
+    name = "bf16"
+    dtype = torch.bfloat16

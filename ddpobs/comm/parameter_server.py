@@ -1,0 +1,41 @@
+"""What all-reduce is measured against: one rank gathers the sum and sends it back to all."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from ddpobs.buckets import Bucket
+from ddpobs.collectives import wait
+from ddpobs.comm.all_reduce import AllReduce
+from ddpobs.comm.face import Pending
+from ddpobs.comm.stages import Stages
+
+
+class ParameterServer:
+    """Reduce to the group's first rank, then broadcast from it: its link carries everyone's bytes, twice."""
+
+    name = "parameter_server"
+    divides = True
+    carries_nan = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._plain = AllReduce(group)
+        self._stages = Stages(group)
+
+    def launch(self, bucket: Bucket, last: bool) -> Pending:
+        """Start the reduction; the broadcast follows from the stages' thread."""
+        if bucket.sparse:
+            return self._plain.launch(bucket, last)
+        buffer = bucket.buffer
+        reduced = dist.reduce(buffer, group=self._group, group_dst=0, async_op=True)
+
+        def stages() -> None:
+            wait(reduced)
+            wait(dist.broadcast(buffer, group=self._stages.group, group_src=0, async_op=True))
+
+        return self._stages.run(stages, buffer.device)
+
+    def close(self) -> None:
+        """End the stages."""
+        self._stages.close()
