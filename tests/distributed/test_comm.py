@@ -60,7 +60,7 @@ def one_step_and_more(rank: int, world_size: int) -> dict[str, Any]:
     # Torch's first backward has one bucket, so four ranks add up in another order; two cannot, but for subnormals.
     ours = gradients(DistributedDataParallel(net(), comm="fp16", **CAP), rank)
     apart = distance(ours, gradients(torchs, rank))
-    found["fp16, as torch's hook"] = apart < (1e-6 if world_size == 2 else 1e-3)
+    found["fp16, as torch's hook"] = apart < (1e-4 if world_size == 2 else 1e-3)
     for groups in (2, 3):
         ddp = DistributedDataParallel(net(), round_robin_groups=groups, **CAP)
         found[f"round robin {groups}, as plain"] = all(map(torch.equal, train(ddp, rank), trained))
