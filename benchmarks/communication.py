@@ -1,0 +1,254 @@
+"""What each way of handling a full bucket does on a slow link: step time and bytes, against the plain all-reduce.
+
+    sudo python -m benchmarks.communication [--ranks 2] [--rate 1gbit] [--minutes 5] [--json FILE] [--smoke]
+
+Every rank lives in a network namespace of its own, with one thread and a shaped link. Every variant trains its own
+copy of the same model in the same processes; a round runs each of them for a few steps, in an order drawn anew. Bytes
+are the link's own counters, the larger of both directions. Printed are ratios of step time to the plain all-reduce with
+95 % intervals over rounds, bytes a step as a multiple of the gradients' size, and what the sources claim beside what
+was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from benchmarks.links import INTERFACE, LinkError, address, inside, links, moved_bytes
+from benchmarks.pairs import ratio
+from ddpobs import DistributedDataParallel
+from ddpobs.comm import PowerSGD
+
+PLAIN = "plain all-reduce"
+STEPS_A_TURN = 2
+CAPS_MB = {"0": 0.001, "1": 1.0, "5": 5.0, "25": 25.0, "50": 50.0, "all in one": 10_000.0}
+Step = Callable[[], None]
+
+
+def model(width: int, layers: int = 24) -> nn.Module:
+    """An MLP of `layers` layers of the same width, the same on every rank."""
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
+
+
+def variants() -> dict[str, Callable[[nn.Module], Any]]:
+    """By name, what wraps the model."""
+    ours = DistributedDataParallel
+    made: dict[str, Callable[[nn.Module], Any]] = {
+        PLAIN: ours,
+        "the same again": ours,
+        "fp16": partial(ours, comm="fp16"),
+        "bf16": partial(ours, comm="bf16"),
+        "int8": partial(ours, comm="int8"),
+        "top-k, 1 %": partial(ours, comm="topk:0.01"),
+        "PowerSGD, rank 4": partial(ours, comm=partial(PowerSGD, rank=4, start_iteration=2)),
+        "round-robin, 3 groups": partial(ours, round_robin_groups=3),
+        "round-robin, 5 groups": partial(ours, round_robin_groups=5),
+        "parameter server": partial(ours, comm="parameter_server"),
+        "DataParallel-like": DataParallelLike,
+    }
+    for label, cap in CAPS_MB.items():
+        made[f"cap {label}"] = partial(ours, bucket_cap_mb=cap)
+        made[f"torch, cap {label}"] = partial(TorchDDP, bucket_cap_mb=cap)
+    return made
+
+
+class DataParallelLike(nn.Module):
+    """The traffic of torch.nn.DataParallel, between processes: parameters out before, gradients back after."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The first rank's parameters, then the module."""
+        flat = nn.utils.parameters_to_vector(self.module.parameters()).detach()
+        dist.broadcast(flat, 0)
+        nn.utils.vector_to_parameters(flat, self.module.parameters())
+        return self.module(x)  # type: ignore[no-any-return]
+
+    def collect(self) -> None:
+        """The sum of all gradients to the first rank."""
+        flat = torch.cat([p.grad.flatten() for p in self.module.parameters() if p.grad is not None])
+        dist.reduce(flat, 0)
+
+
+def stepping(wrapped: nn.Module, batch: torch.Tensor) -> Step:
+    """One training step of a variant."""
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        wrapped(batch).pow(2).mean().backward()
+        if isinstance(wrapped, DataParallelLike):
+            wrapped.collect()
+        optimizer.step()
+
+    return step
+
+
+def rank_main(rank: int, options: argparse.Namespace) -> None:
+    """Run every variant in turns; the first rank writes what was measured."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://{address(0)}:29500", rank=rank, world_size=options.ranks)
+    batch = torch.randn(options.batch, options.width, generator=torch.Generator().manual_seed(rank))
+    chosen = {name: wrap for name, wrap in variants().items() if not options.only or name in options.only}
+    steps = {name: stepping(wrap(model(options.width)), batch) for name, wrap in chosen.items()}
+    for step in steps.values():  # Buckets are rebuilt after the first, and PowerSGD compresses from the third on.
+        for _ in range(4):
+            step()
+    order, shuffled = list(steps), random.Random(0)
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    moved: dict[str, list[list[int]]] = {name: [] for name in steps}
+    deadline = time.monotonic() + 60 * options.minutes
+    while _agreed(time.monotonic() < deadline or not seconds[PLAIN]):
+        shuffled.shuffle(order)
+        for name in order:
+            took, sent, received = _turn(steps[name])
+            seconds[name].append(took)
+            moved[name].append([sent, received])
+    everyone: list[Any] = [None] * options.ranks
+    dist.all_gather_object(everyone, moved)
+    if rank == 0:
+        size = sum(p.numel() * p.element_size() for p in model(options.width).parameters())
+        busiest = {name: float(np.median(np.max([m[name] for m in everyone], axis=(0, 2)))) / size for name in steps}
+        mean = {name: float(np.mean([m[name] for m in everyone])) / size for name in steps}
+        found = {"seconds": seconds, "busiest_link": busiest, "mean_link": mean, "gradient_bytes": size}
+        Path(options.found).write_text(json.dumps(found))
+    dist.barrier()
+
+
+def _turn(step: Step) -> tuple[float, int, int]:
+    dist.barrier()
+    sent, received = moved_bytes()
+    began = time.perf_counter()
+    for _ in range(STEPS_A_TURN):
+        step()
+    took = time.perf_counter() - began
+    dist.barrier()
+    sent_after, received_after = moved_bytes()
+    return took / STEPS_A_TURN, (sent_after - sent) // STEPS_A_TURN, (received_after - received) // STEPS_A_TURN
+
+
+def _agreed(goes_on: bool) -> bool:
+    flag = torch.tensor([int(goes_on)])
+    dist.broadcast(flag, 0)
+    return bool(flag.item())
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """Start the ranks, each in its namespace, and collect what the first one found."""
+    with tempfile.TemporaryDirectory() as folder, links(options.ranks, options.rate):
+        found = Path(folder) / "found.json"
+        ranks = [
+            subprocess.Popen(
+                inside(rank, [sys.executable, "-m", "benchmarks.communication", *sys.argv[1:]]),
+                env=os.environ
+                | {"GLOO_SOCKET_IFNAME": INTERFACE, "DDPOBS_BENCH_RANK": str(rank), "DDPOBS_BENCH_FOUND": str(found)},
+                cwd=Path(__file__).parents[1],
+            )
+            for rank in range(options.ranks)
+        ]
+        try:
+            codes = [rank.wait() for rank in ranks]
+        finally:
+            for rank in ranks:
+                rank.kill()
+        if any(codes):
+            raise SystemExit(f"the ranks ended with {codes}")
+        return json.loads(found.read_text())  # type: ignore[no-any-return]
+
+
+def report(found: dict[str, Any], options: argparse.Namespace) -> str:
+    """Two Markdown tables."""
+    seconds = found["seconds"]
+    size = found["gradient_bytes"]
+    lines = [
+        f"{options.ranks} ranks, {options.rate} links, {size / 2**20:.0f} MiB of gradients, "
+        f"{len(seconds[PLAIN])} rounds of {STEPS_A_TURN} steps. "
+        f"A plain step takes {np.median(seconds[PLAIN]):.2f} s (median).",
+        "",
+        "| variant | step time, plain = 1 | bytes on the busiest link, gradients = 1 | on the mean link |",
+        "|---|---|---|---|",
+    ]
+    for name, took in seconds.items():
+        against = ratio([took], [seconds[PLAIN]])
+        lines.append(f"| {name} | {against} | {found['busiest_link'][name]:.2f} | {found['mean_link'][name]:.2f} |")
+    return "\n".join([*lines, "", *_claims(found)])
+
+
+def _claims(found: dict[str, Any]) -> list[str]:
+    seconds, busiest = found["seconds"], found["busiest_link"]
+
+    def against(one: str, other: str) -> str:
+        return str(ratio([seconds[one]], [seconds[other]])) if one in seconds and other in seconds else "not run"
+
+    def traffic(one: str, other: str) -> str:
+        return f"{busiest[one] / busiest[other]:.2f}" if one in busiest and other in busiest else "not run"
+
+    caps = {label: np.median(seconds[f"cap {label}"]) for label in CAPS_MB if f"cap {label}" in seconds}
+    best = min(caps, key=lambda label: caps[label]) if caps else "not run"
+    rows = [
+        ("fp16 halves the traffic", f"{traffic('fp16', PLAIN)} of the bytes, {against('fp16', PLAIN)} of the step"),
+        (
+            "all-reduce needs 50 to 70 % less traffic than a parameter server",
+            f"{traffic(PLAIN, 'parameter server')} of its busiest link's bytes, {against(PLAIN, 'parameter server')} "
+            "of its step",
+        ),
+        ("round-robin groups pay", f"3 groups: {against('round-robin, 3 groups', PLAIN)} of the step"),
+        ("", f"5 groups: {against('round-robin, 5 groups', PLAIN)} of the step"),
+        ("DDP is faster than DataParallel", f"{against(PLAIN, 'DataParallel-like')} of the step"),
+        ("communication overlaps with backward", f"{against('cap 25', 'cap all in one')} of the step in one bucket"),
+        ("a cap of 0 is the slowest", f"{against('cap 0', 'cap 25')} of the step with 25 MB"),
+        ("caps of 25 to 125 MB are best", f"the fastest here: {best} MB; 5 MB {against('cap 5', 'cap 25')} of 25 MB"),
+    ]
+    return ["| claimed | measured |", "|---|---|", *(f"| {claim} | {measured} |" for claim, measured in rows)]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rate", default="1gbit", help="of each link, as tc writes it")
+    parser.add_argument("--minutes", type=float, default=5.0, help="of rounds, after the warm-up")
+    parser.add_argument("--width", type=int, default=724, help="of the MLP's 24 layers: 12.6 M parameters")
+    parser.add_argument("--batch", type=int, default=192)
+    parser.add_argument("--only", nargs="*", help="variants to run, the plain one among them")
+    parser.add_argument("--json", type=Path, help="where to write what was measured")
+    parser.add_argument("--smoke", action="store_true", help="the smallest run that goes through everything")
+    options = parser.parse_args()
+    if options.smoke:
+        options.width, options.batch, options.minutes = 64, 8, 0.0
+    rank = os.environ.get("DDPOBS_BENCH_RANK")
+    if rank is not None:
+        options.found = os.environ["DDPOBS_BENCH_FOUND"]
+        rank_main(int(rank), options)
+        return
+    try:
+        found = measure(options)
+    except LinkError as error:
+        raise SystemExit(str(error)) from error
+    print(report(found, options))
+    if options.json:
+        told = vars(options) | {"json": None}
+        options.json.write_text(json.dumps({"options": told, **found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
