@@ -56,11 +56,13 @@ class Alarm:
         if element.device.type == "cpu":
             if bool(torch.isnan(element)):
                 self.read()
-        else:
+        elif not torch.cuda.is_current_stream_capturing():  # A graph's replays run no Python that could look.
             self._looks.append(_Look(element, self._number))
 
     def look_again(self) -> None:
         """Look at what a device has brought meanwhile, without waiting for it."""
+        if self._looks and torch.cuda.is_current_stream_capturing():
+            return
         while self._looks and self._looks[0].there():
             look = self._looks.pop(0)
             if look.alarming():

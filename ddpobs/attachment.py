@@ -22,7 +22,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddpobs import buckets as bucketing
 from ddpobs import config as settings
 from ddpobs import telemetry, wire
-from ddpobs.collectives import all_reduce, broadcast, wait
+from ddpobs.collectives import all_reduce, broadcast, time_collectives, wait
 from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.patching import Patches, skip_in_dynamo
 from ddpobs.recorder import ModuleRecorder
@@ -90,7 +90,7 @@ class ObservedGroup(dist.ProcessGroup):
         told = self._told()
         launched = told.now() if told is not None else 0
         work = all_reduce(self._inner, tensors, *([] if options is None else [options]))
-        if told is not None:
+        if told is not None and launched:  # No stamps while a CUDA graph is captured, nor callbacks, on other streams.
             told.reduced(tensors[0], launched, work)
         return work
 
@@ -114,6 +114,7 @@ class _Pass:
     def __init__(self, buckets: int) -> None:
         self.launched_ns: list[Any] = [0] * buckets
         self.done_ns: list[Any] = [0] * buckets
+        self.works: dict[int, Any] = {}
         self.next = 0
         self.used_map: torch.Tensor | None = None
 
@@ -125,6 +126,8 @@ class Attachment:
         self._model = weakref.ref(model)
         self._recorder: ModuleRecorder = telemetry.join(model, config, model.process_group, _reducer_settings(model))
         self.now = self._recorder.now
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._tells_duration = time_collectives(model.process_group, device)
         self._parameters, self._sparse = model._build_params_for_reducer()
         names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._names = [names[id(parameter)] for parameter in self._parameters]
@@ -198,6 +201,8 @@ class Attachment:
             return
         seen.next = index + 1
         seen.launched_ns[index] = launched
+        if self._tells_duration:
+            seen.works[index] = work
         work.get_future().add_done_callback(_stamper(seen.done_ns, index, self.now))
 
     def broadcast(self, tensor: torch.Tensor) -> None:
@@ -224,7 +229,7 @@ class Attachment:
                 return hook(state, bucket)
             seen, index, launched = attachment._of_this_pass(), bucket.index(), attachment.now()
             future = hook(state, bucket)
-            if index < len(seen.launched_ns):
+            if index < len(seen.launched_ns) and launched:
                 seen.launched_ns[index] = launched
                 future.add_done_callback(_stamper(seen.done_ns, index, attachment.now))
             return future
@@ -272,9 +277,11 @@ class Attachment:
             return
         self._expected = False
         record = self._recorder.backward()
+        if record is None:
+            return
         if seen is not None and any(seen.launched_ns):
             record.ready_ns = [max((self._ready[i] for i in m if self._ready[i]), default=0) for m in self._members]
-            record.launched_ns, record.done_ns = seen.launched_ns, seen.done_ns
+            record.launched_ns, record.done_ns, record.works = seen.launched_ns, seen.done_ns, seen.works
             if record.parameter_ready_ns is not None:
                 record.parameter_ready_ns = [self._ready[i] for members in self._members for i in members]
         else:

@@ -6,6 +6,7 @@ thread turns stamps into times, so that training never waits for a device.
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -30,6 +31,10 @@ class Clock(Protocol):
         """The stamp on this process's monotonic clock. May wait for the device where `passed` is False."""
         ...
 
+    def capturing(self, begins: bool) -> None:
+        """A CUDA graph's capture begins or has ended: in between nothing may be asked of the device."""
+        ...
+
 
 class HostClock:
     """Stamps are `time.monotonic_ns()` itself."""
@@ -45,15 +50,22 @@ class HostClock:
         """The stamp itself."""
         return stamp
 
+    def capturing(self, begins: bool) -> None:
+        """Host time does not mind."""
+
 
 class CudaClock:
     """Stamps are events on the current stream; a collective's done-callback runs on a stream that follows it.
+
+    While a CUDA graph is captured stamps are 0: an event inside it has no time, and one that another thread so much as
+    asks for makes the capture fail (cudaStreamCaptureModeGlobal).
 
     Elapsed time of events is a float in milliseconds (torch.cuda.Event.elapsed_time), whose rounding grows with the
     distance from the reference, so the reference is taken anew every few seconds.
     """
 
     _RENEW_NS = 4_000_000_000
+    _POLL_S = 0.0005
 
     def __init__(self, device: Any) -> None:
         """Tie the device's time to the host's once, at construction.
@@ -67,29 +79,38 @@ class CudaClock:
         self._device = device
         self._taken_ns = 0
         self._reference: Any = None
+        self._asking = threading.Lock()
+        self._captures = False
         self._renew()
 
     def now(self) -> Stamp:
-        """An event recorded on the current stream, with the host time at which it was recorded."""
+        """An event recorded on the current stream; 0 while a graph is captured."""
+        if self._captures:
+            return 0
         event = self._cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def passed(self, stamp: Stamp) -> bool:
         """Whether the device has got to the event."""
-        return stamp != 0 and bool(stamp.query())
+        with self._asking:
+            return stamp != 0 and not self._captures and bool(stamp.query())
 
     def nanoseconds(self, stamp: Stamp) -> int:
         """Host time at which the device got to the event."""
-        stamp.synchronize()
-        at_ns: int = self._taken_ns + round(self._reference.elapsed_time(stamp) * 1e6)
+        while not self.passed(stamp):
+            time.sleep(self._POLL_S)
+        with self._asking:
+            at_ns: int = self._taken_ns + round(self._reference.elapsed_time(stamp) * 1e6)
         if at_ns - self._taken_ns > self._RENEW_NS:
-            self._advance(stamp, at_ns)
+            # Go on from a passed event, without touching the streams that training uses.
+            self._reference, self._taken_ns = stamp, at_ns
         return at_ns
 
-    def _advance(self, stamp: Stamp, at_ns: int) -> None:
-        """Go on from a passed event, without touching the streams that training uses."""
-        self._reference, self._taken_ns = stamp, at_ns
+    def capturing(self, begins: bool) -> None:
+        """Ask nothing of the device from now on, or again; waits for a question under way, which takes microseconds."""
+        with self._asking:
+            self._captures = begins
 
     def _renew(self) -> None:
         """Read both clocks together, before training starts: the only synchronisation."""

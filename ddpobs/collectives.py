@@ -44,6 +44,14 @@ def wait(work: Any) -> None:
     _WAIT(work)
 
 
+def time_collectives(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Have the group's works know how long they took, which costs NCCL an event more each; whether they will."""
+    if device.type != "cuda" or "nccl" not in dist.get_backend(group):
+        return False
+    group._enable_collectives_timing()  # type: ignore[attr-defined]
+    return True
+
+
 class CollectiveHooks:
     """Tells the tracker of each wait for a collective on the training thread, for as long as it is installed."""
 

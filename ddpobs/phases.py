@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
+from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.patching import Patches
 from ddpobs.wire import PHASES
@@ -95,6 +96,7 @@ class StepTracker:
     """
 
     def __init__(self, clock: Clock, finished: Callable[[RawStep], object]) -> None:
+        self._clock = clock
         self._now = clock.now
         self._finished = finished
         self._thread = 0
@@ -110,6 +112,8 @@ class StepTracker:
         self.modules = 0
         self._blocked = False
         self._evaluated = self._stale = False
+        self.paused = False
+        """A CUDA graph is being captured: nothing runs, and no time means anything."""
         self.on_backward_end: list[Callable[[], None]] = []
         self.evaluating: Callable[[], bool] = lambda: False
         """Whether every module is in evaluation mode."""
@@ -127,7 +131,7 @@ class StepTracker:
     @harmless
     def forward_began(self, module: int, training: bool, samples: int) -> None:
         """A DDP module's forward was called."""
-        if self._backward_depth:
+        if self._backward_depth or self.paused:
             return  # Checkpointing runs it again, inside backward.
         if not training:
             self._clean = False
@@ -155,7 +159,7 @@ class StepTracker:
     @harmless
     def fetch_began(self) -> bool:
         """The loader was asked for a batch; returns whether it is this tracker's thread that asked."""
-        if not self._mine():
+        if self.paused or not self._mine():
             return False
         if self._step and self._step.segments:
             self._close()
@@ -250,6 +254,14 @@ class StepTracker:
         self._clean = False
 
     @harmless
+    def pause(self, begins: bool) -> None:
+        """The capture of a CUDA graph begins, which ends the open step without a result, or it has ended."""
+        if begins:
+            self._step, self._stack, self._base = None, [], OTHER
+        self.paused, self._clean = begins, False
+        self._clock.capturing(begins)
+
+    @harmless
     def finish(self) -> None:
         """Close the open step if it synchronised anything, at the end of training."""
         if self._step and self._step.segments:
@@ -305,8 +317,9 @@ class StepTracker:
 class ProcessHooks:
     """The process-wide hooks by which trackers learn of loader, backward, optimizers and checkpoints."""
 
-    def __init__(self, tracker: StepTracker) -> None:
+    def __init__(self, tracker: StepTracker, event: Callable[[str, int, dict[str, wire.Scalar]], None]) -> None:
         self._tracker = tracker
+        self._event = event
         self._patches = Patches()
         self._undo: list[Callable[[], None]] = []
 
@@ -318,6 +331,8 @@ class ProcessHooks:
         self._undo += [before.remove, after.remove]
         self._patches.put(torch.autograd, "backward", self._backward)
         self._patches.put(torch, "save", self._save)
+        self._patches.put(torch.cuda.CUDAGraph, "capture_begin", self._capture_begin)
+        self._patches.put(torch.cuda.CUDAGraph, "capture_end", self._capture_end)
         self._patches.put(dataloader._BaseDataLoaderIter, "__next__", self._fetch)
         self._patches.put(dataloader.DataLoader, "__iter__", self._fetch)
 
@@ -352,6 +367,23 @@ class ProcessHooks:
                 tracker.pop()
 
         return fetch
+
+    def _capture_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def capture_begin(*args: Any, **kwargs: Any) -> Any:
+            self._event("cuda_graph_captured", self._tracker.number, {})
+            self._tracker.pause(True)
+            return original(*args, **kwargs)
+
+        return capture_begin
+
+    def _capture_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def capture_end(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._tracker.pause(False)
+
+        return capture_end
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         tracker = self._tracker

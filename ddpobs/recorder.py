@@ -22,9 +22,12 @@ Interval = tuple[int, int, int]
 
 
 class Backward:
-    """Stamps of one synchronised backward of one module; a list per event, one place per bucket."""
+    """Stamps of one synchronised backward of one module; a list per event, one place per bucket.
 
-    __slots__ = ("done_ns", "launched_ns", "module", "parameter_ready_ns", "ready_ns", "revision")
+    `works` are collectives that know how long they were moving; empty where the backend does not tell.
+    """
+
+    __slots__ = ("done_ns", "launched_ns", "module", "parameter_ready_ns", "ready_ns", "revision", "works")
 
     def __init__(self, module: int, revision: int, buckets: int, parameters: int | None) -> None:
         self.module = module
@@ -32,6 +35,7 @@ class Backward:
         self.ready_ns: list[Stamp] = [0] * buckets
         self.launched_ns: list[Stamp] = [0] * buckets
         self.done_ns: list[Stamp] = [0] * buckets
+        self.works: dict[int, Any] = {}
         self.parameter_ready_ns: list[Stamp] | None = None if parameters is None else [0] * parameters
 
 
@@ -79,8 +83,13 @@ class ModuleRecorder:
             wire.Layout(module=self.index, name=self._name, revision=self._revision, comm=comm, buckets=buckets)
         )
 
-    def backward(self) -> Backward:
-        """A fresh record for the synchronised backward that begins; each parameter's readiness is sampled."""
+    def backward(self) -> Backward | None:
+        """A fresh record for the synchronised backward that begins; each parameter's readiness is sampled.
+
+        None where nothing may be recorded, in the capture of a CUDA graph.
+        """
+        if self._tracker.paused:
+            return None
         sampled = self._backwards % self._readiness_every == 0
         self._backwards += 1
         self.current = Backward(self.index, self._revision, self._buckets, self._parameters if sampled else None)
@@ -152,6 +161,7 @@ class Span:
     bucket: int
     ready_ns: int
     launched_ns: int
+    started_ns: int
     done_ns: int
 
 
@@ -232,7 +242,8 @@ class Summariser:
                 launched = launched or end_ns
                 ready = min(ready or launched, launched)
                 done = max(min(done or end_ns, end_ns), launched)
-                spans.append(Span(record.module, record.revision, bucket, ready, launched, done))
+                started = _started(record.works.get(bucket), launched, done)
+                spans.append(Span(record.module, record.revision, bucket, ready, launched, started, done))
         return spans
 
     def _own(self, intervals: list[Interval], windows: list[tuple[int, int, Segment]]) -> tuple[list[int] | None, int]:
@@ -265,6 +276,14 @@ class Summariser:
             for record in segment.records
             if record.parameter_ready_ns is not None
         ]
+
+
+def _started(work: Any, launched_ns: int, done_ns: int) -> int:
+    """When the collective began moving: its end less its duration, which NCCL's works know (domain: bucket spans)."""
+    try:
+        return wire.UNKNOWN if work is None else max(launched_ns, done_ns - round(work._get_duration() * 1e6))
+    except RuntimeError:
+        return wire.UNKNOWN
 
 
 def lay(intervals: list[Interval], begin_ns: int, end_ns: int, phase: int) -> list[Interval]:

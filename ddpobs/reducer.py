@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from ddpobs import buckets as bucketing
 from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_reduce, wait
+from ddpobs.collectives import all_reduce, time_collectives, wait
 from ddpobs.comm import AllReduce, BucketComm, CommHook, Pending, Way
 from ddpobs.errors import ReducerError, UnusedParametersError
 from ddpobs.unused import Dynamic, Participation, Required, Static, UsedMap, announced_unreached
@@ -83,6 +83,7 @@ class Reducer:
         self._divisor: float = self._ranks
         self._way = way
         self._comm: BucketComm = way(group)
+        self._tells_duration = recorder is not None and time_collectives(group, parameters[0].device)
         self._alarm_name = str(next(_reducers))
         self._alarm = Alarm(group, self._alarm_name)
         self._used_map = UsedMap(
@@ -211,7 +212,7 @@ class Reducer:
         self._alarm.began()
         if self._recorder is not None:
             self._record = self._recorder.backward()
-            self._stamps = self._record.parameter_ready_ns
+            self._stamps = self._record.parameter_ready_ns if self._record is not None else None
         if not self._settings.as_views:
             for bucket in self._buckets:
                 bucket.renew()
@@ -346,6 +347,9 @@ class Reducer:
         record.launched_ns[index] = now()
         pending = self._comm.launch(bucket, index == len(self._buckets) - 1)
         self._pending.append(pending)
+        work = getattr(pending, "work", None)
+        if work is not None and self._tells_duration:
+            record.works[index] = work
         done_ns = record.done_ns
 
         def done(_: object) -> None:

@@ -90,7 +90,7 @@ class Telemetry:
         self._hello = _hello(device, backend, settings)
         self._exporter = Exporter(config, self._encode)
         self._tracker = StepTracker(self._clock, self._offer_step)
-        self._hooks = ProcessHooks(self._tracker)
+        self._hooks = ProcessHooks(self._tracker, self._event)
         self._loaders = LoaderHooks(self._tracker, self._event)
         self._collectives = CollectiveHooks(self._tracker)
         self._summariser = Summariser(self._clock)
@@ -288,7 +288,7 @@ def _span_columns(steps: list[Step]) -> wire.Spans | None:
         bucket=_ints([span.bucket for _, span in rows]),
         ready_ns=_ints([span.ready_ns for _, span in rows]),
         launched_ns=_ints([span.launched_ns for _, span in rows]),
-        started_ns=np.full(len(rows), wire.UNKNOWN, np.int64),
+        started_ns=_ints([span.started_ns for _, span in rows]),
         done_ns=_ints([span.done_ns for _, span in rows]),
     )
 

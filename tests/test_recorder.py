@@ -17,6 +17,7 @@ class FakeClock:
 
     def __init__(self) -> None:
         self.at = 1_000
+        self.captures: list[bool] = []
 
     def now(self) -> int:
         return self.at
@@ -26,6 +27,9 @@ class FakeClock:
 
     def passed(self, stamp: int) -> bool:
         return stamp > 0
+
+    def capturing(self, begins: bool) -> None:
+        self.captures.append(begins)
 
 
 class Training:
@@ -44,6 +48,9 @@ class Training:
         self.recorder.layout([bucket, bucket], "all_reduce")
         self._summariser = Summariser(self.clock)
         self._done: list[Step] = []
+
+    def event(self, kind: str, step: int, detail: dict[str, wire.Scalar]) -> None:
+        self.told.append(kind)
 
     def spend(self, ns: int) -> None:
         self.clock.at += ns
@@ -189,7 +196,7 @@ def test_the_first_step_after_an_evaluation_has_no_clean_origin(training: Traini
 
 
 def test_a_checkpoint_leaves_the_next_step_without_clean_origin(training: Training, tmp_path: Any) -> None:
-    hooks = ProcessHooks(training.tracker)
+    hooks = ProcessHooks(training.tracker, training.event)
     hooks.install()
     try:
         plain_step(training)
@@ -199,6 +206,35 @@ def test_a_checkpoint_leaves_the_next_step_without_clean_origin(training: Traini
     finally:
         hooks.remove()
     assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, True]
+
+
+def test_nothing_is_recorded_while_a_cuda_graph_is_captured(training: Training, monkeypatch: Any) -> None:
+    began: list[int] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: began.append(training.clock.at))
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", lambda _: None)
+    graph = object.__new__(torch.cuda.CUDAGraph)
+    hooks = ProcessHooks(training.tracker, training.event)
+    hooks.install()
+    try:
+        plain_step(training)
+        plain_step(training)
+        training.fetch(3)
+        graph.capture_begin()
+        training.fetch(7)
+        training.forward(9)
+        training.tracker.backward_began()
+        record = training.recorder.backward()
+        training.tracker.backward_ended()
+        graph.capture_end()
+        plain_step(training)
+        plain_step(training)
+    finally:
+        hooks.remove()
+    assert record is None
+    assert began
+    assert training.clock.captures == [True, False]
+    assert "cuda_graph_captured" in training.told
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, True, False]
 
 
 def test_a_skipped_optimizer_does_not_merge_two_steps(training: Training) -> None:
@@ -247,7 +283,7 @@ def test_unused_parameters_travel_only_when_the_set_changes(training: Training) 
 
 def test_the_hooks_see_loader_backward_and_optimizer_and_leave_nothing_behind(training: Training) -> None:
     before = (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__)
-    hooks = ProcessHooks(training.tracker)
+    hooks = ProcessHooks(training.tracker, training.event)
     hooks.install()
     try:
         model = torch.nn.Linear(2, 1)

@@ -41,6 +41,12 @@ CALLED = {
 }
 """What we call on torch's module, with its parameters."""
 
+ON_GROUPS_AND_WORKS = {
+    "_enable_collectives_timing": torch.distributed.ProcessGroup,
+    "_get_duration": torch.distributed.Work,
+}
+"""What CUDA's times ask of NCCL."""
+
 ON_THE_REDUCER = {"_remove_autograd_hooks", "_set_static_graph", "_update_process_group"}
 """What attaching calls on torch's C++ reducer."""
 
@@ -79,6 +85,11 @@ def test_torch_has_what_we_override_with_the_same_parameters(name: str) -> None:
 @pytest.mark.parametrize("name", CALLED)
 def test_torch_has_the_methods_that_we_call(name: str) -> None:
     assert parameters_of(getattr(TorchDDP, name)) == CALLED[name]
+
+
+@pytest.mark.parametrize("name", ON_GROUPS_AND_WORKS)
+def test_groups_and_works_have_what_cudas_times_need(name: str) -> None:
+    assert hasattr(ON_GROUPS_AND_WORKS[name], name)
 
 
 def test_torchs_reducer_has_the_methods_that_attaching_calls() -> None:
