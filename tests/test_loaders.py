@@ -45,7 +45,7 @@ class Loop:
 @pytest.fixture
 def loop() -> Iterator[Loop]:
     loop = Loop()
-    hooks = ProcessHooks(loop.tracker)
+    hooks = ProcessHooks(loop.tracker, lambda *_: None)
     hooks.install()
     loop.loaders.install()
     yield loop

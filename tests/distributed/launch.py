@@ -1,4 +1,7 @@
-"""Runs a function on real gloo ranks, each a process of its own with one thread."""
+"""Runs a function on real gloo ranks, each a process of its own with one thread.
+
+They are forked from a server that has imported torch and has no threads: to import it takes longer than most tests.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,14 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     Raises:
         AssertionError: A rank failed, with its traceback; or none answered in time.
     """
-    context = get_context("spawn")
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.imports"])
     with TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            context.Process(target=_rank, args=(function, (rank, world_size), folder, pipes[rank][1], args))
+            context.Process(
+                target=_rank, args=(function, (rank, world_size), folder, pipes[rank][1], args, dict(os.environ))
+            )
             for rank in range(world_size)
         ]
         for process in ranks:
@@ -53,12 +59,21 @@ def _answer(pipe: Any, rank: int, timeout_s: float) -> tuple[bool, Any]:
         return False, f"rank {rank} died"
 
 
-def _rank(function: Callable[..., Any], place: tuple[int, int], folder: str, pipe: Any, args: tuple[Any, ...]) -> None:
+def _rank(
+    function: Callable[..., Any],
+    place: tuple[int, int],
+    folder: str,
+    pipe: Any,
+    args: tuple[Any, ...],
+    environ: dict[str, str],
+) -> None:
     rank, world_size = place
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    os.environ.clear()
+    os.environ.update(environ, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
     import torch.distributed as dist
 
+    dist.set_debug_level_from_env()
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
