@@ -71,5 +71,16 @@ class ModelsDifferError(ReducerError):
     """The ranks built different models."""
 
 
+class HorovodError(DdpobsError, ValueError):
+    """A call of Horovod's that cannot be answered, or not here."""
+
+
+class StepOrderError(DdpobsError, AssertionError):
+    """backward, `synchronize`, `step` and `zero_grad` were called in an order that would lose gradients.
+
+    An AssertionError, as Horovod raises it.
+    """
+
+
 def _ranks(ranks: list[int]) -> str:
     return ", ".join(map(str, ranks))

@@ -49,19 +49,21 @@ def harmless(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
 
 @dataclass(slots=True)
 class Segment:
-    """One call of backward that synchronised gradients.
+    """One synchronisation of gradients: a call of backward, or of a wait of its own.
 
     Attributes:
         end: Stamp of the call's return.
         records: What its DDP modules recorded (`recorder.Backward`).
         clean: Whether own time may be measured from the previous synchronisation on.
         collective: Sequence number of the synchronised backward in this process.
+        waited: Training waited in a call of its own, which the phases tell, and not inside of backward.
     """
 
     end: Stamp
     records: list[Any]
     clean: bool
     collective: int
+    waited: bool = False
 
 
 @dataclass(slots=True)
@@ -210,12 +212,24 @@ class StepTracker:
         if self._step is None:
             return
         self._step.micro_steps += 1
-        if self._records:
-            self._collective += 1
-            self._step.segments.append(
-                Segment(self._step.switches[-1][1], self._records, self._clean, self._collective)
-            )
-            self._records, self._clean, self._optimizer_ran = [], True, False
+        self._close_segment(self._step)
+
+    @harmless
+    def waiting_began(self) -> bool:
+        """Training waits for gradients in a call of its own, as before an optimizer's step; False if not noted."""
+        if self.paused or not self._mine() or self._backward_depth:
+            return False
+        self._leave_forward()
+        self._open()
+        self._push(EXPOSED_COMM)
+        return True
+
+    @harmless
+    def waiting_ended(self) -> None:
+        """They are there, or an error ended the wait."""
+        self.pop()
+        if self._step is not None:
+            self._close_segment(self._step, waited=True)
 
     @harmless
     def synchronised(self, module: int, record: Any) -> None:
@@ -277,6 +291,12 @@ class StepTracker:
         """A forward inside an optimizer's closure lasts until backward is called, or until the optimizer returns."""
         if self._stack and self._stack[-1] == FORWARD:
             self._stack.pop()
+
+    def _close_segment(self, step: RawStep, waited: bool = False) -> None:
+        if self._records:
+            self._collective += 1
+            step.segments.append(Segment(step.switches[-1][1], self._records, self._clean, self._collective, waited))
+            self._records, self._clean, self._optimizer_ran = [], True, False
 
     def _begin_anew(self, step: RawStep) -> None:
         """What an evaluation took is no part of a step: it begins at the last fetch before its first forward."""

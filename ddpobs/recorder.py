@@ -54,6 +54,7 @@ class ModuleRecorder:
         module: torch.nn.Module,
         tracker: StepTracker,
         *,
+        name: str | None = None,
         clock: Clock,
         offer: Callable[[object], object],
         readiness_every: int,
@@ -62,7 +63,7 @@ class ModuleRecorder:
         self.now = clock.now
         self.current: Backward | None = None
         self._module = weakref.ref(module)
-        self._name = _module_name(module)
+        self._name = name or _module_name(module)
         self._tracker = tracker
         self._offer = offer
         self._readiness_every = readiness_every
@@ -98,6 +99,14 @@ class ModuleRecorder:
     def finished(self, record: Backward) -> None:
         """Every bucket of that backward was waited for."""
         self._tracker.synchronised(self.index, record)
+
+    def waiting_began(self) -> bool:
+        """Training waits for buckets outside of backward; False where that is not noted."""
+        return bool(self._tracker.waiting_began())
+
+    def waiting_ended(self) -> None:
+        """That wait is over."""
+        self._tracker.waiting_ended()
 
     def shadowed(self) -> None:
         """Under `join` this rank, out of data, took part in a synchronised backward of the others."""
@@ -213,7 +222,8 @@ class Summariser:
             ready_ns = max((span.ready_ns for span in found), default=self._at(segment.end))
             done_ns = max([span.done_ns for span in found] + [end for *_, end in comms if end >= ready_ns], default=0)
             done_ns = min(max(done_ns, ready_ns), self._at(segment.end))
-            intervals = _exposed_after(intervals, ready_ns, done_ns, self._at(segment.end))
+            if not segment.waited:
+                intervals = _exposed_after(intervals, ready_ns, done_ns, self._at(segment.end))
             windows.append((ready_ns, done_ns, segment))
         own, flags = self._own(intervals, windows)
         return Step(

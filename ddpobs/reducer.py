@@ -19,7 +19,7 @@ from torch.autograd import Variable
 from ddpobs import buckets as bucketing
 from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_reduce, time_collectives, wait
+from ddpobs.collectives import all_reduce, broadcast, time_collectives, wait
 from ddpobs.comm import AllReduce, BucketComm, CommHook, Pending, Way
 from ddpobs.errors import ReducerError, UnusedParametersError
 from ddpobs.unused import Dynamic, Participation, Required, Static, UsedMap, announced_unreached
@@ -106,11 +106,14 @@ class Reducer:
         self._buckets: list[Bucket] = []
         self._bucket_of: list[Bucket] = []
         self._place_in_bucket: list[int] = []
-        self._lay(bucketing.assign(self._parameters, settings.first_limits_bytes, self._expect_sparse))
+        self._lay(self._first_assignment())
         # The engine knows a parameter by its AccumulateGrad node, which only lives as long as someone holds it.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._parameters]
         self._handles: list[Any] = []
         self._add_hooks()
+
+    def _first_assignment(self) -> list[list[int]]:
+        return bucketing.assign(self._parameters, self._settings.first_limits_bytes, self._expect_sparse)
 
     def _add_hooks(self) -> None:
         for index, parameter in enumerate(self._parameters):
@@ -207,7 +210,7 @@ class Reducer:
         self._active = True
         if self._order is not None:
             self._order.clear()
-        Variable._execution_engine.queue_callback(self._finish)
+        self._await_end()
         self._alarm.look_again()
         self._alarm.began()
         if self._recorder is not None:
@@ -224,6 +227,10 @@ class Reducer:
         for index in unreached:
             self._fired[index] = 1
             self._count_down(self._bucket_of[index])
+
+    def _await_end(self) -> None:
+        """Have `_finish` called when the engine is done with this backward."""
+        Variable._execution_engine.queue_callback(self._finish)
 
     def _unreached(self) -> list[int]:
         return announced_unreached(self._nodes)
@@ -508,6 +515,18 @@ class Reducer:
         flat = [member for bucket in laid for member in bucket.members]
         self._place = {member: place for place, member in enumerate(flat)}
         self._tell_layout()
+
+    def rebuild(self) -> None:
+        """Lay the buckets anew, in the order in which gradients came last on rank 0. Every rank calls it alike."""
+        last = list(dict.fromkeys(reversed(self._order or [])))[::-1]
+        rest = sorted(set(range(len(self._parameters))) - set(last))
+        agreed = torch.tensor(last + rest, dtype=torch.int64, device=self._parameters[0].device)
+        self._order = None
+        wait(broadcast(self._group, [agreed]))
+        limits = self._settings.rebuilt_limits_bytes
+        self._lay(bucketing.assign_in_order(self._parameters, agreed.tolist(), limits, self._expect_sparse))
+        if self._recorder is not None:
+            self._recorder.event("buckets_rebuilt", buckets=len(self._buckets))
 
     def _tell_layout(self) -> None:
         if self._recorder is not None:

@@ -46,20 +46,22 @@ def join(
     config: TelemetryConfig,
     process_group: dist.ProcessGroup,
     settings: Mapping[str, wire.Scalar],
+    name: str | None = None,
 ) -> ModuleRecorder:
     """Telemetry for one DDP module; the process's first one starts the thread and the hooks.
 
     Args:
-        module: The DDP module itself, held weakly.
+        module: The DDP module itself, or what stands for it; held weakly.
         config: Taken from the first module of the process.
         process_group: The module's; names the backend.
         settings: The reducer's settings that matter for a diagnosis.
+        name: What the module is called; None for the class of what it wraps.
     """
     global _process, _generation  # noqa: PLW0603 - one telemetry a process is the point
     if _process is None:
         _generation += 1
         _process = Telemetry(config, _device(module), dist.get_backend(process_group), settings)
-    return _process.recorder(module)
+    return _process.recorder(module, name)
 
 
 def leave(recorder: ModuleRecorder) -> None:
@@ -116,12 +118,13 @@ class Telemetry:
         # A process that multiprocessing forked runs no atexit.
         self._at_exit = Finalize(None, self.close, exitpriority=0)
 
-    def recorder(self, module: torch.nn.Module) -> ModuleRecorder:
+    def recorder(self, module: torch.nn.Module, name: str | None = None) -> ModuleRecorder:
         """A recorder for one more DDP module."""
         recorder = ModuleRecorder(
             self._modules,
             module,
             self._tracker,
+            name=name,
             clock=self._clock,
             offer=self._exporter.offer,
             readiness_every=self._config.readiness_every,

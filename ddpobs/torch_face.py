@@ -10,10 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpobs import buckets as bucketing
 from ddpobs.alarm import Alarm
 from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_reduce, broadcast, wait
+from ddpobs.collectives import all_reduce, wait
 from ddpobs.comm import CommHook, GradBucket
 from ddpobs.reducer import Reducer
 
@@ -72,19 +71,11 @@ class ModuleReducer(Reducer):
         """Nothing to do: backward begins with an output's or a parameter's gradient."""
 
     def _rebuild_buckets(self) -> bool:
-        """Once, after the first backward: buckets in the order in which gradients came last on rank 0."""
-        order = self._order
-        if not order or self._active:
+        """Once, after the first backward."""
+        if not self._order or self._active:
             return False
-        self._order, self.rebuilt = None, True
-        last = list(dict.fromkeys(reversed(order)))[::-1]
-        rest = sorted(set(range(len(self._parameters))) - set(last))
-        agreed = torch.tensor(last + rest, dtype=torch.int64, device=self._parameters[0].device)
-        wait(broadcast(self._group, [agreed]))
-        limits = self._settings.rebuilt_limits_bytes
-        self._lay(bucketing.assign_in_order(self._parameters, agreed.tolist(), limits, self._expect_sparse))
-        if self._recorder is not None:
-            self._recorder.event("buckets_rebuilt", buckets=len(self._buckets))
+        self.rebuild()
+        self.rebuilt = True
         return True
 
     def _push_all_rebuilt_params(self) -> None:

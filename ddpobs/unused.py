@@ -1,7 +1,8 @@
 """Which parameters take part in a backward: known beforehand, found out, or agreed on over the ranks.
 
-One policy a reducer, by what the user said: `Required` (nothing), `Dynamic` (find_unused_parameters) or `Static`
-(static_graph). The reducer asks it at the begin and at the end of each synchronised backward.
+One policy a reducer, by what the user said: `Required` (nothing), `Dynamic` (find_unused_parameters), `Static`
+(static_graph) or `Zeros` (Horovod's optimizer). The reducer asks it at the begin and at the end of each synchronised
+backward.
 """
 
 from __future__ import annotations
@@ -72,6 +73,33 @@ class Required:
     def end(self, _used: bytearray, missing: Sequence[int]) -> Fault | None:
         """Whatever is missing is wrong."""
         return Fault(missing=[self._names[index] for index in missing]) if missing else None
+
+    def share(self) -> None:
+        """Nothing to agree on."""
+
+    def wanted(self, _members: Sequence[int], _final: bool) -> bool:
+        """Always."""
+        return True
+
+    def settle(self) -> None:
+        """Nobody looked."""
+
+
+class Zeros:
+    """Whatever does not come counts as zero, and nobody asks why: Horovod's way."""
+
+    holds = False
+
+    def begin(self, used: bytearray) -> Sequence[int]:
+        """Nobody knows what will come."""
+        used[:] = bytes(len(used))
+        return ()
+
+    def abstain(self) -> None:
+        """Zeros will do."""
+
+    def end(self, _used: bytearray, _missing: Sequence[int]) -> None:
+        """Nothing is wrong with what is missing."""
 
     def share(self) -> None:
         """Nothing to agree on."""

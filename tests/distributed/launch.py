@@ -59,7 +59,7 @@ def _answer(pipe: Any, rank: int, timeout_s: float) -> tuple[bool, Any]:
         return False, f"rank {rank} died"
 
 
-def _rank(
+def _rank(  # noqa: PLR0917
     function: Callable[..., Any],
     place: tuple[int, int],
     folder: str,

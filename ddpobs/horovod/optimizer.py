@@ -1,0 +1,295 @@
+"""`DistributedOptimizer`: the user's optimizer, whose gradients are reduced while backward goes on."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+from weakref import WeakSet
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+from torch.nn.modules.module import register_module_forward_pre_hook
+
+from ddpobs.config import TelemetryConfig, resolve
+from ddpobs.errors import HorovodError, StepOrderError
+from ddpobs.horovod.collectives import Average, Sum, check_op
+from ddpobs.horovod.compression import Compression, Compressor, way_of
+from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
+from ddpobs.horovod.reduction import OptimizerReducer
+from ddpobs.models import check_same_everywhere
+from ddpobs.patching import skip_in_dynamo
+from ddpobs.recorder import ModuleRecorder
+from ddpobs.reducer import Settings
+
+_FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
+_reducers: WeakSet[OptimizerReducer] = WeakSet()
+_joins = count()
+
+
+def DistributedOptimizer(  # noqa: N802 - Horovod's name
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None = None,
+    compression: type[Compressor] | Compressor = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: str = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+    *,
+    telemetry: bool | str | TelemetryConfig | None = None,
+) -> Any:
+    """An optimizer of the given one's class and settings that steps on gradients reduced over the ranks.
+
+    Args:
+        optimizer: Over the same parameters on every rank. It is not to be used itself any more.
+        named_parameters: Names for them, for messages and telemetry; those that require a gradient must all be there.
+        compression: What travels in the place of a gradient.
+        backward_passes_per_step: Backward passes whose gradients add up before they are reduced.
+        op: Average or Sum.
+        gradient_predivide_factor: With Average, what gradients are divided by before the sum; the rest of the
+            division comes after it.
+        num_groups: Reduce the parameters in so many groups.
+        groups: How many groups, or which parameters are in each; those of one group travel together.
+        sparse_as_dense: Leave gradients dense that came sparse. They travel dense either way.
+        process_set: Who takes part.
+        telemetry: As `ddpobs.DistributedDataParallel`'s.
+
+    Raises:
+        HorovodError: Arguments that contradict each other or the optimizer.
+        ModelsDifferError: On every rank, where the ranks' parameters differ.
+    """
+    skip_in_dynamo()
+    parameters, names = _named(optimizer, named_parameters)
+    before, after = _factors(check_op(op), gradient_predivide_factor, process_set.size())
+    if backward_passes_per_step < 1:
+        raise HorovodError(f"backward_passes_per_step: expected at least 1, got {backward_passes_per_step}")
+    kind: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
+    made = kind(optimizer.param_groups)
+    made.defaults, made.state = optimizer.defaults, optimizer.state
+    made._sparse_as_dense = sparse_as_dense
+    if not process_set.included() or not parameters:
+        return made
+    group = process_set.group
+    check_same_everywhere(names, parameters, group)
+    recorder = None
+    limit = _fusion_threshold()
+    config = resolve(telemetry, os.environ)
+    if config is not None:
+        made._model = _Model(parameters)
+        recorder = _observe(made, group, config, backward_passes_per_step)
+    made._reducer = OptimizerReducer(
+        parameters,
+        names,
+        [False] * len(parameters),
+        group=group,
+        way=way_of(compression),
+        settings=Settings(
+            first_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
+            rebuilt_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
+        ),
+        recorder=recorder,
+        passes=backward_passes_per_step,
+        before=before,
+        after=after,
+        groups=_numbers(groups if groups is not None else num_groups or None, parameters),
+    )
+    _reducers.add(made._reducer)
+    return made
+
+
+class _Distributed(torch.optim.Optimizer):
+    """What a DistributedOptimizer has beyond the optimizer's own class."""
+
+    _reducer: OptimizerReducer | None = None
+    _sparse_as_dense = False
+    _synchronized = False
+    _should_synchronize = True
+
+    def synchronize(self) -> None:
+        """Reduce what is not reduced yet and wait for all of it."""
+        if self._reducer is not None:
+            self._reducer.synchronize()
+            if not self._sparse_as_dense:
+                self._reducer.sparse_again()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Have `step` not synchronise: for after a `synchronize` of one's own, to clip gradients say."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Have gradients add up over so many backward passes from now on."""
+        if self._reducer is not None:
+            self._reducer.set_passes(passes)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Synchronise and let the optimizer step."""
+        if self._should_synchronize:
+            if self._synchronized:
+                warnings.warn(
+                    "step() after synchronize() synchronises once more: put it into `with "
+                    "optimizer.skip_synchronize():`",
+                    stacklevel=2,
+                )
+            self.synchronize()
+        self._synchronized = False
+        return super().step(closure)
+
+    step.hooked = True  # type: ignore[attr-defined]  # Or torch would run step hooks here and in the optimizer's own.
+
+    def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
+        """As the optimizer's.
+
+        Raises:
+            StepOrderError: Gradients are on their way.
+        """
+        if self._reducer is not None and self._reducer.under_way:
+            raise StepOrderError(
+                "zero_grad() between backward() and step() or synchronize() would clear gradients on their way"
+            )
+        return super().zero_grad(*args, **kwargs)
+
+
+def join(device: int = -1) -> int:
+    """Say that this rank has no data left: it takes part in the others' synchronisations with zeros until all say so.
+
+    Meanwhile the others may use the one DistributedOptimizer there is and no other collective. Its Average still
+    divides by all ranks.
+
+    Args:
+        device: Not needed.
+
+    Returns:
+        The rank that joined last, the highest of several.
+
+    Raises:
+        HorovodError: There is not exactly one DistributedOptimizer.
+    """
+    number = next(_joins)
+    if size() == 1:
+        return 0
+    if len(_reducers) != 1:
+        raise HorovodError(f"join() works with exactly one DistributedOptimizer, and there are {len(_reducers)}")
+    (reducer,) = _reducers
+    store = PrefixStore(f"ddpobs/join/{number}", dist.distributed_c10d._get_default_store())
+    store.set(str(rank()), str(reducer.synchronised))
+    everyone = [str(other) for other in range(size())]
+    while True:
+        reducer.shadow()
+        # Whoever joined before this synchronisation has said so before it began, so that all ranks find the same.
+        if not store.check(everyone):
+            continue
+        joined = [int(store.get(other)) for other in everyone]
+        if max(joined) < reducer.synchronised:
+            return max(place for place, at in enumerate(joined) if at == max(joined))
+
+
+def _named(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
+) -> tuple[list[torch.nn.Parameter], list[str]]:
+    """The optimizer's parameters that require gradients, and their names."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    if named_parameters is None:
+        return parameters, [f"parameter.{place}" for place in range(len(parameters))]
+    given = list(named_parameters)
+    if not all(isinstance(each, tuple) and len(each) == 2 for each in given):
+        raise HorovodError("named_parameters: expected (name, parameter) pairs, as model.named_parameters() gives them")
+    names = [name for name, _ in given]
+    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise HorovodError(f"named_parameters: these names come more than once: {', '.join(twice)}")
+    name_of = {id(parameter): name for name, parameter in given}
+    unnamed = [place for place, parameter in enumerate(parameters) if id(parameter) not in name_of]
+    if unnamed:
+        raise HorovodError(
+            f"named_parameters: {len(unnamed)} of the optimizer's {len(parameters)} parameters have no name in it"
+        )
+    return parameters, [name_of[id(parameter)] for parameter in parameters]
+
+
+def _numbers(
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, parameters: Sequence[torch.nn.Parameter]
+) -> list[list[int]] | None:
+    """The groups by the parameters' numbers."""
+    if groups is None:
+        return None
+    if isinstance(groups, int):
+        if groups < 1:
+            raise HorovodError(f"groups: expected at least 1, got {groups}")
+        each = -(-len(parameters) // groups)
+        return [list(range(len(parameters)))[begin : begin + each] for begin in range(0, len(parameters), each)]
+    number = {id(parameter): place for place, parameter in enumerate(parameters)}
+    numbered = [[number[id(p)] for p in group if id(p) in number] for group in groups]
+    flat = [place for group in numbered for place in group]
+    if len(set(flat)) < len(flat):
+        raise HorovodError("groups: a parameter may be in one group only")
+    return [group for group in numbered if group]
+
+
+def _factors(op: str, predivide: float, ranks: int) -> tuple[float | None, float | None]:
+    """What gradients are multiplied by before the sum over the ranks, and after it."""
+    if op not in (Average, Sum):
+        raise HorovodError(f"DistributedOptimizer: expected op Average or Sum, got {op}")
+    if predivide == 1.0:
+        return (1.0 / ranks if op == Average else None), None
+    if op != Average:
+        raise HorovodError("gradient_predivide_factor is only for op=Average")
+    return 1.0 / predivide, predivide / ranks
+
+
+def _fusion_threshold() -> int:
+    """Most bytes of a bucket: HOROVOD_FUSION_THRESHOLD, or DDP's; Horovod's 128 MB would overlap with nothing."""
+    given = os.environ.get("HOROVOD_FUSION_THRESHOLD")
+    if given is None:
+        return _BUCKET
+    if not given.isdigit():
+        raise HorovodError(f"HOROVOD_FUSION_THRESHOLD: expected a number of bytes, got {given!r}")
+    return int(given)
+
+
+# ---------------------------------------------------------------------- telemetry
+
+
+class _Model(torch.nn.Module):
+    """Stands for the model, which an optimizer does not know, until its first forward shows it."""
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        super().__init__()
+        self.trained = torch.nn.ParameterList(parameters)
+        self.module: torch.nn.Module | None = None
+
+
+def _observe(optimizer: Any, group: dist.ProcessGroup, config: TelemetryConfig, passes: int) -> ModuleRecorder:
+    from ddpobs import telemetry
+
+    settings: dict[str, str | int] = {"reducer": "ddpobs.horovod", "backward_passes_per_step": passes}
+    recorder = telemetry.join(optimizer._model, config, group, settings, name=type(optimizer).__name__)
+    _find_model(optimizer._model, recorder)
+    return recorder
+
+
+def _find_model(model: _Model, recorder: ModuleRecorder) -> None:
+    """Watch forwards until one is of a module with these parameters, and that one's from then on."""
+    ours = set(map(id, model.trained))
+
+    def look(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        if not any(id(parameter) in ours for parameter in module.parameters()):
+            return
+        handle.remove()
+        model.module = module
+        recorder.forward_began(inputs)
+        module.register_forward_pre_hook(lambda _, args, kwargs: recorder.forward_began(args, kwargs), with_kwargs=True)
+
+    handle = register_module_forward_pre_hook(look)

@@ -1,0 +1,457 @@
+"""Horovod's face: what a script written for `horovod.torch` gets, against gradients worked out on one rank."""
+
+from __future__ import annotations
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import ddpobs.horovod as hvd
+from ddpobs.errors import HorovodError, ModelsDifferError, StepOrderError
+from ddpobs.horovod.compression import Compressor
+from tests.distributed.compare import batch, net
+from tests.distributed.launch import run_ranks
+from tests.distributed.sent import sending
+
+Loss = Callable[[nn.Module, int, int], torch.Tensor]
+
+
+def loss(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    return model(batch(rank, number)).pow(2).mean()
+
+
+def half_used(model: Any, rank: int, number: int) -> torch.Tensor:
+    """The last layer is left out on rank 1, and on every rank in the third batch."""
+    layers = list(model)
+    used = layers[:-1] if rank == 1 or number == 2 else layers
+    return nn.Sequential(*used)(batch(rank, number)).pow(2).mean()
+
+
+def alone(  # noqa: PLR0917
+    model: nn.Module, ranks: int, steps: int, passes: int = 1, of: Loss = loss, total: bool = False
+) -> None:
+    """The training of all ranks worked out on one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    parameters = list(model.parameters())
+    for step in range(steps):
+        sums = [torch.zeros_like(parameter) for parameter in parameters]
+        for rank in range(ranks):
+            optimizer.zero_grad()
+            for number in range(step * passes, (step + 1) * passes):
+                of(model, rank, number).backward()
+            for added, parameter in zip(sums, parameters, strict=True):
+                added.add_(parameter.grad if parameter.grad is not None else 0)
+        for added, parameter in zip(sums, parameters, strict=True):
+            parameter.grad = added if total else added / ranks
+        optimizer.step()
+
+
+def together(model: nn.Module, rank: int, steps: int, passes: int = 1, of: Loss = loss, **options: Any) -> Any:
+    """The same with a DistributedOptimizer."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(
+        optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes, **options
+    )
+    for step in range(steps):
+        optimizer.zero_grad()
+        for number in range(step * passes, (step + 1) * passes):
+            of(model, rank, number).backward()
+        optimizer.step()
+    return optimizer
+
+
+def how_close(model: nn.Module, reference: nn.Module) -> str:
+    pairs = [(a.detach(), b.detach()) for a, b in zip(model.parameters(), reference.parameters(), strict=True)]
+    if all(torch.equal(a, b) for a, b in pairs):
+        return "equal"
+    return f"off by {max(float((a - b).abs().max()) for a, b in pairs):.0e}"
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "sum": {"op": hvd.Sum},
+    "four passes": {"passes": 4},
+    "unused": {"of": half_used},
+    "unused in four passes": {"of": half_used, "passes": 4},
+    "two groups": {"num_groups": 2},
+    "predivided by a power of two": {"gradient_predivide_factor": 4.0},
+    "predivided": {"gradient_predivide_factor": 3.0},
+    "fp16": {"compression": hvd.Compression.fp16},
+}
+
+
+class Halves(Compressor):
+    """A user's compressor: bfloat16."""
+
+    @staticmethod
+    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return tensor.bfloat16(), tensor.dtype
+
+    @staticmethod
+    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return tensor.to(ctx)
+
+
+OPTIONS["a compressor of one's own"] = {"compression": Halves}
+LOSSY = {"fp16", "a compressor of one's own"}
+
+
+def trainings(rank: int, ranks: int) -> dict[str, str]:
+    hvd.init()
+    found = {}
+    for name, options in OPTIONS.items():
+        model, reference = net(), net()
+        passes, of = options.get("passes", 1), options.get("of", loss)
+        optimizer = together(model, rank, 4, **options)
+        alone(reference, ranks, 4, passes, of, total=options.get("op") == hvd.Sum)
+        found[name] = how_close(model, reference)
+        optimizer._reducer.remove_hooks()
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_training_is_that_of_all_batches_on_one_rank(ranks: int) -> None:
+    for found in run_ranks(trainings, ranks):
+        exact = {name for name, how in found.items() if how == "equal"}
+        if ranks == 2:  # The order of two summands makes no difference.
+            assert exact == set(OPTIONS) - {"predivided"} - LOSSY
+        off = {name: float(how.removeprefix("off by ")) for name, how in found.items() if name not in exact}
+        assert {name for name, apart in off.items() if apart > (1e-3 if name in LOSSY else 1e-6)} == set(), off
+
+
+# ---------------------------------------------------------------------- the optimizer's own rules
+
+
+def rules(rank: int, ranks: int) -> dict[str, Any]:
+    hvd.init()
+    found: dict[str, Any] = {}
+    model = net()
+    inner = torch.optim.AdamW([{"params": list(model.parameters()), "lr": 0.25, "weight_decay": 0.5}])
+    optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), backward_passes_per_step=2)
+    found["an AdamW"] = isinstance(optimizer, torch.optim.AdamW) and type(optimizer).__name__ == "AdamW"
+    found["settings"] = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]
+    stepped = []
+    optimizer.register_step_pre_hook(lambda *_: stepped.append(1))
+    loss(model, rank, 0).backward()
+    found["zero_grad on the way"] = raised(StepOrderError, optimizer.zero_grad)
+    loss(model, rank, 1).backward()
+    found["a third pass"] = raised(StepOrderError, lambda: loss(model, rank, 2).backward())
+    optimizer.synchronize()
+    before = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+    found["step hooks"] = len(stepped)
+    after = [parameter.grad for parameter in model.parameters()]
+    found["clipped"] = all(not torch.equal(a, b) for a, b in zip(before, after, strict=True) if b is not None)
+    optimizer.zero_grad()
+    loss(model, rank, 3).backward()
+    optimizer.synchronize()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.step()
+    found["told"] = [str(warning.message)[:26] for warning in told]
+    optimizer.set_backward_passes_per_step(1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.zero_grad()
+    loss(model, rank, 4).backward()
+    optimizer.step()
+    schedule.step()
+    found["scheduled"] = optimizer.param_groups[0]["lr"]
+    found["state"] = len(optimizer.state_dict()["state"])
+    for name, wrong in {
+        "named_parameters": {"named_parameters": model.parameters()},
+        "more than once": {"named_parameters": [("x", p) for p in model.parameters()]},
+        "have no name": {"named_parameters": list(model.named_parameters())[1:]},
+        "Adasum": {"op": hvd.Adasum},
+        "op": {"op": hvd.Max},
+        "gradient_predivide_factor": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
+        "backward_passes_per_step": {"backward_passes_per_step": 0},
+    }.items():
+        message = raised(HorovodError, lambda wrong=wrong: hvd.DistributedOptimizer(inner, **wrong))
+        found.setdefault("clear", []).append(name in message)
+    other = nn.Linear(3 + rank, 2)
+    found["models"] = raised(ModelsDifferError, lambda: hvd.DistributedOptimizer(torch.optim.SGD(other.parameters())))
+    return found
+
+
+def raised(kind: type[Exception], call: Callable[[], Any]) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_the_optimizer_keeps_horovods_rules() -> None:
+    for found in run_ranks(rules, 2):
+        assert found["an AdamW"]
+        assert found["settings"] == (0.25, 0.5)
+        assert "on their way" in found["zero_grad on the way"]
+        assert "backward_passes_per_step=2" in found["a third pass"]
+        assert found["clipped"]
+        assert found["step hooks"] == 1
+        assert found["told"] == ["step() after synchronize()"]
+        assert found["scheduled"] == 0.125
+        assert found["state"] == 6
+        assert all(found["clear"])
+        assert "on rank" in found["models"]
+
+
+def sparse(rank: int, ranks: int) -> list[Any]:
+    hvd.init()
+    results = []
+    for as_dense in (False, True):
+        torch.manual_seed(0)
+        table = nn.Embedding(10, 3, sparse=True)
+        kind = torch.optim.SGD if as_dense else torch.optim.SparseAdam
+        optimizer = hvd.DistributedOptimizer(kind(table.parameters()), sparse_as_dense=as_dense)
+        table(torch.tensor([rank, 5])).sum().backward()
+        optimizer.synchronize()
+        gradient = table.weight.grad
+        assert gradient is not None
+        results.append((gradient.is_sparse, gradient.to_dense()[:, 0].tolist()))
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    return results
+
+
+def test_sparse_gradients_stay_sparse_unless_asked() -> None:
+    rows = [0.5, 0.5, 0, 0, 0, 1.0, 0, 0, 0, 0]
+    assert run_ranks(sparse, 2) == [[(True, rows), (False, rows)]] * 2
+
+
+# ---------------------------------------------------------------------- the collectives
+
+
+def collectives(rank: int, ranks: int) -> dict[str, Any]:
+    hvd.init()
+    mine = torch.arange(4.0) + rank
+    found: dict[str, Any] = {
+        "place": (hvd.size(), hvd.rank(), hvd.local_size(), hvd.local_rank(), hvd.cross_size(), hvd.cross_rank()),
+        "average": hvd.allreduce(mine),
+        "sum": hvd.allreduce(mine, op=hvd.Sum),
+        "older": hvd.allreduce(mine, average=False, name="x"),
+        "min": hvd.allreduce(mine, op=hvd.Min),
+        "max": hvd.allreduce(mine, op=hvd.Max),
+        "product": hvd.allreduce(mine, op=hvd.Product),
+        "scaled": hvd.allreduce(mine, op=hvd.Sum, prescale_factor=2.0, postscale_factor=10.0),
+        "half": hvd.allreduce(mine, compression=hvd.Compression.fp16),
+        "whole": hvd.allreduce(torch.tensor([3 + rank])),
+        "grouped": hvd.grouped_allreduce([mine, mine + 1]),
+        "gathered": hvd.allgather(torch.full((rank + 1, 2), float(rank))),
+        "root's": hvd.broadcast(mine, root_rank=1),
+        "to all": hvd.alltoall(torch.arange(4) + 10 * rank),
+        "split": hvd.alltoall(torch.arange(4) + 10 * rank, splits=[1, 3]),
+        "scattered": hvd.reducescatter(torch.arange(3.0) + rank, op=hvd.Sum),
+        "object": hvd.broadcast_object({"rank": rank}, root_rank=1),
+        "objects": hvd.allgather_object({"rank": rank}),
+        "unchanged": mine,
+    }
+    handle = hvd.allreduce_async_(in_place := mine.clone(), op=hvd.Sum)
+    deadline = time.monotonic() + 30
+    while not hvd.poll(handle) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    found["polled"], found["in place"] = hvd.poll(handle), hvd.synchronize(handle) is in_place
+    found["in place too"] = in_place
+    rows = torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), torch.ones(2), (4,))
+    found["sparse"] = hvd.synchronize(hvd.sparse_allreduce_async(rows, "rows", hvd.Sum)).to_dense()
+    leaf = mine.clone().requires_grad_()
+    (hvd.allreduce(leaf, op=hvd.Sum) * (rank + 1)).sum().backward()
+    found["gradient"] = leaf.grad
+    leaf = torch.ones(rank + 1, requires_grad=True)
+    (hvd.allgather(leaf) * torch.tensor([1.0, 2.0, 4.0])).sum().backward()
+    found["gathered gradient"] = leaf.grad
+    only = hvd.add_process_set([1])
+    found["set"] = (only.included(), only.size())
+    if only.included():
+        found["in the set"] = hvd.allreduce(mine, op=hvd.Sum, process_set=only)
+    else:
+        found["in the set"] = raised(HorovodError, lambda: hvd.allreduce(mine, process_set=only))
+    hvd.barrier()
+    found["removed"] = hvd.remove_process_set(only)
+    found["elastic"] = raised(AttributeError, lambda: hvd.elastic)
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, found)  # type: ignore[no-any-return]
+
+
+def test_collectives_do_what_their_names_say() -> None:
+    for rank, found in enumerate(run_ranks(collectives, 2)):
+        assert found["place"] == (2, rank, 2, rank, 1, 0)
+        assert found["average"] == found["half"] == [0.5, 1.5, 2.5, 3.5]
+        assert found["sum"] == found["older"] == found["in place too"] == [1, 3, 5, 7]
+        assert found["min"] == [0, 1, 2, 3]
+        assert found["max"] == found["root's"] == [1, 2, 3, 4]
+        assert found["product"] == [0, 2, 6, 12]
+        assert found["scaled"] == [20, 60, 100, 140]
+        assert found["whole"] == [3]
+        assert found["grouped"] == [[0.5, 1.5, 2.5, 3.5], [1.5, 2.5, 3.5, 4.5]]
+        assert found["gathered"] == [[0, 0], [1, 1], [1, 1]]
+        assert found["to all"] == [[0, 1, 10, 11], [2, 3, 12, 13]][rank]
+        assert list(found["split"]) == [[[0, 10], [1, 1]], [[1, 2, 3, 11, 12, 13], [3, 3]]][rank]
+        assert found["scattered"] == [[1, 3], [5]][rank]
+        assert found["object"] == {"rank": 1}
+        assert found["objects"] == [{"rank": 0}, {"rank": 1}]
+        assert found["unchanged"] == [rank, rank + 1, rank + 2, rank + 3]
+        assert found["polled"]
+        assert found["in place"]
+        assert found["sparse"] == [1, 1, 2, 0]
+        assert found["gradient"] == [3, 3, 3, 3]
+        assert found["gathered gradient"] == [[1], [2, 4]][rank]
+        assert found["set"] == (rank == 1, 1)
+        assert found["in the set"] == [1, 2, 3, 4] if rank else "not of the process set" in found["in the set"]
+        assert found["removed"]
+        assert "torchrun" in found["elastic"]
+
+
+def same_start(rank: int, ranks: int) -> list[Any]:
+    hvd.init()
+    torch.manual_seed(rank)
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1 * (rank + 1))
+    if rank == 0:
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_parameters(list(model.named_parameters()), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    state = optimizer.state_dict()
+    moments = [each[key].tolist() for each in state["state"].values() for key in sorted(each)]
+    wrong = raised(HorovodError, lambda: hvd.broadcast_parameters([1, 2], root_rank=0))  # type: ignore[list-item]
+    return [[p.tolist() for p in model.parameters()], state["param_groups"][0]["lr"], moments, "state_dict" in wrong]
+
+
+def test_every_rank_starts_as_the_root_does() -> None:
+    first, second = run_ranks(same_start, 2)
+    assert first == second
+    assert first[1] == 0.1
+    assert len(first[2]) == 6
+    assert first[3]
+
+
+# ---------------------------------------------------------------------- join, timeline, telemetry
+
+
+def uneven(rank: int, ranks: int) -> Any:
+    hvd.init()
+    model = net()
+    batches = [3, 1, 5, 5][rank]
+    optimizer = together(model, rank, batches)
+    last = hvd.join()
+    return last, [p.tolist() for p in model.parameters()], optimizer._reducer.synchronised, batches
+
+
+def test_a_rank_without_data_joins_and_the_others_go_on() -> None:
+    found = run_ranks(uneven, 4)
+    assert {last for last, *_ in found} == {3}
+    parameters = [parameters for _, parameters, _, batches in found if batches == 5]
+    assert parameters[0] == parameters[1]
+    assert {count for _, _, count, _ in found} == {6}  # Five steps of whoever had most, and one that found all joined.
+
+
+def traced(rank: int, ranks: int, folder: str) -> None:
+    hvd.init()
+    model = net()
+    path = Path(folder) / f"timeline-{rank}.json"
+    hvd.start_timeline(str(path), mark_cycles=True)
+    raised(HorovodError, lambda: hvd.start_timeline(str(path)))
+    together(model, rank, 3, of=late)
+    hvd.stop_timeline()
+    hvd.stop_timeline()
+
+
+def late(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    time.sleep(0.2 * rank)
+    return loss(model, rank, number)
+
+
+def test_the_timeline_is_horovods(tmp_path: Path) -> None:
+    run_ranks(traced, 2, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["timeline-0.json"]
+    events = [event for event in json.loads((tmp_path / "timeline-0.json").read_text()) if event]
+    lanes = {e["args"]["name"]: e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert set(lanes) - {""} == {name for name, _ in net().named_parameters()}
+    assert sum(event.get("name") == "CYCLE_START" for event in events) == 3
+    for lane in set(lanes.values()) - {0}:
+        ours = [event for event in events if event["pid"] == lane and event["ph"] != "M"]
+        assert ours == sorted(ours, key=lambda event: event["ts"])
+        names = [event.get("name") for event in ours]
+        once = ["NEGOTIATE_ALLREDUCE", "0", "1", None, "ALLREDUCE", "GLOO_ALLREDUCE", None, None]
+        assert names == once * 3
+        # Rank 1 sleeps before its backward: it is the one that is waited for.
+        marks = {event["name"]: event["ts"] for event in ours[:8] if event["ph"] == "X"}
+        assert marks["1"] - marks["0"] > 100_000
+        assert ours[7]["args"]["dtype"] == "float32"
+
+
+def observed(rank: int, ranks: int) -> Any:
+    hvd.init()
+    model = net(1000)
+    with sending() as told:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        optimizer = hvd.DistributedOptimizer(
+            optimizer, model.named_parameters(), backward_passes_per_step=2, telemetry=told.config
+        )
+        for step in range(5):
+            optimizer.zero_grad()
+            for number in range(2):
+                loss(model, rank, 2 * step + number).backward()
+            optimizer.step()
+        with torch.no_grad():
+            model.eval()
+            model(batch(rank))
+    return told
+
+
+def test_telemetry_is_that_of_a_ddp_module() -> None:
+    for told in run_ranks(observed, 2):
+        assert told.layouts[0].name == "SGD"
+        assert told.layouts[0].comm == "all_reduce"
+        assert next(p.name for b in told.layouts[-1].buckets for p in b.parameters) == "4.bias"
+        assert told.steps("step") == [0, 1, 2, 3, 4]
+        assert told.steps("micro_steps") == [2] * 5
+        assert told.steps("samples") == [8] * 5
+        assert told.steps("collective") == [0, 1, 2, 3, 4]
+        walls = [end - start for start, end in zip(told.steps("start_ns"), told.steps("end_ns"), strict=True)]
+        assert [sum(phases.values()) for phases in told.phases()] == walls
+        for phases in told.phases():
+            assert all(phases[name] > 0 for name in ("forward", "backward", "exposed_comm", "optimizer")), phases
+        assert all(
+            ready <= launched <= done
+            for ready, launched, done in zip(
+                told.spans("ready_ns"), told.spans("launched_ns"), told.spans("done_ns"), strict=True
+            )
+        )
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HOROVOD_FUSION_THRESHOLD", raising=False)
+
+
+def bucket_counts(rank: int, ranks: int) -> int:
+    hvd.init()
+    model = net()
+    return len(together(model, rank, 2)._reducer.bucket_bytes)
+
+
+@pytest.mark.parametrize(("threshold", "buckets"), [(None, 1), ("0", 6), ("10000", 2)])
+def test_the_fusion_threshold_limits_buckets(
+    threshold: str | None, buckets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if threshold is not None:
+        monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", threshold)
+    assert run_ranks(bucket_counts, 2) == [buckets] * 2
+
+
+def test_a_threshold_that_is_none_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddpobs.horovod.optimizer import _fusion_threshold
+
+    monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "64MB")
+    assert "got '64MB'" in raised(HorovodError, _fusion_threshold)
