@@ -268,7 +268,6 @@ class _Model(torch.nn.Module):
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__()
         self.trained = torch.nn.ParameterList(parameters)
-        self.module: torch.nn.Module | None = None
 
 
 def _observe(optimizer: Any, group: dist.ProcessGroup, config: TelemetryConfig, passes: int) -> ModuleRecorder:

@@ -119,10 +119,12 @@ class OptimizerReducer(Reducer):
                 self._came_sparse.add(index)
                 parameter.grad = gradient.to_dense()
             left[index] -= 1
-            if not left[index]:
-                ready(parameter)
-                if self._timed is not None:
-                    self._timed.ready[index] = time.time_ns()
+            if left[index]:
+                return
+            came = time.time_ns() if timeline.current() is not None else 0
+            ready(parameter)
+            if self._timed is not None:
+                self._timed.ready[index] = came
 
         return accumulated
 
