@@ -2,9 +2,9 @@
 
     python -m benchmarks.overhead [--models tiny,bert] [--ranks 2] [--sets claims,scale] [--minutes 2] [--json FILE]
 
-Each variant is a training of its own, `zero_grad()` as users call it, one thread a rank, rank r on core r. In a round every
-variant runs for about a quarter of a second, in an order drawn anew, while the others are stopped. After half a minute
-all are started anew. It goes on until torch against itself is known to `--within`, or the minutes are over. With
+Each variant is a training of its own, `zero_grad()` as users call it, one thread a rank, rank r on core r. In a round
+every variant runs for about a quarter of a second, in an order drawn anew, while the others are stopped. After half a
+minute all are started anew. It goes on until torch against itself is known to `--within`, or the minutes are over. With
 `--json` it goes on from what the file holds, setting by setting, and a run that was cut off loses its last launch only.
 """
 
@@ -31,8 +31,6 @@ from benchmarks.tables import compare, tables
 from benchmarks.teams import Team, machine_s
 from benchmarks.variants import SETS, VARIANTS, MissingError, Turn
 
-TURN_S = 0.25
-LAUNCH_S = 30.0
 SMALL = {"tiny", "wide", "transformer"}
 
 Setting = dict[str, Any]
@@ -85,7 +83,7 @@ def launch(setting: Setting, ends: float, options: argparse.Namespace) -> dict[s
             stack.callback(made[name].disband)
         for team in made.values():
             team.run(2)
-        count = max(2, round(TURN_S / made["torch"].run(2)[0]))
+        count = max(2, round(options.turn_s / made["torch"].run(2)[0]))
         # Where the start took long, so does what follows, or most of the time would be starts.
         until = time.monotonic() + max(options.launch_s, 2 * (time.monotonic() - began))
         return _rounds(made, count, min(ends, until), order) | {"missing": missing}
@@ -135,7 +133,8 @@ def main() -> None:
     parser.add_argument("--sets", default="claims", help=f"of {', '.join(SETS)}; default: %(default)s")
     parser.add_argument("--minutes", type=float, default=2.0, help="at most, for each setting; default: %(default)s")
     parser.add_argument("--within", type=float, default=0.01, help="half of the noise's interval; default: %(default)s")
-    parser.add_argument("--launch-s", type=float, default=LAUNCH_S, help="seconds before new processes are started")
+    parser.add_argument("--turn-s", type=float, default=0.25, help="seconds of a turn; default: %(default)s")
+    parser.add_argument("--launch-s", type=float, default=30, help="new processes after so long; default: %(default)s")
     parser.add_argument("--no-pin", action="store_true", help="let ranks move between cores")
     parser.add_argument("--json", type=Path, help="keep results here, and go on from them")
     parser.add_argument("--table", action="store_true", help="measure nothing, print what the file holds")

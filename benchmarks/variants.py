@@ -130,7 +130,7 @@ def _profiled(written: bool) -> Callable[[torch.nn.Module, Callable[[], None], T
             schedule=torch.profiler.schedule(wait=0, warmup=0, active=PROFILED_STEPS),
             on_trace_ready=ready,
         )
-        os.dup2((turn.folder / "log").open("wb").fileno(), 2)  # Kineto tells of every cycle.
+        os.dup2(os.open(turn.folder / "log", os.O_WRONLY | os.O_CREAT), 2)  # Kineto tells of every cycle.
         profiler.start()
 
         def steps(count: int) -> None:
