@@ -26,8 +26,8 @@ from typing import Any
 _PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("fork")
 
-Steps = Callable[[int], None]
-"""Runs so many training steps."""
+Steps = Callable[[int], object]
+"""Runs so many training steps; what it returns is the rank's note."""
 
 
 class RankError(RuntimeError):
@@ -42,6 +42,10 @@ class Team:
         prepare: Called on each rank within its process group; returns what runs steps.
         companions: Processes that only this variant needs, such as its collector: stopped along with it.
         pin: Rank r runs on core r modulo their number, and so do its threads.
+
+    Attributes:
+        ranks: How many.
+        notes: What each rank's steps returned in the last turn.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class Team:
         self._companions = companions
         self._folder = tempfile.TemporaryDirectory()
         self.ranks = ranks
+        self.notes: list[Any] = []
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(ranks):
@@ -86,7 +91,7 @@ class Team:
             connection.send(steps)
         answers = self._answers()
         self._signal(signal.SIGSTOP)
-        wall, processor = zip(*answers, strict=True)
+        wall, processor, self.notes = map(list, zip(*answers, strict=True))
         return sum(wall) / len(wall) / steps, sum(processor) / len(processor) / steps
 
     def disband(self) -> None:
@@ -184,5 +189,5 @@ def _serve(connection: Connection, steps: Steps) -> None:
         count = connection.recv()
         dist.barrier()
         began, used = time.perf_counter(), time.process_time()
-        steps(count)
-        connection.send((time.perf_counter() - began, time.process_time() - used))
+        note = steps(count)
+        connection.send((time.perf_counter() - began, time.process_time() - used, note))
