@@ -4,8 +4,8 @@
 
 The same small training four times: torch's DDP for comparison, ours without telemetry, ours with telemetry that nobody
 takes (so that it fills its spool), and with a real collector. The first eleventh of the steps is warm-up. Memory that
-lines of ddpobs allocated is traced in a second, shorter training, for tracing costs memory itself; what waits to be sent
-is let go first, and growth is the slope of a line through ten points.
+lines of ddpobs allocated is traced in a second, shorter training, for tracing costs memory itself; what waits to be
+sent is let go first, and growth is the slope of a line through ten points.
 """
 
 from __future__ import annotations
