@@ -1,137 +1,181 @@
-"""Step time of ours with telemetry, ours without, and torch's DDP, interleaved in one run of two gloo ranks.
+"""Step time of ours with telemetry, ours without, and torch's DDP, on gloo ranks that take turns.
 
-    python benchmarks/overhead.py [--rounds 60] [--json FILE]
+    python -m benchmarks.overhead [--models tiny,bert] [--ranks 2] [--sets claims,scale] [--minutes 2] [--json FILE]
 
-Every variant trains its own copy of the model in the same processes; a round runs each variant for a few steps, in an
-order drawn anew. Printed are the medians and each variant's ratio to torch's default, with a 95 % interval from
-resampled rounds. The A/A pair is torch's default a second time: how far it is from 1 is the noise.
+Each variant is a training of its own, `zero_grad()` as users call it, one thread a rank, rank r on core r. In a round
+every variant runs for about a quarter of a second, in an order drawn anew, while the others are stopped. After half a
+minute all are started anew. It goes on until torch against itself is known to `--within`, or the minutes are over. With
+`--json` it goes on from what the file holds, setting by setting, and a run that was cut off loses its last launch only.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import logging
+import os
+import platform
 import random
-import tempfile
+import signal
+import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
-from torch import nn
-from torch.multiprocessing.spawn import spawn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddpobs import DistributedDataParallel, TelemetryConfig
+from benchmarks.models import MODELS
+from benchmarks.tables import compare, tables
+from benchmarks.teams import Team, machine_s
+from benchmarks.variants import SETS, VARIANTS, MissingError, Turn
 
-STEPS_A_ROUND = 4
-BASE = "torch"
+SMALL = {"tiny", "wide", "transformer"}
 
-
-def tiny() -> tuple[nn.Module, torch.Tensor]:
-    """400 tiny parameters."""
-    return nn.Sequential(*(nn.Linear(16, 16) for _ in range(200))), torch.randn(8, 16)
+Setting = dict[str, Any]
+"""What is known of one model, number of ranks and set of variants: facts and `launches`, seconds a step by variant."""
 
 
-def wide() -> tuple[nn.Module, torch.Tensor]:
-    """A wide MLP: 12.6 M parameters in six layers."""
-    return nn.Sequential(*(nn.Linear(1448, 1448) for _ in range(6))), torch.randn(32, 1448)
+def settings(options: argparse.Namespace) -> dict[str, Setting]:
+    """The settings that the options ask for; 4 ranks only for the small models, unless one is named."""
+    chosen: dict[str, Setting] = {}
+    for name in options.sets.split(","):
+        for ranks in map(int, (options.ranks or "2,4").split(",")):
+            for model in options.models.split(","):
+                if ranks <= 2 or model in SMALL or options.ranks:
+                    key = f"{model}, {ranks} ranks, {name}"
+                    chosen[key] = {"model": model, "ranks": ranks, "set": name, "launches": []}
+    return chosen
 
 
-def transformer() -> tuple[nn.Module, torch.Tensor]:
-    """Four encoder layers of width 256."""
-    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False), torch.randn(4, 64, 256)
+def measure(setting: Setting, options: argparse.Namespace, keep: Callable[[], None]) -> None:
+    """Add launches until the noise is known well enough, or the time is over."""
+    ends = time.monotonic() + 60 * options.minutes
+    while time.monotonic() < ends and not _known(setting, options.within):
+        setting["launches"].append(launch(setting, ends, options))
+        keep()
 
 
-MODELS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
-    "400 tiny parameters": tiny,
-    "wide MLP": wide,
-    "transformer": transformer,
-}
+def _known(setting: Setting, within: float) -> bool:
+    """Whether the time of torch over its own is; where that is no part of the set, nothing ever is."""
+    noise = compare(setting, "again", "torch")
+    rounds = sum(len(one["seconds"]["torch"]) for one in setting["launches"])
+    return noise is not None and noise.half_width < within and len(setting["launches"]) >= 2 and rounds >= 20
 
 
-def variants(model: Callable[[], nn.Module]) -> dict[str, Callable[[], Any]]:
-    """How to build each variant; telemetry goes to a port where nobody listens, and so to the spool."""
-    config = TelemetryConfig(collector="http://127.0.0.1:9", spool=Path(tempfile.mkdtemp()))
+def launch(setting: Setting, ends: float, options: argparse.Namespace) -> dict[str, Any]:
+    """Start every variant's ranks, have them take turns for a while (two rounds at least), and end them."""
+    order = random.Random(len(setting["launches"]))
+    names = SETS[setting["set"]]
+    _check_memory(setting, len(names))
+    made: dict[str, Team] = {}
+    missing: dict[str, str] = {}
+    began = time.monotonic()
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="ddpobs-benchmark-")))
+        for name in order.sample(names, len(names)):
+            try:
+                made[name] = _team(name, setting, folder / name, not options.no_pin)
+            except MissingError as reason:
+                missing[name] = str(reason)
+                continue
+            stack.callback(made[name].disband)
+        for team in made.values():
+            team.run(2)
+        count = max(2, round(options.turn_s / made["torch"].run(2)[0]))
+        # Where the start took long, so does what follows, or most of the time would be starts.
+        until = time.monotonic() + max(options.launch_s, 2 * (time.monotonic() - began))
+        return _rounds(made, count, min(ends, until), order) | {"missing": missing}
+
+
+def _team(name: str, setting: Setting, folder: Path, pin: bool) -> Team:
+    folder.mkdir()
+    variant = VARIANTS[name]
+    turn = Turn(MODELS[setting["model"]], len(SETS[setting["set"]]), setting["ranks"], folder)
+    return Team(setting["ranks"], lambda: variant.prepare(turn), variant.serve(turn), pin)
+
+
+def _rounds(made: dict[str, Team], count: int, until: float, order: random.Random) -> dict[str, Any]:
+    seconds: dict[str, list[float]] = {name: [] for name in made}
+    processor: dict[str, list[float]] = {name: [] for name in made}
+    began, (busy, stolen) = time.monotonic(), machine_s()
+    while time.monotonic() < until or len(seconds["torch"]) < 2:
+        for name in order.sample(list(made), len(made)):
+            wall_s, processor_s = made[name].run(count)
+            seconds[name].append(round(wall_s, 7))
+            processor[name].append(round(processor_s, 7))
+    took, (busy_now, stolen_now) = time.monotonic() - began, machine_s()
+    ranks_s = sum(map(sum, processor.values())) * count * made["torch"].ranks
     return {
-        BASE: lambda: TorchDDP(model()),
-        "torch again (A/A)": lambda: TorchDDP(model()),
-        "torch, gradient_as_bucket_view": lambda: TorchDDP(model(), gradient_as_bucket_view=True),
-        "ours, telemetry off": lambda: DistributedDataParallel(model(), telemetry=False),
-        "ours, telemetry on": lambda: DistributedDataParallel(model(), telemetry=config),
+        "steps_a_turn": count,
+        "seconds": seconds,
+        "processor_s": processor,
+        "others_cores": (busy_now - busy - ranks_s) / took,
+        "stolen_cores": (stolen_now - stolen) / took,
     }
 
 
-def rank_main(rank: int, store: str, name: str, rounds: int, out: str) -> None:
-    """Train all variants of one model; rank 0 writes seconds a step, shape [rounds], by variant."""
-    logging.disable(logging.WARNING)
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-
-    def model() -> nn.Module:
-        torch.manual_seed(0)
-        return MODELS[name]()[0]
-
-    batch = MODELS[name]()[1]
-    built = {variant: build() for variant, build in variants(model).items()}
-    optimizers = {variant: torch.optim.SGD(ddp.parameters(), lr=1e-4) for variant, ddp in built.items()}
-    seconds: dict[str, list[float]] = {variant: [] for variant in built}
-    order = random.Random(0)
-    for number in range(rounds + 3):
-        for variant in order.sample(list(built), len(built)):
-            took = _steps(built[variant], optimizers[variant], batch)
-            if number >= 3:
-                seconds[variant].append(took)
-    if rank == 0:
-        Path(out).write_text(json.dumps(seconds))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def _steps(ddp: Any, optimizer: torch.optim.Optimizer, batch: torch.Tensor) -> float:
-    dist.barrier()
-    began = time.perf_counter()
-    for _ in range(STEPS_A_ROUND):
-        optimizer.zero_grad()
-        ddp(batch).pow(2).mean().backward()
-        optimizer.step()
-    return (time.perf_counter() - began) / STEPS_A_ROUND
-
-
-def ratio(seconds: list[float], base: list[float]) -> tuple[float, float, float]:
-    """Median of the rounds' ratios, with a 95 % interval from resampled rounds."""
-    ratios = np.array(seconds) / np.array(base)
-    draws = np.random.default_rng(0).choice(ratios, (1000, len(ratios)))
-    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
-    return float(np.median(ratios)), float(low), float(high)
+def _check_memory(setting: Setting, variants: int) -> None:
+    """Say it rather than swap: parameters, gradients, buckets and a gradient kept make four copies on each rank."""
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(fields["MemAvailable"].split()[0]) * 1024
+    needed = int(variants * setting["ranks"] * (4 * MODELS[setting["model"]].size_bytes() + 3e8))
+    if free < needed:
+        raise SystemExit(f"{variants} variants need {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free")
 
 
 def main() -> None:
-    """Print a table a model."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--json", type=Path)
+    """Measure setting by setting, and print tables in Markdown of all that is known."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
+    parser.add_argument("--ranks", help="default: 2, and 4 for the small models")
+    parser.add_argument("--sets", default="claims", help=f"of {', '.join(SETS)}; default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=2.0, help="at most, for each setting; default: %(default)s")
+    parser.add_argument("--within", type=float, default=0.01, help="half of the noise's interval; default: %(default)s")
+    parser.add_argument("--turn-s", type=float, default=0.25, help="seconds of a turn; default: %(default)s")
+    parser.add_argument("--launch-s", type=float, default=30, help="new processes after so long; default: %(default)s")
+    parser.add_argument("--no-pin", action="store_true", help="let ranks move between cores")
+    parser.add_argument("--json", type=Path, help="keep results here, and go on from them")
+    parser.add_argument("--table", action="store_true", help="measure nothing, print what the file holds")
+    parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
-    results: dict[str, Any] = {}
-    for name in MODELS:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "seconds.json"
-            spawn(rank_main, (f"{folder}/store", name, options.rounds, str(out)), nprocs=2)
-            seconds = json.loads(out.read_text())
-        print(f"\n{name}, 2 ranks, {options.rounds} rounds of {STEPS_A_ROUND} steps")
-        results[name] = {}
-        for variant, values in seconds.items():
-            middle, low, high = ratio(values, seconds[BASE])
-            median_ms = 1e3 * float(np.median(values))
-            results[name][variant] = {"median_ms": median_ms, "ratio": middle, "interval": [low, high]}
-            print(f"  {variant:32} {median_ms:8.2f} ms   x {middle:.3f}  [{low:.3f}, {high:.3f}]")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n")
+    if options.smoke:
+        options.models, options.ranks, options.sets, options.minutes, options.launch_s = (
+            "tiny",
+            "2",
+            "claims,scale",
+            0.01,
+            0.1,
+        )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    torch.set_num_threads(1)
+    results: dict[str, Any] = {"machine": _machine(), "settings": {}}
+    if options.json and options.json.exists():
+        results = json.loads(options.json.read_text())
+    for key, setting in {} if options.table else settings(options).items():
+        known = results["settings"].setdefault(key, setting)
+        measure(known, options, lambda: _keep(results, options.json))
+        print(f"{key}: {sum(len(one['seconds']['torch']) for one in known['launches'])} rounds", flush=True)
+    print("\n" + tables(results["settings"]))
+
+
+def _keep(results: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.with_suffix(".part").write_text(json.dumps(results) + "\n")
+        path.with_suffix(".part").replace(path)
+
+
+def _machine() -> dict[str, Any]:
+    model = [
+        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+    ]
+    return {
+        "cores": os.cpu_count(),
+        "processor": model[0],
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
 
 
 if __name__ == "__main__":

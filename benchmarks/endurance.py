@@ -1,0 +1,187 @@
+"""What 10,000 steps leave behind: resident memory, traced memory, threads, open files.
+
+    python -m benchmarks.endurance [--steps 10000] [--json FILE]
+
+The same small training four times: torch's DDP for comparison, ours without telemetry, ours with telemetry that nobody
+takes (so that it fills its spool), and with a real collector. The first eleventh of the steps is warm-up. Memory that
+lines of ddpobs allocated is traced in a second, shorter training, for tracing costs memory itself; what waits to be
+sent is let go first, and growth is the slope of a line through ten points.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import logging
+import os
+import time
+import tracemalloc
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import ddpobs
+from benchmarks.models import Model
+from benchmarks.teams import Steps, Team
+from benchmarks.variants import VARIANTS as KINDS
+from benchmarks.variants import MissingError, Turn
+from ddpobs import DistributedDataParallel
+
+TRACED_FLUSH_S = 0.1
+BUCKET_MB = 0.002
+RANKS = 2
+
+SMALL = Model(
+    "20 small parameters in several buckets",
+    lambda: nn.Sequential(*(nn.Linear(16, 16) for _ in range(10))),
+    lambda: (torch.randn(8, 16),),
+    lambda result: [result],
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training: whose DDP, and whether with telemetry and a collector."""
+
+    title: str
+    ours: bool = False
+    telemetry: bool = False
+    collector: bool = False
+
+    def wrap(self, module: nn.Module, turn: Turn, traced: bool) -> nn.Module:
+        """The module in its DDP."""
+        if not self.ours:
+            return TorchDDP(module, bucket_cap_mb=BUCKET_MB)
+        config = turn.telemetry()
+        if traced:
+            config = replace(config, flush_s=TRACED_FLUSH_S)
+        return DistributedDataParallel(module, bucket_cap_mb=BUCKET_MB, telemetry=config if self.telemetry else False)
+
+
+CASES = [
+    Case("torch"),
+    Case("ours, telemetry off", ours=True),
+    Case("ours, telemetry on, no collector", ours=True, telemetry=True),
+    Case("ours, telemetry on, a collector", ours=True, telemetry=True, collector=True),
+]
+
+
+def prepare(case: Case, turn: Turn, traced: bool) -> Steps:
+    """Steps whose note is what the process holds after them."""
+    logging.disable(logging.WARNING)
+    if traced:
+        tracemalloc.start()
+    module = case.wrap(SMALL.build(), turn, traced)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
+    batch = SMALL.batch()
+
+    def steps(count: int) -> dict[str, int]:
+        for _ in range(count):
+            optimizer.zero_grad()
+            SMALL.loss(module(*batch)).backward()
+            optimizer.step()
+        if traced:
+            time.sleep(3 * TRACED_FLUSH_S)
+        return holds(traced)
+
+    return steps
+
+
+def holds(traced: bool) -> dict[str, int]:
+    """What this process holds: resident bytes, bytes allocated by lines of ddpobs, threads, open files."""
+    gc.collect()
+    resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    of_ddpobs = 0
+    if traced:
+        mine = tracemalloc.Filter(True, f"{Path(ddpobs.__file__).parent}/*")
+        found = tracemalloc.take_snapshot().filter_traces([mine]).statistics("filename")
+        of_ddpobs = sum(statistic.size for statistic in found)
+    return {
+        "resident_bytes": resident,
+        "ddpobs_bytes": of_ddpobs,
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "open_files": len(list(Path("/proc/self/fd").iterdir())),
+    }
+
+
+def run(case: Case, steps: int, legs: int, traced: bool) -> list[dict[str, int]]:
+    """What rank 0 of two held after each leg; the first is warm-up."""
+    with TemporaryDirectory() as folder:
+        turn = Turn(SMALL, 1, RANKS, Path(folder))
+        companions = KINDS["collector"].serve(turn) if case.collector else []
+        team = Team(RANKS, lambda: prepare(case, turn, traced), companions)
+        try:
+            held = []
+            for _ in range(legs + 1):
+                team.run(steps // legs)
+                held.append(team.notes[0])
+            return held
+        finally:
+            team.disband()
+
+
+def summarise(held: list[dict[str, int]], traced: list[dict[str, int]], traced_leg: int) -> dict[str, Any]:
+    """Ratios and slopes after warm-up; `traced_leg` is how many steps lie between two of `traced`."""
+    first, last = held[1], held[-1]
+    sizes = [one["ddpobs_bytes"] for one in traced[1:]]
+    slope = float(np.polyfit(np.arange(len(sizes)) * traced_leg, sizes, 1)[0])
+    return {
+        "resident_ratio": last["resident_bytes"] / first["resident_bytes"],
+        "resident_mb": last["resident_bytes"] / 1e6,
+        "ddpobs_bytes_a_step": slope,
+        "threads": [first["threads"], last["threads"]],
+        "open_files": [first["open_files"], last["open_files"]],
+    }
+
+
+def table(found: dict[str, dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = [
+        "| | resident memory, end over start | ddpobs' own memory, bytes a step | threads | open files |",
+        "|---|---|---|---|---|",
+    ]
+    for title, row in found.items():
+        threads, files = (" → ".join(map(str, row[name])) for name in ("threads", "open_files"))
+        lines.append(
+            f"| {title} | {row['resident_ratio']:.4f} of {row['resident_mb']:.0f} MB | "
+            f"{row['ddpobs_bytes_a_step']:.1f} | {threads} | {files} |"
+        )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=10_000, help="default: %(default)s")
+    parser.add_argument("--traced-steps", type=int, default=2_000, help="default: %(default)s")
+    parser.add_argument("--legs", type=int, default=10, help="points in time, after warm-up; default: %(default)s")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
+    options = parser.parse_args()
+    if options.smoke:
+        options.steps, options.traced_steps, options.legs = 20, 20, 2
+    torch.set_num_threads(1)
+    found: dict[str, dict[str, Any]] = {}
+    for case in CASES:
+        try:
+            held = run(case, options.steps, options.legs, traced=False)
+            traced = run(case, options.traced_steps, options.legs, traced=True)
+        except MissingError as reason:
+            print(f"not measured: {case.title}: {reason}", flush=True)
+            continue
+        found[case.title] = summarise(held, traced, options.traced_steps // options.legs)
+        print(f"{case.title}: {options.steps} steps", flush=True)
+    print(f"\n{table(found)}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,193 @@
+"""Teams: the rank processes of one variant, which run in turns and are stopped in between.
+
+Every variant is a training of its own, as a user would start it: own processes, one model in each, its own patches and
+threads. Whoever is not at turn is stopped (SIGSTOP), background threads and all, so that no variant's telemetry runs on
+another's time. Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+_PR_SET_PDEATHSIG = 1
+_context = multiprocessing.get_context("fork")
+
+Steps = Callable[[int], object]
+"""Runs so many training steps; what it returns is the rank's note."""
+
+
+class RankError(RuntimeError):
+    """A rank of a team failed; holds its traceback."""
+
+
+class Team:
+    """The ranks of one variant, forked from this process, which must not have started any threads.
+
+    Args:
+        ranks: How many.
+        prepare: Called on each rank within its process group; returns what runs steps.
+        companions: Processes that only this variant needs, such as its collector: stopped along with it.
+        pin: Rank r runs on core r modulo their number, and so do its threads.
+
+    Attributes:
+        ranks: How many.
+        notes: What each rank's steps returned in the last turn.
+    """
+
+    def __init__(
+        self,
+        ranks: int,
+        prepare: Callable[[], Steps],
+        companions: Sequence[subprocess.Popen[bytes]] = (),
+        pin: bool = True,
+    ) -> None:
+        self._companions = companions
+        self._folder = tempfile.TemporaryDirectory()
+        self.ranks = ranks
+        self.notes: list[Any] = []
+        self._connections: list[Connection] = []
+        self._processes: list[Any] = []
+        for rank in range(ranks):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(
+                target=_rank_main, args=(theirs, (rank, ranks), f"{self._folder.name}/store", prepare, pin)
+            )
+            process.start()
+            theirs.close()
+            self._connections.append(ours)
+            self._processes.append(process)
+        try:
+            self._answers()
+        except RankError:
+            self.disband()
+            raise
+        self._signal(signal.SIGSTOP)
+
+    def run(self, steps: int) -> tuple[float, float]:
+        """Take a turn of so many steps.
+
+        Returns:
+            Seconds on the wall and of processor time a step, each the mean over the ranks.
+
+        Raises:
+            RankError: A rank failed.
+        """
+        self._signal(signal.SIGCONT)
+        for connection in self._connections:
+            connection.send(steps)
+        answers = self._answers()
+        self._signal(signal.SIGSTOP)
+        wall, processor, self.notes = map(list, zip(*answers, strict=True))
+        return sum(wall) / len(wall) / steps, sum(processor) / len(processor) / steps
+
+    def disband(self) -> None:
+        """End the ranks as they are, without their exit code: a last flush would take seconds."""
+        for process in self._processes:
+            process.kill()
+            process.join()
+        for connection in self._connections:
+            connection.close()
+        for companion in self._companions:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(companion.pid, signal.SIGKILL)
+            companion.wait()
+        self._folder.cleanup()
+
+    def _answers(self) -> list[Any]:
+        answers = []
+        for rank, connection in enumerate(self._connections):
+            try:
+                answer = connection.recv()
+            except EOFError:
+                answer = f"rank {rank} died"
+            if isinstance(answer, str):
+                raise RankError(answer)
+            answers.append(answer)
+        return answers
+
+    def _signal(self, which: signal.Signals) -> None:
+        for companion in self._companions:
+            os.killpg(companion.pid, which)
+        for process in self._processes:
+            os.kill(process.pid, which)
+            if which == signal.SIGSTOP:
+                os.waitpid(process.pid, os.WUNTRACED)
+
+
+def companion(command: Sequence[str], log: Path, **environ: str) -> subprocess.Popen[bytes]:
+    """Start a process in a session of its own, which ends with this one at the latest."""
+    with log.open("wb") as out:
+        return subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=out,
+            cwd=log.parent,
+            env=os.environ | environ,
+            start_new_session=True,
+            preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has one thread
+        )
+
+
+def machine_s() -> tuple[float, float]:
+    """Seconds that the machine's cores were busy, and that the hypervisor kept from them, since it started."""
+    fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    user, nice, system, _, _, irq, softirq, steal = (field / os.sysconf("SC_CLK_TCK") for field in fields)
+    return user + nice + system + irq + softirq, steal
+
+
+def _end_with_parent() -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _rank_main(
+    connection: Connection, place: tuple[int, int], store: str, prepare: Callable[[], Steps], pin: bool
+) -> None:
+    rank, ranks = place
+    _end_with_parent()
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=str(ranks))
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    try:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(minutes=10)
+        )
+        torch.manual_seed(rank)
+        _serve(connection, prepare())
+    except BaseException:
+        with contextlib.suppress(OSError):
+            connection.send(f"rank {rank}:\n{traceback.format_exc()}")
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _serve(connection: Connection, steps: Steps) -> None:
+    """Tell that it is ready, then run as many steps as is asked, and tell seconds and processor seconds."""
+    import torch.distributed as dist
+
+    connection.send(())
+    while True:
+        count = connection.recv()
+        dist.barrier()
+        began, used = time.perf_counter(), time.process_time()
+        note = steps(count)
+        connection.send((time.perf_counter() - began, time.process_time() - used, note))

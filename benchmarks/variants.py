@@ -1,0 +1,224 @@
+"""The ways to train that are compared, each as `Variant.prepare` sets it up on every rank of a team of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # The first step of a training imports it: once here, and not in every rank.
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from benchmarks.models import Model
+from benchmarks.teams import Steps, companion
+from ddpobs import DistributedDataParallel, TelemetryConfig, attach
+
+Step = Callable[[torch.Tensor], None]
+NOBODY = "http://127.0.0.1:9"
+"""Where no collector listens: what is sent there goes to the spool."""
+PROFILED_STEPS = 10
+"""Steps of one cycle of torch.profiler."""
+
+
+class MissingError(RuntimeError):
+    """A variant cannot be measured here; says why."""
+
+
+@dataclass
+class Turn:
+    """What a variant is told of the measurement.
+
+    Attributes:
+        model: What is trained.
+        variants: How many take turns. Timers go on while a team is stopped, so that periods given in seconds are
+            multiplied by it: per second of training they are then what they are by default.
+        ranks: Of each team.
+        folder: For whatever is written.
+        collector: The address of what `Variant.serve` started.
+    """
+
+    model: Model
+    variants: int
+    ranks: int
+    folder: Path
+    collector: str = NOBODY
+
+    def telemetry(self) -> TelemetryConfig:
+        """Telemetry by default, to this turn's collector."""
+        plain = TelemetryConfig()
+        return TelemetryConfig(
+            collector=self.collector,
+            spool=self.folder / "spool",
+            flush_s=plain.flush_s * self.variants,
+            pulse_s=plain.pulse_s * self.variants,
+        )
+
+
+def _no_companion(_: Turn) -> list[subprocess.Popen[bytes]]:
+    return []
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train.
+
+    Attributes:
+        title: What tables call it.
+        wrap: Wraps the module on a rank.
+        loop: Makes of the wrapped module and the plain step the function that runs so many steps; None: just that.
+        serve: Starts the other processes that it needs; may set the turn's collector.
+    """
+
+    title: str
+    wrap: Callable[[torch.nn.Module, Turn], torch.nn.Module]
+    loop: Callable[[torch.nn.Module, Callable[[], None], Turn], Steps] | None = None
+    serve: Callable[[Turn], list[subprocess.Popen[bytes]]] = field(default=_no_companion)
+
+    def prepare(self, turn: Turn) -> Steps:
+        """Set the training up on this rank, and take some steps: buckets are rebuilt in the second."""
+        logging.disable(logging.WARNING)
+        model = turn.model
+        batch = model.batch()
+        wrapped = self.wrap(model.build(), turn)
+        optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-4)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model.loss(wrapped(*batch)).backward()
+            optimizer.step()
+
+        def plainly(count: int) -> None:
+            for _ in range(count):
+                step()
+
+        steps = self.loop(wrapped, step, turn) if self.loop else plainly
+        steps(4)
+        return steps
+
+
+def _attached(module: torch.nn.Module, turn: Turn) -> torch.nn.Module:
+    wrapped = TorchDDP(module)
+    attach(wrapped, turn.telemetry())
+    return wrapped
+
+
+def _profiled(written: bool) -> Callable[[torch.nn.Module, Callable[[], None], Turn], Steps]:
+    """Every step is recorded, in cycles; traces are written as torch's tutorials do it, or dropped."""
+
+    def loop(_: torch.nn.Module, step: Callable[[], None], turn: Turn) -> Steps:
+        folder = turn.folder / f"traces-{torch.distributed.get_rank()}"
+        write = torch.profiler.tensorboard_trace_handler(str(folder))
+
+        def ready(profiler: Any) -> None:
+            if written:
+                shutil.rmtree(folder, ignore_errors=True)
+                write(profiler)
+
+        profiler = torch.profiler.profile(
+            activities=[torch.profiler.ProfilerActivity.CPU],
+            schedule=torch.profiler.schedule(wait=0, warmup=0, active=PROFILED_STEPS),
+            on_trace_ready=ready,
+        )
+        os.dup2(os.open(turn.folder / "log", os.O_WRONLY | os.O_CREAT), 2)  # Kineto tells of every cycle.
+        profiler.start()
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                step()
+                profiler.step()
+
+        return steps
+
+    return loop
+
+
+def _traced(wrapped: torch.nn.Module, step: Callable[[], None], turn: Turn) -> Steps:
+    import traceml_ai  # type: ignore[import-untyped]
+
+    traceml_ai.init(
+        mode="auto",
+        interval=2.0 * turn.variants,
+        logs_dir=str(turn.folder),
+        session_id="benchmark",
+        aggregator_port=int(turn.collector.rpartition(":")[2]),
+        on_missing_aggregator="raise",
+    )
+
+    def steps(count: int) -> None:
+        for _ in range(count):
+            with traceml_ai.trace_step(wrapped):
+                step()
+
+    return steps
+
+
+def _traceml_aggregator(turn: Turn) -> list[subprocess.Popen[bytes]]:
+    command = Path(sys.executable).with_name("traceml")
+    if not command.exists() or importlib.util.find_spec("traceml_ai") is None:
+        raise MissingError("TraceML is not installed: pip install traceml-ai")
+    port = _free_port()
+    turn.collector = f"http://127.0.0.1:{port}"
+    arguments = f"serve --mode summary --run-name benchmark --aggregator-port {port} --nproc-per-node {turn.ranks}"
+    return [companion([str(command), *arguments.split(), "--logs-dir", str(turn.folder)], turn.folder / "traceml.log")]
+
+
+def _collector(turn: Turn) -> list[subprocess.Popen[bytes]]:
+    command = Path(sys.executable).with_name("ddpobs-server")
+    if not command.exists():
+        raise MissingError('the collector is not installed: pip install "ddpobs[server]"')
+    log = turn.folder / "collector.log"
+    database = f"sqlite:///{turn.folder}/runs.db"
+    process = companion([str(command), "--port", "0", "--database-url", database], log)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline and process.poll() is None:
+        if found := re.search(r"running on (http://[^ ]+)", log.read_text()):
+            turn.collector = found[1]
+            return [process]
+        time.sleep(0.05)
+    raise MissingError(f"no collector: {log.read_text()}")
+
+
+def _free_port() -> int:
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port
+
+
+def _ours(module: torch.nn.Module, turn: Turn) -> torch.nn.Module:
+    return DistributedDataParallel(module, telemetry=turn.telemetry())
+
+
+def _torch(module: torch.nn.Module, _: Turn) -> torch.nn.Module:
+    return TorchDDP(module)
+
+
+VARIANTS: dict[str, Variant] = {
+    "torch": Variant("torch", _torch),
+    "again": Variant("torch once more (the noise)", _torch),
+    "views": Variant(
+        "torch, `gradient_as_bucket_view=True`", lambda module, _: TorchDDP(module, gradient_as_bucket_view=True)
+    ),
+    "off": Variant("ours, telemetry off", lambda module, _: DistributedDataParallel(module, telemetry=False)),
+    "on": Variant("ours, telemetry on", _ours),
+    "collector": Variant("ours, telemetry on, its collector on the same cores", _ours, serve=_collector),
+    "attached": Variant("torch, our telemetry attached", _attached),
+    "profiler": Variant("torch.profiler always on, traces dropped", _torch, _profiled(written=False)),
+    "traces": Variant("torch.profiler always on, traces written", _torch, _profiled(written=True)),
+    "traceml": Variant("TraceML, its aggregator on the same cores", _torch, _traced, _traceml_aggregator),
+}
+SETS: dict[str, list[str]] = {
+    "claims": ["torch", "again", "views", "off", "on"],
+    "scale": ["torch", "collector", "attached", "profiler", "traces", "traceml"],
+}
