@@ -1,0 +1,82 @@
+"""The benchmarks still run: each in its smallest form, and what they say of intervals is right."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.pairs import ratio
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run(name: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", "--smoke", *arguments],
+        cwd=ROOT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", ["hook", "accuracy"])
+def test_it_prints_a_row_for_each_variant_and_keeps_them(name: str, tmp_path: Path) -> None:
+    told = run(name, "--json", str(tmp_path / "found.json"))
+    kept = json.loads((tmp_path / "found.json").read_text())
+    for variant in kept.get("found", kept):
+        assert f"\n| {variant} | " in told
+
+
+def test_overhead_compares_every_variant_with_torch(tmp_path: Path) -> None:
+    told = run("overhead", "--json", str(tmp_path / "found.json"))
+    for title in ("torch once more (the noise)", "ours, telemetry on", "telemetry on / torch, at most 1.00"):
+        assert title in told
+    settings = json.loads((tmp_path / "found.json").read_text())["settings"]
+    assert {setting["set"] for setting in settings.values()} == {"claims", "scale"}
+
+
+def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:
+    tc = shutil.which("tc")
+    if tc is None and os.environ.get("CI") == "true":
+        pytest.fail("tc is not installed: apt-get install iproute2")
+    made = tc and subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
+    if not made:
+        pytest.skip("links of a chosen speed need root's rights over the network, and iproute2")
+    told = run("communication", "--json", str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert all(f"| {variant} | " in told for variant in found["seconds"])
+    # The link's own counters: a cast to 16 bits halves what travels, less what a small model's packets cost anyway.
+    assert found["busiest_link"]["fp16"] < 0.8 * found["busiest_link"]["plain all-reduce"]
+
+
+def test_the_interval_of_a_ratio_covers_the_truth_about_as_often_as_it_says() -> None:
+    random = np.random.default_rng(0)
+    covered = 0
+    for _ in range(100):
+        launches = [random.normal(1.0, 0.02, 2) for _ in range(8)]
+        of, to = ([random.normal(one[side], 0.05, 12) for one in launches] for side in (0, 1))
+        found = ratio([list(one) for one in of], [list(one) for one in to])
+        covered += found.low <= 1.0 <= found.high
+    assert 80 <= covered <= 100
+
+
+def test_a_ratio_of_nothing_is_an_error() -> None:
+    with pytest.raises(ValueError, match="at least one round"):
+        ratio([[]], [[]])
+
+
+def test_a_verdict_is_open_where_the_interval_holds_the_limit() -> None:
+    slower = ratio([[1.1, 1.12, 1.11] * 5], [[1.0, 1.01, 1.0] * 5])
+    assert (slower.verdict(1.0), slower.verdict(1.2), slower.verdict(slower.total)) == ("fails", "holds", "open")
