@@ -8,6 +8,7 @@ all-reduce carries to every rank; whoever sees it reads the store. Nothing is se
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +55,7 @@ class Alarm:
     def look(self, element: torch.Tensor) -> None:
         """Look at the element that would be NaN; on a device it is only looked at once it is there."""
         if element.device.type == "cpu":
-            if bool(torch.isnan(element)):
+            if math.isnan(element.item()):
                 self.read()
         elif not torch.cuda.is_current_stream_capturing():  # A graph's replays run no Python that could look.
             self._looks.append(_Look(element, self._number))

@@ -13,6 +13,8 @@ from ddpobs import wire
 LARGE = 32_768
 """Elements from which a gradient goes into the bucket as soon as it is there, still warm in the cache; smaller ones
 go together when the bucket is full, in fewer calls."""
+_KEPT = 2**20
+"""Elements from which a gradient's memory is kept for a step."""
 
 
 class Bucket:
@@ -58,8 +60,9 @@ class Bucket:
         first = parameters[0]
         self.placed = bytearray(len(members))
         self._allocate(first.dtype)
-        # On the host large gradients that are freed at once make the allocator give pages back and fault them in
+        # On the host very large gradients that are freed at once make the allocator give pages back and fault them in
         # again, a tenth of a step of a wide MLP. Each is kept until its successor comes: what torch's default holds.
+        # Smaller ones are better freed: the next one is then written where the cache still is.
         self._copied: list[torch.Tensor | None] | None = [None] * len(members) if first.device.type == "cpu" else None
 
     def _allocate(self, dtype: torch.dtype) -> None:
@@ -117,7 +120,7 @@ class Bucket:
             view.mul_(scale)
         else:
             torch.mul(gradient, scale, out=view)
-            if self._copied is not None:
+            if self._copied is not None and gradient.numel() >= _KEPT:
                 self._copied[place] = gradient
         if self.adopts:
             parameter.grad = view
