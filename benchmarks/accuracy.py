@@ -108,7 +108,8 @@ def measure(seeds: int, loss: float, epochs: int, done: Callable[[str], None]) -
 
 def table(found: dict[str, list[Any]], loss: float) -> str:
     """Markdown; medians over the seeds, with the least and the most."""
-    lines = [f"| | steps to a loss of {loss}, plain = 1 | test digits read, percentage points over plain |", "|---|---|---|"]
+    head = f"| | steps to a loss of {loss}, plain = 1 | test digits read, percentage points over plain |"
+    lines = [head, "|---|---|---|"]
     for name, outcomes in found.items():
         pairs = list(zip(outcomes, found[PLAIN], strict=True))
         steps = [took / plain for (took, _), (plain, _) in pairs if took and plain]

@@ -55,6 +55,7 @@ FROM_MODULES = {
     "torch._C": {"_will_engine_execute_node", "_current_graph_task_id"},
     "torch._C._distributed_c10d": {
         "GradBucket",
+        "HashStore",
         "PrefixStore",
         "_compute_bucket_assignment_by_size",
         "_register_comm_hook",
@@ -68,6 +69,7 @@ FROM_MODULES = {
         "_world",
     },
     "torch.nn.parallel.distributed": {"_find_tensors"},
+    "torch.utils._pytree": {"tree_leaves", "tree_map_only"},
 }
 """Private functions and classes, by where they live."""
 
@@ -107,7 +109,7 @@ def test_the_private_functions_are_where_we_take_them_from(where: str) -> None:
 
 def test_no_other_private_name_of_torch_is_used() -> None:
     known = set().union(*FROM_MODULES.values(), OVERRIDDEN, CALLED, ON_THE_REDUCER)
-    known |= {"_C", "_distributed_c10d", "_dynamo", "_execution_engine", "_bucket_config", "_comm_hooks"}
+    known |= {"_C", "_distributed_c10d", "_dynamo", "_execution_engine", "_bucket_config", "_comm_hooks", "_pytree"}
     used = {name for path in SOURCES.rglob("*.py") for name in private_names_of_torch(ast.parse(path.read_text()))}
     assert used <= known
 

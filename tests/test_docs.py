@@ -1,0 +1,41 @@
+"""The documents say what is there: links lead somewhere, code parses, settings are those of the code."""
+
+from __future__ import annotations
+
+import ast
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ddpobs import TelemetryConfig
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_to_files_that_are_there(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)", document.read_text())
+    missing = [link for link in links if "://" not in link and not (document.parent / link).exists()]
+    assert missing == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_python_in_them_parses(document: Path) -> None:
+    for code in re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL):
+        ast.parse(code)
+
+
+def test_the_readme_has_every_setting_of_the_training_side_once() -> None:
+    named = re.findall(r"^\| `DDPOBS_([A-Z_]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    known = {field.name.upper() for field in fields(TelemetryConfig)} - {"COLLECTOR"} | {"TELEMETRY"}
+    assert sorted(named) == sorted(known)
+
+
+def test_files_named_in_the_architecture_are_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`((?:ddpobs|server|tests|docs|benchmarks)/[\w/.-]+\.py)`", text))
+    assert len(named) > 10
+    assert {name for name in named if not (ROOT / name).exists()} == set()
