@@ -37,5 +37,5 @@ def test_the_readme_has_every_setting_of_the_training_side_once() -> None:
 def test_files_named_in_the_architecture_are_there() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text()
     named = set(re.findall(r"`((?:ddpobs|server|tests|docs|benchmarks)/[\w/.-]+\.py)`", text))
-    assert len(named) > 10
+    assert len(named) > 5
     assert {name for name in named if not (ROOT / name).exists()} == set()
