@@ -144,7 +144,7 @@ def _profiled(written: bool) -> Callable[[torch.nn.Module, Callable[[], None], T
 
 
 def _traced(wrapped: torch.nn.Module, step: Callable[[], None], turn: Turn) -> Steps:
-    import traceml_ai  # type: ignore[import-untyped]
+    import traceml_ai
 
     traceml_ai.init(
         mode="auto",
