@@ -95,6 +95,8 @@ class Exporter:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
+        self._counting = threading.Lock()
+        """Held for a few additions: a training that has to wait for it waits microseconds."""
         self.emitted = 0
         self.dropped = 0
         _exporters.add(self)
@@ -108,14 +110,15 @@ class Exporter:
         """Take a record that counts as `weight` records; False where the queue is full and it was dropped."""
         if self._closed:
             return False
-        self.emitted += weight
-        if len(self._queue) >= self._config.queue_records:
-            self.dropped += weight
-            return False
-        if not self._queue:
-            self._oldest = time.monotonic()
-        self._queue.append((record, weight))
-        self._weight += weight
+        with self._counting:
+            self.emitted += weight
+            if len(self._queue) >= self._config.queue_records:
+                self.dropped += weight
+                return False
+            if not self._queue:
+                self._oldest = time.monotonic()
+            self._queue.append((record, weight))
+            self._weight += weight
         if self._weight >= self._config.batch_spans:
             self._wake.set()
         return True
@@ -184,10 +187,11 @@ class Exporter:
         taken: list[object] = []
         weight = 0
         while self._queue and weight < self._config.batch_spans and len(taken) < _RECORDS_A_BURST * 16:
-            record, records = self._queue.popleft()
+            with self._counting:
+                record, records = self._queue.popleft()
+                self._weight -= records
             taken.append(record)
             weight += records
-            self._weight -= records
         self._oldest = time.monotonic()
         envelope = Envelope(
             **vars(identity), seq=self._seq, emitted=self.emitted, dropped=self.dropped, anchor=anchor()
@@ -196,7 +200,7 @@ class Exporter:
         try:
             body = zstandard.compress(wire.encode(self._encoder(taken, envelope)), 1)
         except Exception:
-            self.dropped += weight
+            self._lost(weight)
             raise
         self._waiting.append(_Encoded(envelope.seq, weight, body))
         while len(self._waiting) > _WAITING_BATCHES:
@@ -213,7 +217,14 @@ class Exporter:
     def _send_spooled(self, identity: Identity) -> None:
         """One batch of ours from the spool, if any is left; the next one comes with the next round."""
         for kept in self._spool.batches(identity.source):
-            if self._send(_Encoded(kept.seq, kept.records, kept.body()), None):
+            try:
+                body = kept.body()
+            except OSError as error:
+                kept.set_aside()
+                self._lost(kept.records)
+                self._tell_once("unreadable", "%s cannot be read and is set aside: %s", kept.path, error)
+                continue
+            if self._send(_Encoded(kept.seq, kept.records, body), None):
                 kept.path.unlink(missing_ok=True)
             return
         self._spooled = False
@@ -228,7 +239,7 @@ class Exporter:
             self._attempts = 0
             return True
         if answer.outcome is Outcome.REFUSED:
-            self.dropped += batch.records
+            self._lost(batch.records)
             self._tell_once("refused", "the collector refuses a batch, which is lost: %s", answer.detail)
             return True
         if answer.outcome is Outcome.FORBIDDEN:
@@ -243,7 +254,7 @@ class Exporter:
         if self._identity is None:
             return
         try:
-            self.dropped += self._spool.put(
+            lost = self._spool.put(
                 self._identity.run,
                 self._identity.source,
                 batch.seq,
@@ -251,9 +262,10 @@ class Exporter:
                 body=batch.body,
                 at_ns=time.time_ns(),
             )
+            self._lost(lost)
             self._spooled = True
         except OSError as error:
-            self.dropped += batch.records
+            self._lost(batch.records)
             self._tell_once("spool", "the spool %s takes nothing: %s", self._spool.folder, error)
 
     def _finish(self) -> None:
@@ -266,7 +278,7 @@ class Exporter:
             self._guard(f"periodic {call}", call)  # type: ignore[arg-type]
         self._guard("batch", lambda: self._cut_batches(everything=True))
         if self._identity is None:
-            self.dropped += self._weight
+            self._lost(self._weight)
         while self._waiting and not self._abandoned:
             left_s = self._deadline - time.monotonic()
             if left_s <= 0.05 or self._attempts > 1 or not self._send(self._waiting[0], left_s):
@@ -282,6 +294,10 @@ class Exporter:
         if kept:
             _log.warning("ddpobs: %d batches are kept in %s: send them with `ddpobs push`", kept, self._spool.folder)
 
+    def _lost(self, records: int) -> None:
+        with self._counting:
+            self.dropped += records
+
     def _tell_once(self, key: str, message: str, *facts: object, trace: bool = False) -> None:
         if key not in self._told:
             self._told.add(key)
@@ -291,6 +307,7 @@ class Exporter:
         """In a forked child (a loader worker): no thread came along, and nothing may be sent under the parent's key."""
         self._closed, self._thread = True, None
         self._queue.clear()
+        self._counting = threading.Lock()
 
 
 _exporters: weakref.WeakSet[Exporter] = weakref.WeakSet()

@@ -6,6 +6,7 @@ import enum
 import random
 import time
 from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
 
 import httpx
 import msgspec
@@ -14,6 +15,7 @@ from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
+_LONGEST_WAIT_S = 300.0
 _RETRIED = frozenset({408, 429})
 _ANSWER_BYTES = 64 * 1024
 
@@ -97,7 +99,13 @@ def _meaning(response: httpx.Response, text: bytes, source: str, seq: int) -> An
 
 
 def _retry_after_s(response: httpx.Response) -> float:
+    """Seconds, or a date as proxies write it (RFC 9110, section 10.2.3)."""
+    asked = response.headers.get("Retry-After", "0")
     try:
-        return min(300.0, max(0.0, float(response.headers.get("Retry-After", "0"))))
+        seconds = float(asked)
     except ValueError:
-        return 0.0
+        try:
+            seconds = parsedate_to_datetime(asked).timestamp() - time.time()
+        except ValueError:
+            return 0.0
+    return min(_LONGEST_WAIT_S, max(0.0, seconds))

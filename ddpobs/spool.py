@@ -10,6 +10,7 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +30,11 @@ class Spooled:
     def body(self) -> bytes:
         """What is sent, compressed as it was."""
         return self.path.read_bytes()
+
+    def set_aside(self) -> None:
+        """Have it looked at no more: it keeps its name with another ending."""
+        with suppress(OSError):
+            self.path.rename(self.path.with_suffix(".unreadable"))
 
 
 class Spool:
