@@ -194,10 +194,15 @@ class Step:
 
 
 class Summariser:
-    """Turns raw steps into times, in order; carries what a step leaves for the next one's own time."""
+    """Turns raw steps into times, in order; carries what a step leaves for the next one's own time.
 
-    def __init__(self, clock: Clock) -> None:
-        self._at = clock.nanoseconds
+    Args:
+        clock: What the stamps are of.
+        resolution_ns: Times are multiples of it, rounded down: digits that mean nothing take most of the space.
+    """
+
+    def __init__(self, clock: Clock, resolution_ns: int = 1) -> None:
+        self._clock, self._resolution_ns = clock, resolution_ns
         self._origin_ns: int | None = None
         self._carried: list[Interval] = []
 
@@ -242,6 +247,10 @@ class Summariser:
             readiness=self._readiness(raw),
         )
 
+    def _at(self, stamp: Stamp) -> int:
+        ns: int = self._clock.nanoseconds(stamp)
+        return ns - ns % self._resolution_ns
+
     def _spans(self, segment: Segment) -> list[Span]:
         """Times that make sense: a completion seen late by its callback is cut at backward's return."""
         end_ns = self._at(segment.end)
@@ -253,6 +262,7 @@ class Summariser:
                 ready = min(ready or launched, launched)
                 done = max(min(done or end_ns, end_ns), launched)
                 started = _started(record.works.get(bucket), launched, done)
+                started -= started % self._resolution_ns if started != wire.UNKNOWN else 0
                 spans.append(Span(record.module, record.revision, bucket, ready, launched, started, done))
         return spans
 

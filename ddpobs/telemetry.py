@@ -33,6 +33,8 @@ from ddpobs.stragglers import Exchange
 
 _log = logging.getLogger("ddpobs")
 _LOOK_S = 0.2
+_RESOLUTION_NS = 1000
+"""Stamps are not better than that: a callback may come tens of microseconds late."""
 _REPEAT_HELLO = 30
 """Hello and layouts travel again every so many batches, should the batch that held them have been dropped."""
 
@@ -95,7 +97,7 @@ class Telemetry:
         self._hooks = ProcessHooks(self._tracker, self._event)
         self._loaders = LoaderHooks(self._tracker, self._event)
         self._collectives = CollectiveHooks(self._tracker)
-        self._summariser = Summariser(self._clock)
+        self._summariser = Summariser(self._clock, _RESOLUTION_NS)
         self._recorders: list[ModuleRecorder] = []
         self._layouts: dict[int, wire.Layout] = {}
         self._tracker.evaluating = self._evaluating

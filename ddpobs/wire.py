@@ -1,7 +1,8 @@
 """The schema of what travels from a rank to the collector, and the only thing both sides share.
 
 A batch is one `Batch`. As msgpack its integer columns are raw little-endian arrays, delta coded where that is
-smaller; as JSON, meant for curl and for tests, they are plain lists. Times are integers in nanoseconds of the
+smaller, and its spans are packed by themselves, as they are kept; as JSON, meant for curl and for tests, columns are
+plain lists. Times are integers in nanoseconds of the
 sending process's monotonic clock; `Anchor` ties that clock to the wall.
 """
 
@@ -13,9 +14,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from ddpobs import columns
 from ddpobs.errors import WireError
 
-VERSION = 1
+VERSION = 2
 MSGPACK, JSON = "application/x-msgpack", "application/json"
 
 PHASES = ("data", "forward", "backward", "exposed_comm", "optimizer", "other")
@@ -29,8 +31,11 @@ SYNCHRONISED, NO_ORIGIN, FOREIGN_COLLECTIVE, RESTING = 1, 2, 4, 8
 synchronised in mid-step; telemetry was off on purpose, to measure its own cost."""
 
 UNKNOWN = -1
+_NEVER = -(2**62)
+"""What stands for `UNKNOWN` in a column of differences."""
 
-Ints = npt.NDArray[np.int64]
+
+Ints = columns.Ints
 RunId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
@@ -210,7 +215,8 @@ class Event(_Record, frozen=True, kw_only=True):
 class Batch(_Record, frozen=True, kw_only=True):
     """The envelope. `(run, source, seq)` is its natural key; `emitted` and `dropped` count records since the start.
 
-    A record is one row of steps, spans or comms, or one of any other kind.
+    A record is one row of steps, spans or comms, or one of any other kind. `packed_spans` are the spans as
+    `pack_spans` packed them; in memory both are there.
     """
 
     version: Annotated[int, msgspec.Meta(ge=1)]
@@ -227,6 +233,7 @@ class Batch(_Record, frozen=True, kw_only=True):
     layouts: list[Layout] = []
     steps: Steps | None = None
     spans: Spans | None = None
+    packed_spans: bytes | None = None
     comms: Comms | None = None
     readiness: list[Readiness] = []
     unused: list[Unused] = []
@@ -245,12 +252,47 @@ class Acknowledgement(_Record, frozen=True, kw_only=True):
 
 def encode(batch: Batch) -> bytes:
     """The batch as msgpack, to be compressed by whoever sends it."""
+    if batch.spans is not None:
+        batch = msgspec.structs.replace(batch, spans=None, packed_spans=pack_spans(batch.spans))
     return _MSGPACK_ENCODER.encode(batch)
 
 
 def encode_json(batch: Batch) -> bytes:
     """The batch as columnar JSON."""
-    return _JSON_ENCODER.encode(batch)
+    return _JSON_ENCODER.encode(msgspec.structs.replace(batch, packed_spans=None))
+
+
+def pack_spans(spans: Spans) -> bytes:
+    """Spans as they travel and are kept: packed columns, a bucket's later times as what passed since the earlier.
+
+    Each of these varies by itself, and where the earlier one differs they would all be large.
+    """
+    plain = {name: getattr(spans, name) for name in ("step", "module", "revision", "bucket", "ready_ns")}
+    since_launch = np.where(spans.started_ns == UNKNOWN, _NEVER, spans.started_ns - spans.launched_ns)
+    return columns.pack(
+        plain
+        | {
+            "launched_ns": spans.launched_ns - spans.ready_ns,
+            "started_ns": since_launch,
+            "done_ns": spans.done_ns - spans.launched_ns,
+        }
+    )
+
+
+def unpack_spans(packed: bytes, limit_bytes: int = columns.UNPACKED_BYTES) -> Spans:
+    """What `pack_spans` packed.
+
+    Raises:
+        WireError: It is no such thing, or more than `limit_bytes` of it.
+    """
+    found = columns.unpack(packed, limit_bytes)
+    missing = set(Spans.__struct_fields__) - set(found)
+    if missing:
+        raise WireError("packed_spans", "every column of spans", f"none of {', '.join(sorted(missing))}")
+    launched = found["ready_ns"] + found["launched_ns"]
+    started = np.where(found["started_ns"] == _NEVER, UNKNOWN, launched + found["started_ns"])
+    known = {name: found[name] for name in ("step", "module", "revision", "bucket", "ready_ns")}
+    return Spans(**known, launched_ns=launched, started_ns=started, done_ns=launched + found["done_ns"])
 
 
 def pack(record: msgspec.Struct) -> bytes:
@@ -268,8 +310,13 @@ def unpack(body: bytes, kind: type[_R]) -> _R:
     return msgspec.msgpack.decode(body, type=kind, dec_hook=_dec)
 
 
-def decode(body: bytes, content_type: str = MSGPACK) -> Batch:
+def decode(body: bytes, content_type: str = MSGPACK, limit_bytes: int = columns.UNPACKED_BYTES) -> Batch:
     """A checked batch from its bytes.
+
+    Args:
+        body: As `encode` or `encode_json` made it.
+        content_type: Which of the two.
+        limit_bytes: Most that packed spans may unpack to.
 
     Raises:
         WireError: The bytes are not a batch; names the first field that is wrong.
@@ -283,6 +330,8 @@ def decode(body: bytes, content_type: str = MSGPACK) -> Batch:
         raise WireError("$", f"a batch as {content_type}", error) from None
     except RecursionError:
         raise WireError("$", f"a batch as {content_type}", "one nested too deeply") from None
+    if batch.packed_spans is not None:
+        batch = msgspec.structs.replace(batch, spans=unpack_spans(batch.packed_spans, limit_bytes))
     check(batch)
     return batch
 
@@ -368,50 +417,8 @@ def _field_error(message: str) -> WireError:
     return WireError(path.rstrip("`").removeprefix("$.") or "$", "the wire schema", what)
 
 
-_WIDTHS = ("<i1", "<i2", "<i4", "<i8")
-
-
-def _narrow(values: Ints) -> tuple[str, npt.NDArray[Any]]:
-    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
-    for width in _WIDTHS:
-        if np.iinfo(width).min <= low and high <= np.iinfo(width).max:
-            return width, values.astype(width)
-    raise AssertionError("int64 holds every int64")
-
-
-def _pack(column: Ints) -> list[Any]:
-    """A column as ``[width, order, base, bytes]``, in the narrowest little-endian width.
-
-    The values, as they are (order 0) or summed up (order 1), added to `base` give the column. Arithmetic wraps at 64
-    bits, both ways.
-    """
-    plain = np.ascontiguousarray(column, np.int64)
-    base = int(plain[0]) if len(plain) else 0
-    candidates = [_narrow(plain - base), _narrow(np.diff(plain, prepend=base))]
-    order = min((0, 1), key=lambda order: candidates[order][1].itemsize)
-    width, narrow = candidates[order]
-    return [width, order, base, narrow.tobytes()]
-
-
-def _unpack(packed: Any) -> Ints:
-    match packed:
-        case [str() as width, (0 | 1) as order, int() as base, bytes() as data] if (
-            width in _WIDTHS and -(2**63) <= base < 2**63
-        ):
-            if len(data) % np.dtype(width).itemsize:
-                raise ValueError(f"Expected whole {width} values, got {len(data)} bytes")
-            values = np.frombuffer(data, width).astype(np.int64)
-            return base + (np.cumsum(values, dtype=np.int64) if order else values)
-        case list() if all(type(value) is int for value in packed):
-            try:
-                return np.array(packed, np.int64)
-            except OverflowError:
-                raise ValueError("Expected 64-bit integers, got a larger one") from None
-    raise ValueError("Expected a column of integers")
-
-
 def _enc_msgpack(value: Any) -> Any:
-    return _pack(_column(value))
+    return columns.pack_column(_column(value))
 
 
 def _enc_json(value: Any) -> Any:
@@ -425,7 +432,7 @@ def _column(value: Any) -> Ints:
 
 
 def _dec(_kind: type, value: Any) -> Ints:
-    return _unpack(value)
+    return columns.unpack_column(value)
 
 
 _MSGPACK_ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_msgpack)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpobs import wire
 from ddpobs.errors import WireError
 
+GOLDEN = Path(__file__).with_name("golden")
+"""A batch as each version of the wire sent it."""
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
@@ -65,9 +69,76 @@ def test_any_column_of_64_bit_integers_survives_both_encodings(values: list[int]
         assert wire.decode(body, content_type).readiness[0].ready_ns.tolist() == values
 
 
-def test_timestamps_are_delta_coded() -> None:
+def test_regular_times_take_next_to_no_space() -> None:
     rows = 5000
-    assert len(wire.encode(batch(spans=spans(rows)))) < rows * 20
+    assert len(wire.encode(batch(spans=spans(rows)))) < rows
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 2**40), st.integers(0, 2**40), st.integers(-1, 2**40), st.integers(0, 2**40)),
+        max_size=20,
+    ),
+    st.sampled_from([1, 1000]),
+)
+def test_packed_spans_are_the_spans(rows: list[tuple[int, int, int, int]], times_over: int) -> None:
+    times = np.tile(np.array(rows, np.int64).reshape(-1, 4), (times_over, 1))
+    ready = times[:, 0]
+    launched = ready + times[:, 1]
+    done = launched + times[:, 3]
+    started = np.where(times[:, 2] < 0, wire.UNKNOWN, np.minimum(times[:, 2], done))
+    sent = spans(len(ready), ready_ns=ready, launched_ns=launched, started_ns=started, done_ns=done)
+    back = wire.unpack_spans(wire.pack_spans(sent))
+    for name in wire.Spans.__struct_fields__:
+        assert getattr(back, name).tolist() == getattr(sent, name).tolist()
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        b"rubbish",
+        zstandard.compress(b"rubbish"),
+        zstandard.compress(bytes(2_000_000)),
+        wire.pack_spans(spans())[:-9],
+    ],
+)
+def test_packed_spans_that_are_none_are_refused_by_name(packed: bytes) -> None:
+    body = wire.pack(batch(spans=None, packed_spans=packed))
+    with pytest.raises(WireError) as caught:
+        wire.decode(body, limit_bytes=1_000_000)
+    assert caught.value.field == "packed_spans"
+
+
+def test_packed_columns_of_unequal_length_are_refused() -> None:
+    rows, columns = msgspec.msgpack.decode(zstandard.decompress(wire.pack_spans(spans())))
+    columns["done_ns"][4] = [b"\0\0"]
+    packed = msgspec.msgpack.encode([rows, columns])
+    with pytest.raises(WireError, match="packed_spans: expected 3 bytes, one a row, got 2"):
+        wire.decode(wire.pack(batch(spans=None, packed_spans=packed)))
+
+
+def test_packed_columns_that_would_take_too_much_are_refused() -> None:
+    packed = wire.pack_spans(spans(200_000))
+    assert len(packed) < 20_000
+    with pytest.raises(WireError, match="at most 1000000 bytes of columns, got 12800000"):
+        wire.unpack_spans(packed, 1_000_000)
+
+
+@pytest.mark.parametrize("golden", sorted(GOLDEN.glob("batch-*.zst")), ids=lambda path: path.stem)
+def test_what_older_clients_sent_is_still_read(golden: Any) -> None:
+    read = wire.decode(zstandard.decompress(golden.read_bytes()))
+    assert read.version == int(golden.stem.removeprefix("batch-"))
+    assert (read.run, read.seq, read.rank, read.layouts[0].name) == ("golden", 3, 1, "model")
+    assert read.steps is not None
+    assert read.steps.own_ns.tolist() == [95_000_000] * 4
+    assert read.spans is not None
+    assert (read.spans.done_ns - read.spans.launched_ns).tolist() == [10_000_000, 15_000_000] * 4
+    assert [event.kind for event in read.events] == ["goodbye"]
+
+
+def test_every_version_has_its_golden_file() -> None:
+    assert {path.stem for path in GOLDEN.glob("batch-*.zst")} == {f"batch-{n + 1}" for n in range(wire.VERSION)}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +156,7 @@ def test_timestamps_are_delta_coded() -> None:
 )
 def test_what_cannot_be_is_refused_by_its_field(changed: dict[str, Any], field: str) -> None:
     with pytest.raises(WireError) as refused:
-        wire.decode(wire.encode(batch(**changed)))
+        wire.decode(wire.pack(batch(**changed)))
     assert refused.value.field == field
 
 
@@ -109,7 +180,7 @@ def test_rubbish_is_refused_and_nothing_else_is_raised(body: bytes) -> None:
     [["<i8", 0, 0, b"123"], ["<f8", 0, 0, b""], ["<i1", 2, 0, b""], ["<i1", 0, 2**63, b""], [2**63], [1.5], "x"],
 )
 def test_a_column_that_is_none_is_refused(column: Any) -> None:
-    plain = msgspec.msgpack.decode(wire.encode(batch()))
+    plain = msgspec.msgpack.decode(wire.pack(batch()))
     plain["spans"]["ready_ns"] = column
     with pytest.raises(WireError) as refused:
         wire.decode(msgspec.msgpack.encode(plain))

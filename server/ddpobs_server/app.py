@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -14,9 +17,11 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 import ddpobs
-from ddpobs_server import api, ingest, metrics, page, problems
+from ddpobs_server import api, checks, ingest, metrics, page, problems
+from ddpobs_server.auth import DEFAULT, SCOPES, Doorkeeper, new_token
 from ddpobs_server.ingest import Writer
 from ddpobs_server.reports import Reports
+from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 
@@ -32,10 +37,14 @@ def create_app(settings: Settings) -> FastAPI:
         store = Store(settings.database_url)
         store.migrate()
         app.state.store = store
+        app.state.doorkeeper = Doorkeeper(settings, store)
         app.state.reports = Reports(store)
         app.state.writer = Writer(store, settings.queue_batches, app.state.registry)
         app.state.writer.start()
+        app.state.keeper = Keeper(settings, store, app.state.registry)
+        app.state.keeper.start()
         yield
+        app.state.keeper.close()
         app.state.writer.close()
         store.close()
 
@@ -81,6 +90,7 @@ def serve(
         for found in error.errors():
             typer.echo(f"ddpobs-server: {'.'.join(map(str, found['loc'])) or 'settings'}: {found['msg']}", err=True)
         raise typer.Exit(2) from None
+    _no_open_door(settings)
     uvicorn.run(
         create_app(settings),
         host=settings.host,
@@ -89,6 +99,130 @@ def serve(
         access_log=False,
         timeout_graceful_shutdown=_DRAIN_S,
     )
+
+
+def _no_open_door(settings: Settings) -> None:
+    if settings.on_loopback:
+        return
+    store = _store(settings.database_url)
+    doorkeeper = Doorkeeper(settings, store)
+    doorkeeper.look()
+    store.close()
+    if doorkeeper.open:
+        typer.echo(
+            f"ddpobs-server: host {settings.host} is not loopback, and there is no token: anyone could read and write. "
+            "Set --token (DDPOBS_SERVER_TOKEN), make tokens with `ddpobs-server token create`, or listen on 127.0.0.1",
+            err=True,
+        )
+        raise typer.Exit(2)
+
+
+tokens = typer.Typer(help="Who may call: tokens, each for a workspace and some of ingest, read and admin.")
+cli.add_typer(tokens, name="token")
+
+DatabaseOption = Annotated[str | None, typer.Option(help="SQLAlchemy URL of the database.")]
+
+
+@tokens.command("create")
+def create_token(
+    name: Annotated[str, typer.Argument(help="Whose it is; shown by `token list`.")],
+    scope: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SCOPES)}; may be repeated.")] = None,
+    workspace: Annotated[str, typer.Option(help="Whose runs: letters, digits and dashes, at most 32.")] = DEFAULT,
+    database_url: DatabaseOption = None,
+) -> None:
+    """Make a token and print it, this once: only its hash is kept."""
+    scopes = scope or ["ingest", "read"]
+    if unknown := sorted(set(scopes) - set(SCOPES)):
+        raise typer.BadParameter(f"expected some of {', '.join(SCOPES)}, got {', '.join(unknown)}")
+    if not re.fullmatch(r"[a-z0-9-]{1,32}", workspace):
+        raise typer.BadParameter(f"workspace: expected 1 to 32 of a-z, 0-9 and -, got {workspace!r}")
+    token, kept = new_token(name[:128], workspace, scopes)
+    store = _store(_database(database_url))
+    store.add_token(kept)
+    store.close()
+    typer.echo(token)
+
+
+@tokens.command("list")
+def list_tokens(database_url: DatabaseOption = None) -> None:
+    """Show every token but its secret."""
+    store = _store(_database(database_url))
+    for token in store.tokens():
+        made = datetime.fromtimestamp(token.created_ns / 1e9, UTC).isoformat(timespec="seconds")
+        ended = " revoked" if token.revoked_ns is not None else ""
+        typer.echo(f"{token.token_id}  {token.workspace}  {','.join(token.scopes)}  {made}  {token.name}{ended}")
+    store.close()
+
+
+@tokens.command("revoke")
+def revoke_token(
+    token_id: Annotated[str, typer.Argument(help="As `token list` shows it.")], database_url: DatabaseOption = None
+) -> None:
+    """Have a token work no more, within five seconds."""
+    store = _store(_database(database_url))
+    found = store.revoke_token(token_id, time.time_ns())
+    store.close()
+    if not found:
+        typer.echo(f"ddpobs-server: no token {token_id} that works", err=True)
+        raise typer.Exit(1)
+
+
+@cli.command()
+def check(database_url: DatabaseOption = None) -> None:
+    """Say whether a collector could run here: settings, database, schema, disk, clock. Ends with 1 where not."""
+    problems_found = 0
+    for name, answer, fine in checks.run(_database(database_url)):
+        typer.echo(f"{'ok  ' if fine else 'FAIL'}  {name}: {answer}")
+        problems_found += not fine
+    if problems_found:
+        raise typer.Exit(1)
+
+
+@cli.command()
+def bench(
+    ranks: Annotated[int, typer.Option(help="A job of so many ranks; 0 floods the collector instead.")] = 0,
+    seconds: Annotated[float, typer.Option(help="How long the job lasts.")] = 60.0,
+    batches: Annotated[int, typer.Option(help="Batches of 5,000 spans a client, when flooding.")] = 100,
+    clients: Annotated[int, typer.Option(help="Processes that send.")] = 8,
+    database_url: Annotated[
+        str | None, typer.Option(help="A database for it alone; default: a new SQLite file.")
+    ] = None,
+) -> None:
+    """Measure what a collector takes on this machine, the clients being here too."""
+    from ddpobs_server import bench as benchmark
+
+    load = benchmark.job(ranks, seconds, clients) if ranks else benchmark.flood(clients, batches)
+    found = benchmark.measure(load, database_url)
+    for name, value in found.items():
+        typer.echo(f"{name:>16}  {value:,.2f}")
+    if found["lost"]:
+        raise typer.Exit(1)
+
+
+@cli.command()
+def distribute(
+    database_url: DatabaseOption = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the statements and run none.")] = False,
+) -> None:
+    """Spread the tables over a Citus cluster by run; once, on its coordinator."""
+    store = Store(_database(database_url))
+    for statement in store.distribution():
+        typer.echo(f"{statement};")
+    if not show:
+        store.migrate()
+        store.distribute()
+    store.close()
+
+
+def _store(url: str) -> Store:
+    store = Store(url)
+    store.migrate()
+    return store
+
+
+def _database(given: str | None) -> str:
+    settings: dict[str, Any] = {}
+    return given or Settings(**settings).database_url
 
 
 def main() -> None:

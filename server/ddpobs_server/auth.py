@@ -1,28 +1,191 @@
-"""Who may call: everyone on loopback where there is no token, else whoever holds it."""
+"""Who may call: everyone on loopback where there is no token, else whoever holds one that may.
+
+A token belongs to a workspace and sees the runs of that alone. A run of the default workspace is kept under its own
+name, one of another workspace under `workspace/run`; outside of this file and the store nobody knows of that.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import hmac
+import logging
+import secrets
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 
 from fastapi import Request
+from fastapi.concurrency import run_in_threadpool
 
 from ddpobs_server.problems import Problem
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Store, Token
+
+_log = logging.getLogger(__name__)
+SCOPES = ("ingest", "read", "admin")
+"""Sending batches; reading everything; deleting runs, and all that the others may."""
+DEFAULT = "default"
+_KEY_LENGTH = 128
+_KNOWN_S = 5.0
+"""How long a token may still work after it was revoked."""
+_WRONG_TOKENS, _WITHIN_S = 20, 60.0
+"""So many wrong tokens from one address within so long, and it has to wait."""
+_ADDRESSES = 10_000
 
 
-def require_token(request: Request) -> None:
-    """Refuse a call without the collector's token.
+@dataclass(frozen=True)
+class Caller:
+    """Who calls: a workspace, and what may be done there."""
 
-    Raises:
-        Problem: 401, where the token is missing or another.
+    workspace: str
+    scopes: frozenset[str]
+
+    def key(self, run: str) -> str:
+        """What the store calls a run of this workspace.
+
+        Raises:
+            Problem: 422, where both names together are too long.
+        """
+        key = run if self.workspace == DEFAULT else f"{self.workspace}/{run}"
+        if len(key) > _KEY_LENGTH:
+            raise Problem(
+                422, "Run id too long", f"at most {_KEY_LENGTH - len(self.workspace) - 1} characters in this workspace"
+            )
+        return key
+
+
+EVERYTHING = Caller(DEFAULT, frozenset(SCOPES))
+
+
+def new_token(name: str, workspace: str, scopes: list[str]) -> tuple[str, Token]:
+    """A token to give away, and what is kept of it: not the secret."""
+    token_id, secret = secrets.token_hex(4), secrets.token_urlsafe(24)
+    kept = Token(token_id, _digest(secret), name, workspace, tuple(scopes), time.time_ns(), None)
+    return f"ddpobs_{token_id}_{secret}", kept
+
+
+class Doorkeeper:
+    """Knows the tokens, and the addresses that tried wrong ones.
+
+    Args:
+        settings: May hold a token that may do everything in the default workspace.
+        store: Holds the others.
     """
-    token = request.app.state.settings.token
-    if token is None:
-        return
-    scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-    if scheme.lower() != "bearer" or not hmac.compare_digest(given.encode(), token.get_secret_value().encode()):
+
+    def __init__(self, settings: Settings, store: Store) -> None:
+        self._settings, self._store = settings, store
+        self._lock = threading.Lock()
+        self._tokens: dict[str, Token] | None = None
+        self._read_at = float("-inf")
+        self._wrong: OrderedDict[str, deque[float]] = OrderedDict()
+
+    def look(self) -> None:
+        """Read the tokens that work. Where that fails, those known before go on working.
+
+        Raises:
+            Problem: 503, where none were ever read.
+        """
+        try:
+            self._tokens = {token.token_id: token for token in self._store.tokens() if token.revoked_ns is None}
+        except Exception as error:
+            _log.warning("tokens cannot be read: %s: %s", type(error).__name__, error)
+            if self._tokens is None:
+                raise Problem(503, "Not ready", "the database does not answer", {"Retry-After": "1"}) from error
+        self._read_at = time.monotonic()
+
+    @property
+    def looked_long_ago(self) -> bool:
+        """Whether it is time to look again."""
+        return time.monotonic() - self._read_at > _KNOWN_S
+
+    @property
+    def open(self) -> bool:
+        """Whether nobody needs a token."""
+        return self._settings.token is None and not self._tokens
+
+    def caller(self, authorization: str, address: str) -> Caller:
+        """Who sends this `Authorization` header.
+
+        Raises:
+            Problem: 401 without a token that is known; 429 after too many of these.
+        """
+        if self.open:
+            return EVERYTHING
+        scheme, _, given = authorization.partition(" ")
+        if scheme.lower() == "bearer":
+            if (found := self._find(given)) is not None:
+                return found
+            # A token of our own making cannot be guessed, one that somebody chose can.
+            self._check_patience(address)
+            if self._is_settings_token(given):
+                return EVERYTHING
+            self._note_wrong(address)
         raise Problem(
             401,
             "Token needed",
-            "this collector wants its token as `Authorization: Bearer …`; clients take it from DDPOBS_TOKEN",
+            "this collector wants a token as `Authorization: Bearer …`; clients take it from DDPOBS_TOKEN",
             {"WWW-Authenticate": "Bearer"},
         )
+
+    def _is_settings_token(self, given: str) -> bool:
+        wanted = self._settings.token
+        return wanted is not None and hmac.compare_digest(_digest(given), _digest(wanted.get_secret_value()))
+
+    def _find(self, given: str) -> Caller | None:
+        prefix, _, rest = given.partition("_")
+        token_id, _, secret = rest.partition("_")
+        token = (self._tokens or {}).get(token_id) if prefix == "ddpobs" else None
+        if token is None or not hmac.compare_digest(_digest(secret), token.digest):
+            return None
+        return Caller(token.workspace, frozenset(SCOPES if "admin" in token.scopes else token.scopes))
+
+    def _check_patience(self, address: str) -> None:
+        with self._lock:
+            tries = self._wrong.get(address)
+            if tries is None:
+                return
+            while tries and time.monotonic() - tries[0] > _WITHIN_S:
+                tries.popleft()
+            wait_s = _WITHIN_S - (time.monotonic() - tries[0]) if len(tries) >= _WRONG_TOKENS else 0.0
+        if wait_s > 0:
+            raise Problem(
+                429,
+                "Too many wrong tokens",
+                f"{_WRONG_TOKENS} wrong tokens came from {address} within {_WITHIN_S:.0f} s",
+                {"Retry-After": str(int(wait_s) + 1)},
+            )
+
+    def _note_wrong(self, address: str) -> None:
+        with self._lock:
+            self._wrong.setdefault(address, deque(maxlen=_WRONG_TOKENS)).append(time.monotonic())
+            self._wrong.move_to_end(address)
+            while len(self._wrong) > _ADDRESSES:
+                self._wrong.popitem(last=False)
+
+
+def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
+    """A dependency: the caller, if it may do that.
+
+    Args:
+        scope: One of `SCOPES`.
+    """
+
+    async def allowed(request: Request) -> Caller:
+        doorkeeper: Doorkeeper = request.app.state.doorkeeper
+        if doorkeeper.looked_long_ago:
+            await run_in_threadpool(doorkeeper.look)
+        address = request.client.host if request.client else "unknown"
+        caller = doorkeeper.caller(request.headers.get("Authorization", ""), address)
+        if scope not in caller.scopes:
+            raise Problem(
+                403, "Not allowed", f"this token may {', '.join(sorted(caller.scopes))}, and this needs {scope}"
+            )
+        return caller
+
+    return allowed
+
+
+def _digest(secret: str) -> bytes:
+    return hashlib.sha256(secret.encode()).digest()

@@ -11,6 +11,7 @@ import time
 from concurrent.futures import Future
 from typing import Annotated
 
+import msgspec
 import zstandard
 from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.concurrency import run_in_threadpool
@@ -18,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ddpobs import wire
 from ddpobs.errors import WireError
-from ddpobs_server.auth import require_token
+from ddpobs_server.auth import Caller, needs
 from ddpobs_server.problems import Problem
 from ddpobs_server.store import Arrival, Outcome, Store
 
@@ -26,7 +27,7 @@ _log = logging.getLogger(__name__)
 _GROUP = 64
 """Most batches in one transaction."""
 
-router = APIRouter(prefix="/api/v1", tags=["ingest"], dependencies=[Depends(require_token)])
+router = APIRouter(prefix="/api/v1", tags=["ingest"])
 
 RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
 SourceId = Annotated[str, Path(pattern=r"^[0-9a-f]{16}$")]
@@ -131,7 +132,9 @@ class Writer:
         }
     },
 )
-async def put_batch(run: RunId, source: SourceId, seq: Seq, request: Request) -> Response:
+async def put_batch(
+    run: RunId, source: SourceId, seq: Seq, request: Request, caller: Annotated[Caller, Depends(needs("ingest"))]
+) -> Response:
     """Take one batch; the acknowledgement comes after commit. The same body under the same key is stored once."""
     received_ns = time.time_ns()
     state = request.app.state
@@ -142,6 +145,8 @@ async def put_batch(run: RunId, source: SourceId, seq: Seq, request: Request) ->
     except Problem:
         state.writer.batches.labels("refused").inc()
         raise
+    if (key := caller.key(run)) != run:
+        batch = msgspec.structs.replace(batch, run=key)
     digest = hashlib.sha256(body).digest()
     outcome = await asyncio.wrap_future(state.writer.submit(Arrival(batch, digest, len(body), received_ns)))
     if outcome is Outcome.CONFLICT:
@@ -176,11 +181,14 @@ def _decode(request: Request, body: bytes, limit: int) -> wire.Batch:
         raise Problem(415, "Unknown content type", f"expected {wire.MSGPACK} or {wire.JSON}, got {content_type!r}")
     plain = _decompress(body, request.headers.get("Content-Encoding", "identity").strip().lower(), limit)
     try:
-        return wire.decode(plain, content_type)
+        batch = wire.decode(plain, content_type, limit)
     except WireError as error:
         raise Problem(
             422, "Malformed batch", str(error), field=error.field, expected=error.expected, came=str(error.came)
         ) from None
+    if batch.spans is not None and batch.packed_spans is None:
+        batch = msgspec.structs.replace(batch, packed_spans=wire.pack_spans(batch.spans))
+    return batch
 
 
 def _decompress(body: bytes, encoding: str, limit: int) -> bytes:

@@ -24,16 +24,20 @@ class Settings(BaseSettings):
     stalled_after_s: float = Field(60, gt=0, description="A run with pulses but no steps for so long is stalled.")
     quiet_after_s: float = Field(300, gt=0, description="A run silent for so long leaves /metrics, in seconds.")
 
+    keep_spans_days: float | None = Field(None, gt=0, description="Spans and steps older than this go; sums stay.")
+    keep_runs_days: float | None = Field(None, gt=0, description="Runs silent for so long go altogether.")
+    keep_gb: float | None = Field(None, gt=0, description="Most that the database may hold, in GB (10^9 bytes).")
+
     @model_validator(mode="after")
-    def _no_open_door(self) -> Settings:
+    def _no_empty_token(self) -> Settings:
         if self.token is not None and not self.token.get_secret_value():
             raise ValueError("the token is empty: choose one, or leave DDPOBS_SERVER_TOKEN unset")
-        if self.token is None and not _is_loopback(self.host):
-            raise ValueError(
-                f"host {self.host} is not loopback, and there is no token: anyone could read and write. "
-                "Set --token (DDPOBS_SERVER_TOKEN), or listen on 127.0.0.1"
-            )
         return self
+
+    @property
+    def on_loopback(self) -> bool:
+        """Whether only this machine can reach it."""
+        return _is_loopback(self.host)
 
 
 def _is_loopback(host: str) -> bool:

@@ -88,8 +88,8 @@ def path(sent: wire.Batch) -> str:
 
 
 def put(url: str, sent: wire.Batch, form: str = "zstd", **headers: str) -> httpx.Response:
-    """Send a batch as `zstd` (as the exporter does), `msgpack` or `json`."""
-    body = wire.encode_json(sent) if form == "json" else wire.encode(sent)
+    """Send a batch as `zstd` (as the exporter does), `msgpack`, `unpacked` (its spans too) or `json`."""
+    body = {"json": wire.encode_json, "unpacked": wire.pack}.get(form, wire.encode)(sent)
     given = {"Content-Type": wire.JSON if form == "json" else wire.MSGPACK}
     if form == "zstd":
         body, given["Content-Encoding"] = zstandard.compress(body), "zstd"

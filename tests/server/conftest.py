@@ -4,13 +4,31 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests import databases
 from tests.collector import Collector, collector
 
 
 @pytest.fixture(scope="session")
-def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
-    """One real collector for all tests that keep to a run of their own."""
-    with collector(tmp_path_factory.mktemp("collector")) as running:
+def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[databases.Fresh]:
+    """A server of our own; each use takes a database of its own."""
+    with databases.postgresql(tmp_path_factory.mktemp("pg")) as fresh:
+        yield fresh
+
+
+@pytest.fixture(scope="session", params=["sqlite", "postgresql"])
+def fresh(request: pytest.FixtureRequest) -> databases.Fresh:
+    """Makes empty databases, of one kind and then of the other."""
+    if request.param == "sqlite":
+        return databases.sqlite
+    found: databases.Fresh = request.getfixturevalue("postgresql")
+    return found
+
+
+@pytest.fixture(scope="session")
+def shared(fresh: databases.Fresh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
+    """One real collector on each database, for all tests that keep to a run of their own."""
+    folder = tmp_path_factory.mktemp("collector")
+    with collector(folder, database_url=fresh(folder)) as running:
         yield running
 
 

@@ -1,4 +1,4 @@
-"""Reports over a real SQLite store: batches as ranks send them in, findings and tables out."""
+"""Reports over a real store: batches as ranks send them in, findings and tables out."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ddpobs_server.reports import Reports
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
+from tests.databases import Fresh
 from tests.server.analysis.scenario import MS, Slow, columns, own_times
 
 RUN, ATTEMPT = "a-run", "0123456789abcdef"
@@ -36,8 +37,11 @@ def batch(rank: int, seq: int, **records: object) -> wire.Batch:
 
 
 def ingest(store: Store, *batches: wire.Batch) -> None:
-    bodies = [wire.encode(one) for one in batches]
-    store.ingest([Arrival(one, hashlib.sha256(b).digest(), len(b), 1) for one, b in zip(batches, bodies, strict=True)])
+    arrivals = []
+    for one in batches:
+        body = wire.encode(one)
+        arrivals.append(Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), 1))
+    store.ingest(arrivals)
 
 
 def half(rows: wire.Steps, keep: wire.Ints) -> wire.Steps:
@@ -73,8 +77,8 @@ def fill(store: Store, count: int, slow: tuple[Slow, ...] = ()) -> None:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> Iterator[Store]:
-    store = Store(f"sqlite:///{tmp_path}/runs.db")
+def store(fresh: Fresh, tmp_path: Path) -> Iterator[Store]:
+    store = Store(fresh(tmp_path))
     store.migrate()
     yield store
     store.close()

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request
 
+from ddpobs_server.auth import Caller, needs
 from ddpobs_server.problems import Problem
 from ddpobs_server.reports import Reports
 from ddpobs_server.settings import Settings
@@ -29,8 +30,12 @@ ReportsDep = Annotated[Reports, Depends(_reports)]
 SettingsDep = Annotated[Settings, Depends(_settings)]
 
 
-def _run(run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,128}$")], store: StoreDep) -> Run:
-    found = store.run(run)
+Reader = Annotated[Caller, Depends(needs("read"))]
+Admin = Annotated[Caller, Depends(needs("admin"))]
+
+
+def _run(run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,128}$")], caller: Reader, store: StoreDep) -> Run:
+    found = store.run(caller.key(run))
     if found is None:
         raise Problem(404, "Unknown run", f"no run {run} has reported here; GET /api/v1/runs lists those that have")
     return found
@@ -45,7 +50,7 @@ def _attempt(
     if attempt is None:
         return run.attempt
     if attempt not in {known.attempt for known in store.attempts(run.run)}:
-        raise Problem(404, "Unknown attempt", f"run {run.run} has no attempt {attempt}")
+        raise Problem(404, "Unknown attempt", f"run {run.name} has no attempt {attempt}")
     return attempt
 
 

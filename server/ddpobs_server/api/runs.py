@@ -8,30 +8,32 @@ import time
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Depends, Query, Response
+from fastapi import APIRouter, Query, Response
 
 from ddpobs import wire
 from ddpobs_server.api.deps import (
+    Admin,
     AttemptDep,
     FromQuery,
     ModuleQuery,
     RankQuery,
+    Reader,
     ReportsDep,
     RunDep,
     SettingsDep,
     StoreDep,
     ToQuery,
 )
-from ddpobs_server.auth import require_token
 from ddpobs_server.problems import Problem
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Rollup, Run, Source
 
-router = APIRouter(prefix="/api/v1", tags=["runs"], dependencies=[Depends(require_token)])
+router = APIRouter(prefix="/api/v1", tags=["runs"])
 
 
 @router.get("/runs")
 def list_runs(
+    caller: Reader,
     store: StoreDep,
     settings: SettingsDep,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
@@ -39,7 +41,7 @@ def list_runs(
     state: Annotated[str | None, Query(pattern="^(running|finished|stalled|lost)$")] = None,
 ) -> dict[str, Any]:
     """Runs, newest first. `next` is the cursor of the next page; `state` filters within a page."""
-    page = store.runs(limit, _from_cursor(cursor))
+    page = store.runs(limit, _from_cursor(cursor), caller.workspace)
     shown = [run_json(run, settings) for run in page]
     return {
         "runs": [run for run in shown if state in (None, run["state"])],
@@ -61,7 +63,7 @@ def get_run(run: RunDep, store: StoreDep, settings: SettingsDep) -> dict[str, An
 
 
 @router.delete("/runs/{run}", status_code=204)
-def delete_run(run: RunDep, store: StoreDep) -> Response:
+def delete_run(run: RunDep, _admin: Admin, store: StoreDep) -> Response:
     """Remove everything of a run."""
     store.delete(run.run)
     return Response(status_code=204)
@@ -72,7 +74,7 @@ def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep) -> dict[str, An
     """Each rank's process, counts, mean phases and last pulse."""
     rollups = {rollup.rank: rollup for rollup in store.rollups(run.run, attempt)}
     ranks = [_rank_json(source, rollups.get(source.rank)) for source in store.sources(run.run, attempt)]
-    return {"run": run.run, "attempt": attempt, "ranks": ranks}
+    return {"run": run.name, "attempt": attempt, "ranks": ranks}
 
 
 @router.get("/runs/{run}/layout")
@@ -91,7 +93,7 @@ def get_layout(run: RunDep, attempt: AttemptDep, store: StoreDep, module: Module
         for layout in store.layouts(run.run, attempt)
         if module in (None, layout.module)
     ]
-    return {"run": run.run, "attempt": attempt, "layouts": layouts}
+    return {"run": run.name, "attempt": attempt, "layouts": layouts}
 
 
 @router.get("/runs/{run}/steps")
@@ -106,7 +108,7 @@ def get_steps(
     """Steps in columns, sorted by step and rank."""
     ranks, steps = store.steps(run.run, attempt, rank, first, last)
     columns = {"rank": ranks} | {name: getattr(steps, name) for name in steps.__struct_fields__}
-    return columns_json(run.run, attempt, columns)
+    return columns_json(run.name, attempt, columns)
 
 
 @router.get("/runs/{run}/spans")
@@ -120,7 +122,7 @@ def get_spans(
     module: ModuleQuery = None,
 ) -> Response:
     """Bucket spans in columns, sorted by step and rank, also on rank 0's clock (`aligned_…`)."""
-    return columns_json(run.run, attempt, reports.aligned_spans(run.run, attempt, rank, first, last, module=module))
+    return columns_json(run.name, attempt, reports.aligned_spans(run.run, attempt, rank, first, last, module=module))
 
 
 @router.get("/runs/{run}/buckets")
@@ -149,7 +151,7 @@ def get_buckets(run: RunDep, attempt: AttemptDep, store: StoreDep, module: Modul
                 **{name: total[name] // total["steps"] for name in ("compute_ns", "comm_ns", "exposed_ns")},
             }
         )
-    return {"run": run.run, "attempt": attempt, "buckets": buckets}
+    return {"run": run.name, "attempt": attempt, "buckets": buckets}
 
 
 @router.get("/runs/{run}/unused")
@@ -160,7 +162,7 @@ def get_unused(run: RunDep, attempt: AttemptDep, store: StoreDep, module: Module
         for rank, record in store.unused(run.run, attempt)
         if module in (None, record.module)
     ]
-    return {"run": run.run, "attempt": attempt, "unused": told}
+    return {"run": run.name, "attempt": attempt, "unused": told}
 
 
 def columns_json(run: str, attempt: str, columns: dict[str, wire.Ints]) -> Response:
@@ -172,7 +174,7 @@ def columns_json(run: str, attempt: str, columns: dict[str, wire.Ints]) -> Respo
 def run_json(run: Run, settings: Settings) -> dict[str, Any]:
     """A run as lists show it."""
     return {
-        "run": run.run,
+        "run": run.name,
         "state": state(run, settings, time.time_ns()),
         "attempt": run.attempt,
         "created_ns": run.created_ns,

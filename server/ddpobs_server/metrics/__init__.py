@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import time
+from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from prometheus_client import Gauge
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.exposition import choose_encoder
 
-from ddpobs_server.auth import require_token
+from ddpobs_server.auth import Caller, needs
 from ddpobs_server.metrics.runs import RunMetrics
 
-router = APIRouter(tags=["metrics"], dependencies=[Depends(require_token)])
+_END = b"# EOF\n"
+"""Ends OpenMetrics, and comes once."""
+
+router = APIRouter(tags=["metrics"])
 
 
 def install(app: FastAPI) -> None:
-    """Add `/metrics`; the run metrics read the store at each scrape."""
+    """Add `/metrics`."""
     app.include_router(router)
     registry = app.state.registry
     size = Gauge("ddpobs_server_store_bytes", "What the database takes on disk.", registry=registry)
@@ -23,14 +27,15 @@ def install(app: FastAPI) -> None:
     app.state.scrape_seconds = Gauge(
         "ddpobs_server_scrape_seconds", "How long the last scrape took.", registry=registry
     )
-    registry.register(RunMetrics(app.state))
 
 
 @router.get("/metrics", response_class=Response)
-def get_metrics(request: Request) -> Response:
-    """The registry, rendered off the event loop."""
+def get_metrics(request: Request, caller: Annotated[Caller, Depends(needs("read"))]) -> Response:
+    """The collector's own metrics and the caller's runs', read from the store and rendered off the event loop."""
     began = time.monotonic()
     render, content_type = choose_encoder(request.headers.get("Accept", ""))
-    body = render(request.app.state.registry)
+    runs = CollectorRegistry(auto_describe=False)
+    runs.register(RunMetrics(request.app.state, caller.workspace))
+    body = render(runs).removesuffix(_END) + render(request.app.state.registry)
     request.app.state.scrape_seconds.set(time.monotonic() - began)
     return Response(body, headers={"Content-Type": content_type})

@@ -66,10 +66,11 @@ class RunMetrics(Collector):
 
     Args:
         state: The application's, with `store`, `reports` and `settings`.
+        workspace: Whose runs.
     """
 
-    def __init__(self, state: Any) -> None:
-        self._state = state
+    def __init__(self, state: Any, workspace: str) -> None:
+        self._state, self._workspace = state, workspace
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: names are checked by the tests, and the store is not open yet."""
@@ -79,7 +80,7 @@ class RunMetrics(Collector):
         """All families; empty ones too, so that their names are known from the first scrape on."""
         families = _Families()
         since_ns = time.time_ns() - int(self._state.settings.quiet_after_s * 1e9)
-        for run in self._state.store.active_runs(since_ns):
+        for run in self._state.store.active_runs(since_ns, self._workspace):
             ended = run.ranks > 0 and run.goodbyes >= run.ranks
             if not ended or run.last_seen_ns > time.time_ns() - _LAST_SCRAPES_NS:
                 _add_run(families, run, self._state.store, self._state.reports)
@@ -94,25 +95,25 @@ def _add_run(families: _Families, run: Run, store: Store, reports: Reports) -> N
     _add_ranks(families, run, store)
     _add_buckets(families, run, store)
     for total in store.peer_totals(run.run, run.attempt):
-        families.add("rank_delay_seconds", (run.run, total.rank), total.delay_ns / 1e9)
-        families.add("comm_wait_seconds", (run.run, total.rank), total.wait_ns / 1e9)
+        families.add("rank_delay_seconds", (run.name, total.rank), total.delay_ns / 1e9)
+        families.add("comm_wait_seconds", (run.name, total.rank), total.wait_ns / 1e9)
         for phase, steps in total.straggler_steps.items():
-            families.add("straggler_steps", (run.run, total.rank, phase), steps)
+            families.add("straggler_steps", (run.name, total.rank, phase), steps)
     latest = {(rank, record.module): record for rank, record in store.unused(run.run, run.attempt)}
     names = {(module, name) for (_, module), record in latest.items() for name in record.locally}
-    families.add("unused_parameters", (run.run,), len(names))
+    families.add("unused_parameters", (run.name,), len(names))
     counts: dict[tuple[str, str], int] = {}
     for finding in reports.diagnostics(run.run, run.attempt)["findings"]:
         key = (finding["code"], finding["severity"])
         counts[key] = counts.get(key, 0) + 1
     for (code, severity), count in counts.items():
-        families.add("findings", (run.run, code, severity), count)
+        families.add("findings", (run.name, code, severity), count)
 
 
 def _add_ranks(families: _Families, run: Run, store: Store) -> None:
     wall_ns = 0
     for rollup in store.rollups(run.run, run.attempt):
-        labels = (run.run, rollup.rank)
+        labels = (run.name, rollup.rank)
         families.add("steps", labels, rollup.steps)
         families.add("comm_seconds", labels, rollup.comm_ns / 1e9)
         families.add("comm_exposed_seconds", labels, rollup.phases_ns["exposed_comm"] / 1e9)
@@ -121,17 +122,17 @@ def _add_ranks(families: _Families, run: Run, store: Store) -> None:
         wall_ns += rollup.wall_ns
     hello = None
     for source in store.sources(run.run, run.attempt):
-        labels = (run.run, source.rank)
+        labels = (run.name, source.rank)
         families.add("last_step", labels, source.last_step)
         families.add("last_step_timestamp_seconds", labels, source.last_step_seen_ns / 1e9)
         families.add("telemetry_dropped", labels, source.dropped)
         hello = hello or source.hello
     facts = (hello.backend, hello.device, hello.versions.get("torch", "")) if hello else ("", "", "")
-    families.add("run_info", (run.run, run.attempt, run.world_size, *facts), 1)
+    families.add("run_info", (run.name, run.attempt, run.world_size, *facts), 1)
     counts = store.histogram(run.run, run.attempt)
     cumulated = [sum(counts[: index + 1]) for index in range(len(counts))]
     bounds = [*map(str, STEP_BOUNDS_S), "+Inf"]
-    families.durations.add_metric([run.run], list(zip(bounds, cumulated, strict=True)), wall_ns / 1e9)
+    families.durations.add_metric([run.name], list(zip(bounds, cumulated, strict=True)), wall_ns / 1e9)
 
 
 def _add_buckets(families: _Families, run: Run, store: Store) -> None:
@@ -150,11 +151,11 @@ def _add_buckets(families: _Families, run: Run, store: Store) -> None:
         # Rows come by revision: the latest layout's size stays.
         sizes[_bucket_label(row)] = size
     for rank, total_bytes in bytes_by_rank.items():
-        families.add("allreduce_bytes", (run.run, rank), total_bytes)
+        families.add("allreduce_bytes", (run.name, rank), total_bytes)
     for bucket, totals in sums.items():
         for name, total_ns in zip(("ready", "comm", "exposed"), totals, strict=True):
-            families.add(f"bucket_{name}_seconds", (run.run, bucket), total_ns / 1e9)
-        families.add("bucket_bytes", (run.run, bucket), sizes[bucket])
+            families.add(f"bucket_{name}_seconds", (run.name, bucket), total_ns / 1e9)
+        families.add("bucket_bytes", (run.name, bucket), sizes[bucket])
 
 
 def _bucket_label(row: BucketRollup) -> str:

@@ -5,7 +5,7 @@ Every query is within one run, or over the small table of runs.
 
 from __future__ import annotations
 
-from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source
+from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.store import Store
 from ddpobs_server.store.writing import Arrival, Outcome
 
@@ -19,4 +19,5 @@ __all__ = [
     "Run",
     "Source",
     "Store",
+    "Token",
 ]

@@ -9,10 +9,13 @@ import numpy as np
 import zstandard
 from sqlalchemy import Connection, Row, Select, case, func, select
 
+from ddpobs import columns as packing
 from ddpobs import wire
 from ddpobs_server.store import schema
 from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source
 
+_OLD_FORM = "-1"
+"""Ends the kind of chunks that the first schema wrote."""
 _Columns = TypeVar("_Columns", wire.Steps, wire.Spans, wire.Comms)
 
 
@@ -28,37 +31,47 @@ def columns(
 ) -> tuple[wire.Ints, _Columns]:
     """Rows of the steps [first, last] sorted by step and rank, with the rank of each."""
     name, struct = kind
-    chunks, sources = schema.chunks.c, schema.sources.c
-    query = (
-        select(sources.rank, chunks.payload)
-        .join(
-            schema.sources,
-            (sources.run_id == chunks.run_id) & (sources.source == chunks.source),
-        )
-        .where(chunks.run_id == run, chunks.kind == name, sources.run_id == run, sources.attempt == attempt)
+    chunks = schema.chunks.c
+    query = select(chunks.kind, chunks.rank, chunks.payload).where(
+        chunks.run_id == run, chunks.attempt == attempt, chunks.kind.in_([name, f"{name}{_OLD_FORM}"])
     )
     if rank is not None:
-        query = query.where(sources.rank == rank)
+        query = query.where(chunks.rank.in_([rank, wire.UNKNOWN]))
     if first is not None:
         query = query.where(chunks.last_step >= first)
     if last is not None:
         query = query.where(chunks.first_step <= last)
-    parts = [(row[0], wire.unpack(zstandard.decompress(row[1]), struct)) for row in connection.execute(query)]
-    ranks = np.concatenate([np.full(len(part.step), rank, np.int64) for rank, part in parts] or [_NONE])
+    parts = [_unpacked(struct, *row) for row in connection.execute(query)]
+    ranks = np.concatenate([part[0] for part in parts] or [_NONE])
     joined = {
-        field: np.concatenate([getattr(part, field) for _, part in parts] or [_NONE])
-        for field in struct.__struct_fields__
+        field: np.concatenate([part[1][field] for part in parts] or [_NONE]) for field in struct.__struct_fields__
     }
     step = joined["step"]
     lowest, highest = (0 if first is None else first), (2**62 if last is None else last)
-    wanted = np.flatnonzero((step >= lowest) & (step <= highest))
+    among = (step >= lowest) & (step <= highest)
+    if rank is not None:
+        among &= ranks == rank
+    wanted = np.flatnonzero(among)
     order = wanted[np.lexsort((ranks[wanted], step[wanted]))]
     return ranks[order], struct(**{field: values[order] for field, values in joined.items()})
 
 
-def runs_query(last_seen_before: tuple[int, str] | None, limit: int) -> Select[Any]:
-    """The runs, newest first, from the cursor on."""
-    query = select(schema.runs.c.run_id).order_by(schema.runs.c.last_seen_ns.desc(), schema.runs.c.run_id).limit(limit)
+def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> tuple[wire.Ints, dict[str, wire.Ints]]:
+    """A chunk's ranks and columns."""
+    if kind.endswith(_OLD_FORM):
+        found: Any = wire.unpack(zstandard.decompress(payload), struct)
+    elif kind == "spans":
+        found = wire.unpack_spans(payload)
+    else:
+        unpacked = packing.unpack(payload)
+        return unpacked.pop("rank"), unpacked
+    return np.full(len(found.step), rank, np.int64), {name: getattr(found, name) for name in struct.__struct_fields__}
+
+
+def runs_query(workspace: str, last_seen_before: tuple[int, str] | None, limit: int) -> Select[Any]:
+    """A workspace's runs, newest first, from the cursor on."""
+    c = schema.runs.c
+    query = select(c.run_id).where(c.workspace == workspace).order_by(c.last_seen_ns.desc(), c.run_id).limit(limit)
     if last_seen_before is not None:
         at, run = last_seen_before
         column = schema.runs.c.last_seen_ns
@@ -79,7 +92,7 @@ def run(connection: Connection, run_id: str) -> Run | None:
             func.coalesce(func.max(sources.last_step) + 1, 0).label("steps"),
             func.coalesce(func.sum(sources.emitted), 0).label("emitted"),
             func.coalesce(func.sum(sources.dropped), 0).label("dropped"),
-            func.coalesce(func.max(sources.last_step_seen_ns), 0).label("last_step_seen_ns"),
+            func.coalesce(func.max(_later(connection, sources)), 0).label("last_step_seen_ns"),
             func.coalesce(func.sum(case((sources.goodbye, 1), else_=0)), 0).label("goodbyes"),
         ).where(sources.run_id == run_id, sources.attempt == found.attempt)
     ).one()
@@ -91,6 +104,12 @@ def run(connection: Connection, run_id: str) -> Run | None:
         commits=found.commits,
         **{name: int(value) for name, value in sums._mapping.items()},
     )
+
+
+def _later(connection: Connection, sources: Any) -> Any:
+    """A source that has not stepped yet counts from when it was first seen."""
+    greatest = func.max if connection.dialect.name == "sqlite" else func.greatest
+    return greatest(sources.last_step_seen_ns, sources.first_seen_ns)
 
 
 def attempts(connection: Connection, run_id: str) -> list[Attempt]:

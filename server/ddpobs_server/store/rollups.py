@@ -24,54 +24,75 @@ def step_windows(steps: wire.Steps) -> list[Row]:
         "own_ns": np.where(known, steps.own_ns, 0),
         "own_steps": known.astype(np.int64),
     }
-    windows, place = np.unique(steps.step // ROLLUP_STEPS, return_inverse=True)
-    sums = {name: _sum_by(place, values, len(windows)) for name, values in columns.items()}
+    window = steps.step // ROLLUP_STEPS
+    begins = np.flatnonzero(_changes(window))
+    sums = np.add.reduceat(np.stack(list(columns.values())), begins, axis=1)
+    # A window that comes twice in a batch gives two rows, which are added up like those of two batches.
+    keys = window[begins].tolist()
     return [
-        {"step_window": int(window), **{name: int(values[index]) for name, values in sums.items()}}
-        for index, window in enumerate(windows)
+        {"step_window": key, **dict(zip(columns, row, strict=True))}
+        for key, row in zip(keys, sums.T.tolist(), strict=True)
     ]
 
 
 def step_durations(steps: wire.Steps) -> list[Row]:
     """How many steps fall under each bound of the histogram, not cumulated."""
     seconds = (steps.end_ns - steps.start_ns) / 1e9
-    bounds, counts = np.unique(np.searchsorted(STEP_BOUNDS_S, seconds), return_counts=True)
-    return [{"bound": int(bound), "steps": int(count)} for bound, count in zip(bounds, counts, strict=True)]
+    counts = np.bincount(np.searchsorted(STEP_BOUNDS_S, seconds))
+    return [{"bound": bound, "steps": count} for bound, count in enumerate(counts.tolist()) if count]
 
 
 def bucket_sums(spans: wire.Spans) -> list[Row]:
     """Per bucket: compute span (previous bucket's readiness to its own), communication, and what is exposed of it.
 
-    Exposed is what lies after the step's last readiness. A batch holds whole steps, so one batch suffices.
+    Exposed is what lies after the step's last readiness. A batch holds whole steps, and a module's spans of one
+    together, so one batch suffices.
     """
-    order = np.lexsort((spans.ready_ns, spans.revision, spans.module, spans.step))
-    step, module, revision = spans.step[order], spans.module[order], spans.revision[order]
-    ready, done = spans.ready_ns[order], spans.done_ns[order]
-    first = np.ones(len(order), bool)
-    first[1:] = (np.diff(step) != 0) | (np.diff(module) != 0) | (np.diff(revision) != 0)
-    compute = np.where(first, 0, np.diff(ready, prepend=ready[:1]))
+    first = _changes(spans.step) | _changes(spans.module) | _changes(spans.revision)
     group = np.cumsum(first) - 1
-    last_ready = np.full(group[-1] + 1, np.iinfo(np.int64).min)
-    np.maximum.at(last_ready, group, ready)
-    launched = spans.launched_ns[order]
-    exposed = np.maximum(0, done - np.maximum(launched, last_ready[group]))
-    keys, place = np.unique(np.stack([module, revision, spans.bucket[order]]), axis=1, return_inverse=True)
-    place = place.reshape(-1)
-    sums = {
-        "steps": np.bincount(place, minlength=keys.shape[1]),
-        "compute_ns": _sum_by(place, compute, keys.shape[1]),
-        "comm_ns": _sum_by(place, done - launched, keys.shape[1]),
-        "exposed_ns": _sum_by(place, exposed, keys.shape[1]),
-    }
+    order = np.lexsort((spans.ready_ns, group))
+    ready = spans.ready_ns[order]
+    compute = np.empty_like(ready)
+    compute[order] = np.where(first, 0, np.diff(ready, prepend=ready[:1]))
+    last_ready = np.maximum.reduceat(ready, np.flatnonzero(first))[group]
+    exposed = np.maximum(0, spans.done_ns - np.maximum(spans.launched_ns, last_ready))
+    keys, place = _numbered(spans.module, spans.revision, spans.bucket)
+    values = (np.ones_like(ready), compute, spans.done_ns - spans.launched_ns, exposed)
+    sums = [_sum_by(place, column, len(keys)) for column in values]
+    names = ("steps", "compute_ns", "comm_ns", "exposed_ns")
     return [
-        {
-            "module": int(keys[0, index]),
-            "revision": int(keys[1, index]),
-            "bucket": int(keys[2, index]),
-            **{name: int(values[index]) for name, values in sums.items()},
-        }
-        for index in range(keys.shape[1])
+        {"module": module, "revision": revision, "bucket": bucket, **dict(zip(names, row, strict=True))}
+        for (module, revision, bucket), row in zip(keys, np.stack(sums, axis=1).tolist(), strict=True)
     ]
+
+
+def _changes(column: wire.Ints) -> Any:
+    """True at the first row and where a row differs from the one before it."""
+    changes = np.ones(len(column), bool)
+    np.not_equal(column[1:], column[:-1], out=changes[1:])
+    return changes
+
+
+def _numbered(*columns: wire.Ints) -> tuple[list[tuple[int, ...]], wire.Ints]:
+    """The different rows, and each row's place among them."""
+    code = np.zeros(len(columns[0]), np.int64)
+    values = []
+    for column in columns:
+        known: Any = column[:1]
+        place: Any = 0
+        if column.min() != column.max():
+            known, place = np.unique(column, return_inverse=True)
+        code = code * len(known) + place
+        values.append(known)
+    codes, place = np.unique(code, return_inverse=True)
+    rows = []
+    for one in codes.tolist():
+        row, rest = [], one
+        for known in reversed(values):
+            rest, which = divmod(rest, len(known))
+            row.append(int(known[which]))
+        rows.append(tuple(reversed(row)))
+    return rows, place
 
 
 def peer_sums(peers: list[wire.Peers]) -> list[Row]:

@@ -9,7 +9,10 @@ from ddpobs import wire
 
 @dataclass(frozen=True)
 class Run:
-    """A run, and the sums over the sources of its latest attempt. Times are this collector's wall clock, in ns."""
+    """A run, and the sums over the sources of its latest attempt. Times are this collector's wall clock, in ns.
+
+    `run` is the key under which the store has it.
+    """
 
     run: str
     attempt: str
@@ -23,6 +26,24 @@ class Run:
     dropped: int
     last_step_seen_ns: int
     goodbyes: int
+
+    @property
+    def name(self) -> str:
+        """What its own workspace calls it."""
+        return self.run.rpartition("/")[2]
+
+
+@dataclass(frozen=True)
+class Token:
+    """What is kept of a token: its secret's SHA-256, and what may be done with it where."""
+
+    token_id: str
+    digest: bytes
+    name: str
+    workspace: str
+    scopes: tuple[str, ...]
+    created_ns: int
+    revoked_ns: int | None
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""The tables. Each carries `run_id` first in its key, so that the schema can be distributed by it."""
+"""The tables. All but `tokens` carry `run_id` first in their key, so that the schema can be distributed by it."""
 
 from __future__ import annotations
 
-from sqlalchemy import BigInteger, Boolean, Column, Integer, LargeBinary, MetaData, String, Table, Text
+from sqlalchemy import BigInteger, Boolean, Column, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 from ddpobs import wire
 
@@ -34,7 +34,22 @@ runs = Table(
     _count("created_ns"),
     Column("last_seen_ns", BigInteger, nullable=False, index=True),
     _count("commits"),
+    Column("workspace", String(32), nullable=False),
+    _count("chunk_bytes"),
+    Index("ix_runs_workspace", "workspace", "last_seen_ns"),
 )
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("token_id", String(16), primary_key=True),
+    Column("digest", LargeBinary(32), nullable=False),
+    Column("name", String(128), nullable=False),
+    Column("workspace", String(32), nullable=False),
+    Column("scopes", String(64), nullable=False),
+    Column("created_ns", BigInteger, nullable=False),
+    Column("revoked_ns", BigInteger),
+)
+"""Small, and of no run: with a distributed schema every node has all of it."""
 attempts = Table(
     "attempts", metadata, _key("run_id", String), _key("attempt", String), _count("ordinal"), _count("first_seen_ns")
 )
@@ -68,7 +83,12 @@ chunks = Table(
     _key("seq", BigInteger),
     *_sums("first_step", "last_step", "rows"),
     Column("payload", LargeBinary, nullable=False),
+    Column("attempt", String(16), nullable=False),
+    _count("rank"),
+    Index("ix_chunks_steps", "run_id", "attempt", "kind", "last_step", "first_step"),
 )
+"""Spans are kept as they came, a chunk a batch. Steps and comms of all batches of a transaction share one, under the
+first batch's key, with a column of ranks; `rank` is then `wire.UNKNOWN`."""
 layouts = Table(
     "layouts",
     metadata,

@@ -8,15 +8,20 @@ from typing import Any
 
 from alembic import command
 from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, event, func, select
 
 from ddpobs import wire
-from ddpobs_server.store import reading, schema, writing
-from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source
+from ddpobs_server.store import reading, removing, schema, writing
+from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.writing import Arrival, Outcome
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_S = 30
+_MIGRATING = 0xDD90B5
+"""The lock that whoever migrates a PostgreSQL database holds."""
+_INCREMENTAL = 2
 
 
 class Store:
@@ -34,38 +39,113 @@ class Store:
 
     def migrate(self) -> None:
         """Bring the schema to this version's, from whatever earlier one is there."""
-        config = Config()
-        config.set_main_option("script_location", str(_MIGRATIONS))
         with self._engine.begin() as connection:
+            if self._engine.dialect.name == "postgresql":
+                connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))  # Another collector may start, too.
+            config = _alembic()
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
+        if self._engine.dialect.name == "sqlite":
+            self._make_shrinkable()
+
+    def revisions(self) -> tuple[str | None, str | None]:
+        """The schema's revision in the database, and this version's."""
+        with self._engine.connect() as connection:
+            here = MigrationContext.configure(connection).get_current_revision()
+        return here, ScriptDirectory.from_config(_alembic()).get_current_head()
+
+    def _make_shrinkable(self) -> None:
+        """A file of the first version never gives space back; it is written anew, once."""
+        with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+            if connection.exec_driver_sql("PRAGMA auto_vacuum").scalar_one() != _INCREMENTAL:
+                connection.exec_driver_sql("PRAGMA auto_vacuum=INCREMENTAL")
+                connection.exec_driver_sql("VACUUM")
 
     def ingest(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         """Store batches in one transaction; returns after its commit, with the outcome of each."""
         with self._engine.begin() as connection:
-            return [writing.write(connection, arrival) for arrival in arrivals]
+            return writing.write(connection, arrivals)
 
     def delete(self, run: str) -> bool:
-        """Remove everything of a run; False where there is none."""
+        """Remove everything of a run and return its space; False where there is none."""
         with self._engine.begin() as connection:
-            return writing.delete_run(connection, run)
+            found = removing.delete_run(connection, run)
+        removing.give_back(self._engine)
+        return found
+
+    def expire_chunks(self, before_ns: int) -> int:
+        """Remove the columns of batches that came before then, and return their space; how many chunks."""
+        removed = removing.expire_chunks(self._engine, before_ns)
+        if removed:
+            removing.give_back(self._engine)
+        return removed
+
+    def expire_runs(self, before_ns: int) -> int:
+        """Remove runs that were last heard of before then, and return their space; how many."""
+        removed = removing.expire_runs(self._engine, before_ns)
+        if removed:
+            removing.give_back(self._engine)
+        return removed
+
+    def shrink(self, limit_bytes: int) -> tuple[int, int]:
+        """Remove the oldest columns, then the oldest runs, until what is used is below the limit; how many of each."""
+        return removing.shrink(self._engine, limit_bytes)
 
     def ready(self) -> bool:
         """Whether the database answers."""
         with self._engine.connect() as connection:
             return connection.execute(select(1)).scalar() == 1
 
-    def runs(self, limit: int, before: tuple[int, str] | None = None) -> list[Run]:
+    def distribution(self) -> list[str]:
+        """What spreads the tables over a Citus cluster: every query is then answered by one node."""
+        tables = [table.name for table in schema.metadata.sorted_tables if table is not schema.tokens]
+        by_run = [f"SELECT create_distributed_table('{name}', 'run_id')" for name in tables]
+        return [*by_run, "SELECT create_reference_table('tokens')"]
+
+    def distribute(self) -> None:
+        """Run `distribution`.
+
+        Raises:
+            ValueError: The database is no PostgreSQL.
+            SQLAlchemyError: It has no Citus, or the tables are distributed already.
+        """
+        if self._engine.dialect.name != "postgresql":
+            raise ValueError(f"expected a PostgreSQL database with Citus, got {self._engine.dialect.name}")
+        with self._engine.begin() as connection:
+            for statement in self.distribution():
+                connection.exec_driver_sql(statement)
+
+    def now_ns(self) -> int:
+        """The database's wall clock."""
+        with self._engine.connect() as connection:
+            if self._engine.dialect.name == "sqlite":
+                return int(connection.exec_driver_sql("SELECT (julianday('now') - 2440587.5) * 86400.0e9").scalar_one())
+            return int(connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp()) * 1e9").scalar_one())
+
+    def try_write(self) -> None:
+        """Write a row and take it back.
+
+        Raises:
+            SQLAlchemyError: That is not possible: a full disk, or rights that are missing.
+        """
+        row = {"run_id": "", "attempt": "", "created_ns": 0, "last_seen_ns": 0, "commits": 0, "workspace": ""}
+        row |= {"chunk_bytes": 0}
+        with self._engine.connect() as connection:
+            connection.execute(schema.runs.insert(), row)
+            connection.rollback()
+
+    def runs(self, limit: int, before: tuple[int, str] | None = None, workspace: str = "default") -> list[Run]:
         """The runs seen last, newest first; `before` is (last_seen_ns, run) of the last one had."""
         with self._engine.connect() as connection:
-            names = connection.execute(reading.runs_query(before, limit)).scalars().all()
+            names = connection.execute(reading.runs_query(workspace, before, limit)).scalars().all()
             return [found for name in names if (found := reading.run(connection, name)) is not None]
 
-    def active_runs(self, since_ns: int) -> list[Run]:
-        """Runs heard of since then, by this collector's wall clock."""
+    def active_runs(self, since_ns: int, workspace: str = "default") -> list[Run]:
+        """A workspace's runs heard of since then, by this collector's wall clock."""
         with self._engine.connect() as connection:
             c = schema.runs.c
-            names = connection.execute(select(c.run_id).where(c.last_seen_ns >= since_ns).order_by(c.run_id)).scalars()
+            query = select(c.run_id).where(c.workspace == workspace, c.last_seen_ns >= since_ns).order_by(c.run_id)
+            names = connection.execute(query).scalars()
             return [found for name in names.all() if (found := reading.run(connection, name)) is not None]
 
     def run(self, run: str) -> Run | None:
@@ -142,6 +222,27 @@ class Store:
         with self._engine.connect() as connection:
             return reading.histogram(connection, run, attempt)
 
+    def tokens(self) -> list[Token]:
+        """All of them, the revoked ones too, the oldest first."""
+        with self._engine.connect() as connection:
+            rows = connection.execute(select(schema.tokens).order_by(schema.tokens.c.created_ns)).all()
+        return [
+            Token(**{**row._mapping, "digest": bytes(row.digest), "scopes": tuple(row.scopes.split(","))})
+            for row in rows
+        ]
+
+    def add_token(self, token: Token) -> None:
+        """Keep a token."""
+        with self._engine.begin() as connection:
+            connection.execute(schema.tokens.insert(), {**vars(token), "scopes": ",".join(token.scopes)})
+
+    def revoke_token(self, token_id: str, now_ns: int) -> bool:
+        """Have it work no more; False where there is none that does."""
+        c = schema.tokens.c
+        with self._engine.begin() as connection:
+            statement = schema.tokens.update().where(c.token_id == token_id, c.revoked_ns.is_(None))
+            return bool(connection.execute(statement.values(revoked_ns=now_ns)).rowcount)
+
     def size_bytes(self) -> int:
         """What the database takes on disk."""
         with self._engine.connect() as connection:
@@ -160,8 +261,14 @@ class Store:
             return reading.columns(connection, kind, run, attempt, rank=rank, first=first, last=last)
 
 
+def _alembic() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS))
+    return config
+
+
 def _durable(connection: Any, _record: object) -> None:
     cursor = connection.cursor()
-    for setting in ("journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    for setting in ("auto_vacuum=INCREMENTAL", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {setting}")
     cursor.close()

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Table, func, select
+from sqlalchemy import Connection, Table, func, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 
-from ddpobs import wire
+from ddpobs import columns, wire
 from ddpobs_server.store import rollups, schema
 
-_CHUNK_KINDS = ("steps", "spans", "comms")
+_MERGED = ("steps", "comms")
+"""Kinds whose rows share a chunk for all batches of a transaction."""
 
 
 class Outcome(enum.Enum):
@@ -29,7 +30,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A checked batch as it arrived.
+    """A checked batch as it arrived; its spans are packed.
 
     Attributes:
         digest: Of the body, to tell a retry from another batch under the same key.
@@ -41,161 +42,232 @@ class Arrival:
     size_bytes: int
     received_ns: int
 
-
-def write(connection: Connection, arrival: Arrival) -> Outcome:
-    """Store one batch in the open transaction, or find that it is there already."""
-    batch = arrival.batch
-    key = {"run_id": batch.run, "source": batch.source}
-    known = connection.execute(
-        select(schema.batches.c.digest).where(
-            schema.batches.c.run_id == batch.run,
-            schema.batches.c.source == batch.source,
-            schema.batches.c.seq == batch.seq,
-        )
-    ).scalar()
-    if known is not None:
-        return Outcome.REPEATED if bytes(known) == arrival.digest else Outcome.CONFLICT
-    _insert(
-        connection,
-        schema.batches,
-        [
-            {
-                **key,
-                "seq": batch.seq,
-                "digest": arrival.digest,
-                "received_ns": arrival.received_ns,
-                "size_bytes": arrival.size_bytes,
-            }
-        ],
-    )
-    _touch_run(connection, arrival)
-    _touch_source(connection, arrival)
-    _write_records(connection, batch, key)
-    _write_rollups(connection, batch, key)
-    return Outcome.STORED
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Run, source and sequence number."""
+        return self.batch.run, self.batch.source, self.batch.seq
 
 
-def _touch_run(connection: Connection, arrival: Arrival) -> None:
+def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
+    """Store batches in the open transaction, except those that are there already."""
+    claimed = _claim(connection, arrivals)
+    fresh: dict[tuple[str, str, int], Arrival] = {}
+    outcomes = []
+    for arrival in arrivals:
+        if arrival.key in claimed and arrival.key not in fresh:
+            fresh[arrival.key] = arrival
+            outcomes.append(Outcome.STORED)
+            continue
+        known = fresh[arrival.key].digest if arrival.key in fresh else _digest(connection, arrival.key)
+        outcomes.append(Outcome.REPEATED if known == arrival.digest else Outcome.CONFLICT)
+    stored = list(fresh.values())
+    if stored:
+        chunks = _chunks(stored)
+        _touch_runs(connection, stored, chunks)
+        _touch_sources(connection, stored)
+        _insert(connection, schema.chunks, chunks)
+        _write_told(connection, stored)
+        _write_sums(connection, stored)
+    return outcomes
+
+
+def _claim(connection: Connection, arrivals: Sequence[Arrival]) -> set[tuple[str, str, int]]:
+    """The keys that nobody had: whoever inserts a batch's row stores the batch, also among several collectors."""
+    rows = {
+        arrival.key: {
+            "run_id": arrival.batch.run,
+            "source": arrival.batch.source,
+            "seq": arrival.batch.seq,
+            "digest": arrival.digest,
+            "received_ns": arrival.received_ns,
+            "size_bytes": arrival.size_bytes,
+        }
+        for arrival in reversed(arrivals)
+    }
+    c = schema.batches.c
+    statement = _new(connection, schema.batches).on_conflict_do_nothing().returning(c.run_id, c.source, c.seq)
+    return {(row[0], row[1], row[2]) for row in connection.execute(statement, [rows[key] for key in sorted(rows)])}
+
+
+def _digest(connection: Connection, key: tuple[str, str, int]) -> bytes:
+    c = schema.batches.c
+    run, source, seq = key
+    query = select(c.digest).where(c.run_id == run, c.source == source, c.seq == seq)
+    return bytes(connection.execute(query).scalar_one())
+
+
+def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Sequence[dict[str, Any]]) -> None:
+    """Runs and attempts; the attempt that was seen last for the first time is the run's."""
+    by_run: dict[str, list[Arrival]] = {}
+    for arrival in arrivals:
+        by_run.setdefault(arrival.batch.run, []).append(arrival)
+    size_bytes = dict.fromkeys(by_run, 0)
+    for chunk in chunks:
+        size_bytes[chunk["run_id"]] += len(chunk["payload"])
+    runs, attempts = schema.runs.c, schema.attempts.c
+    for run, batches in sorted(by_run.items()):
+        known = connection.execute(select(attempts.attempt).where(attempts.run_id == run)).scalars().all()
+        seen = dict.fromkeys(known)
+        for arrival in batches:
+            attempt = arrival.batch.attempt
+            if attempt not in seen:
+                row = {"run_id": run, "attempt": attempt, "ordinal": len(seen), "first_seen_ns": arrival.received_ns}
+                connection.execute(_new(connection, schema.attempts).on_conflict_do_nothing(), row)
+                seen[attempt] = None
+        now = max(arrival.received_ns for arrival in batches)
+        latest = next(reversed(seen))
+        row = {
+            "run_id": run,
+            "attempt": latest,
+            "created_ns": now,
+            "last_seen_ns": now,
+            "commits": len(batches),
+            "workspace": run.rpartition("/")[0] or "default",
+            "chunk_bytes": size_bytes[run],
+        }
+        statement = _new(connection, schema.runs)
+        changes: dict[str, Any] = {
+            "last_seen_ns": _greatest(connection, runs.last_seen_ns, statement.excluded.last_seen_ns),
+            "commits": runs.commits + statement.excluded.commits,
+            "chunk_bytes": runs.chunk_bytes + statement.excluded.chunk_bytes,
+        }
+        if latest not in known:
+            changes["attempt"] = latest
+        connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=changes), row)
+
+
+def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
+    statement = _new(connection, schema.sources)
+    new, c = statement.excluded, schema.sources.c
+    highest = ("last_seen_ns", "emitted", "dropped", "last_step", "last_step_seen_ns", "wall_ns", "monotonic_ns")
+    changes: dict[str, Any] = {name: _greatest(connection, c[name], new[name]) for name in highest}
+    changes |= {name: func.coalesce(new[name], c[name]) for name in ("hello", "pulse")}
+    changes["goodbye"] = or_(c.goodbye, new.goodbye)
+    statement = statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes)
+    connection.execute(statement, sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"])))
+
+
+def _source_row(arrival: Arrival) -> dict[str, Any]:
     batch, now = arrival.batch, arrival.received_ns
-    seen = select(schema.attempts.c.ordinal).where(
-        schema.attempts.c.run_id == batch.run, schema.attempts.c.attempt == batch.attempt
-    )
-    new_attempt = connection.execute(seen).scalar() is None
-    if new_attempt:
-        count = connection.execute(
-            select(func.count()).select_from(schema.attempts).where(schema.attempts.c.run_id == batch.run)
-        ).scalar_one()
-        row = {"run_id": batch.run, "attempt": batch.attempt, "ordinal": count, "first_seen_ns": now}
-        _insert(connection, schema.attempts, [row])
-    row = {"run_id": batch.run, "attempt": batch.attempt, "created_ns": now, "last_seen_ns": now, "commits": 1}
-    statement = _dialect_insert(connection, schema.runs).values(row)
-    changes: dict[str, Any] = {"last_seen_ns": now, "commits": schema.runs.c.commits + 1}
-    if new_attempt:
-        changes["attempt"] = batch.attempt
-    connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=changes))
-
-
-def _touch_source(connection: Connection, arrival: Arrival) -> None:
-    batch, now = arrival.batch, arrival.received_ns
-    row: dict[str, Any] = {
+    stepped = batch.steps is not None and len(batch.steps.step) > 0
+    return {
         "run_id": batch.run,
         "source": batch.source,
         "attempt": batch.attempt,
         "rank": batch.rank,
         "world_size": batch.world_size,
-        "first_seen_ns": now,
-        "goodbye": False,
-        "last_step_seen_ns": now,
-    }
-    changes: dict[str, Any] = {
-        "last_seen_ns": now,
         "emitted": batch.emitted,
         "dropped": batch.dropped,
+        "first_seen_ns": now,
+        "last_seen_ns": now,
+        "last_step": int(batch.steps.step.max()) if stepped else 0,  # type: ignore[union-attr]
+        "last_step_seen_ns": now if stepped else 0,
         "wall_ns": batch.anchor.wall_ns,
         "monotonic_ns": batch.anchor.monotonic_ns,
+        "hello": msgspec.json.encode(batch.hello).decode() if batch.hello is not None else None,
+        "pulse": msgspec.json.encode(batch.pulse).decode() if batch.pulse is not None else None,
+        "goodbye": any(event.kind == "goodbye" for event in batch.events),
     }
-    if batch.hello is not None:
-        changes["hello"] = msgspec.json.encode(batch.hello).decode()
-    if batch.pulse is not None:
-        changes["pulse"] = msgspec.json.encode(batch.pulse).decode()
-    if batch.steps is not None and len(batch.steps.step):
-        changes |= {"last_step": int(batch.steps.step.max()), "last_step_seen_ns": now}
-    if any(event.kind == "goodbye" for event in batch.events):
-        changes["goodbye"] = True
-    statement = _dialect_insert(connection, schema.sources).values(row | changes)
-    keep_highest = {
-        name: _greatest(connection, schema.sources.c[name], changes[name])
-        for name in ("emitted", "dropped", "last_step", "wall_ns", "monotonic_ns")
-        if name in changes
-    }
-    connection.execute(
-        statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes | keep_highest)
-    )
 
 
-def _write_records(connection: Connection, batch: wire.Batch, key: dict[str, str]) -> None:
+def _chunks(arrivals: Sequence[Arrival]) -> list[dict[str, Any]]:
     chunks = []
-    for kind in _CHUNK_KINDS:
-        columns = getattr(batch, kind)
-        if columns is not None and len(columns.step):
-            chunks.append(_chunk(key, kind, batch.seq, columns, columns.step))
-    for kind in ("readiness", "peers"):
-        for index, record in enumerate(getattr(batch, kind)):
-            step = record.step if kind == "readiness" else record.last_collective
-            chunks.append(_chunk(key, f"{kind}-{index}", batch.seq, record, np.array([step])))
-    _insert(connection, schema.chunks, chunks)
-    for layout in batch.layouts:
-        body = msgspec.json.encode(layout).decode()
-        row = {**key, "module": layout.module, "revision": layout.revision, "body": body}
-        connection.execute(_dialect_insert(connection, schema.layouts).values(row).on_conflict_do_nothing())
-    rows = [
-        {**key, "seq": batch.seq, "position": position, "body": msgspec.json.encode(record).decode()}
-        for position, record in enumerate(batch.unused)
-    ]
-    _insert(connection, schema.unused, rows)
-    rows = [
-        {
-            **key,
-            "seq": batch.seq,
-            "position": position,
-            "kind": event.kind[:128],
-            "body": msgspec.json.encode(event).decode(),
-        }
-        for position, event in enumerate(batch.events)
-    ]
-    _insert(connection, schema.events, rows)
+    for arrival in arrivals:
+        batch = arrival.batch
+        if batch.spans is not None and len(batch.spans.step):
+            assert batch.packed_spans is not None
+            chunks.append(_chunk(batch, "spans", batch.spans.step, batch.packed_spans, batch.rank))
+        for index, readiness in enumerate(batch.readiness):
+            payload = zstandard.compress(wire.pack(readiness), 1)
+            chunks.append(_chunk(batch, f"readiness-{index}", np.array([readiness.step]), payload, batch.rank))
+    for kind in _MERGED:
+        by_attempt: dict[tuple[str, str], list[wire.Batch]] = {}
+        for arrival in arrivals:
+            rows = getattr(arrival.batch, kind)
+            if rows is not None and len(rows.step):
+                by_attempt.setdefault((arrival.batch.run, arrival.batch.attempt), []).append(arrival.batch)
+        chunks += [_merged(kind, batches) for batches in by_attempt.values()]
+    return chunks
 
 
-def _write_rollups(connection: Connection, batch: wire.Batch, key: dict[str, str]) -> None:
-    if batch.steps is not None and len(batch.steps.step):
-        _add(connection, schema.rollups, key, rollups.step_windows(batch.steps))
-        _add(connection, schema.step_histogram, key, rollups.step_durations(batch.steps))
-    if batch.spans is not None and len(batch.spans.step):
-        _add(connection, schema.bucket_rollups, key, rollups.bucket_sums(batch.spans))
-    _add(connection, schema.peer_totals, key, rollups.peer_sums(batch.peers))
+def _merged(kind: str, batches: Sequence[wire.Batch]) -> dict[str, Any]:
+    parts = [getattr(batch, kind) for batch in batches]
+    merged = {name: np.concatenate([getattr(part, name) for part in parts]) for name in parts[0].__struct_fields__}
+    ranks = np.repeat([batch.rank for batch in batches], [len(part.step) for part in parts])
+    return _chunk(batches[0], kind, merged["step"], columns.pack({"rank": ranks, **merged}), wire.UNKNOWN)
 
 
-def _chunk(key: dict[str, str], kind: str, seq: int, record: msgspec.Struct, step: wire.Ints) -> dict[str, Any]:
+def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: int) -> dict[str, Any]:
     return {
-        **key,
+        "run_id": batch.run,
+        "source": batch.source,
         "kind": kind,
-        "seq": seq,
+        "seq": batch.seq,
         "first_step": int(step.min()),
         "last_step": int(step.max()),
         "rows": len(step),
-        "payload": zstandard.compress(wire.pack(record), 1),
+        "payload": payload,
+        "attempt": batch.attempt,
+        "rank": rank,
     }
 
 
-def _add(connection: Connection, table: Table, key: dict[str, str], rows: Iterable[dict[str, Any]]) -> None:
-    """Add sums to what the table holds under the same key."""
-    keyed = [key | row for row in rows]
-    if not keyed:
+def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
+    """Layouts, unused sets and events, each a row."""
+    layouts: list[dict[str, Any]] = []
+    unused: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    for arrival in arrivals:
+        batch = arrival.batch
+        key = {"run_id": batch.run, "source": batch.source}
+        for layout in batch.layouts:
+            body = msgspec.json.encode(layout).decode()
+            layouts.append({**key, "module": layout.module, "revision": layout.revision, "body": body})
+        for position, record in enumerate(batch.unused):
+            body = msgspec.json.encode(record).decode()
+            unused.append({**key, "seq": batch.seq, "position": position, "body": body})
+        for position, event in enumerate(batch.events):
+            body = msgspec.json.encode(event).decode()
+            told = {
+                "seq": batch.seq,
+                "position": position,
+                "kind": event.kind[:128].replace("\0", "\ufffd"),
+                "body": body,
+            }
+            events.append({**key, **told})
+    if layouts:
+        connection.execute(_new(connection, schema.layouts).on_conflict_do_nothing(), layouts)
+    _insert(connection, schema.unused, unused)
+    _insert(connection, schema.events, events)
+
+
+def _write_sums(connection: Connection, arrivals: Sequence[Arrival]) -> None:
+    rows: dict[Table, list[dict[str, Any]]] = {}
+
+    def add(table: Table, batch: wire.Batch, sums: list[dict[str, Any]]) -> None:
+        rows.setdefault(table, []).extend({"run_id": batch.run, "source": batch.source, **row} for row in sums)
+
+    for arrival in arrivals:
+        batch = arrival.batch
+        if batch.steps is not None and len(batch.steps.step):
+            add(schema.rollups, batch, rollups.step_windows(batch.steps))
+            add(schema.step_histogram, batch, rollups.step_durations(batch.steps))
+        if batch.spans is not None and len(batch.spans.step):
+            add(schema.bucket_rollups, batch, rollups.bucket_sums(batch.spans))
+        add(schema.peer_totals, batch, rollups.peer_sums(batch.peers))
+    for table, found in rows.items():
+        _add(connection, table, found)
+
+
+def _add(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
+    """Add sums to what the table holds under the same keys, in the keys' order: two collectors then never deadlock."""
+    if not rows:
         return
-    statement = _dialect_insert(connection, table)
-    sums = {column.name: column + statement.excluded[column.name] for column in table.columns if not column.primary_key}
     keys = [column.name for column in table.primary_key.columns]
-    connection.execute(statement.on_conflict_do_update(index_elements=keys, set_=sums), keyed)
+    statement = _new(connection, table)
+    sums = {column.name: column + statement.excluded[column.name] for column in table.columns if not column.primary_key}
+    statement = statement.on_conflict_do_update(index_elements=keys, set_=sums)
+    connection.execute(statement, sorted(rows, key=lambda row: [row[key] for key in keys]))
 
 
 def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
@@ -203,21 +275,9 @@ def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) ->
         connection.execute(table.insert(), rows)
 
 
-def _dialect_insert(connection: Connection, table: Table) -> Any:
+def _new(connection: Connection, table: Table) -> Any:
     return (sqlite if connection.dialect.name == "sqlite" else postgresql).insert(table)
 
 
-def _greatest(connection: Connection, column: Any, value: int) -> Any:
+def _greatest(connection: Connection, column: Any, value: Any) -> Any:
     return (func.max if connection.dialect.name == "sqlite" else func.greatest)(column, value)
-
-
-def delete_run(connection: Connection, run: str) -> bool:
-    """Remove everything of a run; False where there is none."""
-    found = connection.execute(schema.runs.delete().where(schema.runs.c.run_id == run)).rowcount
-    for table in schema.metadata.tables.values():
-        if table is not schema.runs:
-            connection.execute(table.delete().where(table.c.run_id == run))
-    return bool(found)
-
-
-__all__ = ["Arrival", "Outcome", "delete_run", "write"]

@@ -1,0 +1,280 @@
+"""`ddpobs-server bench`: what this machine's collector takes, over HTTP, acknowledged after commit.
+
+*Flood*: some clients send batches of 5,000 spans as fast as they are acknowledged. *Job*: so many ranks each send a
+batch every flush, as a training of that size does. Clients are processes on the same machine, and share its cores.
+"""
+
+from __future__ import annotations
+
+import http.client
+import multiprocessing
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import numpy as np
+import zstandard
+
+from ddpobs import wire
+
+FLOOD_STEPS, FLOOD_BUCKETS = 250, 20
+JOB_STEPS_A_SECOND, JOB_BUCKETS, JOB_FLUSH_S = 2, 40, 2.0
+_ATTEMPT = "a" * 16
+_context = multiprocessing.get_context("fork")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What is sent.
+
+    Attributes:
+        ranks: How many sources.
+        batches: How many each sends.
+        steps: Steps of a batch.
+        buckets: Bucket spans of a step.
+        every_s: A rank's batches are so far apart; 0 for as fast as they are acknowledged.
+        clients: Processes that send.
+    """
+
+    ranks: int
+    batches: int
+    steps: int
+    buckets: int
+    every_s: float
+    clients: int
+
+    @property
+    def spans(self) -> int:
+        """Of all batches."""
+        return self.ranks * self.batches * self.steps * self.buckets
+
+
+def flood(clients: int, batches: int) -> Load:
+    """Every client is one rank in a hurry."""
+    return Load(clients, batches, FLOOD_STEPS, FLOOD_BUCKETS, 0.0, clients)
+
+
+def job(ranks: int, seconds: float, clients: int) -> Load:
+    """A training of that many ranks, two steps a second, 40 buckets, a flush every two seconds."""
+    steps = int(JOB_STEPS_A_SECOND * JOB_FLUSH_S)
+    return Load(ranks, max(1, round(seconds / JOB_FLUSH_S)), steps, JOB_BUCKETS, JOB_FLUSH_S, clients)
+
+
+def batch(load: Load, rank: int, seq: int) -> wire.Batch:
+    """Steps as a training's: compute and communication of each bucket vary by themselves, to the microsecond."""
+    random = np.random.default_rng([rank, seq])
+    step = np.arange(seq * load.steps, (seq + 1) * load.steps)
+    shape = (load.steps, load.buckets)
+    compute = random.gamma(20.0, 150.0, shape).astype(np.int64) * 1000
+    comm = random.gamma(4.0, 500.0, shape).astype(np.int64) * 1000
+    start = step * 500_000_000 + random.integers(0, 1000, load.steps) * 1000
+    ready = start[:, None] + 30_000_000 + compute.cumsum(axis=1)
+    launched = ready + random.integers(5, 60, shape) * 1000
+    zeros = np.zeros(ready.size, np.int64)
+    return wire.Batch(
+        version=wire.VERSION,
+        run="benchmark",
+        attempt=_ATTEMPT,
+        source=f"{rank:016x}",
+        seq=seq,
+        rank=rank,
+        world_size=load.ranks,
+        emitted=ready.size * (seq + 1),
+        dropped=0,
+        anchor=wire.Anchor(wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns()),
+        steps=_steps(step, start, ready[:, -1] - start, random),
+        spans=wire.Spans(
+            step=np.repeat(step, load.buckets),
+            module=zeros,
+            revision=zeros,
+            bucket=np.tile(np.arange(load.buckets), load.steps),
+            ready_ns=ready.reshape(-1),
+            launched_ns=launched.reshape(-1),
+            started_ns=zeros + wire.UNKNOWN,
+            done_ns=(launched + comm).reshape(-1),
+        ),
+        pulse=wire.Pulse(at_ns=time.monotonic_ns(), phase="backward", step=int(step[-1]), module=0, bucket=1),
+    )
+
+
+def _steps(step: wire.Ints, start: wire.Ints, backward: wire.Ints, random: np.random.Generator) -> wire.Steps:
+    phases = {f"{phase}_ns": random.integers(1000, 20_000, len(step)) * 1000 for phase in wire.PHASES}
+    phases["backward_ns"] = backward
+    own = {f"own_{phase}_ns": phases[f"{phase}_ns"] for phase in wire.OWN_PHASES}
+    return wire.Steps(
+        step=step,
+        collective=step,
+        start_ns=start,
+        end_ns=start + sum(phases.values()),
+        own_ns=np.sum(list(own.values()), axis=0),
+        comm_ns=phases["exposed_comm_ns"],
+        micro_steps=np.ones(len(step), np.int64),
+        samples=np.full(len(step), 32),
+        flags=np.full(len(step), wire.SYNCHRONISED),
+        **phases,
+        **own,
+    )
+
+
+def measure(load: Load, database_url: str | None = None) -> dict[str, float]:
+    """Send a load to a collector of our own.
+
+    Args:
+        load: What is sent.
+        database_url: Where it stores; None for a SQLite file in a temporary folder.
+
+    Returns:
+        `spans_per_s`, `ack_p50_ms`, `ack_p99_ms`, `cpu_ns_per_span` (the collector's processor time), `resident_mb`
+        (at the end), `resident_ratio` (over that in the middle), `bytes_per_span` (of a SQLite file) and `lost` spans.
+
+    Raises:
+        RuntimeError: The collector did not start, or did not acknowledge a batch.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        url = database_url or f"sqlite:///{folder}/runs.db"
+        pipes = [_context.Pipe() for _ in range(load.clients)]
+        clients = [_context.Process(target=_client, args=(load, n, pipes[n][1])) for n in range(load.clients)]
+        for client in clients:
+            client.start()
+        try:
+            for ours, _ in pipes:
+                ours.recv()  # Batches are made before anything is measured.
+            with collector(folder, url) as (process, address):
+                before = _processor_s(process.pid)
+                began = time.monotonic()
+                for ours, _ in pipes:
+                    ours.send(address)
+                middle = _middle(process.pid, pipes)
+                answers = [ours.recv() for ours, _ in pipes]
+                took = time.monotonic() - began
+                if failed := [answer for answer in answers if isinstance(answer, str)]:
+                    raise RuntimeError(failed[0])
+                used = _processor_s(process.pid) - before
+                resident = _resident_mb(process.pid)
+                stored = _stored(address)
+        finally:
+            for client in clients:
+                client.kill()
+                client.join()
+        acknowledged = np.concatenate(answers) * 1e3
+        found = {
+            "spans_per_s": load.spans / took,
+            "ack_p50_ms": float(np.percentile(acknowledged, 50)),
+            "ack_p99_ms": float(np.percentile(acknowledged, 99)),
+            "cpu_ns_per_span": 1e9 * used / load.spans,
+            "resident_mb": resident,
+            "resident_ratio": resident / middle,
+            "lost": float(load.spans - stored),
+        }
+        if database_url is None:
+            found["bytes_per_span"] = sum(path.stat().st_size for path in folder.glob("runs.db*")) / load.spans
+        return found
+
+
+@contextmanager
+def collector(folder: Path, database_url: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A collector process and its address; ended at the exit, which checkpoints a SQLite file.
+
+    Raises:
+        RuntimeError: It did not start; holds its log.
+    """
+    log = folder / "log"
+    environ = os.environ | {"DDPOBS_SERVER_PORT": "0", "DDPOBS_SERVER_DATABASE_URL": database_url}
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ddpobs_server.app", "serve"], stdout=out, stderr=out, cwd=folder, env=environ
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r"running on (http://[^ ]+)", log.read_text())):
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise RuntimeError(f"no collector: {log.read_text()}")
+            time.sleep(0.05)
+        yield process, found[1]
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def fsyncs_a_second(folder: Path, size_bytes: int, count: int) -> float:
+    """Appends of `size_bytes`, each followed by an fsync."""
+    block = os.urandom(size_bytes)
+    with (folder / "bare").open("wb", buffering=0) as out:
+        began = time.perf_counter()
+        for _ in range(count):
+            out.write(block)
+            os.fsync(out.fileno())
+        return count / (time.perf_counter() - began)
+
+
+def _client(load: Load, number: int, pipe: Connection) -> None:
+    """Send the batches of every `clients`-th rank, and tell how long each acknowledgement took."""
+    ranks = range(number, load.ranks, load.clients)
+    bodies = {
+        (rank, seq): zstandard.compress(wire.encode(batch(load, rank, seq)), 1)
+        for seq in range(load.batches)
+        for rank in ranks
+    }
+    pipe.send(None)
+    address = urlsplit(pipe.recv())
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
+    took = []
+    began = time.monotonic()
+    try:
+        for place, ((rank, seq), body) in enumerate(bodies.items()):
+            if load.every_s:
+                # A rank's batches are evenly apart, and the ranks' evenly spread.
+                due = began + load.every_s * (seq + (place % len(ranks)) / len(ranks))
+                time.sleep(max(0.0, due - time.monotonic()))
+            sent = time.monotonic()
+            where = f"/api/v1/runs/benchmark/sources/{rank:016x}/batches/{seq}"
+            connection.request("PUT", where, body, headers)
+            answer = connection.getresponse()
+            text = answer.read()
+            if answer.status != 201:
+                pipe.send(f"a batch was answered {answer.status}: {text[:300]!r}")
+                return
+            took.append(time.monotonic() - sent)
+    except OSError as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+        return
+    pipe.send(np.array(took))
+
+
+def _stored(address: str) -> int:
+    """Bucket spans that the collector's own sums know of."""
+    import json
+    import urllib.request
+
+    with urllib.request.urlopen(f"{address}/api/v1/runs/benchmark/buckets", timeout=60) as answer:
+        return sum(bucket["steps"] for bucket in json.loads(answer.read())["buckets"])
+
+
+def _middle(pid: int, pipes: list[Any]) -> float:
+    """The collector's resident memory at the latest look before half of the looks were taken, in MB."""
+    seen = []
+    while not all(ours.poll() for ours, _ in pipes):
+        seen.append(_resident_mb(pid))
+        time.sleep(0.2)
+    return seen[len(seen) // 2] if seen else _resident_mb(pid)
+
+
+def _resident_mb(pid: int) -> float:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+
+
+def _processor_s(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

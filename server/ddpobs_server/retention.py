@@ -1,0 +1,64 @@
+"""What goes, and when: spans before sums, the oldest first. One thread, once a minute."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+
+from prometheus_client import CollectorRegistry, Counter
+
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Store
+
+_log = logging.getLogger(__name__)
+_EVERY_S = 60.0
+_DAY_NS = 86_400 * 10**9
+
+
+class Keeper:
+    """Holds the store to the settings' ages and size. Several collectors on one database may each have one.
+
+    Args:
+        settings: `keep_spans_days`, `keep_runs_days` and `keep_gb`; without any of them nothing goes.
+        store: What is kept.
+        registry: Takes the keeper's metrics.
+    """
+
+    def __init__(self, settings: Settings, store: Store, registry: CollectorRegistry) -> None:
+        self._settings, self._store = settings, store
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ddpobs-keeper", daemon=True)
+        self.removed = Counter("ddpobs_server_removed", "What retention removed.", ["what"], registry=registry)
+        self.failures = Counter("ddpobs_server_retention_failures", "Rounds that failed.", registry=registry)
+        for what in ("chunks", "runs"):
+            self.removed.labels(what)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End it."""
+        self._ended.set()
+        self._thread.join()
+
+    def tidy(self, now_ns: int) -> None:
+        """One round: what is too old, then what is too much."""
+        settings, store = self._settings, self._store
+        if settings.keep_spans_days is not None:
+            self.removed.labels("chunks").inc(store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
+        if settings.keep_runs_days is not None:
+            self.removed.labels("runs").inc(store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
+        if settings.keep_gb is not None:
+            chunks, runs = store.shrink(int(settings.keep_gb * 1e9))
+            self.removed.labels("chunks").inc(chunks)
+            self.removed.labels("runs").inc(runs)
+
+    def _run(self) -> None:
+        while not self._ended.wait(_EVERY_S):
+            try:
+                self.tidy(time.time_ns())
+            except Exception:
+                self.failures.inc()
+                _log.exception("retention failed; it is tried again in %d s", _EVERY_S)

@@ -1,0 +1,110 @@
+"""What goes and what stays, and that its space is returned."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from ddpobs_server.retention import Keeper
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Arrival, Store
+from prometheus_client import CollectorRegistry
+
+from ddpobs import wire
+from tests.databases import Fresh
+from tests.server.batches import ATTEMPT, batch, spans, steps
+
+DAY_NS = 86_400 * 10**9
+
+
+@pytest.fixture
+def store(fresh: Fresh, tmp_path: Path) -> Iterator[Store]:
+    store = Store(fresh(tmp_path))
+    store.migrate()
+    yield store
+    store.close()
+
+
+def arrive(store: Store, run: str, day: int, seq: int = 0, count: int = 200) -> None:
+    """A batch of noisy times, which compress badly."""
+    noise = np.random.default_rng(seq).integers(0, 10**9, 2 * count)
+    sent = spans(seq * count, count)
+    sent = spans(seq * count, count, done_ns=sent.done_ns + noise)
+    body = wire.encode(batch(run, seq=seq, steps=steps(seq * count, count), spans=sent))
+    store.ingest([Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), day * DAY_NS)])
+
+
+def rows(store: Store, run: str) -> tuple[int, int, int]:
+    """Steps and spans that can be read, and steps that were summed up."""
+    read = len(store.steps(run, ATTEMPT)[0]), len(store.spans(run, ATTEMPT)[0])
+    return (*read, sum(rollup.steps for rollup in store.rollups(run, ATTEMPT)))
+
+
+def tidy(store: Store, day: float, **settings: float) -> None:
+    Keeper(Settings(**settings), store, CollectorRegistry()).tidy(int(day * DAY_NS))  # type: ignore[arg-type]
+
+
+def test_old_spans_go_and_their_sums_stay(store: Store) -> None:
+    arrive(store, "long", day=1)
+    arrive(store, "long", day=9, seq=1)
+    arrive(store, "new", day=9)
+    tidy(store, day=10, keep_spans_days=5)
+    assert rows(store, "long") == (200, 400, 400)
+    assert rows(store, "new") == (200, 400, 200)
+
+
+def test_runs_that_fell_silent_go_altogether(store: Store) -> None:
+    arrive(store, "silent", day=1)
+    arrive(store, "long", day=1)
+    arrive(store, "long", day=9, seq=1)
+    tidy(store, day=10, keep_runs_days=5)
+    assert store.run("silent") is None
+    assert rows(store, "long") == (400, 800, 400)
+
+
+def test_without_settings_nothing_goes(store: Store) -> None:
+    arrive(store, "old", day=1)
+    tidy(store, day=10_000)
+    assert rows(store, "old") == (200, 400, 200)
+
+
+def test_the_oldest_spans_make_room_before_any_run_goes(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/runs.db")
+    store.migrate()
+    empty = store.size_bytes()
+    for day in range(4):
+        for seq in range(10):
+            arrive(store, f"run-{day}", day=day, seq=seq, count=2000)
+    full = store.size_bytes()
+    limit = (empty + full) // 2
+    tidy(store, day=10, keep_gb=limit / 1e9)
+    assert store.size_bytes() <= limit
+    kept = [rows(store, f"run-{day}")[0] > 0 for day in range(4)]
+    assert kept == sorted(kept)  # The oldest first.
+    assert (kept[0], kept[-1]) == (False, True)
+    assert [rows(store, f"run-{day}")[2] for day in range(4)] == [20_000] * 4
+    store.close()
+
+
+def test_a_deleted_run_returns_its_space(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/runs.db")
+    store.migrate()
+    empty = store.size_bytes()
+    for seq in range(20):
+        arrive(store, "large", day=1, seq=seq, count=2000)
+    assert store.size_bytes() > 2 * empty
+    store.delete("large")
+    assert store.size_bytes() <= 1.2 * empty
+    store.close()
+
+
+def test_a_limit_below_what_an_empty_database_takes_ends_too(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/runs.db")
+    store.migrate()
+    arrive(store, "a-run", day=1)
+    tidy(store, day=2, keep_gb=1e-9)
+    assert store.run("a-run") is None
+    store.close()

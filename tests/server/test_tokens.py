@@ -1,0 +1,187 @@
+"""Who may call what, and whose runs they see."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from ddpobs_server.auth import new_token
+from ddpobs_server.store import Store
+
+from tests import databases
+from tests.collector import collector
+from tests.databases import Fresh
+from tests.server.batches import assert_problem, batch, path, put, steps
+
+CALLS = {
+    "ingest": [("PUT", path(batch("a-run", seq=1)))],
+    "read": [
+        ("GET", "/api/v1/runs"),
+        ("GET", "/metrics"),
+        *(
+            ("GET", f"/api/v1/runs/a-run{what}")
+            for what in (
+                *("", "/ranks", "/layout", "/steps", "/spans", "/buckets"),
+                *("/unused", "/stragglers", "/diagnostics", "/trace"),
+            )
+        ),
+    ],
+    "admin": [("DELETE", "/api/v1/runs/a-run")],
+    "": [("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json")],
+}
+"""By the scope that is needed; none for what anyone may ask."""
+HOLDERS: dict[str, set[str]] = {
+    "nobody": set(),
+    "a wrong token": set(),
+    "a revoked token": set(),
+    "ingest": {"ingest"},
+    "read": {"read"},
+    "both": {"ingest", "read"},
+    "admin": {"ingest", "read", "admin"},
+}
+
+
+def command(url: str, *arguments: str) -> str:
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name("ddpobs-server")), "token", *arguments, "--database-url", url],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def kept(url: str, name: str, workspace: str, *scopes: str) -> str:
+    """As `token create`, without a process of its own."""
+    store = Store(url)
+    store.migrate()
+    token, kept = new_token(name, workspace, list(scopes))
+    store.add_token(kept)
+    store.close()
+    return token
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A collector with tokens, and each holder's header."""
+    folder = tmp_path_factory.mktemp("guarded")
+    database = databases.sqlite(folder)
+    made = {
+        "ingest": kept(database, "ranks", "default", "ingest"),
+        "read": kept(database, "grafana", "default", "read"),
+        "both": command(database, "create", "team"),
+        "admin": kept(database, "operator", "default", "admin"),
+        "a revoked token": kept(database, "gone", "default", "admin"),
+        "other": command(database, "create", "others", "--scope", "admin", "--workspace", "vision"),
+        "a wrong token": "ddpobs_00000000_wrong",
+    }
+    command(database, "revoke", made["a revoked token"].split("_")[1])
+    with collector(folder, database_url=database) as running:
+        yield {
+            "url": running.url,
+            "database": database,
+            "nobody": {},
+            **{holder: {"Authorization": f"Bearer {token}"} for holder, token in made.items()},
+        }
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+@pytest.mark.parametrize(("scope", "method", "where"), [(s, *call) for s, calls in CALLS.items() for call in calls])
+def test_a_call_is_answered_for_whoever_may_and_nobody_else(
+    guarded: dict[str, Any], holder: str, scope: str, method: str, where: str
+) -> None:
+    url = guarded["url"]
+    put(url, batch("a-run", steps=steps(0, 2)), **guarded["admin"])
+    content = {"content": b""} if method == "PUT" else {}
+    answer = httpx.request(method, url + where, headers=guarded[holder], timeout=30, **content)  # type: ignore[arg-type]
+    if scope in HOLDERS[holder] | {""}:
+        assert answer.status_code not in (401, 403), answer.text
+    else:
+        # Whoever tries wrong tokens for long is told to wait.
+        expected = 429 if answer.status_code == 429 and "token" in holder else 403 if HOLDERS[holder] else 401
+        assert_problem(answer, expected)
+
+
+def test_workspaces_see_their_own_runs_alone(guarded: dict[str, Any]) -> None:
+    url, mine, theirs = guarded["url"], guarded["admin"], guarded["other"]
+    assert put(url, batch("both-have-it", steps=steps(0, 2)), **mine).status_code == 201
+    assert put(url, batch("both-have-it", steps=steps(0, 5)), **theirs).status_code == 201
+    assert put(url, batch("only-mine"), **mine).status_code == 201
+
+    def runs(who: dict[str, str]) -> dict[str, int]:
+        found = httpx.get(f"{url}/api/v1/runs", headers=who).json()["runs"]
+        return {run["run"]: run["steps"] for run in found}
+
+    assert runs(mine)["both-have-it"] == 2
+    assert runs(theirs) == {"both-have-it": 5}
+    for what in ("", "/steps", "/diagnostics", "/stragglers"):
+        found = httpx.get(f"{url}/api/v1/runs/both-have-it{what}", headers=theirs).json()
+        assert found["run"] == "both-have-it"
+        assert_problem(httpx.get(f"{url}/api/v1/runs/only-mine{what}", headers=theirs), 404)
+    assert_problem(httpx.get(f"{url}/api/v1/runs/vision%2Fboth-have-it", headers=mine), 404)
+    assert b"only-mine" in httpx.get(f"{url}/metrics", headers=mine).content
+    assert b"only-mine" not in httpx.get(f"{url}/metrics", headers=theirs).content
+    assert httpx.delete(f"{url}/api/v1/runs/both-have-it", headers=theirs).status_code == 204
+    assert runs(theirs) == {}
+    assert runs(mine)["both-have-it"] == 2
+    long = assert_problem(put(url, batch("r" * 125), **theirs), 422)
+    assert "at most 121" in long["detail"]
+
+
+def test_only_a_hash_is_kept_and_the_list_shows_no_secret(guarded: dict[str, Any]) -> None:
+    listed = command(guarded["database"], "list")
+    assert "vision  admin" in listed
+    assert "gone revoked" in listed
+    secret = guarded["admin"]["Authorization"].split("_")[2]
+    assert secret not in listed
+
+
+def test_a_revoked_token_stops_working_within_seconds(fresh: Fresh, tmp_path: Path) -> None:
+    database = fresh(tmp_path)
+    first, second = (kept(database, name, "default", "read") for name in "ab")
+    with collector(tmp_path, database_url=database) as running:
+        headers = {"Authorization": f"Bearer {second}"}
+        assert httpx.get(f"{running.url}/api/v1/runs", headers=headers).status_code == 200
+        store = Store(database)
+        assert store.revoke_token(second.split("_")[1], time.time_ns())
+        store.close()
+        deadline = time.monotonic() + 30
+        while httpx.get(f"{running.url}/api/v1/runs", headers=headers).status_code == 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        headers = {"Authorization": f"Bearer {first}"}
+        assert httpx.get(f"{running.url}/api/v1/runs", headers=headers).status_code == 200
+
+
+def test_who_tries_many_wrong_tokens_has_to_wait(tmp_path: Path) -> None:
+    with collector(tmp_path, token="s3cret") as running:
+        wrong = {"Authorization": "Bearer guess"}
+        for _ in range(20):
+            assert_problem(httpx.get(f"{running.url}/api/v1/runs", headers=wrong), 401)
+        refused = httpx.get(f"{running.url}/api/v1/runs", headers={"Authorization": "Bearer s3cret"})
+        assert_problem(refused, 429)
+        assert 0 < int(refused.headers["retry-after"]) <= 61
+
+
+@pytest.mark.parametrize("arguments", [("--scope", "write"), ("--workspace", "no/slash"), ("--workspace", "")])
+def test_what_no_token_can_have_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = subprocess.run(
+        [
+            *(str(Path(sys.executable).with_name("ddpobs-server")), "token", "create", "x"),
+            *(*arguments, "--database-url", f"sqlite:///{tmp_path}/x.db"),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    assert "expected" in done.stderr

@@ -1,0 +1,67 @@
+"""Databases that earlier versions made, with data in them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import zstandard
+from alembic import command
+from alembic.config import Config
+from ddpobs_server.store import Store
+from ddpobs_server.store import store as module
+from sqlalchemy import Connection, create_engine, text
+
+from ddpobs import wire
+from tests.databases import Fresh
+from tests.server.batches import ATTEMPT, source_of, spans, steps
+
+
+def at_revision(url: str, revision: str) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(module._MIGRATIONS))
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+        _fill(connection)
+    engine.dispose()
+
+
+def _fill(connection: Connection) -> None:
+    """A run of two ranks as the first version wrote it: a chunk a batch and kind."""
+    insert(connection, "runs", run_id="old", attempt=ATTEMPT, created_ns=1, last_seen_ns=2, commits=2)
+    insert(connection, "attempts", run_id="old", attempt=ATTEMPT, ordinal=0, first_seen_ns=1)
+    zeros = dict.fromkeys(("emitted", "dropped", "first_seen_ns", "last_seen_ns", "last_step_seen_ns", "wall_ns"), 0)
+    for rank in range(2):
+        key = {"run_id": "old", "source": source_of(rank)}
+        source = zeros | {"monotonic_ns": 0, "last_step": 9, "goodbye": True}
+        insert(connection, "sources", **key, attempt=ATTEMPT, rank=rank, world_size=2, **source)
+        insert(connection, "batches", **key, seq=0, digest=bytes(32), received_ns=1, size_bytes=1)
+        for kind, record in (("steps", steps(0, 10)), ("spans", spans(0, 10))):
+            payload = zstandard.compress(wire.pack(record))
+            insert(connection, "chunks", **key, kind=kind, seq=0, first_step=0, last_step=9, rows=10, payload=payload)
+
+
+def insert(connection: Connection, table: str, **row: object) -> None:
+    names = ", ".join(row)
+    values = ", ".join(f":{name}" for name in row)
+    connection.execute(text(f"INSERT INTO {table} ({names}) VALUES ({values})"), row)
+
+
+@pytest.mark.parametrize("revision", ["0001"])
+def test_what_an_older_version_stored_is_still_there(fresh: Fresh, tmp_path: Path, revision: str) -> None:
+    url = fresh(tmp_path)
+    at_revision(url, revision)
+    store = Store(url)
+    store.migrate()
+    (run,) = store.runs(10)
+    assert (run.run, run.ranks, run.goodbyes) == ("old", 2, 2)
+    ranks, read = store.steps("old", ATTEMPT)
+    assert ranks.tolist() == [0, 1] * 10
+    assert read.own_ns.tolist() == [95_000_000] * 20
+    ranks, bucket_spans = store.spans("old", ATTEMPT, rank=1, first=3, last=4)
+    assert ranks.tolist() == [1] * 4
+    np.testing.assert_array_equal(bucket_spans.done_ns, spans(3, 2).done_ns)
+    store.close()
