@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -84,9 +85,8 @@ def _claim(connection: Connection, arrivals: Sequence[Arrival]) -> set[tuple[str
         }
         for arrival in reversed(arrivals)
     }
-    c = schema.batches.c
-    statement = _new(connection, schema.batches).on_conflict_do_nothing().returning(c.run_id, c.source, c.seq)
-    return {(row[0], row[1], row[2]) for row in connection.execute(statement, [rows[key] for key in sorted(rows)])}
+    claimed = connection.execute(_claiming(connection.dialect.name), [rows[key] for key in sorted(rows)])
+    return {(row[0], row[1], row[2]) for row in claimed}
 
 
 def _digest(connection: Connection, key: tuple[str, str, int]) -> bytes:
@@ -104,7 +104,7 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
     size_bytes = dict.fromkeys(by_run, 0)
     for chunk in chunks:
         size_bytes[chunk["run_id"]] += len(chunk["payload"])
-    runs, attempts = schema.runs.c, schema.attempts.c
+    attempts, dialect = schema.attempts.c, connection.dialect.name
     for run, batches in sorted(by_run.items()):
         known = connection.execute(select(attempts.attempt).where(attempts.run_id == run)).scalars().all()
         seen = dict.fromkeys(known)
@@ -112,7 +112,7 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
             attempt = arrival.batch.attempt
             if attempt not in seen:
                 row = {"run_id": run, "attempt": attempt, "ordinal": len(seen), "first_seen_ns": arrival.received_ns}
-                connection.execute(_new(connection, schema.attempts).on_conflict_do_nothing(), row)
+                connection.execute(_unless_there(dialect, schema.attempts), row)
                 seen[attempt] = None
         now = max(arrival.received_ns for arrival in batches)
         latest = next(reversed(seen))
@@ -125,26 +125,12 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
             "workspace": run.rpartition("/")[0] or "default",
             "chunk_bytes": size_bytes[run],
         }
-        statement = _new(connection, schema.runs)
-        changes: dict[str, Any] = {
-            "last_seen_ns": _greatest(connection, runs.last_seen_ns, statement.excluded.last_seen_ns),
-            "commits": runs.commits + statement.excluded.commits,
-            "chunk_bytes": runs.chunk_bytes + statement.excluded.chunk_bytes,
-        }
-        if latest not in known:
-            changes["attempt"] = latest
-        connection.execute(statement.on_conflict_do_update(index_elements=["run_id"], set_=changes), row)
+        connection.execute(_touching_run(dialect, latest not in known), row)
 
 
 def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
-    statement = _new(connection, schema.sources)
-    new, c = statement.excluded, schema.sources.c
-    highest = ("last_seen_ns", "emitted", "dropped", "last_step", "last_step_seen_ns", "wall_ns", "monotonic_ns")
-    changes: dict[str, Any] = {name: _greatest(connection, c[name], new[name]) for name in highest}
-    changes |= {name: func.coalesce(new[name], c[name]) for name in ("hello", "pulse")}
-    changes["goodbye"] = or_(c.goodbye, new.goodbye)
-    statement = statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes)
-    connection.execute(statement, sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"])))
+    rows = sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"]))
+    connection.execute(_touching_source(connection.dialect.name), rows)
 
 
 def _source_row(arrival: Arrival) -> dict[str, Any]:
@@ -236,7 +222,7 @@ def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
             }
             events.append({**key, **told})
     if layouts:
-        connection.execute(_new(connection, schema.layouts).on_conflict_do_nothing(), layouts)
+        connection.execute(_unless_there(connection.dialect.name, schema.layouts), layouts)
     _insert(connection, schema.unused, unused)
     _insert(connection, schema.events, events)
 
@@ -264,10 +250,9 @@ def _add(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> No
     if not rows:
         return
     keys = [column.name for column in table.primary_key.columns]
-    statement = _new(connection, table)
-    sums = {column.name: column + statement.excluded[column.name] for column in table.columns if not column.primary_key}
-    statement = statement.on_conflict_do_update(index_elements=keys, set_=sums)
-    connection.execute(statement, sorted(rows, key=lambda row: [row[key] for key in keys]))
+    connection.execute(
+        _adding(connection.dialect.name, table), sorted(rows, key=lambda row: [row[key] for key in keys])
+    )
 
 
 def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
@@ -275,9 +260,56 @@ def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) ->
         connection.execute(table.insert(), rows)
 
 
-def _new(connection: Connection, table: Table) -> Any:
-    return (sqlite if connection.dialect.name == "sqlite" else postgresql).insert(table)
+# The statements are made once: to make one takes longer than to run it.
 
 
-def _greatest(connection: Connection, column: Any, value: Any) -> Any:
-    return (func.max if connection.dialect.name == "sqlite" else func.greatest)(column, value)
+@cache
+def _claiming(dialect: str) -> Any:
+    c = schema.batches.c
+    return _new(dialect, schema.batches).on_conflict_do_nothing().returning(c.run_id, c.source, c.seq)
+
+
+@cache
+def _unless_there(dialect: str, table: Table) -> Any:
+    return _new(dialect, table).on_conflict_do_nothing()
+
+
+@cache
+def _touching_run(dialect: str, new_attempt: bool) -> Any:
+    statement, c = _new(dialect, schema.runs), schema.runs.c
+    new = statement.excluded
+    changes: dict[str, Any] = {
+        "last_seen_ns": _greatest(dialect, c.last_seen_ns, new.last_seen_ns),
+        "commits": c.commits + new.commits,
+        "chunk_bytes": c.chunk_bytes + new.chunk_bytes,
+    }
+    if new_attempt:
+        changes["attempt"] = new.attempt
+    return statement.on_conflict_do_update(index_elements=["run_id"], set_=changes)
+
+
+@cache
+def _touching_source(dialect: str) -> Any:
+    statement, c = _new(dialect, schema.sources), schema.sources.c
+    new = statement.excluded
+    highest = ("last_seen_ns", "emitted", "dropped", "last_step", "last_step_seen_ns", "wall_ns", "monotonic_ns")
+    changes: dict[str, Any] = {name: _greatest(dialect, c[name], new[name]) for name in highest}
+    changes |= {name: func.coalesce(new[name], c[name]) for name in ("hello", "pulse")}
+    changes["goodbye"] = or_(c.goodbye, new.goodbye)
+    return statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes)
+
+
+@cache
+def _adding(dialect: str, table: Table) -> Any:
+    statement = _new(dialect, table)
+    sums = {column.name: column + statement.excluded[column.name] for column in table.columns if not column.primary_key}
+    keys = [column.name for column in table.primary_key.columns]
+    return statement.on_conflict_do_update(index_elements=keys, set_=sums)
+
+
+def _new(dialect: str, table: Table) -> Any:
+    return (sqlite if dialect == "sqlite" else postgresql).insert(table)
+
+
+def _greatest(dialect: str, column: Any, value: Any) -> Any:
+    return (func.max if dialect == "sqlite" else func.greatest)(column, value)
