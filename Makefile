@@ -29,5 +29,5 @@ dashboards:
 
 bench:
 	@scripts/setup.sh test
-	$(RUN)/python benchmarks/overhead.py
-	$(RUN)/python benchmarks/ingest.py
+	$(RUN)/python -m benchmarks.overhead
+	$(RUN)/python -m benchmarks.ingest

@@ -1,6 +1,6 @@
 """Durable bucket spans a second over HTTP into SQLite, and bytes a span at rest.
 
-    python benchmarks/ingest.py [--rounds 3] [--batches 120] [--clients 4] [--json FILE]
+    python -m benchmarks.ingest [--rounds 3] [--batches 120] [--clients 4] [--json FILE]
 
 Each round starts a real `ddpobs-server` on a fresh file, sends it the same batches from some clients, and counts a
 batch when its acknowledgement is there, which is after its commit with `synchronous=FULL`. Beside it, in the same round
