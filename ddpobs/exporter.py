@@ -95,8 +95,9 @@ class Exporter:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
-        self._counting = threading.Lock()
-        """Held for a few additions: a training that has to wait for it waits microseconds."""
+        self._counting = threading.RLock()
+        """Held for a few additions: a training that has to wait for it waits microseconds. A collected object may offer,
+        too, in the middle of them."""
         self.emitted = 0
         self.dropped = 0
         _exporters.add(self)
@@ -307,7 +308,7 @@ class Exporter:
         """In a forked child (a loader worker): no thread came along, and nothing may be sent under the parent's key."""
         self._closed, self._thread = True, None
         self._queue.clear()
-        self._counting = threading.Lock()
+        self._counting = threading.RLock()
 
 
 _exporters: weakref.WeakSet[Exporter] = weakref.WeakSet()
