@@ -96,8 +96,7 @@ class Exporter:
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._counting = threading.RLock()
-        """Held for a few additions: a training that has to wait for it waits microseconds. A collected object may offer,
-        too, in the middle of them."""
+        """Held for a few additions, microseconds. A collected object may offer in the middle of them, too."""
         self.emitted = 0
         self.dropped = 0
         _exporters.add(self)
