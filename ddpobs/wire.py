@@ -289,10 +289,12 @@ def unpack_spans(packed: bytes, limit_bytes: int = columns.UNPACKED_BYTES) -> Sp
     missing = set(Spans.__struct_fields__) - set(found)
     if missing:
         raise WireError("packed_spans", "every column of spans", f"none of {', '.join(sorted(missing))}")
-    launched = found["ready_ns"] + found["launched_ns"]
-    started = np.where(found["started_ns"] == _NEVER, UNKNOWN, launched + found["started_ns"])
-    known = {name: found[name] for name in ("step", "module", "revision", "bucket", "ready_ns")}
-    return Spans(**known, launched_ns=launched, started_ns=started, done_ns=launched + found["done_ns"])
+    never = found["started_ns"] == _NEVER
+    found["launched_ns"] += found["ready_ns"]
+    for name in ("started_ns", "done_ns"):
+        found[name] += found["launched_ns"]
+    found["started_ns"][never] = UNKNOWN
+    return Spans(**{name: found[name] for name in Spans.__struct_fields__})
 
 
 def pack(record: msgspec.Struct) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -48,22 +49,60 @@ def bucket_sums(spans: wire.Spans) -> list[Row]:
     Exposed is what lies after the step's last readiness. A batch holds whole steps, and a module's spans of one
     together, so one batch suffices.
     """
-    first = _changes(spans.step) | _changes(spans.module) | _changes(spans.revision)
-    group = np.cumsum(first) - 1
-    order = np.lexsort((spans.ready_ns, group))
-    ready = spans.ready_ns[order]
-    compute = np.empty_like(ready)
-    compute[order] = np.where(first, 0, np.diff(ready, prepend=ready[:1]))
-    last_ready = np.maximum.reduceat(ready, np.flatnonzero(first))[group]
-    exposed = np.maximum(0, spans.done_ns - np.maximum(spans.launched_ns, last_ready))
-    keys, place = _numbered(spans.module, spans.revision, spans.bucket)
-    values = (np.ones_like(ready), compute, spans.done_ns - spans.launched_ns, exposed)
-    sums = [_sum_by(place, column, len(keys)) for column in values]
+    sums: dict[tuple[int, int, int], Any] = {}
+    for block in _blocks(spans):
+        shape = (-1, _width(block.step))
+        ready, launched, done = (getattr(block, f"{name}_ns").reshape(shape) for name in ("ready", "launched", "done"))
+        keys = np.stack([getattr(block, name)[: shape[1]] for name in ("module", "revision", "bucket")])
+        begins = np.flatnonzero(_changes(keys[0]) | _changes(keys[1]))
+        for begin, end in zip(begins, [*begins[1:], shape[1]], strict=True):
+            found = _grid_sums(ready[:, begin:end], launched[:, begin:end], done[:, begin:end])
+            for key, row in zip(map(tuple, keys[:, begin:end].T.tolist()), found.T, strict=True):
+                sums[key] = sums[key] + row if key in sums else row
     names = ("steps", "compute_ns", "comm_ns", "exposed_ns")
     return [
-        {"module": module, "revision": revision, "bucket": bucket, **dict(zip(names, row, strict=True))}
-        for (module, revision, bucket), row in zip(keys, np.stack(sums, axis=1).tolist(), strict=True)
+        {"module": module, "revision": revision, "bucket": bucket, **dict(zip(names, row.tolist(), strict=True))}
+        for (module, revision, bucket), row in sums.items()
     ]
+
+
+def _grid_sums(ready: wire.Ints, launched: wire.Ints, done: wire.Ints) -> wire.Ints:
+    """Steps, compute, communication and what is exposed of it, summed over the first axis, the steps."""
+    compute = np.diff(ready, axis=1, prepend=ready[:, :1])
+    if (compute < 0).any():
+        order = np.argsort(ready, axis=1, kind="stable")
+        in_order = np.take_along_axis(ready, order, axis=1)
+        np.put_along_axis(compute, order, np.diff(in_order, axis=1, prepend=in_order[:, :1]), axis=1)
+    last_ready = ready.max(axis=1, keepdims=True)
+    exposed = np.maximum(0, done - np.maximum(launched, last_ready))
+    steps = np.full(ready.shape[1], len(ready))
+    return np.stack([steps, compute.sum(axis=0), (done - launched).sum(axis=0), exposed.sum(axis=0)])
+
+
+def _blocks(spans: wire.Spans) -> Iterator[wire.Spans]:
+    """Spans cut where a step has other buckets, or in another order, than the step before it."""
+    starts = np.flatnonzero(_changes(spans.step))
+    widths = np.diff(starts, append=len(spans.step))
+    cuts = _changes(widths)
+    for first, last in _runs(cuts):
+        rows, width = slice(starts[first], starts[last - 1] + widths[first]), widths[first]
+        keys = np.stack([getattr(spans, name)[rows].reshape(-1, width) for name in ("module", "revision", "bucket")])
+        cuts[first + 1 : last] = (keys[:, 1:] != keys[:, :-1]).any(axis=(0, 2))
+    for first, last in _runs(cuts):
+        rows = slice(starts[first], starts[last - 1] + widths[first])
+        yield wire.Spans(**{name: getattr(spans, name)[rows] for name in wire.Spans.__struct_fields__})
+
+
+def _runs(begins: Any) -> list[tuple[int, int]]:
+    """From each true value to the next, as [first, last)."""
+    places = np.flatnonzero(begins).tolist()
+    return list(zip(places, [*places[1:], len(begins)], strict=True))
+
+
+def _width(step: wire.Ints) -> int:
+    """Rows of the first step."""
+    others = np.flatnonzero(step != step[0])
+    return int(others[0]) if len(others) else len(step)
 
 
 def _changes(column: wire.Ints) -> Any:
@@ -71,28 +110,6 @@ def _changes(column: wire.Ints) -> Any:
     changes = np.ones(len(column), bool)
     np.not_equal(column[1:], column[:-1], out=changes[1:])
     return changes
-
-
-def _numbered(*columns: wire.Ints) -> tuple[list[tuple[int, ...]], wire.Ints]:
-    """The different rows, and each row's place among them."""
-    code = np.zeros(len(columns[0]), np.int64)
-    values = []
-    for column in columns:
-        known: Any = column[:1]
-        place: Any = 0
-        if column.min() != column.max():
-            known, place = np.unique(column, return_inverse=True)
-        code = code * len(known) + place
-        values.append(known)
-    codes, place = np.unique(code, return_inverse=True)
-    rows = []
-    for one in codes.tolist():
-        row, rest = [], one
-        for known in reversed(values):
-            rest, which = divmod(rest, len(known))
-            row.append(int(known[which]))
-        rows.append(tuple(reversed(row)))
-    return rows, place
 
 
 def peer_sums(peers: list[wire.Peers]) -> list[Row]:
@@ -106,9 +123,3 @@ def peer_sums(peers: list[wire.Peers]) -> list[Row]:
             for name in names:
                 row[name] += int(getattr(record, name)[index])
     return list(rows.values())
-
-
-def _sum_by(place: wire.Ints, values: wire.Ints, size: int) -> wire.Ints:
-    sums = np.zeros(size, np.int64)
-    np.add.at(sums, place, values)
-    return sums
