@@ -200,9 +200,14 @@ def _decompress(body: bytes, encoding: str, limit: int) -> bytes:
         return body
     if encoding != "zstd":
         raise Problem(415, "Unknown content encoding", f"expected zstd or identity, got {encoding!r}")
+    decompressor = zstandard.ZstdDecompressor()
     try:
-        with zstandard.ZstdDecompressor().stream_reader(body) as reader:
-            plain = reader.read(limit + 1)
+        size = zstandard.frame_content_size(body)
+        if 0 <= size <= limit:
+            plain = decompressor.decompress(body, allow_extra_data=False)
+        else:
+            with decompressor.stream_reader(body) as reader:
+                plain = reader.read(limit + 1)
     except zstandard.ZstdError as error:
         raise Problem(422, "Malformed batch", f"$: expected zstd, got {error}", field="$") from None
     if len(plain) > limit:

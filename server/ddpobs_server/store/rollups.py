@@ -49,60 +49,53 @@ def bucket_sums(spans: wire.Spans) -> list[Row]:
     Exposed is what lies after the step's last readiness. A batch holds whole steps, and a module's spans of one
     together, so one batch suffices.
     """
-    sums: dict[tuple[int, int, int], Any] = {}
-    for block in _blocks(spans):
-        shape = (-1, _width(block.step))
-        ready, launched, done = (getattr(block, f"{name}_ns").reshape(shape) for name in ("ready", "launched", "done"))
-        keys = np.stack([getattr(block, name)[: shape[1]] for name in ("module", "revision", "bucket")])
-        begins = np.flatnonzero(_changes(keys[0]) | _changes(keys[1]))
-        for begin, end in zip(begins, [*begins[1:], shape[1]], strict=True):
+    sums: dict[tuple[int, int, int], list[int]] = {}
+    for rows, width in _alike(spans):
+        ready, launched, done, *keys = (
+            getattr(spans, name)[rows].reshape(-1, width)
+            for name in ("ready_ns", "launched_ns", "done_ns", "module", "revision", "bucket")
+        )
+        pattern = np.stack([key[0] for key in keys])
+        begins = np.flatnonzero(_changes(pattern[0]) | _changes(pattern[1])).tolist()
+        for begin, end in zip(begins, [*begins[1:], width], strict=True):
             found = _grid_sums(ready[:, begin:end], launched[:, begin:end], done[:, begin:end])
-            for key, row in zip(map(tuple, keys[:, begin:end].T.tolist()), found.T, strict=True):
-                sums[key] = sums[key] + row if key in sums else row
+            for key, row in zip(map(tuple, pattern[:, begin:end].T.tolist()), found.T.tolist(), strict=True):
+                sums[key] = [*map(sum, zip(sums[key], row, strict=True))] if key in sums else row
     names = ("steps", "compute_ns", "comm_ns", "exposed_ns")
     return [
-        {"module": module, "revision": revision, "bucket": bucket, **dict(zip(names, row.tolist(), strict=True))}
+        {"module": module, "revision": revision, "bucket": bucket, **dict(zip(names, row, strict=True))}
         for (module, revision, bucket), row in sums.items()
     ]
 
 
 def _grid_sums(ready: wire.Ints, launched: wire.Ints, done: wire.Ints) -> wire.Ints:
     """Steps, compute, communication and what is exposed of it, summed over the first axis, the steps."""
-    compute = np.diff(ready, axis=1, prepend=ready[:, :1])
-    if (compute < 0).any():
+    compute = np.zeros_like(ready)
+    np.subtract(ready[:, 1:], ready[:, :-1], out=compute[:, 1:])
+    if compute.min() < 0:
         order = np.argsort(ready, axis=1, kind="stable")
         in_order = np.take_along_axis(ready, order, axis=1)
         np.put_along_axis(compute, order, np.diff(in_order, axis=1, prepend=in_order[:, :1]), axis=1)
     last_ready = ready.max(axis=1, keepdims=True)
     exposed = np.maximum(0, done - np.maximum(launched, last_ready))
     steps = np.full(ready.shape[1], len(ready))
-    return np.stack([steps, compute.sum(axis=0), (done - launched).sum(axis=0), exposed.sum(axis=0)])
+    return np.stack([steps, compute.sum(axis=0), done.sum(axis=0) - launched.sum(axis=0), exposed.sum(axis=0)])
 
 
-def _blocks(spans: wire.Spans) -> Iterator[wire.Spans]:
-    """Spans cut where a step has other buckets, or in another order, than the step before it."""
+def _alike(spans: wire.Spans) -> Iterator[tuple[Any, int]]:
+    """Rows of all steps that have the same buckets in the same order, and how many of them are a step's."""
     starts = np.flatnonzero(_changes(spans.step))
     widths = np.diff(starts, append=len(spans.step))
-    cuts = _changes(widths)
-    for first, last in _runs(cuts):
-        rows, width = slice(starts[first], starts[last - 1] + widths[first]), widths[first]
-        keys = np.stack([getattr(spans, name)[rows].reshape(-1, width) for name in ("module", "revision", "bucket")])
-        cuts[first + 1 : last] = (keys[:, 1:] != keys[:, :-1]).any(axis=(0, 2))
-    for first, last in _runs(cuts):
-        rows = slice(starts[first], starts[last - 1] + widths[first])
-        yield wire.Spans(**{name: getattr(spans, name)[rows] for name in wire.Spans.__struct_fields__})
-
-
-def _runs(begins: Any) -> list[tuple[int, int]]:
-    """From each true value to the next, as [first, last)."""
-    places = np.flatnonzero(begins).tolist()
-    return list(zip(places, [*places[1:], len(begins)], strict=True))
-
-
-def _width(step: wire.Ints) -> int:
-    """Rows of the first step."""
-    others = np.flatnonzero(step != step[0])
-    return int(others[0]) if len(others) else len(step)
+    for width in sorted(set(widths.tolist())):
+        chosen, place = starts[widths == width], np.arange(width)
+        rows: Any = slice(None) if len(chosen) == len(starts) else (chosen[:, None] + place).ravel()
+        keys = [getattr(spans, name)[rows].reshape(-1, width) for name in ("module", "revision", "bucket")]
+        if all((key == key[0]).all() for key in keys):
+            yield rows, width
+            continue
+        patterns = np.unique(np.concatenate(keys, axis=1), axis=0, return_inverse=True)[1].ravel()
+        for pattern in range(patterns.max() + 1):
+            yield (chosen[patterns == pattern][:, None] + place).ravel(), width
 
 
 def _changes(column: wire.Ints) -> Any:
