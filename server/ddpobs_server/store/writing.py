@@ -181,7 +181,10 @@ def _merged(kind: str, batches: Sequence[wire.Batch]) -> dict[str, Any]:
     parts = [getattr(batch, kind) for batch in batches]
     merged = {name: np.concatenate([getattr(part, name) for part in parts]) for name in parts[0].__struct_fields__}
     ranks = np.repeat([batch.rank for batch in batches], [len(part.step) for part in parts])
-    return _chunk(batches[0], kind, merged["step"], columns.pack({"rank": ranks, **merged}), wire.UNKNOWN)
+    packed = (
+        wire.pack_steps(ranks, wire.Steps(**merged)) if kind == "steps" else columns.pack({"rank": ranks, **merged})
+    )
+    return _chunk(batches[0], kind, merged["step"], packed, wire.UNKNOWN)
 
 
 def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: int) -> dict[str, Any]:
