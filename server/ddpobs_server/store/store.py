@@ -13,7 +13,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, event, func, select
 
 from ddpobs import wire
-from ddpobs_server.store import reading, removing, schema, writing
+from ddpobs_server.store import compacting, reading, removing, schema, writing
 from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.writing import Arrival, Outcome
 
@@ -72,6 +72,13 @@ class Store:
             found = removing.delete_run(connection, run)
         removing.give_back(self._engine)
         return found
+
+    def compact(self, since_ns: int) -> int:
+        """Join the small chunks of runs that were heard of since then; how many fewer there are."""
+        c = schema.runs.c
+        with self._engine.connect() as connection:
+            active = connection.execute(select(c.run_id).where(c.last_seen_ns >= since_ns)).scalars().all()
+        return sum(compacting.compact(self._engine, run) for run in active)
 
     def expire_chunks(self, before_ns: int) -> int:
         """Remove the columns of batches that came before then, and return their space; how many chunks."""
@@ -268,9 +275,7 @@ def _alembic() -> Config:
 
 
 def _durable(connection: Any, _record: object) -> None:
-    # A chunk ends in the middle of a page: small ones leave less of it empty. Only a new file takes its size from here.
-    settings = ("page_size=2048", "auto_vacuum=INCREMENTAL", "journal_mode=WAL", "wal_autocheckpoint=2000")
     cursor = connection.cursor()
-    for setting in (*settings, "synchronous=FULL", "foreign_keys=ON"):
+    for setting in ("auto_vacuum=INCREMENTAL", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
         cursor.execute(f"PRAGMA {setting}")
     cursor.close()
