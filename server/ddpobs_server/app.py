@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 import uvicorn
+from anyio import CapacityLimiter
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
@@ -20,6 +21,7 @@ import ddpobs
 from ddpobs_server import api, checks, ingest, metrics, page, problems
 from ddpobs_server.auth import DEFAULT, SCOPES, Doorkeeper, new_token
 from ddpobs_server.ingest import Writer
+from ddpobs_server.limits import Admission, UnderWay
 from ddpobs_server.reports import Reports
 from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
@@ -41,6 +43,9 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.reports = Reports(store)
         app.state.writer = Writer(store, settings.queue_batches, app.state.registry)
         app.state.writer.start()
+        app.state.admission = Admission(settings, store)
+        app.state.large_batches = CapacityLimiter(1)
+        app.state.under_way = UnderWay(int(settings.max_under_way_mb * 1e6), app.state.registry)
         app.state.keeper = Keeper(settings, store, app.state.registry)
         app.state.keeper.start()
         yield
