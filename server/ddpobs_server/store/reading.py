@@ -68,14 +68,13 @@ def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> t
     return np.full(len(found.step), rank, np.int64), {name: getattr(found, name) for name in struct.__struct_fields__}
 
 
-def runs_query(workspace: str, last_seen_before: tuple[int, str] | None, limit: int) -> Select[Any]:
-    """A workspace's runs, newest first, from the cursor on."""
+def runs_query(workspace: str, before: tuple[int, str] | None, limit: int) -> Select[Any]:
+    """A workspace's runs, newest first, from the cursor on: (created_ns, run) of the last one had."""
     c = schema.runs.c
-    query = select(c.run_id).where(c.workspace == workspace).order_by(c.last_seen_ns.desc(), c.run_id).limit(limit)
-    if last_seen_before is not None:
-        at, run = last_seen_before
-        column = schema.runs.c.last_seen_ns
-        query = query.where((column < at) | ((column == at) & (schema.runs.c.run_id > run)))
+    query = select(c.run_id).where(c.workspace == workspace).order_by(c.created_ns.desc(), c.run_id).limit(limit)
+    if before is not None:
+        at, run = before
+        query = query.where((c.created_ns < at) | ((c.created_ns == at) & (c.run_id > run)))
     return query
 
 

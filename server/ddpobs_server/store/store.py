@@ -147,7 +147,7 @@ class Store:
             connection.rollback()
 
     def runs(self, limit: int, before: tuple[int, str] | None = None, workspace: str = "default") -> list[Run]:
-        """The runs seen last, newest first; `before` is (last_seen_ns, run) of the last one had."""
+        """A workspace's runs, newest first; `before` is (created_ns, run) of the last one had."""
         with self._engine.connect() as connection:
             names = connection.execute(reading.runs_query(workspace, before, limit)).scalars().all()
             return [found for name in names if (found := reading.run(connection, name)) is not None]
