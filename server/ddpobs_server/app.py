@@ -59,6 +59,7 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        responses=problems.RESPONSES,
         summary="Which rank is slow, why, and what each remedy would gain.",
     )
     app.openapi_version = "3.0.3"  # the newest that the Swagger UI shipped with us can draw

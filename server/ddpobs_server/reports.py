@@ -33,7 +33,7 @@ class Reports:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._cache: OrderedDict[tuple[Any, ...], tuple[int, dict[str, Any]]] = OrderedDict()
+        self._cache: OrderedDict[tuple[Any, ...], tuple[tuple[int, int], dict[str, Any]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Row, Select, case, func, select
+from sqlalchemy import Connection, Double, Row, Select, case, cast, func, select
 
 from ddpobs import columns as packing
 from ddpobs import wire
@@ -191,7 +191,7 @@ def peer_totals(connection: Connection, run_id: str, attempt: str) -> list[PeerT
     p, s = schema.peer_totals.c, schema.sources.c
     names = [column.name for column in schema.peer_totals.columns if not column.primary_key]
     query = (
-        select(p.rank, *(func.sum(p[name]).label(name) for name in names))
+        select(p.rank, *(_sum(p[name]).label(name) for name in names))
         .join(schema.sources, (s.run_id == p.run_id) & (s.source == p.source))
         .where(p.run_id == run_id, s.run_id == run_id, s.attempt == attempt)
         .group_by(p.rank)
@@ -227,11 +227,16 @@ def histogram(connection: Connection, run_id: str, attempt: str) -> list[int]:
 _NONE = np.zeros(0, np.int64)
 
 
+def _sum(column: Any) -> Any:
+    """A sum that absurd values do not overflow: SQLite raises where one of integers does."""
+    return func.sum(cast(column, Double))
+
+
 def _summed(table: Any, names: list[str], run_id: str, attempt: str, by: tuple[str, ...]) -> Select[Any]:
     c, s = table.c, schema.sources.c
     keys = [c[name] for name in by]
     return (
-        select(s.rank, *keys, *(func.sum(c[name]).label(name) for name in names))
+        select(s.rank, *keys, *(_sum(c[name]).label(name) for name in names))
         .join(schema.sources, (s.run_id == c.run_id) & (s.source == c.source))
         .where(c.run_id == run_id, s.run_id == run_id, s.attempt == attempt)
         .group_by(s.rank, *keys)

@@ -179,11 +179,12 @@ class Store:
         with self._engine.connect() as connection:
             return reading.run(connection, run)
 
-    def commits(self, run: str) -> int:
-        """How often the run was written to: what a cache of its reports is keyed by."""
+    def commits(self, run: str) -> tuple[int, int]:
+        """When the run was made and how often it was written to: what a cache of its reports is keyed by."""
         with self._engine.connect() as connection:
             c = schema.runs.c
-            return connection.execute(select(c.commits).where(c.run_id == run)).scalar() or 0
+            found = connection.execute(select(c.created_ns, c.commits).where(c.run_id == run)).one_or_none()
+        return (found.created_ns, found.commits) if found else (0, 0)
 
     def attempts(self, run: str) -> list[Attempt]:
         """The run's attempts, oldest first."""
