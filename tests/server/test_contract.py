@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.collector import Collector
 from tests.server.batches import batch, hello, layout, put, spans, steps
 
-EXAMPLES = 10
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10"))
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
 
