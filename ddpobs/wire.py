@@ -36,6 +36,9 @@ LONGEST_NS = 30 * 86_400 * 10**9
 """Nothing lasts longer, and a batch tells of no time further from its anchor than this."""
 _NEVER = -(2**62)
 """What stands for `UNKNOWN` in a column of differences."""
+_PHASES_NS = tuple(f"{phase}_ns" for phase in PHASES)
+_OWN_NS = tuple(f"own_{phase}_ns" for phase in OWN_PHASES)
+_STRAGGLER = tuple(f"straggler_{phase}" for phase in OWN_PHASES)
 _MOST = 2**48
 _MOST_INDEX = 2**20 - 1
 
@@ -390,12 +393,12 @@ def _check_steps(steps: Steps, anchor: Anchor) -> None:
     lengths("steps", steps)
     _check_range("steps", steps, ("step", "micro_steps", "samples", "flags"), 0, _MOST)
     _check_range("steps", steps, ("collective",), UNKNOWN, _MOST)
-    _check_range("steps", steps, [f"{phase}_ns" for phase in PHASES], 0, LONGEST_NS)
+    _check_range("steps", steps, _PHASES_NS, 0, LONGEST_NS)
     _check_range("steps", steps, ("own_ns", "comm_ns"), UNKNOWN, LONGEST_NS)
-    _check_range("steps", steps, [f"own_{phase}_ns" for phase in OWN_PHASES], -LONGEST_NS, LONGEST_NS)
+    _check_range("steps", steps, _OWN_NS, -LONGEST_NS, LONGEST_NS)
     _check_times("steps", steps, ("start_ns", "end_ns"), anchor)
     _require("steps.end_ns", steps.end_ns >= steps.start_ns, "not before start_ns")
-    total = sum((getattr(steps, f"{phase}_ns") for phase in PHASES), np.zeros(len(steps.step), np.int64))
+    total = sum((getattr(steps, name) for name in _PHASES_NS), np.zeros(len(steps.step), np.int64))
     _require("steps.other_ns", total == steps.end_ns - steps.start_ns, "phases that add up to end_ns - start_ns")
 
 
@@ -423,8 +426,8 @@ def _check_peers(field: str, peers: Peers, world_size: int) -> None:
     lengths(field, peers)
     _check_range(field, peers, ("rank",), 0, world_size - 1)
     _check_range(field, peers, ("own_ns", "delay_ns", "wait_ns"), -LONGEST_NS, LONGEST_NS)
-    _check_range(field, peers, [f"own_{phase}_ns" for phase in OWN_PHASES], -LONGEST_NS, LONGEST_NS)
-    _check_range(field, peers, [f"straggler_{phase}" for phase in OWN_PHASES], 0, _MOST)
+    _check_range(field, peers, _OWN_NS, -LONGEST_NS, LONGEST_NS)
+    _check_range(field, peers, _STRAGGLER, 0, _MOST)
 
 
 def _check_range(field: str, record: msgspec.Struct, names: Sequence[str], least: int, most: int) -> None:

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 import ddpobs
 from ddpobs_server import api, checks, ingest, metrics, page, problems
 from ddpobs_server.auth import DEFAULT, SCOPES, Doorkeeper, new_token
+from ddpobs_server.heads import BoundedHead
 from ddpobs_server.ingest import Writer
 from ddpobs_server.limits import Admission, UnderWay
 from ddpobs_server.reports import Reports
@@ -103,6 +104,7 @@ def serve(
         port=settings.port,
         log_level="info",
         access_log=False,
+        http=BoundedHead,
         timeout_graceful_shutdown=_DRAIN_S,
     )
 

@@ -28,7 +28,7 @@ from ddpobs_server.store import Arrival, Outcome, Store, Unstorable
 _log = logging.getLogger(__name__)
 _GROUP = 64
 """Most batches in one transaction."""
-_LARGE_BYTES = 1_000_000
+_SMALL_BYTES, _LARGE_BYTES = 128_000, 1_000_000
 _WINDOW_BYTES = 2**24
 """Most memory that zstd's own window may take."""
 _RETRIED = (408, 429, 503)
@@ -108,11 +108,8 @@ class Writer:
                 for item in group:
                     self._write([item])
                 return
-            if isinstance(error, Unstorable):
-                error = Problem(422, "Malformed batch", f"a value is beyond what the database holds: {error}")
-            else:
-                _log.exception("a batch of run %s was not written", group[0][0].batch.run)
-                self.batches.labels("failed").inc()
+            _log.exception("a batch of run %s was not written", group[0][0].batch.run)
+            self.batches.labels("failed").inc()
             if group[0][1].set_running_or_notify_cancel():
                 group[0][1].set_exception(error)
             return
@@ -161,6 +158,8 @@ async def put_batch(
     except Problem as problem:
         state.writer.batches.labels("busy" if problem.status in _RETRIED else "refused").inc()
         raise
+    except Unstorable as error:
+        raise Problem(422, "Malformed batch", f"a value is beyond what the database holds: {error}") from None
     if outcome is Outcome.CONFLICT:
         raise Problem(409, "Conflict", f"another batch is stored under source {source}, seq {seq}")
     repeated = outcome is Outcome.REPEATED
@@ -177,7 +176,10 @@ def _check_key(batch: wire.Batch, path: dict[str, str | int]) -> None:
 
 
 async def _batch(request: Request, body: bytes, held: limits.Held) -> wire.Batch:
-    """The batch, decoded off the event loop; large ones one at a time: rubbish may take much until it is known."""
+    """The batch. A thread costs more than to decode what a rank sends; what is large would hold up everyone else.
+
+    The largest are decoded one at a time: rubbish may take much memory until it is known.
+    """
     state = request.app.state
     content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if content_type not in (wire.MSGPACK, wire.JSON):
@@ -186,8 +188,11 @@ async def _batch(request: Request, body: bytes, held: limits.Held) -> wire.Batch
     encoding = request.headers.get("Content-Encoding", "").strip().lower()
     plain_bytes = limits.plain_bytes(body, encoding, int(state.settings.max_batch_mb * 1e6))
     held.add(limits.memory_bytes(plain_bytes))
+    form = (content_type, encoding == "zstd", state.settings)
+    if plain_bytes <= _SMALL_BYTES:
+        return _decode(body, *form)
     limiter = state.large_batches if plain_bytes > _LARGE_BYTES else None
-    return await to_thread.run_sync(_decode, body, content_type, encoding == "zstd", state.settings, limiter=limiter)
+    return await to_thread.run_sync(_decode, body, *form, limiter=limiter)
 
 
 def _decode(body: bytes, content_type: str, compressed: bool, settings: Settings) -> wire.Batch:
@@ -205,8 +210,11 @@ def _decode(body: bytes, content_type: str, compressed: bool, settings: Settings
 
 
 def _decompressed(body: bytes, limit: int) -> bytes:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
     try:
-        with zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES).stream_reader(body) as reader:
+        if zstandard.frame_content_size(body) >= 0:  # It is checked to be below the limit.
+            return decompressor.decompress(body, allow_extra_data=False)
+        with decompressor.stream_reader(body) as reader:
             plain = reader.read(limit + 1)
     except zstandard.ZstdError as error:
         raise Problem(422, "Malformed batch", f"$: expected zstd, got {error}", field="$") from None

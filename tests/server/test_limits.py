@@ -224,3 +224,22 @@ def test_every_limit_is_documented_with_its_default() -> None:
     known = {name: Settings.model_fields[name].default for name in (*LIMITS, "max_runs", "queue_batches")}
     found = {name.lower(): float(value.replace(",", "")) for name, value in documented.items()}
     assert {name: found.get(name) for name in known} == known
+
+
+def test_headers_without_end_are_ended(small: Collector) -> None:
+    address = urlsplit(small.url)
+    with socket.create_connection((address.hostname, address.port), 60) as client:
+
+        def send_on() -> None:
+            for _ in range(10_000):
+                client.sendall(b"x" * 10_000)
+
+        client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\nX-Long: ")
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            send_on()
+
+
+def test_a_request_with_all_headers_that_are_allowed_is_answered(small: Collector, run: str) -> None:
+    answer = put(small.url, batch(run, steps=steps(0, 40)), **{"X-Long": "x" * 50_000})
+    assert answer.status_code == 201
+    assert_problem(httpx.get(small.url, headers={"X-Long": "x" * 400_000}), 431)
