@@ -85,8 +85,8 @@ def test_a_refused_batch_is_dropped_and_counted(tmp_path: Path, code: int) -> No
     assert (len(seen.puts), sent.dropped, list(tmp_path.iterdir())) == (1, 7, [])
 
 
-@pytest.mark.parametrize("code", [401, 403])
-def test_a_wrong_token_keeps_the_batch_in_the_spool(tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize("code", [401, 403, 421])
+def test_a_wrong_token_or_name_keeps_the_batch_in_the_spool(tmp_path: Path, code: int) -> None:
     with collector(status(code)) as seen:
         sent = exporter(seen.url, tmp_path)
         sent.offer(event())
