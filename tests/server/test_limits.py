@@ -6,6 +6,7 @@ import re
 import socket
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,26 @@ def test_a_batch_too_large_when_decompressed_is_refused_whether_it_tells_or_not(
     for bomb in (telling, silent):
         answer = httpx.put(small.url + path(batch("bomb")), content=bomb, headers=headers, timeout=60)
         assert "DDPOBS_SERVER_MAX_BATCH_MB" in assert_problem(answer, 413)["detail"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read memory from")
+def test_many_bombs_at_once_take_no_memory(small: Collector, run: str) -> None:
+    compressor = zstandard.ZstdCompressor(write_content_size=False).compressobj()
+    bomb = b"".join(compressor.compress(bytes(10**7)) for _ in range(50)) + compressor.flush()
+    headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
+    before = peak_kb(small)
+    with ThreadPoolExecutor(8) as pool:
+        target = small.url + path(batch(run))
+        answers = pool.map(lambda _: httpx.put(target, content=bomb, headers=headers, timeout=60), range(24))
+        assert {answer.status_code for answer in answers} <= {413, 503}
+    assert peak_kb(small) - before < 200_000
+
+
+def peak_kb(running: Collector) -> int:
+    """The most memory that the collector ever had."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{running.process.pid}/status").read_text())
+    assert found is not None
+    return int(found[1])
 
 
 def test_many_bodies_at_once_are_told_to_come_back(small: Collector, run: str) -> None:
