@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,8 +17,11 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+import uvicorn
 import zstandard
+from ddpobs_server import heads
 from ddpobs_server.settings import Settings
+from starlette.applications import Starlette
 
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
@@ -264,3 +268,18 @@ def test_a_request_with_all_headers_that_are_allowed_is_answered(small: Collecto
     answer = put(small.url, batch(run, steps=steps(0, 40)), **{"X-Long": "x" * 50_000})
     assert answer.status_code == 201
     assert_problem(httpx.get(small.url, headers={"X-Long": "x" * 400_000}), 431)
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "MOST_S", 0.2)
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(Starlette(), http=heads.BoundedHead, log_config=None))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        with socket.create_connection(listening.getsockname(), 60) as client:
+            client.sendall(b"GET / HTTP/1.1\r\n")
+            assert answered(client).startswith("HTTP/1.1 408 ")
+    finally:
+        server.should_exit = True
+        thread.join(60)
