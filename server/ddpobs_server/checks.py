@@ -67,7 +67,13 @@ def _database(store: Store, shown: str, integrity: bool) -> Iterator[Finding]:
         yield Finding("database", "fail", f"{shown} does not answer: {type(error).__name__}: {error}")
         return
     yield Finding("database", "ok", f"{shown} answers")
-    yield (schema := _schema(store))
+    if integrity:
+        wrong = store.damage()
+        detail = "; ".join(wrong) or "the file is whole"
+        yield Finding("integrity", "fail" if wrong else "ok", detail)
+        if wrong:
+            return
+    yield _schema(store)
     try:
         store.try_write()
     except Exception as error:
@@ -78,9 +84,6 @@ def _database(store: Store, shown: str, integrity: bool) -> Iterator[Finding]:
         skew_s = store.now_ns() / 1e9 - time.time()
         detail = f"{skew_s:+.1f} s between the database's and this machine's"
         yield Finding("clock", "ok" if abs(skew_s) < _SKEW_S else "fail", detail)
-    if integrity and schema.state == "ok":
-        wrong = store.damage()
-        yield Finding("integrity", "fail" if wrong else "ok", "; ".join(wrong) or "the file is whole")
 
 
 def tls_problem(settings: Settings) -> str | None:
@@ -96,7 +99,10 @@ def tls_problem(settings: Settings) -> str | None:
 
 
 def _schema(store: Store) -> Finding:
-    here, wanted = store.revisions()
+    try:
+        here, wanted = store.revisions()
+    except Exception as error:
+        return Finding("schema", "fail", f"cannot be read: {type(error).__name__}: {error}")
     if here == wanted:
         return Finding("schema", "ok", f"at {here}, this version's")
     if here is None:

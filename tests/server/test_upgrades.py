@@ -17,6 +17,9 @@ from ddpobs import wire
 from tests.databases import Fresh
 from tests.server.batches import ATTEMPT, source_of, spans, steps
 
+EARLIER = ("0001", "0002")
+"""Revisions of the schema that databases may still be at."""
+
 
 def at_revision(url: str, revision: str) -> None:
     config = Config()
@@ -25,22 +28,28 @@ def at_revision(url: str, revision: str) -> None:
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, revision)
-        _fill(connection)
+        _fill(connection, revision)
     engine.dispose()
 
 
-def _fill(connection: Connection) -> None:
-    """A run of two ranks as the first version wrote it: a chunk a batch and kind."""
+def _fill(connection: Connection, revision: str) -> None:
+    """A run of two ranks, a chunk a batch and kind; its steps are as the first version packed them."""
     insert(connection, "runs", run_id="old", attempt=ATTEMPT, created_ns=1, last_seen_ns=2, commits=2)
     insert(connection, "attempts", run_id="old", attempt=ATTEMPT, ordinal=0, first_seen_ns=1)
     zeros = dict.fromkeys(("emitted", "dropped", "first_seen_ns", "last_seen_ns", "last_step_seen_ns", "wall_ns"), 0)
     for rank in range(2):
-        key = {"run_id": "old", "source": source_of(rank)}
+        key: dict[str, object] = {"run_id": "old", "source": source_of(rank)}
         source = zeros | {"monotonic_ns": 0, "last_step": 9, "goodbye": True}
         insert(connection, "sources", **key, attempt=ATTEMPT, rank=rank, world_size=2, **source)
         insert(connection, "batches", **key, seq=0, digest=bytes(32), received_ns=1, size_bytes=1)
-        for kind, record in (("steps", steps(0, 10)), ("spans", spans(0, 10))):
-            payload = zstandard.compress(wire.pack(record))
+        payloads = {
+            kind: zstandard.compress(wire.pack(record))
+            for kind, record in (("steps", steps(0, 10)), ("spans", spans(0, 10)))
+        }
+        if revision != "0001":
+            key |= {"attempt": ATTEMPT, "rank": rank}
+            payloads = {"steps-1": payloads["steps"], "spans": wire.pack_spans(spans(0, 10))}
+        for kind, payload in payloads.items():
             insert(connection, "chunks", **key, kind=kind, seq=0, first_step=0, last_step=9, rows=10, payload=payload)
 
 
@@ -50,7 +59,13 @@ def insert(connection: Connection, table: str, **row: object) -> None:
     connection.execute(text(f"INSERT INTO {table} ({names}) VALUES ({values})"), row)
 
 
-@pytest.mark.parametrize("revision", ["0001"])
+def test_every_earlier_revision_is_tested(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/x.db")
+    assert store.earlier_revisions() - {store.revisions()[1]} == set(EARLIER)
+    store.close()
+
+
+@pytest.mark.parametrize("revision", EARLIER)
 def test_what_an_older_version_stored_is_still_there(fresh: Fresh, tmp_path: Path, revision: str) -> None:
     url = fresh(tmp_path)
     at_revision(url, revision)

@@ -11,6 +11,7 @@ from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Column, MetaData, String, Table, create_engine, event, func, select
+from sqlalchemy.exc import DatabaseError
 from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
@@ -70,8 +71,11 @@ class Store:
         """What is wrong with a SQLite file, read as a whole; nothing for a server's database."""
         if self._engine.dialect.name != "sqlite":
             return []
-        with self._engine.connect() as connection:
-            found = connection.exec_driver_sql("PRAGMA quick_check(5)").scalars().all()
+        try:
+            with self._engine.connect() as connection:
+                found = connection.exec_driver_sql("PRAGMA quick_check(5)").scalars().all()
+        except DatabaseError as error:
+            return [str(error.orig)]
         return [] if found == ["ok"] else list(found)
 
     def _make_shrinkable(self) -> None:
