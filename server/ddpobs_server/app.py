@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
+from sqlalchemy import make_url
 
 import ddpobs
 from ddpobs_server import api, checks, ingest, logs, metrics, page, problems
@@ -27,6 +29,7 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 from ddpobs_server.watching import Watch
 
+_log = logging.getLogger(__name__)
 _DRAIN_S = 10
 """How long open requests may take after SIGTERM."""
 
@@ -48,12 +51,15 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.watch = Watch(store, app.state.registry)
         await run_in_threadpool(app.state.watch.start)
         lag = asyncio.create_task(app.state.watch.measure_lag())
+        where = make_url(settings.database_url).render_as_string()
+        _log.info("collector started", extra={"version": ddpobs.__version__, "database": where})
         yield
         lag.cancel()
         app.state.watch.close()
         app.state.keeper.close()
         app.state.writer.close()
         store.close()
+        _log.info("collector ended: what was accepted is written")
 
     app = FastAPI(
         title="ddpobs collector",

@@ -58,17 +58,22 @@ class Keeper:
         """One round: what is too old, then what is too much."""
         settings, store, began = self._settings, self._store, time.monotonic()
         if settings.keep_spans_days is not None:
-            self.removed.labels("chunks").inc(store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
+            self._note("chunks", store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
         if settings.keep_runs_days is not None:
-            self.removed.labels("runs").inc(store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
+            self._note("runs", store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
         if settings.keep_gb is not None:
             chunks, runs = store.shrink(int(settings.keep_gb * 1e9))
-            self.removed.labels("chunks").inc(chunks)
-            self.removed.labels("runs").inc(runs)
+            self._note("chunks", chunks)
+            self._note("runs", runs)
             self.bytes.labels("limit").set(settings.keep_gb * 1e9)
             self.bytes.labels("used").set(store.used_bytes())
         self.seconds.set(time.monotonic() - began)
         self.succeeded.set_to_current_time()
+
+    def _note(self, what: str, count: int) -> None:
+        self.removed.labels(what).inc(count)
+        if count:
+            _log.info("retention removed some", extra={"what": what, "count": count})
 
     def _run(self) -> None:
         while not self._ended.wait(_EVERY_S):

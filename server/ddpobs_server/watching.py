@@ -17,6 +17,7 @@ _log = logging.getLogger(__name__)
 _EVERY_S = 5.0
 _HANGING_S = 15.0
 """A database that takes longer to answer is as good as down."""
+_END_S = 2.0
 _TICK_S = 0.25
 _LAGS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
@@ -69,7 +70,7 @@ class Watch:
     def close(self) -> None:
         """End it."""
         self._ended.set()
-        self._thread.join(_HANGING_S)
+        self._thread.join(_END_S)
 
     async def measure_lag(self) -> None:
         """Sleep and see how late it becomes, until cancelled; runs on the event loop that is measured."""

@@ -64,6 +64,6 @@ def test_the_image_runs_as_no_root_is_watched_and_copies_what_is_there() -> None
     assert any(line.startswith("HEALTHCHECK") for line in last)
     copied = [line.split()[1:-1] for line in lines if line.startswith("COPY") and "--from" not in line]
     let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    for source in sum(copied, []):
+    for source in {name for names in copied for name in names}:
         assert Path(ROOT / source).exists(), source
         assert source in let_in

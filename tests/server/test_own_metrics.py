@@ -17,7 +17,7 @@ from tests import databases
 from tests.collector import collector
 from tests.server.batches import assert_problem, batch, path, put, steps
 
-Labels = dict[str, str]
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 
 
 def metrics(url: str, only: str = "collector", **headers: str) -> Callable[..., float]:
@@ -127,6 +127,11 @@ def test_several_collectors_metrics_can_be_had_without_counting_runs_twice(tmp_p
         assert {name for name in names["runs"] if name.startswith(("ddpobs_server_", "process_"))} == set()
         assert {name for name in names["collector"] if not name.startswith(("ddpobs_server_", "process_"))} == set()
         assert "ddpobs_steps_total" in names["runs"]
+        guide = GUIDE.read_text()
+        own = {re.sub("_(bucket|count|sum|created)$", "", name) for name in names["collector"]}
+        short = {name.removeprefix("ddpobs_server_") for name in own if name.startswith("ddpobs_server_")}
+        families = {name for name in short if f"{name}_total" not in short}  # A counter's creation has its name.
+        assert [name for name in sorted(families) if f"`{name}" not in guide] == []
         as_open = {"Accept": "application/openmetrics-text"}
         for query in ({}, {"only": "runs"}, {"only": "collector"}):
             text = httpx.get(f"{running.url}/metrics", params=query, headers=as_open).text
