@@ -61,13 +61,13 @@ class _Limit(logging.Filter):
     def __init__(self) -> None:
         super().__init__()
         self._lock = threading.Lock()
-        self._kinds: dict[tuple[str, str, str], tuple[float, int]] = {}
+        self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is written; `kind` of its extras tells apart what one template says of many things."""
+        """Whether the line is written; those of one place in the code are of a kind, but for their extra `kind`."""
         if record.levelno < logging.WARNING:
             return True
-        kind = (record.name, str(record.msg), str(getattr(record, "kind", "")))
+        kind = (record.pathname, record.lineno, str(getattr(record, "kind", "")))
         now = time.monotonic()
         with self._lock:
             began, lines = self._kinds.get(kind, (now, 0))

@@ -63,13 +63,16 @@ def test_a_kind_of_line_is_written_ten_times_and_then_counted(
     stream, now = io.StringIO(), time.monotonic()
     monkeypatch.setattr(logs.time, "monotonic", lambda: now)  # type: ignore[attr-defined]
     logs.configure("info", "json", stream)
-    log = logging.getLogger("tests")
+
+    def happened(number: int, kind: str = "this") -> None:
+        logging.getLogger("tests").warning(f"it happened: {number}", extra={"kind": kind})
+
     for number in range(25):
-        log.warning("it happened: %d", number, extra={"kind": "this"})
-    log.warning("it happened: %d", 0, extra={"kind": "that"})
+        happened(number)
+    happened(0, "that")
     assert len(stream.getvalue().splitlines()) == 11
     now += 11
-    log.warning("it happened: %d", 25, extra={"kind": "this"})
+    happened(25)
     assert json.loads(stream.getvalue().splitlines()[-1])["suppressed"] == 15
 
 
