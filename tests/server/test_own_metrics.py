@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from ddpobs import wire
 from tests import databases
-from tests.collector import collector
+from tests.collector import Collector, collector
 from tests.server.batches import assert_problem, batch, path, put, steps
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
@@ -116,24 +116,23 @@ def test_without_its_database_a_collector_still_says_what_is_wrong(tmp_path: Pat
         started.__exit__(None, None, None)
 
 
-def test_several_collectors_metrics_can_be_had_without_counting_runs_twice(tmp_path: Path) -> None:
-    with collector(tmp_path) as running:
-        put(running.url, batch("once", steps=steps(0, 2)))
-        names = {
-            only: set(re.findall(r"^(\w+)[{ ]", httpx.get(f"{running.url}/metrics", params=query).text, re.MULTILINE))
-            for only, query in (("both", {}), ("runs", {"only": "runs"}), ("collector", {"only": "collector"}))
-        }
-        assert names["runs"] | names["collector"] == names["both"]
-        assert {name for name in names["runs"] if name.startswith(("ddpobs_server_", "process_"))} == set()
-        assert {name for name in names["collector"] if not name.startswith(("ddpobs_server_", "process_"))} == set()
-        assert "ddpobs_steps_total" in names["runs"]
-        guide = GUIDE.read_text()
-        own = {re.sub("_(bucket|count|sum|created)$", "", name) for name in names["collector"]}
-        short = {name.removeprefix("ddpobs_server_") for name in own if name.startswith("ddpobs_server_")}
-        families = {name for name in short if f"{name}_total" not in short}  # A counter's creation has its name.
-        assert [name for name in sorted(families) if f"`{name}" not in guide] == []
-        as_open = {"Accept": "application/openmetrics-text"}
-        for query in ({}, {"only": "runs"}, {"only": "collector"}):
-            text = httpx.get(f"{running.url}/metrics", params=query, headers=as_open).text
-            assert text.count("# EOF") == 1
-            assert text.endswith("# EOF\n")
+def test_several_collectors_metrics_can_be_had_without_counting_runs_twice(shared: Collector) -> None:
+    put(shared.url, batch("once", steps=steps(0, 2)))
+    names = {
+        only: set(re.findall(r"^(\w+)[{ ]", httpx.get(f"{shared.url}/metrics", params=query).text, re.MULTILINE))
+        for only, query in (("both", {}), ("runs", {"only": "runs"}), ("collector", {"only": "collector"}))
+    }
+    assert names["runs"] | names["collector"] == names["both"]
+    assert {name for name in names["runs"] if name.startswith(("ddpobs_server_", "process_"))} == set()
+    assert {name for name in names["collector"] if not name.startswith(("ddpobs_server_", "process_"))} == set()
+    assert "ddpobs_steps_total" in names["runs"]
+    guide = GUIDE.read_text()
+    own = {re.sub("_(bucket|count|sum|created)$", "", name) for name in names["collector"]}
+    short = {name.removeprefix("ddpobs_server_") for name in own if name.startswith("ddpobs_server_")}
+    families = {name for name in short if f"{name}_total" not in short}  # A counter's creation has its name.
+    assert [name for name in sorted(families) if f"`{name}" not in guide] == []
+    as_open = {"Accept": "application/openmetrics-text"}
+    for query in ({}, {"only": "runs"}, {"only": "collector"}):
+        text = httpx.get(f"{shared.url}/metrics", params=query, headers=as_open).text
+        assert text.count("# EOF") == 1
+        assert text.endswith("# EOF\n")
