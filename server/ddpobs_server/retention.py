@@ -40,6 +40,7 @@ class Keeper:
         self.bytes = Gauge(
             "ddpobs_server_retention_bytes", "What counts against keep_gb, and that limit.", ["what"], registry=registry
         )
+        self.joined = Counter("ddpobs_server_joined_chunks", "Chunks that went into larger ones.", registry=registry)
         for what in ("chunks", "runs"):
             self.removed.labels(what)
         self.bytes.labels("used")
@@ -55,7 +56,7 @@ class Keeper:
         self._thread.join()
 
     def tidy(self, now_ns: int) -> None:
-        """One round: what is too old, then what is too much."""
+        """One round: what is too old, then what is too much, then what came in small pieces."""
         settings, store, began = self._settings, self._store, time.monotonic()
         if settings.keep_spans_days is not None:
             self._note("chunks", store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
@@ -67,6 +68,7 @@ class Keeper:
             self._note("runs", runs)
             self.bytes.labels("limit").set(settings.keep_gb * 1e9)
             self.bytes.labels("used").set(store.used_bytes())
+        self.joined.inc(store.compact(now_ns - int(10 * _EVERY_S * 1e9)))
         self.seconds.set(time.monotonic() - began)
         self.succeeded.set_to_current_time()
 
