@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from ddpobs import wire
 from tests.databases import Fresh
 from tests.server.batches import ATTEMPT, source_of, spans, steps
 
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 EARLIER = ("0001", "0002")
 """Revisions of the schema that databases may still be at."""
 
@@ -33,24 +35,34 @@ def at_revision(url: str, revision: str) -> None:
 
 
 def _fill(connection: Connection, revision: str) -> None:
-    """A run of two ranks, a chunk a batch and kind; its steps are as the first version packed them."""
+    """A run of two ranks, packed as versions at that revision packed it."""
     insert(connection, "runs", run_id="old", attempt=ATTEMPT, created_ns=1, last_seen_ns=2, commits=2)
     insert(connection, "attempts", run_id="old", attempt=ATTEMPT, ordinal=0, first_seen_ns=1)
     zeros = dict.fromkeys(("emitted", "dropped", "first_seen_ns", "last_seen_ns", "last_step_seen_ns", "wall_ns"), 0)
     for rank in range(2):
-        key: dict[str, object] = {"run_id": "old", "source": source_of(rank)}
+        key = {"run_id": "old", "source": source_of(rank)}
         source = zeros | {"monotonic_ns": 0, "last_step": 9, "goodbye": True}
         insert(connection, "sources", **key, attempt=ATTEMPT, rank=rank, world_size=2, **source)
         insert(connection, "batches", **key, seq=0, digest=bytes(32), received_ns=1, size_bytes=1)
-        payloads = {
-            kind: zstandard.compress(wire.pack(record))
-            for kind, record in (("steps", steps(0, 10)), ("spans", spans(0, 10)))
-        }
-        if revision != "0001":
-            key |= {"attempt": ATTEMPT, "rank": rank}
-            payloads = {"steps-1": payloads["steps"], "spans": wire.pack_spans(spans(0, 10))}
-        for kind, payload in payloads.items():
-            insert(connection, "chunks", **key, kind=kind, seq=0, first_step=0, last_step=9, rows=10, payload=payload)
+    for chunk in _first_chunks() if revision == "0001" else _second_chunks():
+        insert(connection, "chunks", run_id="old", seq=0, first_step=0, last_step=9, **chunk)
+
+
+def _first_chunks() -> Iterator[dict[str, object]]:
+    """One a batch and kind."""
+    for rank in range(2):
+        for kind, record in (("steps", steps(0, 10)), ("spans", spans(0, 10))):
+            payload = zstandard.compress(wire.pack(record))
+            yield {"source": source_of(rank), "kind": kind, "rows": len(record.step), "payload": payload}
+
+
+def _second_chunks() -> Iterator[dict[str, object]]:
+    """Spans by batch, and the steps of both ranks in one: bytes that this version's predecessors wrote."""
+    for rank in range(2):
+        spans_of = {"rows": 20, "rank": rank, "payload": (GOLDEN / "chunk-0002-spans.zst").read_bytes()}
+        yield {"source": source_of(rank), "kind": "spans", "attempt": ATTEMPT, **spans_of}
+    merged = {"rows": 20, "rank": wire.UNKNOWN, "payload": (GOLDEN / "chunk-0002-steps.zst").read_bytes()}
+    yield {"source": source_of(0), "kind": "steps", "attempt": ATTEMPT, **merged}
 
 
 def insert(connection: Connection, table: str, **row: object) -> None:
