@@ -25,7 +25,7 @@ format:
 
 dashboards:
 	@scripts/setup.sh test
-	$(RUN)/python dashboards/build.py
+	$(RUN)/python -m dashboards.build
 
 bench:
 	@scripts/setup.sh test

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
+import httpcore
 import httpx
 import typer
 
@@ -124,7 +125,11 @@ def _get(config: TelemetryConfig, path: str, query: dict[str, str] | None = None
     headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
     url = f"{config.collector.rstrip('/')}/api/v1{path}"
     try:
-        answer = httpx.get(url, params=query, headers=headers, timeout=config.timeout_s, trust_env=False)
+        # This machine's certificates and SSL_CERT_FILE's, as for batches, and nobody's proxies.
+        trusted = httpcore.default_ssl_context()
+        answer = httpx.get(
+            url, params=query, headers=headers, timeout=config.timeout_s, trust_env=False, verify=trusted
+        )
         answer.raise_for_status()
     except httpx.HTTPStatusError as error:
         _fail(f"{url}: HTTP {error.response.status_code}: {error.response.text[:300]}", 1)

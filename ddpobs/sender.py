@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
+import httpcore
 import httpx
 import msgspec
 
@@ -48,7 +49,9 @@ class Sender:
         headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
         if config.token:
             headers["Authorization"] = f"Bearer {config.token}"
-        self._client = httpx.Client(headers=headers, timeout=config.timeout_s, trust_env=False)
+        self._client = httpx.Client(
+            headers=headers, timeout=config.timeout_s, trust_env=False, verify=httpcore.default_ssl_context()
+        )
 
     def send(self, run: str, source: str, seq: int, body: bytes, within_s: float | None = None) -> Answer:
         """Send one batch; returns within about `within_s` seconds, however slowly the other side answers. Never raises.

@@ -27,7 +27,7 @@ debian_packages() {
 
 if [ "$what" = test ]; then
     if command -v apt-get >/dev/null; then
-        debian_packages prometheus chromium docker-compose iproute2
+        debian_packages prometheus chromium docker-compose iproute2 nginx-light openssl
     else
         echo "Not Debian: install prometheus and chromium yourself; the tests that need them say so" >&2
     fi

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from pathlib import Path
 import httpx
 
 START_S = 60.0
-_LISTENING = re.compile(r"Uvicorn running on (http://[^ ]+)")
+_LISTENING = re.compile(r"Uvicorn running on (https?://[^ ]+)")
 
 
 @dataclass
@@ -35,12 +36,15 @@ class Collector:
 
 
 @contextmanager
-def collector(folder: Path, command: list[str] | None = None, **settings: object) -> Iterator[Collector]:
+def collector(
+    folder: Path, command: list[str] | None = None, ca: Path | None = None, **settings: object
+) -> Iterator[Collector]:
     """Start `ddpobs-server`; ends it at the exit if it still runs.
 
     Args:
         folder: Where the database and the log are; a second collector there goes on with the same database.
         command: What to start instead of this environment's `ddpobs-server`.
+        ca: Who signed its certificate, where it has one.
         settings: Fields of `ddpobs_server.settings.Settings`.
     """
     log = folder / f"collector-{time.monotonic_ns()}.log"
@@ -56,7 +60,7 @@ def collector(folder: Path, command: list[str] | None = None, **settings: object
             cwd=folder,
         )
     try:
-        yield Collector(_listening(process, log), process, folder / "runs.db", log)
+        yield Collector(_listening(process, log, ca), process, folder / "runs.db", log)
     finally:
         if process.poll() is None:
             process.terminate()
@@ -74,13 +78,14 @@ def running_collector(folder: Path, **settings: object) -> Iterator[str]:
         yield running.url
 
 
-def _listening(process: subprocess.Popen[bytes], log: Path) -> str:
+def _listening(process: subprocess.Popen[bytes], log: Path, ca: Path | None) -> str:
+    trusted = ssl.create_default_context(cafile=ca)
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the collector ended with {process.returncode}:\n{log.read_text()}")
         if found := _LISTENING.search(log.read_text()):
-            httpx.get(f"{found[1]}/readyz", timeout=START_S).raise_for_status()
+            httpx.get(f"{found[1]}/readyz", timeout=START_S, verify=trusted).raise_for_status()
             return found[1]
         time.sleep(0.05)
     raise TimeoutError(f"no collector after {START_S} s:\n{log.read_text()}")

@@ -8,6 +8,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+import yaml
+from ddpobs_server import app
+from ddpobs_server.settings import Settings
+from typer.main import get_command
 
 from ddpobs import TelemetryConfig
 
@@ -32,6 +36,22 @@ def test_the_readme_has_every_setting_of_the_training_side_once() -> None:
     named = re.findall(r"^\| `DDPOBS_([A-Z_]+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     known = {field.name.upper() for field in fields(TelemetryConfig)} - {"COLLECTOR"} | {"TELEMETRY"}
     assert sorted(named) == sorted(known)
+
+
+def test_the_operators_guide_has_every_setting_command_and_alert_of_the_collector() -> None:
+    guide = (ROOT / "docs" / "operations.md").read_text()
+    rules = yaml.safe_load((ROOT / "dashboards" / "prometheus" / "alerts.yml").read_text())["groups"]
+    wanted = [rf"`(DDPOBS_SERVER_)?{name.upper()}`" for name in Settings.model_fields]
+    wanted += [f"`{rule['alert']}`" for group in rules for rule in group["rules"]]
+    wanted += [f"ddpobs-server {command}" for command in get_command(app.cli).commands if command != "serve"]  # type: ignore[attr-defined]
+    assert [pattern for pattern in wanted if not re.search(pattern, guide)] == []
+
+
+def test_the_guides_own_links_lead_to_its_headings() -> None:
+    guide = (ROOT / "docs" / "operations.md").read_text()
+    headings = re.findall(r"^## (.+)$", guide, re.MULTILINE)
+    anchors = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    assert set(re.findall(r"\]\(#([\w-]+)\)", guide)) == anchors
 
 
 def test_files_named_in_the_architecture_are_there() -> None:

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import re
+import asyncio
+import logging
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from datetime import UTC, datetime
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 import uvicorn
 from anyio import CapacityLimiter
 from fastapi import FastAPI
+from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
+from sqlalchemy import make_url
 
 import ddpobs
-from ddpobs_server import api, checks, ingest, metrics, page, problems
-from ddpobs_server.auth import DEFAULT, SCOPES, Doorkeeper, new_token
+from ddpobs_server import api, checks, ingest, logs, metrics, page, problems
+from ddpobs_server.auth import Doorkeeper
+from ddpobs_server.commands import cli, open_store
 from ddpobs_server.heads import BoundedHead
 from ddpobs_server.ingest import Writer
 from ddpobs_server.limits import Admission, UnderWay
@@ -27,7 +30,9 @@ from ddpobs_server.reports import Reports
 from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
+from ddpobs_server.watching import Watch
 
+_log = logging.getLogger(__name__)
 _DRAIN_S = 10
 """How long open requests may take after SIGTERM."""
 
@@ -49,10 +54,18 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.under_way = UnderWay(int(settings.max_under_way_mb * 1e6), app.state.registry)
         app.state.keeper = Keeper(settings, store, app.state.registry)
         app.state.keeper.start()
+        app.state.watch = Watch(store, app.state.registry)
+        await run_in_threadpool(app.state.watch.start)
+        lag = asyncio.create_task(app.state.watch.measure_lag())
+        where = make_url(settings.database_url).render_as_string()
+        _log.info("collector started", extra={"version": ddpobs.__version__, "database": where})
         yield
+        lag.cancel()
+        app.state.watch.close()
         app.state.keeper.close()
         app.state.writer.close()
         store.close()
+        _log.info("collector ended: what was accepted is written")
 
     app = FastAPI(
         title="ddpobs collector",
@@ -73,9 +86,6 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-cli = typer.Typer(add_completion=False, help="The ddpobs collector.")
-
-
 @cli.callback(invoke_without_command=True)
 def _default(context: typer.Context) -> None:
     if context.invoked_subcommand is None:
@@ -84,153 +94,66 @@ def _default(context: typer.Context) -> None:
 
 @cli.command()
 def serve(
+    *,
     host: Annotated[str | None, typer.Option(help="Address to listen on; without a token loopback only.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
     database_url: Annotated[str | None, typer.Option(help="SQLAlchemy URL of the database.")] = None,
     token: Annotated[str | None, typer.Option(help="Bearer token asked for under /api and /metrics.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM: HTTPS instead of HTTP.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="The certificate's key, PEM.")] = None,
+    trusted_proxies: Annotated[str | None, typer.Option(help="Proxies whose X-Forwarded-For is believed.")] = None,
+    log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
+    log_format: Annotated[str | None, typer.Option(help="json, text, or auto: text on a terminal.")] = None,
 ) -> None:
     """Run the collector until SIGTERM or Ctrl-C; what was accepted is written first."""
-    given: dict[str, Any] = {"host": host, "port": port, "database_url": database_url, "token": token}
-    try:
-        settings = Settings(**{name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        for found in error.errors():
-            typer.echo(f"ddpobs-server: {'.'.join(map(str, found['loc'])) or 'settings'}: {found['msg']}", err=True)
-        raise typer.Exit(2) from None
+    settings = _settings(locals())
+    logs.configure(settings.log_level, settings.log_format)
     _no_open_door(settings)
+    if (wrong := checks.tls_problem(settings)) is not None:
+        raise _refusal(wrong)
     uvicorn.run(
         create_app(settings),
         host=settings.host,
         port=settings.port,
-        log_level="info",
-        access_log=False,
         http=BoundedHead,
+        log_config=None,
+        log_level=settings.log_level,
+        access_log=settings.access_log,
+        proxy_headers=bool(settings.trusted_proxies),
+        forwarded_allow_ips=settings.trusted_proxies,
+        ssl_certfile=settings.tls_cert,
+        ssl_keyfile=settings.tls_key,
         timeout_graceful_shutdown=_DRAIN_S,
     )
+
+
+def _settings(given: dict[str, Any]) -> Settings:
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        wrong = [f"{'.'.join(map(str, found['loc'])) or 'settings'}: {found['msg']}" for found in error.errors()]
+        raise _refusal("\n".join(wrong)) from None
+
+
+def _refusal(why: str) -> typer.Exit:
+    for line in why.splitlines():
+        typer.echo(f"ddpobs-server: {line}", err=True)
+    return typer.Exit(2)
 
 
 def _no_open_door(settings: Settings) -> None:
     if settings.on_loopback:
         return
-    store = _store(settings.database_url)
+    store = open_store(settings.database_url)
     doorkeeper = Doorkeeper(settings, store)
     doorkeeper.look()
     store.close()
     if doorkeeper.open:
-        typer.echo(
-            f"ddpobs-server: host {settings.host} is not loopback, and there is no token: anyone could read and write. "
-            "Set --token (DDPOBS_SERVER_TOKEN), make tokens with `ddpobs-server token create`, or listen on 127.0.0.1",
-            err=True,
+        raise _refusal(
+            f"host {settings.host} is not loopback or has a proxy before it, and there is no token: anyone could read "
+            "and write. Set --token (DDPOBS_SERVER_TOKEN), make tokens with `ddpobs-server token create`, or listen "
+            "on 127.0.0.1 without trusted proxies"
         )
-        raise typer.Exit(2)
-
-
-tokens = typer.Typer(help="Who may call: tokens, each for a workspace and some of ingest, read and admin.")
-cli.add_typer(tokens, name="token")
-
-DatabaseOption = Annotated[str | None, typer.Option(help="SQLAlchemy URL of the database.")]
-
-
-@tokens.command("create")
-def create_token(
-    name: Annotated[str, typer.Argument(help="Whose it is; shown by `token list`.")],
-    scope: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SCOPES)}; may be repeated.")] = None,
-    workspace: Annotated[str, typer.Option(help="Whose runs: letters, digits and dashes, at most 32.")] = DEFAULT,
-    database_url: DatabaseOption = None,
-) -> None:
-    """Make a token and print it, this once: only its hash is kept."""
-    scopes = scope or ["ingest", "read"]
-    if unknown := sorted(set(scopes) - set(SCOPES)):
-        raise typer.BadParameter(f"expected some of {', '.join(SCOPES)}, got {', '.join(unknown)}")
-    if not re.fullmatch(r"[a-z0-9-]{1,32}", workspace):
-        raise typer.BadParameter(f"workspace: expected 1 to 32 of a-z, 0-9 and -, got {workspace!r}")
-    token, kept = new_token(name[:128], workspace, scopes)
-    store = _store(_database(database_url))
-    store.add_token(kept)
-    store.close()
-    typer.echo(token)
-
-
-@tokens.command("list")
-def list_tokens(database_url: DatabaseOption = None) -> None:
-    """Show every token but its secret."""
-    store = _store(_database(database_url))
-    for token in store.tokens():
-        made = datetime.fromtimestamp(token.created_ns / 1e9, UTC).isoformat(timespec="seconds")
-        ended = " revoked" if token.revoked_ns is not None else ""
-        typer.echo(f"{token.token_id}  {token.workspace}  {','.join(token.scopes)}  {made}  {token.name}{ended}")
-    store.close()
-
-
-@tokens.command("revoke")
-def revoke_token(
-    token_id: Annotated[str, typer.Argument(help="As `token list` shows it.")], database_url: DatabaseOption = None
-) -> None:
-    """Have a token work no more, within five seconds."""
-    store = _store(_database(database_url))
-    found = store.revoke_token(token_id, time.time_ns())
-    store.close()
-    if not found:
-        typer.echo(f"ddpobs-server: no token {token_id} that works", err=True)
-        raise typer.Exit(1)
-
-
-@cli.command()
-def check(database_url: DatabaseOption = None) -> None:
-    """Say whether a collector could run here: settings, database, schema, disk, clock. Ends with 1 where not."""
-    problems_found = 0
-    for name, answer, fine in checks.run(_database(database_url)):
-        typer.echo(f"{'ok  ' if fine else 'FAIL'}  {name}: {answer}")
-        problems_found += not fine
-    if problems_found:
-        raise typer.Exit(1)
-
-
-@cli.command()
-def bench(
-    ranks: Annotated[int, typer.Option(help="A job of so many ranks; 0 floods the collector instead.")] = 0,
-    seconds: Annotated[float, typer.Option(help="How long the job lasts.")] = 60.0,
-    batches: Annotated[int, typer.Option(help="Batches of 5,000 spans a client, when flooding.")] = 100,
-    clients: Annotated[int, typer.Option(help="Processes that send.")] = 8,
-    database_url: Annotated[
-        str | None, typer.Option(help="A database for it alone; default: a new SQLite file.")
-    ] = None,
-) -> None:
-    """Measure what a collector takes on this machine, the clients being here too."""
-    from ddpobs_server import bench as benchmark
-
-    load = benchmark.job(ranks, seconds, clients) if ranks else benchmark.flood(clients, batches)
-    found = benchmark.measure(load, database_url)
-    for name, value in found.items():
-        typer.echo(f"{name:>16}  {value:,.2f}")
-    if found["lost"]:
-        raise typer.Exit(1)
-
-
-@cli.command()
-def distribute(
-    database_url: DatabaseOption = None,
-    show: Annotated[bool, typer.Option("--show", help="Print the statements and run none.")] = False,
-) -> None:
-    """Spread the tables over a Citus cluster by run; once, on its coordinator."""
-    store = Store(_database(database_url))
-    for statement in store.distribution():
-        typer.echo(f"{statement};")
-    if not show:
-        store.migrate()
-        store.distribute()
-    store.close()
-
-
-def _store(url: str) -> Store:
-    store = Store(url)
-    store.migrate()
-    return store
-
-
-def _database(given: str | None) -> str:
-    settings: dict[str, Any] = {}
-    return given or Settings(**settings).database_url
 
 
 def main() -> None:

@@ -124,6 +124,7 @@ class Doorkeeper:
             if self._is_settings_token(given):
                 return EVERYTHING
             self._note_wrong(address)
+            raise Problem(401, "Wrong token", "no such token, or it was revoked", {"WWW-Authenticate": "Bearer"})
         raise Problem(
             401,
             "Token needed",

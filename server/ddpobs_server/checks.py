@@ -1,47 +1,143 @@
-"""Whether a collector could run here."""
+"""Whether a collector could run here; nothing is changed by looking."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import ssl
+import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from sqlalchemy import make_url
 
+from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 
-_FREE_BYTES = 10**9
+_FREE_BYTES, _FREE_RATIO = 10**9, 0.02
 _SKEW_S = 5.0
+_ASK_S = 5.0
 
 
-def run(database_url: str) -> Iterator[tuple[str, str, bool]]:
-    """Each check's name, what it found, and whether that is fine; the later ones need the earlier."""
-    url = make_url(database_url)
-    store = Store(database_url)
+@dataclass(frozen=True)
+class Finding:
+    """What one check found. A warning does not keep a collector from running."""
+
+    name: str
+    state: Literal["ok", "warn", "fail"]
+    detail: str
+
+
+def run(settings: Settings, integrity: bool = True) -> Iterator[Finding]:
+    """Look at everything; the later checks need the earlier.
+
+    Args:
+        settings: Whose database and TLS files are looked at.
+        integrity: Whether to read a whole SQLite file, which takes as long as reading it does.
+    """
+    url = make_url(settings.database_url)
+    shown = url.render_as_string()
+    file = Path(url.database).resolve() if url.get_backend_name() == "sqlite" and url.database else None
+    if settings.tls_cert is not None:
+        wrong = tls_problem(settings)
+        yield Finding("tls", "fail" if wrong else "ok", wrong or f"{settings.tls_cert} and its key fit")
+    if file is not None:
+        yield (allowed := _permissions(file))
+        if allowed.state == "fail":
+            return
+        yield _disk(file.parent)
+        yield _synchronised()
+        if not file.exists():
+            yield Finding("database", "ok", f"{shown} is not there yet: the first start makes it")
+            return
+    store = Store(settings.database_url)
+    try:
+        yield from _database(store, shown, file is not None and integrity)
+    finally:
+        store.close()
+
+
+def _database(store: Store, shown: str, integrity: bool) -> Iterator[Finding]:
     try:
         store.ready()
     except Exception as error:
-        yield "database", f"{url.render_as_string()} does not answer: {type(error).__name__}: {error}", False
+        yield Finding("database", "fail", f"{shown} does not answer: {type(error).__name__}: {error}")
         return
-    yield "database", f"{url.render_as_string()} answers", True
-    here, wanted = store.revisions()
-    known = here is None or here <= (wanted or "")
-    answer = f"at {here or 'nothing yet'}, this version's is {wanted}"
-    yield "schema", answer if known else f"{answer}: a newer version made it", known
-    yield "writing", *_writes(store)
-    if url.get_backend_name() == "sqlite" and url.database:
-        free = shutil.disk_usage(Path(url.database).resolve().parent).free
-        yield "disk", f"{free / 1e9:.1f} GB free", free > _FREE_BYTES
-    skew_s = store.now_ns() / 1e9 - time.time()
-    yield "clock", f"{skew_s:+.1f} s between the database's and this machine's", abs(skew_s) < _SKEW_S
-    store.close()
-
-
-def _writes(store: Store) -> tuple[str, bool]:
+    yield Finding("database", "ok", f"{shown} answers")
+    if integrity:
+        wrong = store.damage()
+        detail = "; ".join(wrong) or "the file is whole"
+        yield Finding("integrity", "fail" if wrong else "ok", detail)
+        if wrong:
+            return
+    yield _schema(store)
     try:
-        store.migrate()
         store.try_write()
     except Exception as error:
-        return f"{type(error).__name__}: {error}", False
-    return "the schema is this version's, and rows can be written", True
+        yield Finding("writing", "fail", f"{type(error).__name__}: {error}")
+    else:
+        yield Finding("writing", "ok", "rows can be written")
+    if store.folder is None:
+        skew_s = store.now_ns() / 1e9 - time.time()
+        detail = f"{skew_s:+.1f} s between the database's and this machine's"
+        yield Finding("clock", "ok" if abs(skew_s) < _SKEW_S else "fail", detail)
+
+
+def tls_problem(settings: Settings) -> str | None:
+    """Why no server could be started with the settings' certificate and key; None where one could, or without any."""
+    if settings.tls_cert is None:
+        return None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key)
+    except OSError as error:
+        key = f" with {settings.tls_key}" if settings.tls_key else ""
+        return f"tls_cert: expected a certificate chain and its key as PEM, {settings.tls_cert}{key} is none: {error}"
+    return None
+
+
+def _schema(store: Store) -> Finding:
+    try:
+        here, wanted = store.revisions()
+    except Exception as error:
+        return Finding("schema", "fail", f"cannot be read: {type(error).__name__}: {error}")
+    if here == wanted:
+        return Finding("schema", "ok", f"at {here}, this version's")
+    if here is None:
+        return Finding("schema", "ok", f"empty; the first start makes {wanted}")
+    if here in store.earlier_revisions():
+        return Finding("schema", "fail", f"at {here}; back it up, then start this version, which makes it {wanted}")
+    return Finding("schema", "fail", f"at {here}, which a newer version made; this one knows {wanted}: upgrade it")
+
+
+def _permissions(file: Path) -> Finding:
+    paths = [path for path in (file, Path(f"{file}-wal"), Path(f"{file}-shm")) if path.exists()]
+    denied = [str(path) for path in paths if not os.access(path, os.R_OK | os.W_OK)]
+    if not os.access(file.parent, os.R_OK | os.W_OK | os.X_OK):
+        denied.insert(0, str(file.parent))
+    who = f"user {os.geteuid()}"
+    if denied:
+        return Finding("permissions", "fail", f"{who} may not read and write {', '.join(denied)}")
+    if any(path.stat().st_mode & 0o002 for path in paths):
+        return Finding("permissions", "warn", f"anybody may write {file}: chmod o-w")
+    return Finding("permissions", "ok", f"{who} may read and write {file}")
+
+
+def _disk(folder: Path) -> Finding:
+    disk = shutil.disk_usage(folder)
+    detail = f"{disk.free / 1e9:.1f} of {disk.total / 1e9:.1f} GB free in {folder}"
+    return Finding("disk", "ok" if disk.free > max(_FREE_BYTES, _FREE_RATIO * disk.total) else "fail", detail)
+
+
+def _synchronised() -> Finding:
+    """What the kernel says of this machine's clock: with SQLite there is no other to compare it with."""
+    ask = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
+    try:
+        answer = subprocess.run(ask, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return Finding("clock", "ok", "whether it is synchronised is not known: timedatectl does not answer here")
+    if answer == "no":
+        return Finding("clock", "warn", "not synchronised: start chrony or systemd-timesyncd")
+    return Finding("clock", "ok", "synchronised")

@@ -32,6 +32,7 @@ _SMALL_BYTES, _LARGE_BYTES = 128_000, 1_000_000
 _WINDOW_BYTES = 2**24
 """Most memory that zstd's own window may take."""
 _RETRIED = (408, 429, 503)
+_AGES_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0, 86_400.0)
 
 router = APIRouter(prefix="/api/v1", tags=["ingest"])
 
@@ -59,8 +60,23 @@ class Writer:
         self.seconds = Histogram(
             "ddpobs_server_ingest_seconds", "From a batch's arrival to its commit.", registry=registry
         )
-        depth = Gauge("ddpobs_server_queue_depth", "Batches waiting for the writer.", registry=registry)
-        depth.set_function(self._waiting.qsize)
+        self.commit_seconds = Histogram(
+            "ddpobs_server_commit_seconds", "One transaction of up to 64 batches.", registry=registry
+        )
+        self.age_seconds = Histogram(
+            "ddpobs_server_batch_age_seconds",
+            "From a batch's making, by its rank's clock, to its arrival: long where ranks had to wait or to spool.",
+            buckets=_AGES_S,
+            registry=registry,
+        )
+        self._began: float | None = None
+        for name, text, value in (
+            ("queue_depth", "Batches waiting for the writer.", self._waiting.qsize),
+            ("queue_limit", "Batches that may wait for the writer.", lambda: limit),
+            ("writer_alive", "1 while the thread that writes lives.", self._thread.is_alive),
+            ("writer_busy_seconds", "How long the transaction under way has taken.", self._busy_s),
+        ):
+            Gauge(f"ddpobs_server_{name}", text, registry=registry).set_function(value)
         for outcome in ("stored", "repeated", "conflict", "refused", "busy", "failed"):
             self.batches.labels(outcome)
 
@@ -100,28 +116,38 @@ class Writer:
             self._write(group)
 
     def _write(self, group: list[tuple[Arrival, Future[Outcome]]]) -> None:
+        self._began = time.monotonic()
         try:
-            outcomes = self._store.ingest([arrival for arrival, _ in group])
+            with self.commit_seconds.time():
+                outcomes = self._store.ingest([arrival for arrival, _ in group])
         except Exception as error:
             if len(group) > 1:
                 # One bad batch must not take the others' transaction with it.
                 for item in group:
                     self._write([item])
                 return
-            _log.exception("a batch of run %s was not written", group[0][0].batch.run)
+            run, source, seq = group[0][0].key
+            _log.exception("a batch was not written", extra={"run": run, "source": source, "seq": seq})
             self.batches.labels("failed").inc()
             if group[0][1].set_running_or_notify_cancel():
                 group[0][1].set_exception(error)
             return
+        finally:
+            self._began = None
         for (arrival, future), outcome in zip(group, outcomes, strict=True):
             self._count(arrival, outcome)
             # Whoever asked may have gone meanwhile; the batch is stored all the same.
             if future.set_running_or_notify_cancel():
                 future.set_result(outcome)
 
+    def _busy_s(self) -> float:
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
+
     def _count(self, arrival: Arrival, outcome: Outcome) -> None:
         self.batches.labels(outcome.value).inc()
         self.seconds.observe(max(0.0, (time.time_ns() - arrival.received_ns) / 1e9))
+        self.age_seconds.observe(max(0.0, (arrival.received_ns - arrival.batch.anchor.wall_ns) / 1e9))
         if outcome is Outcome.STORED:
             self.bytes.inc(arrival.size_bytes)
             self.spans.inc(0 if arrival.batch.spans is None else len(arrival.batch.spans.step))

@@ -1,12 +1,17 @@
-"""Errors as RFC 9457 problem documents."""
+"""Errors as RFC 9457 problem documents, each with a line in the log and a count in the metrics."""
 
 from __future__ import annotations
 
+import logging
+import re
+import secrets
+from http import HTTPStatus
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from prometheus_client import Counter
 from starlette.exceptions import HTTPException
 
 MEDIA_TYPE = "application/problem+json"
@@ -25,6 +30,17 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
     for status, what in (("4XX", "The request is at fault."), ("5XX", "Not now; try again."))
 }
 """What every route may also answer, for the OpenAPI document."""
+_log = logging.getLogger(__name__)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
+_METHODS = frozenset({"GET", "PUT", "DELETE"})
+_BATCHES_REFUSED = (
+    *((401, "Token needed"), (401, "Wrong token"), (403, "Not allowed"), (409, "Conflict"), (413, "Body too large")),
+    *((422, "Malformed batch"), (429, "Too many wrong tokens"), (500, "Internal error"), (503, "Busy")),
+)
+"""Counted from zero, so that the first of them is seen as an increase."""
+_KEY = ("run", "source", "seq")
+_SHOWN = 300
+"""Most characters of a client's text in one field of a log line."""
 
 
 class Problem(Exception):  # noqa: N818 - the RFC's word
@@ -47,26 +63,58 @@ class Problem(Exception):  # noqa: N818 - the RFC's word
 
 
 def install(app: FastAPI) -> None:
-    """Have every error of the application answered as a problem."""
+    """Have every error of the application answered as a problem, logged and counted."""
+    app.state.problems = Counter(
+        "ddpobs_server_problems",
+        "Requests that were not served, by what the answer said; a PUT is a batch.",
+        ["method", "status", "problem"],
+        registry=app.state.registry,
+    )
+    for status, title in _BATCHES_REFUSED:
+        app.state.problems.labels("PUT", status, title)
 
     @app.exception_handler(Problem)
-    async def _problem(_: Request, problem: Problem) -> JSONResponse:
-        return _answer(problem)
+    async def _problem(request: Request, problem: Problem) -> JSONResponse:
+        return _answer(request, problem)
 
     @app.exception_handler(HTTPException)
-    async def _http(_: Request, error: HTTPException) -> JSONResponse:
-        return _answer(Problem(error.status_code, str(error.detail), str(error.detail), dict(error.headers or {})))
+    async def _http(request: Request, error: HTTPException) -> JSONResponse:
+        title = HTTPStatus(error.status_code).phrase
+        return _answer(request, Problem(error.status_code, title, str(error.detail), dict(error.headers or {})))
 
     @app.exception_handler(RequestValidationError)
-    async def _validation(_: Request, error: RequestValidationError) -> JSONResponse:
+    async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        return _answer(Problem(422, "Invalid request", f"{field}: {first['msg']}", field=field))
+        return _answer(request, Problem(422, "Invalid request", f"{field}: {first['msg']}", field=field))
 
     @app.exception_handler(Exception)
-    async def _unexpected(_: Request, error: Exception) -> JSONResponse:
-        return _answer(Problem(500, "Internal error", f"{type(error).__name__}; the collector's log says more"))
+    async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+        detail = f"{type(error).__name__}; the collector's log says more"
+        return _answer(request, Problem(500, "Internal error", detail))
 
 
-def _answer(problem: Problem) -> JSONResponse:
-    return JSONResponse(problem.document, problem.status, problem.headers, MEDIA_TYPE)
+def _answer(request: Request, problem: Problem) -> JSONResponse:
+    """The answer, which names the request as the log does; the client's own name for it where it gave one."""
+    given = request.headers.get("X-Request-ID", "")
+    request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
+    _note(request, problem, request_id)
+    headers = {**(problem.headers or {}), "X-Request-ID": request_id}
+    return JSONResponse(problem.document, problem.status, headers, MEDIA_TYPE)
+
+
+def _note(request: Request, problem: Problem, request_id: str) -> None:
+    status, title = problem.status, problem.document["title"]
+    method = request.method if request.method in _METHODS else "other"
+    request.app.state.problems.labels(method, status, title).inc()
+    facts: dict[str, object] = {name: request.path_params[name] for name in _KEY if name in request.path_params}
+    facts |= {"path": request.url.path, "detail": problem.document["detail"], "method": method, "problem": title}
+    facts |= {"request": request_id, "client": request.client.host if request.client else "unknown"}
+    shown = {name: str(value)[:_SHOWN] for name, value in facts.items()}
+    _log.log(_level(status), "request refused", extra={**shown, "status": status, "kind": title})
+
+
+def _level(status: int) -> int:
+    if status >= 500 and status != 503:
+        return logging.ERROR
+    return logging.INFO if status in (404, 405) else logging.WARNING

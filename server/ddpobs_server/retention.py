@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 
-from prometheus_client import CollectorRegistry, Counter
+from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
@@ -31,12 +31,23 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="ddpobs-keeper", daemon=True)
         self.removed = Counter("ddpobs_server_removed", "What retention removed.", ["what"], registry=registry)
         self.failures = Counter("ddpobs_server_retention_failures", "Rounds that failed.", registry=registry)
+        self.seconds = Gauge("ddpobs_server_retention_seconds", "How long the last round took.", registry=registry)
+        self.succeeded = Gauge(
+            "ddpobs_server_retention_success_timestamp_seconds",
+            "When the last round that did not fail ended, Unix time.",
+            registry=registry,
+        )
+        self.bytes = Gauge(
+            "ddpobs_server_retention_bytes", "What counts against keep_gb, and that limit.", ["what"], registry=registry
+        )
         self.joined = Counter("ddpobs_server_joined_chunks", "Chunks that went into larger ones.", registry=registry)
         for what in ("chunks", "runs"):
             self.removed.labels(what)
+        self.bytes.labels("used")
 
     def start(self) -> None:
         """Start the thread."""
+        self.succeeded.set_to_current_time()
         self._thread.start()
 
     def close(self) -> None:
@@ -46,16 +57,25 @@ class Keeper:
 
     def tidy(self, now_ns: int) -> None:
         """One round: what is too old, then what is too much, then what came in small pieces."""
-        settings, store = self._settings, self._store
+        settings, store, began = self._settings, self._store, time.monotonic()
         if settings.keep_spans_days is not None:
-            self.removed.labels("chunks").inc(store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
+            self._note("chunks", store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
         if settings.keep_runs_days is not None:
-            self.removed.labels("runs").inc(store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
+            self._note("runs", store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
         if settings.keep_gb is not None:
             chunks, runs = store.shrink(int(settings.keep_gb * 1e9))
-            self.removed.labels("chunks").inc(chunks)
-            self.removed.labels("runs").inc(runs)
+            self._note("chunks", chunks)
+            self._note("runs", runs)
+            self.bytes.labels("limit").set(settings.keep_gb * 1e9)
+            self.bytes.labels("used").set(store.used_bytes())
         self.joined.inc(store.compact(now_ns - int(10 * _EVERY_S * 1e9)))
+        self.seconds.set(time.monotonic() - began)
+        self.succeeded.set_to_current_time()
+
+    def _note(self, what: str, count: int) -> None:
+        self.removed.labels(what).inc(count)
+        if count:
+            _log.info("retention removed some", extra={"what": what, "count": count})
 
     def _run(self) -> None:
         while not self._ended.wait(_EVERY_S):

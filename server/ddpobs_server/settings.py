@@ -1,10 +1,12 @@
-"""Settings of the collector: each is `DDPOBS_SERVER_<NAME>` in the environment, the first four also flags."""
+"""Settings of the collector: each is `DDPOBS_SERVER_<NAME>` in the environment; some are flags of `serve`, too."""
 
 from __future__ import annotations
 
-from ipaddress import ip_address
+from ipaddress import ip_address, ip_network
+from pathlib import Path
+from typing import Literal
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 
@@ -37,6 +39,31 @@ class Settings(BaseSettings):
     keep_runs_days: float | None = Field(None, gt=0, description="Runs silent for so long go altogether.")
     keep_gb: float | None = Field(None, gt=0, description="Most that the database may hold, in GB (10^9 bytes).")
 
+    tls_cert: Path | None = Field(None, description="Certificate chain, PEM; with it the collector speaks HTTPS alone.")
+    tls_key: Path | None = Field(None, description="The certificate's key, PEM, where its own file does not hold it.")
+    trusted_proxies: str = Field(
+        "", description="Addresses and networks, with commas between, whose X-Forwarded-For is believed."
+    )
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least serious lines written.")
+    log_format: Literal["auto", "json", "text"] = Field("auto", description="`auto`: text on a terminal, else JSON.")
+    access_log: bool = Field(False, description="A line for every request, not for errors and refusals alone.")
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _addresses_or_networks(cls, value: str) -> str:
+        for part in filter(None, map(str.strip, value.split(","))):
+            try:
+                ip_network(part)
+            except ValueError as error:
+                raise ValueError(f"expected addresses or networks as 10.0.0.7 or 10.0.0.0/24, got {part}") from error
+        return value
+
+    @model_validator(mode="after")
+    def _no_key_alone(self) -> Settings:
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ValueError("there is a tls_key and no tls_cert: set both, or DDPOBS_SERVER_TLS_CERT alone")
+        return self
+
     @model_validator(mode="after")
     def _no_empty_token(self) -> Settings:
         if self.token is not None and not self.token.get_secret_value():
@@ -45,8 +72,8 @@ class Settings(BaseSettings):
 
     @property
     def on_loopback(self) -> bool:
-        """Whether only this machine can reach it."""
-        return _is_loopback(self.host)
+        """Whether only this machine can reach it: no proxy that is known of hands requests on."""
+        return _is_loopback(self.host) and not self.trusted_proxies
 
 
 def _is_loopback(host: str) -> bool:

@@ -245,7 +245,7 @@ def test_a_wall_clock_that_is_ahead_is_marked(small: Collector, run: str) -> Non
 
 def test_every_limit_is_documented_with_its_default() -> None:
     text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
-    documented = dict(re.findall(r"^\| `DDPOBS_SERVER_([A-Z_]+)` \| ([\d,]+)", text, re.MULTILINE))
+    documented = dict(re.findall(r"^\| `([A-Z_]+)` \| ([\d,]+)", text, re.MULTILINE))
     known = {name: Settings.model_fields[name].default for name in (*LIMITS, "max_runs", "queue_batches")}
     found = {name.lower(): float(value.replace(",", "")) for name, value in documented.items()}
     assert {name: found.get(name) for name in known} == known

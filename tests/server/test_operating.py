@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from ddpobs_server import bench
+from ddpobs_server import bench, commands
 from ddpobs_server.store import Store, schema
+from sqlalchemy import create_engine, inspect
+from typer.testing import CliRunner
 
 from tests import databases
 from tests.collector import collector
 from tests.server.batches import batch, get, put, spans, steps
+from tests.server.test_upgrades import at_revision
 
 SERVER = str(Path(sys.executable).with_name("ddpobs-server"))
 
@@ -37,26 +41,66 @@ def test_two_collectors_on_one_database_store_each_batch_once(postgresql: databa
             assert [rank["steps"] for rank in get(url, "/runs/shared/ranks")["ranks"]] == [25, 25]
 
 
-def test_check_says_that_all_is_well(fresh: databases.Fresh, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [SERVER, "check", "--database-url", fresh(tmp_path)], capture_output=True, text=True, check=False, timeout=60
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert {line.split(":")[0].split()[1] for line in done.stdout.splitlines()} >= {"database", "schema", "clock"}
+def check(url: str, *arguments: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """How `check` ends, and each check's state and words."""
+    done = CliRunner().invoke(commands.cli, ["check", "--json", "--database-url", url, *arguments])
+    answer = json.loads(done.stdout)
+    assert answer["ok"] == (done.exit_code == 0)
+    assert "s3cret" not in done.output
+    return done.exit_code, {found["name"]: (found["state"], found["detail"]) for found in answer["checks"]}
 
 
-@pytest.mark.parametrize(
-    ("url", "says"),
-    [
-        ("sqlite:////nowhere/at/all.db", "does not answer"),
-        ("postgresql+psycopg://nobody:s3cret@127.0.0.1:9/none", "does not answer"),
-    ],
-)
-def test_check_says_what_is_wrong_and_no_password(url: str, says: str) -> None:
-    done = subprocess.run([SERVER, "check", "--database-url", url], capture_output=True, text=True, check=False)
+def test_check_says_that_all_is_well_and_changes_nothing(fresh: databases.Fresh, tmp_path: Path) -> None:
+    url = fresh(tmp_path)
+    assert check(url)[0] == 0
+    store = Store(url)
+    if "postgresql" in url:
+        assert store.revisions()[0] is None, "it was looked at, not made"
+    else:
+        assert list(tmp_path.iterdir()) == []
+    store.migrate()
+    newest = store.revisions()[1]
+    tables = inspect(create_engine(url)).get_table_names()
+    store.close()
+    code, found = check(url)
+    expected = {"database", "schema", "writing", "clock"}
+    assert set(found) == expected | ({"permissions", "disk", "integrity"} if "sqlite" in url else set())
+    assert code == 0
+    assert found["schema"] == ("ok", f"at {newest}, this version's")
+    assert inspect(create_engine(url)).get_table_names() == tables
+
+
+def test_check_ends_with_1_as_a_command_and_reads_as_text(tmp_path: Path) -> None:
+    arguments = [SERVER, "check", "--database-url", f"sqlite:///{tmp_path}/none/x.db"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
-    assert says in done.stdout
-    assert "s3cret" not in done.stdout + done.stderr
+    assert done.stdout.startswith("fail  permissions: ")
+
+
+def test_check_says_what_is_wrong_and_no_password(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    code, found = check("postgresql+psycopg://nobody:s3cret@127.0.0.1:9/none")
+    assert (code, found["database"][0]) == (1, "fail")
+    at_revision(url, "0002")
+    state, said = check(url)[1]["schema"]
+    assert (state, said.partition(",")[0]) == ("fail", "at 0002; back it up")
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    assert "which a newer version made" in check(url)[1]["schema"][1]
+    engine.dispose()
+
+
+def test_check_finds_a_damaged_file(tmp_path: Path) -> None:
+    url, file = f"sqlite:///{tmp_path}/x.db", tmp_path / "x.db"
+    store = Store(url)
+    store.migrate()
+    store.close()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:8192] + b"\xff" * 4096 + whole[12288:])
+    code, found = check(url)
+    assert (code, found["integrity"][0]) == (1, "fail")
+    assert "integrity" not in check(url, "--no-integrity")[1]
 
 
 def test_the_statements_that_distribute_name_every_table(tmp_path: Path) -> None:

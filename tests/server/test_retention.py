@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,3 +109,16 @@ def test_a_limit_below_what_an_empty_database_takes_ends_too(tmp_path: Path) -> 
     tidy(store, day=2, keep_gb=1e-9)
     assert store.run("a-run") is None
     store.close()
+
+
+def test_metrics_tell_what_is_kept_and_when_a_round_last_succeeded(store: Store) -> None:
+    arrive(store, "some", day=1)
+    registry = CollectorRegistry()
+    began = time.time()
+    Keeper(Settings(keep_gb=1), store, registry).tidy(2 * DAY_NS)
+
+    def value(name: str, **labels: str) -> float:
+        return registry.get_sample_value(f"ddpobs_server_retention_{name}", labels) or 0.0
+
+    assert 0 < value("bytes", what="used") < value("bytes", what="limit") == 1e9
+    assert value("success_timestamp_seconds") >= began

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,10 @@ from ddpobs import wire
 from tests.databases import Fresh
 from tests.server.batches import ATTEMPT, source_of, spans, steps
 
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+EARLIER = ("0001", "0002")
+"""Revisions of the schema that databases may still be at."""
+
 
 def at_revision(url: str, revision: str) -> None:
     config = Config()
@@ -25,12 +30,12 @@ def at_revision(url: str, revision: str) -> None:
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, revision)
-        _fill(connection)
+        _fill(connection, revision)
     engine.dispose()
 
 
-def _fill(connection: Connection) -> None:
-    """A run of two ranks as the first version wrote it: a chunk a batch and kind."""
+def _fill(connection: Connection, revision: str) -> None:
+    """A run of two ranks, packed as versions at that revision packed it."""
     insert(connection, "runs", run_id="old", attempt=ATTEMPT, created_ns=1, last_seen_ns=2, commits=2)
     insert(connection, "attempts", run_id="old", attempt=ATTEMPT, ordinal=0, first_seen_ns=1)
     zeros = dict.fromkeys(("emitted", "dropped", "first_seen_ns", "last_seen_ns", "last_step_seen_ns", "wall_ns"), 0)
@@ -39,9 +44,25 @@ def _fill(connection: Connection) -> None:
         source = zeros | {"monotonic_ns": 0, "last_step": 9, "goodbye": True}
         insert(connection, "sources", **key, attempt=ATTEMPT, rank=rank, world_size=2, **source)
         insert(connection, "batches", **key, seq=0, digest=bytes(32), received_ns=1, size_bytes=1)
+    for chunk in _first_chunks() if revision == "0001" else _second_chunks():
+        insert(connection, "chunks", run_id="old", seq=0, first_step=0, last_step=9, **chunk)
+
+
+def _first_chunks() -> Iterator[dict[str, object]]:
+    """One a batch and kind."""
+    for rank in range(2):
         for kind, record in (("steps", steps(0, 10)), ("spans", spans(0, 10))):
             payload = zstandard.compress(wire.pack(record))
-            insert(connection, "chunks", **key, kind=kind, seq=0, first_step=0, last_step=9, rows=10, payload=payload)
+            yield {"source": source_of(rank), "kind": kind, "rows": len(record.step), "payload": payload}
+
+
+def _second_chunks() -> Iterator[dict[str, object]]:
+    """Spans by batch, and the steps of both ranks in one: bytes that this version's predecessors wrote."""
+    for rank in range(2):
+        spans_of = {"rows": 20, "rank": rank, "payload": (GOLDEN / "chunk-0002-spans.zst").read_bytes()}
+        yield {"source": source_of(rank), "kind": "spans", "attempt": ATTEMPT, **spans_of}
+    merged = {"rows": 20, "rank": wire.UNKNOWN, "payload": (GOLDEN / "chunk-0002-steps.zst").read_bytes()}
+    yield {"source": source_of(0), "kind": "steps", "attempt": ATTEMPT, **merged}
 
 
 def insert(connection: Connection, table: str, **row: object) -> None:
@@ -50,7 +71,13 @@ def insert(connection: Connection, table: str, **row: object) -> None:
     connection.execute(text(f"INSERT INTO {table} ({names}) VALUES ({values})"), row)
 
 
-@pytest.mark.parametrize("revision", ["0001"])
+def test_every_earlier_revision_is_tested(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/x.db")
+    assert store.earlier_revisions() - {store.revisions()[1]} == set(EARLIER)
+    store.close()
+
+
+@pytest.mark.parametrize("revision", EARLIER)
 def test_what_an_older_version_stored_is_still_there(fresh: Fresh, tmp_path: Path, revision: str) -> None:
     url = fresh(tmp_path)
     at_revision(url, revision)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from prometheus_client import CollectorRegistry, Gauge
+from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import choose_encoder
 
 from ddpobs_server.auth import Caller, needs
 from ddpobs_server.metrics.runs import RunMetrics
 
+_log = logging.getLogger(__name__)
 _END = b"# EOF\n"
 """Ends OpenMetrics, and comes once."""
 
@@ -22,20 +25,44 @@ def install(app: FastAPI) -> None:
     """Add `/metrics`."""
     app.include_router(router)
     registry = app.state.registry
-    size = Gauge("ddpobs_server_store_bytes", "What the database takes on disk.", registry=registry)
-    size.set_function(lambda: app.state.store.size_bytes())  # noqa: PLW0108 - there is no store before the start
     app.state.scrape_seconds = Gauge(
         "ddpobs_server_scrape_seconds", "How long the last scrape took.", registry=registry
     )
+    app.state.scrape_failures = Counter(
+        "ddpobs_server_scrape_failures", "Scrapes without the runs: the database did not answer.", registry=registry
+    )
+
+
+OnlyQuery = Annotated[
+    Literal["runs", "collector"] | None,
+    Query(description="Several collectors on one database: `runs` from one of them, `collector` from each."),
+]
 
 
 @router.get("/metrics", response_class=Response)
-def get_metrics(request: Request, caller: Annotated[Caller, Depends(needs("read"))]) -> Response:
+def get_metrics(
+    request: Request, caller: Annotated[Caller, Depends(needs("read"))], only: OnlyQuery = None
+) -> Response:
     """The collector's own metrics and the caller's runs', read from the store and rendered off the event loop."""
     began = time.monotonic()
+    state = request.app.state
     render, content_type = choose_encoder(request.headers.get("Accept", ""))
-    runs = CollectorRegistry(auto_describe=False)
-    runs.register(RunMetrics(request.app.state, caller.workspace))
-    body = render(runs).removesuffix(_END) + render(request.app.state.registry)
-    request.app.state.scrape_seconds.set(time.monotonic() - began)
+    body = b"" if only == "collector" else _runs(state, caller.workspace, render)
+    state.scrape_seconds.set(time.monotonic() - began)
+    body += render(CollectorRegistry() if only == "runs" else state.registry)
     return Response(body, headers={"Content-Type": content_type})
+
+
+def _runs(state: Any, workspace: str, render: Callable[[CollectorRegistry], bytes]) -> bytes:
+    """The runs' metrics; nothing without a database, so that the collector's own can still be read."""
+    if not state.watch.database_answers:
+        state.scrape_failures.inc()
+        return b""
+    runs = CollectorRegistry(auto_describe=False)
+    runs.register(RunMetrics(state, workspace))
+    try:
+        return render(runs).removesuffix(_END)
+    except Exception as error:
+        state.scrape_failures.inc()
+        _log.error("the runs' metrics cannot be read: %s: %s", type(error).__name__, error)
+        return b""

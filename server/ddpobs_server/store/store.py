@@ -10,8 +10,9 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import case, create_engine, event, func, select
-from sqlalchemy.exc import DataError
+from sqlalchemy import Column, MetaData, String, Table, case, create_engine, event, func, select
+from sqlalchemy.exc import DatabaseError, DataError
+from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
 from ddpobs_server.store import compacting, reading, removing, schema, writing
@@ -23,6 +24,7 @@ _BUSY_S = 30
 _MIGRATING = 0xDD90B5
 """The lock that whoever migrates a PostgreSQL database holds."""
 _INCREMENTAL = 2
+_TRIED = Table("ddpobs_tried", MetaData(), Column("run_id", String(1), primary_key=True))
 
 
 class Unstorable(Exception):  # noqa: N818 - a batch is
@@ -42,6 +44,12 @@ class Store:
         if sqlite:
             event.listen(self._engine, "connect", _durable)
 
+    @property
+    def folder(self) -> Path | None:
+        """Where a SQLite file lies; None for a server's database."""
+        url = self._engine.url
+        return Path(url.database).resolve().parent if url.get_backend_name() == "sqlite" and url.database else None
+
     def migrate(self) -> None:
         """Bring the schema to this version's, from whatever earlier one is there."""
         with self._engine.begin() as connection:
@@ -58,6 +66,21 @@ class Store:
         with self._engine.connect() as connection:
             here = MigrationContext.configure(connection).get_current_revision()
         return here, ScriptDirectory.from_config(_alembic()).get_current_head()
+
+    def earlier_revisions(self) -> set[str]:
+        """Revisions of the schema that this version can start from."""
+        return {script.revision for script in ScriptDirectory.from_config(_alembic()).walk_revisions()}
+
+    def damage(self) -> list[str]:
+        """What is wrong with a SQLite file, read as a whole; nothing for a server's database."""
+        if self._engine.dialect.name != "sqlite":
+            return []
+        try:
+            with self._engine.connect() as connection:
+                found = connection.exec_driver_sql("PRAGMA quick_check(5)").scalars().all()
+        except DatabaseError as error:
+            return [str(error.orig)]
+        return [] if found == ["ok"] else list(found)
 
     def _make_shrinkable(self) -> None:
         """A file of the first version never gives space back; it is written anew, once."""
@@ -142,15 +165,16 @@ class Store:
             return int(connection.exec_driver_sql("SELECT extract(epoch FROM clock_timestamp()) * 1e9").scalar_one())
 
     def try_write(self) -> None:
-        """Write a row and take it back.
+        """Make a table with a row in it and take it back.
 
         Raises:
             SQLAlchemyError: That is not possible: a full disk, or rights that are missing.
         """
-        row = {"run_id": "", "attempt": "", "created_ns": 0, "last_seen_ns": 0, "commits": 0, "workspace": ""}
-        row |= {"chunk_bytes": 0}
         with self._engine.connect() as connection:
-            connection.execute(schema.runs.insert(), row)
+            if self._engine.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN IMMEDIATE")  # Python's driver begins for rows, not for tables.
+            connection.execute(CreateTable(_TRIED))
+            connection.execute(_TRIED.insert(), {"run_id": ""})
             connection.rollback()
 
     def runs(self, limit: int, before: tuple[int, str] | None = None, workspace: str = "default") -> list[Run]:
@@ -276,6 +300,10 @@ class Store:
         with self._engine.begin() as connection:
             statement = schema.tokens.update().where(c.token_id == token_id, c.revoked_ns.is_(None))
             return bool(connection.execute(statement.values(revoked_ns=now_ns)).rowcount)
+
+    def used_bytes(self) -> int:
+        """What `shrink` counts against its limit."""
+        return removing.used_bytes(self._engine)
 
     def size_bytes(self) -> int:
         """What the database takes on disk."""

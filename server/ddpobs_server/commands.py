@@ -1,0 +1,161 @@
+"""What an operator does beside serving: tokens, checks, backups, measurements."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ddpobs_server import backups, checks
+from ddpobs_server.auth import DEFAULT, SCOPES, new_token
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Store
+
+cli = typer.Typer(add_completion=False, help="The ddpobs collector.")
+tokens = typer.Typer(help="Who may call: tokens, each for a workspace and some of ingest, read and admin.")
+cli.add_typer(tokens, name="token")
+
+DatabaseOption = Annotated[str | None, typer.Option(help="SQLAlchemy URL of the database.")]
+
+
+@tokens.command("create")
+def create_token(
+    name: Annotated[str, typer.Argument(help="Whose it is; shown by `token list`.")],
+    scope: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SCOPES)}; may be repeated.")] = None,
+    workspace: Annotated[str, typer.Option(help="Whose runs: letters, digits and dashes, at most 32.")] = DEFAULT,
+    database_url: DatabaseOption = None,
+) -> None:
+    """Make a token and print it, this once: only its hash is kept."""
+    scopes = scope or ["ingest", "read"]
+    if unknown := sorted(set(scopes) - set(SCOPES)):
+        raise typer.BadParameter(f"expected some of {', '.join(SCOPES)}, got {', '.join(unknown)}")
+    if not re.fullmatch(r"[a-z0-9-]{1,32}", workspace):
+        raise typer.BadParameter(f"workspace: expected 1 to 32 of a-z, 0-9 and -, got {workspace!r}")
+    token, kept = new_token(name[:128], workspace, scopes)
+    store = open_store(_settings(database_url).database_url)
+    store.add_token(kept)
+    store.close()
+    typer.echo(token)
+
+
+@tokens.command("list")
+def list_tokens(database_url: DatabaseOption = None) -> None:
+    """Show every token but its secret."""
+    store = open_store(_settings(database_url).database_url)
+    for token in store.tokens():
+        made = datetime.fromtimestamp(token.created_ns / 1e9, UTC).isoformat(timespec="seconds")
+        ended = " revoked" if token.revoked_ns is not None else ""
+        typer.echo(f"{token.token_id}  {token.workspace}  {','.join(token.scopes)}  {made}  {token.name}{ended}")
+    store.close()
+
+
+@tokens.command("revoke")
+def revoke_token(
+    token_id: Annotated[str, typer.Argument(help="As `token list` shows it.")], database_url: DatabaseOption = None
+) -> None:
+    """Have a token work no more, within five seconds."""
+    store = open_store(_settings(database_url).database_url)
+    found = store.revoke_token(token_id, time.time_ns())
+    store.close()
+    if not found:
+        typer.echo(f"ddpobs-server: no token {token_id} that works", err=True)
+        raise typer.Exit(1)
+
+
+@cli.command()
+def check(
+    database_url: DatabaseOption = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    integrity: Annotated[bool, typer.Option(help="Read a whole SQLite file for damage.")] = True,
+) -> None:
+    """Say whether a collector could run here: database, schema, rights, disk, clock, files. Ends with 1 where not."""
+    found = list(checks.run(_settings(database_url), integrity))
+    failed = any(finding.state == "fail" for finding in found)
+    if as_json:
+        typer.echo(json.dumps({"ok": not failed, "checks": [vars(finding) for finding in found]}))
+    else:
+        for finding in found:
+            typer.echo(f"{finding.state:4}  {finding.name}: {finding.detail}")
+    if failed:
+        raise typer.Exit(1)
+
+
+@cli.command()
+def backup(
+    file: Annotated[Path, typer.Argument(help="What to write; must not be there yet.")],
+    database_url: DatabaseOption = None,
+) -> None:
+    """Copy a SQLite database into one file while collectors write to it."""
+    _or_refuse(backups.backup, database_url, file)
+    typer.echo(f"{file}: {file.stat().st_size:,} bytes, checked")
+
+
+@cli.command()
+def restore(
+    file: Annotated[Path, typer.Argument(help="What `backup` wrote.")], database_url: DatabaseOption = None
+) -> None:
+    """Make a SQLite database from a backup, with no collector running."""
+    _or_refuse(backups.restore, database_url, file)
+    typer.echo(f"{_settings(database_url).database_url}: restored")
+
+
+def _or_refuse(call: Callable[[str, Path], None], database_url: str | None, file: Path) -> None:
+    try:
+        call(_settings(database_url).database_url, file)
+    except backups.BackupError as error:
+        typer.echo(f"ddpobs-server: {error}", err=True)
+        raise typer.Exit(1) from None
+
+
+@cli.command()
+def bench(
+    ranks: Annotated[int, typer.Option(help="A job of so many ranks; 0 floods the collector instead.")] = 0,
+    seconds: Annotated[float, typer.Option(help="How long the job lasts.")] = 60.0,
+    batches: Annotated[int, typer.Option(help="Batches of 5,000 spans a client, when flooding.")] = 100,
+    clients: Annotated[int, typer.Option(help="Processes that send.")] = 8,
+    database_url: Annotated[
+        str | None, typer.Option(help="A database for it alone; default: a new SQLite file.")
+    ] = None,
+) -> None:
+    """Measure what a collector takes on this machine, the clients being here too."""
+    from ddpobs_server import bench as benchmark
+
+    load = benchmark.job(ranks, seconds, clients) if ranks else benchmark.flood(clients, batches)
+    found = benchmark.measure(load, database_url)
+    for name, value in found.items():
+        typer.echo(f"{name:>16}  {value:,.2f}")
+    if found["lost"]:
+        raise typer.Exit(1)
+
+
+@cli.command()
+def distribute(
+    database_url: DatabaseOption = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the statements and run none.")] = False,
+) -> None:
+    """Spread the tables over a Citus cluster by run; once, on its coordinator."""
+    store = Store(_settings(database_url).database_url)
+    for statement in store.distribution():
+        typer.echo(f"{statement};")
+    if not show:
+        store.migrate()
+        store.distribute()
+    store.close()
+
+
+def open_store(url: str) -> Store:
+    """The store, its schema this version's."""
+    store = Store(url)
+    store.migrate()
+    return store
+
+
+def _settings(database_url: str | None) -> Settings:
+    given: dict[str, Any] = {} if database_url is None else {"database_url": database_url}
+    return Settings(**given)
