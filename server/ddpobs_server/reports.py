@@ -17,9 +17,10 @@ from ddpobs_server.analysis.findings import Finding, Missing, ordered
 from ddpobs_server.analysis.joins import Joined, join
 from ddpobs_server.store import Source, Store
 
-_ROWS = 1_000_000
-"""Most step rows one diagnosis reads: it then looks at the latest steps."""
-_BUCKET_STEPS = 200
+_STEPS, _FEWEST_STEPS, _ROWS = 2048, 512, 500_000
+"""A diagnosis looks at the latest steps: so many, or as many as make so many rows, but not fewer than the fewest."""
+_BUCKET_STEPS, _BUCKET_RANKS = 200, 16
+"""The bucket at which a slow backward shows is sought in the latest steps of the slow rank and some others."""
 _TRACE_STEPS = 50
 _CACHED = 256
 
@@ -98,7 +99,7 @@ class Reports:
         hosts = {s.rank: s.hello.host for s in sources if s.hello}
         judged = [stragglers.straggler_findings(joined, hosts), *(find(evidence) for find in CATALOGUE)]
         findings = [f for found in judged if not isinstance(found, Missing) for f in found]
-        findings = [self._with_bucket(f, run, attempt) for f in findings]
+        findings = [self._with_bucket(f, run, attempt, (rank, steps)) for f in findings]
         return {
             "run": run,
             "attempt": attempt,
@@ -107,39 +108,28 @@ class Reports:
             "missing": [str(found) for found in [*judged, *_silent(sources)] if isinstance(found, Missing)],
         }
 
-    def _with_bucket(self, finding: Finding, run: str, attempt: str) -> Finding:
+    def _with_bucket(self, finding: Finding, run: str, attempt: str, steps: tuple[wire.Ints, wire.Steps]) -> Finding:
         """Name the bucket at which a slow backward first shows, and its parameters."""
         if finding.code != "straggler" or finding.phase != "backward":
             return finding
-        first = max(finding.steps[0], finding.steps[1] - _BUCKET_STEPS)
-        ranks, spans = self._store.spans(run, attempt, None, first, finding.steps[1])
+        first, last = max(finding.steps[0], finding.steps[1] - _BUCKET_STEPS), finding.steps[1]
+        slow = finding.ranks[0]
+        ranks, spans = self._store.spans(run, attempt, _beside(slow, np.unique(steps[0])), first, last)
         layouts = self._store.layouts(run, attempt)
         if not len(ranks) or not layouts:
             return finding
         layout = layouts[-1]
         of_layout = (spans.module == layout.module) & (spans.revision == layout.revision)
         ranks = ranks[of_layout]
+        if not len(ranks):
+            return finding
         spans = wire.Spans(**{name: getattr(spans, name)[of_layout] for name in spans.__struct_fields__})
-        began = self._backward_began(run, attempt, first, finding.steps[1], (ranks, spans))
-        bucket = stragglers.first_late_bucket(finding.ranks[0], ranks, spans, began)
+        began = stragglers.backward_began_ns(steps, (ranks, spans))
+        bucket = stragglers.first_late_bucket(slow, ranks, spans, began)
         if bucket is None or bucket >= len(layout.buckets):
             return finding
         names = [parameter.name for parameter in layout.buckets[bucket].parameters]
         return replace(finding, buckets=[bucket], parameters=names[:50])
-
-    def _backward_began(
-        self, run: str, attempt: str, first: int, last: int, spans: tuple[wire.Ints, wire.Spans]
-    ) -> dict[tuple[int, int], int]:
-        """(step, rank) -> when backward began: the last readiness less the backward phase, of one micro-step."""
-        rank, steps = self._store.steps(run, attempt, None, first, last)
-        whole = steps.micro_steps == 1
-        keys = zip(steps.step[whole].tolist(), rank[whole].tolist(), strict=True)
-        backward = dict(zip(keys, steps.backward_ns[whole].tolist(), strict=True))
-        ready: dict[tuple[int, int], int] = {}
-        span_rank, columns = spans
-        for step, r, at in zip(columns.step.tolist(), span_rank.tolist(), columns.ready_ns.tolist(), strict=True):
-            ready[step, r] = max(ready.get((step, r), 0), at)
-        return {key: at - backward[key] for key, at in ready.items() if key in backward}
 
     def _stragglers(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         if first is None and last is None:
@@ -167,7 +157,7 @@ class Reports:
 
     def _recent_steps(self, run: str, attempt: str, sources: list[Source]) -> tuple[wire.Ints, wire.Steps]:
         last = max((source.last_step for source in sources), default=0)
-        window = max(512, _ROWS // max(1, len(sources)))
+        window = max(_FEWEST_STEPS, min(_STEPS, _ROWS // max(1, len(sources))))
         return self._store.steps(run, attempt, None, max(0, last - window + 1), last)
 
     def _last_step(self, run: str, attempt: str) -> int:
@@ -186,6 +176,13 @@ class Reports:
             while len(self._cache) > _CACHED:
                 self._cache.popitem(last=False)
         return made
+
+
+def _beside(slow: int, ranks: wire.Ints) -> list[int]:
+    """A rank and others to compare it with, from all over the world."""
+    others = ranks[ranks != slow]
+    few = np.linspace(0, len(others) - 1, min(len(others), _BUCKET_RANKS - 1)).astype(np.int64)
+    return [slow, *others[few].tolist()]
 
 
 def _silent(sources: list[Source]) -> list[Missing]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Row, Select, case, func, select
+from sqlalchemy import ColumnElement, Connection, Row, Select, case, func, select
 
 from ddpobs import columns as packing
 from ddpobs import wire
@@ -16,6 +17,8 @@ from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, R
 
 _OLD_FORM = "-1"
 """Ends the kind of chunks that the first schema wrote."""
+_PAGE_CHUNKS = 20_000
+"""Most chunks that one page is made of."""
 _Columns = TypeVar("_Columns", wire.Steps, wire.Spans, wire.Comms)
 
 
@@ -25,47 +28,98 @@ def columns(
     run: str,
     attempt: str,
     *,
-    rank: int | None,
+    ranks: Collection[int] | None,
     first: int | None,
     last: int | None,
 ) -> tuple[wire.Ints, _Columns]:
     """Rows of the steps [first, last] sorted by step and rank, with the rank of each."""
     name, struct = kind
-    chunks = schema.chunks.c
-    query = select(chunks.kind, chunks.rank, chunks.payload).where(
-        chunks.run_id == run, chunks.attempt == attempt, chunks.kind.in_([name, f"{name}{_OLD_FORM}"])
-    )
-    if rank is not None:
-        query = query.where(chunks.rank.in_([rank, wire.UNKNOWN]))
-    if first is not None:
-        query = query.where(chunks.last_step >= first)
-    if last is not None:
-        query = query.where(chunks.first_step <= last)
-    parts = [_unpacked(struct, *row) for row in connection.execute(query)]
-    ranks = np.concatenate([part[0] for part in parts] or [_NONE])
-    joined = {
-        field: np.concatenate([part[1][field] for part in parts] or [_NONE]) for field in struct.__struct_fields__
-    }
-    step = joined["step"]
+    c = schema.chunks.c
     lowest, highest = (0 if first is None else first), (2**62 if last is None else last)
-    among = (step >= lowest) & (step <= highest)
-    if rank is not None:
-        among &= ranks == rank
-    wanted = np.flatnonzero(among)
-    order = wanted[np.lexsort((ranks[wanted], step[wanted]))]
-    return ranks[order], struct(**{field: values[order] for field, values in joined.items()})
+    parts = []
+    query = select(c.kind, c.rank, c.payload).where(*_overlapping(name, run, attempt, ranks, first, last))
+    for chunk in connection.execute(query):
+        found = _unpacked(struct, *chunk)
+        among = (found["step"] >= lowest) & (found["step"] <= highest)
+        if ranks is not None and chunk.rank == wire.UNKNOWN:
+            among &= np.isin(found["rank"], list(ranks))
+        # A chunk holds a hundred steps where perhaps one is asked for.
+        parts.append(found if among.all() else {field: values[among] for field, values in found.items()})
+    joined = {
+        field: np.concatenate([part[field] for part in parts] or [_NONE])
+        for field in ("rank", *struct.__struct_fields__)
+    }
+    order = np.lexsort((joined["rank"], joined["step"]))
+    rank = joined.pop("rank")
+    return rank[order], struct(**{field: values[order] for field, values in joined.items()})
 
 
-def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> tuple[wire.Ints, dict[str, wire.Ints]]:
-    """A chunk's ranks and columns."""
+def page_end(
+    connection: Connection,
+    kind: str,
+    run: str,
+    attempt: str,
+    *,
+    ranks: Collection[int] | None,
+    first: int | None,
+    last: int | None,
+    rows: int,
+) -> int | None:
+    """The last of as many steps from `first` on as hold about so many rows, at least one; None where all do.
+
+    A chunk's rows count as spread evenly over its steps: only the index is read, no columns.
+    """
+    c = schema.chunks.c
+    overlapping = _overlapping(kind, run, attempt, ranks, first, last)
+    query = select(c.first_step, c.last_step, c.rows, c.rank).where(*overlapping)
+    found = connection.execute(query.order_by(c.last_step).limit(_PAGE_CHUNKS)).all()
+    if not found:
+        return None
+    more = len(found) == _PAGE_CHUNKS
+    if more:
+        reached = found[-1].last_step
+        last = reached if last is None else min(last, reached)
+        found += connection.execute(query.where(c.last_step > reached, c.first_step <= last)).all()
+    begin, final, held, rank = np.array([tuple(row) for row in found], np.int64).T
+    if ranks is not None:
+        held = np.where(rank == wire.UNKNOWN, np.minimum(held, (final - begin + 1) * len(ranks)), held)
+    each = held / (final - begin + 1)
+    begin = np.maximum(begin, 0 if first is None else first)
+    end = final + 1 if last is None else np.minimum(final, last) + 1
+    at = np.concatenate([begin, end])
+    order = np.argsort(at, kind="stable")
+    at, slope = at[order], np.cumsum(np.concatenate([each, -each])[order])
+    before = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(at))])
+    if before[-1] <= rows:
+        return last if more else None
+    place = int(np.searchsorted(before, rows, "right")) - 1
+    return max(int(at[0]), int(at[place] + (rows - before[place]) / slope[place]) - 1)
+
+
+def _overlapping(
+    kind: str, run: str, attempt: str, ranks: Collection[int] | None, first: int | None, last: int | None
+) -> list[ColumnElement[bool]]:
+    c = schema.chunks.c
+    conditions = [c.run_id == run, c.attempt == attempt, c.kind.in_([kind, f"{kind}{_OLD_FORM}"])]
+    if ranks is not None:
+        conditions.append(c.rank.in_([*ranks, wire.UNKNOWN]))
+    if first is not None:
+        conditions.append(c.last_step >= first)
+    if last is not None:
+        conditions.append(c.first_step <= last)
+    return conditions
+
+
+def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> dict[str, wire.Ints]:
+    """A chunk's columns, that of its ranks among them."""
     if kind.endswith(_OLD_FORM):
         found: Any = wire.unpack(zstandard.decompress(payload), struct)
     elif kind == "spans":
         found = wire.unpack_spans(payload)
     else:
-        unpacked = packing.unpack(payload)
-        return unpacked.pop("rank"), unpacked
-    return np.full(len(found.step), rank, np.int64), {name: getattr(found, name) for name in struct.__struct_fields__}
+        return packing.unpack(payload)
+    plain = {name: getattr(found, name) for name in struct.__struct_fields__}
+    return {"rank": np.full(len(found.step), rank, np.int64), **plain}
 
 
 def runs_query(workspace: str, last_seen_before: tuple[int, str] | None, limit: int) -> Select[Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,8 @@ _BUSY_S = 30
 _MIGRATING = 0xDD90B5
 """The lock that whoever migrates a PostgreSQL database holds."""
 _INCREMENTAL = 2
+Ranks = int | Collection[int] | None
+"""One rank, some of them, or all."""
 
 
 class Store:
@@ -175,22 +177,35 @@ class Store:
             return reading.layouts(connection, run, attempt)
 
     def steps(
-        self, run: str, attempt: str, rank: int | None = None, first: int | None = None, last: int | None = None
+        self, run: str, attempt: str, rank: Ranks = None, first: int | None = None, last: int | None = None
     ) -> tuple[wire.Ints, wire.Steps]:
         """Steps in [first, last], sorted by step and rank, with the rank of each row."""
-        return self._columns(("steps", wire.Steps), run, attempt, rank, first, last)
+        return self._columns(("steps", wire.Steps), run, attempt, rank, (first, last))
 
     def spans(
-        self, run: str, attempt: str, rank: int | None = None, first: int | None = None, last: int | None = None
+        self, run: str, attempt: str, rank: Ranks = None, first: int | None = None, last: int | None = None
     ) -> tuple[wire.Ints, wire.Spans]:
         """Bucket spans of the steps in [first, last], likewise."""
-        return self._columns(("spans", wire.Spans), run, attempt, rank, first, last)
+        return self._columns(("spans", wire.Spans), run, attempt, rank, (first, last))
 
     def comms(
-        self, run: str, attempt: str, rank: int | None = None, first: int | None = None, last: int | None = None
+        self, run: str, attempt: str, rank: Ranks = None, first: int | None = None, last: int | None = None
     ) -> tuple[wire.Ints, wire.Comms]:
         """Other communication of the steps in [first, last], likewise."""
-        return self._columns(("comms", wire.Comms), run, attempt, rank, first, last)
+        return self._columns(("comms", wire.Comms), run, attempt, rank, (first, last))
+
+    def page_end(
+        self, kind: str, run: str, attempt: str, rank: Ranks, first: int | None, last: int | None, *, rows: int
+    ) -> int | None:
+        """Where a page of about so many rows of `steps`, `spans` or `comms` ends; None where [first, last] is one.
+
+        Returns:
+            The page's last step; a page has at least one.
+        """
+        with self._engine.connect() as connection:
+            return reading.page_end(
+                connection, kind, run, attempt, ranks=_collected(rank), first=first, last=last, rows=rows
+            )
 
     def unused(self, run: str, attempt: str) -> list[tuple[int, wire.Unused]]:
         """(rank, unused set) in the order in which each rank told them."""
@@ -255,10 +270,21 @@ class Store:
         """Close the connections."""
         self._engine.dispose()
 
-    def _columns(self, kind: tuple[str, Any], run: str, attempt: str, *which: int | None) -> tuple[wire.Ints, Any]:
-        rank, first, last = which
+    def _columns(
+        self,
+        kind: tuple[str, Any],
+        run: str,
+        attempt: str,
+        rank: Ranks,
+        steps: tuple[int | None, int | None],
+    ) -> tuple[wire.Ints, Any]:
+        first, last = steps
         with self._engine.connect() as connection:
-            return reading.columns(connection, kind, run, attempt, rank=rank, first=first, last=last)
+            return reading.columns(connection, kind, run, attempt, ranks=_collected(rank), first=first, last=last)
+
+
+def _collected(rank: Ranks) -> Collection[int] | None:
+    return [rank] if isinstance(rank, int) else rank
 
 
 def _alembic() -> Config:

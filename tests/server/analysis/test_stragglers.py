@@ -144,15 +144,16 @@ def test_chance_is_one_where_all_are_late_alike() -> None:
 
 def lags(per_bucket: list[int]) -> int | None:
     """Two ranks, 4 steps, a bucket every 10 ms; rank 1 lags by so many ms at each bucket."""
-    rank, rows, began = [], [], {}
+    rank, rows, began = [], [], []
     for step in range(4):
         for r in (0, 1):
-            began[step, r] = base = (step * 1000 + r * 777) * MS
+            base = (step * 1000 + r * 777) * MS
             for bucket, lag in enumerate(per_bucket):
                 ready = base + ((bucket + 1) * 10 + r * lag) * MS
                 rank.append(r)
+                began.append(base)
                 rows.append((step, bucket, ready, ready, ready + MS))
-    return first_late_bucket(1, *spans(rank, rows), began)
+    return first_late_bucket(1, *spans(rank, rows), np.array(began))
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
