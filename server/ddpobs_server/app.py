@@ -46,6 +46,7 @@ def create_app(settings: Settings) -> FastAPI:
         yield
         app.state.keeper.close()
         app.state.writer.close()
+        app.state.reports.close()
         store.close()
 
     app = FastAPI(

@@ -100,3 +100,20 @@ def median_of_others(values: Floats) -> Floats:
         return np.where(values > at, at, following)
 
     return np.asarray((nth(low) + nth(high)) / 2)
+
+
+def mean_over_ranks(steps: wire.Steps) -> dict[str, wire.Ints]:
+    """Wall time and phases of each step, the mean over the ranks that have it, in ns; and how many these are.
+
+    Args:
+        steps: Sorted by step.
+    """
+    begins = np.flatnonzero(np.diff(steps.step, prepend=-1))
+    ranks = np.diff(begins, append=len(steps.step))
+    times = {"wall_ns": steps.end_ns - steps.start_ns} | {
+        f"{phase}_ns": getattr(steps, f"{phase}_ns") for phase in wire.PHASES
+    }
+    means = {
+        name: np.add.reduceat(values, begins) // ranks if len(begins) else values for name, values in times.items()
+    }
+    return {"step": steps.step[begins], "ranks": ranks, **means}

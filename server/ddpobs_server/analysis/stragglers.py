@@ -7,6 +7,7 @@ ranks leave a synchronisation together, so these are comparable over ranks with 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ RECENT_STEPS = 1024
 _BLOCK = 4
 _PARTS = 4
 _PERMUTATIONS = 400
-_MANY = 2**15
+_MANY = 2**12
 """Ranks times blocks above which these are rotated instead of permuted."""
 _EXPLAINED = 0.8
 
@@ -59,7 +60,7 @@ def lateness(joined: Joined) -> Lateness:
 def chance_of(late: npt.NDArray[np.bool_], seed: int = 0) -> Floats:
     """How often chance alone would make some rank late as often as each rank was.
 
-    Ranks are permuted anew in each block of steps, so that what comes in bursts stays in bursts; many ranks are rotated.
+    Ranks are permuted anew in each block of steps, so that what comes in bursts stays in bursts. Many are rotated.
 
     Args:
         late: Shape [steps, ranks].
@@ -198,6 +199,33 @@ def gain(joined: Joined, late: Lateness, rank: int) -> Gain:
         ratio=round(step_ns / float(joined.step_ns.mean()), 4),
         error_ratio=round(float(resampled.std()) / step_ns, 4) if step_ns else 0.0,
     )
+
+
+def lateness_table(joined: Joined) -> dict[str, Any]:
+    """Delay and last rank by step, and each rank's shares, delay, own time and excess, as the REST gives it."""
+    late = lateness(joined)
+    medians = np.median(joined.phases_ns, axis=0)
+    excess = medians - median_of_others(medians[None])[0]
+    own = np.median(joined.own_ns, axis=0)
+    late_share = late.late.mean(axis=0)
+    last_share = np.bincount(late.last, minlength=len(joined.ranks)) / len(joined)
+    delay = np.bincount(late.last, late.delay_ns, len(joined.ranks)) / len(joined)
+    per_rank = [
+        {
+            "rank": rank,
+            "last_share": round(float(last_share[index]), 4),
+            "late_share": round(float(late_share[index]), 4),
+            "delay_ns": round(float(delay[index])),
+            "own_ns": round(float(own[index])),
+            "excess_ns": dict(zip(wire.OWN_PHASES, map(round, excess[index].tolist()), strict=True)),
+        }
+        for index, rank in enumerate(joined.ranks.tolist())
+    ]
+    return {
+        "delay_ns": late.delay_ns.astype(np.int64).tolist(),
+        "last_rank": joined.ranks[late.last].tolist(),
+        "per_rank": per_rank,
+    }
 
 
 def straggler_findings(joined: Joined, hosts: dict[int, str]) -> list[Finding] | Missing:

@@ -6,14 +6,11 @@ import time
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import Gauge
 from prometheus_client.exposition import choose_encoder
 
 from ddpobs_server.auth import Caller, needs
-from ddpobs_server.metrics.runs import RunMetrics
-
-_END = b"# EOF\n"
-"""Ends OpenMetrics, and comes once."""
+from ddpobs_server.metrics.runs import run_metrics
 
 router = APIRouter(tags=["metrics"])
 
@@ -34,8 +31,6 @@ def get_metrics(request: Request, caller: Annotated[Caller, Depends(needs("read"
     """The collector's own metrics and the caller's runs', read from the store and rendered off the event loop."""
     began = time.monotonic()
     render, content_type = choose_encoder(request.headers.get("Accept", ""))
-    runs = CollectorRegistry(auto_describe=False)
-    runs.register(RunMetrics(request.app.state, caller.workspace))
-    body = render(runs).removesuffix(_END) + render(request.app.state.registry)
+    body = run_metrics(request.app.state, caller.workspace, render) + render(request.app.state.registry)
     request.app.state.scrape_seconds.set(time.monotonic() - began)
     return Response(body, headers={"Content-Type": content_type})
