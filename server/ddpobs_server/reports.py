@@ -66,6 +66,7 @@ class Reports:
         Where there is none yet it is waited for, altogether for `_PATIENCE_S`; it is None where that was too short.
         """
         first = []
+        self._under_way = {key: begun for key, begun in self._under_way.items() if not begun.done()}
         for run in runs:
             key = (run.run, run.attempt)
             known, current = self.last_diagnosis(run)
@@ -81,8 +82,6 @@ class Reports:
             self.diagnostics(*key)
         except Exception:
             _log.exception("run %s was not diagnosed", key[0])
-        finally:
-            del self._under_way[key]
 
     def close(self) -> None:
         """Begin no more diagnoses, and wait for the one under way."""
@@ -194,7 +193,7 @@ class Reports:
         hosts = {s.rank: s.hello.host for s in sources if s.hello}
         judged = [stragglers.straggler_findings(joined, hosts), *(find(evidence) for find in CATALOGUE)]
         findings = [f for found in judged if not isinstance(found, Missing) for f in found]
-        findings = [self._with_bucket(f, run, attempt, (rank, steps)) for f in findings]
+        findings = self._with_buckets(findings, run, attempt, (rank, steps))
         return {
             "run": run,
             "attempt": attempt,
@@ -203,28 +202,32 @@ class Reports:
             "missing": [str(found) for found in [*judged, *_silent(sources)] if isinstance(found, Missing)],
         }
 
-    def _with_bucket(self, finding: Finding, run: str, attempt: str, steps: tuple[wire.Ints, wire.Steps]) -> Finding:
-        """Name the bucket at which a slow backward first shows, and its parameters."""
-        if finding.code != "straggler" or finding.phase != "backward":
-            return finding
-        first, last = max(finding.steps[0], finding.steps[1] - _BUCKET_STEPS), finding.steps[1]
-        slow = finding.ranks[0]
-        ranks, spans = self._store.spans(run, attempt, _beside(slow, np.unique(steps[0])), first, last)
-        layouts = self._store.layouts(run, attempt)
-        if not len(ranks) or not layouts:
-            return finding
-        layout = layouts[-1]
+    def _with_buckets(
+        self, findings: list[Finding], run: str, attempt: str, steps: tuple[wire.Ints, wire.Steps]
+    ) -> list[Finding]:
+        """Name the bucket at which a slow backward first shows, and its parameters; of the first few that are slow."""
+        beside = {f.ranks[0]: _beside(f.ranks[0], np.unique(steps[0])) for f in findings
+                  if f.code == "straggler" and f.phase == "backward"}  # fmt: skip
+        beside = dict(list(beside.items())[:_BUCKET_RANKS])
+        layouts = self._store.layouts(run, attempt) if beside else []
+        if not layouts:
+            return findings
+        layout, looked_at = layouts[-1], next(f.steps for f in findings if f.code == "straggler")
+        read = sorted(set().union(*beside.values()))
+        first = max(looked_at[0], looked_at[1] - _BUCKET_STEPS)
+        ranks, spans = self._store.spans(run, attempt, read, first, looked_at[1])
         of_layout = (spans.module == layout.module) & (spans.revision == layout.revision)
-        ranks = ranks[of_layout]
-        if not len(ranks):
-            return finding
-        spans = wire.Spans(**{name: getattr(spans, name)[of_layout] for name in spans.__struct_fields__})
-        began = stragglers.backward_began_ns(steps, (ranks, spans))
-        bucket = stragglers.first_late_bucket(slow, ranks, spans, began)
-        if bucket is None or bucket >= len(layout.buckets):
-            return finding
-        names = [parameter.name for parameter in layout.buckets[bucket].parameters]
-        return replace(finding, buckets=[bucket], parameters=names[:50])
+        found = {}
+        for slow, compared in beside.items():
+            rows = of_layout & np.isin(ranks, compared)
+            if rows.any():
+                some = wire.Spans(**{name: getattr(spans, name)[rows] for name in spans.__struct_fields__})
+                began = stragglers.backward_began_ns(steps, (ranks[rows], some))
+                found[slow] = stragglers.first_late_bucket(slow, ranks[rows], some, began)
+        return [
+            _with_bucket(f, found.get(f.ranks[0]) if f.phase == "backward" and f.ranks else None, layout)
+            for f in findings
+        ]
 
     def _noise_ns(self, run: str, attempt: str, last: int) -> int:
         """How far apart the ranks end one all-reduce on aligned clocks, by some of the latest spans."""
@@ -239,6 +242,13 @@ class Reports:
 
     def _last_step(self, run: str, attempt: str) -> int:
         return max((source.last_step for source in self._store.sources(run, attempt)), default=0)
+
+
+def _with_bucket(finding: Finding, bucket: int | None, layout: wire.Layout) -> Finding:
+    if finding.code != "straggler" or bucket is None or bucket >= len(layout.buckets):
+        return finding
+    names = [parameter.name for parameter in layout.buckets[bucket].parameters]
+    return replace(finding, buckets=[bucket], parameters=names[:50])
 
 
 def _beside(slow: int, ranks: wire.Ints) -> list[int]:
