@@ -55,6 +55,12 @@ def test_overhead_compares_every_variant_with_torch(tmp_path: Path) -> None:
     assert {setting["set"] for setting in settings.values()} == {"claims"}
 
 
+def test_ingest_loses_nothing_and_is_set_beside_rows(tmp_path: Path) -> None:
+    told = run("ingest", "--json", str(tmp_path / "found.json"))
+    assert json.loads((tmp_path / "found.json").read_text())["lost"] == 0
+    assert "a row a span, SQLite alone" in told
+
+
 def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:
     tc = shutil.which("tc")
     if tc is None and os.environ.get("CI") == "true":

@@ -106,7 +106,7 @@ def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> d
     elif kind == "spans":
         found = wire.unpack_spans(payload)
     else:
-        return packing.unpack(payload)
+        return wire.unpack_steps(payload) if struct is wire.Steps else packing.unpack(payload)
     plain = {name: getattr(found, name) for name in struct.__struct_fields__}
     return {"rank": np.full(len(found.step), rank, np.int64), **plain}
 
