@@ -90,7 +90,7 @@ def _meaning(response: httpx.Response, text: bytes, source: str, seq: int) -> An
         if (echo.source, echo.seq) != (source, seq):
             return Answer(Outcome.RETRY, f"the answer to another batch: {detail}")
         return Answer(Outcome.REPEATED if echo.repeated else Outcome.STORED)
-    if status in (401, 403):
+    if status in (401, 403, 421):
         return Answer(Outcome.FORBIDDEN, detail)
     if status in _RETRIED or status >= 500 or 300 <= status < 400 or status == 404:
         # A 404 or a redirect comes from something that is no collector (yet): keep the data.

@@ -14,7 +14,7 @@ Answer = TypeVar("Answer")
 class Known(NamedTuple, Generic[Answer]):
     """An answer, and the version that it is of."""
 
-    version: int
+    version: Hashable
     answer: Answer
 
 
@@ -28,10 +28,10 @@ class Cache(Generic[Answer]):
     def __init__(self, size: int) -> None:
         self._size = size
         self._known: OrderedDict[Hashable, Known[Answer]] = OrderedDict()
-        self._making: dict[tuple[Hashable, int], Future[Answer]] = {}
+        self._making: dict[tuple[Hashable, Hashable], Future[Answer]] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: Hashable, version: int, make: Callable[[], Answer]) -> Answer:
+    def get(self, key: Hashable, version: Hashable, make: Callable[[], Answer]) -> Answer:
         """The answer of this version: a known one, or one that is made now, or is being made by another thread.
 
         Raises:

@@ -10,6 +10,21 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 MEDIA_TYPE = "application/problem+json"
+_SCHEMA = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+    },
+}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": what, "content": {MEDIA_TYPE: {"schema": _SCHEMA}}}
+    for status, what in (("4XX", "The request is at fault."), ("5XX", "Not now; try again."))
+}
+"""What every route may also answer, for the OpenAPI document."""
 
 
 class Problem(Exception):  # noqa: N818 - the RFC's word

@@ -58,7 +58,7 @@ class Reports:
     def last_diagnosis(self, run: Run) -> tuple[dict[str, Any] | None, bool]:
         """What was found when its latest attempt was last looked at, and whether nothing came since."""
         known = self._diagnoses.known((run.run, run.attempt))
-        return (None, False) if known is None else (known.answer, known.version == run.commits)
+        return (None, False) if known is None else (known.answer, known.version == (run.created_ns, run.commits))
 
     def recent_diagnostics(self, runs: list[Run]) -> list[dict[str, Any] | None]:
         """The last diagnosis of each run; of those that have changed a new one is begun, for whoever asks next.
@@ -189,6 +189,7 @@ class Reports:
             # A gap may still be under way while the source lives.
             missing_batches={s.rank: s.missing_batches if s.goodbye else 0 for s in sources},
             events=self._store.events(run, attempt),
+            ahead_ns={s.rank: s.anchor.wall_ns - s.last_seen_ns for s in sources},
         )
         hosts = {s.rank: s.hello.host for s in sources if s.hello}
         judged = [stragglers.straggler_findings(joined, hosts), *(find(evidence) for find in CATALOGUE)]

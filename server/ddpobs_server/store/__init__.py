@@ -6,7 +6,7 @@ Every query is within one run, or over the runs, and then each join and each sum
 from __future__ import annotations
 
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
-from ddpobs_server.store.store import Store
+from ddpobs_server.store.store import Store, Unstorable
 from ddpobs_server.store.writing import Arrival, Outcome
 
 __all__ = [
@@ -21,4 +21,5 @@ __all__ = [
     "Source",
     "Store",
     "Token",
+    "Unstorable",
 ]

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from sqlalchemy import CTE, ColumnElement, Connection, case, func, select
+from sqlalchemy import CTE, ColumnElement, Connection, Double, case, cast, func, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
@@ -15,6 +15,11 @@ from ddpobs_server.store.rows import BucketRollup, PeerTotal, Rollup, Run
 _r, _s = schema.runs.c, schema.sources.c
 _SOURCE = (_s.run_id, _s.source, _s.rank)
 Conditions = list[ColumnElement[bool]]
+
+
+def added(column: Any) -> Any:
+    """A sum that absurd values do not overflow: SQLite raises where one of integers does."""
+    return func.sum(cast(column, Double))
 
 
 def one(run_id: str) -> Conditions:
@@ -28,16 +33,16 @@ def active(workspace: str, since_ns: int) -> Conditions:
 
 
 def before(workspace: str, cursor: tuple[int, str] | None) -> Conditions:
-    """A workspace's runs, from the cursor on."""
+    """A workspace's runs, from the cursor on: (created_ns, run) of the last one had."""
     if cursor is None:
         return [_r.workspace == workspace]
     at, run = cursor
-    return [_r.workspace == workspace, (_r.last_seen_ns < at) | ((_r.last_seen_ns == at) & (_r.run_id > run))]
+    return [_r.workspace == workspace, (_r.created_ns < at) | ((_r.created_ns == at) & (_r.run_id > run))]
 
 
 def runs(connection: Connection, which: Conditions, limit: int | None = None) -> list[Run]:
     """Runs, newest first, each with the sums over its latest attempt's sources."""
-    p = select(schema.runs).where(*which).order_by(_r.last_seen_ns.desc(), _r.run_id).limit(limit).subquery().c
+    p = select(schema.runs).where(*which).order_by(_r.created_ns.desc(), _r.run_id).limit(limit).subquery().c
     # A source that has not stepped yet counts from when it was first seen.
     later = (func.max if connection.dialect.name == "sqlite" else func.greatest)(_s.last_step_seen_ns, _s.first_seen_ns)
     plain = (p.run_id, p.attempt, p.created_ns, p.last_seen_ns, p.commits)
@@ -47,14 +52,14 @@ def runs(connection: Connection, which: Conditions, limit: int | None = None) ->
             func.coalesce(func.max(_s.world_size), 0),
             func.count(_s.source),
             func.coalesce(func.max(_s.last_step) + 1, 0),
-            func.coalesce(func.sum(_s.emitted), 0),
-            func.coalesce(func.sum(_s.dropped), 0),
+            func.coalesce(added(_s.emitted), 0),
+            func.coalesce(added(_s.dropped), 0),
             func.coalesce(func.max(later), 0),
             func.coalesce(func.sum(case((_s.goodbye, 1), else_=0)), 0),
         )
         .outerjoin(schema.sources, (_s.run_id == p.run_id) & (_s.attempt == p.attempt))
         .group_by(*plain)
-        .order_by(p.last_seen_ns.desc(), p.run_id)
+        .order_by(p.created_ns.desc(), p.run_id)
     )
     return [Run(*row[:2], *map(int, row[2:])) for row in connection.execute(query)]
 
@@ -152,7 +157,7 @@ def last_seen(connection: Connection, of: CTE) -> list[tuple[str, int, int, int,
     """(run, rank, last step, when it was seen, records dropped) of each rank."""
     keys = (of.c.run_id, of.c.rank)
     query = (
-        select(*keys, func.max(_s.last_step), func.max(_s.last_step_seen_ns), func.sum(_s.dropped))
+        select(*keys, func.max(_s.last_step), func.max(_s.last_step_seen_ns), added(_s.dropped))
         .join(*_joined(schema.sources, of))
         .group_by(*keys)
     )
@@ -219,7 +224,7 @@ def _summed(
 ) -> Iterable[Any]:
     keys = [of.c.run_id, *([of.c.rank] if rank else []), *(table.c[name] for name in by)]
     query = (
-        select(*keys, *(func.sum(table.c[name]) for name in names))
+        select(*keys, *(added(table.c[name]) for name in names))
         .join(*_joined(table, of))
         .group_by(*keys)
         .order_by(*keys)

@@ -6,11 +6,12 @@ import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from sqlalchemy import CTE, Connection, case, func, select
+from sqlalchemy import CTE, Connection, case, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
 from ddpobs_server.store.rows import Run
+from ddpobs_server.store.sums import added
 
 NAMES = ("steps", "comm_ns", *(f"{phase}_ns" for phase in wire.PHASES))
 Sums = dict[int, tuple[int, ...]]
@@ -73,7 +74,7 @@ def _summed(connection: Connection, of: CTE, windows: Mapping[str, tuple[int, in
     c, run = schema.rollups.c, of.c.run_id
     begin = case({name: begin for name, (begin, _) in windows.items()}, value=run, else_=2**62)
     query = (
-        select(run, of.c.rank, *(func.sum(c[name]) for name in NAMES))
+        select(run, of.c.rank, *(added(c[name]) for name in NAMES))
         .join(schema.rollups, (c.run_id == run) & (c.source == of.c.source) & (c.step_window >= begin))
         .group_by(run, of.c.rank)
     )
