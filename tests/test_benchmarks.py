@@ -39,6 +39,14 @@ def test_it_prints_a_row_for_each_variant_and_keeps_them(name: str, tmp_path: Pa
         assert f"\n| {variant} | " in told
 
 
+def test_reads_asks_each_question_of_both_databases(tmp_path: Path) -> None:
+    for database in ([], ["--postgres"]):
+        told = run("reads", "--json", str(tmp_path / "found.json"), *database)
+        kept = json.loads((tmp_path / "found.json").read_text())
+        assert {one["bound_ms"] for one in kept.values()} == {None, 50, 100, 300}
+        assert all(f"\n| {name} | " in told and one["median_ms"] > 0 for name, one in kept.items())
+
+
 def test_overhead_compares_every_variant_with_torch(tmp_path: Path) -> None:
     told = run("overhead", "--json", str(tmp_path / "found.json"))
     for title in ("torch once more (the noise)", "ours, telemetry on", "telemetry on / torch, at most 1.00"):

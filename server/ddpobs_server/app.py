@@ -64,6 +64,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.watch.close()
         app.state.keeper.close()
         app.state.writer.close()
+        app.state.reports.close()
         store.close()
         _log.info("collector ended: what was accepted is written")
 

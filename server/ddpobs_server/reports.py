@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections import OrderedDict
-from collections.abc import Callable
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from typing import Any
 
@@ -14,14 +13,29 @@ from ddpobs import wire
 from ddpobs_server.analysis import clocks, stragglers, trace
 from ddpobs_server.analysis.catalogue import CATALOGUE, Evidence
 from ddpobs_server.analysis.findings import Finding, Missing, ordered
-from ddpobs_server.analysis.joins import Joined, join
-from ddpobs_server.store import Source, Store
+from ddpobs_server.analysis.joins import join, mean_over_ranks
+from ddpobs_server.analysis.stragglers import lateness_table
+from ddpobs_server.cache import Cache
+from ddpobs_server.store import Run, Source, Store
 
-_ROWS = 1_000_000
-"""Most step rows one diagnosis reads: it then looks at the latest steps."""
-_BUCKET_STEPS = 200
-_TRACE_STEPS = 50
-_CACHED = 256
+_log = logging.getLogger(__name__)
+
+_STEPS, _FEWEST_STEPS, _ROWS = 2048, 512, 500_000
+"""A diagnosis looks at the latest steps: so many, or as many as make so many rows, but not fewer than the fewest."""
+_BUCKET_STEPS, _BUCKET_RANKS = 200, 8
+"""The bucket at which a slow backward shows is sought in the latest steps of the slow rank and some others."""
+_TRACE_STEPS, _TRACE_ROWS = 50, 200_000
+_NOISE_ROWS = 50_000
+_CACHED = 1024
+_PATIENCE_S = 1.0
+
+
+class TooMany(ValueError):  # noqa: N818 - what is wrong with what was asked for
+    """More steps are asked for than one answer holds; those until `fits_until` would fit."""
+
+    def __init__(self, fits_until: int) -> None:
+        super().__init__(f"one answer holds the steps until {fits_until}")
+        self.fits_until = fits_until
 
 
 class Reports:
@@ -33,17 +47,83 @@ class Reports:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._cache: OrderedDict[tuple[Any, ...], tuple[tuple[int, int], dict[str, Any]]] = OrderedDict()
-        self._lock = threading.Lock()
+        self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
+        self._later = ThreadPoolExecutor(1, "ddpobs-reports")
+        self._under_way: dict[tuple[str, str], Future[None]] = {}
 
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:
         """Findings, most severe first, and what could not be judged."""
-        return self._cached(("diagnostics", run, attempt), lambda: self._diagnose(run, attempt))
+        return self._diagnoses.get((run, attempt), self._store.commits(run), lambda: self._diagnose(run, attempt))
+
+    def last_diagnosis(self, run: Run) -> tuple[dict[str, Any] | None, bool]:
+        """What was found when its latest attempt was last looked at, and whether nothing came since."""
+        known = self._diagnoses.known((run.run, run.attempt))
+        return (None, False) if known is None else (known.answer, known.version == (run.created_ns, run.commits))
+
+    def recent_diagnostics(self, runs: list[Run]) -> list[dict[str, Any] | None]:
+        """The last diagnosis of each run; of those that have changed a new one is begun, for whoever asks next.
+
+        Where there is none yet it is waited for, altogether for `_PATIENCE_S`; it is None where that was too short.
+        """
+        first = []
+        self._under_way = {key: begun for key, begun in self._under_way.items() if not begun.done()}
+        for run in runs:
+            key = (run.run, run.attempt)
+            known, current = self.last_diagnosis(run)
+            if not current and key not in self._under_way:
+                self._under_way[key] = self._later.submit(self._look, key)
+            if known is None and (begun := self._under_way.get(key)) is not None:
+                first.append(begun)
+        wait(first, _PATIENCE_S)
+        return [self.last_diagnosis(run)[0] for run in runs]
+
+    def _look(self, key: tuple[str, str]) -> None:
+        try:
+            self.diagnostics(*key)
+        except Exception:
+            _log.exception("run %s was not diagnosed", key[0])
+
+    def close(self) -> None:
+        """Begin no more diagnoses, and wait for the one under way."""
+        self._later.shutdown(cancel_futures=True)
 
     def stragglers(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
-        """Own times of all ranks by step, who was last, and each rank's share and excess."""
-        key = ("stragglers", run, attempt, first, last)
-        return self._cached(key, lambda: self._stragglers(run, attempt, first, last))
+        """Own times of all ranks by step, who was last, and each rank's share and excess.
+
+        Of the latest steps where none are named; else of as many from `first` on as one answer holds, and `next`
+        is then the step with which the next one begins.
+        """
+        end = None
+        if first is None and last is None:
+            rank, steps = self._recent_steps(run, attempt, self._store.sources(run, attempt))
+        else:
+            end = self._store.page_end("steps", run, attempt, first=first, last=last, rows=_ROWS)
+            rank, steps = self._store.steps(run, attempt, None, first, last if end is None else end)
+        joined = join(rank, steps)
+        answer: dict[str, Any] = {
+            "run": run,
+            "attempt": attempt,
+            "steps": joined.step.tolist(),
+            "ranks": joined.ranks.tolist(),
+            "own_ns": joined.own_ns.astype(np.int64).tolist(),
+            "delay_ns": [],
+            "last_rank": [],
+            "noise_ns": 0,
+            "per_rank": [],
+            "next": None if end is None else end + 1,
+        }
+        if len(joined) and len(joined.ranks) > 1:
+            answer |= lateness_table(joined)
+            answer["noise_ns"] = self._noise_ns(run, attempt, int(joined.step[-1]))
+        return answer
+
+    def mean_steps(
+        self, run: str, attempt: str, first: int | None, last: int | None
+    ) -> tuple[dict[str, wire.Ints], int | None]:
+        """Wall time and phases by step, the mean over its ranks; and the next page's first step, or None."""
+        end = self._store.page_end("steps", run, attempt, first=first, last=last, rows=_ROWS)
+        _, steps = self._store.steps(run, attempt, None, first, last if end is None else end)
+        return mean_over_ranks(steps), None if end is None else end + 1
 
     def aligned_spans(
         self,
@@ -69,14 +149,29 @@ class Reports:
         return {name: values[wanted] for name, values in columns.items()}
 
     def trace(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
-        """Chrome trace of the steps asked for; where an end is left open, of `_TRACE_STEPS`."""
-        if first is None:
-            end = last if last is not None else self._last_step(run, attempt)
-            first, last = max(0, end - _TRACE_STEPS + 1), end
-        elif last is None:
-            last = first + _TRACE_STEPS - 1
-        steps = self._store.steps(run, attempt, None, first, last)
-        spans = self._store.spans(run, attempt, None, first, last)
+        """Chrome trace of the steps asked for; where an end is left open, of `_TRACE_STEPS`, or as many as fit.
+
+        Raises:
+            TooMany: Both ends are given, and more lies between than fits into one.
+        """
+        begin, end = first, last
+        if begin is None:
+            end = end if end is not None else self._last_step(run, attempt)
+            begin = max(0, end - _TRACE_STEPS + 1)
+        elif end is None:
+            end = begin + _TRACE_STEPS - 1
+        assert end is not None
+        cuts = [
+            self._store.page_end(kind, run, attempt, first=begin, last=end, rows=_TRACE_ROWS)
+            for kind in ("steps", "spans")
+        ]
+        if known := [cut for cut in cuts if cut is not None]:
+            if first is not None and last is not None:
+                raise TooMany(min(known))
+            # The latest steps are wanted where the beginning was left open.
+            begin, end = (end - (min(known) - begin), end) if first is None else (begin, min(known))
+        steps = self._store.steps(run, attempt, None, begin, end)
+        spans = self._store.spans(run, attempt, None, begin, end)
         return trace.chrome_trace(steps, spans, clocks.offsets_ns(*spans)[0])
 
     def _diagnose(self, run: str, attempt: str) -> dict[str, Any]:
@@ -99,7 +194,7 @@ class Reports:
         hosts = {s.rank: s.hello.host for s in sources if s.hello}
         judged = [stragglers.straggler_findings(joined, hosts), *(find(evidence) for find in CATALOGUE)]
         findings = [f for found in judged if not isinstance(found, Missing) for f in found]
-        findings = [self._with_bucket(f, run, attempt) for f in findings]
+        findings = self._with_buckets(findings, run, attempt, (rank, steps))
         return {
             "run": run,
             "attempt": attempt,
@@ -108,85 +203,60 @@ class Reports:
             "missing": [str(found) for found in [*judged, *_silent(sources)] if isinstance(found, Missing)],
         }
 
-    def _with_bucket(self, finding: Finding, run: str, attempt: str) -> Finding:
-        """Name the bucket at which a slow backward first shows, and its parameters."""
-        if finding.code != "straggler" or finding.phase != "backward":
-            return finding
-        first = max(finding.steps[0], finding.steps[1] - _BUCKET_STEPS)
-        ranks, spans = self._store.spans(run, attempt, None, first, finding.steps[1])
-        layouts = self._store.layouts(run, attempt)
-        if not len(ranks) or not layouts:
-            return finding
-        layout = layouts[-1]
+    def _with_buckets(
+        self, findings: list[Finding], run: str, attempt: str, steps: tuple[wire.Ints, wire.Steps]
+    ) -> list[Finding]:
+        """Name the bucket at which a slow backward first shows, and its parameters; of the first few that are slow."""
+        beside = {f.ranks[0]: _beside(f.ranks[0], np.unique(steps[0])) for f in findings
+                  if f.code == "straggler" and f.phase == "backward"}  # fmt: skip
+        beside = dict(list(beside.items())[:_BUCKET_RANKS])
+        layouts = self._store.layouts(run, attempt) if beside else []
+        if not layouts:
+            return findings
+        layout, looked_at = layouts[-1], next(f.steps for f in findings if f.code == "straggler")
+        read = sorted(set().union(*beside.values()))
+        first = max(looked_at[0], looked_at[1] - _BUCKET_STEPS)
+        ranks, spans = self._store.spans(run, attempt, read, first, looked_at[1])
         of_layout = (spans.module == layout.module) & (spans.revision == layout.revision)
-        ranks = ranks[of_layout]
-        spans = wire.Spans(**{name: getattr(spans, name)[of_layout] for name in spans.__struct_fields__})
-        began = self._backward_began(run, attempt, first, finding.steps[1], (ranks, spans))
-        bucket = stragglers.first_late_bucket(finding.ranks[0], ranks, spans, began)
-        if bucket is None or bucket >= len(layout.buckets):
-            return finding
-        names = [parameter.name for parameter in layout.buckets[bucket].parameters]
-        return replace(finding, buckets=[bucket], parameters=names[:50])
+        found = {}
+        for slow, compared in beside.items():
+            rows = of_layout & np.isin(ranks, compared)
+            if rows.any():
+                some = wire.Spans(**{name: getattr(spans, name)[rows] for name in spans.__struct_fields__})
+                began = stragglers.backward_began_ns(steps, (ranks[rows], some))
+                found[slow] = stragglers.first_late_bucket(slow, ranks[rows], some, began)
+        return [
+            _with_bucket(f, found.get(f.ranks[0]) if f.phase == "backward" and f.ranks else None, layout)
+            for f in findings
+        ]
 
-    def _backward_began(
-        self, run: str, attempt: str, first: int, last: int, spans: tuple[wire.Ints, wire.Spans]
-    ) -> dict[tuple[int, int], int]:
-        """(step, rank) -> when backward began: the last readiness less the backward phase, of one micro-step."""
-        rank, steps = self._store.steps(run, attempt, None, first, last)
-        whole = steps.micro_steps == 1
-        keys = zip(steps.step[whole].tolist(), rank[whole].tolist(), strict=True)
-        backward = dict(zip(keys, steps.backward_ns[whole].tolist(), strict=True))
-        ready: dict[tuple[int, int], int] = {}
-        span_rank, columns = spans
-        for step, r, at in zip(columns.step.tolist(), span_rank.tolist(), columns.ready_ns.tolist(), strict=True):
-            ready[step, r] = max(ready.get((step, r), 0), at)
-        return {key: at - backward[key] for key, at in ready.items() if key in backward}
-
-    def _stragglers(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
-        if first is None and last is None:
-            rank, steps = self._recent_steps(run, attempt, self._store.sources(run, attempt))
-        else:
-            rank, steps = self._store.steps(run, attempt, None, first, last)
-        joined = join(rank, steps)
-        answer: dict[str, Any] = {
-            "run": run,
-            "attempt": attempt,
-            "steps": joined.step.tolist(),
-            "ranks": joined.ranks.tolist(),
-            "own_ns": joined.own_ns.astype(np.int64).tolist(),
-            "delay_ns": [],
-            "last_rank": [],
-            "noise_ns": 0,
-            "per_rank": [],
-        }
-        if len(joined) and len(joined.ranks) > 1:
-            answer |= _lateness_json(joined)
-            span_first = max(int(joined.step[-1]) - _BUCKET_STEPS, 0)
-            spans = self._store.spans(run, attempt, None, span_first, int(joined.step[-1]))
-            answer["noise_ns"] = clocks.offsets_ns(*spans)[1]
-        return answer
+    def _noise_ns(self, run: str, attempt: str, last: int) -> int:
+        """How far apart the ranks end one all-reduce on aligned clocks, by some of the latest spans."""
+        first = max(last - _BUCKET_STEPS, 0)
+        end = self._store.page_end("spans", run, attempt, first=first, last=last, rows=_NOISE_ROWS)
+        return clocks.offsets_ns(*self._store.spans(run, attempt, None, first, last if end is None else end))[1]
 
     def _recent_steps(self, run: str, attempt: str, sources: list[Source]) -> tuple[wire.Ints, wire.Steps]:
         last = max((source.last_step for source in sources), default=0)
-        window = max(512, _ROWS // max(1, len(sources)))
+        window = max(_FEWEST_STEPS, min(_STEPS, _ROWS // max(1, len(sources))))
         return self._store.steps(run, attempt, None, max(0, last - window + 1), last)
 
     def _last_step(self, run: str, attempt: str) -> int:
         return max((source.last_step for source in self._store.sources(run, attempt)), default=0)
 
-    def _cached(self, key: tuple[Any, ...], make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        commits = self._store.commits(key[1])
-        with self._lock:
-            found = self._cache.get(key)
-        if found is not None and found[0] == commits:
-            return found[1]
-        made = make()
-        with self._lock:
-            self._cache[key] = (commits, made)
-            self._cache.move_to_end(key)
-            while len(self._cache) > _CACHED:
-                self._cache.popitem(last=False)
-        return made
+
+def _with_bucket(finding: Finding, bucket: int | None, layout: wire.Layout) -> Finding:
+    if finding.code != "straggler" or bucket is None or bucket >= len(layout.buckets):
+        return finding
+    names = [parameter.name for parameter in layout.buckets[bucket].parameters]
+    return replace(finding, buckets=[bucket], parameters=names[:50])
+
+
+def _beside(slow: int, ranks: wire.Ints) -> list[int]:
+    """A rank and others to compare it with, from all over the world."""
+    others = ranks[ranks != slow]
+    few = np.linspace(0, len(others) - 1, min(len(others), _BUCKET_RANKS - 1)).astype(np.int64)
+    return [slow, *others[few].tolist()]
 
 
 def _silent(sources: list[Source]) -> list[Missing]:
@@ -195,27 +265,3 @@ def _silent(sources: list[Source]) -> list[Missing]:
     silent = sorted(set(range(world)) - {source.rank for source in sources})
     shown = ", ".join(map(str, silent[:20])) + (", ..." if len(silent) > 20 else "")
     return [Missing("straggler", f"nothing was heard of rank {shown}")] if silent else []
-
-
-def _lateness_json(joined: Joined) -> dict[str, Any]:
-    late = stragglers.lateness(joined)
-    medians = np.median(joined.phases_ns, axis=0)
-    excess = medians - np.stack(
-        [np.median(np.delete(medians, index, axis=0), axis=0) for index in range(len(joined.ranks))]
-    )
-    per_rank = [
-        {
-            "rank": rank,
-            "last_share": round(float((late.last == index).mean()), 4),
-            "late_share": round(float(late.late[:, index].mean()), 4),
-            "delay_ns": round(float(np.where(late.last == index, late.delay_ns, 0.0).mean())),
-            "own_ns": round(float(np.median(joined.own_ns[:, index]))),
-            "excess_ns": {name: round(float(excess[index, place])) for place, name in enumerate(wire.OWN_PHASES)},
-        }
-        for index, rank in enumerate(joined.ranks.tolist())
-    ]
-    return {
-        "delay_ns": late.delay_ns.astype(np.int64).tolist(),
-        "last_rank": joined.ranks[late.last].tolist(),
-        "per_rank": per_rank,
-    }

@@ -141,6 +141,13 @@ def test_the_list_names_the_run_and_its_worst_finding(browser: Any, url: str) ->
     assert all(address.startswith(url) for address in visit.requests)
 
 
+def test_the_list_asks_for_no_diagnosis_that_it_knows(browser: Any, url: str) -> None:
+    for _ in range(2):
+        visit = Visit(browser, url)
+        visit.page.get_by_text("Rank 1 is slow in backward").wait_for()
+    assert not [address for address in visit.requests if "diagnostics" in address]
+
+
 def test_the_run_page_names_the_slow_rank_and_draws_it(browser: Any, url: str) -> None:
     visit = Visit(browser, f"{url}/runs/picture")
     visit.page.get_by_role("heading", name="Rank 1 is slow in backward").wait_for()

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from ddpobs_server.analysis.catalogue import CATALOGUE, Evidence
+from ddpobs_server.analysis.findings import Missing, ordered
+from ddpobs_server.analysis.joins import join
+from ddpobs_server.analysis.stragglers import straggler_findings
 from ddpobs_server.reports import Reports
 from ddpobs_server.store import Arrival, Store
 
@@ -160,3 +166,62 @@ def test_ranks_that_have_not_reported_are_said(store: Store) -> None:
     for one in range(2):
         ingest(store, batch(one, 0, steps=half(steps, np.flatnonzero(rank == one))))
     assert any("2" in what for what in Reports(store).diagnostics(RUN, ATTEMPT)["missing"])
+
+
+@pytest.mark.parametrize("slow", [(), (Slow(1, "backward", 60),), (Slow(0, "data", 90, share=0.5),)])
+def test_a_diagnosis_says_what_all_columns_together_say(store: Store, slow: tuple[Slow, ...]) -> None:
+    fill(store, 120, slow)
+    rank, steps = store.steps(RUN, ATTEMPT)
+    evidence = Evidence(rank, steps, join(rank, steps), [], {}, dict.fromkeys(range(RANKS), 100), {}, {})
+    judged = [straggler_findings(evidence.joined, dict.fromkeys(range(RANKS), "node"))]
+    judged += [find(evidence) for find in CATALOGUE]
+    plainly = ordered([finding for found in judged if not isinstance(found, Missing) for finding in found])
+    told = Reports(store).diagnostics(RUN, ATTEMPT)["findings"]
+    assert [finding["code"] for finding in told] == [finding.code for finding in plainly]
+    for came, finding in zip(told, plainly, strict=True):
+        assert came == finding.as_json() | {"buckets": came["buckets"], "parameters": came["parameters"]}
+
+
+def test_a_diagnosis_of_a_long_run_looks_at_its_latest_steps(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpobs_server.reports._STEPS", 40)
+    monkeypatch.setattr("ddpobs_server.reports._FEWEST_STEPS", 40)
+    fill(store, 120, (Slow(1, "data", 60),))
+    told = Reports(store).diagnostics(RUN, ATTEMPT)
+    assert told["steps_seen"] == 120
+    assert told["findings"][0]["steps"] == [80, 119]
+
+
+def test_the_late_bucket_is_found_by_some_ranks_as_by_all(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, 60, (Slow(2, "backward", 60),))
+    buckets = [wire.Bucket(size_bytes=4, dtype="float32", parameters=[wire.Parameter(name=n, size=1)]) for n in "ab"]
+    ingest(store, batch(0, 2, layouts=[wire.Layout(module=0, name="m", revision=0, comm="", buckets=buckets)]))
+    found = []
+    for ranks in (2, 8):
+        monkeypatch.setattr("ddpobs_server.reports._BUCKET_RANKS", ranks)
+        found.append(Reports(store).diagnostics(RUN, ATTEMPT)["findings"][0])
+    assert found[0] == found[1]
+    assert found[0]["parameters"] == ["a"]
+
+
+def test_the_last_diagnosis_is_told_while_a_new_one_is_made(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, 60, (Slow(2, "data", 60),))
+    reports = Reports(store)
+    (run,) = store.runs(1)
+    assert reports.last_diagnosis(run) == (None, False)
+    first = reports.diagnostics(RUN, ATTEMPT)
+    ingest(store, batch(0, 2))
+    (run,) = store.runs(1)
+    read, begun, go_on = store.steps, threading.Event(), threading.Event()
+
+    def slow(*given: Any) -> Any:
+        begun.set()
+        assert go_on.wait(60)
+        return read(*given)
+
+    monkeypatch.setattr(store, "steps", slow)
+    assert reports.recent_diagnostics([run])[0] is first
+    assert begun.wait(60)
+    assert reports.last_diagnosis(run) == (first, False)
+    go_on.set()
+    reports.close()
+    assert reports.last_diagnosis(run)[1]

@@ -43,5 +43,6 @@ def offsets_ns(rank: wire.Ints, spans: wire.Spans) -> tuple[dict[int, int], int]
 
 def aligned(rank: wire.Ints, offsets: dict[int, int], times_ns: wire.Ints) -> wire.Ints:
     """Times of many ranks on the lowest rank's clock; unknown ones stay unknown."""
-    shift = np.array([offsets.get(r, 0) for r in rank.tolist()], np.int64)
+    ranks, place = np.unique(rank, return_inverse=True)
+    shift = np.array([offsets.get(r, 0) for r in ranks.tolist()], np.int64)[place]
     return np.where(times_ns == wire.UNKNOWN, times_ns, times_ns + shift)

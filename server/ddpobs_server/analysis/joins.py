@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +43,10 @@ class Joined:
 
     def latest(self, count: int) -> Joined:
         """The last so many steps."""
-        cut = {name: values if name == "ranks" else values[-count:] for name, values in vars(self).items()}
-        return Joined(**cut)
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        return Joined(**{name: v if name == "ranks" else v[-count:] for name, v in columns.items()})
 
-    @property
+    @cached_property
     def step_ns(self) -> Floats:
         """Each step's wall time, the median over ranks, shape [steps]."""
         return np.median(self.wall_ns, axis=1)
@@ -90,6 +91,30 @@ def median_of_others(values: Floats) -> Floats:
     Returns:
         The same shape. With the median of all, two ranks would show half of what sets them apart.
     """
-    ranks = values.shape[1]
-    others = [np.median(np.delete(values, index, axis=1), axis=1) for index in range(ranks)]
-    return np.stack(others, axis=1)
+    others = values.shape[1] - 1
+    low, high = (others - 1) // 2, others // 2
+    middle = np.partition(values, range(low, high + 2), axis=1)
+
+    def nth(place: int) -> Floats:
+        """The so-manieth of the others: one further on for those that lie before it themselves."""
+        at, following = middle[:, place, None], middle[:, place + 1, None]
+        return np.where(values > at, at, following)
+
+    return np.asarray((nth(low) + nth(high)) / 2)
+
+
+def mean_over_ranks(steps: wire.Steps) -> dict[str, wire.Ints]:
+    """Wall time and phases of each step, the mean over the ranks that have it, in ns; and how many these are.
+
+    Args:
+        steps: Sorted by step.
+    """
+    begins = np.flatnonzero(np.diff(steps.step, prepend=-1))
+    ranks = np.diff(begins, append=len(steps.step))
+    times = {"wall_ns": steps.end_ns - steps.start_ns} | {
+        f"{phase}_ns": getattr(steps, f"{phase}_ns") for phase in wire.PHASES
+    }
+    means = {
+        name: np.add.reduceat(values, begins) // ranks if len(begins) else values for name, values in times.items()
+    }
+    return {"step": steps.step[begins], "ranks": ranks, **means}

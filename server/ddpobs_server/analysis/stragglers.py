@@ -7,6 +7,7 @@ ranks leave a synchronisation together, so these are comparable over ranks with 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,8 @@ RECENT_STEPS = 1024
 _BLOCK = 4
 _PARTS = 4
 _PERMUTATIONS = 400
+_MANY = 2**12
+"""Ranks times blocks above which these are rotated instead of permuted."""
 _EXPLAINED = 0.8
 
 
@@ -57,7 +60,7 @@ def lateness(joined: Joined) -> Lateness:
 def chance_of(late: npt.NDArray[np.bool_], seed: int = 0) -> Floats:
     """How often chance alone would make some rank late as often as each rank was.
 
-    Ranks are permuted anew in each block of steps, so that what comes in bursts stays in bursts.
+    Ranks are permuted anew in each block of steps, so that what comes in bursts stays in bursts. Many are rotated.
 
     Args:
         late: Shape [steps, ranks].
@@ -70,25 +73,38 @@ def chance_of(late: npt.NDArray[np.bool_], seed: int = 0) -> Floats:
     blocks = steps // _BLOCK
     counts = late[: blocks * _BLOCK].reshape(blocks, _BLOCK, ranks).sum(axis=1)
     observed = counts.sum(axis=0)
-    random = np.random.default_rng(seed)
-    repeated = np.broadcast_to(counts, (_PERMUTATIONS, blocks, ranks))
-    most = random.permuted(repeated, axis=2).sum(axis=1).max(axis=1)
+    most = (_permuted_most if counts.size <= _MANY else _rotated_most)(counts, np.random.default_rng(seed))
     return np.asarray((1 + (most[:, None] >= observed).sum(axis=0)) / (1 + _PERMUTATIONS))
 
 
-def recurs(joined: Joined, late: Lateness, index: int) -> bool:
-    """Whether a rank stands out in each quarter of the steps, not in one burst of noise.
+def _permuted_most(counts: wire.Ints, random: np.random.Generator) -> wire.Ints:
+    """How often the rank that is late most is late, each time the ranks are permuted anew in each block."""
+    repeated = np.broadcast_to(counts.astype(np.int8), (_PERMUTATIONS, *counts.shape))
+    return np.asarray(random.permuted(repeated, axis=2).sum(axis=1, dtype=np.int64).max(axis=1))
 
-    In each it is late at least half as often as the one that is late most, at least twice as often as the others'
-    median, and costs `MIN_COST_SHARE`.
+
+def _rotated_most(counts: wire.Ints, random: np.random.Generator) -> wire.Ints:
+    """Likewise, with the ranks of each block rotated by a random number: as likely for each rank, and far quicker."""
+    blocks, ranks = counts.shape
+    block, rank = np.nonzero(counts)
+    turns = random.integers(ranks, size=(_PERMUTATIONS, blocks))
+    weights = counts[block, rank]
+    return np.array([np.bincount((rank + turn[block]) % ranks, weights, ranks).max() for turn in turns], np.int64)
+
+
+def recurring(joined: Joined, late: Lateness) -> list[int]:
+    """Indices of the ranks that stand out in each quarter of the steps, not in one burst of noise.
+
+    In each such a rank is late at least half as often as the one that is late most, at least twice as often as the
+    others' median, and costs `MIN_COST_SHARE`.
     """
+    stand_out = np.ones(len(joined.ranks), bool)
+    cost_ns = np.where(late.late, late.excess_ns, 0.0)
     for rows in np.array_split(np.arange(len(joined)), _PARTS):
         shares = late.late[rows].mean(axis=0)
-        costs = np.where(late.late[rows, index], late.excess_ns[rows, index], 0.0)
-        stands_out = shares[index] >= 0.5 * shares.max() and shares[index] >= 2 * np.median(np.delete(shares, index))
-        if not stands_out or costs.mean() < MIN_COST_SHARE * joined.step_ns[rows].mean():
-            return False
-    return True
+        stand_out &= (shares >= 0.5 * shares.max()) & (shares >= 2 * median_of_others(shares[None])[0])
+        stand_out &= cost_ns[rows].mean(axis=0) >= MIN_COST_SHARE * joined.step_ns[rows].mean()
+    return np.flatnonzero(stand_out).tolist()
 
 
 def causes(joined: Joined, rank: int, rows: wire.Ints) -> list[tuple[str, float]]:
@@ -103,7 +119,7 @@ def causes(joined: Joined, rank: int, rows: wire.Ints) -> list[tuple[str, float]
         (phase, mean excess in ns).
     """
     phases = joined.phases_ns[rows]
-    excess = (phases - median_of_others(phases))[:, rank].mean(axis=0)
+    excess = (phases[:, rank] - np.median(np.delete(phases, rank, axis=1), axis=1)).mean(axis=0)
     total = max(1.0, float(excess[excess > 0].sum()))
     named: list[tuple[str, float]] = []
     for index in np.argsort(-excess):
@@ -113,23 +129,45 @@ def causes(joined: Joined, rank: int, rows: wire.Ints) -> list[tuple[str, float]
     return named
 
 
-def first_late_bucket(
-    rank: int, row_rank: wire.Ints, spans: wire.Spans, began_ns: dict[tuple[int, int], int]
-) -> int | None:
+def backward_began_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire.Spans]) -> wire.Ints:
+    """When backward began: the step's last readiness less its backward phase, of steps with one micro-step.
+
+    Args:
+        steps: Rank of each row, and columns, sorted by step and rank.
+        spans: Likewise; of one module and layout revision, not empty.
+
+    Returns:
+        For each span, on its rank's clock; `wire.UNKNOWN` where it is not known.
+    """
+    (step_rank, step), (span_rank, span) = steps, spans
+    whole = np.flatnonzero((step.micro_steps == 1) & (step.step >= span.step[0]) & (step.step <= span.step[-1]))
+    origin, width = span.step[0], max(int(span_rank.max()), int(step_rank.max(initial=0))) + 1
+    known = (step.step[whole] - origin) * width + step_rank[whole]
+    wanted = (span.step - origin) * width + span_rank
+    begins = np.flatnonzero(np.diff(wanted, prepend=wanted[0] - 1))
+    last_ready = np.maximum.reduceat(span.ready_ns, begins)
+    place = np.searchsorted(known, wanted[begins], "right") - 1
+    found = place >= 0
+    found[found] = known[place[found]] == wanted[begins][found]
+    began = np.full(len(begins), wire.UNKNOWN, np.int64)
+    began[found] = last_ready[found] - step.backward_ns[whole][place[found]]
+    return np.repeat(began, np.diff(begins, append=len(wanted)))
+
+
+def first_late_bucket(rank: int, row_rank: wire.Ints, spans: wire.Spans, began_ns: wire.Ints) -> int | None:
     """The bucket at which a slow backward shows: at least half of the whole lag arises there, not evenly over all.
 
     Args:
         rank: The slow rank.
         row_rank: Rank of each span.
         spans: Of one module and layout revision.
-        began_ns: When backward began, by (step, rank), on that rank's clock.
+        began_ns: When backward began, of each span, on that rank's clock; `wire.UNKNOWN` where it is not known.
 
     Returns:
         The bucket's index, or None where the ranks' buckets do not compare.
     """
-    began = np.array([began_ns.get((s, r), -1) for s, r in zip(spans.step.tolist(), row_rank.tolist(), strict=True)])
-    known = began >= 0
-    since = spans.ready_ns - began
+    known = began_ns >= 0
+    since = spans.ready_ns - began_ns
     buckets = np.unique(spans.bucket)
     lags = []
     for bucket in buckets:
@@ -163,6 +201,33 @@ def gain(joined: Joined, late: Lateness, rank: int) -> Gain:
     )
 
 
+def lateness_table(joined: Joined) -> dict[str, Any]:
+    """Delay and last rank by step, and each rank's shares, delay, own time and excess, as the REST gives it."""
+    late = lateness(joined)
+    medians = np.median(joined.phases_ns, axis=0)
+    excess = medians - median_of_others(medians[None])[0]
+    own = np.median(joined.own_ns, axis=0)
+    late_share = late.late.mean(axis=0)
+    last_share = np.bincount(late.last, minlength=len(joined.ranks)) / len(joined)
+    delay = np.bincount(late.last, late.delay_ns, len(joined.ranks)) / len(joined)
+    per_rank = [
+        {
+            "rank": rank,
+            "last_share": round(float(last_share[index]), 4),
+            "late_share": round(float(late_share[index]), 4),
+            "delay_ns": round(float(delay[index])),
+            "own_ns": round(float(own[index])),
+            "excess_ns": dict(zip(wire.OWN_PHASES, map(round, excess[index].tolist()), strict=True)),
+        }
+        for index, rank in enumerate(joined.ranks.tolist())
+    ]
+    return {
+        "delay_ns": late.delay_ns.astype(np.int64).tolist(),
+        "last_rank": joined.ranks[late.last].tolist(),
+        "per_rank": per_rank,
+    }
+
+
 def straggler_findings(joined: Joined, hosts: dict[int, str]) -> list[Finding] | Missing:
     """A finding for each rank that is late more often than chance, and that costs enough to matter."""
     if len(joined.ranks) < 2:
@@ -171,11 +236,14 @@ def straggler_findings(joined: Joined, hosts: dict[int, str]) -> list[Finding] |
         return Missing("straggler", f"{len(joined)} of {MIN_STEPS} steps in which every rank's own time is known")
     joined = joined.latest(RECENT_STEPS)
     late = lateness(joined)
+    suspects = recurring(joined, late)
+    if not suspects:
+        return []  # Chance takes longer to work out than all the rest.
     chance = chance_of(late.late)
     return [
-        _finding(joined, late, index, rank, float(chance[index]), hosts)
-        for index, rank in enumerate(joined.ranks.tolist())
-        if chance[index] <= CHANCE and recurs(joined, late, index)
+        _finding(joined, late, index, int(joined.ranks[index]), float(chance[index]), hosts)
+        for index in suspects
+        if chance[index] <= CHANCE
     ]
 
 

@@ -30,19 +30,20 @@ def chrome_trace(
             _name("thread_name", rank, _PHASES_TRACK, "phases"),
             _name("thread_name", rank, _BUCKETS_TRACK, "buckets"),
         ]
-    for row, rank in enumerate(step_rank.tolist()):
-        at = int(start_ns[row]) - origin_ns
-        for phase in wire.PHASES:
-            lasted = int(getattr(step, f"{phase}_ns")[row])
+    phases = [getattr(step, f"{phase}_ns").tolist() for phase in wire.PHASES]
+    for rank, number, begin, *lasting in zip(
+        step_rank.tolist(), step.step.tolist(), (start_ns - origin_ns).tolist(), *phases, strict=True
+    ):
+        at = begin
+        for phase, lasted in zip(wire.PHASES, lasting, strict=True):
             if lasted:
-                events.append(_event(phase, rank, _PHASES_TRACK, at, lasted, {"step": int(step.step[row])}))
+                events.append(_event(phase, rank, _PHASES_TRACK, at, lasted, {"step": number}))
             at += lasted
     launched, done = aligned(span_rank, offsets, span.launched_ns), aligned(span_rank, offsets, span.done_ns)
-    for row, rank in enumerate(span_rank.tolist()):
-        at, bucket = int(launched[row]) - origin_ns, int(span.bucket[row])
-        facts = {"step": int(span.step[row]), "bucket": bucket, "module": int(span.module[row])}
-        track = _BUCKETS_TRACK + bucket
-        events.append(_event(f"bucket {bucket}", rank, track, at, int(done[row] - launched[row]), facts))
+    columns = (span_rank, span.step, span.bucket, span.module, launched - origin_ns, done - launched)
+    for rank, number, bucket, module, at, lasted in zip(*(column.tolist() for column in columns), strict=True):
+        facts = {"step": number, "bucket": bucket, "module": module}
+        events.append(_event(f"bucket {bucket}", rank, _BUCKETS_TRACK + bucket, at, lasted, facts))
     note = "phases have durations only and are laid one after another; clocks are aligned by the ends of all-reduces"
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"note": note}}
 

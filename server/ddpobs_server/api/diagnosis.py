@@ -2,32 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any
+from fastapi import APIRouter, Response
 
-from fastapi import APIRouter
-
+from ddpobs_server.api.answers import json_answer
 from ddpobs_server.api.deps import AttemptDep, FromQuery, ReportsDep, RunDep, ToQuery
+from ddpobs_server.api.turns import InTurn
+from ddpobs_server.problems import Problem
+from ddpobs_server.reports import TooMany
 
-router = APIRouter(prefix="/api/v1/runs/{run}", tags=["diagnosis"])
+router = APIRouter(prefix="/api/v1/runs/{run}", tags=["diagnosis"], route_class=InTurn)
 
 
 @router.get("/stragglers")
 def get_stragglers(
     run: RunDep, attempt: AttemptDep, reports: ReportsDep, first: FromQuery = None, last: ToQuery = None
-) -> dict[str, Any]:
-    """Own time of each rank in each step, who was last, and by how much."""
-    return reports.stragglers(run.run, attempt, first, last) | {"run": run.name}
+) -> Response:
+    """Own time of each rank in each step, who was last, and by how much.
+
+    Of the latest steps where none are named. `next` is where to go on from, where one answer does not hold all.
+    """
+    return json_answer(reports.stragglers(run.run, attempt, first, last) | {"run": run.name})
 
 
 @router.get("/diagnostics")
-def get_diagnostics(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> dict[str, Any]:
+def get_diagnostics(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> Response:
     """Findings with evidence, remedy and gain; `missing` says what could not be judged, and why."""
-    return reports.diagnostics(run.run, attempt) | {"run": run.name}
+    return json_answer(reports.diagnostics(run.run, attempt) | {"run": run.name})
 
 
 @router.get("/trace")
 def get_trace(
     run: RunDep, attempt: AttemptDep, reports: ReportsDep, first: FromQuery = None, last: ToQuery = None
-) -> dict[str, Any]:
+) -> Response:
     """Steps as a Chrome trace, all ranks on one clock: open it in Perfetto or chrome://tracing."""
-    return reports.trace(run.run, attempt, first, last)
+    try:
+        return json_answer(reports.trace(run.run, attempt, first, last))
+    except TooMany as error:
+        raise Problem(
+            422,
+            "Too many steps",
+            f"to: expected at most {error.fits_until} for a trace from step {first} on, got {last}; ask for fewer",
+            field="query.to",
+        ) from None

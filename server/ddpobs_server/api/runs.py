@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import msgspec
 from fastapi import APIRouter, Query, Response
 
-from ddpobs import wire
+from ddpobs_server.api.answers import columns_answer
 from ddpobs_server.api.deps import (
     Admin,
     AttemptDep,
@@ -24,11 +24,16 @@ from ddpobs_server.api.deps import (
     StoreDep,
     ToQuery,
 )
+from ddpobs_server.api.turns import InTurn
 from ddpobs_server.problems import Problem
+from ddpobs_server.reports import Reports
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Rollup, Run, Source
 
-router = APIRouter(prefix="/api/v1", tags=["runs"])
+router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=InTurn)
+
+_PAGE_ROWS = 100_000
+"""About how many rows of columns one answer holds."""
 _CURSOR = re.compile(r"([1-8]?\d{1,18})/([A-Za-z0-9._/-]{1,128})", re.ASCII)
 
 
@@ -36,6 +41,7 @@ _CURSOR = re.compile(r"([1-8]?\d{1,18})/([A-Za-z0-9._/-]{1,128})", re.ASCII)
 def list_runs(
     caller: Reader,
     store: StoreDep,
+    reports: ReportsDep,
     settings: SettingsDep,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     cursor: Annotated[str | None, Query(max_length=512)] = None,
@@ -44,9 +50,12 @@ def list_runs(
     """Runs, those first seen last coming first, so that none moves while you turn pages.
 
     `next` is the cursor of the next page; `state` filters within a page.
+
+    `diagnosis` is what was found when somebody last asked, with the title of the worst finding; `current` says that
+    nothing came since.
     """
     page = store.runs(limit, _from_cursor(cursor), caller.workspace)
-    shown = [run_json(run, settings) for run in page]
+    shown = [run_json(run, settings) | {"diagnosis": _diagnosis_json(reports, run)} for run in page]
     return {
         "runs": [run for run in shown if state in (None, run["state"])],
         "next": _to_cursor(page[-1]) if len(page) == limit else None,
@@ -105,54 +114,59 @@ def get_steps(
     run: RunDep,
     attempt: AttemptDep,
     store: StoreDep,
+    reports: ReportsDep,
     rank: RankQuery = None,
     first: FromQuery = None,
     last: ToQuery = None,
+    mean: Annotated[bool, Query(description="Wall time and phases only, the mean over the ranks.")] = False,
 ) -> Response:
-    """Steps in columns, sorted by step and rank."""
-    ranks, steps = store.steps(run.run, attempt, rank, first, last)
+    """Steps in columns, sorted by step and rank; `next` is where to go on from, where one answer does not hold all."""
+    if mean:
+        return columns_answer(run.name, attempt, *reports.mean_steps(run.run, attempt, first, last))
+    end = store.page_end("steps", run.run, attempt, rank=rank, first=first, last=last, rows=_PAGE_ROWS)
+    ranks, steps = store.steps(run.run, attempt, rank, first, last if end is None else end)
     columns = {"rank": ranks} | {name: getattr(steps, name) for name in steps.__struct_fields__}
-    return columns_json(run.name, attempt, columns)
+    return columns_answer(run.name, attempt, columns, None if end is None else end + 1)
 
 
 @router.get("/runs/{run}/spans")
 def get_spans(
     run: RunDep,
     attempt: AttemptDep,
+    store: StoreDep,
     reports: ReportsDep,
     rank: RankQuery = None,
     first: FromQuery = None,
     last: ToQuery = None,
     module: ModuleQuery = None,
 ) -> Response:
-    """Bucket spans in columns, sorted by step and rank, also on rank 0's clock (`aligned_…`)."""
-    return columns_json(run.name, attempt, reports.aligned_spans(run.run, attempt, rank, first, last, module=module))
+    """Bucket spans in columns, sorted by step and rank, also on rank 0's clock (`aligned_…`); `next` as in steps."""
+    # The other ranks' spans are needed to align one's.
+    end = store.page_end("spans", run.run, attempt, first=first, last=last, rows=_PAGE_ROWS)
+    columns = reports.aligned_spans(run.run, attempt, rank, first, last if end is None else end, module=module)
+    return columns_answer(run.name, attempt, columns, None if end is None else end + 1)
 
 
 @router.get("/runs/{run}/buckets")
 def get_buckets(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> dict[str, Any]:
     """Mean times of each bucket over all ranks and steps."""
     layouts = {(layout.module, layout.revision): layout for layout in store.layouts(run.run, attempt)}
-    sums: dict[tuple[int, int, int], dict[str, int]] = {}
-    for row in store.bucket_rollups(run.run, attempt):
-        if module in (None, row.module):
-            total = sums.setdefault((row.module, row.revision, row.bucket), {})
-            for name in ("steps", "compute_ns", "comm_ns", "exposed_ns"):
-                total[name] = total.get(name, 0) + getattr(row, name)
     buckets = []
-    for (number, revision, bucket), total in sorted(sums.items()):
-        layout = layouts.get((number, revision))
-        known = layout.buckets[bucket] if layout and bucket < len(layout.buckets) else None
+    for row in store.bucket_rollups(run.run, attempt):
+        if module not in (None, row.module):
+            continue
+        layout = layouts.get((row.module, row.revision))
+        known = layout.buckets[row.bucket] if layout and row.bucket < len(layout.buckets) else None
         buckets.append(
             {
-                "module": number,
-                "revision": revision,
-                "bucket": bucket,
+                "module": row.module,
+                "revision": row.revision,
+                "bucket": row.bucket,
                 "size_bytes": known.size_bytes if known else None,
                 "dtype": known.dtype if known else None,
                 "parameters": len(known.parameters) if known else None,
-                "steps": total["steps"],
-                **{name: total[name] // total["steps"] for name in ("compute_ns", "comm_ns", "exposed_ns")},
+                "steps": row.steps,
+                **{name: getattr(row, name) // row.steps for name in ("compute_ns", "comm_ns", "exposed_ns")},
             }
         )
     return {"run": run.name, "attempt": attempt, "buckets": buckets}
@@ -167,12 +181,6 @@ def get_unused(run: RunDep, attempt: AttemptDep, store: StoreDep, module: Module
         if module in (None, record.module)
     ]
     return {"run": run.name, "attempt": attempt, "unused": told}
-
-
-def columns_json(run: str, attempt: str, columns: dict[str, wire.Ints]) -> Response:
-    """Columns as lists."""
-    body = {"run": run, "attempt": attempt, "columns": {name: values.tolist() for name, values in columns.items()}}
-    return Response(msgspec.json.encode(body), media_type=wire.JSON)
 
 
 def run_json(run: Run, settings: Settings) -> dict[str, Any]:
@@ -222,6 +230,14 @@ def _rank_json(source: Source, rollup: Rollup | None) -> dict[str, Any]:
         "pulse": msgspec.to_builtins(source.pulse),
         "goodbye": source.goodbye,
     }
+
+
+def _diagnosis_json(reports: Reports, run: Run) -> dict[str, Any] | None:
+    told, current = reports.last_diagnosis(run)
+    if told is None:
+        return None
+    worst = told["findings"][0]["title"] if told["findings"] else None
+    return {"worst": worst, "findings": len(told["findings"]), "current": current}
 
 
 def _to_cursor(run: Run) -> str:

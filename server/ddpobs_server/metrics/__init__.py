@@ -12,11 +12,9 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import choose_encoder
 
 from ddpobs_server.auth import Caller, needs
-from ddpobs_server.metrics.runs import RunMetrics
+from ddpobs_server.metrics.runs import run_metrics
 
 _log = logging.getLogger(__name__)
-_END = b"# EOF\n"
-"""Ends OpenMetrics, and comes once."""
 
 router = APIRouter(tags=["metrics"])
 
@@ -58,10 +56,8 @@ def _runs(state: Any, workspace: str, render: Callable[[CollectorRegistry], byte
     if not state.watch.database_answers:
         state.scrape_failures.inc()
         return b""
-    runs = CollectorRegistry(auto_describe=False)
-    runs.register(RunMetrics(state, workspace))
     try:
-        return render(runs).removesuffix(_END)
+        return run_metrics(state, workspace, render)
     except Exception as error:
         state.scrape_failures.inc()
         _log.error("the runs' metrics cannot be read: %s: %s", type(error).__name__, error)

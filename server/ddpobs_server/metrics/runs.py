@@ -3,160 +3,194 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ddpobs_server.reports import Reports
-from ddpobs_server.store import BucketRollup, Run, Store
+from ddpobs.wire import PHASES
+from ddpobs_server.store import Aggregates, BucketRollup, Run
 from ddpobs_server.store.schema import STEP_BOUNDS_S
 
-_RANK = ("run", "rank")
-
-
-class _Families:
-    """Every family once, filled run by run."""
-
-    def __init__(self) -> None:
-        self.by_name: dict[str, Any] = {}
-        for name, help_text, labels in _COUNTERS:
-            self.by_name[name] = CounterMetricFamily(f"ddpobs_{name}", help_text, labels=labels)
-        for name, help_text, labels in _GAUGES:
-            self.by_name[name] = GaugeMetricFamily(f"ddpobs_{name}", help_text, labels=labels)
-        self.durations = HistogramMetricFamily(
-            "ddpobs_step_duration_seconds", "Wall time of steps, all ranks.", labels=["run"]
-        )
-
-    def add(self, name: str, labels: Iterable[object], value: float) -> None:
-        self.by_name[name].add_metric([str(label) for label in labels], value)
-
-    def __iter__(self) -> Iterator[Metric]:
-        yield from self.by_name.values()
-        yield self.durations
-
-
+END = b"# EOF\n"
+"""Ends OpenMetrics, and comes once."""
+Render = Callable[[CollectorRegistry], bytes]
+_RANK = ("rank", "run")
+# Labels are in the order of the alphabet, as prometheus_client writes them.
 _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("steps", "Steps finished.", _RANK),
-    ("phase_seconds", "Time by phase; the phases of a step add up to its wall time.", (*_RANK, "phase")),
+    ("phase_seconds", "Time by phase; the phases of a step add up to its wall time.", ("phase", *_RANK)),
     ("comm_seconds", "Time with communication under way.", _RANK),
     ("comm_exposed_seconds", "Communication that backward did not hide.", _RANK),
     ("comm_wait_seconds", "Time spent waiting for the last rank.", _RANK),
     ("allreduce_bytes", "Bytes of gradient buckets reduced.", _RANK),
-    ("bucket_ready_seconds", "From the previous bucket's readiness to this one's.", ("run", "bucket")),
-    ("bucket_comm_seconds", "From launch to completion.", ("run", "bucket")),
-    ("bucket_exposed_seconds", "Communication after the step's last gradient.", ("run", "bucket")),
+    ("bucket_ready_seconds", "From the previous bucket's readiness to this one's.", ("bucket", "run")),
+    ("bucket_comm_seconds", "From launch to completion.", ("bucket", "run")),
+    ("bucket_exposed_seconds", "Communication after the step's last gradient.", ("bucket", "run")),
     ("rank_delay_seconds", "Delay that this rank caused while it was last.", _RANK),
-    ("straggler_steps", "Steps in which this rank was late by more than a tenth.", (*_RANK, "phase")),
+    ("straggler_steps", "Steps in which this rank was late by more than a tenth.", ("phase", *_RANK)),
     ("telemetry_dropped", "Records lost before they reached the collector.", _RANK),
 )
 _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("run_info", "1; the run's facts are labels.", ("run", "attempt", "world_size", "backend", "device", "torch")),
-    ("bucket_bytes", "Size of a bucket.", ("run", "bucket")),
+    ("run_info", "1; the run's facts are labels.", ("attempt", "backend", "device", "run", "torch", "world_size")),
+    ("bucket_bytes", "Size of a bucket.", ("bucket", "run")),
     ("unused_parameters", "Parameters without a gradient on some rank.", ("run",)),
     ("last_step", "Number of the last step.", _RANK),
     ("last_step_timestamp_seconds", "When the collector saw it, Unix time.", _RANK),
-    ("findings", "Findings by code and severity.", ("run", "code", "severity")),
+    ("findings", "Findings by code and severity.", ("code", "run", "severity")),
 )
-
-
-class RunMetrics(Collector):
-    """Reads the active runs at each scrape; a run that has ended or gone quiet has no series.
-
-    Args:
-        state: The application's, with `store`, `reports` and `settings`.
-        workspace: Whose runs.
-    """
-
-    def __init__(self, state: Any, workspace: str) -> None:
-        self._state, self._workspace = state, workspace
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: names are checked by the tests, and the store is not open yet."""
-        return []
-
-    def collect(self) -> Iterator[Metric]:
-        """All families; empty ones too, so that their names are known from the first scrape on."""
-        families = _Families()
-        since_ns = time.time_ns() - int(self._state.settings.quiet_after_s * 1e9)
-        for run in self._state.store.active_runs(since_ns, self._workspace):
-            ended = run.ranks > 0 and run.goodbyes >= run.ranks
-            if not ended or run.last_seen_ns > time.time_ns() - _LAST_SCRAPES_NS:
-                _add_run(families, run, self._state.store, self._state.reports)
-        yield from families
-
-
 _LAST_SCRAPES_NS = 60_000_000_000
 """An ended run stays for a minute, so that its last figures are scraped."""
 
 
-def _add_run(families: _Families, run: Run, store: Store, reports: Reports) -> None:
-    _add_ranks(families, run, store)
-    _add_buckets(families, run, store)
-    for total in store.peer_totals(run.run, run.attempt):
-        families.add("rank_delay_seconds", (run.name, total.rank), total.delay_ns / 1e9)
-        families.add("comm_wait_seconds", (run.name, total.rank), total.wait_ns / 1e9)
-        for phase, steps in total.straggler_steps.items():
-            families.add("straggler_steps", (run.name, total.rank, phase), steps)
-    latest = {(rank, record.module): record for rank, record in store.unused(run.run, run.attempt)}
-    names = {(module, name) for (_, module), record in latest.items() for name in record.locally}
-    families.add("unused_parameters", (run.name,), len(names))
-    counts: dict[tuple[str, str], int] = {}
-    for finding in reports.diagnostics(run.run, run.attempt)["findings"]:
-        key = (finding["code"], finding["severity"])
-        counts[key] = counts.get(key, 0) + 1
-    for (code, severity), count in counts.items():
-        families.add("findings", (run.name, code, severity), count)
+class _Families:
+    """Every family once. Samples are kept as lines: prometheus_client takes ten times as long to write them."""
+
+    def __init__(self) -> None:
+        self._families: dict[str, Metric] = {}
+        self._formats: dict[str, str] = {}
+        self._lines: dict[str, list[str]] = {}
+        self.durations = HistogramMetricFamily(
+            "ddpobs_step_duration_seconds", "Wall time of steps, all ranks.", labels=["run"]
+        )
+        for kind, suffix, families in ((CounterMetricFamily, "_total", _COUNTERS), (GaugeMetricFamily, "", _GAUGES)):
+            for name, help_text, labels in families:
+                self._families[name] = kind(f"ddpobs_{name}", help_text, labels=labels)
+                marks = ",".join(f'{label}="%s"' for label in labels)
+                self._formats[name] = f"ddpobs_{name}{suffix}{{{marks}}} %r\n"
+                self._lines[name] = []
+
+    def add(self, name: str, labels: Iterable[object], value: float) -> None:
+        """One sample; `labels` are values in the family's order, of text that needs no escaping."""
+        self._lines[name].append(self._formats[name] % (*labels, value))
+
+    def text(self, render: Render) -> bytes:
+        """All families, empty ones too, so that their names are known from the first scrape on."""
+        parts = []
+        for name, family in self._families.items():
+            parts += [_rendered(render, family), "".join(self._lines[name]).encode()]
+        return b"".join([*parts, _rendered(render, self.durations)])
 
 
-def _add_ranks(families: _Families, run: Run, store: Store) -> None:
-    wall_ns = 0
-    for rollup in store.rollups(run.run, run.attempt):
-        labels = (run.name, rollup.rank)
-        families.add("steps", labels, rollup.steps)
-        families.add("comm_seconds", labels, rollup.comm_ns / 1e9)
-        families.add("comm_exposed_seconds", labels, rollup.phases_ns["exposed_comm"] / 1e9)
-        for phase, total_ns in rollup.phases_ns.items():
-            families.add("phase_seconds", (*labels, phase), total_ns / 1e9)
-        wall_ns += rollup.wall_ns
-    hello = None
-    for source in store.sources(run.run, run.attempt):
-        labels = (run.name, source.rank)
-        families.add("last_step", labels, source.last_step)
-        families.add("last_step_timestamp_seconds", labels, source.last_step_seen_ns / 1e9)
-        families.add("telemetry_dropped", labels, source.dropped)
-        hello = hello or source.hello
-    facts = (hello.backend, hello.device, hello.versions.get("torch", "")) if hello else ("", "", "")
-    families.add("run_info", (run.name, run.attempt, run.world_size, *facts), 1)
-    counts = store.histogram(run.run, run.attempt)
-    cumulated = [sum(counts[: index + 1]) for index in range(len(counts))]
+class _One(Collector):
+    def __init__(self, family: Metric) -> None:
+        self._family = family
+
+    def collect(self) -> Iterable[Metric]:
+        return [self._family]
+
+
+def _rendered(render: Render, family: Metric) -> bytes:
+    registry = CollectorRegistry(auto_describe=False)
+    registry.register(_One(family))
+    return render(registry).removesuffix(END)
+
+
+def run_metrics(state: Any, workspace: str, render: Render) -> bytes:
+    """The active runs of a workspace; a run that has ended or gone quiet has no series.
+
+    Args:
+        state: The application's, with `store`, `reports` and `settings`.
+        workspace: Whose runs.
+        render: Writes a registry in the format asked for.
+    """
+    now_ns = time.time_ns()
+    since_ns = now_ns - int(state.settings.quiet_after_s * 1e9)
+    found = state.store.aggregates(since_ns, workspace)
+    runs = {
+        run.run: run
+        for run in found.runs
+        if not (run.ranks > 0 and run.goodbyes >= run.ranks) or run.last_seen_ns > now_ns - _LAST_SCRAPES_NS
+    }
+    families = _Families()
+    _add_ranks(families, runs, found)
+    _add_buckets(families, runs, found)
+    _add_unused(families, runs, found)
+    for run, told in zip(runs.values(), state.reports.recent_diagnostics(list(runs.values())), strict=True):
+        counts: dict[tuple[str, str], int] = {}
+        for finding in told["findings"] if told else ():
+            key = (finding["code"], finding["severity"])
+            counts[key] = counts.get(key, 0) + 1
+        for (code, severity), count in counts.items():
+            families.add("findings", (code, run.name, severity), count)
+    return families.text(render)
+
+
+def _add_ranks(families: _Families, runs: dict[str, Run], found: Aggregates) -> None:
+    wall_ns = dict.fromkeys(runs, 0)
+    for key, run in runs.items():
+        for rank, (steps, comm_ns, *phases_ns) in found.phases.get(key, {}).items():
+            labels = (rank, run.name)
+            by_phase = dict(zip(PHASES, phases_ns, strict=True))
+            families.add("steps", labels, steps)
+            families.add("comm_seconds", labels, comm_ns / 1e9)
+            families.add("comm_exposed_seconds", labels, by_phase["exposed_comm"] / 1e9)
+            for phase, total_ns in by_phase.items():
+                families.add("phase_seconds", (phase, *labels), total_ns / 1e9)
+            wall_ns[key] += sum(phases_ns)
+    for key, rank, step, at_ns, dropped in found.last_seen:
+        if key in runs:
+            labels = (rank, runs[key].name)
+            families.add("last_step", labels, step)
+            families.add("last_step_timestamp_seconds", labels, at_ns / 1e9)
+            families.add("telemetry_dropped", labels, dropped)
+    for key, total in found.peers:
+        if key in runs:
+            labels = (total.rank, runs[key].name)
+            families.add("rank_delay_seconds", labels, total.delay_ns / 1e9)
+            families.add("comm_wait_seconds", labels, total.wait_ns / 1e9)
+            for phase, steps in total.straggler_steps.items():
+                families.add("straggler_steps", (phase, *labels), steps)
     bounds = [*map(str, STEP_BOUNDS_S), "+Inf"]
-    families.durations.add_metric([run.name], list(zip(bounds, cumulated, strict=True)), wall_ns / 1e9)
+    for key, run in runs.items():
+        hello = found.hellos.get(key)
+        backend, device, torch = (hello.backend, hello.device, hello.versions.get("torch", "")) if hello else [""] * 3
+        facts = (run.attempt, _escaped(backend), _escaped(device), run.name, _escaped(torch), run.world_size)
+        families.add("run_info", facts, 1)
+        counts = found.histograms.get(key, [0] * len(bounds))
+        cumulated = [sum(counts[: index + 1]) for index in range(len(counts))]
+        families.durations.add_metric([run.name], list(zip(bounds, cumulated, strict=True)), wall_ns[key] / 1e9)
 
 
-def _add_buckets(families: _Families, run: Run, store: Store) -> None:
-    layouts = {(layout.module, layout.revision): layout for layout in store.layouts(run.run, run.attempt)}
-    rows = store.bucket_rollups(run.run, run.attempt)
-    bytes_by_rank: dict[int, int] = {}
-    sums: dict[str, list[int]] = {}
-    sizes: dict[str, int] = {}
-    for row in rows:
-        layout = layouts.get((row.module, row.revision))
-        size = layout.buckets[row.bucket].size_bytes if layout and row.bucket < len(layout.buckets) else 0
-        bytes_by_rank[row.rank] = bytes_by_rank.get(row.rank, 0) + size * row.steps
-        total = sums.setdefault(_bucket_label(row), [0, 0, 0])
+def _add_buckets(families: _Families, runs: dict[str, Run], found: Aggregates) -> None:
+    layouts = {(key, layout.module, layout.revision): layout for key, layout in found.layouts}
+    sums: dict[tuple[str, str], list[int]] = {}
+    sizes: dict[tuple[str, str], int] = {}
+    for key, row in found.buckets:
+        if key not in runs:
+            continue
+        layout = layouts.get((key, row.module, row.revision))
+        labels = (_bucket_label(row), runs[key].name)
+        total = sums.setdefault(labels, [0, 0, 0])
         for place, value in enumerate((row.compute_ns, row.comm_ns, row.exposed_ns)):
             total[place] += value
         # Rows come by revision: the latest layout's size stays.
-        sizes[_bucket_label(row)] = size
-    for rank, total_bytes in bytes_by_rank.items():
-        families.add("allreduce_bytes", (run.name, rank), total_bytes)
-    for bucket, totals in sums.items():
+        sizes[labels] = layout.buckets[row.bucket].size_bytes if layout and row.bucket < len(layout.buckets) else 0
+    for labels, totals in sums.items():
         for name, total_ns in zip(("ready", "comm", "exposed"), totals, strict=True):
-            families.add(f"bucket_{name}_seconds", (run.name, bucket), total_ns / 1e9)
-        families.add("bucket_bytes", (run.name, bucket), sizes[bucket])
+            families.add(f"bucket_{name}_seconds", labels, total_ns / 1e9)
+        families.add("bucket_bytes", labels, sizes[labels])
+    for key, rank, total_bytes in found.reduced_bytes:
+        if key in runs:
+            families.add("allreduce_bytes", (rank, runs[key].name), total_bytes)
+
+
+def _add_unused(families: _Families, runs: dict[str, Run], found: Aggregates) -> None:
+    latest = {(key, rank, record.module): record for key, rank, record in found.unused}
+    names: dict[str, set[tuple[int, str]]] = {key: set() for key in runs}
+    for (key, _, module), record in latest.items():
+        if key in runs:
+            names[key] |= {(module, name) for name in record.locally}
+    for key, run in runs.items():
+        families.add("unused_parameters", (run.name,), len(names[key]))
 
 
 def _bucket_label(row: BucketRollup) -> str:
     return str(row.bucket) if row.module == 0 else f"{row.module}.{row.bucket}"
+
+
+def _escaped(text: str) -> str:
+    """A label's value, as the exposition formats want it."""
+    return text.replace("\\", r"\\").replace("\n", r"\n").replace('"', r"\"")

@@ -1,15 +1,16 @@
 """What is kept: one compressed chunk of columns a batch, and plain rows beside it for what is filtered and sorted by.
 
-Every query is within one run, or over the small table of runs.
+Every query is within one run, or over the runs, and then each join and each sum keeps to one run by its `run_id`.
 """
 
 from __future__ import annotations
 
-from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
+from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.store import Store, Unstorable
 from ddpobs_server.store.writing import Arrival, Outcome
 
 __all__ = [
+    "Aggregates",
     "Arrival",
     "Attempt",
     "BucketRollup",

@@ -2,113 +2,113 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Double, Row, Select, case, cast, func, select
+from sqlalchemy import ColumnElement, Connection, Row, func, select
 
 from ddpobs import columns as packing
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source
+from ddpobs_server.store.rows import Attempt, Source
 
 _OLD_FORM = "-1"
 """Ends the kind of chunks that the first schema wrote."""
+_PAGE_CHUNKS = 20_000
+"""Most chunks that one page is made of."""
 _Columns = TypeVar("_Columns", wire.Steps, wire.Spans, wire.Comms)
 
 
-def columns(
-    connection: Connection,
-    kind: tuple[str, type[_Columns]],
-    run: str,
-    attempt: str,
-    *,
-    rank: int | None,
-    first: int | None,
-    last: int | None,
-) -> tuple[wire.Ints, _Columns]:
-    """Rows of the steps [first, last] sorted by step and rank, with the rank of each."""
-    name, struct = kind
-    chunks = schema.chunks.c
-    query = select(chunks.kind, chunks.rank, chunks.payload).where(
-        chunks.run_id == run, chunks.attempt == attempt, chunks.kind.in_([name, f"{name}{_OLD_FORM}"])
-    )
-    if rank is not None:
-        query = query.where(chunks.rank.in_([rank, wire.UNKNOWN]))
-    if first is not None:
-        query = query.where(chunks.last_step >= first)
-    if last is not None:
-        query = query.where(chunks.first_step <= last)
-    parts = [_unpacked(struct, *row) for row in connection.execute(query)]
-    ranks = np.concatenate([part[0] for part in parts] or [_NONE])
-    joined = {
-        field: np.concatenate([part[1][field] for part in parts] or [_NONE]) for field in struct.__struct_fields__
-    }
-    step = joined["step"]
-    lowest, highest = (0 if first is None else first), (2**62 if last is None else last)
-    among = (step >= lowest) & (step <= highest)
-    if rank is not None:
-        among &= ranks == rank
-    wanted = np.flatnonzero(among)
-    order = wanted[np.lexsort((ranks[wanted], step[wanted]))]
-    return ranks[order], struct(**{field: values[order] for field, values in joined.items()})
+@dataclass(frozen=True)
+class Part:
+    """What of an attempt's columns is asked for: a kind, the steps [first, last], and some ranks or all."""
+
+    kind: str
+    run: str
+    attempt: str
+    ranks: Collection[int] | None
+    first: int | None
+    last: int | None
+
+    def overlapping(self) -> list[ColumnElement[bool]]:
+        """Which chunks may hold some of it."""
+        c = schema.chunks.c
+        kinds = [self.kind, f"{self.kind}{_OLD_FORM}"]
+        conditions = [c.run_id == self.run, c.attempt == self.attempt, c.kind.in_(kinds)]
+        if self.ranks is not None:
+            conditions.append(c.rank.in_([*self.ranks, wire.UNKNOWN]))
+        if self.first is not None:
+            conditions.append(c.last_step >= self.first)
+        if self.last is not None:
+            conditions.append(c.first_step <= self.last)
+        return conditions
 
 
-def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> tuple[wire.Ints, dict[str, wire.Ints]]:
-    """A chunk's ranks and columns."""
+def columns(connection: Connection, kind: type[_Columns], part: Part) -> tuple[wire.Ints, _Columns]:
+    """Rows sorted by step and rank, with the rank of each."""
+    c = schema.chunks.c
+    lowest, highest = (0 if part.first is None else part.first), (2**62 if part.last is None else part.last)
+    parts = []
+    for chunk in connection.execute(select(c.kind, c.rank, c.payload).where(*part.overlapping())):
+        found = _unpacked(kind, *chunk)
+        among = (found["step"] >= lowest) & (found["step"] <= highest)
+        if part.ranks is not None and chunk.rank == wire.UNKNOWN:
+            among &= np.isin(found["rank"], list(part.ranks))
+        # A chunk holds a hundred steps where perhaps one is asked for.
+        parts.append(found if among.all() else {field: values[among] for field, values in found.items()})
+    names = ("rank", *(field.name for field in msgspec.structs.fields(kind)))
+    joined = {name: np.concatenate([found[name] for found in parts] or [_NONE]) for name in names}
+    order = np.lexsort((joined["rank"], joined["step"]))
+    rank = joined.pop("rank")
+    return rank[order], kind(**{name: values[order] for name, values in joined.items()})
+
+
+def page_end(connection: Connection, part: Part, rows: int) -> int | None:
+    """The last of as many steps, from the first on, as hold about so many rows, at least one; None where all do.
+
+    A chunk's rows count as spread evenly over its steps: no columns are read.
+    """
+    c = schema.chunks.c
+    query = select(c.first_step, c.last_step, c.rows, c.rank).where(*part.overlapping())
+    found = list(connection.execute(query.order_by(c.last_step).limit(_PAGE_CHUNKS)))
+    if not found:
+        return None
+    last, more = part.last, len(found) == _PAGE_CHUNKS
+    if more:
+        reached = found[-1].last_step
+        last = reached if last is None else min(last, reached)
+        found += connection.execute(query.where(c.last_step > reached, c.first_step <= last))
+    begin, final, held, rank = np.array([tuple(row) for row in found], np.int64).T
+    steps = final - begin + 1
+    if part.ranks is not None:
+        held = np.where(rank == wire.UNKNOWN, np.minimum(held, steps * len(part.ranks)), held)
+    each = held / steps
+    begin = np.maximum(begin, 0 if part.first is None else part.first)
+    end = final + 1 if last is None else np.minimum(final, last) + 1
+    at = np.concatenate([begin, end])
+    order = np.argsort(at, kind="stable")
+    at, slope = at[order], np.cumsum(np.concatenate([each, -each])[order])
+    before = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(at))])
+    if before[-1] <= rows:
+        return last if more else None
+    place = int(np.searchsorted(before, rows, "right")) - 1
+    return max(int(at[0]), int(at[place] + (rows - before[place]) / slope[place]) - 1)
+
+
+def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> dict[str, wire.Ints]:
+    """A chunk's columns, that of its ranks among them."""
     if kind.endswith(_OLD_FORM):
         found: Any = wire.unpack(zstandard.decompress(payload), struct)
     elif kind == "spans":
         found = wire.unpack_spans(payload)
     else:
-        unpacked = wire.unpack_steps(payload) if struct is wire.Steps else packing.unpack(payload)
-        return unpacked.pop("rank"), unpacked
-    return np.full(len(found.step), rank, np.int64), {name: getattr(found, name) for name in struct.__struct_fields__}
-
-
-def runs_query(workspace: str, before: tuple[int, str] | None, limit: int) -> Select[Any]:
-    """A workspace's runs, newest first, from the cursor on: (created_ns, run) of the last one had."""
-    c = schema.runs.c
-    query = select(c.run_id).where(c.workspace == workspace).order_by(c.created_ns.desc(), c.run_id).limit(limit)
-    if before is not None:
-        at, run = before
-        query = query.where((c.created_ns < at) | ((c.created_ns == at) & (c.run_id > run)))
-    return query
-
-
-def run(connection: Connection, run_id: str) -> Run | None:
-    """One run with the sums over its latest attempt's sources."""
-    runs, sources = schema.runs.c, schema.sources.c
-    found = connection.execute(select(schema.runs).where(runs.run_id == run_id)).one_or_none()
-    if found is None:
-        return None
-    sums = connection.execute(
-        select(
-            func.coalesce(func.max(sources.world_size), 0).label("world_size"),
-            func.count().label("ranks"),
-            func.coalesce(func.max(sources.last_step) + 1, 0).label("steps"),
-            func.coalesce(func.sum(sources.emitted), 0).label("emitted"),
-            func.coalesce(func.sum(sources.dropped), 0).label("dropped"),
-            func.coalesce(func.max(_later(connection, sources)), 0).label("last_step_seen_ns"),
-            func.coalesce(func.sum(case((sources.goodbye, 1), else_=0)), 0).label("goodbyes"),
-        ).where(sources.run_id == run_id, sources.attempt == found.attempt)
-    ).one()
-    return Run(
-        run=run_id,
-        attempt=found.attempt,
-        created_ns=found.created_ns,
-        last_seen_ns=found.last_seen_ns,
-        commits=found.commits,
-        **{name: int(value) for name, value in sums._mapping.items()},
-    )
-
-
-def _later(connection: Connection, sources: Any) -> Any:
-    """A source that has not stepped yet counts from when it was first seen."""
-    greatest = func.max if connection.dialect.name == "sqlite" else func.greatest
-    return greatest(sources.last_step_seen_ns, sources.first_seen_ns)
+        return wire.unpack_steps(payload) if struct is wire.Steps else packing.unpack(payload)
+    plain = {name: getattr(found, name) for name in struct.__struct_fields__}
+    return {"rank": np.full(len(found.step), rank, np.int64), **plain}
 
 
 def attempts(connection: Connection, run_id: str) -> list[Attempt]:
@@ -122,126 +122,14 @@ def sources(connection: Connection, run_id: str, attempt: str) -> list[Source]:
     """The attempt's sources, by rank."""
     c, b = schema.sources.c, schema.batches.c
     query = select(schema.sources).where(c.run_id == run_id, c.attempt == attempt).order_by(c.rank, c.first_seen_ns)
-    gaps = {
-        row[0]: int(row[1])
-        for row in connection.execute(
-            select(b.source, func.max(b.seq) + 1 - func.count()).where(b.run_id == run_id).group_by(b.source)
-        )
-    }
+    # A gap may still be under way while the source lives; to count a long run's batches takes long.
+    gone = select(c.source).where(c.run_id == run_id, c.attempt == attempt, c.goodbye)
+    missing = select(b.source, func.max(b.seq) + 1 - func.count()).where(b.run_id == run_id, b.source.in_(gone))
+    gaps = {row[0]: int(row[1]) for row in connection.execute(missing.group_by(b.source))}
     return [_source(row, gaps.get(row.source, 0)) for row in connection.execute(query)]
 
 
-def layouts(connection: Connection, run_id: str, attempt: str) -> list[wire.Layout]:
-    """Each module's layouts, as the lowest rank that told them told them."""
-    c, s = schema.layouts.c, schema.sources.c
-    query = (
-        select(c.body)
-        .join(schema.sources, (s.run_id == c.run_id) & (s.source == c.source))
-        .where(c.run_id == run_id, s.run_id == run_id, s.attempt == attempt)
-        .order_by(c.module, c.revision, s.rank)
-    )
-    found: dict[tuple[int, int], wire.Layout] = {}
-    for (body,) in connection.execute(query):
-        layout = msgspec.json.decode(body, type=wire.Layout)
-        found.setdefault((layout.module, layout.revision), layout)
-    return list(found.values())
-
-
-def told(connection: Connection, what: str, run_id: str, attempt: str) -> list[tuple[int, Any]]:
-    """(rank, record) of the unused sets or the events of an attempt, in the order in which each rank told them."""
-    table, kind = {"unused": (schema.unused, wire.Unused), "events": (schema.events, wire.Event)}[what]
-    c, s = table.c, schema.sources.c
-    query = (
-        select(s.rank, c.body)
-        .join(schema.sources, (s.run_id == c.run_id) & (s.source == c.source))
-        .where(c.run_id == run_id, s.run_id == run_id, s.attempt == attempt)
-        .order_by(s.rank, c.seq, c.position)
-    )
-    return [(row[0], msgspec.json.decode(row[1], type=kind)) for row in connection.execute(query)]
-
-
-def rollups(connection: Connection, run_id: str, attempt: str) -> list[Rollup]:
-    """Sums by rank."""
-    names = [column.name for column in schema.rollups.columns if not column.primary_key]
-    rows = connection.execute(_summed(schema.rollups, names, run_id, attempt, ())).all()
-    return [
-        Rollup(
-            rank=row.rank,
-            steps=int(row.steps),
-            wall_ns=int(row.wall_ns),
-            phases_ns={phase: int(getattr(row, f"{phase}_ns")) for phase in wire.PHASES},
-            comm_ns=int(row.comm_ns),
-            samples=int(row.samples),
-            own_ns=int(row.own_ns),
-            own_steps=int(row.own_steps),
-        )
-        for row in rows
-    ]
-
-
-def bucket_rollups(connection: Connection, run_id: str, attempt: str) -> list[BucketRollup]:
-    """Sums by rank and bucket."""
-    names = ["steps", "compute_ns", "comm_ns", "exposed_ns"]
-    rows = connection.execute(_summed(schema.bucket_rollups, names, run_id, attempt, ("module", "revision", "bucket")))
-    return [BucketRollup(**{key: int(value) for key, value in row._mapping.items()}) for row in rows]
-
-
-def peer_totals(connection: Connection, run_id: str, attempt: str) -> list[PeerTotal]:
-    """Straggler statistics by rank."""
-    p, s = schema.peer_totals.c, schema.sources.c
-    names = [column.name for column in schema.peer_totals.columns if not column.primary_key]
-    query = (
-        select(p.rank, *(_sum(p[name]).label(name) for name in names))
-        .join(schema.sources, (s.run_id == p.run_id) & (s.source == p.source))
-        .where(p.run_id == run_id, s.run_id == run_id, s.attempt == attempt)
-        .group_by(p.rank)
-        .order_by(p.rank)
-    )
-    return [
-        PeerTotal(
-            rank=row.rank,
-            steps=int(row.steps),
-            delay_ns=int(row.delay_ns),
-            wait_ns=int(row.wait_ns),
-            straggler_steps={phase: int(getattr(row, f"straggler_{phase}")) for phase in wire.OWN_PHASES},
-        )
-        for row in connection.execute(query)
-    ]
-
-
-def histogram(connection: Connection, run_id: str, attempt: str) -> list[int]:
-    """Steps of all ranks under each of `STEP_BOUNDS_S`, not cumulated, and above the last."""
-    h, s = schema.step_histogram.c, schema.sources.c
-    query = (
-        select(h.bound, func.sum(h.steps))
-        .join(schema.sources, (s.run_id == h.run_id) & (s.source == h.source))
-        .where(h.run_id == run_id, s.run_id == run_id, s.attempt == attempt)
-        .group_by(h.bound)
-    )
-    counts = [0] * (len(schema.STEP_BOUNDS_S) + 1)
-    for bound, count in connection.execute(query):
-        counts[bound] = int(count)
-    return counts
-
-
 _NONE = np.zeros(0, np.int64)
-
-
-def _sum(column: Any) -> Any:
-    """A sum that absurd values do not overflow: SQLite raises where one of integers does."""
-    return func.sum(cast(column, Double))
-
-
-def _summed(table: Any, names: list[str], run_id: str, attempt: str, by: tuple[str, ...]) -> Select[Any]:
-    c, s = table.c, schema.sources.c
-    keys = [c[name] for name in by]
-    return (
-        select(s.rank, *keys, *(_sum(c[name]).label(name) for name in names))
-        .join(schema.sources, (s.run_id == c.run_id) & (s.source == c.source))
-        .where(c.run_id == run_id, s.run_id == run_id, s.attempt == attempt)
-        .group_by(s.rank, *keys)
-        .order_by(s.rank, *keys)
-    )
 
 
 def _source(row: Row[Any], missing: int) -> Source:

@@ -57,7 +57,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Source:
-    """One process of one attempt. `missing_batches` counts gaps in the sequence numbers seen so far."""
+    """One process of one attempt. `missing_batches` counts gaps in the sequence numbers once it has said goodbye."""
 
     source: str
     attempt: str
@@ -93,7 +93,6 @@ class Rollup:
 class BucketRollup:
     """Sums of one bucket over all ranks of an attempt, in ns."""
 
-    rank: int
     module: int
     revision: int
     bucket: int
@@ -101,6 +100,35 @@ class BucketRollup:
     compute_ns: int
     comm_ns: int
     exposed_ns: int
+
+
+@dataclass(frozen=True)
+class Aggregates:
+    """What metrics tell of some runs' latest attempts, each list with the run first.
+
+    Attributes:
+        runs: The runs.
+        phases: By run and rank: steps, communication and phases, as `totals.NAMES` has them.
+        last_seen: Rank, its last step, when that was seen, and records dropped, of each rank.
+        hellos: What the lowest rank said, by run.
+        histograms: Steps under each of `schema.STEP_BOUNDS_S` and above the last, by run.
+        buckets: Sums of each bucket.
+        layouts: By module and revision.
+        reduced_bytes: Rank, and bytes of buckets reduced.
+        peers: Straggler statistics of each rank.
+        unused: Rank and unused set, in the order in which each rank told them.
+    """
+
+    runs: list[Run]
+    phases: dict[str, dict[int, tuple[int, ...]]]
+    last_seen: list[tuple[str, int, int, int, int]]
+    hellos: dict[str, wire.Hello]
+    histograms: dict[str, list[int]]
+    buckets: list[tuple[str, BucketRollup]]
+    layouts: list[tuple[str, wire.Layout]]
+    reduced_bytes: list[tuple[str, int, int]]
+    peers: list[tuple[str, PeerTotal]]
+    unused: list[tuple[str, int, wire.Unused]]
 
 
 @dataclass(frozen=True)

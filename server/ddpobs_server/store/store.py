@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +12,15 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Column, MetaData, String, Table, case, create_engine, event, func, select
+from sqlalchemy import Column, Connection, MetaData, String, Table, case, create_engine, event, func, select
 from sqlalchemy.exc import DatabaseError, DataError
 from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
-from ddpobs_server.store import compacting, reading, removing, schema, writing
-from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
+from ddpobs_server.store import compacting, reading, removing, schema, sums, writing
+from ddpobs_server.store.reading import Part
+from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
+from ddpobs_server.store.totals import PhaseTotals
 from ddpobs_server.store.writing import Arrival, Outcome
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
@@ -25,6 +29,8 @@ _MIGRATING = 0xDD90B5
 """The lock that whoever migrates a PostgreSQL database holds."""
 _INCREMENTAL = 2
 _TRIED = Table("ddpobs_tried", MetaData(), Column("run_id", String(1), primary_key=True))
+Ranks = int | Collection[int] | None
+"""One rank, some of them, or all."""
 
 
 class Unstorable(Exception):  # noqa: N818 - a batch is
@@ -41,6 +47,7 @@ class Store:
     def __init__(self, url: str) -> None:
         sqlite = url.startswith("sqlite")
         self._engine = create_engine(url, connect_args={"timeout": _BUSY_S} if sqlite else {}, pool_pre_ping=not sqlite)
+        self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
         if sqlite:
             event.listen(self._engine, "connect", _durable)
 
@@ -180,8 +187,7 @@ class Store:
     def runs(self, limit: int, before: tuple[int, str] | None = None, workspace: str = "default") -> list[Run]:
         """A workspace's runs, newest first; `before` is (created_ns, run) of the last one had."""
         with self._engine.connect() as connection:
-            names = connection.execute(reading.runs_query(workspace, before, limit)).scalars().all()
-            return [found for name in names if (found := reading.run(connection, name)) is not None]
+            return sums.runs(connection, sums.before(workspace, before), limit)
 
     def runs_there(self, workspace: str) -> int:
         """How many runs a workspace has."""
@@ -197,18 +203,41 @@ class Store:
             row = connection.execute(select(func.count(), mine).where(c.run_id == run)).one()
         return row[0], bool(row[1])
 
-    def active_runs(self, since_ns: int, workspace: str = "default") -> list[Run]:
-        """A workspace's runs heard of since then, by this collector's wall clock."""
+    def aggregates(self, since_ns: int, workspace: str = "default") -> Aggregates:
+        """What metrics tell of the active runs, in a few statements for all of them."""
+        which = sums.active(workspace, since_ns)
+        of = sums.of_latest(which)
+        with self._snapshot() as connection:
+            runs, histograms = sums.runs(connection, which), sums.histograms(connection, of)
+            layouts, buckets = sums.layouts(connection, of), sums.bucket_rollups(connection, of)
+            steps = {run: sum(counts) for run, counts in histograms.items()}
+            return Aggregates(
+                runs=runs,
+                phases=self._phases[workspace].read(connection, of, runs, steps),
+                last_seen=sums.last_seen(connection, of),
+                hellos=sums.hellos(connection, of),
+                histograms=histograms,
+                buckets=buckets,
+                layouts=layouts,
+                reduced_bytes=sums.reduced_bytes(connection, of, layouts, buckets),
+                peers=sums.peer_totals(connection, of),
+                unused=sums.told(connection, "unused", of),
+            )
+
+    @contextmanager
+    def _snapshot(self) -> Iterator[Connection]:
+        """A connection that sees one state of the database."""
         with self._engine.connect() as connection:
-            c = schema.runs.c
-            query = select(c.run_id).where(c.workspace == workspace, c.last_seen_ns >= since_ns).order_by(c.run_id)
-            names = connection.execute(query).scalars()
-            return [found for name in names.all() if (found := reading.run(connection, name)) is not None]
+            if self._engine.dialect.name == "sqlite":
+                connection.exec_driver_sql("BEGIN")
+                yield connection
+            else:
+                yield connection.execution_options(isolation_level="REPEATABLE READ")
 
     def run(self, run: str) -> Run | None:
         """One run, or None."""
         with self._engine.connect() as connection:
-            return reading.run(connection, run)
+            return next(iter(sums.runs(connection, sums.one(run))), None)
 
     def commits(self, run: str) -> tuple[int, int]:
         """When the run was made and how often it was written to: what a cache of its reports is keyed by."""
@@ -228,57 +257,60 @@ class Store:
             return reading.sources(connection, run, attempt)
 
     def layouts(self, run: str, attempt: str) -> list[wire.Layout]:
-        """Each module's layouts, by revision."""
+        """Each module's layouts, by revision, as the lowest rank that told them told them."""
         with self._engine.connect() as connection:
-            return reading.layouts(connection, run, attempt)
+            return [layout for _, layout in sums.layouts(connection, sums.of_attempt(run, attempt))]
 
     def steps(
-        self, run: str, attempt: str, rank: int | None = None, first: int | None = None, last: int | None = None
+        self, run: str, attempt: str, rank: Ranks = None, first: int | None = None, last: int | None = None
     ) -> tuple[wire.Ints, wire.Steps]:
         """Steps in [first, last], sorted by step and rank, with the rank of each row."""
-        return self._columns(("steps", wire.Steps), run, attempt, rank, first, last)
+        return self._columns(wire.Steps, Part("steps", run, attempt, _collected(rank), first, last))
 
     def spans(
-        self, run: str, attempt: str, rank: int | None = None, first: int | None = None, last: int | None = None
+        self, run: str, attempt: str, rank: Ranks = None, first: int | None = None, last: int | None = None
     ) -> tuple[wire.Ints, wire.Spans]:
         """Bucket spans of the steps in [first, last], likewise."""
-        return self._columns(("spans", wire.Spans), run, attempt, rank, first, last)
+        return self._columns(wire.Spans, Part("spans", run, attempt, _collected(rank), first, last))
 
     def comms(
-        self, run: str, attempt: str, rank: int | None = None, first: int | None = None, last: int | None = None
+        self, run: str, attempt: str, rank: Ranks = None, first: int | None = None, last: int | None = None
     ) -> tuple[wire.Ints, wire.Comms]:
         """Other communication of the steps in [first, last], likewise."""
-        return self._columns(("comms", wire.Comms), run, attempt, rank, first, last)
+        return self._columns(wire.Comms, Part("comms", run, attempt, _collected(rank), first, last))
+
+    def page_end(
+        self, kind: str, run: str, attempt: str, *, rows: int, first: int | None, last: int | None, rank: Ranks = None
+    ) -> int | None:
+        """Where a page of about so many rows of `steps`, `spans` or `comms` ends; None where [first, last] is one.
+
+        Returns:
+            The page's last step; a page has at least one.
+        """
+        if first is not None and first == last:
+            return None
+        with self._engine.connect() as connection:
+            return reading.page_end(connection, Part(kind, run, attempt, _collected(rank), first, last), rows)
 
     def unused(self, run: str, attempt: str) -> list[tuple[int, wire.Unused]]:
         """(rank, unused set) in the order in which each rank told them."""
         with self._engine.connect() as connection:
-            return reading.told(connection, "unused", run, attempt)
+            return [row[1:] for row in sums.told(connection, "unused", sums.of_attempt(run, attempt))]
 
     def events(self, run: str, attempt: str) -> list[tuple[int, wire.Event]]:
         """(rank, event) in the order in which each rank told them."""
         with self._engine.connect() as connection:
-            return reading.told(connection, "events", run, attempt)
+            return [row[1:] for row in sums.told(connection, "events", sums.of_attempt(run, attempt))]
 
     def rollups(self, run: str, attempt: str) -> list[Rollup]:
         """Sums by rank."""
         with self._engine.connect() as connection:
-            return reading.rollups(connection, run, attempt)
+            return [rollup for _, rollup in sums.rollups(connection, sums.of_attempt(run, attempt))]
 
     def bucket_rollups(self, run: str, attempt: str) -> list[BucketRollup]:
-        """Sums by rank and bucket."""
+        """Sums by bucket, over all ranks."""
         with self._engine.connect() as connection:
-            return reading.bucket_rollups(connection, run, attempt)
-
-    def peer_totals(self, run: str, attempt: str) -> list[PeerTotal]:
-        """Straggler statistics made among the ranks, by rank."""
-        with self._engine.connect() as connection:
-            return reading.peer_totals(connection, run, attempt)
-
-    def histogram(self, run: str, attempt: str) -> list[int]:
-        """Steps of all ranks under each of `schema.STEP_BOUNDS_S`, not cumulated, and above the last."""
-        with self._engine.connect() as connection:
-            return reading.histogram(connection, run, attempt)
+            return [rollup for _, rollup in sums.bucket_rollups(connection, sums.of_attempt(run, attempt))]
 
     def tokens(self) -> list[Token]:
         """All of them, the revoked ones too, the oldest first."""
@@ -317,10 +349,13 @@ class Store:
         """Close the connections."""
         self._engine.dispose()
 
-    def _columns(self, kind: tuple[str, Any], run: str, attempt: str, *which: int | None) -> tuple[wire.Ints, Any]:
-        rank, first, last = which
+    def _columns(self, kind: Any, part: Part) -> tuple[wire.Ints, Any]:
         with self._engine.connect() as connection:
-            return reading.columns(connection, kind, run, attempt, rank=rank, first=first, last=last)
+            return reading.columns(connection, kind, part)
+
+
+def _collected(rank: Ranks) -> Collection[int] | None:
+    return [rank] if isinstance(rank, int) else rank
 
 
 def _alembic() -> Config:

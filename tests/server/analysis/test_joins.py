@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from ddpobs_server.analysis.joins import join, median_of_others
+from ddpobs_server.analysis.joins import join, mean_over_ranks, median_of_others
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -59,3 +59,20 @@ def test_a_step_is_left_out_when_one_rank_has_no_clean_start_or_no_row() -> None
 def test_nothing_in_common_is_an_empty_join() -> None:
     rank, steps = columns(own_times(2, 2, seed=0))
     assert len(join(*kept(rank, steps, steps.step == rank))) == 0
+
+
+@given(arrays.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 9)), elements=st.integers(0, 9)))
+def test_the_median_of_others_is_that_of_all_values_but_the_ranks_own(values: np.ndarray) -> None:
+    plainly = [np.median(np.delete(values, rank, axis=1), axis=1) for rank in range(values.shape[1])]
+    assert (median_of_others(values) == np.stack(plainly, axis=1)).all()
+
+
+def test_the_mean_over_ranks_is_that_of_the_ranks_that_have_the_step() -> None:
+    rank, steps = columns(own_times(3, 4, seed=1))
+    rank, steps = kept(rank, steps, (steps.step != 1) | (rank != 2))
+    means = mean_over_ranks(steps)
+    assert means["ranks"].tolist() == [4, 3, 4]
+    wall = steps.end_ns - steps.start_ns
+    assert means["wall_ns"].tolist() == [int(wall[steps.step == step].mean()) for step in range(3)]
+    nothing = mean_over_ranks(kept(rank, steps, steps.step < 0)[1])
+    assert {len(values) for values in nothing.values()} == {0}

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ddpobs_server.analysis import stragglers
 from ddpobs_server.analysis.findings import Finding, Missing
 from ddpobs_server.analysis.joins import join
-from ddpobs_server.analysis.stragglers import chance_of, first_late_bucket, gain, lateness, straggler_findings
+from ddpobs_server.analysis.stragglers import (
+    backward_began_ns,
+    chance_of,
+    first_late_bucket,
+    gain,
+    lateness,
+    straggler_findings,
+)
 
 from ddpobs import wire
-from tests.server.analysis.scenario import BASE_MS, MS, Slow, columns, own_times, spans
+from tests.server.analysis.scenario import BASE_MS, MS, Slow, changed, columns, own_times, spans
 
 SEEDS = 60
 FALSE_ALARMS = 0.05
@@ -142,17 +150,49 @@ def test_chance_is_one_where_all_are_late_alike() -> None:
     assert chance_of(np.ones((80, 3), bool)).tolist() == [1.0, 1.0, 1.0]
 
 
+def test_rotating_many_ranks_says_of_chance_what_permuting_them_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    for share in (0.02, 0.1, 0.3):
+        late = random.random((400, 24)) < 0.1
+        late[:, 5] |= random.random(400) < share
+        said = []
+        for many in (0, 2**20):
+            monkeypatch.setattr(stragglers, "_MANY", many)
+            said.append(chance_of(late))
+        # Both count 400 drawings: their standard deviation is at most 0.025.
+        assert np.abs(said[0] - said[1]).max() < 0.1
+        assert (said[0][5] <= 0.01) == (said[1][5] <= 0.01)
+
+
+def test_a_slow_rank_among_a_thousand_is_named_alone() -> None:
+    own = own_times(40, 1000, seed=2, slow=(Slow(700, "data", 60),))
+    assert [(f.ranks, f.phase) for f in found(own)] == [([700], "data")]
+
+
+def test_when_backward_began_is_told_where_the_step_is_known_and_has_one_micro_step() -> None:
+    rank, steps = columns(own_times(4, 3, seed=1))
+    steps = changed(steps, micro_steps=np.where((steps.step == 2) & (rank == 1), 2, 1))
+    rows = [(step, bucket, step * 100 + bucket, 0, 0) for step in range(1, 5) for _ in range(3) for bucket in (0, 1)]
+    of, cut = spans([r for _ in range(4) for r in range(3) for _ in range(2)], rows)
+    began = backward_began_ns((rank, steps), (of, cut))
+    for at, step, r in zip(began.tolist(), cut.step.tolist(), of.tolist(), strict=True):
+        backward = steps.backward_ns[(steps.step == step) & (rank == r)]
+        known = step < 4 and (step, r) != (2, 1)
+        assert at == (step * 100 + 1 - int(backward[0]) if known else wire.UNKNOWN)
+
+
 def lags(per_bucket: list[int]) -> int | None:
     """Two ranks, 4 steps, a bucket every 10 ms; rank 1 lags by so many ms at each bucket."""
-    rank, rows, began = [], [], {}
+    rank, rows, began = [], [], []
     for step in range(4):
         for r in (0, 1):
-            began[step, r] = base = (step * 1000 + r * 777) * MS
+            base = (step * 1000 + r * 777) * MS
             for bucket, lag in enumerate(per_bucket):
                 ready = base + ((bucket + 1) * 10 + r * lag) * MS
                 rank.append(r)
+                began.append(base)
                 rows.append((step, bucket, ready, ready, ready + MS))
-    return first_late_bucket(1, *spans(rank, rows), began)
+    return first_late_bucket(1, *spans(rank, rows), np.array(began))
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])

@@ -7,7 +7,7 @@ const SHOWN_STEPS = 500;
 const run = decodeURIComponent(location.pathname.split("/").at(-1));
 const base = `/runs/${encodeURIComponent(run)}`;
 const by = (id) => document.getElementById(id);
-let steps = null, straggler = null, layouts = [], chosen = null;
+let range = "", straggler = null, layouts = [], chosen = null;
 
 by("title").textContent = run;
 document.title = `${run} · ddpobs`;
@@ -38,18 +38,13 @@ function showFindings({ findings, missing, steps_seen }) {
   by("findings").replaceChildren(...cards);
 }
 
-function showPhases() {
-  const { columns } = steps, wanted = by("rank").value, sums = new Map();
-  columns.step.forEach((step, row) => {
-    if (wanted !== "mean" && columns.rank[row] !== Number(wanted)) return;
-    const point = sums.get(step) || { step, wall: 0, count: 0, ...Object.fromEntries(PHASES.map((phase) => [phase, 0])) };
-    point.count += 1;
-    point.wall += columns.end_ns[row] - columns.start_ns[row];
-    for (const phase of PHASES) point[phase] += columns[`${phase}_ns`][row];
-    sums.set(step, point);
-  });
-  for (const point of sums.values()) for (const name of ["wall", ...PHASES]) point[name] /= point.count;
-  phases(by("phases"), [...sums.values()]);
+async function showPhases() {
+  const rank = by("rank").value, wanted = rank === "mean" || !rank ? "mean=true" : `rank=${rank}`;
+  const { columns } = await get(`${base}/steps${range}&${wanted}`);
+  phases(by("phases"), columns.step.map((step, row) => ({
+    step, wall: columns.wall_ns?.[row] ?? columns.end_ns[row] - columns.start_ns[row],
+    ...Object.fromEntries(PHASES.map((phase) => [phase, columns[`${phase}_ns`][row]])),
+  })));
 }
 
 function showRanks({ ranks }) {
@@ -87,14 +82,14 @@ async function choose(step) {
 
 async function show() {
   const about = await get(base);
-  const from = Math.max(0, about.steps - SHOWN_STEPS), range = `?from=${from}&to=${about.steps}`;
-  const [diagnostics, ranks, layout, stepColumns, stragglers, unused] = await Promise.all([
-    get(`${base}/diagnostics`), get(`${base}/ranks`), get(`${base}/layout`), get(`${base}/steps${range}`), get(`${base}/stragglers${range}`), get(`${base}/unused`)]);
-  [steps, straggler, layouts] = [stepColumns, stragglers, layout.layouts];
+  range = `?from=${Math.max(0, about.steps - SHOWN_STEPS)}&to=${about.steps}`;
+  const [diagnostics, ranks, layout, stragglers, unused] = await Promise.all([
+    get(`${base}/diagnostics`), get(`${base}/ranks`), get(`${base}/layout`), get(`${base}/stragglers${range}`), get(`${base}/unused`)]);
+  [straggler, layouts] = [stragglers, layout.layouts];
   by("facts").textContent = `${about.state} · ${about.ranks} of ${about.world_size} ranks · ${about.steps} steps · attempt ${about.attempts.length} · ${about.modules.map((module) => module.name).join(", ")} · last heard of ${ago(about.last_seen_ns)}`;
   showFindings(diagnostics);
   showRanks(ranks);
-  showPhases();
+  await showPhases();
   showUnused(unused);
   await choose(chosen ?? straggler.steps.at(Math.floor(straggler.steps.length / 2)) ?? Math.max(0, about.steps - 1));
   return about.state === "running";

@@ -4,11 +4,11 @@ import { ago, element, get, refresh } from "./api.js";
 
 const table = document.getElementById("runs");
 const more = document.getElementById("more");
-let cursor = null;
+let cursor = null, unsure = [];
 
 function row(run) {
-  const finding = element("td", { class: "muted" }, "…");
-  worst(run.run).then((text) => (finding.textContent = text)).catch(() => (finding.textContent = "–"));
+  const finding = element("td", { class: "muted" }, run.diagnosis ? worst(run.diagnosis.worst) : "…");
+  if (!run.diagnosis?.current) unsure.push([run.run, finding]);
   return element("tr", {},
     element("td", {}, element("a", { href: `/runs/${encodeURIComponent(run.run)}` }, run.run)),
     element("td", {}, element("span", { class: `state ${run.state}` }, run.state)),
@@ -18,9 +18,22 @@ function row(run) {
     element("td", { class: "muted" }, ago(run.last_seen_ns)));
 }
 
-async function worst(run) {
-  const { findings } = await get(`/runs/${encodeURIComponent(run)}/diagnostics`);
-  return findings.length ? findings[0].title : "nothing found";
+function worst(title) {
+  return title ?? "nothing found";
+}
+
+// Diagnoses that the list does not know yet are asked for one after the other.
+async function diagnose() {
+  const asked = unsure;
+  while (asked === unsure && asked.length) {
+    const [run, place] = asked.shift();
+    try {
+      const { findings } = await get(`/runs/${encodeURIComponent(run)}/diagnostics`);
+      place.textContent = worst(findings[0]?.title);
+    } catch {
+      place.textContent = "–";
+    }
+  }
 }
 
 async function show() {
@@ -29,16 +42,20 @@ async function show() {
     `ddpobs run --collector ${location.origin} -- torchrun --nproc-per-node 8 train.py`;
   document.getElementById("empty").hidden = page.runs.length > 0;
   table.hidden = page.runs.length === 0;
+  unsure = [];
   table.tBodies[0].replaceChildren(...page.runs.map(row));
   cursor = page.next;
   more.hidden = cursor === null;
+  diagnose();
 }
 
 more.addEventListener("click", async () => {
   const page = await get(`/runs?limit=30&cursor=${encodeURIComponent(cursor)}`);
+  unsure = [...unsure];
   table.tBodies[0].append(...page.runs.map(row));
   cursor = page.next;
   more.hidden = cursor === null;
+  diagnose();
 });
 
 refresh(show, 15);

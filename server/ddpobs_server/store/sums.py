@@ -1,0 +1,236 @@
+"""Runs and their sums: one statement each, however many runs and ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+from sqlalchemy import CTE, ColumnElement, Connection, Double, case, cast, func, select
+
+from ddpobs import wire
+from ddpobs_server.store import schema
+from ddpobs_server.store.rows import BucketRollup, PeerTotal, Rollup, Run
+
+_r, _s = schema.runs.c, schema.sources.c
+_SOURCE = (_s.run_id, _s.source, _s.rank)
+Conditions = list[ColumnElement[bool]]
+
+
+def added(column: Any) -> Any:
+    """A sum that absurd values do not overflow: SQLite raises where one of integers does."""
+    return func.sum(cast(column, Double))
+
+
+def one(run_id: str) -> Conditions:
+    """That run."""
+    return [_r.run_id == run_id]
+
+
+def active(workspace: str, since_ns: int) -> Conditions:
+    """A workspace's runs heard of since then."""
+    return [_r.workspace == workspace, _r.last_seen_ns >= since_ns]
+
+
+def before(workspace: str, cursor: tuple[int, str] | None) -> Conditions:
+    """A workspace's runs, from the cursor on: (created_ns, run) of the last one had."""
+    if cursor is None:
+        return [_r.workspace == workspace]
+    at, run = cursor
+    return [_r.workspace == workspace, (_r.created_ns < at) | ((_r.created_ns == at) & (_r.run_id > run))]
+
+
+def runs(connection: Connection, which: Conditions, limit: int | None = None) -> list[Run]:
+    """Runs, newest first, each with the sums over its latest attempt's sources."""
+    p = select(schema.runs).where(*which).order_by(_r.created_ns.desc(), _r.run_id).limit(limit).subquery().c
+    # A source that has not stepped yet counts from when it was first seen.
+    later = (func.max if connection.dialect.name == "sqlite" else func.greatest)(_s.last_step_seen_ns, _s.first_seen_ns)
+    plain = (p.run_id, p.attempt, p.created_ns, p.last_seen_ns, p.commits)
+    query = (
+        select(
+            *plain,
+            func.coalesce(func.max(_s.world_size), 0),
+            func.count(_s.source),
+            func.coalesce(func.max(_s.last_step) + 1, 0),
+            func.coalesce(added(_s.emitted), 0),
+            func.coalesce(added(_s.dropped), 0),
+            func.coalesce(func.max(later), 0),
+            func.coalesce(func.sum(case((_s.goodbye, 1), else_=0)), 0),
+        )
+        .outerjoin(schema.sources, (_s.run_id == p.run_id) & (_s.attempt == p.attempt))
+        .group_by(*plain)
+        .order_by(p.created_ns.desc(), p.run_id)
+    )
+    return [Run(*row[:2], *map(int, row[2:])) for row in connection.execute(query)]
+
+
+def of_attempt(run_id: str, attempt: str) -> CTE:
+    """The sources of an attempt of one run."""
+    return _materialized(select(*_SOURCE).where(_s.run_id == run_id, _s.attempt == attempt))
+
+
+def of_latest(which: Conditions) -> CTE:
+    """The sources of the latest attempts of some runs."""
+    latest = (_r.run_id == _s.run_id) & (_r.attempt == _s.attempt)
+    return _materialized(select(*_SOURCE).join(schema.runs, latest).where(*which))
+
+
+def _materialized(sources: Any) -> CTE:
+    """First the sources, then their rows by key: SQLite would look the source of each row up."""
+    found: CTE = sources.cte("reporting").prefix_with("MATERIALIZED")
+    return found
+
+
+def rollups(connection: Connection, of: CTE) -> list[tuple[str, Rollup]]:
+    """(run, sums) by rank."""
+    phases = [f"{phase}_ns" for phase in wire.PHASES]
+    names = ("steps", "wall_ns", "comm_ns", "samples", "own_ns", "own_steps")
+    found = []
+    for run, rank, *row in _summed(connection, schema.rollups, (*names, *phases), of, rank=True):
+        values = [int(value) for value in row]
+        plain = dict(zip(names, values, strict=False))
+        by_phase = dict(zip(wire.PHASES, values[len(names) :], strict=True))
+        found.append((run, Rollup(rank=rank, phases_ns=by_phase, **plain)))
+    return found
+
+
+def bucket_rollups(connection: Connection, of: CTE) -> list[tuple[str, BucketRollup]]:
+    """(run, sums) by bucket over all ranks, by module and revision."""
+    by, names = ("module", "revision", "bucket"), ("steps", "compute_ns", "comm_ns", "exposed_ns")
+    rows = _summed(connection, schema.bucket_rollups, names, of, rank=False, by=by)
+    return [(run, BucketRollup(*map(int, rest))) for run, *rest in rows]
+
+
+def reduced_bytes(
+    connection: Connection,
+    of: CTE,
+    layouts: Iterable[tuple[str, wire.Layout]],
+    buckets: Iterable[tuple[str, BucketRollup]],
+) -> list[tuple[str, int, int]]:
+    """(run, rank, bytes of buckets reduced), with the sizes that the layouts give; one that none gives counts nothing.
+
+    Where the sums tell that a layout's buckets were reduced equally often, as is the rule, its first bucket's row of
+    each rank stands for all: the others' take ten times as long to read.
+    """
+    sizes = {(run, layout.module, layout.revision): [b.size_bytes for b in layout.buckets] for run, layout in layouts}
+    steps: dict[tuple[str, int, int], dict[int, int]] = {}
+    for run, row in buckets:
+        steps.setdefault((run, row.module, row.revision), {})[row.bucket] = row.steps
+    first = all(0 in by_bucket and len(set(by_bucket.values())) == 1 for by_bucket in steps.values())
+    b = schema.bucket_rollups.c
+    query = select(of.c.run_id, of.c.rank, b.module, b.revision, b.bucket, b.steps)
+    query = query.join(*_joined(schema.bucket_rollups, of))
+    total: dict[tuple[str, int], int] = {}
+    for run, rank, module, revision, bucket, count in connection.execute(
+        query.where(b.bucket == 0) if first else query
+    ):
+        key = (run, module, revision)
+        known = sizes.get(key, [])
+        covered = steps[key] if first and key in steps else (bucket,)
+        size_bytes = sum(known[place] for place in covered if place < len(known))
+        total[run, rank] = total.get((run, rank), 0) + count * size_bytes
+    return [(run, rank, size_bytes) for (run, rank), size_bytes in total.items()]
+
+
+def peer_totals(connection: Connection, of: CTE) -> list[tuple[str, PeerTotal]]:
+    """(run, straggler statistics) by the rank that they are about."""
+    names = ("steps", "delay_ns", "wait_ns")
+    columns = (*names, *(f"straggler_{phase}" for phase in wire.OWN_PHASES))
+    found = []
+    for run, rank, *row in _summed(connection, schema.peer_totals, columns, of, rank=False, by=("rank",)):
+        values = [int(value) for value in row]
+        plain = dict(zip(names, values, strict=False))
+        by_phase = dict(zip(wire.OWN_PHASES, values[len(names) :], strict=True))
+        found.append((run, PeerTotal(rank=rank, straggler_steps=by_phase, **plain)))
+    return found
+
+
+def histograms(connection: Connection, of: CTE) -> dict[str, list[int]]:
+    """By run: steps of all ranks under each of `schema.STEP_BOUNDS_S`, not cumulated, and above the last."""
+    counts: dict[str, list[int]] = {}
+    for run, bound, steps in _summed(connection, schema.step_histogram, ("steps",), of, rank=False, by=("bound",)):
+        counts.setdefault(run, [0] * (len(schema.STEP_BOUNDS_S) + 1))[bound] = int(steps)
+    return counts
+
+
+def last_seen(connection: Connection, of: CTE) -> list[tuple[str, int, int, int, int]]:
+    """(run, rank, last step, when it was seen, records dropped) of each rank."""
+    keys = (of.c.run_id, of.c.rank)
+    query = (
+        select(*keys, func.max(_s.last_step), func.max(_s.last_step_seen_ns), added(_s.dropped))
+        .join(*_joined(schema.sources, of))
+        .group_by(*keys)
+    )
+    return [(run, rank, step, at, int(dropped)) for run, rank, step, at, dropped in connection.execute(query)]
+
+
+def hellos(connection: Connection, of: CTE) -> dict[str, wire.Hello]:
+    """By run: what its lowest rank that said hello said."""
+    told = (
+        select(_s.run_id, _s.source, _number(_s.run_id, by=of.c.rank))
+        .join(of, (of.c.run_id == _s.run_id) & (of.c.source == _s.source))
+        .where(_s.hello.is_not(None))
+        .subquery()
+        .c
+    )
+    query = select(_s.run_id, _s.hello).join(
+        told.source.table, (told.run_id == _s.run_id) & (told.source == _s.source) & (told.number == 1)
+    )
+    return {run: msgspec.json.decode(hello, type=wire.Hello) for run, hello in connection.execute(query)}
+
+
+def layouts(connection: Connection, of: CTE) -> list[tuple[str, wire.Layout]]:
+    """(run, layout) by module and revision, each as the lowest rank that told it told it."""
+    c = schema.layouts.c
+    told = (
+        select(c.run_id, c.source, c.module, c.revision, _number(c.run_id, c.module, c.revision, by=of.c.rank))
+        .join(of, (of.c.run_id == c.run_id) & (of.c.source == c.source))
+        .subquery()
+        .c
+    )
+    query = (
+        select(c.run_id, c.body)
+        .join(
+            told.source.table,
+            (told.run_id == c.run_id)
+            & (told.source == c.source)
+            & (told.module == c.module)
+            & (told.revision == c.revision)
+            & (told.number == 1),
+        )
+        .order_by(c.run_id, c.module, c.revision)
+    )
+    return [(run, msgspec.json.decode(body, type=wire.Layout)) for run, body in connection.execute(query)]
+
+
+def told(connection: Connection, what: str, of: CTE) -> list[tuple[str, int, Any]]:
+    """(run, rank, record) of unused sets or events, in the order in which each rank told them."""
+    table, kind = {"unused": (schema.unused, wire.Unused), "events": (schema.events, wire.Event)}[what]
+    c = table.c
+    query = (
+        select(of.c.run_id, of.c.rank, c.body)
+        .join(*_joined(table, of))
+        .order_by(of.c.run_id, of.c.rank, c.seq, c.position)
+    )
+    return [(run, rank, msgspec.json.decode(body, type=kind)) for run, rank, body in connection.execute(query)]
+
+
+def _number(*within: Any, by: Any) -> Any:
+    return func.row_number().over(partition_by=within, order_by=by).label("number")
+
+
+def _summed(
+    connection: Connection, table: Any, names: Iterable[str], of: CTE, *, rank: bool, by: tuple[str, ...] = ()
+) -> Iterable[Any]:
+    keys = [of.c.run_id, *([of.c.rank] if rank else []), *(table.c[name] for name in by)]
+    query = (
+        select(*keys, *(added(table.c[name]) for name in names))
+        .join(*_joined(table, of))
+        .group_by(*keys)
+        .order_by(*keys)
+    )
+    return connection.execute(query)
+
+
+def _joined(table: Any, of: CTE) -> tuple[Any, ColumnElement[bool]]:
+    return table, (table.c.run_id == of.c.run_id) & (table.c.source == of.c.source)
