@@ -14,6 +14,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zstandard
@@ -28,6 +29,8 @@ _log = logging.getLogger("ddpobs")
 _TICK_S = 0.05
 _WAITING_BATCHES = 16
 """Encoded batches held in memory while the collector is away; more go to the spool."""
+_REST_S = 0.25
+"""How long a fork waits for the thread to come to rest."""
 _RECORDS_A_BURST = 64
 """Steps turned into columns before the interpreter is offered to training again."""
 
@@ -95,6 +98,9 @@ class Exporter:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
+        self._working = threading.RLock()
+        """Held by the thread but while it waits: whoever else holds it finds the thread outside of any library."""
+        self._rounds, self._unrested = 0, -1
         self._counting = threading.RLock()
         """Held for a few additions, microseconds. A collected object may offer in the middle of them, too."""
         self.emitted = 0
@@ -102,7 +108,12 @@ class Exporter:
         _exporters.add(self)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread.
+
+        What it needs is made and imported before: a fork may come at any time, and a child that inherits an import half
+        done, or a lock of OpenSSL's that was held, waits for ever once it needs them too.
+        """
+        self._try("sender", self._connect)
         self._thread = threading.Thread(target=self._run, name="ddpobs-telemetry", daemon=True)
         self._thread.start()
 
@@ -146,23 +157,37 @@ class Exporter:
         if self._thread.is_alive():
             # It hangs in a request that the collector does not answer: keep what it holds, its request included.
             self._abandoned = True
-            self._guard("batch", lambda: self._cut_batches(everything=True))
-            self._guard("exit", self._keep_all)
+            # A thread that comes back from C++, a store's, while the interpreter ends is unwound by it, and the process
+            # aborts: "terminate called without an active exception". From here on it calls nothing any more.
+            rests = self._working.acquire(timeout=0.2 * limit_s)
+            self._try("batch", lambda: self._cut_batches(everything=True))
+            self._try("exit", self._keep_all)
+            if rests:
+                self._working.release()
+
+    def _connect(self) -> None:
+        self._sender = Sender(self._config)
 
     def _run(self) -> None:
-        self._sender = Sender(self._config)
         while not self._stopping:
             self._wake.wait(_TICK_S)
             self._wake.clear()
+            self._rounds += 1
             self._guard("periodic", self._tick)
             self._guard("batch", self._cut_batches)
             self._guard("send", self._send_some)
-        if not self._abandoned:
-            self._guard("exit", self._finish)
-        self._sender.close()
+        self._guard("exit", self._finish)
+        if self._sender is not None:
+            self._sender.close()
 
     def _guard(self, what: str, call: Callable[[], object]) -> None:
-        """Run one part of the thread's round; an error in it is told once and does not end the thread."""
+        """Run one part of the thread's round, unless it was abandoned."""
+        with self._working:
+            if not self._abandoned:
+                self._try(what, call)
+
+    def _try(self, what: str, call: Callable[[], object]) -> None:
+        """An error in this is told once and goes no further."""
         try:
             call()
         except Exception:
@@ -303,19 +328,36 @@ class Exporter:
             self._told.add(key)
             _log.warning("ddpobs: " + message, *facts, exc_info=trace)
 
+    def _rest(self) -> None:
+        """Before a fork: have the thread rest until after it. A request without an answer is waited for once only."""
+        if not self._working.acquire(timeout=0 if self._unrested == self._rounds else _REST_S):
+            self._unrested = self._rounds
+
+    def _go_on(self) -> None:
+        """After a fork, in the parent."""
+        with suppress(RuntimeError):  # It did not come to rest.
+            self._working.release()
+
     def _forget(self) -> None:
         """In a forked child (a loader worker): no thread came along, and nothing may be sent under the parent's key."""
         self._closed, self._thread = True, None
         self._queue.clear()
-        self._counting = threading.RLock()
+        self._counting, self._working = threading.RLock(), threading.RLock()
 
 
 _exporters: weakref.WeakSet[Exporter] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
-    for exporter in list(_exporters):
-        exporter._forget()
+def _everyone(does: Callable[[Exporter], None]) -> Callable[[], None]:
+    def tell() -> None:
+        for exporter in list(_exporters):
+            does(exporter)
+
+    return tell
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(
+    before=_everyone(Exporter._rest),
+    after_in_parent=_everyone(Exporter._go_on),
+    after_in_child=_everyone(Exporter._forget),
+)

@@ -137,7 +137,7 @@ class Reports:
     ) -> dict[str, wire.Ints]:
         """Columns of bucket spans, with ready, launched and done also on the lowest rank's clock."""
         ranks, spans = self._store.spans(run, attempt, None, first, last)
-        offsets, _ = clocks.offsets_ns(ranks, spans)
+        offsets, _ = clocks.offsets_ns(self._store.steps(run, attempt, None, first, last), (ranks, spans))
         wanted = np.ones(len(ranks), bool)
         if rank is not None:
             wanted &= ranks == rank
@@ -172,7 +172,7 @@ class Reports:
             begin, end = (end - (min(known) - begin), end) if first is None else (begin, min(known))
         steps = self._store.steps(run, attempt, None, begin, end)
         spans = self._store.spans(run, attempt, None, begin, end)
-        return trace.chrome_trace(steps, spans, clocks.offsets_ns(*spans)[0])
+        return trace.chrome_trace(steps, spans, clocks.offsets_ns(steps, spans)[0])
 
     def _diagnose(self, run: str, attempt: str) -> dict[str, Any]:
         sources = self._store.sources(run, attempt)
@@ -234,7 +234,9 @@ class Reports:
         """How far apart the ranks end one all-reduce on aligned clocks, by some of the latest spans."""
         first = max(last - _BUCKET_STEPS, 0)
         end = self._store.page_end("spans", run, attempt, first=first, last=last, rows=_NOISE_ROWS)
-        return clocks.offsets_ns(*self._store.spans(run, attempt, None, first, last if end is None else end))[1]
+        upto = last if end is None else end
+        steps = self._store.steps(run, attempt, None, first, upto)
+        return clocks.offsets_ns(steps, self._store.spans(run, attempt, None, first, upto))[1]
 
     def _recent_steps(self, run: str, attempt: str, sources: list[Source]) -> tuple[wire.Ints, wire.Steps]:
         last = max((source.last_step for source in sources), default=0)
