@@ -76,6 +76,9 @@ class Delivery:
         self._backlog: deque[Spooled] = deque()
         self._source = ""
         self._jitter = random.Random()
+        # Here and not on its thread: a child forked during an import, or while OpenSSL reads certificates, would wait
+        # for ever for what it finds half done.
+        self._sender = Sender(config)
         self._thread = threading.Thread(target=self._run, name="ddpobs-delivery", daemon=True)
 
     @property
@@ -122,12 +125,11 @@ class Delivery:
             _log.warning("ddpobs: batches are kept in %s: send them with `ddpobs push %s`", folder, folder)
 
     def _run(self) -> None:
-        sender = Sender(self._config)
         while self._ready():
             batch = self._next()
             if batch is not None:
-                self._settle(batch, self._send(sender, batch))
-        sender.close()
+                self._settle(batch, self._send(batch))
+        self._sender.close()
 
     def _ready(self) -> bool:
         """Wait until something may be sent (True) or nothing more will be (False)."""
@@ -166,12 +168,12 @@ class Delivery:
                 return self._under_way
         return None
 
-    def _send(self, sender: Sender, batch: Encoded) -> Answer:
+    def _send(self, batch: Encoded) -> Answer:
         within_s = self._config.timeout_s
         if self._deadline is not None:
             within_s = min(within_s, self._deadline - time.monotonic())
         try:
-            return sender.send(batch.run, batch.source, batch.seq, batch.body, within_s)
+            return self._sender.send(batch.run, batch.source, batch.seq, batch.body, within_s)
         except Exception as error:
             self._warn("send", "telemetry failed (sending); training goes on", trace=True)
             return Answer(Outcome.RETRY, repr(error))

@@ -12,6 +12,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zstandard
@@ -24,6 +25,8 @@ from ddpobs.delivery import Delivery, Encoded, Once
 _SLACK_S = 0.02
 """What is due so soon is done at once: the thread wakes up less often."""
 _RECORDS_A_BATCH = 1024
+_REST_S = 0.25
+"""How long a fork waits for the thread to come to rest."""
 DONE = object()
 """What a periodic call returns that is not to be called again."""
 
@@ -62,14 +65,21 @@ class Exporter:
     Args:
         config: Addresses, limits and times.
         encoder: Turns offered records into a batch; runs on the telemetry thread.
+        ready: Whether the encoder can do so without waiting for a device; what comes after a record that it cannot
+            waits with it.
 
     Attributes:
         emitted: Records offered so far.
         dropped: Records lost so far: the queue or the spool was full, or the collector refused them.
     """
 
-    def __init__(self, config: TelemetryConfig, encoder: Callable[[Sequence[object], Envelope], wire.Batch]) -> None:
-        self._config, self._encoder = config, encoder
+    def __init__(
+        self,
+        config: TelemetryConfig,
+        encoder: Callable[[Sequence[object], Envelope], wire.Batch],
+        ready: Callable[[object], bool] = lambda _: True,
+    ) -> None:
+        self._config, self._encoder, self._ready = config, encoder, ready
         self._queue: deque[tuple[object, int]] = deque()
         self._weight = 0
         self._oldest = 0.0
@@ -80,9 +90,11 @@ class Exporter:
         self._seq = 0
         self._warn = Once()
         self._delivery = Delivery(config, self._lost, self._warn)
-        self._cutting = threading.Lock()
+        self._working = threading.RLock()
+        """Held by the thread while it works: whoever else holds it finds the thread outside of any library."""
         self._wake = threading.Event()
         self._stopping = False
+        self._abandoned = False
         self._deadline = 0.0
         self._closed = False
         self._thread: threading.Thread | None = None
@@ -149,9 +161,15 @@ class Exporter:
         if self._thread is None or os.getpid() != self._pid:
             return
         self._thread.join(0.6 * limit_s)
-        if self._thread.is_alive():  # It hangs in a periodic call: what is in the queue is not lost for that.
-            self._guard("batch", self._cut_everything)
-        self._guard("exit", lambda: self._delivery.close(began + 0.8 * limit_s))
+        if self._thread.is_alive():
+            self._abandoned = True  # It hangs in a periodic call, the last that it makes.
+            rests = self._working.acquire(timeout=0.1 * limit_s)
+            self._try("batch", self._cut_everything)
+            if rests:
+                self._working.release()
+        self._try("exit", lambda: self._delivery.close(began + 0.8 * limit_s))
+        # Coming back from C++, a store's, while the interpreter ends would abort the process.
+        self._thread.join(max(0.0, began + limit_s - time.monotonic()))
 
     def _run(self) -> None:
         while not self._stopping:
@@ -159,10 +177,15 @@ class Exporter:
             self._wake.clear()
             self._guard("periodic", self._tick)
             self._guard("batch", self._cut_due)
-        self._guard("exit", self._finish)
+        self._finish()
 
     def _guard(self, what: str, call: Callable[[], object]) -> object:
-        """Run one part of the thread's round; an error in it is told once and does not end the thread."""
+        """Run one part of the thread's round, unless the thread was abandoned."""
+        with self._working:
+            return None if self._abandoned else self._try(what, call)
+
+    def _try(self, what: str, call: Callable[[], object]) -> object:
+        """An error in this is told once and goes no further."""
         try:
             return call()
         except Exception:
@@ -180,34 +203,32 @@ class Exporter:
         soon = time.monotonic() + _SLACK_S
         for periodic in [one for one in self._periodic if one.due <= soon]:
             periodic.due = soon - _SLACK_S + periodic.seconds
-            if self._guard(f"periodic {periodic.call}", periodic.call) is DONE:
+            if self._try(f"periodic {periodic.call}", periodic.call) is DONE:
                 self._periodic.remove(periodic)
 
     def _cut_due(self) -> None:
-        with self._cutting:
-            while self._identity is not None and self._due():
-                self._cut_batch(self._identity)
+        while self._identity is not None and self._due():
+            self._cut_batch(self._identity)
 
     def _due(self) -> bool:
         now, flush_s = time.monotonic(), self._config.flush_s
-        if self._queue:
+        if self._queue and self._ready(self._queue[0][0]):
             return self._weight >= self._config.batch_spans or now - self._oldest >= flush_s
         # News alone wait until the collector has taken the news before.
         return self._latest is not None and now - self._last_cut >= flush_s and self._delivery.idle
 
     def _cut_everything(self) -> None:
-        if not self._cutting.acquire(timeout=0.05 * self._config.exit_s):
-            return
-        try:
-            while self._identity is not None and (self._queue or self._latest is not None):
-                self._cut_batch(self._identity)
-        finally:
-            self._cutting.release()
+        while self._identity is not None and self._queue and self._ready(self._queue[0][0]):
+            self._cut_batch(self._identity)
+        if self._identity is not None and self._latest is not None:
+            self._cut_batch(self._identity)
 
     def _cut_batch(self, identity: Identity) -> None:
         taken: list[object] = []
         weight = 0
         while self._queue and weight < self._config.batch_spans and len(taken) < _RECORDS_A_BATCH:
+            if not self._ready(self._queue[0][0]):
+                break
             with self._counting:
                 record, records = self._queue.popleft()
                 self._weight -= records
@@ -230,34 +251,52 @@ class Exporter:
         self._delivery.put(Encoded(identity.run, identity.source, envelope.seq, weight, body))
 
     def _finish(self) -> None:
-        """The last batches, once it is known whose they are."""
+        """The last batches, once it is known whose they are and the device got to the last step's end."""
         # A rank that ends at once may be done before rank 0 said so.
-        while self._identity is None and time.monotonic() < self._deadline:
-            self._tick()
+        while self._held_up() and time.monotonic() < self._deadline:
+            self._guard("periodic", self._tick)
             time.sleep(_SLACK_S / 2)
         for periodic in self._periodic:
             self._guard(f"periodic {periodic.call}", periodic.call)
         self._guard("batch", self._cut_everything)
-        if self._identity is None:
-            self._lost(self._weight)
+        self._lost(self._weight)
+
+    def _held_up(self) -> bool:
+        return self._identity is None or any(not self._ready(record) for record, _ in list(self._queue)[-1:])
 
     def _lost(self, records: int) -> None:
         with self._counting:
             self.dropped += records
 
+    def _rest(self) -> None:
+        """Before a fork: have the thread rest until after it, so that the child inherits no lock that it held."""
+        self._working.acquire(timeout=_REST_S)
+
+    def _go_on(self) -> None:
+        """After a fork, in the parent."""
+        with suppress(RuntimeError):  # It did not come to rest.
+            self._working.release()
+
     def _forget(self) -> None:
         """In a forked child (a loader worker): no thread came along, and nothing may be sent under the parent's key."""
         self._closed, self._thread = True, None
         self._queue.clear()
-        self._counting = threading.RLock()
+        self._counting, self._working = threading.RLock(), threading.RLock()
 
 
 _exporters: weakref.WeakSet[Exporter] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
-    for exporter in list(_exporters):
-        exporter._forget()
+def _everyone(does: Callable[[Exporter], None]) -> Callable[[], None]:
+    def tell() -> None:
+        for exporter in list(_exporters):
+            does(exporter)
+
+    return tell
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(
+    before=_everyone(Exporter._rest),
+    after_in_parent=_everyone(Exporter._go_on),
+    after_in_child=_everyone(Exporter._forget),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - else the first connection imports it, on whatever thread that is
 import enum
 import random
 import ssl
@@ -102,7 +103,9 @@ class Sender:
         if config.token:
             self._headers.append(("Authorization", f"Bearer {config.token}"))
         self._network = _Network()
-        self._pool = httpcore.ConnectionPool(max_connections=1, network_backend=self._network)
+        # Certificates take time to read, and are for https alone.
+        trusted = httpcore.default_ssl_context() if self._url.startswith("https:") else None
+        self._pool = httpcore.ConnectionPool(trusted, max_connections=1, network_backend=self._network)
 
     def send(self, run: str, source: str, seq: int, body: bytes, within_s: float | None = None) -> Answer:
         """Send one batch; returns within about `within_s` seconds, however slowly the other side answers. Never raises.

@@ -92,7 +92,7 @@ class Telemetry:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._source = secrets.token_hex(8)
         self._hello = _hello(device, backend, settings)
-        self._exporter = Exporter(config, self._encode)
+        self._exporter = Exporter(config, self._encode, self._passed)
         self._tracker = StepTracker(self._clock, self._offer_step)
         self._hooks = ProcessHooks(self._tracker, self._event)
         self._loaders = LoaderHooks(self._tracker, self._event)
@@ -163,6 +163,10 @@ class Telemetry:
         spans = sum(len(record.ready_ns) for segment in raw.segments for record in segment.records)
         sampled = sum(record.parameter_ready_ns is not None for segment in raw.segments for record in segment.records)
         self._exporter.offer(raw, weight=1 + spans + len(raw.comms) + sampled)
+
+    def _passed(self, record: object) -> bool:
+        """Whether the device got to a step's end: one that hangs holds up its steps, and not the thread."""
+        return not isinstance(record, RawStep) or self._clock.passed(record.end)
 
     def _find_identity(self) -> object:
         """Rank 0 draws the run and the attempt and shares them; the others look for them without waiting."""
