@@ -41,7 +41,7 @@ LIMIT = 1.01
 PLAIN = {"off": "telemetry off", "again": "off once more (the noise)", "collector": "a healthy collector"}
 
 Launch = dict[str, Any]
-"""By variant: seconds a step by round, processor seconds of telemetry a step, growth and waiting bytes, exit."""
+"""By variant: seconds and processor seconds a step by round, what its ranks hold, seconds of its exit."""
 
 
 def _loop(_: torch.nn.Module, step: Callable[[], None], __: Turn) -> Steps:
@@ -100,14 +100,18 @@ def launch(names: Sequence[str], options: argparse.Namespace, order: random.Rand
             team.run(2)
         count = max(2, round(options.turn_s / made["off"].run(2)[0]))
         seconds: dict[str, list[float]] = {name: [] for name in names}
+        processor: dict[str, list[float]] = {name: [] for name in names}
         notes: dict[str, list[list[dict[str, float]]]] = {name: [] for name in names}
         until = time.monotonic() + 60 * options.minutes
         while time.monotonic() < until or len(seconds["off"]) < 2:
             for name in order.sample(names, len(names)):
-                seconds[name].append(made[name].run(count)[0])
+                wall_s, used_s = made[name].run(count)
+                seconds[name].append(wall_s)
+                processor[name].append(used_s)
                 notes[name].append(made[name].notes)
         return {
             "seconds": seconds,
+            "processor_s": processor,
             "holds": {name: _summary(notes[name], count) for name in names},
             "exit_s": {name: made[name].end() for name in names},
         }
@@ -132,6 +136,7 @@ def table(launches: Sequence[Launch]) -> str:
     head = [
         "collector",
         f"step time / off, at most {LIMIT}",
+        "processor time / off",
         "telemetry, µs a step",
         "growth, MB",
         "waiting, MB",
@@ -139,7 +144,7 @@ def table(launches: Sequence[Launch]) -> str:
     ]
     rows = []
     for name in [*PLAIN, *FAULTS]:
-        found = compare({"launches": launches}, name, "off")
+        found, used = (compare({"launches": launches}, name, "off", what) for what in ("seconds", "processor_s"))
         if found is None:
             continue
         held = [one["holds"][name] for one in launches if name in one["holds"]]
@@ -147,6 +152,7 @@ def table(launches: Sequence[Launch]) -> str:
             [
                 PLAIN.get(name) or FAULTS[name][0],
                 "" if name == "off" else f"{found} {found.verdict(LIMIT)}",
+                "" if name == "off" else str(used),
                 f"{1e6 * max(one['telemetry_s'] for one in held):.0f}",
                 f"{max(one['growth_bytes'] for one in held) / 1e6:.1f}",
                 f"{max(one['waiting_bytes'] for one in held) / 1e6:.2f}",
