@@ -78,10 +78,7 @@ class Delivery:
         self._backlog: deque[Spooled] = deque()
         self._source = ""
         self._jitter = random.Random()
-        # Here and not on its thread: a child forked during an import, or while OpenSSL reads certificates, would wait
-        # for ever for what it finds half done.
-        self._sender = Sender(config)
-        self._thread = threading.Thread(target=self._run, name="ddpobs-delivery", daemon=True)
+        self._thread: threading.Thread | None = None
 
     @property
     def idle(self) -> bool:
@@ -95,7 +92,13 @@ class Delivery:
             return [len(batch.body) for batch in (*self._waiting, self._under_way) if batch is not None]
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread.
+
+        What it needs is made here and not there: a child forked during an import, or while OpenSSL reads certificates,
+        would wait for ever for what it finds half done.
+        """
+        sender = Sender(self._config)
+        self._thread = threading.Thread(target=self._run, args=(sender,), name="ddpobs-delivery", daemon=True)
         self._thread.start()
 
     def put(self, batch: Encoded) -> None:
@@ -114,7 +117,7 @@ class Delivery:
         with self._changed:
             self._deadline = deadline
             self._changed.notify()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
         with self._changed:
             self._abandoned = True
@@ -126,12 +129,12 @@ class Delivery:
             folder = self._spool.folder
             _log.warning("ddpobs: batches are kept in %s: send them with `ddpobs push %s`", folder, folder)
 
-    def _run(self) -> None:
+    def _run(self, sender: Sender) -> None:
         while self._ready():
             batch = self._next()
             if batch is not None:
-                self._settle(batch, self._send(batch))
-        self._sender.close()
+                self._settle(batch, self._send(sender, batch))
+        sender.close()
 
     def _ready(self) -> bool:
         """Wait until something may be sent (True) or nothing more will be (False)."""
@@ -170,12 +173,12 @@ class Delivery:
                 return self._under_way
         return None
 
-    def _send(self, batch: Encoded) -> Answer:
+    def _send(self, sender: Sender, batch: Encoded) -> Answer:
         within_s = self._config.timeout_s
         if self._deadline is not None:
             within_s = min(within_s, self._deadline - time.monotonic())
         try:
-            return self._sender.send(batch.run, batch.source, batch.seq, batch.body, within_s)
+            return sender.send(batch.run, batch.source, batch.seq, batch.body, within_s)
         except Exception as error:
             self._warn("send", "telemetry failed (sending); training goes on", trace=True)
             return Answer(Outcome.RETRY, repr(error))

@@ -113,7 +113,7 @@ class Exporter:
 
     def start(self) -> None:
         """Start the threads."""
-        self._delivery.start()
+        self._try("start", self._delivery.start)
         self._thread = threading.Thread(target=self._run, name="ddpobs-telemetry", daemon=True)
         self._thread.start()
 
@@ -195,12 +195,12 @@ class Exporter:
             return None
 
     def _pause_s(self) -> float:
+        """Until something is due; never nothing, for a fork may be waiting for the thread to rest."""
         now = time.monotonic()
         dues = [now + self._config.flush_s, *(periodic.due for periodic in self._periodic)]
-        if self._queue and self._identity is not None:
-            # Not at once: what is due may have to wait until it is ready.
-            dues.append(max(self._oldest + self._config.flush_s, now + _SLACK_S))
-        return max(0.0, min(dues) - now)
+        if self._queue and self._identity is not None and self._ready(self._queue[0][0]):
+            dues.append(self._oldest + self._config.flush_s)
+        return max(_SLACK_S / 2, min(dues) - now)
 
     def _tick(self) -> None:
         soon = time.monotonic() + _SLACK_S

@@ -160,3 +160,11 @@ def test_proxies_of_the_environment_are_left_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("ALL_PROXY", absent())
     with collector(acknowledge) as seen:
         assert send(seen.url).outcome is Outcome.STORED
+
+
+def test_a_sender_that_cannot_be_made_leaves_training_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("httpcore.default_ssl_context", lambda: open("/no/such/certificates"))  # noqa: PTH123, SIM115
+    sent = exporter("https://127.0.0.1:9", tmp_path)
+    sent.offer(event())
+    sent.close()
+    assert (kept(tmp_path), sent.dropped) == (1, 0)

@@ -30,7 +30,8 @@ def forked(child: Callable[[], bool]) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_forked_child_finds_no_lock_that_the_thread_held(tmp_path: Path) -> None:
+def test_a_forked_child_finds_no_lock_that_the_thread_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpobs.exporter._REST_S", 20.0)
     library = threading.Lock()
 
     def call_into_it() -> None:
