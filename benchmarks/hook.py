@@ -16,6 +16,7 @@ import json
 import logging
 import random
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -30,9 +31,11 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.teams import Steps, Team
 from benchmarks.variants import NOBODY
-from ddpobs import DistributedDataParallel, TelemetryConfig
+from ddpobs import DistributedDataParallel, TelemetryConfig, telemetry
 
 PARAMETERS, ELEMENTS, BUCKETS = 1000, 4, 100
+_LOOK, _LOOKS = 1, 10
+"""A turn of that many steps, and about how many of them."""
 MANY_MB = PARAMETERS / BUCKETS * ELEMENTS * 4 / 2**20
 
 Measured = dict[tuple[str, int], list[Any]]
@@ -76,7 +79,7 @@ class Fan(nn.Module):
 
 
 def prepare(wrap: Wrap, cap_mb: float, folder: Path) -> Steps:
-    """Steps without an optimizer; the note is how many blocks of memory the interpreter holds after them."""
+    """Steps without an optimizer; after `_LOOK` of them the note is how many blocks of memory the interpreter holds."""
     logging.disable(logging.WARNING)
     module = wrap(Fan(), cap_mb, folder)
     start = torch.zeros(1)
@@ -86,15 +89,26 @@ def prepare(wrap: Wrap, cap_mb: float, folder: Path) -> Steps:
             for parameter in module.parameters():
                 parameter.grad = None
             module(start).sum().backward()
-        gc.collect()
-        return sys.getallocatedblocks()
+        return _blocks() if count == _LOOK else 0
 
     steps(4)
     return steps
 
 
+def _blocks() -> int:
+    """Without what waits to be sent, which comes and goes."""
+    process = telemetry._process
+    while process is not None:
+        with process._exporter._working:  # Not while the thread has some of it in its hands.
+            if not process._exporter._queue:
+                break
+        time.sleep(0.05)
+    gc.collect()
+    return sys.getallocatedblocks()
+
+
 def measure(rounds: int, steps: int) -> tuple[Measured, Measured]:
-    """By variant and number of buckets, a value a round: nanoseconds a step, and the blocks held after it."""
+    """By variant and number of buckets: nanoseconds a step of each round, and blocks held at `_LOOKS` times."""
     order = random.Random(0)
     took_ns: Measured = {}
     blocks: Measured = {}
@@ -105,18 +119,19 @@ def measure(rounds: int, steps: int) -> tuple[Measured, Measured]:
                 folder = Path(stack.enter_context(TemporaryDirectory()))
                 made[name, buckets] = Team(1, partial(prepare, wrap, cap_mb, folder))
                 stack.callback(made[name, buckets].disband)
-        for _ in range(rounds):
+        for number in range(rounds):
             for key in order.sample(list(made), len(made)):
                 took_ns.setdefault(key, []).append(1e9 * made[key].run(steps)[0])
-                blocks.setdefault(key, []).append(made[key].notes[0])
+                if number % max(1, rounds // _LOOKS) == 0:
+                    made[key].run(_LOOK)
+                    blocks.setdefault(key, []).append(made[key].notes[0])
     return took_ns, blocks
 
 
 def summarise(took_ns: Measured, blocks: Measured, steps: int) -> dict[str, dict[str, list[float]]]:
     """By variant: the cost of a gradient and of a bucket as [median, lower and upper quartile], and what grows.
 
-    What waits to be sent comes and goes, so growth is from the lowest point of the first half of the rounds to that of
-    the second, over the steps in between.
+    Growth is from the median of the first half of the looks to that of the second, over the steps in between.
     """
     found: dict[str, dict[str, list[float]]] = {}
     bare = np.array(took_ns["bare", 1])
@@ -124,10 +139,11 @@ def summarise(took_ns: Measured, blocks: Measured, steps: int) -> dict[str, dict
         one, many = np.array(took_ns[name, 1]), np.array(took_ns[name, BUCKETS])
         held = blocks[name, BUCKETS]
         half = len(held) // 2
+        between = half * max(1, len(one) // _LOOKS) * steps
         found[name] = {
             "gradient_ns": _quartiles((one - bare) / PARAMETERS),
             "bucket_ns": _quartiles((many - one) / (BUCKETS - 1)),
-            "blocks_a_step": [(min(held[half:]) - min(held[:half])) / (half * steps)],
+            "blocks_a_step": [float(np.median(held[half:]) - np.median(held[:half])) / between],
         }
     return found
 

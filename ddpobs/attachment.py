@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
+from itertools import count
 from typing import Any
 
 import torch
@@ -132,6 +133,9 @@ class Attachment:
         names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._names = [names[id(parameter)] for parameter in self._parameters]
         self._ready: list[Any] = [0] * len(self._parameters)
+        self._turns = [0] * len(self._parameters)
+        """In which order they were ready: a device's stamps do not compare."""
+        self._turn = count(1)
         self._expected = False
         self._unseen = False
         self._comm = "all_reduce"
@@ -140,7 +144,7 @@ class Attachment:
         self._elements: list[int] = []
         self._order: list[int] | None = None
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(_stamper(self._ready, index, self.now))
+            parameter.register_post_accumulate_grad_hook(self._stamper_of(index))
             for index, parameter in enumerate(self._parameters)
         ]
         self._stop_listening = self._recorder.on_backward_end(self._backward_ended)
@@ -280,16 +284,30 @@ class Attachment:
         if record is None:
             return
         if seen is not None and any(seen.launched_ns):
-            record.ready_ns = [max((self._ready[i] for i in m if self._ready[i]), default=0) for m in self._members]
+            record.ready_ns = [self._last_ready(members) for members in self._members]
             record.launched_ns, record.done_ns, record.works = seen.launched_ns, seen.done_ns, seen.works
             if record.parameter_ready_ns is not None:
                 record.parameter_ready_ns = [self._ready[i] for members in self._members for i in members]
         else:
             record.ready_ns, record.launched_ns, record.done_ns = [], [], []
             record.parameter_ready_ns = None
+            record.last_ready = self._last_ready(range(len(self._ready)))
         self._tell_unused(seen)
         self._ready[:] = [0] * len(self._ready)
         self._recorder.finished(record)
+
+    def _stamper_of(self, index: int) -> Callable[[torch.Tensor], None]:
+        ready, turns, now, turn = self._ready, self._turns, self.now, self._turn
+
+        def stamp(_: torch.Tensor) -> None:
+            ready[index] = now()
+            turns[index] = next(turn)
+
+        return stamp
+
+    def _last_ready(self, members: Iterable[int]) -> Any:
+        came = [index for index in members if self._ready[index]]
+        return self._ready[max(came, key=self._turns.__getitem__)] if came else 0
 
     def _left_out(self) -> list[int]:
         return [index for index, ready in enumerate(self._ready) if not ready]

@@ -24,10 +24,20 @@ Interval = tuple[int, int, int]
 class Backward:
     """Stamps of one synchronised backward of one module; a list per event, one place per bucket.
 
-    `works` are collectives that know how long they were moving; empty where the backend does not tell.
+    `works` are collectives that know how long they were moving; empty where the backend does not tell. `last_ready` is
+    when the last gradient came, told where buckets cannot be seen.
     """
 
-    __slots__ = ("done_ns", "launched_ns", "module", "parameter_ready_ns", "ready_ns", "revision", "works")
+    __slots__ = (
+        "done_ns",
+        "last_ready",
+        "launched_ns",
+        "module",
+        "parameter_ready_ns",
+        "ready_ns",
+        "revision",
+        "works",
+    )
 
     def __init__(self, module: int, revision: int, buckets: int, parameters: int | None) -> None:
         self.module = module
@@ -36,6 +46,7 @@ class Backward:
         self.launched_ns: list[Stamp] = [0] * buckets
         self.done_ns: list[Stamp] = [0] * buckets
         self.works: dict[int, Any] = {}
+        self.last_ready: Stamp = 0
         self.parameter_ready_ns: list[Stamp] | None = None if parameters is None else [0] * parameters
 
 
@@ -225,9 +236,10 @@ class Summariser:
             returned_ns = at(segment.end)
             found = self._spans(segment, returned_ns)
             spans += found
-            ready_ns = max([span.ready_ns for span in found], default=returned_ns)
+            unseen = [at(record.last_ready) for record in segment.records if record.last_ready]
+            ready_ns = max([span.ready_ns for span in found] + unseen, default=returned_ns)
             done_ns = max([span.done_ns for span in found] + [end for *_, end in comms if end >= ready_ns], default=0)
-            done_ns = min(max(done_ns, ready_ns), returned_ns)
+            done_ns = returned_ns if unseen else min(max(done_ns, ready_ns), returned_ns)
             if not segment.waited:
                 intervals = _exposed_after(intervals, ready_ns, done_ns, returned_ns)
             windows.append((ready_ns, done_ns, segment))

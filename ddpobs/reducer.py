@@ -17,12 +17,13 @@ import torch.distributed as dist
 from torch.autograd import Variable
 
 from ddpobs import buckets as bucketing
+from ddpobs import engine
 from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
 from ddpobs.collectives import all_reduce, broadcast, time_collectives, wait
 from ddpobs.comm import AllReduce, BucketComm, CommHook, Pending, Way
 from ddpobs.errors import ReducerError, UnusedParametersError
-from ddpobs.unused import Dynamic, Participation, Required, Static, UsedMap, announced_unreached
+from ddpobs.unused import Dynamic, Participation, Required, Static, UsedMap
 
 if TYPE_CHECKING:
     from ddpobs.recorder import Backward, ModuleRecorder
@@ -98,6 +99,7 @@ class Reducer:
         self._used = bytearray(len(names))
         self._fired = bytearray(len(names))
         self._fault: Fault | None = None
+        self._told = False
         self._held_dtype: torch.dtype | None = None
         self._aside: dict[int, torch.Tensor] = {}
         self._pending: list[Pending] = []
@@ -182,28 +184,8 @@ class Reducer:
             self.begin()
 
     def _concerns_parameters(self) -> bool:
-        """Whether the running backward accumulates into parameters, or would but reaches none.
-
-        `torch.autograd.grad` and `backward(inputs=...)` pass through the outputs too, for a gradient penalty say, and
-        leave the parameters out: they are then in the graph, but not to be executed.
-        """
-        try:
-            if any(map(torch._C._will_engine_execute_node, self._nodes)):
-                return True
-        except RuntimeError:  # The gradient of a parameter is asked for and not accumulated.
-            return False
-        if not any(parameter.requires_grad for parameter in self._parameters):
-            return False  # Frozen for now, as a discriminator is while its generator trains.
-        ahead = list(self._outputs)
-        ours, seen = set(self._nodes), set(ahead)
-        while ahead:
-            node = ahead.pop()
-            if node in ours:
-                return False
-            fresh = {following for following, _ in node.next_functions if following is not None} - seen
-            seen |= fresh
-            ahead.extend(fresh)
-        return True
+        """Frozen for now they are not concerned, as a discriminator is while its generator trains."""
+        return any(p.requires_grad for p in self._parameters) and engine.concerns(self._nodes, self._outputs)
 
     def begin(self) -> None:
         """The first sign of a backward. Decides who will take part and starts what can be started at once."""
@@ -230,10 +212,13 @@ class Reducer:
 
     def _await_end(self) -> None:
         """Have `_finish` called when the engine is done with this backward."""
-        Variable._execution_engine.queue_callback(self._finish)
+        if self._outputs:
+            Variable._execution_engine.queue_callback(self._finish)
+        else:  # They hide in something that nobody can look into, and this may be a checkpoint's own backward.
+            engine.at_end(self._finish)
 
     def _unreached(self) -> list[int]:
-        return announced_unreached(self._nodes)
+        return engine.unreached(self._nodes)
 
     def _put_aside(self, unreached: Sequence[int]) -> None:
         """Keep older gradients of parameters that take no part: replaced only where some rank used them."""
@@ -289,6 +274,8 @@ class Reducer:
             if not static.holds:
                 if static.comes(index):
                     gradient_ready(gradient)
+                elif static.left[index] < 0 and self._fault is None:
+                    self._fault = static.changed([index])
                 return
             if self._order is not None:
                 self._order.append(index)
@@ -345,6 +332,7 @@ class Reducer:
                 self._bring_back(bucket)
         index = bucket.index
         if self._fault is not None and self._in_band and index == len(self._buckets) - 1:
+            self._tell_fault()
             bucket.buffer[0] = float("nan")
         record = self._record
         if record is None:
@@ -400,14 +388,20 @@ class Reducer:
             for bucket in self._buckets:
                 bucket.pending -= 1
         missing = [i for bucket in self._buckets if bucket.pending > 0 for i in bucket.members if not self._fired[i]]
-        self._fault = participation.end(self._used, missing) or self._fault
-        if self._fault is not None:
-            self._alarm.tell(self._fault)
+        ended = participation.end(self._used, missing)
+        self._fault = self._fault or ended
+        self._tell_fault()
         self._put_aside(missing)
         if self._settings.skip_unused:
             participation.share()
         self._launch_ready(final=True)
         participation.share()
+
+    def _tell_fault(self) -> None:
+        """Once, and before the last bucket goes: whoever has its sum then finds what every rank told."""
+        if self._fault is not None and not self._told:
+            self._told = True
+            self._alarm.tell(self._fault)
 
     @property
     def _in_band(self) -> bool:
@@ -463,7 +457,7 @@ class Reducer:
         self._outputs = []
         self._record = self._stamps = None
         self._pending = []
-        self._fault = None
+        self._fault, self._told = None, False
         self._aside = {}
         self._fired[:] = bytes(len(self._fired))
         self._divisor = self._ranks

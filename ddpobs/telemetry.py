@@ -26,8 +26,9 @@ from ddpobs.clocks import clock_for
 from ddpobs.collectives import CollectiveHooks
 from ddpobs.config import TelemetryConfig
 from ddpobs.exporter import DONE, Envelope, Exporter, Identity
+from ddpobs.hooks import ProcessHooks
 from ddpobs.loaders import LoaderHooks
-from ddpobs.phases import ProcessHooks, RawStep, StepTracker
+from ddpobs.phases import RawStep, StepTracker
 from ddpobs.recorder import ModuleRecorder, Step, Summariser
 from ddpobs.stragglers import Exchange
 

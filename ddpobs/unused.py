@@ -299,12 +299,15 @@ class Static:
         if self.holds:
             self._unused = [index for index in missing if not used[index]]
             return None
-        changed = [self._names[index] for index, left in enumerate(self.left) if left]
-        if not changed:
-            return None
+        changed = [index for index, left in enumerate(self.left) if left]
+        return self.changed(changed) if changed else None
+
+    def changed(self, indices: Sequence[int]) -> Fault:
+        """What is wrong where these came more or less often than in the first backward."""
+        names = ", ".join(self._names[index] for index in indices[:20])
         return Fault(
-            message=f"the graph changed although static_graph=True: {', '.join(changed[:20])} took part in this "
-            "backward more or less often than in the first one. Leave static_graph out"
+            message=f"the graph changed although static_graph=True: {names} took part in this backward more or less "
+            "often than in the first one. Leave static_graph out"
         )
 
     def share(self) -> None:
@@ -327,9 +330,3 @@ class Static:
             self._nobody = [index for index in self._unused if users is not None and not users[index]]
             self.holds = False
         return self._unused, self._nobody
-
-
-def announced_unreached(nodes: Sequence[Any]) -> list[int]:
-    """Which parameters (by their AccumulateGrad nodes) the running backward will not reach; 0.2 µs a parameter."""
-    will_execute = torch._C._will_engine_execute_node
-    return [index for index, node in enumerate(nodes) if not will_execute(node)]

@@ -14,8 +14,9 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorData
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpobs import wire
+from ddpobs.hooks import ProcessHooks
 from ddpobs.loaders import LoaderHooks
-from ddpobs.phases import ProcessHooks, StepTracker
+from ddpobs.phases import StepTracker
 from tests.test_recorder import FakeClock
 
 DATA = TensorDataset(torch.arange(8.0).unsqueeze(1))

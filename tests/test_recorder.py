@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from ddpobs import wire
-from ddpobs.phases import ProcessHooks, RawStep, StepTracker
+from ddpobs.hooks import ProcessHooks
+from ddpobs.phases import RawStep, StepTracker
 from ddpobs.recorder import ModuleRecorder, Step, Summariser
 
 

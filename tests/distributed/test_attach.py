@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import gc
 import threading
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
 from ddpobs import telemetry
+from ddpobs.clocks import HostClock
 from ddpobs.errors import DdpobsError
 from tests.distributed.compare import batch, net, outcome, train
 from tests.distributed.launch import run_ranks
@@ -107,6 +110,7 @@ def seen(sent: Sent) -> dict[str, Any]:
         "ordered": all(0 < ready <= launched <= done for ready, launched, done in ordered),
         "buckets": [[[p.name for p in b.parameters] for b in layout.buckets] for layout in sent.layouts],
         "comm": sent.layouts[-1].comm if sent.layouts else None,
+        "exposed": sum(sent.steps("exposed_comm_ns")),
         "events": sent.events,
         "comms": sorted(set(sent.comms("kind"))),
         "unused": [(unused.locally, unused.globally) for unused in sent.unused],
@@ -185,7 +189,8 @@ def test_a_hook_that_cannot_be_seen_is_said_and_the_steps_are_kept(found: list[d
     for answers in found:
         records = answers["hook before, in training"][1]
         assert records["events"].count("comm_hook_unseen") == 1
-        assert records["steps"] == 2
+        assert (records["steps"], records["spans"]) == (2, 0)
+        assert records["exposed"] > 0
 
 
 def unused(rank: int, world_size: int) -> dict[str, Any]:
@@ -213,6 +218,31 @@ def test_unused_parameters_are_told_also_where_torch_is_silent() -> None:
     first, second = run_ranks(unused, 2)
     assert first == {"flag": [(never, never)], "no flag": [(never, [])]}
     assert second == {"flag": [(sometimes + never, never)], "no flag": [(sometimes + never, [])]}
+
+
+class Opaque(HostClock):
+    """Stamps that do not compare, as a device's events do not."""
+
+    def __init__(self) -> None:
+        self.now = lambda: SimpleNamespace(at_ns=time.monotonic_ns())  # type: ignore[assignment,return-value]
+
+    def nanoseconds(self, stamp: Any) -> int:
+        return int(stamp.at_ns)
+
+
+def on_a_device(rank: int, world_size: int) -> dict[str, Any]:
+    telemetry.clock_for = lambda *_: Opaque()  # type: ignore[assignment]
+    with sending() as sent:
+        ddp = TorchDDP(net(), **CAP)
+        ddpobs.attach(ddp, sent.config)
+        train(ddp, rank)
+    return seen(sent)
+
+
+def test_stamps_of_a_device_are_taken_as_they_are() -> None:
+    (records,) = run_ranks(on_a_device, 1)
+    assert (records["steps"], records["ordered"]) == (4, True)
+    assert records["spans"] > 4
 
 
 def traces(ddp: Any) -> list[Any]:

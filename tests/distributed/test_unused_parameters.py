@@ -124,6 +124,37 @@ def static_and_checkpointed(kind: Any, rank: int) -> Any:
     return outcome(ddp)
 
 
+class Hidden:
+    """An output that nobody can look into."""
+
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.sum, self.pow = inside.sum, inside.pow
+
+
+class Hiding(nn.Module):
+    """The first gradient comes inside a checkpoint's own backward, and no output told that a backward begins."""
+
+    def __init__(self, times: int = 1) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.first, self.middle, self.last = (nn.Linear(8, 8) for _ in range(3))
+        self.times = times
+
+    def forward(self, x: torch.Tensor, _takes: bool = True) -> Hidden:
+        x = self.first(x)
+        for layer in [self.middle] * self.times + [self.last]:
+            x = checkpoint(layer, x, use_reentrant=True)  # type: ignore[assignment]
+        return Hidden(x)
+
+
+def checkpoints_behind_a_hidden_output(kind: Any, rank: int) -> Any:
+    ddp = kind(Hiding(), bucket_cap_mb=0.0001)
+    for step in range(4):
+        ddp.zero_grad()
+        ddp(batch(rank, step)).pow(2).mean().backward()
+    return outcome(ddp)
+
+
 CASES = {
     function.__name__: function
     for function in (
@@ -136,6 +167,7 @@ CASES = {
         set_static_later,
         static_and_reused,
         static_and_checkpointed,
+        checkpoints_behind_a_hidden_output,
     )
 }
 
@@ -181,6 +213,9 @@ def where_torch_cannot(rank: int, world_size: int) -> dict[str, bool]:
         ),
         "skipped buckets, reentrant": agrees(
             DistributedDataParallel(Branching(reentrant=True), **skipping), Branching(reentrant=True), rank, world_size
+        ),
+        "reused in checkpoints behind a hidden output": agrees(
+            DistributedDataParallel(Hiding(2), static_graph=True), Hiding(2), rank, world_size
         ),
         "two outputs of which the loss takes one": outputs_left_out(rank, world_size),
     }
@@ -281,7 +316,7 @@ def told() -> list[dict[str, str]]:
         ("sparse", "l.sometimes.weight (rank 1)"),
         ("used twice", "was ready twice in one backward"),
         ("static, less", "sometimes.weight"),
-        ("static, more", "sometimes.weight"),
+        ("static, more", "sometimes.bias"),
     ],
 )
 def test_every_rank_gets_the_same_error_at_that_backward(told: list[dict[str, str]], mistake: str, says: str) -> None:

@@ -1,0 +1,95 @@
+"""The process-wide hooks by which the tracker learns of what the user's code calls, which stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from ddpobs import wire
+from ddpobs.patching import Patches
+from ddpobs.phases import StepTracker
+
+
+class ProcessHooks:
+    """Hooks on loaders, backward, optimizers and checkpoints, for as long as they are installed."""
+
+    def __init__(self, tracker: StepTracker, event: Callable[[str, int, dict[str, wire.Scalar]], None]) -> None:
+        self._tracker = tracker
+        self._event = event
+        self._patches = Patches()
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Put all of them in place."""
+        tracker = self._tracker
+        before = register_optimizer_step_pre_hook(lambda *_: tracker.optimizer_began())
+        after = register_optimizer_step_post_hook(lambda *_: tracker.optimizer_ended())
+        self._undo += [before.remove, after.remove]
+        self._patches.put(torch.autograd, "backward", self._backward)
+        self._patches.put(torch, "save", self._save)
+        self._patches.put(torch.cuda.CUDAGraph, "capture_begin", self._capture_begin)
+        self._patches.put(torch.cuda.CUDAGraph, "capture_end", self._capture_end)
+        self._patches.put(dataloader._BaseDataLoaderIter, "__next__", self._fetch)
+        self._patches.put(dataloader.DataLoader, "__iter__", self._fetch)
+
+    def remove(self) -> None:
+        """Take all of them out again."""
+        self._patches.undo()
+        while self._undo:
+            self._undo.pop()()
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tracker = self._tracker
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not tracker.backward_began():
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                tracker.backward_ended()
+
+        return backward
+
+    def _fetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tracker = self._tracker
+
+        def fetch(*args: Any, **kwargs: Any) -> Any:
+            if not tracker.fetch_began():
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                tracker.pop()
+
+        return fetch
+
+    def _capture_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def capture_begin(*args: Any, **kwargs: Any) -> Any:
+            self._event("cuda_graph_captured", self._tracker.number, {})
+            self._tracker.pause(True)
+            return original(*args, **kwargs)
+
+        return capture_begin
+
+    def _capture_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def capture_end(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._tracker.pause(False)
+
+        return capture_end
+
+    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        tracker = self._tracker
+
+        def save(*args: Any, **kwargs: Any) -> Any:
+            tracker.disturbed()
+            return original(*args, **kwargs)
+
+        return save
