@@ -25,7 +25,7 @@ from ddpobs import wire
 from ddpobs.clocks import clock_for
 from ddpobs.collectives import CollectiveHooks
 from ddpobs.config import TelemetryConfig
-from ddpobs.exporter import Envelope, Exporter, Identity
+from ddpobs.exporter import DONE, Envelope, Exporter, Identity
 from ddpobs.hooks import ProcessHooks
 from ddpobs.loaders import LoaderHooks
 from ddpobs.phases import RawStep, StepTracker
@@ -36,6 +36,7 @@ _log = logging.getLogger("ddpobs")
 _LOOK_S = 0.2
 _RESOLUTION_NS = 1000
 """Stamps are not better than that: a callback may come tens of microseconds late."""
+_BURST_S = 0.0005
 _REPEAT_HELLO = 30
 """Hello and layouts travel again every so many batches, should the batch that held them have been dropped."""
 
@@ -93,7 +94,7 @@ class Telemetry:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._source = secrets.token_hex(8)
         self._hello = _hello(device, backend, settings)
-        self._exporter = Exporter(config, self._encode)
+        self._exporter = Exporter(config, self._encode, self._passed)
         self._tracker = StepTracker(self._clock, self._offer_step)
         self._hooks = ProcessHooks(self._tracker, self._event)
         self._loaders = LoaderHooks(self._tracker, self._event)
@@ -105,7 +106,6 @@ class Telemetry:
         self._modules = 0
         self._batches = 0
         self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
-        self._store: Any = None
         self._identity_key = f"ddpobs/identity/{_generation}"
         self._default_store: Any = dist.distributed_c10d._get_default_store()
         self._exchange: Exchange | None = None
@@ -166,18 +166,19 @@ class Telemetry:
         sampled = sum(record.parameter_ready_ns is not None for segment in raw.segments for record in segment.records)
         self._exporter.offer(raw, weight=1 + spans + len(raw.comms) + sampled)
 
-    def _find_identity(self) -> None:
+    def _passed(self, record: object) -> bool:
+        """Whether the device got to a step's end: one that hangs holds up its steps, and not the thread."""
+        return not isinstance(record, RawStep) or self._clock.passed(record.end)
+
+    def _find_identity(self) -> object:
         """Rank 0 draws the run and the attempt and shares them; the others look for them without waiting."""
-        if self._store is not None:
-            return
         store = self._default_store.clone()
         if self._rank == 0:
             identity = {"run": self._config.run or _launcher_run() or _made_up_run(), "attempt": secrets.token_hex(8)}
             store.set(self._identity_key, json.dumps(identity))
         elif not store.check([self._identity_key]):
-            return
+            return None
         shared = json.loads(store.get(self._identity_key))
-        self._store = store
         prefix = PrefixStore(f"ddpobs/{shared['attempt']}", store)
         if self._world_size > 1:
             self._exchange = Exchange(prefix, self._rank, self._world_size, self._config.peers_every)
@@ -192,6 +193,7 @@ class Telemetry:
         )
         if self._rank == 0:
             _log.info("ddpobs: run %s reports to %s", shared["run"], self._config.collector)
+        return DONE
 
     def _pulse(self) -> None:
         for recorder in self._recorders:
@@ -204,7 +206,7 @@ class Telemetry:
             module=self._last_bucket[0],
             bucket=self._last_bucket[1],
         )
-        self._exporter.offer(pulse, weight=0)
+        self._exporter.offer_latest(pulse)
         if self._exchange is not None:
             self._exchange.say(json.dumps([pulse.phase, pulse.step, *self._last_bucket]).encode())
 
@@ -216,8 +218,18 @@ class Telemetry:
         if peers is not None:
             self._exporter.offer(peers)
 
+    def _summarised(self, raw_steps: Sequence[RawStep]) -> list[Step]:
+        """In bursts with rests in between: gradient hooks may wait for the interpreter all the while."""
+        steps, began = [], time.monotonic()
+        for raw in raw_steps:
+            steps.append(self._summariser.summarise(raw))
+            if time.monotonic() - began > _BURST_S:
+                time.sleep(_BURST_S)
+                began = time.monotonic()
+        return steps
+
     def _encode(self, records: Sequence[object], envelope: Envelope) -> wire.Batch:
-        steps = [self._summariser.summarise(record) for record in records if isinstance(record, RawStep)]
+        steps = self._summarised([record for record in records if isinstance(record, RawStep)])
         if self._exchange is not None:
             for step in steps:
                 self._exchange.add(step)

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.broken import FAULTS
 from benchmarks.pairs import ratio
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -59,6 +60,16 @@ def test_ingest_loses_nothing_and_is_set_beside_rows(tmp_path: Path) -> None:
     told = run("ingest", "--json", str(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text())["lost"] == 0
     assert "a row a span, SQLite alone" in told
+
+
+def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path) -> None:
+    told = run("harm", "--json", str(tmp_path / "found.json"))
+    (launch,) = json.loads((tmp_path / "found.json").read_text())
+    for title in ("telemetry off", "off once more (the noise)", "a healthy collector", FAULTS["silent"][0]):
+        assert f"\n| {title} | " in told
+    assert launch["holds"]["off"]["telemetry_s"] == 0 < launch["holds"]["silent"]["telemetry_s"]
+    assert launch["holds"]["off"]["waiting_bytes"] == 0
+    assert launch["exit_s"]["silent"] > launch["exit_s"]["collector"]
 
 
 def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.broken import broken
 from ddpobs import TelemetryConfig
 from ddpobs.exporter import Exporter
 from tests import patience
-from tests.integration.collectors import absent, acknowledge, collector, hanging
+from tests.integration.collectors import absent, acknowledge, collector
 from tests.test_exporter import encode, event, exporter, until
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,7 +30,8 @@ def forked(child: Callable[[], bool]) -> bool:
     return os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_forked_child_finds_no_lock_that_the_thread_held(tmp_path: Path) -> None:
+def test_a_forked_child_finds_no_lock_that_the_thread_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpobs.exporter._REST_S", 20.0)
     library = threading.Lock()
 
     def call_into_it() -> None:
@@ -43,16 +45,30 @@ def test_a_forked_child_finds_no_lock_that_the_thread_held(tmp_path: Path) -> No
     made.close()
 
 
-def test_forks_wait_once_for_a_request_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs.exporter._REST_S", 1.0)
-    with hanging() as url:
+def test_forks_do_not_wait_for_a_request_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpobs.exporter._REST_S", 10.0)
+    with broken("silent") as url:
         sent = exporter(url, tmp_path, exit_s=0.2)
         sent.offer(event())
-        until(lambda: sent._waiting)
+        until(lambda: sent.held)
         began = time.monotonic()
         assert all(forked(lambda: True) for _ in range(10))
-        assert time.monotonic() - began < 6
+        assert time.monotonic() - began < 10
         sent.close()
+
+
+def test_forks_wait_once_for_a_thread_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpobs.exporter._REST_S", 1.0)
+    hangs, goes_on = threading.Event(), threading.Event()
+    made = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path, exit_s=0.2), encode)
+    made.every(0.001, lambda: hangs.set() or goes_on.wait(60))
+    made.start()
+    assert hangs.wait(20)
+    began = time.monotonic()
+    assert all(forked(lambda: True) for _ in range(10))
+    assert time.monotonic() - began < 6
+    goes_on.set()
+    made.close()
 
 
 def test_the_thread_imports_nothing(tmp_path: Path) -> None:
@@ -62,7 +78,7 @@ import sys, threading
 from pathlib import Path
 from tests.test_exporter import event, exporter
 def imported(name, args):
-    if name == "import" and threading.current_thread().name == "ddpobs-telemetry":
+    if name == "import" and threading.current_thread().name.startswith("ddpobs-"):
         print(args[0])
 sys.addaudithook(imported)
 for url in sys.argv[1:]:

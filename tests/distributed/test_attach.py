@@ -226,6 +226,9 @@ class Opaque(HostClock):
     def __init__(self) -> None:
         self.now = lambda: SimpleNamespace(at_ns=time.monotonic_ns())  # type: ignore[assignment,return-value]
 
+    def passed(self, stamp: Any) -> bool:
+        return True
+
     def nanoseconds(self, stamp: Any) -> int:
         return int(stamp.at_ns)
 
