@@ -17,16 +17,13 @@ from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
 import ddpobs
-from ddpobs_server import api, checks, ingest, metrics, page, problems
+from ddpobs_server import api, checks, ingest, metrics, page, problems, serving
 from ddpobs_server.auth import DEFAULT, SCOPES, Doorkeeper, new_token
 from ddpobs_server.ingest import Writer
 from ddpobs_server.reports import Reports
 from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
-
-_DRAIN_S = 10
-"""How long open requests may take after SIGTERM."""
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -91,13 +88,8 @@ def serve(
             typer.echo(f"ddpobs-server: {'.'.join(map(str, found['loc'])) or 'settings'}: {found['msg']}", err=True)
         raise typer.Exit(2) from None
     _no_open_door(settings)
-    uvicorn.run(
-        create_app(settings),
-        host=settings.host,
-        port=settings.port,
-        log_level="info",
-        access_log=False,
-        timeout_graceful_shutdown=_DRAIN_S,
+    serving.run(
+        uvicorn.Config(create_app(settings), host=settings.host, port=settings.port, log_level="info", access_log=False)
     )
 
 
