@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
@@ -21,11 +22,12 @@ from ddpobs import wire
 from ddpobs.errors import WireError
 from ddpobs_server.auth import Caller, needs
 from ddpobs_server.problems import Problem
-from ddpobs_server.store import Arrival, Outcome, Store
+from ddpobs_server.store import Arrival, Outcome, Store, UnavailableError
 
 _log = logging.getLogger(__name__)
 _GROUP = 64
 """Most batches in one transaction."""
+_CLOSE_S = 10
 
 router = APIRouter(prefix="/api/v1", tags=["ingest"])
 
@@ -63,9 +65,10 @@ class Writer:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what waits, then end the thread."""
-        self._waiting.put(None)
-        self._thread.join()
+        """Write what waits, then end the thread. What a database does not take in time was not acknowledged."""
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=_CLOSE_S)
+        self._thread.join(_CLOSE_S)
 
     def submit(self, arrival: Arrival) -> Future[Outcome]:
         """Queue a batch; the future is done after its commit.
@@ -96,6 +99,10 @@ class Writer:
     def _write(self, group: list[tuple[Arrival, Future[Outcome]]]) -> None:
         try:
             outcomes = self._store.ingest([arrival for arrival, _ in group])
+        except UnavailableError as error:
+            _log.warning("%d batches were not written, their clients are told to try again: %s", len(group), error)
+            self._fail(group, error)
+            return
         except Exception as error:
             if len(group) > 1:
                 # One bad batch must not take the others' transaction with it.
@@ -103,15 +110,19 @@ class Writer:
                     self._write([item])
                 return
             _log.exception("a batch of run %s was not written", group[0][0].batch.run)
-            self.batches.labels("failed").inc()
-            if group[0][1].set_running_or_notify_cancel():
-                group[0][1].set_exception(error)
+            self._fail(group, error)
             return
         for (arrival, future), outcome in zip(group, outcomes, strict=True):
             self._count(arrival, outcome)
             # Whoever asked may have gone meanwhile; the batch is stored all the same.
             if future.set_running_or_notify_cancel():
                 future.set_result(outcome)
+
+    def _fail(self, group: list[tuple[Arrival, Future[Outcome]]], error: Exception) -> None:
+        for _, future in group:
+            self.batches.labels("failed").inc()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _count(self, arrival: Arrival, outcome: Outcome) -> None:
         self.batches.labels(outcome.value).inc()

@@ -9,6 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from ddpobs_server.store import UnavailableError
+
 MEDIA_TYPE = "application/problem+json"
 
 
@@ -31,6 +33,22 @@ class Problem(Exception):  # noqa: N818 - the RFC's word
         self.document = {"type": "about:blank", "title": title, "status": status, "detail": detail, **facts}
 
 
+_FULL = Problem(
+    507,
+    "Storage full",
+    "the database has no room left and nothing of this was stored: free space on its disk, or have old runs removed "
+    "(DDPOBS_SERVER_KEEP_GB), and send it again; reads go on",
+    {"Retry-After": "5"},
+)
+_AWAY = Problem(
+    503,
+    "Storage unavailable",
+    "the database does not answer or takes no writing, and nothing of this was stored: the collector's log says why; "
+    "it goes on by itself once the database is back, so send it again",
+    {"Retry-After": "1"},
+)
+
+
 def install(app: FastAPI) -> None:
     """Have every error of the application answered as a problem."""
 
@@ -47,6 +65,10 @@ def install(app: FastAPI) -> None:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         return _answer(Problem(422, "Invalid request", f"{field}: {first['msg']}", field=field))
+
+    @app.exception_handler(UnavailableError)
+    async def _unavailable(_: Request, error: UnavailableError) -> JSONResponse:
+        return _answer(_FULL if error.full else _AWAY)
 
     @app.exception_handler(Exception)
     async def _unexpected(_: Request, error: Exception) -> JSONResponse:

@@ -5,6 +5,7 @@ Every query is within one run, or over the small table of runs.
 
 from __future__ import annotations
 
+from ddpobs_server.store.faults import UnavailableError
 from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.store import Store
 from ddpobs_server.store.writing import Arrival, Outcome
@@ -20,4 +21,5 @@ __all__ = [
     "Source",
     "Store",
     "Token",
+    "UnavailableError",
 ]

@@ -13,12 +13,13 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, event, func, select
 
 from ddpobs import wire
-from ddpobs_server.store import reading, removing, schema, writing
+from ddpobs_server.store import faults, reading, removing, schema, writing
 from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.writing import Arrival, Outcome
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_S = 30
+_CONNECT_S = 10
 _MIGRATING = 0xDD90B5
 """The lock that whoever migrates a PostgreSQL database holds."""
 _INCREMENTAL = 2
@@ -27,13 +28,17 @@ _INCREMENTAL = 2
 class Store:
     """Batches in, columns and rows out. Safe to use from several threads; one at a time writes.
 
+    Whatever touches the database raises `UnavailableError` while that is away or full, and works again afterwards.
+
     Args:
         url: SQLAlchemy's, of SQLite or PostgreSQL.
     """
 
     def __init__(self, url: str) -> None:
         sqlite = url.startswith("sqlite")
-        self._engine = create_engine(url, connect_args={"timeout": _BUSY_S} if sqlite else {}, pool_pre_ping=not sqlite)
+        waiting = {"timeout": _BUSY_S} if sqlite else {"connect_timeout": _CONNECT_S}
+        self._engine = create_engine(url, connect_args=waiting, pool_pre_ping=not sqlite)
+        event.listen(self._engine, "handle_error", faults.translate, retval=True)
         if sqlite:
             event.listen(self._engine, "connect", _durable)
 
@@ -126,7 +131,8 @@ class Store:
         """Write a row and take it back.
 
         Raises:
-            SQLAlchemyError: That is not possible: a full disk, or rights that are missing.
+            UnavailableError: The disk is full, or the file or its server takes no writing.
+            SQLAlchemyError: Rights are missing.
         """
         row = {"run_id": "", "attempt": "", "created_ns": 0, "last_seen_ns": 0, "commits": 0, "workspace": ""}
         row |= {"chunk_bytes": 0}
