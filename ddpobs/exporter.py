@@ -1,19 +1,18 @@
-"""From finished steps to acknowledged batches: one bounded queue, one daemon thread.
+"""From finished steps to encoded batches: one bounded queue, one daemon thread.
 
-`offer` never blocks. The thread turns what was offered into batches, sends them, retries with back-off, and keeps on
-disk what the collector does not take. Whatever is lost is counted, and the count travels with every batch.
+`offer` never blocks. The thread turns what was offered into batches and hands them to the delivery, which has a thread
+of its own for what may hang. Whatever is lost is counted, and the count travels with every batch.
 """
 
 from __future__ import annotations
 
-import logging
 import os
-import random
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import zstandard
@@ -21,15 +20,15 @@ import zstandard
 from ddpobs import wire
 from ddpobs.clocks import anchor
 from ddpobs.config import TelemetryConfig
-from ddpobs.sender import Outcome, Sender, pause_s
-from ddpobs.spool import Spool, default_folder
+from ddpobs.delivery import Delivery, Encoded, Once
 
-_log = logging.getLogger("ddpobs")
-_TICK_S = 0.05
-_WAITING_BATCHES = 16
-"""Encoded batches held in memory while the collector is away; more go to the spool."""
-_RECORDS_A_BURST = 64
-"""Steps turned into columns before the interpreter is offered to training again."""
+_SLACK_S = 0.02
+"""What is due so soon is done at once: the thread wakes up less often."""
+_RECORDS_A_BATCH = 1024
+_REST_S = 0.25
+"""How long a fork waits for the thread to come to rest."""
+DONE = object()
+"""What a periodic call returns that is not to be called again."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +52,11 @@ class Envelope(Identity):
     anchor: wire.Anchor
 
 
-@dataclass(frozen=True)
-class _Encoded:
-    seq: int
-    records: int
-    body: bytes
+@dataclass
+class _Periodic:
+    seconds: float
+    call: Callable[[], object]
+    due: float
 
 
 class Exporter:
@@ -66,28 +65,33 @@ class Exporter:
     Args:
         config: Addresses, limits and times.
         encoder: Turns offered records into a batch; runs on the telemetry thread.
+        ready: Whether the encoder can do so without waiting for a device; what comes after a record that it cannot
+            waits with it.
 
     Attributes:
         emitted: Records offered so far.
         dropped: Records lost so far: the queue or the spool was full, or the collector refused them.
     """
 
-    def __init__(self, config: TelemetryConfig, encoder: Callable[[Sequence[object], Envelope], wire.Batch]) -> None:
-        self._config, self._encoder = config, encoder
+    def __init__(
+        self,
+        config: TelemetryConfig,
+        encoder: Callable[[Sequence[object], Envelope], wire.Batch],
+        ready: Callable[[object], bool] = lambda _: True,
+    ) -> None:
+        self._config, self._encoder, self._ready = config, encoder, ready
         self._queue: deque[tuple[object, int]] = deque()
         self._weight = 0
         self._oldest = 0.0
+        self._latest: object = None
+        self._last_cut = 0.0
         self._identity: Identity | None = None
-        self._periodic: list[list[object]] = []
-        self._waiting: deque[_Encoded] = deque()
-        self._spool = Spool(config.spool or default_folder(), int(config.spool_mb * 1e6))
-        self._sender: Sender | None = None
+        self._periodic: list[_Periodic] = []
         self._seq = 0
-        self._attempts = 0
-        self._quiet_until = 0.0
-        self._spooled = False
-        self._told: set[str] = set()
-        self._jitter = random.Random()
+        self._warn = Once()
+        self._delivery = Delivery(config, self._lost, self._warn)
+        self._working = threading.RLock()
+        """Held by the thread while it works: whoever else holds it finds the thread outside of any library."""
         self._wake = threading.Event()
         self._stopping = False
         self._abandoned = False
@@ -101,8 +105,14 @@ class Exporter:
         self.dropped = 0
         _exporters.add(self)
 
+    @property
+    def held(self) -> list[int]:
+        """Sizes in bytes of the batches in memory that wait to be sent."""
+        return self._delivery.held
+
     def start(self) -> None:
-        """Start the thread."""
+        """Start the threads."""
+        self._delivery.start()
         self._thread = threading.Thread(target=self._run, name="ddpobs-telemetry", daemon=True)
         self._thread.start()
 
@@ -123,9 +133,16 @@ class Exporter:
             self._wake.set()
         return True
 
-    def every(self, seconds: float, call: Callable[[], None]) -> None:
-        """Have the telemetry thread call this about every so many seconds; its errors are told once, and no more."""
-        self._periodic.append([seconds, call, time.monotonic()])
+    def offer_latest(self, record: object) -> None:
+        """Have a record travel with the next batch, in place of the one given here before; it is not counted."""
+        self._latest = record
+
+    def every(self, seconds: float, call: Callable[[], object]) -> None:
+        """Have the telemetry thread call this about every so many seconds, until it returns `DONE`.
+
+        Its errors are told once, and no more.
+        """
+        self._periodic.append(_Periodic(seconds, call, time.monotonic()))
 
     def identify(self, identity: Identity) -> None:
         """Say whose records these are; until then they wait in the queue."""
@@ -137,62 +154,90 @@ class Exporter:
             return
         self._closed = True
         limit_s = self._config.exit_s if timeout_s is None else timeout_s
-        self._deadline = time.monotonic() + 0.8 * limit_s
+        began = time.monotonic()
+        self._deadline = began + 0.5 * limit_s
         self._stopping = True
         self._wake.set()
         if self._thread is None or os.getpid() != self._pid:
             return
-        self._thread.join(max(0.0, self._deadline - time.monotonic()))
+        self._thread.join(0.6 * limit_s)
         if self._thread.is_alive():
-            # It hangs in a request that the collector does not answer: keep what it holds, its request included.
-            self._abandoned = True
-            self._guard("batch", lambda: self._cut_batches(everything=True))
-            self._guard("exit", self._keep_all)
+            self._abandoned = True  # It hangs in a periodic call, the last that it makes.
+            rests = self._working.acquire(timeout=0.1 * limit_s)
+            self._try("batch", self._cut_everything)
+            if rests:
+                self._working.release()
+        self._try("exit", lambda: self._delivery.close(began + 0.8 * limit_s))
+        # Coming back from C++, a store's, while the interpreter ends would abort the process.
+        self._thread.join(max(0.0, began + limit_s - time.monotonic()))
 
     def _run(self) -> None:
-        self._sender = Sender(self._config)
         while not self._stopping:
-            self._wake.wait(_TICK_S)
+            self._wake.wait(self._pause_s())
             self._wake.clear()
             self._guard("periodic", self._tick)
-            self._guard("batch", self._cut_batches)
-            self._guard("send", self._send_some)
-        if not self._abandoned:
-            self._guard("exit", self._finish)
-        self._sender.close()
+            self._guard("batch", self._cut_due)
+        self._finish()
 
-    def _guard(self, what: str, call: Callable[[], object]) -> None:
-        """Run one part of the thread's round; an error in it is told once and does not end the thread."""
+    def _guard(self, what: str, call: Callable[[], object]) -> object:
+        """Run one part of the thread's round, unless the thread was abandoned."""
+        with self._working:
+            return None if self._abandoned else self._try(what, call)
+
+    def _try(self, what: str, call: Callable[[], object]) -> object:
+        """An error in this is told once and goes no further."""
         try:
-            call()
+            return call()
         except Exception:
-            self._tell_once(what, "telemetry failed (%s); training goes on", what, trace=True)
+            self._warn(what, "telemetry failed (%s); training goes on", what, trace=True)
+            return None
+
+    def _pause_s(self) -> float:
+        now = time.monotonic()
+        dues = [now + self._config.flush_s, *(periodic.due for periodic in self._periodic)]
+        if self._queue and self._identity is not None:
+            dues.append(self._oldest + self._config.flush_s)
+        return max(0.0, min(dues) - now)
 
     def _tick(self) -> None:
-        now = time.monotonic()
-        for entry in self._periodic:
-            seconds, call, due = entry
-            if now >= due:  # type: ignore[operator]
-                entry[2] = now + seconds  # type: ignore[operator]
-                self._guard(f"periodic {call}", call)  # type: ignore[arg-type]
+        soon = time.monotonic() + _SLACK_S
+        for periodic in [one for one in self._periodic if one.due <= soon]:
+            periodic.due = soon - _SLACK_S + periodic.seconds
+            if self._try(f"periodic {periodic.call}", periodic.call) is DONE:
+                self._periodic.remove(periodic)
 
-    def _cut_batches(self, everything: bool = False) -> None:
-        while self._identity is not None and self._queue and (everything or self._due()):
+    def _cut_due(self) -> None:
+        while self._identity is not None and self._due():
             self._cut_batch(self._identity)
 
     def _due(self) -> bool:
-        return self._weight >= self._config.batch_spans or time.monotonic() - self._oldest >= self._config.flush_s
+        now, flush_s = time.monotonic(), self._config.flush_s
+        if self._queue and self._ready(self._queue[0][0]):
+            return self._weight >= self._config.batch_spans or now - self._oldest >= flush_s
+        # News alone wait until the collector has taken the news before.
+        return self._latest is not None and now - self._last_cut >= flush_s and self._delivery.idle
+
+    def _cut_everything(self) -> None:
+        while self._identity is not None and self._queue and self._ready(self._queue[0][0]):
+            self._cut_batch(self._identity)
+        if self._identity is not None and self._latest is not None:
+            self._cut_batch(self._identity)
 
     def _cut_batch(self, identity: Identity) -> None:
         taken: list[object] = []
         weight = 0
-        while self._queue and weight < self._config.batch_spans and len(taken) < _RECORDS_A_BURST * 16:
+        while self._queue and weight < self._config.batch_spans and len(taken) < _RECORDS_A_BATCH:
+            if not self._ready(self._queue[0][0]):
+                break
             with self._counting:
                 record, records = self._queue.popleft()
                 self._weight -= records
             taken.append(record)
             weight += records
-        self._oldest = time.monotonic()
+        if self._latest is not None:
+            taken.append(self._latest)
+            self._latest = None
+        self._oldest = self._last_cut = time.monotonic()
         envelope = Envelope(
             **vars(identity), seq=self._seq, emitted=self.emitted, dropped=self.dropped, anchor=anchor()
         )
@@ -201,121 +246,57 @@ class Exporter:
             body = zstandard.compress(wire.encode(self._encoder(taken, envelope)), 1)
         except Exception:
             self._lost(weight)
-            raise
-        self._waiting.append(_Encoded(envelope.seq, weight, body))
-        while len(self._waiting) > _WAITING_BATCHES:
-            self._keep(self._waiting.popleft())
-
-    def _send_some(self) -> None:
-        if time.monotonic() < self._quiet_until or self._identity is None:
+            self._warn("batch", "telemetry failed (batch); training goes on", trace=True)
             return
-        while self._waiting and not self._stopping and self._send(self._waiting[0], None):
-            self._waiting.popleft()
-        if not self._waiting and self._spooled:
-            self._send_spooled(self._identity)
-
-    def _send_spooled(self, identity: Identity) -> None:
-        """One batch of ours from the spool, if any is left; the next one comes with the next round."""
-        for kept in self._spool.batches(identity.source):
-            try:
-                body = kept.body()
-            except OSError as error:
-                kept.set_aside()
-                self._lost(kept.records)
-                self._tell_once("unreadable", "%s cannot be read and is set aside: %s", kept.path, error)
-                continue
-            if self._send(_Encoded(kept.seq, kept.records, body), None):
-                kept.path.unlink(missing_ok=True)
-            return
-        self._spooled = False
-
-    def _send(self, batch: _Encoded, within_s: float | None) -> bool:
-        """Whether the batch is off our hands: stored, refused for good, or kept on disk."""
-        identity, sender = self._identity, self._sender
-        if identity is None or sender is None:
-            return False
-        answer = sender.send(identity.run, identity.source, batch.seq, batch.body, within_s)
-        if answer.outcome in (Outcome.STORED, Outcome.REPEATED):
-            self._attempts = 0
-            return True
-        if answer.outcome is Outcome.REFUSED:
-            self._lost(batch.records)
-            self._tell_once("refused", "the collector refuses a batch, which is lost: %s", answer.detail)
-            return True
-        if answer.outcome is Outcome.FORBIDDEN:
-            self._tell_once("forbidden", "the collector wants another token (DDPOBS_TOKEN): %s", answer.detail)
-        else:
-            self._tell_once("away", "the collector does not take batches, they are kept: %s", answer.detail)
-        self._quiet_until = time.monotonic() + pause_s(self._attempts, answer.retry_after_s, self._jitter)
-        self._attempts += 1
-        return False
-
-    def _keep(self, batch: _Encoded) -> None:
-        if self._identity is None:
-            return
-        try:
-            lost = self._spool.put(
-                self._identity.run,
-                self._identity.source,
-                batch.seq,
-                records=batch.records,
-                body=batch.body,
-                at_ns=time.time_ns(),
-            )
-            self._lost(lost)
-            self._spooled = True
-        except OSError as error:
-            self._lost(batch.records)
-            self._tell_once("spool", "the spool %s takes nothing: %s", self._spool.folder, error)
+        self._delivery.put(Encoded(identity.run, identity.source, envelope.seq, weight, body))
 
     def _finish(self) -> None:
-        """The last flush: send while there is time, keep the rest."""
-        # A rank that ends at once may be done before rank 0 said whose records these are.
-        while self._identity is None and time.monotonic() < self._deadline - self._config.exit_s / 4:
-            self._tick()
-            time.sleep(_TICK_S / 4)
-        for _, call, _ in self._periodic:
-            self._guard(f"periodic {call}", call)  # type: ignore[arg-type]
-        self._guard("batch", lambda: self._cut_batches(everything=True))
-        if self._identity is None:
-            self._lost(self._weight)
-        while self._waiting and not self._abandoned:
-            left_s = self._deadline - time.monotonic()
-            if left_s <= 0.05 or self._attempts > 1 or not self._send(self._waiting[0], left_s):
-                break
-            self._waiting.popleft()
-        if not self._abandoned:
-            self._keep_all()
+        """The last batches, once it is known whose they are and the device got to the last step's end."""
+        # A rank that ends at once may be done before rank 0 said so.
+        while self._held_up() and time.monotonic() < self._deadline:
+            self._guard("periodic", self._tick)
+            time.sleep(_SLACK_S / 2)
+        for periodic in self._periodic:
+            self._guard(f"periodic {periodic.call}", periodic.call)
+        self._guard("batch", self._cut_everything)
+        self._lost(self._weight)
 
-    def _keep_all(self) -> None:
-        kept = len(self._waiting)
-        while self._waiting:
-            self._keep(self._waiting.popleft())
-        if kept:
-            _log.warning("ddpobs: %d batches are kept in %s: send them with `ddpobs push`", kept, self._spool.folder)
+    def _held_up(self) -> bool:
+        return self._identity is None or any(not self._ready(record) for record, _ in list(self._queue)[-1:])
 
     def _lost(self, records: int) -> None:
         with self._counting:
             self.dropped += records
 
-    def _tell_once(self, key: str, message: str, *facts: object, trace: bool = False) -> None:
-        if key not in self._told:
-            self._told.add(key)
-            _log.warning("ddpobs: " + message, *facts, exc_info=trace)
+    def _rest(self) -> None:
+        """Before a fork: have the thread rest until after it, so that the child inherits no lock that it held."""
+        self._working.acquire(timeout=_REST_S)
+
+    def _go_on(self) -> None:
+        """After a fork, in the parent."""
+        with suppress(RuntimeError):  # It did not come to rest.
+            self._working.release()
 
     def _forget(self) -> None:
         """In a forked child (a loader worker): no thread came along, and nothing may be sent under the parent's key."""
         self._closed, self._thread = True, None
         self._queue.clear()
-        self._counting = threading.RLock()
+        self._counting, self._working = threading.RLock(), threading.RLock()
 
 
 _exporters: weakref.WeakSet[Exporter] = weakref.WeakSet()
 
 
-def _after_fork() -> None:
-    for exporter in list(_exporters):
-        exporter._forget()
+def _everyone(does: Callable[[Exporter], None]) -> Callable[[], None]:
+    def tell() -> None:
+        for exporter in list(_exporters):
+            does(exporter)
+
+    return tell
 
 
-os.register_at_fork(after_in_child=_after_fork)
+os.register_at_fork(
+    before=_everyone(Exporter._rest),
+    after_in_parent=_everyone(Exporter._go_on),
+    after_in_child=_everyone(Exporter._forget),
+)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import encodings.idna  # noqa: F401 - else the first connection imports it, on whatever thread that is
 import enum
 import random
+import ssl
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from typing import Any
 
-import httpx
+import httpcore
 import msgspec
 
 from ddpobs import wire
@@ -18,6 +22,13 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _LONGEST_WAIT_S = 300.0
 _RETRIED = frozenset({408, 429})
 _ANSWER_BYTES = 64 * 1024
+_PIECE_BYTES = 16 * 1024
+_NETWORK_ERRORS = (
+    httpcore.TimeoutException,
+    httpcore.NetworkError,
+    httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol,
+)
 
 
 class Outcome(enum.Enum):
@@ -39,40 +50,86 @@ class Answer:
     retry_after_s: float = 0.0
 
 
+class _Hurried(httpcore.NetworkStream):
+    """A connection on which everything together ends at a deadline, however slowly bytes come and go.
+
+    A time-out of a socket runs anew with each byte.
+    """
+
+    def __init__(self, stream: httpcore.NetworkStream, left_s: Callable[[], float]) -> None:
+        self._stream, self._left_s = stream, left_s
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._stream.read(max_bytes, self._left_s())
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        for start in range(0, len(buffer), _PIECE_BYTES):
+            self._stream.write(buffer[start : start + _PIECE_BYTES], self._left_s())
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def start_tls(
+        self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
+    ) -> httpcore.NetworkStream:
+        return _Hurried(self._stream.start_tls(ssl_context, server_hostname, self._left_s()), self._left_s)
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class _Network(httpcore.SyncBackend):
+    """Connections whose reads and writes end at `deadline`, on `time.monotonic`'s clock."""
+
+    deadline = 0.0
+
+    def left_s(self) -> float:
+        left_s = self.deadline - time.monotonic()
+        if left_s <= 0:
+            raise httpcore.ReadTimeout("the request did not end in time")
+        return left_s
+
+    def connect_tcp(self, host: str, port: int, *args: Any, **kwargs: Any) -> httpcore.NetworkStream:
+        return _Hurried(super().connect_tcp(host, port, *args, **{**kwargs, "timeout": self.left_s()}), self.left_s)
+
+
 class Sender:
-    """Sends batches to one collector. Safe to close from any thread."""
+    """Sends batches to one collector, over one connection that stays open; no proxies, no redirects."""
 
     def __init__(self, config: TelemetryConfig) -> None:
         self._url = config.collector.rstrip("/")
         self._timeout_s = config.timeout_s
-        headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
+        self._headers = [("Content-Type", wire.MSGPACK), ("Content-Encoding", "zstd")]
         if config.token:
-            headers["Authorization"] = f"Bearer {config.token}"
-        self._client = httpx.Client(headers=headers, timeout=config.timeout_s, trust_env=False)
+            self._headers.append(("Authorization", f"Bearer {config.token}"))
+        self._network = _Network()
+        # Certificates take time to read, and are for https alone.
+        trusted = httpcore.default_ssl_context() if self._url.startswith("https:") else None
+        self._pool = httpcore.ConnectionPool(trusted, max_connections=1, network_backend=self._network)
 
     def send(self, run: str, source: str, seq: int, body: bytes, within_s: float | None = None) -> Answer:
         """Send one batch; returns within about `within_s` seconds, however slowly the other side answers. Never raises.
 
-        Only a 200 or 201 that echoes source and seq acknowledges: a proxy's own 200 does not.
+        Only looking up a name may take longer. Only a 200 or 201 that echoes source and seq acknowledges: a proxy's
+        own 200 does not.
         """
         url = f"{self._url}/api/v1/runs/{run}/sources/{source}/batches/{seq}"
-        limit_s = self._timeout_s if within_s is None else within_s
-        deadline = time.monotonic() + limit_s
+        self._network.deadline = time.monotonic() + (self._timeout_s if within_s is None else within_s)
         try:
-            with self._client.stream("PUT", url, content=body, timeout=limit_s) as response:
+            with self._pool.stream("PUT", url, headers=self._headers, content=body) as response:
                 text = b""
-                # A read time-out runs anew with each byte, so the whole is bounded here.
-                for piece in response.iter_bytes():
+                for piece in response.iter_stream():
                     text += piece
-                    if time.monotonic() > deadline or len(text) > _ANSWER_BYTES:
+                    if len(text) > _ANSWER_BYTES:
                         return Answer(Outcome.RETRY, "the answer did not end")
-                return _meaning(response, text, source, seq)
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+                headers = {name.lower(): value.decode("latin-1") for name, value in response.headers}
+                return _meaning(response.status, headers, text, source, seq)
+        except (*_NETWORK_ERRORS, OSError, ValueError) as error:
             return Answer(Outcome.RETRY, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
-        """Close the connections."""
-        self._client.close()
+        """Close the connection."""
+        self._pool.close()
 
 
 def pause_s(attempts: int, asked_s: float, jitter: random.Random) -> float:
@@ -80,8 +137,8 @@ def pause_s(attempts: int, asked_s: float, jitter: random.Random) -> float:
     return max(asked_s, jitter.uniform(0.0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempts, 10))))
 
 
-def _meaning(response: httpx.Response, text: bytes, source: str, seq: int) -> Answer:
-    status, detail = response.status_code, f"HTTP {response.status_code}: {text[:300].decode(errors='replace')}"
+def _meaning(status: int, headers: Mapping[bytes, str], text: bytes, source: str, seq: int) -> Answer:
+    detail = f"HTTP {status}: {text[:300].decode(errors='replace')}"
     if status in (200, 201):
         try:
             echo = msgspec.json.decode(text, type=wire.Acknowledgement)
@@ -92,20 +149,21 @@ def _meaning(response: httpx.Response, text: bytes, source: str, seq: int) -> An
         return Answer(Outcome.REPEATED if echo.repeated else Outcome.STORED)
     if status in (401, 403):
         return Answer(Outcome.FORBIDDEN, detail)
+    if 300 <= status < 400:
+        detail = f"HTTP {status}: redirected to {headers.get(b'location')}; give the collector's own address"
     if status in _RETRIED or status >= 500 or 300 <= status < 400 or status == 404:
         # A 404 or a redirect comes from something that is no collector (yet): keep the data.
-        return Answer(Outcome.RETRY, detail, _retry_after_s(response))
+        return Answer(Outcome.RETRY, detail, _retry_after_s(headers.get(b"retry-after", "0")))
     return Answer(Outcome.REFUSED, detail)
 
 
-def _retry_after_s(response: httpx.Response) -> float:
+def _retry_after_s(asked: str) -> float:
     """Seconds, or a date as proxies write it (RFC 9110, section 10.2.3)."""
-    asked = response.headers.get("Retry-After", "0")
     try:
         seconds = float(asked)
     except ValueError:
         try:
             seconds = parsedate_to_datetime(asked).timestamp() - time.time()
-        except ValueError:
+        except (ValueError, OverflowError):
             return 0.0
     return min(_LONGEST_WAIT_S, max(0.0, seconds))

@@ -14,6 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+_COUNTED_EVERY = 64
+"""Batches after which the folder is counted anew, for other processes write to it and send from it."""
 _NAME = re.compile(r"(\d{20})~([A-Za-z0-9._-]{1,128})~([0-9a-f]{16})~(\d+)~(\d+)\.batch")
 
 
@@ -42,11 +44,14 @@ class Spool:
 
     Args:
         folder: Made when the first batch comes.
-        limit_bytes: Most it may hold; the oldest make room.
+        limit_bytes: Most it may hold; the oldest make room. Several processes that share a folder may each be a few
+            batches over it.
     """
 
     def __init__(self, folder: Path, limit_bytes: int) -> None:
         self.folder, self._limit_bytes = folder, limit_bytes
+        self._total_bytes = 0
+        self._until_counted = 0
 
     def put(self, run: str, source: str, seq: int, *, records: int, body: bytes, at_ns: int) -> int:
         """Keep a batch; whole or not at all, by a rename.
@@ -57,9 +62,12 @@ class Spool:
         Raises:
             OSError: The disk does not take it.
         """
-        dropped = self._make_room(len(body))
         if len(body) > self._limit_bytes:
-            return dropped + records
+            return records
+        dropped = 0
+        if self._until_counted == 0 or self._total_bytes + len(body) > self._limit_bytes:
+            dropped = self._make_room(len(body))
+            self._until_counted = _COUNTED_EVERY
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         final = self.folder / f"{at_ns:020d}~{run}~{source}~{seq}~{records}.batch"
         partial = final.with_suffix(f".{os.getpid()}.partial")
@@ -68,25 +76,30 @@ class Spool:
             partial.replace(final)
         finally:
             partial.unlink(missing_ok=True)
+        self._total_bytes += len(body)
+        self._until_counted -= 1
         return dropped
 
     def batches(self, source: str | None = None) -> Iterator[Spooled]:
         """What is in the spool, oldest first; of one source, or of all. Files that are no batches are passed over."""
-        paths = sorted(self.folder.iterdir()) if self.folder.is_dir() else []
-        for path in paths:
-            found = _NAME.fullmatch(path.name)
+        # Names: a Path for each of tens of thousands would take a second.
+        for name in sorted(os.listdir(self.folder)) if self.folder.is_dir() else []:  # noqa: PTH208
+            found = _NAME.fullmatch(name)
             if found and source in (None, found[3]):
-                yield Spooled(path, found[2], found[3], int(found[4]), int(found[5]))
+                yield Spooled(self.folder / name, found[2], found[3], int(found[4]), int(found[5]))
 
     def _make_room(self, size_bytes: int) -> int:
+        """Count what is there, and where it is too much drop the oldest until a tenth is free."""
         kept = list(self.batches())
         sizes = [_size(spooled.path) for spooled in kept]
         dropped, total = 0, sum(sizes)
-        for spooled, size in zip(kept, sizes, strict=True):
-            if total + size_bytes <= self._limit_bytes:
-                break
-            spooled.path.unlink(missing_ok=True)
-            dropped, total = dropped + spooled.records, total - size
+        if total + size_bytes > self._limit_bytes:
+            for spooled, size in zip(kept, sizes, strict=True):
+                spooled.path.unlink(missing_ok=True)
+                dropped, total = dropped + spooled.records, total - size
+                if total + size_bytes <= 0.9 * self._limit_bytes:
+                    break
+        self._total_bytes = total
         return dropped
 
 

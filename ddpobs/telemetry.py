@@ -25,7 +25,7 @@ from ddpobs import wire
 from ddpobs.clocks import clock_for
 from ddpobs.collectives import CollectiveHooks
 from ddpobs.config import TelemetryConfig
-from ddpobs.exporter import Envelope, Exporter, Identity
+from ddpobs.exporter import DONE, Envelope, Exporter, Identity
 from ddpobs.loaders import LoaderHooks
 from ddpobs.phases import ProcessHooks, RawStep, StepTracker
 from ddpobs.recorder import ModuleRecorder, Step, Summariser
@@ -92,7 +92,7 @@ class Telemetry:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._source = secrets.token_hex(8)
         self._hello = _hello(device, backend, settings)
-        self._exporter = Exporter(config, self._encode)
+        self._exporter = Exporter(config, self._encode, self._passed)
         self._tracker = StepTracker(self._clock, self._offer_step)
         self._hooks = ProcessHooks(self._tracker, self._event)
         self._loaders = LoaderHooks(self._tracker, self._event)
@@ -104,7 +104,6 @@ class Telemetry:
         self._modules = 0
         self._batches = 0
         self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
-        self._store: Any = None
         self._identity_key = f"ddpobs/identity/{_generation}"
         self._default_store: Any = dist.distributed_c10d._get_default_store()
         self._exchange: Exchange | None = None
@@ -165,18 +164,19 @@ class Telemetry:
         sampled = sum(record.parameter_ready_ns is not None for segment in raw.segments for record in segment.records)
         self._exporter.offer(raw, weight=1 + spans + len(raw.comms) + sampled)
 
-    def _find_identity(self) -> None:
+    def _passed(self, record: object) -> bool:
+        """Whether the device got to a step's end: one that hangs holds up its steps, and not the thread."""
+        return not isinstance(record, RawStep) or self._clock.passed(record.end)
+
+    def _find_identity(self) -> object:
         """Rank 0 draws the run and the attempt and shares them; the others look for them without waiting."""
-        if self._store is not None:
-            return
         store = self._default_store.clone()
         if self._rank == 0:
             identity = {"run": self._config.run or _launcher_run() or _made_up_run(), "attempt": secrets.token_hex(8)}
             store.set(self._identity_key, json.dumps(identity))
         elif not store.check([self._identity_key]):
-            return
+            return None
         shared = json.loads(store.get(self._identity_key))
-        self._store = store
         prefix = PrefixStore(f"ddpobs/{shared['attempt']}", store)
         if self._world_size > 1:
             self._exchange = Exchange(prefix, self._rank, self._world_size, self._config.peers_every)
@@ -191,6 +191,7 @@ class Telemetry:
         )
         if self._rank == 0:
             _log.info("ddpobs: run %s reports to %s", shared["run"], self._config.collector)
+        return DONE
 
     def _pulse(self) -> None:
         for recorder in self._recorders:
@@ -203,7 +204,7 @@ class Telemetry:
             module=self._last_bucket[0],
             bucket=self._last_bucket[1],
         )
-        self._exporter.offer(pulse, weight=0)
+        self._exporter.offer_latest(pulse)
         if self._exchange is not None:
             self._exchange.say(json.dumps([pulse.phase, pulse.step, *self._last_bucket]).encode())
 

@@ -22,3 +22,19 @@ def test_a_foreign_file_is_passed_over(tmp_path: Path) -> None:
     (tmp_path / "rubbish.batch").write_bytes(b"?")
     put(spool, 0)
     assert [(kept.run, kept.source, kept.body()) for kept in spool.batches()] == [("r", SOURCE, b"x" * 10)]
+
+
+def test_batches_of_other_processes_count_before_long(tmp_path: Path) -> None:
+    spool, other = Spool(tmp_path, 1000), Spool(tmp_path, 1000)
+    put(spool, 0)
+    for seq in range(1, 100):
+        put(other, seq)
+    for seq in range(100, 180):
+        put(spool, seq)
+    assert sum(kept.path.stat().st_size for kept in spool.batches()) <= 1000
+
+
+def test_a_batch_larger_than_the_spool_drives_nothing_out(tmp_path: Path) -> None:
+    spool = Spool(tmp_path, 25)
+    assert [put(spool, 0), put(spool, 1, size=26)] == [0, 5]
+    assert [kept.seq for kept in spool.batches()] == [0]

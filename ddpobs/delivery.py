@@ -1,0 +1,220 @@
+"""From encoded batches to acknowledged ones: a few in memory, the rest on disk, and a thread that may hang.
+
+Nobody waits for that thread: a request that hangs, or a name that does not resolve, holds up nothing but the delivery.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import islice
+
+from ddpobs.config import TelemetryConfig
+from ddpobs.sender import Answer, Outcome, Sender, pause_s
+from ddpobs.spool import Spool, Spooled, default_folder
+
+_log = logging.getLogger("ddpobs")
+WAITING_BATCHES = 16
+"""Batches held in memory, besides the one under way, while the collector is away; more go to the spool."""
+_SPOOLED_AT_ONCE = 256
+_SPOOLED_PAUSE_S = 0.1
+"""Between batches of a backlog, so that sending it costs training next to nothing."""
+_OFF_OUR_HANDS = (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A batch as it is sent; `kept` where it comes from the spool."""
+
+    run: str
+    source: str
+    seq: int
+    records: int
+    body: bytes
+    kept: Spooled | None = None
+
+
+class Once:
+    """Warnings, each said once."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+
+    def __call__(self, key: str, message: str, *facts: object, trace: bool = False) -> None:
+        """Log it unless something with this key was said; `trace` adds the exception at hand."""
+        if key not in self._said:
+            self._said.add(key)
+            _log.warning("ddpobs: " + message, *facts, exc_info=trace)
+
+
+class Delivery:
+    """Batches of one source on their way to the collector.
+
+    Args:
+        config: The collector's address, and limits.
+        lost: Told how many records were lost: the spool was full, or the collector refused them.
+        warn: Where warnings go.
+    """
+
+    def __init__(self, config: TelemetryConfig, lost: Callable[[int], None], warn: Once) -> None:
+        self._config, self._lost, self._warn = config, lost, warn
+        self._spool = Spool(config.spool or default_folder(), int(config.spool_mb * 1e6))
+        self._changed = threading.Condition()
+        """Guards the fields below; held for moments only, never over a request or the disk."""
+        self._waiting: deque[Encoded] = deque()
+        self._under_way: Encoded | None = None
+        self._deadline: float | None = None
+        self._abandoned = False
+        self._quiet_until = 0.0
+        self._attempts = 0
+        self._on_disk = False
+        self._backlog: deque[Spooled] = deque()
+        self._source = ""
+        self._jitter = random.Random()
+        # Here and not on its thread: a child forked during an import, or while OpenSSL reads certificates, would wait
+        # for ever for what it finds half done.
+        self._sender = Sender(config)
+        self._thread = threading.Thread(target=self._run, name="ddpobs-delivery", daemon=True)
+
+    @property
+    def idle(self) -> bool:
+        """Whether every batch in memory was sent."""
+        return not self._waiting and self._under_way is None
+
+    @property
+    def held(self) -> list[int]:
+        """Sizes in bytes of the batches in memory."""
+        with self._changed:
+            return [len(batch.body) for batch in (*self._waiting, self._under_way) if batch is not None]
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def put(self, batch: Encoded) -> None:
+        """Take a batch. Waits for no network; for the disk where memory holds enough."""
+        with self._changed:
+            self._source = batch.source
+            self._waiting.append(batch)
+            most = 0 if self._abandoned else WAITING_BATCHES
+            surplus = [self._waiting.popleft() for _ in range(len(self._waiting) - most)]
+            self._changed.notify()
+        for one in surplus:
+            self._keep(one)
+
+    def close(self, deadline: float) -> None:
+        """Send what is left until `deadline` (`time.monotonic`), then keep the rest on disk, the one under way too."""
+        with self._changed:
+            self._deadline = deadline
+            self._changed.notify()
+        if self._thread.is_alive():
+            self._thread.join(max(0.0, deadline - time.monotonic()))
+        with self._changed:
+            self._abandoned = True
+            left = [batch for batch in (self._under_way, *self._waiting) if batch is not None and batch.kept is None]
+            self._waiting.clear()
+        for batch in left:
+            self._keep(batch)
+        if self._on_disk or self._backlog:
+            folder = self._spool.folder
+            _log.warning("ddpobs: batches are kept in %s: send them with `ddpobs push %s`", folder, folder)
+
+    def _run(self) -> None:
+        while self._ready():
+            batch = self._next()
+            if batch is not None:
+                self._settle(batch, self._send(batch))
+        self._sender.close()
+
+    def _ready(self) -> bool:
+        """Wait until something may be sent (True) or nothing more will be (False)."""
+        with self._changed:
+            while True:
+                now, work = time.monotonic(), bool(self._waiting or self._on_disk or self._backlog)
+                if self._deadline is not None and not self._worth_trying(work, now, self._deadline):
+                    return False
+                if work and now >= self._quiet_until:
+                    return True
+                self._changed.wait(self._quiet_until - now if work else None)
+
+    def _worth_trying(self, work: bool, now: float, deadline: float) -> bool:
+        return work and self._attempts < 2 and max(now, self._quiet_until) < deadline - 0.05
+
+    def _next(self) -> Encoded | None:
+        with self._changed:
+            if self._waiting:
+                self._under_way = self._waiting.popleft()
+                return self._under_way
+        if not self._backlog:
+            self._on_disk = False
+            self._backlog.extend(islice(self._spool.batches(self._source), _SPOOLED_AT_ONCE))
+            self._on_disk = self._on_disk or bool(self._backlog)
+        while self._backlog:
+            kept = self._backlog[0]
+            try:
+                self._under_way = Encoded(kept.run, kept.source, kept.seq, kept.records, kept.body(), kept)
+            except FileNotFoundError:
+                self._backlog.popleft()  # `ddpobs push` sent it, or it made room for a newer one.
+            except OSError as error:
+                self._backlog.popleft().set_aside()
+                self._lost(kept.records)
+                self._warn("unreadable", "%s cannot be read and is set aside: %s", kept.path, error)
+            else:
+                return self._under_way
+        return None
+
+    def _send(self, batch: Encoded) -> Answer:
+        within_s = self._config.timeout_s
+        if self._deadline is not None:
+            within_s = min(within_s, self._deadline - time.monotonic())
+        try:
+            return self._sender.send(batch.run, batch.source, batch.seq, batch.body, within_s)
+        except Exception as error:
+            self._warn("send", "telemetry failed (sending); training goes on", trace=True)
+            return Answer(Outcome.RETRY, repr(error))
+
+    def _settle(self, batch: Encoded, answer: Answer) -> None:
+        """Draw the consequences of an answer, unless the batch was given up in the meantime."""
+        done = answer.outcome in _OFF_OUR_HANDS
+        with self._changed:
+            if self._abandoned:
+                return
+            self._under_way = None
+            if not done:
+                self._quiet_until = time.monotonic() + pause_s(self._attempts, answer.retry_after_s, self._jitter)
+                self._attempts += 1
+                if batch.kept is None:
+                    self._waiting.appendleft(batch)
+            else:
+                self._attempts = 0
+                if batch.kept is not None and self._deadline is None:
+                    self._quiet_until = time.monotonic() + _SPOOLED_PAUSE_S
+        if done and batch.kept is not None:
+            self._backlog.popleft()
+            batch.kept.path.unlink(missing_ok=True)
+        if answer.outcome is Outcome.REFUSED:
+            self._lost(batch.records)
+            self._warn("refused", "the collector refuses a batch, which is lost: %s", answer.detail)
+        elif answer.outcome is Outcome.FORBIDDEN:
+            self._warn("forbidden", "the collector wants another token (DDPOBS_TOKEN): %s", answer.detail)
+        elif answer.outcome is Outcome.RETRY:
+            self._warn("away", "the collector does not take batches, they are kept: %s", answer.detail)
+
+    def _keep(self, batch: Encoded) -> None:
+        try:
+            lost = self._spool.put(
+                batch.run, batch.source, batch.seq, records=batch.records, body=batch.body, at_ns=time.time_ns()
+            )
+        except OSError as error:
+            self._lost(batch.records)
+            self._warn("spool", "the spool %s takes nothing: %s", self._spool.folder, error)
+            return
+        if lost:
+            self._lost(lost)
+            self._warn("full", "the spool %s is full (DDPOBS_SPOOL_MB), its oldest batches go", self._spool.folder)
+        self._on_disk = True
