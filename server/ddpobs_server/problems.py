@@ -38,7 +38,7 @@ _FULL = Problem(
     "Storage full",
     "the database has no room left and nothing of this was stored: free space on its disk, or have old runs removed "
     "(DDPOBS_SERVER_KEEP_GB), and send it again; reads go on",
-    {"Retry-After": "5"},
+    {"Retry-After": "1"},
 )
 _AWAY = Problem(
     503,

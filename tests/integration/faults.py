@@ -104,16 +104,23 @@ def _encode(records: Sequence[object], envelope: Envelope) -> wire.Batch:
 
 
 class Mortal:
-    """A collector that may be killed and started again: the same port, the same database."""
+    """A collector that may be killed and started again: the same port, the same database.
 
-    def __init__(self, folder: Path, **settings: object) -> None:
+    Args:
+        folder: For its log, and its database unless the settings name one.
+        away: It is not started yet.
+        settings: The collector's.
+    """
+
+    def __init__(self, folder: Path, *, away: bool = False, **settings: object) -> None:
         folder.mkdir(exist_ok=True)
         self._folder, self._settings = folder, settings
         with socket.create_server(("127.0.0.1", 0)) as server:
             self.port = server.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self._stack = ExitStack()
-        self.start()
+        if not away:
+            self.start()
 
     def __enter__(self) -> Mortal:
         return self
@@ -126,9 +133,9 @@ class Mortal:
         running = collectors.collector(self._folder, port=self.port, **self._settings)
         self.running = self._stack.enter_context(running)
 
-    def kill(self) -> None:
-        """SIGKILL: nothing is flushed, nobody is told."""
-        self.running.end(signal.SIGKILL)
+    def end(self, how: signal.Signals = signal.SIGKILL) -> None:
+        """By SIGKILL nothing is flushed and nobody is told; by SIGTERM it ends well, with 0."""
+        assert self.running.end(how) == (0 if how is signal.SIGTERM else -how)
 
     def batches(self, outcome: str = "stored") -> float:
         """Batches with this outcome since its start, by its own metrics."""

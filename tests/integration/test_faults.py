@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,21 @@ from tests.integration.faults import (
 from tests.integration.rooms import LARGE, Full, full_disk, full_quota
 from tests.server.batches import assert_problem, batch, get, put
 
-_KILLS = 4
-
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks try again soon, however long a collector was away."""
     monkeypatch.setattr(sender, "_LONGEST_PAUSE_S", 0.3)
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    """A PostgreSQL server that may be stopped. Its user must reach it, so it is not in a folder of pytest's."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ddpobs-") as folder,
+        databases.postgresql_server(Path(folder, "pg")) as own,
+    ):
+        yield own
 
 
 def retryable(answer: httpx.Response, status: int) -> dict[str, Any]:
@@ -46,31 +56,30 @@ def retryable(answer: httpx.Response, status: int) -> dict[str, Any]:
     return assert_problem(answer, status)
 
 
-def test_a_collector_killed_under_load_has_all_that_it_acknowledged(tmp_path: Path) -> None:
+def test_a_collector_that_ends_under_load_has_all_that_it_acknowledged(tmp_path: Path) -> None:
     with Mortal(tmp_path) as collector:
-        with Ranks(collector.url, "killed", tmp_path / "spool") as ranks:
-            for _ in range(_KILLS):
+        with Ranks(collector.url, "ended", tmp_path / "spool") as ranks:
+            for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
                 collector.until_batches(20)
-                collector.kill()
+                collector.end(how)
                 collector.start()
             collector.until_batches(20)
         push(ranks.spool, collector.url)
-        assert_once(collector.url, "killed", ranks.steps)
+        assert_once(collector.url, "ended", ranks.steps)
 
 
-def test_where_one_of_two_collectors_is_killed_the_other_takes_its_batches(tmp_path: Path) -> None:
+def test_where_one_of_two_collectors_is_killed_the_other_takes_its_batches(server: Any, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(databases.postgresql_server(tmp_path / "pg"))
         url = databases.new_database(server)
         pair = [stack.enter_context(Mortal(tmp_path / name, database_url=url)) for name in "ab"]
         balancer = Proxy(pair[1].url, pair[0].url)
         address = stack.enter_context(proxy(balancer))
         with Ranks(address, "shared", tmp_path / "spool") as ranks:
-            for number in range(_KILLS):
+            for number in range(3):
                 dies, lives = pair[number % 2], pair[1 - number % 2]
                 balancer.upstreams.reverse()
                 dies.until_batches(20)
-                dies.kill()
+                dies.end()
                 lives.until_batches(20)
                 dies.start()
         push(ranks.spool, lives.url)
@@ -89,21 +98,8 @@ def test_a_proxy_that_cuts_delays_doubles_and_reorders_changes_nothing(tmp_path:
         assert collector.batches("repeated") > 0
 
 
-def test_a_collector_ended_under_load_has_all_that_it_acknowledged(tmp_path: Path) -> None:
-    with Mortal(tmp_path) as collector:
-        with Ranks(collector.url, "ended", tmp_path / "spool") as ranks:
-            for _ in range(2):
-                collector.until_batches(20)
-                assert collector.running.end(signal.SIGTERM) == 0
-                collector.start()
-            collector.until_batches(20)
-        push(ranks.spool, collector.url)
-        assert_once(collector.url, "ended", ranks.steps)
-
-
-def test_a_database_that_stops_is_waited_for(tmp_path: Path) -> None:
+def test_a_database_that_stops_is_waited_for(server: Any, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        server = stack.enter_context(databases.postgresql_server(tmp_path / "pg"))
         database = databases.new_database(server)
         collector = stack.enter_context(Mortal(tmp_path / "collector", database_url=database))
         with Ranks(collector.url, "waited", tmp_path / "spool") as ranks:
@@ -138,44 +134,41 @@ def test_a_full_disk_is_said_and_left_behind(tmp_path: Path, full: Full) -> None
 
 
 def test_what_the_spool_kept_is_sent_by_the_process_and_by_push(tmp_path: Path) -> None:
-    with Mortal(tmp_path) as collector:
-        collector.kill()
+    with Mortal(tmp_path, away=True) as collector:
         ranks = Ranks(collector.url, "spooled", tmp_path / "spool", count=2)
-        ranks.step(400)
+        ranks.step(200)
         until(lambda: spooled(ranks) > 20)
         collector.start()
         until(lambda: not spooled(ranks))
-        collector.kill()
+        collector.end()
         ranks.step(100)
         ranks.stop()
-        assert spooled(ranks) > 0
+        kept = spooled(ranks)
+        assert kept > 0
         collector.start()
-        assert f"sent {spooled(ranks)}, " in push(ranks.spool, collector.url)
+        assert f"sent {kept}, " in push(ranks.spool, collector.url)
         assert spooled(ranks) == 0
         assert_once(collector.url, "spooled", ranks.steps)
 
 
-@pytest.mark.parametrize("sent_by", ["the process", "push"])
-def test_what_the_spool_could_not_hold_is_counted_to_the_last_record(tmp_path: Path, sent_by: str) -> None:
-    with Mortal(tmp_path) as collector:
-        collector.kill()
-        ranks = Ranks(collector.url, "overflown", tmp_path / "spool", count=1, spool_mb=0.02)
-        ranks.step(2000)
-        until(lambda: ranks.exporters[0].dropped)
-        if sent_by == "the process":
-            collector.start()
-            until(lambda: not spooled(ranks))
-            ranks.step()
-            ranks.stop()
-        else:
-            ranks.stop()
-            collector.start()
-        push(ranks.spool, collector.url)
-        told = get(collector.url, "/runs/overflown")
-        assert (told["emitted"], told["dropped"]) == (WEIGHT * ranks.steps[0], ranks.exporters[0].dropped)
-        arrived = stored(collector.url, "overflown")
-        assert set(arrived.values()) == {1}
-        assert_sums(collector.url, "overflown", arrived)
-        assert len(arrived) // BUCKETS * WEIGHT == told["emitted"] - told["dropped"]
-        findings = get(collector.url, "/runs/overflown/diagnostics")["findings"]
-        assert "telemetry-loss" in {finding["code"] for finding in findings}
+def test_what_the_spool_could_not_hold_is_counted_to_the_last_record(tmp_path: Path) -> None:
+    with Mortal(tmp_path, away=True) as collector:
+        lives, ended = (Ranks(collector.url, run, tmp_path / run, count=1, spool_mb=0.02) for run in ("lives", "ended"))
+        for ranks in (lives, ended):
+            ranks.step(1000)
+            until(lambda ranks=ranks: ranks.exporters[0].dropped)
+        ended.stop()
+        collector.start()
+        until(lambda: not spooled(lives))
+        lives.step()
+        lives.stop()
+        for ranks in (lives, ended):
+            push(ranks.spool, collector.url)
+            told = get(collector.url, f"/runs/{ranks.run}")
+            assert (told["emitted"], told["dropped"]) == (WEIGHT * ranks.steps[0], ranks.exporters[0].dropped)
+            arrived = stored(collector.url, ranks.run)
+            assert set(arrived.values()) == {1}
+            assert_sums(collector.url, ranks.run, arrived)
+            assert len(arrived) // BUCKETS * WEIGHT == told["emitted"] - told["dropped"]
+            findings = get(collector.url, f"/runs/{ranks.run}/diagnostics")["findings"]
+            assert "telemetry-loss" in {finding["code"] for finding in findings}
