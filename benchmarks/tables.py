@@ -40,7 +40,7 @@ def _claims(settings: Sequence[dict[str, Any]]) -> str:
             found = compare(setting, of, to)
             row.append("" if found is None else f"{found} {found.verdict(limit)}")
         rows.append(row)
-    return _table(head, rows)
+    return rows_of(head, rows)
 
 
 def _scale(settings: Sequence[dict[str, Any]]) -> str:
@@ -53,7 +53,7 @@ def _scale(settings: Sequence[dict[str, Any]]) -> str:
         if name != "torch"
     ]
     missing = {name: reason for one in settings for name, reason in one["launches"][-1]["missing"].items()}
-    return _table(head, rows) + "".join(
+    return rows_of(head, rows) + "".join(
         f"\nNot measured: {VARIANTS[name].title}: {reason}\n" for name, reason in missing.items()
     )
 
@@ -87,6 +87,7 @@ def _shown(found: Ratio | None) -> str:
     return "" if found is None else str(found)
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def rows_of(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table of these rows."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"

@@ -94,6 +94,20 @@ class Team:
         wall, processor, self.notes = map(list, zip(*answers, strict=True))
         return sum(wall) / len(wall) / steps, sum(processor) / len(processor) / steps
 
+    def end(self) -> float:
+        """Let the ranks end as a script does that reached its last line.
+
+        Returns:
+            Seconds until the last of them was gone.
+        """
+        self._signal(signal.SIGCONT)
+        began = time.perf_counter()
+        for connection in self._connections:
+            connection.send(None)
+        for process in self._processes:
+            process.join()
+        return time.perf_counter() - began
+
     def disband(self) -> None:
         """End the ranks as they are, without their exit code: a last flush would take seconds."""
         for process in self._processes:
@@ -176,8 +190,8 @@ def _rank_main(
     except BaseException:
         with contextlib.suppress(OSError):
             connection.send(f"rank {rank}:\n{traceback.format_exc()}")
-    sys.stdout.flush()
-    os._exit(1)
+        sys.stdout.flush()
+        os._exit(1)
 
 
 def _serve(connection: Connection, steps: Steps) -> None:
@@ -185,8 +199,7 @@ def _serve(connection: Connection, steps: Steps) -> None:
     import torch.distributed as dist
 
     connection.send(())
-    while True:
-        count = connection.recv()
+    while (count := connection.recv()) is not None:
         dist.barrier()
         began, used = time.perf_counter(), time.process_time()
         note = steps(count)

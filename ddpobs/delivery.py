@@ -24,6 +24,8 @@ WAITING_BATCHES = 16
 _SPOOLED_AT_ONCE = 256
 _SPOOLED_PAUSE_S = 0.1
 """Between batches of a backlog, so that sending it costs training next to nothing."""
+FORBIDDEN_PAUSE_S = 60.0
+"""After a token was not taken: collectors count wrong ones by address, where many ranks may be."""
 _OFF_OUR_HANDS = (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED)
 
 
@@ -192,7 +194,8 @@ class Delivery:
                 return
             self._under_way = None
             if not done:
-                self._quiet_until = time.monotonic() + pause_s(self._attempts, answer.retry_after_s, self._jitter)
+                least_s = FORBIDDEN_PAUSE_S if answer.outcome is Outcome.FORBIDDEN else answer.retry_after_s
+                self._quiet_until = time.monotonic() + pause_s(self._attempts, least_s, self._jitter)
                 self._attempts += 1
                 if batch.kept is None:
                     self._waiting.appendleft(batch)

@@ -92,6 +92,7 @@ class Exporter:
         self._delivery = Delivery(config, self._lost, self._warn)
         self._working = threading.RLock()
         """Held by the thread while it works: whoever else holds it finds the thread outside of any library."""
+        self._rounds, self._unrested = 0, -1
         self._wake = threading.Event()
         self._stopping = False
         self._abandoned = False
@@ -177,6 +178,7 @@ class Exporter:
         while not self._stopping:
             self._wake.wait(self._pause_s())
             self._wake.clear()
+            self._rounds += 1
             self._guard("periodic", self._tick)
             self._guard("batch", self._cut_due)
         self._finish()
@@ -277,8 +279,12 @@ class Exporter:
             self.dropped += records
 
     def _rest(self) -> None:
-        """Before a fork: have the thread rest until after it, so that the child inherits no lock that it held."""
-        self._working.acquire(timeout=_REST_S)
+        """Before a fork: have the thread rest until after it, so that the child inherits no lock that it held.
+
+        A thread that hangs is waited for once only.
+        """
+        if not self._working.acquire(timeout=0 if self._unrested == self._rounds else _REST_S):
+            self._unrested = self._rounds
 
     def _go_on(self) -> None:
         """After a fork, in the parent."""

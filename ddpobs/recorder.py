@@ -7,14 +7,14 @@ thread and turns one `phases.RawStep` into times.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from ddpobs import wire
-from ddpobs.clocks import Clock, Stamp, clock_for
+from ddpobs.clocks import Clock, HostClock, Stamp, clock_for
 from ddpobs.phases import BACKWARD, EXPOSED_COMM, OTHER, RawStep, Segment, StepTracker, harmless
 
 Interval = tuple[int, int, int]
@@ -161,8 +161,7 @@ class ModuleRecorder:
         return sum(1 for stamp in launched if stamp) - 1
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One bucket's times, in ns of this process's monotonic clock."""
 
     module: int
@@ -174,8 +173,7 @@ class Span:
     done_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(NamedTuple):
     """One step's times, ready to travel. `phases_ns` follow `wire.PHASES`, `own_phases_ns` too (its exposed is 0)."""
 
     number: int
@@ -202,7 +200,8 @@ class Summariser:
     """
 
     def __init__(self, clock: Clock, resolution_ns: int = 1) -> None:
-        self._clock, self._resolution_ns = clock, resolution_ns
+        self._at = _rounded(clock, resolution_ns)
+        self._resolution_ns = resolution_ns
         self._origin_ns: int | None = None
         self._carried: list[Interval] = []
 
@@ -213,22 +212,24 @@ class Summariser:
         its last completion, and every blocking collective. Own time: what was not exposed communication between the
         end of the last full synchronisation and the last readiness (domain: stragglers without a common clock).
         """
-        switches = [(phase, self._at(stamp)) for phase, stamp in raw.switches]
-        end_ns = max(self._at(raw.end), switches[-1][1])
-        comms = [(module, kind, self._at(begin), self._at(end)) for module, kind, begin, end in raw.comms]
+        at = self._at
+        switches = [(phase, at(stamp)) for phase, stamp in raw.switches]
+        end_ns = max(at(raw.end), switches[-1][1])
+        comms = [(module, kind, at(begin), at(end)) for module, kind, begin, end in raw.comms]
         intervals = _intervals(switches, end_ns)
         for _, _, begin, end in comms:
             intervals = lay(intervals, begin, end, EXPOSED_COMM)
         spans: list[Span] = []
         windows: list[tuple[int, int, Segment]] = []
         for segment in raw.segments:
-            found = self._spans(segment)
+            returned_ns = at(segment.end)
+            found = self._spans(segment, returned_ns)
             spans += found
-            ready_ns = max((span.ready_ns for span in found), default=self._at(segment.end))
+            ready_ns = max([span.ready_ns for span in found], default=returned_ns)
             done_ns = max([span.done_ns for span in found] + [end for *_, end in comms if end >= ready_ns], default=0)
-            done_ns = min(max(done_ns, ready_ns), self._at(segment.end))
+            done_ns = min(max(done_ns, ready_ns), returned_ns)
             if not segment.waited:
-                intervals = _exposed_after(intervals, ready_ns, done_ns, self._at(segment.end))
+                intervals = _exposed_after(intervals, ready_ns, done_ns, returned_ns)
             windows.append((ready_ns, done_ns, segment))
         own, flags = self._own(intervals, windows)
         return Step(
@@ -247,22 +248,19 @@ class Summariser:
             readiness=self._readiness(raw),
         )
 
-    def _at(self, stamp: Stamp) -> int:
-        ns: int = self._clock.nanoseconds(stamp)
-        return ns - ns % self._resolution_ns
-
-    def _spans(self, segment: Segment) -> list[Span]:
-        """Times that make sense: a completion seen late by its callback is cut at backward's return."""
-        end_ns = self._at(segment.end)
+    def _spans(self, segment: Segment, end_ns: int) -> list[Span]:
+        """Times that make sense: a completion seen late by its callback is cut at backward's return, `end_ns`."""
+        at = self._at
         spans = []
         for record in segment.records:
             for bucket, stamps in enumerate(zip(record.ready_ns, record.launched_ns, record.done_ns, strict=True)):
-                ready, launched, done = (self._at(stamp) if stamp else 0 for stamp in stamps)
-                launched = launched or end_ns
-                ready = min(ready or launched, launched)
-                done = max(min(done or end_ns, end_ns), launched)
-                started = _started(record.works.get(bucket), launched, done)
-                started -= started % self._resolution_ns if started != wire.UNKNOWN else 0
+                launched = at(stamps[1]) if stamps[1] else end_ns
+                ready = min(at(stamps[0]), launched) if stamps[0] else launched
+                done = max(min(at(stamps[2]), end_ns) if stamps[2] else end_ns, launched)
+                started = wire.UNKNOWN
+                if bucket in record.works:
+                    started = _started(record.works[bucket], launched, done)
+                    started -= started % self._resolution_ns if started != wire.UNKNOWN else 0
                 spans.append(Span(record.module, record.revision, bucket, ready, launched, started, done))
         return spans
 
@@ -274,8 +272,7 @@ class Summariser:
             if self._origin_ns is None or not segment.clean:
                 clean = False
             else:
-                totals = _totals(_cut(since, self._origin_ns, ready_ns))
-                own = [a + b for a, b in zip(own, totals, strict=True)]
+                own = _totals(_cut(since, self._origin_ns, ready_ns), own)
             self._origin_ns = done_ns
         if self._origin_ns is not None:
             self._carried = _cut(since, self._origin_ns, 2**62)[-256:]
@@ -283,8 +280,6 @@ class Summariser:
         return (own if clean else None), (0 if clean else wire.NO_ORIGIN)
 
     def _readiness(self, raw: RawStep) -> list[wire.Readiness]:
-        import numpy as np
-
         return [
             wire.Readiness(
                 step=raw.number,
@@ -296,6 +291,18 @@ class Summariser:
             for record in segment.records
             if record.parameter_ready_ns is not None
         ]
+
+
+def _rounded(clock: Clock, resolution_ns: int) -> Callable[[Stamp], int]:
+    """From stamps to nanoseconds, rounded down: the innermost of all that the telemetry thread does."""
+    if isinstance(clock, HostClock):
+        return lambda stamp: stamp - stamp % resolution_ns
+
+    def at(stamp: Stamp) -> int:
+        ns: int = clock.nanoseconds(stamp)
+        return ns - ns % resolution_ns
+
+    return at
 
 
 def _started(work: Any, launched_ns: int, done_ns: int) -> int:
@@ -341,22 +348,29 @@ def _intervals(switches: list[tuple[int, int]], end_ns: int) -> list[Interval]:
 
 
 def _cut(intervals: list[Interval], begin_ns: int, end_ns: int) -> list[Interval]:
-    cut = [(max(begin, begin_ns), min(end, end_ns), phase) for begin, end, phase in intervals]
-    return [piece for piece in cut if piece[0] < piece[1]]
+    if begin_ns >= end_ns:
+        return []
+    return [
+        (begin if begin > begin_ns else begin_ns, end if end < end_ns else end_ns, phase)
+        for begin, end, phase in intervals
+        if begin < end_ns and end > begin_ns
+    ]
 
 
-def _totals(intervals: list[Interval]) -> list[int]:
-    totals = [0] * len(wire.PHASES)
+def _totals(intervals: list[Interval], totals: Sequence[int] = (0,) * len(wire.PHASES)) -> list[int]:
+    """Time by phase, added to `totals`."""
+    added = list(totals)
     for begin, end, phase in intervals:
-        totals[phase] += end - begin
-    return totals
+        added[phase] += end - begin
+    return added
 
 
 def _union(intervals: list[tuple[int, int]]) -> int:
     total, reached = 0, 0
     for begin, end in sorted(intervals):
-        total += max(0, end - max(begin, reached))
-        reached = max(reached, end)
+        if end > reached:
+            total += end - (begin if begin > reached else reached)
+            reached = end
     return total
 
 

@@ -6,6 +6,7 @@ computes. A rank that is late, out of data or dead costs the others nothing.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from datetime import timedelta
 from typing import Any
@@ -20,6 +21,7 @@ COLUMNS = 2 + len(wire.OWN_PHASES)
 """Of a published row: collective, the step's wall time, own time by phase; all in ns but the first."""
 ALARM_SHARE = 0.1
 """A rank straggles in a step when its delay is above this share of the step."""
+_ROW = struct.Struct(f"<{COLUMNS}q")
 _OWN_INDEX = [wire.PHASES.index(phase) for phase in wire.OWN_PHASES]
 _READ_TIMEOUT = timedelta(seconds=1)
 
@@ -36,7 +38,7 @@ class Exchange:
 
     def __init__(self, store: Any, rank: int, world_size: int, every: int) -> None:
         self._store, self._rank, self._world_size, self._every = store, rank, world_size, every
-        self._rows: deque[list[int]] = deque(maxlen=max(32, min(512, 8192 // world_size)))
+        self._rows: deque[bytes] = deque(maxlen=max(32, min(512, 8192 // world_size)))
         self._fresh = 0
         self._seen = -1
         store.set_timeout(_READ_TIMEOUT)
@@ -46,13 +48,13 @@ class Exchange:
         if step.own_phases_ns is None:
             return
         own = [step.own_phases_ns[index] for index in _OWN_INDEX]
-        self._rows.append([step.collective, step.end_ns - step.start_ns, *own])
+        self._rows.append(_ROW.pack(step.collective, step.end_ns - step.start_ns, *own))
         self._fresh += 1
 
     def publish(self) -> None:
         """Overwrite this rank's key, when enough is new."""
         if self._fresh >= self._every:
-            self._store.set(_key(self._rank), np.array(self._rows, np.int64).tobytes())
+            self._store.set(_key(self._rank), b"".join(self._rows))
             self._fresh = 0
 
     def say(self, doing: bytes) -> None:
@@ -65,7 +67,7 @@ class Exchange:
         if self._rank != 0 or not self._store.check(keys):
             return None
         blobs = self._store.multi_get(keys)
-        tables = [np.frombuffer(blob, np.int64).reshape(-1, COLUMNS) for blob in blobs]
+        tables = [np.frombuffer(blob, "<i8").reshape(-1, COLUMNS) for blob in blobs]
         joined = join([table[table[:, 0] > self._seen] for table in tables])
         if len(joined) < self._every:
             return None
@@ -103,8 +105,8 @@ def statistics(joined: npt.NDArray[np.int64]) -> wire.Peers:
     rows = np.arange(steps)
     last = own.argmax(axis=1)
     others = phases.copy()
-    others[rows, last] = np.nan
-    excess = phases[rows, last] - np.nanmedian(others, axis=1)
+    others[rows, last] = np.inf
+    excess = phases[rows, last] - np.median(np.sort(others, axis=1)[:, :-1], axis=1)
     delay = own.max(axis=1) - np.median(np.sort(own, axis=1)[:, :-1], axis=1)
     straggles = delay > ALARM_SHARE * np.median(joined[:, :, 1], axis=1)
     phase = excess.argmax(axis=1)

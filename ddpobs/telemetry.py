@@ -35,6 +35,7 @@ _log = logging.getLogger("ddpobs")
 _LOOK_S = 0.2
 _RESOLUTION_NS = 1000
 """Stamps are not better than that: a callback may come tens of microseconds late."""
+_BURST_S = 0.0005
 _REPEAT_HELLO = 30
 """Hello and layouts travel again every so many batches, should the batch that held them have been dropped."""
 
@@ -216,8 +217,18 @@ class Telemetry:
         if peers is not None:
             self._exporter.offer(peers)
 
+    def _summarised(self, raw_steps: Sequence[RawStep]) -> list[Step]:
+        """In bursts with rests in between: gradient hooks may wait for the interpreter all the while."""
+        steps, began = [], time.monotonic()
+        for raw in raw_steps:
+            steps.append(self._summariser.summarise(raw))
+            if time.monotonic() - began > _BURST_S:
+                time.sleep(_BURST_S)
+                began = time.monotonic()
+        return steps
+
     def _encode(self, records: Sequence[object], envelope: Envelope) -> wire.Batch:
-        steps = [self._summariser.summarise(record) for record in records if isinstance(record, RawStep)]
+        steps = self._summarised([record for record in records if isinstance(record, RawStep)])
         if self._exchange is not None:
             for step in steps:
                 self._exchange.add(step)

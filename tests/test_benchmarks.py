@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.broken import FAULTS
 from benchmarks.pairs import ratio
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +46,16 @@ def test_overhead_compares_every_variant_with_torch(tmp_path: Path) -> None:
         assert title in told
     settings = json.loads((tmp_path / "found.json").read_text())["settings"]
     assert {setting["set"] for setting in settings.values()} == {"claims"}
+
+
+def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path) -> None:
+    told = run("harm", "--json", str(tmp_path / "found.json"))
+    (launch,) = json.loads((tmp_path / "found.json").read_text())
+    for title in ("telemetry off", "off once more (the noise)", "a healthy collector", FAULTS["silent"][0]):
+        assert f"\n| {title} | " in told
+    assert launch["holds"]["off"]["telemetry_s"] == 0 < launch["holds"]["silent"]["telemetry_s"]
+    assert launch["holds"]["off"]["waiting_bytes"] == 0
+    assert launch["exit_s"]["silent"] > launch["exit_s"]["collector"]
 
 
 def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ class Reports:
     ) -> dict[str, wire.Ints]:
         """Columns of bucket spans, with ready, launched and done also on the lowest rank's clock."""
         ranks, spans = self._store.spans(run, attempt, None, first, last)
-        offsets, _ = clocks.offsets_ns(ranks, spans)
+        offsets, _ = clocks.offsets_ns(self._store.steps(run, attempt, None, first, last), (ranks, spans))
         wanted = np.ones(len(ranks), bool)
         if rank is not None:
             wanted &= ranks == rank
@@ -77,7 +77,7 @@ class Reports:
             last = first + _TRACE_STEPS - 1
         steps = self._store.steps(run, attempt, None, first, last)
         spans = self._store.spans(run, attempt, None, first, last)
-        return trace.chrome_trace(steps, spans, clocks.offsets_ns(*spans)[0])
+        return trace.chrome_trace(steps, spans, clocks.offsets_ns(steps, spans)[0])
 
     def _diagnose(self, run: str, attempt: str) -> dict[str, Any]:
         sources = self._store.sources(run, attempt)
@@ -162,7 +162,7 @@ class Reports:
             answer |= _lateness_json(joined)
             span_first = max(int(joined.step[-1]) - _BUCKET_STEPS, 0)
             spans = self._store.spans(run, attempt, None, span_first, int(joined.step[-1]))
-            answer["noise_ns"] = clocks.offsets_ns(*spans)[1]
+            answer["noise_ns"] = clocks.offsets_ns((rank, steps), spans)[1]
         return answer
 
     def _recent_steps(self, run: str, attempt: str, sources: list[Source]) -> tuple[wire.Ints, wire.Steps]:

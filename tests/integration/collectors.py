@@ -73,38 +73,6 @@ def collector(*replies: Callable[[str], Reply], port: int = 0) -> Iterator[Seen]
         server.server_close()
 
 
-@contextmanager
-def hanging() -> Iterator[str]:
-    """Connections succeed, and nobody accepts them."""
-    with socket.create_server(("127.0.0.1", 0), backlog=16) as server:
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
-@contextmanager
-def dripping() -> Iterator[str]:
-    """One byte of an answer every tenth of a second, for ever."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def drip(connection: socket.socket) -> None:
-            try:
-                connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
-                while True:
-                    connection.sendall(b"a")
-                    time.sleep(0.1)
-            except OSError:
-                pass
-
-        def serve() -> None:
-            try:
-                while True:
-                    threading.Thread(target=drip, args=(server.accept()[0],), daemon=True).start()
-            except OSError:
-                pass
-
-        threading.Thread(target=serve, daemon=True).start()
-        yield f"http://127.0.0.1:{server.getsockname()[1]}"
-
-
 def absent() -> str:
     """An address where nobody listens."""
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from ddpobs import wire
+from tests import patience
 from tests.integration.test_whole_way import get
 from tests.integration.training import ROOT
 
@@ -93,14 +94,11 @@ def launched(run: str, url: str, folder: Path) -> subprocess.CompletedProcess[st
         path.write_text(text.replace("from torch.nn.parallel import", "from ddpobs import"))
         environ |= {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}
         command = []
-    return subprocess.run(
+    return patience.run(
         [*command, *script.launch, str(path), *script.arguments, str(folder / run)],
-        env=environ,
+        environ=environ,
+        timeout_s=150,
         cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=150,
-        check=False,
     )
 
 

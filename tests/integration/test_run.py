@@ -15,6 +15,7 @@ import torch
 
 import ddpobs
 from ddpobs.errors import DataParallelError
+from tests import patience
 from tests.integration.test_whole_way import get
 from tests.integration.training import ROOT
 
@@ -31,7 +32,7 @@ def command(*arguments: object, url: str = NOBODY, run: str = "r") -> dict[str, 
 
 
 def ended(given: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(**given, capture_output=True, timeout=100, check=False)
+    return patience.run(given["args"], environ=given["env"], timeout_s=100)
 
 
 @pytest.mark.parametrize("start", ["spawn", "forkserver", "fork"])

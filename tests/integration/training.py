@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 
@@ -32,14 +34,6 @@ def train(
         environment |= {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     arguments = [f"--steps={steps}", f"--slow-rank={slow_rank}", f"--slow-phase={phase}"]
-    done = subprocess.run(
-        [*command, *launch, *arguments],
-        env=environment,
-        check=False,
-        timeout=120,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    done = patience.run([*command, *launch, *arguments], environ=environment, timeout_s=120, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -6,39 +6,56 @@ import numpy as np
 
 from ddpobs import wire
 
+_MOST_STEPS = 2**40
 
-def offsets_ns(rank: wire.Ints, spans: wire.Spans) -> tuple[dict[int, int], int]:
+
+def offsets_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire.Spans]) -> tuple[dict[int, int], int]:
     """What to add to each rank's times to put them on the lowest rank's clock, and the noise of doing so.
 
-    All ranks end an all-reduce together: offset_r = median_i(done_{0,i} - done_{r,i}).
+    All ranks end an all-reduce together: offset_r = median_i(done_{0,i} - done_{r,i}). Ranks number their steps each by
+    itself, and with uneven inputs the numbers part: it is the collective's number that is the same on all of them.
 
     Args:
-        rank: Of each span, shape [rows].
-        spans: Columns of shape [rows].
+        steps: Ranks and columns of shape [steps]; they tell which collective a step's spans belong to.
+        spans: Ranks and columns of shape [rows]; those of a step that is not among `steps` count for nothing.
 
     Returns:
         Offsets by rank, and the median spread of the aligned ends over ranks, both in ns.
     """
+    rank, columns = spans
     ranks = np.unique(rank)
     if not len(ranks):
         return {}, 0
-    key = np.stack([spans.step, spans.module, spans.revision, spans.bucket])
-    _, identity = np.unique(key, axis=1, return_inverse=True)
-    identity = identity.reshape(-1)
-    table = np.full((int(identity.max()) + 1, len(ranks)), np.nan)
     # Relative to the first end: a float holds 53 bits, a clock in ns more.
-    base = {r: int(spans.done_ns[rank == r][0]) for r in ranks.tolist()}
+    base = {r: int(columns.done_ns[rank == r][0]) for r in ranks.tolist()}
+    first = base[int(ranks[0])]
+    collective = _collectives(steps, rank, columns.step)
+    joins = collective >= 0
+    key = np.stack([collective, columns.module, columns.revision, columns.bucket])[:, joins]
+    identities, identity = np.unique(key, axis=1, return_inverse=True)
+    identity, rank, done_ns = identity.reshape(-1), rank[joins], columns.done_ns[joins]
+    table = np.full((identities.shape[1], len(ranks)), np.nan)
     for column, r in enumerate(ranks.tolist()):
         mine = rank == r
-        table[identity[mine], column] = spans.done_ns[mine] - base[r]
+        table[identity[mine], column] = done_ns[mine] - base[r]
     table = table[~np.isnan(table).any(axis=1)]
     if not len(table):
-        return {r: base[int(ranks[0])] - base[r] for r in ranks.tolist()}, 0
+        return {r: first - at for r, at in base.items()}, 0
     shift = np.median(table[:, :1] - table, axis=0)
     aligned = table + shift
     spread = round(float(np.median(aligned.max(axis=1) - aligned.min(axis=1))))
-    first = int(ranks[0])
-    return {r: base[first] - base[r] + round(float(shift[c])) for c, r in enumerate(ranks.tolist())}, spread
+    return {r: first - base[r] + round(float(shift[c])) for c, r in enumerate(ranks.tolist())}, spread
+
+
+def _collectives(steps: tuple[wire.Ints, wire.Steps], rank: wire.Ints, step: wire.Ints) -> wire.Ints:
+    """The collective of each (rank, step), shape [rows]; unknown where no such step is there."""
+    known_rank, known = steps
+    if not len(known_rank):
+        return np.full_like(step, wire.UNKNOWN)
+    keys, wanted = known_rank * _MOST_STEPS + known.step, rank * _MOST_STEPS + step
+    order = np.argsort(keys)
+    place = order[np.searchsorted(keys, wanted, sorter=order).clip(max=len(keys) - 1)]
+    return np.where(keys[place] == wanted, known.collective[place], wire.UNKNOWN)
 
 
 def aligned(rank: wire.Ints, offsets: dict[int, int], times_ns: wire.Ints) -> wire.Ints:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ from ddpobs import wire
 MS = 1_000_000
 BASE_MS = {"data": 5.0, "forward": 20.0, "backward": 40.0, "optimizer": 8.0, "other": 2.0}
 Floats = npt.NDArray[np.float64]
+Columns = TypeVar("Columns", wire.Steps, wire.Spans)
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,15 @@ def spans(rank: list[int], rows: list[tuple[int, int, int, int, int]]) -> tuple[
     )
 
 
-def changed(steps: wire.Steps, **new: wire.Ints) -> wire.Steps:
-    """The steps with some columns replaced."""
-    return wire.Steps(**{name: new.get(name, getattr(steps, name)) for name in steps.__struct_fields__})
+def steps_of(rank: wire.Ints, step: wire.Ints, collective: wire.Ints) -> tuple[wire.Ints, wire.Steps]:
+    """Steps of which only the numbers matter."""
+    zeros = {name: np.zeros(len(rank), np.int64) for name in wire.Steps.__struct_fields__}
+    return rank, wire.Steps(**zeros | {"step": step, "collective": collective})
+
+
+def changed(columns: Columns, **new: wire.Ints) -> Columns:
+    """The columns with some of them replaced."""
+    return type(columns)(**{name: new.get(name, getattr(columns, name)) for name in columns.__struct_fields__})
 
 
 def kept(rank: wire.Ints, steps: wire.Steps, rows: npt.NDArray[np.bool_]) -> tuple[wire.Ints, wire.Steps]:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from ddpobs_server.analysis.clocks import aligned, offsets_ns
 
 from ddpobs import wire
-from tests.server.analysis.scenario import spans
+from tests.server.analysis.scenario import changed, spans, steps_of
 
 AHEAD = {0: 0, 1: 5_000_000_000_123, 2: -7_654_321}
 
@@ -24,20 +23,25 @@ def shared(ends: list[int], jitter_ns: int = 0, seed: int = 0) -> tuple[wire.Int
     return spans(rank, rows)
 
 
+def offsets(rank: wire.Ints, columns: wire.Spans) -> tuple[dict[int, int], int]:
+    """Where every rank numbers its steps as the collectives are numbered."""
+    return offsets_ns(steps_of(rank, columns.step, columns.step), (rank, columns))
+
+
 def test_offsets_put_the_ends_of_a_synchronisation_onto_each_other() -> None:
     rank, columns = shared([10**15 + step * 10**8 for step in range(50)])
-    offsets, noise = offsets_ns(rank, columns)
-    assert offsets == {one: -ahead for one, ahead in AHEAD.items()}
+    shifts, noise = offsets(rank, columns)
+    assert shifts == {one: -ahead for one, ahead in AHEAD.items()}
     assert noise == 0
-    on_one_clock = aligned(rank, offsets, columns.done_ns).reshape(-1, 3)
+    on_one_clock = aligned(rank, shifts, columns.done_ns).reshape(-1, 3)
     assert (np.ptp(on_one_clock, axis=1) == 0).all()
     assert (on_one_clock[:, 0] == columns.done_ns[rank == 0]).all()
 
 
 def test_noise_is_how_far_apart_the_ranks_still_end() -> None:
     rank, columns = shared([step * 10**8 for step in range(200)], jitter_ns=100_000)
-    offsets, noise = offsets_ns(rank, columns)
-    assert all(abs(offsets[one] + ahead) < 30_000 for one, ahead in AHEAD.items())
+    shifts, noise = offsets(rank, columns)
+    assert all(abs(shifts[one] + ahead) < 30_000 for one, ahead in AHEAD.items())
     # The spread of three uniform numbers is half their range on average.
     assert 30_000 < noise < 70_000
 
@@ -47,24 +51,28 @@ def test_an_unknown_time_stays_unknown() -> None:
 
 
 def test_ranks_that_share_no_synchronisation_are_set_side_by_side() -> None:
-    offsets, noise = offsets_ns(*spans([0, 1], [(0, 0, 1, 1, 100), (1, 0, 1, 1, 1100)]))
-    assert (offsets, noise) == ({0: 0, 1: -1000}, 0)
+    shifts, noise = offsets(*spans([0, 1], [(0, 0, 1, 1, 100), (1, 0, 1, 1, 1100)]))
+    assert (shifts, noise) == ({0: 0, 1: -1000}, 0)
 
 
 def test_no_spans_give_no_offsets() -> None:
     rank, columns = shared([1])
     none = wire.Spans(**{name: getattr(columns, name)[:0] for name in columns.__struct_fields__})
-    assert offsets_ns(rank[:0], none) == ({}, 0)
+    assert offsets(rank[:0], none) == ({}, 0)
 
 
-@pytest.mark.xfail(
-    strict=True, reason="spans are matched by the rank's own step number, and with uneven inputs those part"
-)
 def test_offsets_hold_where_step_numbers_part() -> None:
     rank, columns = shared([step * 10**8 for step in range(50)])
-    parted = wire.Spans(
-        **{name: getattr(columns, name) for name in columns.__struct_fields__ if name != "step"},
-        step=columns.step + 2 * (rank == 1),
-    )
-    offsets, _ = offsets_ns(rank, parted)
-    assert offsets[1] == -AHEAD[1]
+    local = columns.step + 2 * (rank == 1)
+    parted = changed(columns, step=local)
+    shifts, noise = offsets_ns(steps_of(rank, local, columns.step), (rank, parted))
+    assert shifts == {one: -ahead for one, ahead in AHEAD.items()}
+    assert noise == 0
+
+
+def test_spans_of_steps_that_are_not_there_count_for_nothing() -> None:
+    rank, columns = shared([step * 10**8 for step in range(50)])
+    late = changed(columns, done_ns=columns.done_ns + 10**6 * ((rank == 1) & (columns.step < 40)))
+    known = columns.step >= 40
+    shifts, _ = offsets_ns(steps_of(rank[known], columns.step[known], columns.step[known]), (rank, late))
+    assert shifts[1] == -AHEAD[1]

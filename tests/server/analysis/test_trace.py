@@ -22,7 +22,7 @@ def trace() -> tuple[wire.Steps, list[dict[str, object]]]:
         (int(s), 0, int(e) - 3 * MS, int(e) - 3 * MS, int(e)) for s, e in zip(steps.step, steps.end_ns, strict=True)
     ]
     moved = spans(rank.tolist(), rows)
-    made = chrome_trace((rank, steps), moved, offsets_ns(*moved)[0])
+    made = chrome_trace((rank, steps), moved, offsets_ns((rank, steps), moved)[0])
     return steps, json.loads(json.dumps(made))["traceEvents"]
 
 
