@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
-import uvicorn
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
@@ -24,6 +23,9 @@ from ddpobs_server.reports import Reports
 from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
+
+_DRAIN_S = 10
+"""How long open requests may take after SIGTERM."""
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -89,7 +91,12 @@ def serve(
         raise typer.Exit(2) from None
     _no_open_door(settings)
     serving.run(
-        uvicorn.Config(create_app(settings), host=settings.host, port=settings.port, log_level="info", access_log=False)
+        create_app(settings),
+        host=settings.host,
+        port=settings.port,
+        log_level="info",
+        access_log=False,
+        timeout_graceful_shutdown=_DRAIN_S,
     )
 
 

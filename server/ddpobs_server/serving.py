@@ -6,25 +6,28 @@ import signal
 import sys
 from contextlib import suppress
 from types import FrameType
+from typing import Any
 
 import uvicorn
+from fastapi import FastAPI
 
-_DRAIN_S = 10
-"""How long open requests may take after SIGTERM."""
 _END_S = 30
 """How long all of the end may take, whatever a client or the database does."""
 
 
-def run(config: uvicorn.Config) -> None:
-    """Serve until SIGTERM or Ctrl-C; what was accepted is then written, and the process may end with 0.
+def run(app: FastAPI, **settings: Any) -> None:
+    """`uvicorn.run` until SIGTERM or Ctrl-C; what was accepted is then written, and the process may end with 0.
 
     A second signal ends the process at once. Nothing that was acknowledged is lost by it: that is committed.
 
+    Args:
+        app: The application.
+        **settings: uvicorn's.
+
     Raises:
-        SystemExit: With 1, where the application did not start.
+        SystemExit: Not with 0, where the application did not start.
     """
-    config.timeout_graceful_shutdown = _DRAIN_S
-    server = _Server(config)
+    server = _Server(uvicorn.Config(app, **settings))
     # uvicorn raises the signal again once it has ended, for whoever had a handler before.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(KeyboardInterrupt):
