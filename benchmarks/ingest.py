@@ -1,18 +1,24 @@
 """Durable bucket spans a second over HTTP into SQLite, and bytes a span at rest.
 
-    python -m benchmarks.ingest [--rounds 3] [--batches 120] [--clients 8] [--json FILE]
+    python -m benchmarks.ingest [--rounds 3] [--batches 800] [--clients 8] [--mlflow COMMAND] [--json FILE] [--smoke]
 
 Each round floods a real collector on a fresh file (`ddpobs-server bench`); a batch counts when its acknowledgement is
-there, which is after its commit with `synchronous=FULL`. Beside it, in the same round, stands what the disk and SQLite
-alone give: rows, one per span, with one such commit a batch, and fsyncs.
+there, which is after its commit with `synchronous=FULL`. Beside it, in the same round: rows, one per span, by SQLite
+alone with one such commit a batch; what the disk takes in blocks of a batch's size with an fsync each; and, where its
+command is there, MLflow's log-batch with as many clients and a thousand metrics a request, into SQLite as well.
 """
 
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
+import multiprocessing
+import shutil
+import socket
 import sqlite3
 import statistics
+import subprocess
 import tempfile
 import time
 from pathlib import Path
@@ -23,12 +29,13 @@ from ddpobs import wire
 
 SPANS = bench.FLOOD_STEPS * bench.FLOOD_BUCKETS
 """Spans of a batch: what the exporter sends by default."""
+_METRICS = 1000
+"""Most that MLflow takes in a request."""
 
 
-def as_rows(folder: Path, batches: list[wire.Batch]) -> tuple[float, int]:
-    """The same spans as one row each with SQLite alone: no HTTP, no checks, one durable commit a batch."""
-    database = folder / "rows.db"
-    connection = sqlite3.connect(database, isolation_level=None)
+def as_rows(folder: Path, batches: list[wire.Batch]) -> float:
+    """Spans a second as one row each with SQLite alone: no HTTP, no checks, one durable commit a batch."""
+    connection = sqlite3.connect(folder / "rows.db", isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
     names = wire.Spans.__struct_fields__
@@ -46,36 +53,85 @@ def as_rows(folder: Path, batches: list[wire.Batch]) -> tuple[float, int]:
         connection.execute("COMMIT")
     took = time.perf_counter() - began
     connection.close()
-    return len(batches) * SPANS / took, _size_bytes(database)
+    return len(batches) * SPANS / took
 
 
-def _size_bytes(database: Path) -> int:
-    with sqlite3.connect(database) as connection:
-        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
-    connection.close()
-    return database.stat().st_size
+def mlflow_metrics_a_second(command: str, folder: Path, clients: int, requests: int) -> float:
+    """Metrics a second that MLflow's own server takes from as many clients."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with (folder / "mlflow.log").open("wb") as log:
+        where = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--default-artifact-root", str(folder)]
+        server = subprocess.Popen(
+            [command, "server", "--port", str(port), "--workers", "1", *where], stdout=log, stderr=log
+        )
+    try:
+        run = _mlflow_run(port, time.monotonic() + 120)
+        context = multiprocessing.get_context("fork")
+        senders = [context.Process(target=_log_batches, args=(port, run, n, requests)) for n in range(clients)]
+        began = time.perf_counter()
+        for sender in senders:
+            sender.start()
+        for sender in senders:
+            sender.join()
+        took = time.perf_counter() - began
+        if any(sender.exitcode for sender in senders):
+            raise RuntimeError((folder / "mlflow.log").read_text()[-2000:])
+        return clients * requests * _METRICS / took
+    finally:
+        server.terminate()
+        server.wait(30)
 
 
-def measure(rounds: int, count: int, clients: int) -> dict[str, float]:
+def _mlflow_run(port: int, deadline: float) -> str:
+    while True:
+        try:
+            answer = _post(http.client.HTTPConnection("127.0.0.1", port), "runs/create", {"experiment_id": "0"})
+            return str(answer["run"]["info"]["run_id"])
+        except (OSError, http.client.HTTPException):
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
+
+
+def _log_batches(port: int, run: str, client: int, requests: int) -> None:
+    connection = http.client.HTTPConnection("127.0.0.1", port)
+    for number in range(requests):
+        metrics = [
+            {"key": f"{client}.{i % 20}", "value": i * 0.5, "timestamp": number, "step": number * 50 + i // 20}
+            for i in range(_METRICS)
+        ]
+        _post(connection, "runs/log-batch", {"run_id": run, "metrics": metrics})
+
+
+def _post(
+    connection: http.client.HTTPConnection, what: str, body: dict[str, object]
+) -> dict[str, dict[str, dict[str, str]]]:
+    headers = {"Content-Type": "application/json"}
+    connection.request("POST", f"/api/2.0/mlflow/{what}", json.dumps(body), headers)
+    answer = connection.getresponse()
+    text = answer.read()
+    if answer.status != 200:
+        raise RuntimeError(f"MLflow answered {answer.status}: {text[:300]!r}")
+    return json.loads(text)  # type: ignore[no-any-return]
+
+
+def measure(rounds: int, count: int, clients: int, mlflow: str | None) -> dict[str, float]:
     """Medians over interleaved rounds."""
     load = bench.flood(clients, max(1, count // clients))
-    batches = [bench.batch(load, rank, seq) for seq in range(load.batches) for rank in range(load.ranks)]
+    few = [bench.batch(load, 0, seq) for seq in range(min(load.batches, 40))]
     seen: dict[str, list[float]] = {}
     for number in range(rounds):
         found = bench.measure(load)
         with tempfile.TemporaryDirectory() as name:
-            row_rate, row_size = as_rows(Path(name), batches)
-            syncs = bench.fsyncs_a_second(Path(name), int(found["bytes_per_span"] * SPANS), len(batches))
-        found |= {
-            "row_spans_per_s": row_rate,
-            "row_bytes_per_span": row_size / load.spans,
-            "fsyncs_per_s": syncs,
-            "rate_ratio_to_rows": found["spans_per_s"] / row_rate,
-            "size_ratio_to_rows": found["bytes_per_span"] / (row_size / load.spans),
-            "batches_per_fsync": found["spans_per_s"] / SPANS / syncs,
-        }
-        rate, ratio = found["spans_per_s"], found["rate_ratio_to_rows"]
-        print(f"round {number + 1}: {rate / 1e6:.2f} M spans/s, {ratio:.2f} x rows", flush=True)
+            size = int(found["bytes_per_span"] * SPANS)
+            found["row_spans_per_s"] = as_rows(Path(name), few)
+            found["disk_mb_per_s"] = bench.fsyncs_a_second(Path(name), size, 200) * size / 1e6
+            if mlflow:
+                found["mlflow_metrics_per_s"] = mlflow_metrics_a_second(mlflow, Path(name), clients, 8)
+        found["stored_mb_per_s"] = found["spans_per_s"] * found["bytes_per_span"] / 1e6
+        print(f"round {number + 1}: {found['spans_per_s'] / 1e6:.2f} M spans/s", flush=True)
         for key, value in found.items():
             seen.setdefault(key, []).append(value)
     return {key: statistics.median(values) for key, values in seen.items()}
@@ -85,23 +141,32 @@ def main() -> None:
     """Print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=120)
+    parser.add_argument("--batches", type=int, default=800)
     parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument(
+        "--mlflow", default=shutil.which("mlflow"), help="its command; not compared where there is none"
+    )
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="one short round, to see that it runs")
     options = parser.parse_args()
-    m = measure(options.rounds, options.batches, options.clients)
-    print(
-        f"\n{options.batches} batches of {SPANS} spans, {options.clients} clients, medians of {options.rounds} rounds"
+    if options.smoke:
+        options.rounds, options.batches, options.clients = 1, 8, 2
+    m = measure(options.rounds, options.batches, options.clients, options.mlflow)
+    spans, rows, disk, stored = (
+        m[name] for name in ("spans_per_s", "row_spans_per_s", "disk_mb_per_s", "stored_mb_per_s")
     )
     print(
-        f"  over HTTP, acknowledged after commit  {m['spans_per_s']:12,.0f} spans/s  {m['bytes_per_span']:6.1f} B/span"
+        f"\n{options.batches} batches of {SPANS} spans, {options.clients} clients, medians of {options.rounds} rounds\n"
+        f"over HTTP, acknowledged after commit  {spans:12,.0f} spans/s   {m['bytes_per_span']:.2f} B/span   "
+        f"{m['cpu_ns_per_span']:.0f} ns/span of the collector's processor   p99 {m['ack_p99_ms']:.0f} ms\n"
+        f"a row a span, SQLite alone            {rows:12,.0f} spans/s   {spans / rows:.1f} times fewer\n"
+        f"blocks of a batch with an fsync each  {disk:12,.0f} MB/s      of which {stored / disk:.2f} is stored"
     )
-    print(f"  a row a span, SQLite alone            {m['row_spans_per_s']:12,.0f} spans/s  "
-          f"{m['row_bytes_per_span']:6.1f} B/span")  # fmt: skip
-    print(f"  ratio                                 {m['rate_ratio_to_rows']:12.2f} x        "
-          f"{m['size_ratio_to_rows']:6.3f} x")  # fmt: skip
-    print(f"  bare fsyncs of a batch's size         {m['fsyncs_per_s']:12,.0f} /s       "
-          f"{m['batches_per_fsync']:6.2f} batches stored in the time of one")  # fmt: skip
+    if "mlflow_metrics_per_s" in m:
+        theirs = m["mlflow_metrics_per_s"]
+        print(f"MLflow's log-batch                    {theirs:12,.0f} metrics/s {spans / theirs:.0f} times fewer")
+    else:
+        print("MLflow's log-batch was not compared: there is no `mlflow` command (pip install mlflow)")
     if options.json:
         options.json.write_text(json.dumps(m, indent=2) + "\n")
 

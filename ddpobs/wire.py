@@ -8,6 +8,7 @@ sending process's monotonic clock; `Anchor` ties that clock to the wall.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -29,6 +30,9 @@ COMM_KINDS = ("buffers", "unused_map", "user")
 SYNCHRONISED, NO_ORIGIN, FOREIGN_COLLECTIVE, RESTING = 1, 2, 4, 8
 """Bits of `Steps.flags`: gradients were reduced; no clean start to measure own time from; something else
 synchronised in mid-step; telemetry was off on purpose, to measure its own cost."""
+
+_FORETOLD = (*(f"own_{phase}_ns" for phase in OWN_PHASES), "own_ns", "end_ns")
+"""Columns of steps that others foretell, each from those before it."""
 
 UNKNOWN = -1
 _NEVER = -(2**62)
@@ -289,10 +293,37 @@ def unpack_spans(packed: bytes, limit_bytes: int = columns.UNPACKED_BYTES) -> Sp
     missing = set(Spans.__struct_fields__) - set(found)
     if missing:
         raise WireError("packed_spans", "every column of spans", f"none of {', '.join(sorted(missing))}")
-    launched = found["ready_ns"] + found["launched_ns"]
-    started = np.where(found["started_ns"] == _NEVER, UNKNOWN, launched + found["started_ns"])
-    known = {name: found[name] for name in ("step", "module", "revision", "bucket", "ready_ns")}
-    return Spans(**known, launched_ns=launched, started_ns=started, done_ns=launched + found["done_ns"])
+    never = found["started_ns"] == _NEVER
+    found["launched_ns"] += found["ready_ns"]
+    for name in ("started_ns", "done_ns"):
+        found[name] += found["launched_ns"]
+    found["started_ns"][never] = UNKNOWN
+    return Spans(**{name: found[name] for name in Spans.__struct_fields__})
+
+
+def pack_steps(rank: Ints, steps: Steps) -> bytes:
+    """Steps of several ranks as they are kept: packed columns, without what others foretell."""
+    known = {name: getattr(steps, name) for name in Steps.__struct_fields__}
+    rests = {f"{name}_rest": known.pop(name) - _foretold(name, known) for name in reversed(_FORETOLD)}
+    return columns.pack({"rank": rank, **known, **rests})
+
+
+def unpack_steps(packed: bytes) -> dict[str, Ints]:
+    """The columns that `pack_steps` packed, `rank` among them."""
+    found = columns.unpack(packed)
+    for name in _FORETOLD:
+        if name not in found:  # The first chunks of this kind had every column.
+            found[name] = found.pop(f"{name}_rest") + _foretold(name, found)
+    return found
+
+
+def _foretold(name: str, known: Mapping[str, Ints]) -> Ints:
+    """What a column is likely to be: always for sums, mostly for a phase's own part."""
+    if name == "end_ns":
+        return known["start_ns"] + sum(known[f"{phase}_ns"] for phase in PHASES)
+    if name == "own_ns":
+        return sum((known[f"own_{phase}_ns"] for phase in OWN_PHASES), np.zeros_like(known["step"]))
+    return known[name.removeprefix("own_")]
 
 
 def pack(record: msgspec.Struct) -> bytes:

@@ -58,6 +58,12 @@ def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path
     assert launch["exit_s"]["silent"] > launch["exit_s"]["collector"]
 
 
+def test_ingest_loses_nothing_and_is_set_beside_rows(tmp_path: Path) -> None:
+    told = run("ingest", "--json", str(tmp_path / "found.json"))
+    assert json.loads((tmp_path / "found.json").read_text())["lost"] == 0
+    assert "a row a span, SQLite alone" in told
+
+
 def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:
     tc = shutil.which("tc")
     if tc is None and os.environ.get("CI") == "true":

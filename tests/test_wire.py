@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpobs import wire
+from ddpobs import columns, wire
 from ddpobs.errors import WireError
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -22,7 +22,7 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 
 def spans(rows: int = 3, **changed: Any) -> wire.Spans:
     step = np.arange(rows)
-    columns = {
+    plain = {
         "step": step,
         "module": step * 0,
         "revision": step * 0,
@@ -32,7 +32,7 @@ def spans(rows: int = 3, **changed: Any) -> wire.Spans:
         "started_ns": step * 0 + wire.UNKNOWN,
         "done_ns": 10**15 + step * 1000 + 500,
     }
-    return wire.Spans(**(columns | changed))
+    return wire.Spans(**(plain | changed))
 
 
 def batch(**changed: Any) -> wire.Batch:
@@ -91,6 +91,18 @@ def test_packed_spans_are_the_spans(rows: list[tuple[int, int, int, int]], times
     back = wire.unpack_spans(wire.pack_spans(sent))
     for name in wire.Spans.__struct_fields__:
         assert getattr(back, name).tolist() == getattr(sent, name).tolist()
+
+
+@given(st.lists(st.lists(INT64, min_size=20, max_size=20), max_size=20))
+def test_packed_steps_are_the_steps_whatever_others_foretell(rows: list[list[int]]) -> None:
+    values = np.array(rows, np.int64).reshape(-1, 20).T
+    ranks, sent = values[0], dict(zip(wire.Steps.__struct_fields__, values, strict=True))
+    kept_before = columns.pack({"rank": ranks, **sent})
+    for packed in (wire.pack_steps(ranks, wire.Steps(**sent)), kept_before):
+        back = wire.unpack_steps(packed)
+        assert {name: column.tolist() for name, column in back.items()} == {
+            name: column.tolist() for name, column in {"rank": ranks, **sent}.items()
+        }
 
 
 @pytest.mark.parametrize(

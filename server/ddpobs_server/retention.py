@@ -32,6 +32,7 @@ class Keeper:
         self._thread = threading.Thread(target=self._run, name="ddpobs-keeper", daemon=True)
         self.removed = Counter("ddpobs_server_removed", "What retention removed.", ["what"], registry=registry)
         self.failures = Counter("ddpobs_server_retention_failures", "Rounds that failed.", registry=registry)
+        self.joined = Counter("ddpobs_server_joined_chunks", "Chunks that went into larger ones.", registry=registry)
         for what in ("chunks", "runs"):
             self.removed.labels(what)
 
@@ -45,7 +46,7 @@ class Keeper:
         self._thread.join(_CLOSE_S)
 
     def tidy(self, now_ns: int) -> None:
-        """One round: what is too old, then what is too much."""
+        """One round: what is too old, then what is too much, then what came in small pieces."""
         settings, store = self._settings, self._store
         if settings.keep_spans_days is not None:
             self.removed.labels("chunks").inc(store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
@@ -55,6 +56,7 @@ class Keeper:
             chunks, runs = store.shrink(int(settings.keep_gb * 1e9))
             self.removed.labels("chunks").inc(chunks)
             self.removed.labels("runs").inc(runs)
+        self.joined.inc(store.compact(now_ns - int(10 * _EVERY_S * 1e9)))
 
     def _run(self) -> None:
         while not self._ended.wait(_EVERY_S):

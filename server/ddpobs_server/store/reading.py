@@ -63,7 +63,7 @@ def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> t
     elif kind == "spans":
         found = wire.unpack_spans(payload)
     else:
-        unpacked = packing.unpack(payload)
+        unpacked = wire.unpack_steps(payload) if struct is wire.Steps else packing.unpack(payload)
         return unpacked.pop("rank"), unpacked
     return np.full(len(found.step), rank, np.int64), {name: getattr(found, name) for name in struct.__struct_fields__}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -48,22 +49,53 @@ def bucket_sums(spans: wire.Spans) -> list[Row]:
     Exposed is what lies after the step's last readiness. A batch holds whole steps, and a module's spans of one
     together, so one batch suffices.
     """
-    first = _changes(spans.step) | _changes(spans.module) | _changes(spans.revision)
-    group = np.cumsum(first) - 1
-    order = np.lexsort((spans.ready_ns, group))
-    ready = spans.ready_ns[order]
-    compute = np.empty_like(ready)
-    compute[order] = np.where(first, 0, np.diff(ready, prepend=ready[:1]))
-    last_ready = np.maximum.reduceat(ready, np.flatnonzero(first))[group]
-    exposed = np.maximum(0, spans.done_ns - np.maximum(spans.launched_ns, last_ready))
-    keys, place = _numbered(spans.module, spans.revision, spans.bucket)
-    values = (np.ones_like(ready), compute, spans.done_ns - spans.launched_ns, exposed)
-    sums = [_sum_by(place, column, len(keys)) for column in values]
+    sums: dict[tuple[int, int, int], list[int]] = {}
+    for rows, width in _alike(spans):
+        ready, launched, done, *keys = (
+            getattr(spans, name)[rows].reshape(-1, width)
+            for name in ("ready_ns", "launched_ns", "done_ns", "module", "revision", "bucket")
+        )
+        pattern = np.stack([key[0] for key in keys])
+        begins = np.flatnonzero(_changes(pattern[0]) | _changes(pattern[1])).tolist()
+        for begin, end in zip(begins, [*begins[1:], width], strict=True):
+            found = _grid_sums(ready[:, begin:end], launched[:, begin:end], done[:, begin:end])
+            for key, row in zip(map(tuple, pattern[:, begin:end].T.tolist()), found.T.tolist(), strict=True):
+                sums[key] = [*map(sum, zip(sums[key], row, strict=True))] if key in sums else row
     names = ("steps", "compute_ns", "comm_ns", "exposed_ns")
     return [
         {"module": module, "revision": revision, "bucket": bucket, **dict(zip(names, row, strict=True))}
-        for (module, revision, bucket), row in zip(keys, np.stack(sums, axis=1).tolist(), strict=True)
+        for (module, revision, bucket), row in sums.items()
     ]
+
+
+def _grid_sums(ready: wire.Ints, launched: wire.Ints, done: wire.Ints) -> wire.Ints:
+    """Steps, compute, communication and what is exposed of it, summed over the first axis, the steps."""
+    compute = np.zeros_like(ready)
+    np.subtract(ready[:, 1:], ready[:, :-1], out=compute[:, 1:])
+    if compute.min() < 0:
+        order = np.argsort(ready, axis=1, kind="stable")
+        in_order = np.take_along_axis(ready, order, axis=1)
+        np.put_along_axis(compute, order, np.diff(in_order, axis=1, prepend=in_order[:, :1]), axis=1)
+    last_ready = ready.max(axis=1, keepdims=True)
+    exposed = np.maximum(0, done - np.maximum(launched, last_ready))
+    steps = np.full(ready.shape[1], len(ready))
+    return np.stack([steps, compute.sum(axis=0), done.sum(axis=0) - launched.sum(axis=0), exposed.sum(axis=0)])
+
+
+def _alike(spans: wire.Spans) -> Iterator[tuple[Any, int]]:
+    """Rows of all steps that have the same buckets in the same order, and how many of them are a step's."""
+    starts = np.flatnonzero(_changes(spans.step))
+    widths = np.diff(starts, append=len(spans.step))
+    for width in sorted(set(widths.tolist())):
+        chosen, place = starts[widths == width], np.arange(width)
+        rows: Any = slice(None) if len(chosen) == len(starts) else (chosen[:, None] + place).ravel()
+        keys = [getattr(spans, name)[rows].reshape(-1, width) for name in ("module", "revision", "bucket")]
+        if all((key == key[0]).all() for key in keys):
+            yield rows, width
+            continue
+        patterns = np.unique(np.concatenate(keys, axis=1), axis=0, return_inverse=True)[1].ravel()
+        for pattern in range(patterns.max() + 1):
+            yield (chosen[patterns == pattern][:, None] + place).ravel(), width
 
 
 def _changes(column: wire.Ints) -> Any:
@@ -71,28 +103,6 @@ def _changes(column: wire.Ints) -> Any:
     changes = np.ones(len(column), bool)
     np.not_equal(column[1:], column[:-1], out=changes[1:])
     return changes
-
-
-def _numbered(*columns: wire.Ints) -> tuple[list[tuple[int, ...]], wire.Ints]:
-    """The different rows, and each row's place among them."""
-    code = np.zeros(len(columns[0]), np.int64)
-    values = []
-    for column in columns:
-        known: Any = column[:1]
-        place: Any = 0
-        if column.min() != column.max():
-            known, place = np.unique(column, return_inverse=True)
-        code = code * len(known) + place
-        values.append(known)
-    codes, place = np.unique(code, return_inverse=True)
-    rows = []
-    for one in codes.tolist():
-        row, rest = [], one
-        for known in reversed(values):
-            rest, which = divmod(rest, len(known))
-            row.append(int(known[which]))
-        rows.append(tuple(reversed(row)))
-    return rows, place
 
 
 def peer_sums(peers: list[wire.Peers]) -> list[Row]:
@@ -106,9 +116,3 @@ def peer_sums(peers: list[wire.Peers]) -> list[Row]:
             for name in names:
                 row[name] += int(getattr(record, name)[index])
     return list(rows.values())
-
-
-def _sum_by(place: wire.Ints, values: wire.Ints, size: int) -> wire.Ints:
-    sums = np.zeros(size, np.int64)
-    np.add.at(sums, place, values)
-    return sums

@@ -13,7 +13,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import create_engine, event, func, select
 
 from ddpobs import wire
-from ddpobs_server.store import faults, reading, removing, schema, writing
+from ddpobs_server.store import compacting, faults, reading, removing, schema, writing
 from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.writing import Arrival, Outcome
 
@@ -77,6 +77,13 @@ class Store:
             found = removing.delete_run(connection, run)
         removing.give_back(self._engine)
         return found
+
+    def compact(self, since_ns: int) -> int:
+        """Join the small chunks of runs that were heard of since then; how many fewer there are."""
+        c = schema.runs.c
+        with self._engine.connect() as connection:
+            active = connection.execute(select(c.run_id).where(c.last_seen_ns >= since_ns)).scalars().all()
+        return sum(compacting.compact(self._engine, run) for run in active)
 
     def expire_chunks(self, before_ns: int) -> int:
         """Remove the columns of batches that came before then, and return their space; how many chunks."""

@@ -6,12 +6,13 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Table, func, or_, select
+from sqlalchemy import Connection, Dialect, Insert, Table, func, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ddpobs import columns, wire
@@ -112,7 +113,7 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
             attempt = arrival.batch.attempt
             if attempt not in seen:
                 row = {"run_id": run, "attempt": attempt, "ordinal": len(seen), "first_seen_ns": arrival.received_ns}
-                connection.execute(_unless_there(dialect, schema.attempts), row)
+                _execute(connection, _unless_there(dialect, schema.attempts), [row])
                 seen[attempt] = None
         now = max(arrival.received_ns for arrival in batches)
         latest = next(reversed(seen))
@@ -125,12 +126,12 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
             "workspace": run.rpartition("/")[0] or "default",
             "chunk_bytes": size_bytes[run],
         }
-        connection.execute(_touching_run(dialect, latest not in known), row)
+        _execute(connection, _touching_run(dialect, latest not in known), [row])
 
 
 def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
     rows = sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"]))
-    connection.execute(_touching_source(connection.dialect.name), rows)
+    _execute(connection, _touching_source(connection.dialect.name), rows)
 
 
 def _source_row(arrival: Arrival) -> dict[str, Any]:
@@ -180,7 +181,10 @@ def _merged(kind: str, batches: Sequence[wire.Batch]) -> dict[str, Any]:
     parts = [getattr(batch, kind) for batch in batches]
     merged = {name: np.concatenate([getattr(part, name) for part in parts]) for name in parts[0].__struct_fields__}
     ranks = np.repeat([batch.rank for batch in batches], [len(part.step) for part in parts])
-    return _chunk(batches[0], kind, merged["step"], columns.pack({"rank": ranks, **merged}), wire.UNKNOWN)
+    packed = (
+        wire.pack_steps(ranks, wire.Steps(**merged)) if kind == "steps" else columns.pack({"rank": ranks, **merged})
+    )
+    return _chunk(batches[0], kind, merged["step"], packed, wire.UNKNOWN)
 
 
 def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: int) -> dict[str, Any]:
@@ -222,7 +226,7 @@ def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
             }
             events.append({**key, **told})
     if layouts:
-        connection.execute(_unless_there(connection.dialect.name, schema.layouts), layouts)
+        _execute(connection, _unless_there(connection.dialect.name, schema.layouts), layouts)
     _insert(connection, schema.unused, unused)
     _insert(connection, schema.events, events)
 
@@ -250,17 +254,35 @@ def _add(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> No
     if not rows:
         return
     keys = [column.name for column in table.primary_key.columns]
-    connection.execute(
-        _adding(connection.dialect.name, table), sorted(rows, key=lambda row: [row[key] for key in keys])
-    )
+    rows.sort(key=itemgetter(*keys))
+    _execute(connection, _adding(connection.dialect.name, table), rows)
 
 
 def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
     if rows:
-        connection.execute(table.insert(), rows)
+        _execute(connection, _inserting(table), rows)
 
 
-# The statements are made once: to make one takes longer than to run it.
+def _execute(connection: Connection, statement: Insert, rows: list[dict[str, Any]]) -> None:
+    """Run an insert for each of some rows with the same columns."""
+    sql, names = _compiled(statement, connection.dialect, tuple(rows[0]))
+    values = itemgetter(*names) if names else dict
+    connection.exec_driver_sql(sql, list(map(values, rows)))
+
+
+# The statements are made, and turned into SQL, once: to make one takes longer than to run it.
+
+
+@cache
+def _compiled(statement: Insert, dialect: Dialect, columns: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """SQL for the driver, and the order of its values where the driver knows them by place and not by name."""
+    compiled = statement.compile(dialect=dialect, column_keys=list(columns))
+    return str(compiled), tuple(compiled.positiontup or ())
+
+
+@cache
+def _inserting(table: Table) -> Insert:
+    return table.insert()
 
 
 @cache

@@ -1,0 +1,93 @@
+"""Small chunks joined to large ones: a flush every two seconds is few rows, which pack badly and are slow to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
+from typing import Any
+
+import numpy as np
+from sqlalchemy import Engine, Row, select, tuple_
+
+from ddpobs import columns, wire
+from ddpobs_server.store import schema
+
+_KINDS = ("spans", "steps", "comms")
+_ROWS, _CHUNKS = 4096, 256
+"""Chunks of fewer rows are small, and are joined until they have as many, or until so many of them are."""
+
+
+def compact(engine: Engine, run: str) -> int:
+    """Join a run's small chunks, each row once; those that do not yet make a large one wait. Returns how many went."""
+    c = schema.chunks.c
+    small = (
+        select(c.attempt, c.kind, c.rank, c.source, c.seq, c.rows)
+        .where(c.run_id == run, c.kind.in_(_KINDS), c.rows < _ROWS)
+        .order_by(c.attempt, c.kind, c.rank, c.first_step, c.source, c.seq)
+    )
+    with engine.connect() as connection:
+        found = connection.execute(small).all()
+    return sum(_join(engine, run, part) for part in _parts(found))
+
+
+def _parts(small: Iterable[Row[*tuple[Any, ...]]]) -> Iterator[Sequence[Row[*tuple[Any, ...]]]]:
+    """Chunks that make a large one together."""
+    for _, same in groupby(small, key=attrgetter("attempt", "kind", "rank")):
+        part: list[Row[*tuple[Any, ...]]] = []
+        for chunk in same:
+            part.append(chunk)
+            if sum(one.rows for one in part) >= _ROWS or len(part) == _CHUNKS:
+                yield part
+                part = []
+
+
+def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> int:
+    """Put one chunk into the place of several, under the last one's key; 0 where they are no longer all there."""
+    c, runs = schema.chunks.c, schema.runs.c
+    kind, rank = part[0].kind, part[0].rank
+    these = (c.run_id == run) & (c.kind == kind) & tuple_(c.source, c.seq).in_([(one.source, one.seq) for one in part])
+    with engine.connect() as connection:
+        payloads = (
+            connection.execute(select(c.payload).where(these).order_by(c.first_step, c.source, c.seq)).scalars().all()
+        )
+    if len(payloads) != len(part):
+        return 0
+    packed, step = _joined(kind, payloads)
+    row = {
+        "run_id": run,
+        "source": part[-1].source,
+        "kind": kind,
+        "seq": part[-1].seq,
+        "first_step": int(step.min()),
+        "last_step": int(step.max()),
+        "rows": len(step),
+        "payload": packed,
+        "attempt": part[0].attempt,
+        "rank": rank,
+    }
+    with engine.connect() as connection:
+        if connection.execute(schema.chunks.delete().where(these)).rowcount != len(part):
+            connection.rollback()  # Another collector was faster, or the run was deleted.
+            return 0
+        connection.execute(schema.chunks.insert(), row)
+        saved = sum(map(len, payloads)) - len(packed)
+        less = schema.runs.update().where(runs.run_id == run).values(chunk_bytes=runs.chunk_bytes - saved)
+        connection.execute(less)
+        connection.commit()
+    return len(part) - 1
+
+
+def _joined(kind: str, payloads: Sequence[bytes]) -> tuple[bytes, wire.Ints]:
+    """The payload of all rows, and their steps."""
+    if kind == "spans":
+        spans = [wire.unpack_spans(payload) for payload in payloads]
+        names = wire.Spans.__struct_fields__
+        whole = wire.Spans(**{name: np.concatenate([getattr(part, name) for part in spans]) for name in names})
+        return wire.pack_spans(whole), whole.step
+    parts = [(wire.unpack_steps if kind == "steps" else columns.unpack)(payload) for payload in payloads]
+    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+    if kind == "steps":
+        rank = joined.pop("rank")
+        return wire.pack_steps(rank, wire.Steps(**joined)), joined["step"]
+    return columns.pack(joined), joined["step"]
