@@ -200,7 +200,8 @@ class Exporter:
         now = time.monotonic()
         dues = [now + self._config.flush_s, *(periodic.due for periodic in self._periodic)]
         if self._queue and self._identity is not None:
-            dues.append(self._oldest + self._config.flush_s)
+            # Not at once: what is due may have to wait until it is ready.
+            dues.append(max(self._oldest + self._config.flush_s, now + _SLACK_S))
         return max(0.0, min(dues) - now)
 
     def _tick(self) -> None:

@@ -40,7 +40,7 @@ def test_a_script_that_starts_its_own_ranks_is_seen_and_says_goodbye(url: str, s
     run = f"started-by-{start}"
     done = ended(command(SPAWNING, start, tmp_path / "store", url=url, run=run))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: 1 threads, 0 in workers" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: 2 threads, 0 in workers" for rank in range(2)]
     found = get(url, run)
     assert (found["state"], found["ranks"], found["steps"], found["dropped"]) == ("finished", 2, 4, 0)
 
