@@ -136,7 +136,7 @@ def unpack_column(packed: Any) -> Ints:
             if len(data) % _WIDTHS[width].itemsize:
                 raise ValueError(f"Expected whole {width} values, got {len(data)} bytes")
             return _widened(np.frombuffer(data, _WIDTHS[width]), order, base, units[0] if units else 1)
-        case list() if all(type(value) is int for value in packed):
+        case list() if set(map(type, packed)) <= {int}:
             try:
                 return np.array(packed, np.int64)
             except OverflowError:

@@ -147,7 +147,7 @@ def _meaning(status: int, headers: Mapping[bytes, str], text: bytes, source: str
         if (echo.source, echo.seq) != (source, seq):
             return Answer(Outcome.RETRY, f"the answer to another batch: {detail}")
         return Answer(Outcome.REPEATED if echo.repeated else Outcome.STORED)
-    if status in (401, 403):
+    if status in (401, 403, 421):
         return Answer(Outcome.FORBIDDEN, detail)
     if 300 <= status < 400:
         detail = f"HTTP {status}: redirected to {headers.get(b'location')}; give the collector's own address"

@@ -8,7 +8,7 @@ sending process's monotonic clock; `Anchor` ties that clock to the wall.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -35,18 +35,26 @@ _FORETOLD = (*(f"own_{phase}_ns" for phase in OWN_PHASES), "own_ns", "end_ns")
 """Columns of steps that others foretell, each from those before it."""
 
 UNKNOWN = -1
+LONGEST_NS = 30 * 86_400 * 10**9
+"""Nothing lasts longer, and a batch tells of no time further from its anchor than this."""
 _NEVER = -(2**62)
 """What stands for `UNKNOWN` in a column of differences."""
-
+_PHASES_NS = tuple(f"{phase}_ns" for phase in PHASES)
+_OWN_NS = tuple(f"own_{phase}_ns" for phase in OWN_PHASES)
+_STRAGGLER = tuple(f"straggler_{phase}" for phase in OWN_PHASES)
+_MOST = 2**48
+_MOST_INDEX = 2**20 - 1
 
 Ints = columns.Ints
-RunId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
-Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}$")]
+# Python's $ lets a line's end through.
+RunId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
+Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+Index = Annotated[int, msgspec.Meta(ge=UNKNOWN, lt=2**20)]
 _R = TypeVar("_R", bound=msgspec.Struct)
 Scalar = str | int | float | bool | None
 
@@ -58,7 +66,7 @@ class _Record(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 class Anchor(_Record, frozen=True, kw_only=True):
     """The two clocks of a process, read together."""
 
-    wall_ns: Nanoseconds
+    wall_ns: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
     monotonic_ns: Nanoseconds
 
 
@@ -203,8 +211,8 @@ class Pulse(_Record, frozen=True, kw_only=True):
     at_ns: Nanoseconds
     phase: Literal["data", "forward", "backward", "exposed_comm", "optimizer", "other"]
     step: Count
-    module: int = UNKNOWN
-    bucket: int = UNKNOWN
+    module: Index = UNKNOWN
+    bucket: Index = UNKNOWN
 
 
 class Event(_Record, frozen=True, kw_only=True):
@@ -378,17 +386,13 @@ def check(batch: Batch) -> None:
     if batch.rank >= batch.world_size:
         raise WireError("rank", f"below world_size {batch.world_size}", batch.rank)
     if batch.steps is not None:
-        _check_steps(batch.steps)
+        _check_steps(batch.steps, batch.anchor)
     if batch.spans is not None:
-        _check_spans(batch.spans)
+        _check_spans(batch.spans, batch.anchor)
     if batch.comms is not None:
-        lengths("comms", batch.comms)
-        _require("comms.kind", batch.comms.kind < len(COMM_KINDS), f"below {len(COMM_KINDS)}")
-        _check_counts("comms", batch.comms, ("step", "module", "kind"))
-        _require("comms.done_ns", batch.comms.done_ns >= batch.comms.launched_ns, "not before launched_ns")
+        _check_comms(batch.comms, batch.anchor)
     for index, peers in enumerate(batch.peers):
-        lengths(f"peers[{index}]", peers)
-        _require(f"peers[{index}].rank", (peers.rank >= 0) & (peers.rank < batch.world_size), "a rank of this world")
+        _check_peers(f"peers[{index}]", peers, batch.world_size)
 
 
 def lengths(field: str, columns: msgspec.Struct) -> int:
@@ -415,27 +419,65 @@ def records(batch: Batch) -> int:
     return rows + sum(len(records) for records in lists)
 
 
-def _check_steps(steps: Steps) -> None:
+def _check_steps(steps: Steps, anchor: Anchor) -> None:
     lengths("steps", steps)
-    _check_counts("steps", steps, ("step", "micro_steps", "samples", "flags", *(f"{p}_ns" for p in PHASES)))
+    _check_range("steps", steps, ("step", "micro_steps", "samples", "flags"), 0, _MOST)
+    _check_range("steps", steps, ("collective",), UNKNOWN, _MOST)
+    _check_range("steps", steps, _PHASES_NS, 0, LONGEST_NS)
+    _check_range("steps", steps, ("own_ns", "comm_ns"), UNKNOWN, LONGEST_NS)
+    _check_range("steps", steps, _OWN_NS, -LONGEST_NS, LONGEST_NS)
+    _check_times("steps", steps, ("start_ns", "end_ns"), anchor)
     _require("steps.end_ns", steps.end_ns >= steps.start_ns, "not before start_ns")
-    total = sum((getattr(steps, f"{phase}_ns") for phase in PHASES), np.zeros(len(steps.step), np.int64))
+    total = sum((getattr(steps, name) for name in _PHASES_NS), np.zeros(len(steps.step), np.int64))
     _require("steps.other_ns", total == steps.end_ns - steps.start_ns, "phases that add up to end_ns - start_ns")
-    _require("steps.own_ns", steps.own_ns >= UNKNOWN, f"a duration, or {UNKNOWN} for unknown")
 
 
-def _check_spans(spans: Spans) -> None:
+def _check_spans(spans: Spans, anchor: Anchor) -> None:
     lengths("spans", spans)
-    _check_counts("spans", spans, ("step", "module", "revision", "bucket"))
+    _check_range("spans", spans, ("step", "revision"), 0, _MOST)
+    _check_range("spans", spans, ("module", "bucket"), 0, _MOST_INDEX)
     _require("spans.launched_ns", spans.launched_ns >= spans.ready_ns, "not before ready_ns")
     _require("spans.done_ns", spans.done_ns >= spans.launched_ns, "not before launched_ns")
     started = (spans.started_ns == UNKNOWN) | (spans.started_ns <= spans.done_ns)
     _require("spans.started_ns", started, f"not after done_ns, or {UNKNOWN} for unknown")
+    _check_times("spans", spans, ("ready_ns", "started_ns", "done_ns"), anchor)
 
 
-def _check_counts(field: str, columns: msgspec.Struct, names: tuple[str, ...]) -> None:
+def _check_comms(comms: Comms, anchor: Anchor) -> None:
+    lengths("comms", comms)
+    _check_range("comms", comms, ("step",), 0, _MOST)
+    _check_range("comms", comms, ("module",), 0, _MOST_INDEX)
+    _check_range("comms", comms, ("kind",), 0, len(COMM_KINDS) - 1)
+    _require("comms.done_ns", comms.done_ns >= comms.launched_ns, "not before launched_ns")
+    _check_times("comms", comms, ("launched_ns", "done_ns"), anchor)
+
+
+def _check_peers(field: str, peers: Peers, world_size: int) -> None:
+    lengths(field, peers)
+    _check_range(field, peers, ("rank",), 0, world_size - 1)
+    _check_range(field, peers, ("own_ns", "delay_ns", "wait_ns"), -LONGEST_NS, LONGEST_NS)
+    _check_range(field, peers, _OWN_NS, -LONGEST_NS, LONGEST_NS)
+    _check_range(field, peers, _STRAGGLER, 0, _MOST)
+
+
+def _check_range(field: str, record: msgspec.Struct, names: Sequence[str], least: int, most: int) -> None:
     for name in names:
-        _require(f"{field}.{name}", getattr(columns, name) >= 0, "not negative")
+        column: Ints = getattr(record, name)
+        # Unsigned, what is below the least is above the most: one pass instead of two.
+        above = (column - least if least else column).view(np.uint64)
+        if len(above) and above.max() > most - least:
+            row = int(above.argmax())
+            raise WireError(f"{field}.{name}", f"{least} to {most}", f"{column[row]} in row {row}")
+
+
+def _check_times(field: str, record: msgspec.Struct, names: Sequence[str], anchor: Anchor) -> None:
+    """Times are of the anchor's clock; one that is `UNKNOWN` may be further away."""
+    low, high = anchor.monotonic_ns - LONGEST_NS, anchor.monotonic_ns + LONGEST_NS
+    for name in names:
+        column: Ints = getattr(record, name)
+        if len(column) and not (low <= column.min() and column.max() <= high):
+            away = (column != UNKNOWN) & ((column < low) | (column > high))
+            _require(f"{field}.{name}", ~away, "a time within 30 days of the anchor, on the same clock")
 
 
 def _require(field: str, holds: npt.NDArray[np.bool_], expected: str) -> None:

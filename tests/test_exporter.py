@@ -61,7 +61,7 @@ def test_a_batch_reaches_the_collector_whole(tmp_path: Path) -> None:
     assert (sent.emitted, sent.dropped, list(tmp_path.iterdir())) == (1, 0, [])
 
 
-@pytest.mark.parametrize("reply", [status(500), status(429), status(408), rubbish])
+@pytest.mark.parametrize("reply", [status(500), status(503), status(429), status(408), rubbish])
 def test_a_retry_has_the_same_body(tmp_path: Path, reply: Callable[..., object]) -> None:
     with collector(reply, acknowledge) as seen:  # type: ignore[arg-type]
         sent = exporter(seen.url, tmp_path)
@@ -72,8 +72,9 @@ def test_a_retry_has_the_same_body(tmp_path: Path, reply: Callable[..., object])
     assert sent.dropped == 0
 
 
-def test_retry_after_is_honoured(tmp_path: Path) -> None:
-    with collector(status(429, Retry_After="1"), acknowledge) as seen:
+@pytest.mark.parametrize("code", [429, 503])
+def test_retry_after_is_honoured(tmp_path: Path, code: int) -> None:
+    with collector(status(code, Retry_After="1"), acknowledge) as seen:
         sent = exporter(seen.url, tmp_path)
         sent.offer(event())
         until(lambda: len(seen.puts) == 2)
@@ -90,8 +91,8 @@ def test_a_refused_batch_is_dropped_and_counted(tmp_path: Path, code: int) -> No
     assert (len(seen.puts), sent.dropped, list(tmp_path.iterdir())) == (1, 7, [])
 
 
-@pytest.mark.parametrize("code", [401, 403])
-def test_a_wrong_token_keeps_the_batch_in_the_spool(tmp_path: Path, code: int) -> None:
+@pytest.mark.parametrize("code", [401, 403, 421])
+def test_a_wrong_token_or_name_keeps_the_batch_in_the_spool(tmp_path: Path, code: int) -> None:
     with collector(status(code)) as seen:
         sent = exporter(seen.url, tmp_path)
         sent.offer(event())

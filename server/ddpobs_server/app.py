@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
+from anyio import CapacityLimiter
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
@@ -18,7 +19,9 @@ from pydantic import ValidationError
 import ddpobs
 from ddpobs_server import api, checks, ingest, metrics, page, problems, serving
 from ddpobs_server.auth import DEFAULT, SCOPES, Doorkeeper, new_token
+from ddpobs_server.heads import BoundedHead
 from ddpobs_server.ingest import Writer
+from ddpobs_server.limits import Admission, UnderWay
 from ddpobs_server.reports import Reports
 from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
@@ -40,6 +43,9 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.reports = Reports(store)
         app.state.writer = Writer(store, settings.queue_batches, app.state.registry)
         app.state.writer.start()
+        app.state.admission = Admission(settings, store)
+        app.state.large_batches = CapacityLimiter(1)
+        app.state.under_way = UnderWay(int(settings.max_under_way_mb * 1e6), app.state.registry)
         app.state.keeper = Keeper(settings, store, app.state.registry)
         app.state.keeper.start()
         yield
@@ -53,6 +59,7 @@ def create_app(settings: Settings) -> FastAPI:
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        responses=problems.RESPONSES,
         summary="Which rank is slow, why, and what each remedy would gain.",
     )
     app.openapi_version = "3.0.3"  # the newest that the Swagger UI shipped with us can draw
@@ -96,6 +103,7 @@ def serve(
         port=settings.port,
         log_level="info",
         access_log=False,
+        http=BoundedHead,
         timeout_graceful_shutdown=_DRAIN_S,
     )
 

@@ -15,6 +15,8 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from ipaddress import ip_address
+from urllib.parse import urlsplit
 
 from fastapi import Request
 from fastapi.concurrency import run_in_threadpool
@@ -176,6 +178,8 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
         doorkeeper: Doorkeeper = request.app.state.doorkeeper
         if doorkeeper.looked_long_ago:
             await run_in_threadpool(doorkeeper.look)
+        if doorkeeper.open:
+            _check_host(request.headers.get("Host", ""), request.app.state.settings.host)
         address = request.client.host if request.client else "unknown"
         caller = doorkeeper.caller(request.headers.get("Authorization", ""), address)
         if scope not in caller.scopes:
@@ -185,6 +189,22 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
         return caller
 
     return allowed
+
+
+def _check_host(host: str, own: str) -> None:
+    """Without tokens, take only names that no web site can have: by one of its own it might lead a browser here.
+
+    Raises:
+        Problem: 421, for any other name.
+    """
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+        if "." not in name or name.endswith((".localhost", ".internal")) or name == own or ip_address(name):
+            return
+    except ValueError:
+        pass
+    detail = f"this collector has no token and does not answer to {host[:100]!r}; use its address, or make a token"
+    raise Problem(421, "Another's name", detail)
 
 
 def _digest(secret: str) -> bytes:

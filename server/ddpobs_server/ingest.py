@@ -14,21 +14,26 @@ from typing import Annotated
 
 import msgspec
 import zstandard
+from anyio import to_thread
 from fastapi import APIRouter, Depends, Path, Request, Response
-from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ddpobs import wire
 from ddpobs.errors import WireError
+from ddpobs_server import limits
 from ddpobs_server.auth import Caller, needs
 from ddpobs_server.problems import Problem
-from ddpobs_server.store import Arrival, Outcome, Store, UnavailableError
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Arrival, Outcome, Store, UnavailableError, Unstorable
 
 _log = logging.getLogger(__name__)
 _GROUP = 64
 """Most batches in one transaction."""
 _CLOSE_S = 10
-_SMALL_BYTES = 64 * 1024
+_SMALL_BYTES, _LARGE_BYTES = 128_000, 1_000_000
+_WINDOW_BYTES = 2**24
+"""Most memory that zstd's own window may take."""
+_RETRIED = (408, 429, 503)
 
 router = APIRouter(prefix="/api/v1", tags=["ingest"])
 
@@ -58,7 +63,7 @@ class Writer:
         )
         depth = Gauge("ddpobs_server_queue_depth", "Batches waiting for the writer.", registry=registry)
         depth.set_function(self._waiting.qsize)
-        for outcome in ("stored", "repeated", "conflict", "refused", "failed"):
+        for outcome in ("stored", "repeated", "conflict", "refused", "busy", "failed"):
             self.batches.labels(outcome)
 
     def start(self) -> None:
@@ -151,19 +156,21 @@ async def put_batch(
     received_ns = time.time_ns()
     state = request.app.state
     try:
-        body = await _body(request, int(state.settings.max_body_mb * 1e6))
-        limit = int(state.settings.max_batch_mb * 1e6)
-        # A thread costs more than to decode what a rank sends; what is large would hold up everyone else.
-        small = len(body) <= _SMALL_BYTES
-        batch = _decode(request, body, limit) if small else await run_in_threadpool(_decode, request, body, limit)
-        _check_key(batch, {"run": run, "source": source, "seq": seq})
-    except Problem:
-        state.writer.batches.labels("refused").inc()
+        with state.under_way.hold() as held:
+            body = await limits.read_body(request, held, state.settings)
+            batch = await _batch(request, body, held)
+            _check_key(batch, {"run": run, "source": source, "seq": seq})
+            key = caller.key(run)
+            await state.admission.check(caller.workspace, key, source)
+            if key != run:
+                batch = msgspec.structs.replace(batch, run=key)
+            arrival = Arrival(batch, hashlib.sha256(body).digest(), len(body), received_ns)
+            outcome = await asyncio.wrap_future(state.writer.submit(arrival))
+    except Problem as problem:
+        state.writer.batches.labels("busy" if problem.status in _RETRIED else "refused").inc()
         raise
-    if (key := caller.key(run)) != run:
-        batch = msgspec.structs.replace(batch, run=key)
-    digest = hashlib.sha256(body).digest()
-    outcome = await asyncio.wrap_future(state.writer.submit(Arrival(batch, digest, len(body), received_ns)))
+    except Unstorable as error:
+        raise Problem(422, "Malformed batch", f"a value is beyond what the database holds: {error}") from None
     if outcome is Outcome.CONFLICT:
         raise Problem(409, "Conflict", f"another batch is stored under source {source}, seq {seq}")
     repeated = outcome is Outcome.REPEATED
@@ -179,48 +186,49 @@ def _check_key(batch: wire.Batch, path: dict[str, str | int]) -> None:
             raise Problem(422, "Key mismatch", detail, field=field, expected=str(expected), came=str(came))
 
 
-async def _body(request: Request, limit: int) -> bytes:
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > limit:
-            raise Problem(413, "Body too large", f"at most {limit} bytes are taken (DDPOBS_SERVER_MAX_BODY_MB)")
-        parts.append(part)
-    return b"".join(parts)
+async def _batch(request: Request, body: bytes, held: limits.Held) -> wire.Batch:
+    """The batch. A thread costs more than to decode what a rank sends; what is large would hold up everyone else.
 
-
-def _decode(request: Request, body: bytes, limit: int) -> wire.Batch:
+    The largest are decoded one at a time: rubbish may take much memory until it is known.
+    """
+    state = request.app.state
     content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if content_type not in (wire.MSGPACK, wire.JSON):
-        raise Problem(415, "Unknown content type", f"expected {wire.MSGPACK} or {wire.JSON}, got {content_type!r}")
-    plain = _decompress(body, request.headers.get("Content-Encoding", "identity").strip().lower(), limit)
+        detail = f"expected {wire.MSGPACK} or {wire.JSON}, got {content_type[:100]!r}"
+        raise Problem(415, "Unknown content type", detail)
+    encoding = request.headers.get("Content-Encoding", "").strip().lower()
+    plain_bytes = limits.plain_bytes(body, encoding, int(state.settings.max_batch_mb * 1e6))
+    held.add(limits.memory_bytes(plain_bytes))
+    form = (content_type, encoding == "zstd", state.settings)
+    if plain_bytes <= _SMALL_BYTES:
+        return _decode(body, *form)
+    limiter = state.large_batches if plain_bytes > _LARGE_BYTES else None
+    return await to_thread.run_sync(_decode, body, *form, limiter=limiter)
+
+
+def _decode(body: bytes, content_type: str, compressed: bool, settings: Settings) -> wire.Batch:
+    limit = int(settings.max_batch_mb * 1e6)
     try:
-        batch = wire.decode(plain, content_type, limit)
+        batch = wire.decode(_decompressed(body, limit) if compressed else body, content_type, limit)
     except WireError as error:
         raise Problem(
             422, "Malformed batch", str(error), field=error.field, expected=error.expected, came=str(error.came)
         ) from None
+    limits.check_batch(batch, settings)
     if batch.spans is not None and batch.packed_spans is None:
         batch = msgspec.structs.replace(batch, packed_spans=wire.pack_spans(batch.spans))
     return batch
 
 
-def _decompress(body: bytes, encoding: str, limit: int) -> bytes:
-    if encoding in ("", "identity"):
-        return body
-    if encoding != "zstd":
-        raise Problem(415, "Unknown content encoding", f"expected zstd or identity, got {encoding!r}")
-    decompressor = zstandard.ZstdDecompressor()
+def _decompressed(body: bytes, limit: int) -> bytes:
+    decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
     try:
-        size = zstandard.frame_content_size(body)
-        if 0 <= size <= limit:
-            plain = decompressor.decompress(body, allow_extra_data=False)
-        else:
-            with decompressor.stream_reader(body) as reader:
-                plain = reader.read(limit + 1)
+        if zstandard.frame_content_size(body) >= 0:  # It is checked to be below the limit.
+            return decompressor.decompress(body, allow_extra_data=False)
+        with decompressor.stream_reader(body) as reader:
+            plain = reader.read(limit + 1)
     except zstandard.ZstdError as error:
         raise Problem(422, "Malformed batch", f"$: expected zstd, got {error}", field="$") from None
     if len(plain) > limit:
-        raise Problem(413, "Batch too large", f"at most {limit} bytes when decompressed (DDPOBS_SERVER_MAX_BATCH_MB)")
+        raise limits.batch_too_large(limit)
     return plain

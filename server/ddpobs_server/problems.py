@@ -12,6 +12,21 @@ from starlette.exceptions import HTTPException
 from ddpobs_server.store import UnavailableError
 
 MEDIA_TYPE = "application/problem+json"
+_SCHEMA = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string"},
+    },
+}
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    status: {"description": what, "content": {MEDIA_TYPE: {"schema": _SCHEMA}}}
+    for status, what in (("4XX", "The request is at fault."), ("5XX", "Not now; try again."))
+}
+"""What every route may also answer, for the OpenAPI document."""
 
 
 class Problem(Exception):  # noqa: N818 - the RFC's word

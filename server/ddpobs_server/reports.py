@@ -33,7 +33,7 @@ class Reports:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._cache: OrderedDict[tuple[Any, ...], tuple[int, dict[str, Any]]] = OrderedDict()
+        self._cache: OrderedDict[tuple[Any, ...], tuple[tuple[int, int], dict[str, Any]]] = OrderedDict()
         self._lock = threading.Lock()
 
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:
@@ -94,6 +94,7 @@ class Reports:
             # A gap may still be under way while the source lives.
             missing_batches={s.rank: s.missing_batches if s.goodbye else 0 for s in sources},
             events=self._store.events(run, attempt),
+            ahead_ns={s.rank: s.anchor.wall_ns - s.last_seen_ns for s in sources},
         )
         hosts = {s.rank: s.hello.host for s in sources if s.hello}
         judged = [stragglers.straggler_findings(joined, hosts), *(find(evidence) for find in CATALOGUE)]

@@ -18,8 +18,8 @@ Full = Callable[[Path], AbstractContextManager[Callable[[Mortal], AbstractContex
 """Makes a folder; what it gives takes a collector that stores there, and leaves no room while its block lasts.
 The block is told the status of the answers meanwhile."""
 
-LARGE = wire.Event(kind="large", at_ns=1, detail={"text": os.urandom(100_000).hex()})
-"""An event that fits into no page that happens to be free."""
+LARGE = [wire.Event(kind="large", at_ns=1, detail={"text": os.urandom(200).hex()}) for _ in range(500)]
+"""Events that fit into no page that happens to be free."""
 
 
 @contextmanager

@@ -125,7 +125,7 @@ def test_a_full_disk_is_said_and_left_behind(tmp_path: Path, full: Full) -> None
                 collector.until_batches(20)
                 with room(collector) as status:
                     collector.until_batches(5, "failed")
-                    said = retryable(put(collector.url, batch("large", events=[LARGE])), status)
+                    said = retryable(put(collector.url, batch("large", events=LARGE)), status)
                     assert "nothing of this was stored" in said["detail"]
                     until(lambda: whole(collector.url, "full"))
             collector.until_batches(20)

@@ -81,11 +81,12 @@ def batch(run: str, rank: int, slow: bool, host: str) -> wire.Batch:
         emitted=STEPS * 3,
         dropped=0,
         anchor=wire.Anchor(wall_ns=10**18, monotonic_ns=10**12),
-        hello=wire.Hello(host=host, pid=1, device="cpu", backend="gloo", versions={"torch": "2"}),
+        hello=wire.Hello(host=host, pid=1, device=host, backend=host, versions={"torch": host}, settings={host: host}),
         layouts=[wire.Layout(module=0, name=EVIL, revision=0, comm="all_reduce", buckets=layout)],
         steps=steps,
         spans=spans,
         unused=[wire.Unused(step=3, module=0, locally=[EVIL], globally=[])] if slow else [],
+        events=[wire.Event(kind="sampler_without_set_epoch", at_ns=0, detail={"sampler": EVIL, "dataset": EVIL})],
     )
 
 
@@ -162,6 +163,8 @@ def test_a_click_on_the_heat_map_shows_that_steps_buckets(browser: Any, url: str
 def test_names_that_clients_chose_are_text_and_nothing_else(browser: Any, url: str) -> None:
     visit = Visit(browser, f"{url}/runs/picture")
     visit.page.locator("#unused li").get_by_text("<img").wait_for()
+    visit.page.get_by_role("heading", name=f"{EVIL} of {EVIL}").wait_for()
+    visit.page.locator("#ranks td").get_by_text(EVIL).first.wait_for()
     assert visit.page.locator("img").count() == 0
     assert "owned" not in visit.page.title()
 
@@ -175,6 +178,7 @@ def test_the_documentation_loads_nothing_from_elsewhere(browser: Any, url: str) 
     visit = Visit(browser, f"{url}/docs")
     visit.page.locator(".opblock").first.wait_for()
     assert all(address.startswith((url, "data:")) for address in visit.requests)
+    assert visit.complaints == []
 
 
 def test_the_page_forbids_what_it_does_not_need(url: str) -> None:

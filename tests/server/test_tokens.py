@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -11,8 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+from ddpobs_server.app import create_app
 from ddpobs_server.auth import new_token
+from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
+from starlette.routing import Mount, Route
 
 from tests import databases
 from tests.collector import collector
@@ -33,7 +37,10 @@ CALLS = {
         ),
     ],
     "admin": [("DELETE", "/api/v1/runs/a-run")],
-    "": [("GET", "/healthz"), ("GET", "/readyz"), ("GET", "/"), ("GET", "/docs"), ("GET", "/openapi.json")],
+    "": [
+        *(("GET", where) for where in ("/healthz", "/readyz", "/", "/runs/a-run", "/docs", "/openapi.json")),
+        *(("GET", where) for where in ("/static/style.css", "/swagger/swagger-ui.css")),
+    ],
 }
 """By the scope that is needed; none for what anyone may ask."""
 HOLDERS: dict[str, set[str]] = {
@@ -110,6 +117,18 @@ def test_a_call_is_answered_for_whoever_may_and_nobody_else(
         assert_problem(answer, expected)
 
 
+def test_every_route_is_in_the_table() -> None:
+    app = create_app(Settings())
+    routes = {(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item}
+    for route in app.routes:
+        if isinstance(route, Route | Mount):  # not in the document: the page and its files
+            routes.add(("GET", route.path + ("/{file}" if isinstance(route, Mount) else "")))
+    called = [f"{method} {where}" for calls in CALLS.values() for method, where in calls]
+    patterns = {f"{method} {path}": re.sub(r"\{\w+\}", "[^/]+", f"{method} {path}") for method, path in routes}
+    assert len(routes) > 20
+    assert [name for name, pattern in patterns.items() if not any(re.fullmatch(pattern, one) for one in called)] == []
+
+
 def test_workspaces_see_their_own_runs_alone(guarded: dict[str, Any]) -> None:
     url, mine, theirs = guarded["url"], guarded["admin"], guarded["other"]
     assert put(url, batch("both-have-it", steps=steps(0, 2)), **mine).status_code == 201
@@ -140,7 +159,7 @@ def test_only_a_hash_is_kept_and_the_list_shows_no_secret(guarded: dict[str, Any
     listed = command(guarded["database"], "list")
     assert "vision  admin" in listed
     assert "gone revoked" in listed
-    secret = guarded["admin"]["Authorization"].split("_")[2]
+    secret = guarded["admin"]["Authorization"].split("_", 2)[2]
     assert secret not in listed
 
 

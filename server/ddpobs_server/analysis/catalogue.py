@@ -16,6 +16,7 @@ COMM_SHARE = 0.3
 """Exposed communication above this share of the step is an alarm."""
 DATA_SHARE = 0.3
 _SHOWN = 50
+_AHEAD_NS = 60 * 10**9
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ class Evidence:
         dropped: Records dropped, by rank.
         missing_batches: Gaps in the sequence numbers, by rank.
         events: (rank, event) as told.
+        ahead_ns: How far each rank's wall clock is ahead of the collector's.
     """
 
     rank: wire.Ints
@@ -43,6 +45,7 @@ class Evidence:
     dropped: dict[int, int]
     missing_batches: dict[int, int]
     events: list[tuple[int, wire.Event]] = field(default_factory=list)
+    ahead_ns: dict[int, int] = field(default_factory=dict)
 
     @property
     def seen(self) -> tuple[int, int]:
@@ -212,6 +215,25 @@ def telemetry_loss(evidence: Evidence) -> Judgement:
     ]
 
 
+def clock_skew(evidence: Evidence) -> Judgement:
+    """A wall clock is ahead of the collector's by more than a minute; one behind cannot be told from late delivery."""
+    ahead = {rank: by for rank, by in evidence.ahead_ns.items() if by > _AHEAD_NS}
+    if not ahead:
+        return []
+    ranks = sorted(ahead)
+    return [
+        Finding(
+            code="clock-skew",
+            severity="info",
+            title=f"Wall clocks are up to {max(ahead.values()) / 1e9:.0f} s ahead of the collector's",
+            remedy="Set the clocks of these hosts, or the collector's. Step times use neither: only dates are wrong.",
+            steps=evidence.seen,
+            ranks=ranks,
+            evidence={"ahead_ns": ahead},
+        )
+    ]
+
+
 CATALOGUE: tuple[Callable[[Evidence], Judgement], ...] = (
     comm_bound,
     input_bound,
@@ -219,4 +241,5 @@ CATALOGUE: tuple[Callable[[Evidence], Judgement], ...] = (
     find_unused_needless,
     epoch_not_set,
     telemetry_loss,
+    clock_skew,
 )

@@ -52,13 +52,14 @@ class Joined:
 
 
 def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
-    """The collectives that every rank has, without steps whose own time has no clean origin.
+    """The collectives that every rank has, without steps that took no time or whose own time has no clean origin.
 
     Args:
         rank: Of each row, shape [rows].
         steps: Columns, each of shape [rows].
     """
-    usable = np.flatnonzero(((steps.flags & _LEFT_OUT) == 0) & (steps.own_ns >= 0) & (steps.collective >= 0))
+    known = (steps.own_ns >= 0) & (steps.collective >= 0) & (steps.end_ns > steps.start_ns)
+    usable = np.flatnonzero(((steps.flags & _LEFT_OUT) == 0) & known)
     ranks = np.unique(rank)
     order = usable[np.lexsort((rank[usable], steps.collective[usable]))]
     collective, counts = np.unique(steps.collective[order], return_counts=True)

@@ -55,7 +55,7 @@ def _attempt(
 
 
 AttemptDep = Annotated[str, Depends(_attempt)]
-RankQuery = Annotated[int | None, Query(ge=0, lt=2**20, description="Only this rank.")]
-FromQuery = Annotated[int | None, Query(alias="from", ge=0, lt=2**62, description="First step.")]
-ToQuery = Annotated[int | None, Query(alias="to", ge=0, lt=2**62, description="Last step.")]
-ModuleQuery = Annotated[int | None, Query(ge=0, lt=2**20, description="Only this DDP module.")]
+RankQuery = Annotated[int | None, Query(ge=0, le=2**20 - 1, description="Only this rank.")]
+FromQuery = Annotated[int | None, Query(alias="from", ge=0, le=2**62 - 1, description="First step.")]
+ToQuery = Annotated[int | None, Query(alias="to", ge=0, le=2**62 - 1, description="Last step.")]
+ModuleQuery = Annotated[int | None, Query(ge=0, le=2**20 - 1, description="Only this DDP module.")]

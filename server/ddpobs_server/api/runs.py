@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-import binascii
+import re
 import time
 from typing import Annotated, Any
 
@@ -29,6 +29,7 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.store import Rollup, Run, Source
 
 router = APIRouter(prefix="/api/v1", tags=["runs"])
+_CURSOR = re.compile(r"([1-8]?\d{1,18})/([A-Za-z0-9._/-]{1,128})", re.ASCII)
 
 
 @router.get("/runs")
@@ -40,7 +41,10 @@ def list_runs(
     cursor: Annotated[str | None, Query(max_length=512)] = None,
     state: Annotated[str | None, Query(pattern="^(running|finished|stalled|lost)$")] = None,
 ) -> dict[str, Any]:
-    """Runs, newest first. `next` is the cursor of the next page; `state` filters within a page."""
+    """Runs, those first seen last coming first, so that none moves while you turn pages.
+
+    `next` is the cursor of the next page; `state` filters within a page.
+    """
     page = store.runs(limit, _from_cursor(cursor), caller.workspace)
     shown = [run_json(run, settings) for run in page]
     return {
@@ -220,6 +224,7 @@ def _rank_json(source: Source, rollup: Rollup | None) -> dict[str, Any]:
         "steps": rollup.steps if rollup else 0,
         "last_step": source.last_step,
         "last_seen_ns": source.last_seen_ns,
+        "clock_ahead_ns": source.anchor.wall_ns - source.last_seen_ns,
         "emitted": source.emitted,
         "dropped": source.dropped,
         "phases_ns": {phase: total // rollup.steps for phase, total in rollup.phases_ns.items()} if rollup else None,
@@ -230,14 +235,16 @@ def _rank_json(source: Source, rollup: Rollup | None) -> dict[str, Any]:
 
 
 def _to_cursor(run: Run) -> str:
-    return base64.urlsafe_b64encode(f"{run.last_seen_ns}/{run.run}".encode()).decode()
+    return base64.urlsafe_b64encode(f"{run.created_ns}/{run.run}".encode()).decode()
 
 
 def _from_cursor(cursor: str | None) -> tuple[int, str] | None:
     if cursor is None:
         return None
     try:
-        at, _, run = base64.urlsafe_b64decode(cursor.encode()).decode().partition("/")
-        return int(at), run
-    except (ValueError, binascii.Error):
-        raise Problem(422, "Bad cursor", "cursor: expected what `next` gave", field="cursor") from None
+        found = _CURSOR.fullmatch(base64.urlsafe_b64decode(cursor.encode()).decode())
+    except ValueError:
+        found = None
+    if found is None:
+        raise Problem(422, "Bad cursor", "cursor: expected what `next` gave", field="cursor")
+    return int(found[1]), found[2]

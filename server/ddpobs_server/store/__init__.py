@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ddpobs_server.store.faults import UnavailableError
 from ddpobs_server.store.rows import Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
-from ddpobs_server.store.store import Store
+from ddpobs_server.store.store import Store, Unstorable
 from ddpobs_server.store.writing import Arrival, Outcome
 
 __all__ = [
@@ -22,4 +22,5 @@ __all__ = [
     "Store",
     "Token",
     "UnavailableError",
+    "Unstorable",
 ]

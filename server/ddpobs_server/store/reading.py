@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Row, Select, case, func, select
+from sqlalchemy import Connection, Double, Row, Select, case, cast, func, select
 
 from ddpobs import columns as packing
 from ddpobs import wire
@@ -68,14 +68,13 @@ def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> t
     return np.full(len(found.step), rank, np.int64), {name: getattr(found, name) for name in struct.__struct_fields__}
 
 
-def runs_query(workspace: str, last_seen_before: tuple[int, str] | None, limit: int) -> Select[Any]:
-    """A workspace's runs, newest first, from the cursor on."""
+def runs_query(workspace: str, before: tuple[int, str] | None, limit: int) -> Select[Any]:
+    """A workspace's runs, newest first, from the cursor on: (created_ns, run) of the last one had."""
     c = schema.runs.c
-    query = select(c.run_id).where(c.workspace == workspace).order_by(c.last_seen_ns.desc(), c.run_id).limit(limit)
-    if last_seen_before is not None:
-        at, run = last_seen_before
-        column = schema.runs.c.last_seen_ns
-        query = query.where((column < at) | ((column == at) & (schema.runs.c.run_id > run)))
+    query = select(c.run_id).where(c.workspace == workspace).order_by(c.created_ns.desc(), c.run_id).limit(limit)
+    if before is not None:
+        at, run = before
+        query = query.where((c.created_ns < at) | ((c.created_ns == at) & (c.run_id > run)))
     return query
 
 
@@ -192,7 +191,7 @@ def peer_totals(connection: Connection, run_id: str, attempt: str) -> list[PeerT
     p, s = schema.peer_totals.c, schema.sources.c
     names = [column.name for column in schema.peer_totals.columns if not column.primary_key]
     query = (
-        select(p.rank, *(func.sum(p[name]).label(name) for name in names))
+        select(p.rank, *(_sum(p[name]).label(name) for name in names))
         .join(schema.sources, (s.run_id == p.run_id) & (s.source == p.source))
         .where(p.run_id == run_id, s.run_id == run_id, s.attempt == attempt)
         .group_by(p.rank)
@@ -228,11 +227,16 @@ def histogram(connection: Connection, run_id: str, attempt: str) -> list[int]:
 _NONE = np.zeros(0, np.int64)
 
 
+def _sum(column: Any) -> Any:
+    """A sum that absurd values do not overflow: SQLite raises where one of integers does."""
+    return func.sum(cast(column, Double))
+
+
 def _summed(table: Any, names: list[str], run_id: str, attempt: str, by: tuple[str, ...]) -> Select[Any]:
     c, s = table.c, schema.sources.c
     keys = [c[name] for name in by]
     return (
-        select(s.rank, *keys, *(func.sum(c[name]).label(name) for name in names))
+        select(s.rank, *keys, *(_sum(c[name]).label(name) for name in names))
         .join(schema.sources, (s.run_id == c.run_id) & (s.source == c.source))
         .where(c.run_id == run_id, s.run_id == run_id, s.attempt == attempt)
         .group_by(s.rank, *keys)

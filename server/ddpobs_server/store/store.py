@@ -10,7 +10,8 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import create_engine, event, func, select
+from sqlalchemy import case, create_engine, event, func, select
+from sqlalchemy.exc import DataError
 
 from ddpobs import wire
 from ddpobs_server.store import compacting, faults, reading, removing, schema, writing
@@ -23,6 +24,10 @@ _CONNECT_S = 10
 _MIGRATING = 0xDD90B5
 """The lock that whoever migrates a PostgreSQL database holds."""
 _INCREMENTAL = 2
+
+
+class Unstorable(Exception):  # noqa: N818 - a batch is
+    """A batch holds a value that the database has no room for; it never will be stored."""
 
 
 class Store:
@@ -67,9 +72,16 @@ class Store:
                 connection.exec_driver_sql("VACUUM")
 
     def ingest(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
-        """Store batches in one transaction; returns after its commit, with the outcome of each."""
-        with self._engine.begin() as connection:
-            return writing.write(connection, arrivals)
+        """Store batches in one transaction; returns after its commit, with the outcome of each.
+
+        Raises:
+            Unstorable: A value is one that the database has no room for.
+        """
+        try:
+            with self._engine.begin() as connection:
+                return writing.write(connection, arrivals)
+        except (DataError, OverflowError) as error:
+            raise Unstorable(str(error).partition("\n")[0]) from error
 
     def delete(self, run: str) -> bool:
         """Remove everything of a run and return its space; False where there is none."""
@@ -148,10 +160,24 @@ class Store:
             connection.rollback()
 
     def runs(self, limit: int, before: tuple[int, str] | None = None, workspace: str = "default") -> list[Run]:
-        """The runs seen last, newest first; `before` is (last_seen_ns, run) of the last one had."""
+        """A workspace's runs, newest first; `before` is (created_ns, run) of the last one had."""
         with self._engine.connect() as connection:
             names = connection.execute(reading.runs_query(workspace, before, limit)).scalars().all()
             return [found for name in names if (found := reading.run(connection, name)) is not None]
+
+    def runs_there(self, workspace: str) -> int:
+        """How many runs a workspace has."""
+        with self._engine.connect() as connection:
+            query = select(func.count()).where(schema.runs.c.workspace == workspace)
+            return connection.execute(query).scalar_one()
+
+    def sources_there(self, run: str, source: str) -> tuple[int, bool]:
+        """How many sources a run has, and whether this is one of them."""
+        c = schema.sources.c
+        with self._engine.connect() as connection:
+            mine = func.coalesce(func.sum(case((c.source == source, 1), else_=0)), 0)
+            row = connection.execute(select(func.count(), mine).where(c.run_id == run)).one()
+        return row[0], bool(row[1])
 
     def active_runs(self, since_ns: int, workspace: str = "default") -> list[Run]:
         """A workspace's runs heard of since then, by this collector's wall clock."""
@@ -166,11 +192,12 @@ class Store:
         with self._engine.connect() as connection:
             return reading.run(connection, run)
 
-    def commits(self, run: str) -> int:
-        """How often the run was written to: what a cache of its reports is keyed by."""
+    def commits(self, run: str) -> tuple[int, int]:
+        """When the run was made and how often it was written to: what a cache of its reports is keyed by."""
         with self._engine.connect() as connection:
             c = schema.runs.c
-            return connection.execute(select(c.commits).where(c.run_id == run)).scalar() or 0
+            found = connection.execute(select(c.created_ns, c.commits).where(c.run_id == run)).one_or_none()
+        return (found.created_ns, found.commits) if found else (0, 0)
 
     def attempts(self, run: str) -> list[Attempt]:
         """The run's attempts, oldest first."""

@@ -1,0 +1,285 @@
+"""Each limit has a setting and an answer, and one client that reaches it is no harm to the others."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import uvicorn
+import zstandard
+from ddpobs_server import heads
+from ddpobs_server.settings import Settings
+from starlette.applications import Starlette
+
+from ddpobs import wire
+from ddpobs.config import TelemetryConfig
+from ddpobs.sender import Outcome, Sender
+from tests.collector import Collector, collector
+from tests.server.batches import assert_problem, batch, get, layout, path, put, source_of, spans, steps
+
+LIMITS = {
+    "max_body_mb": 0.2,
+    "max_batch_mb": 1,
+    "max_under_way_mb": 0.05,
+    "upload_timeout_s": 2,
+    "max_records": 50,
+    "max_names": 20,
+    "max_name_length": 40,
+    "max_layouts": 3,
+    "max_ranks": 8,
+    "max_sources": 3,
+}
+MONTHS = 2**53
+"""A hundred days, in ns."""
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
+    with collector(tmp_path_factory.mktemp("small"), **LIMITS) as running:
+        yield running
+    assert "Traceback" not in running.log.read_text()
+
+
+def named(count: int = 1, length: int = 1) -> list[wire.Unused]:
+    names = [str(index).ljust(length, "n") for index in range(count)]
+    return [wire.Unused(step=0, module=0, locally=names, globally=[])]
+
+
+def of_layout(**changed: Any) -> wire.Layout:
+    return msgspec.structs.replace(layout(), **changed)
+
+
+TOO_MUCH: dict[str, tuple[dict[str, Any], int]] = {
+    "MAX_RANKS": ({"world_size": 9}, 422),
+    "MAX_RECORDS": ({"steps": steps(0, 51)}, 413),
+    "MAX_RECORDS of spans": ({"spans": spans(0, 26)}, 413),
+    "MAX_RECORDS of events": ({"events": [wire.Event(kind="e", at_ns=0)] * 51}, 413),
+    "MAX_RECORDS of readiness": (
+        {"readiness": [wire.Readiness(step=0, module=0, revision=0, ready_ns=np.arange(51))]},
+        413,
+    ),
+    "MAX_NAMES": ({"unused": named(21)}, 413),
+    "MAX_NAME_LENGTH": ({"unused": named(1, 41)}, 422),
+    "MAX_NAME_LENGTH of details": ({"events": [wire.Event(kind="e", at_ns=0, detail={"a": "n" * 41})]}, 422),
+    "MAX_LAYOUTS of a process": ({"layouts": [of_layout(module=3)]}, 422),
+    "MAX_LAYOUTS of a module": ({"layouts": [of_layout(revision=3)]}, 422),
+    "MAX_LAYOUTS of spans": ({"spans": spans(0, 1, module=np.array([0, 3]))}, 422),
+}
+
+
+@pytest.mark.parametrize("limit", TOO_MUCH)
+def test_a_batch_beyond_a_limit_is_refused_and_the_setting_named(small: Collector, run: str, limit: str) -> None:
+    fields, status = TOO_MUCH[limit]
+    document = assert_problem(put(small.url, batch(run, **fields)), status)
+    assert f"DDPOBS_SERVER_{limit.split(' ', maxsplit=1)[0]}" in document["detail"]
+
+
+def test_a_batch_at_its_limits_is_taken(small: Collector, run: str) -> None:
+    full = batch(run, world_size=8, steps=steps(0, 49), unused=named(17, 40), layouts=[])
+    assert put(small.url, full).status_code == 201
+    assert put(small.url, batch(run, seq=1, layouts=[of_layout(module=2, revision=2)])).status_code == 201
+
+
+def test_a_run_takes_so_many_sources_and_those_it_has_may_go_on(small: Collector, run: str) -> None:
+    answers = [put(small.url, batch(run, rank=rank, world_size=4)) for rank in range(4)]
+    assert [answer.status_code for answer in answers] == [201, 201, 201, 429]
+    assert "DDPOBS_SERVER_MAX_SOURCES" in assert_problem(answers[3], 429)["detail"]
+    assert answers[3].headers["retry-after"] == "60"
+    assert put(small.url, batch(run, seq=1, rank=2, world_size=4)).status_code == 201
+
+
+def test_a_workspace_takes_so_many_runs_and_another_one_after_a_deletion(tmp_path: Path) -> None:
+    with collector(tmp_path, max_runs=2) as running:
+        assert [put(running.url, batch(name)).status_code for name in ("a", "b", "c")] == [201, 201, 429]
+        assert put(running.url, batch("a", rank=1)).status_code == 201
+        httpx.delete(f"{running.url}/api/v1/runs/a")
+        assert put(running.url, batch("c")).status_code == 201
+
+
+@contextmanager
+def upload(url: str, size: int, target: str = path(batch("slow"))) -> Iterator[socket.socket]:
+    """A PUT whose headers promise a body of `size` bytes."""
+    address = urlsplit(url)
+    with socket.create_connection((address.hostname, address.port), 60) as client:
+        head = f"PUT {target} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: {wire.JSON}\r\n"
+        client.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode())
+        yield client
+
+
+def answered(client: socket.socket) -> str:
+    """Everything until the collector closes the connection."""
+    return b"".join(iter(lambda: client.recv(65536), b"")).decode()
+
+
+def test_an_upload_that_does_not_end_is_ended(small: Collector) -> None:
+    with upload(small.url, 1000) as client:
+        client.sendall(b"{")
+        answer = answered(client)
+    assert answer.startswith("HTTP/1.1 408 ")
+    assert "DDPOBS_SERVER_UPLOAD_TIMEOUT_S" in answer
+
+
+def test_a_body_announced_as_too_large_is_refused_before_it_comes(small: Collector) -> None:
+    with upload(small.url, 10**12) as client:
+        assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_the_sender_learns_that_a_body_is_too_large(small: Collector, announced: bool) -> None:
+    body: Any = bytes(5_000_000) if announced else iter([bytes(50_000)] * 100)
+    sender = Sender(TelemetryConfig(collector=small.url))
+    answer = sender.send("large", source_of(0), 0, body)
+    sender.close()
+    assert (answer.outcome, "MAX_BODY_MB" in answer.detail) == (Outcome.REFUSED, True)
+
+
+def test_a_batch_too_large_when_decompressed_is_refused_whether_it_tells_or_not(small: Collector) -> None:
+    telling = zstandard.compress(bytes(100_000_000))
+    silent = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100_000_000))
+    headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
+    for bomb in (telling, silent):
+        answer = httpx.put(small.url + path(batch("bomb")), content=bomb, headers=headers, timeout=60)
+        assert "DDPOBS_SERVER_MAX_BATCH_MB" in assert_problem(answer, 413)["detail"]
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read memory from")
+def test_many_bombs_at_once_take_no_memory(small: Collector, run: str) -> None:
+    compressor = zstandard.ZstdCompressor(write_content_size=False).compressobj()
+    bomb = b"".join(compressor.compress(bytes(10**7)) for _ in range(50)) + compressor.flush()
+    headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
+    before = peak_kb(small)
+    with ThreadPoolExecutor(8) as pool:
+        target = small.url + path(batch(run))
+        answers = pool.map(lambda _: httpx.put(target, content=bomb, headers=headers, timeout=60), range(24))
+        assert {answer.status_code for answer in answers} <= {413, 503}
+    assert peak_kb(small) - before < 200_000
+
+
+def peak_kb(running: Collector) -> int:
+    """The most memory that the collector ever had."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{running.process.pid}/status").read_text())
+    assert found is not None
+    return int(found[1])
+
+
+def test_many_bodies_at_once_are_told_to_come_back(small: Collector, run: str) -> None:
+    sent = batch(run)
+    body = wire.encode_json(sent) + b" " * 40_000
+    other = batch(run, seq=1)
+    with upload(small.url, len(body), path(sent)) as client:
+        client.sendall(body[:-1])
+        until(lambda: under_way(small.url) >= 40_000)
+        busy = httpx.put(
+            small.url + path(other),
+            content=wire.encode_json(other) + b" " * 20_000,
+            headers={"Content-Type": wire.JSON},
+        )
+        client.sendall(body[-1:])
+        assert client.recv(65536).startswith(b"HTTP/1.1 201 ")
+    assert "DDPOBS_SERVER_MAX_UNDER_WAY_MB" in assert_problem(busy, 503)["detail"]
+    assert busy.headers["retry-after"] == "1"
+    assert under_way(small.url) == 0
+    assert put(small.url, other).status_code == 201
+
+
+def test_a_client_that_goes_in_the_middle_leaves_nothing_behind(small: Collector) -> None:
+    with upload(small.url, 1000) as client:
+        client.sendall(b"{" * 900)
+        until(lambda: under_way(small.url) >= 900)
+    until(lambda: under_way(small.url) == 0)
+
+
+def under_way(url: str) -> float:
+    found = re.search(r"^ddpobs_server_under_way_bytes (.+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def until(holds: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not holds():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.02)
+
+
+FAR: dict[str, dict[str, Any]] = {
+    "anchor.wall_ns": {"anchor": wire.Anchor(wall_ns=-1, monotonic_ns=0)},
+    "steps.start_ns": {"steps": steps(0, 2, start_ns=np.array([0, 1]) - MONTHS, end_ns=np.array([100, 101]) - MONTHS)},
+    "steps.data_ns": {"steps": steps(0, 1, end_ns=np.array([MONTHS]), data_ns=np.array([MONTHS]))},
+    "spans.ready_ns": {"spans": spans(0, 1, ready_ns=np.array([0, -MONTHS]))},
+    "spans.started_ns": {"spans": spans(0, 1, started_ns=np.array([-1, -MONTHS]))},
+    "spans.done_ns": {"spans": spans(0, 1, done_ns=np.array([MONTHS, MONTHS]))},
+    "steps.samples": {"steps": steps(0, 1, samples=np.array([2**62]))},
+    "steps.own_data_ns": {"steps": steps(0, 1, own_data_ns=np.array([-(2**62)]))},
+    "spans.bucket": {"spans": spans(0, 1, bucket=np.array([0, 2**31]))},
+}
+
+
+@pytest.mark.parametrize("field", FAR)
+def test_times_and_counts_that_no_training_has_are_refused(small: Collector, run: str, field: str) -> None:
+    assert assert_problem(put(small.url, batch(run, **FAR[field]), "unpacked"), 422)["field"] == field
+
+
+def test_a_wall_clock_that_is_ahead_is_marked(small: Collector, run: str) -> None:
+    now = time.time_ns()
+    put(small.url, batch(run, anchor=wire.Anchor(wall_ns=now, monotonic_ns=0), steps=steps(0, 1)))
+    hour = wire.Anchor(wall_ns=now + 3600 * 10**9, monotonic_ns=0)
+    put(small.url, batch(run, rank=1, anchor=hour, steps=steps(0, 1)))
+    well, ahead = get(small.url, f"/runs/{run}/ranks")["ranks"]
+    assert well["clock_ahead_ns"] < 60 * 10**9 < ahead["clock_ahead_ns"] <= 3600 * 10**9
+    (finding,) = [f for f in get(small.url, f"/runs/{run}/diagnostics")["findings"] if f["code"] == "clock-skew"]
+    assert finding["ranks"] == [1]
+
+
+def test_every_limit_is_documented_with_its_default() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "operations.md").read_text()
+    documented = dict(re.findall(r"^\| `DDPOBS_SERVER_([A-Z_]+)` \| ([\d,]+)", text, re.MULTILINE))
+    known = {name: Settings.model_fields[name].default for name in (*LIMITS, "max_runs", "queue_batches")}
+    found = {name.lower(): float(value.replace(",", "")) for name, value in documented.items()}
+    assert {name: found.get(name) for name in known} == known
+
+
+def test_headers_without_end_are_ended(small: Collector) -> None:
+    address = urlsplit(small.url)
+    with socket.create_connection((address.hostname, address.port), 60) as client:
+
+        def send_on() -> None:
+            for _ in range(10_000):
+                client.sendall(b"x" * 10_000)
+
+        client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\nX-Long: ")
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            send_on()
+
+
+def test_a_request_with_all_headers_that_are_allowed_is_answered(small: Collector, run: str) -> None:
+    answer = put(small.url, batch(run, steps=steps(0, 40)), **{"X-Long": "x" * 50_000})
+    assert answer.status_code == 201
+    assert_problem(httpx.get(small.url, headers={"X-Long": "x" * 400_000}), 431)
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "MOST_S", 0.2)
+    listening = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(Starlette(), http=heads.BoundedHead, log_config=None))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        with socket.create_connection(listening.getsockname(), 60) as client:
+            client.sendall(b"GET / HTTP/1.1\r\n")
+            assert answered(client).startswith("HTTP/1.1 408 ")
+    finally:
+        server.should_exit = True
+        thread.join(60)
