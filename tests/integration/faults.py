@@ -16,6 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -35,7 +36,7 @@ from tests.server.batches import ATTEMPT, get, source_of, spans, steps
 BUCKETS = 2
 WEIGHT = 1 + BUCKETS
 """Records of a step: itself and its bucket spans."""
-_STEP_S = 0.01
+_STEP_S = 0.02
 
 
 def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
@@ -78,8 +79,8 @@ class Ranks:
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
-        for exporter in self.exporters:
-            exporter.close()
+        with ThreadPoolExecutor(len(self.exporters)) as pool:
+            list(pool.map(Exporter.close, self.exporters))
 
     def step(self, count: int = 1) -> None:
         """Have every rank finish so many steps."""
