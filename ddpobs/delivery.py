@@ -112,8 +112,12 @@ class Delivery:
         for one in surplus:
             self._keep(one)
 
-    def close(self, deadline: float) -> None:
-        """Send what is left until `deadline` (`time.monotonic`), then keep the rest on disk, the one under way too."""
+    def close(self, deadline: float) -> bool:
+        """Send what is left until `deadline` (`time.monotonic`), then keep the rest on disk, the one under way too.
+
+        Returns:
+            Whether anything is on disk then. What is put from now on goes there at once.
+        """
         with self._changed:
             self._deadline = deadline
             self._changed.notify()
@@ -125,9 +129,11 @@ class Delivery:
             self._waiting.clear()
         for batch in left:
             self._keep(batch)
-        if self._on_disk or self._backlog:
+        kept = self._on_disk or bool(self._backlog)
+        if kept:
             folder = self._spool.folder
             _log.warning("ddpobs: batches are kept in %s: send them with `ddpobs push %s`", folder, folder)
+        return kept
 
     def _run(self, sender: Sender) -> None:
         while self._ready():

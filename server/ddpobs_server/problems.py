@@ -14,6 +14,8 @@ from fastapi.responses import JSONResponse
 from prometheus_client import Counter
 from starlette.exceptions import HTTPException
 
+from ddpobs_server.store import UnavailableError
+
 MEDIA_TYPE = "application/problem+json"
 _SCHEMA = {
     "type": "object",
@@ -36,6 +38,7 @@ _METHODS = frozenset({"GET", "PUT", "DELETE"})
 _BATCHES_REFUSED = (
     *((401, "Token needed"), (401, "Wrong token"), (403, "Not allowed"), (409, "Conflict"), (413, "Body too large")),
     *((422, "Malformed batch"), (429, "Too many wrong tokens"), (500, "Internal error"), (503, "Busy")),
+    *((503, "Storage unavailable"), (507, "Storage full")),
 )
 """Counted from zero, so that the first of them is seen as an increase."""
 _KEY = ("run", "source", "seq")
@@ -60,6 +63,22 @@ class Problem(Exception):  # noqa: N818 - the RFC's word
         super().__init__(detail)
         self.status, self.headers = status, headers
         self.document = {"type": "about:blank", "title": title, "status": status, "detail": detail, **facts}
+
+
+_FULL = Problem(
+    507,
+    "Storage full",
+    "the database has no room left and nothing of this was stored: free space on its disk, or have old runs removed "
+    "(DDPOBS_SERVER_KEEP_GB), and send it again; reads go on",
+    {"Retry-After": "1"},
+)
+_AWAY = Problem(
+    503,
+    "Storage unavailable",
+    "the database does not answer or takes no writing, and nothing of this was stored: the collector's log says why; "
+    "it goes on by itself once the database is back, so send it again",
+    {"Retry-After": "1"},
+)
 
 
 def install(app: FastAPI) -> None:
@@ -87,6 +106,10 @@ def install(app: FastAPI) -> None:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
         return _answer(request, Problem(422, "Invalid request", f"{field}: {first['msg']}", field=field))
+
+    @app.exception_handler(UnavailableError)
+    async def _unavailable(request: Request, error: UnavailableError) -> JSONResponse:
+        return _answer(request, _FULL if error.full else _AWAY)
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:

@@ -13,6 +13,7 @@ from ddpobs_server.store import Store
 
 _log = logging.getLogger(__name__)
 _EVERY_S = 60.0
+_CLOSE_S = 5.0
 _DAY_NS = 86_400 * 10**9
 
 
@@ -51,9 +52,9 @@ class Keeper:
         self._thread.start()
 
     def close(self) -> None:
-        """End it."""
+        """End it; a round under way is waited for a moment, and undone by its transaction otherwise."""
         self._ended.set()
-        self._thread.join()
+        self._thread.join(_CLOSE_S)
 
     def tidy(self, now_ns: int) -> None:
         """One round: what is too old, then what is too much, then what came in small pieces."""

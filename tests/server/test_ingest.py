@@ -5,10 +5,8 @@ from __future__ import annotations
 import signal
 import socket
 import sqlite3
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from itertools import count
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -129,16 +127,6 @@ def test_a_body_over_the_limit_is_refused_packed_or_unpacked(tmp_path: Path) -> 
         assert_problem(httpx.put(target, content=bomb, headers=headers | {"Content-Encoding": "zstd"}), 413)
 
 
-def test_what_was_acknowledged_survives_a_sigkill(tmp_path: Path) -> None:
-    with collector(tmp_path) as running:
-        for seq in range(20):
-            assert put(running.url, batch("killed", seq=seq, steps=steps(seq, 1))).status_code == 201
-        running.end(signal.SIGKILL)
-    with collector(tmp_path) as again:
-        assert stored_steps(again.url, "killed") == list(range(20))
-        assert put(again.url, batch("killed", seq=19, steps=steps(19, 1))).status_code == 200
-
-
 def test_the_acknowledgement_waits_for_the_commit_even_when_the_client_does_not(tmp_path: Path) -> None:
     with collector(tmp_path) as running:
         sent = batch("held", steps=steps(0, 2))
@@ -191,7 +179,7 @@ def test_sigterm_lets_a_request_under_way_end(tmp_path: Path) -> None:
             wait_until_refused(str(address.hostname), int(address.port or 0))
             client.sendall(body[10:])
             assert b" 201 " in client.recv(1000)
-        assert running.process.wait(30) in (0, -signal.SIGTERM)
+        assert running.process.wait(30) == 0
     with collector(tmp_path) as again:
         assert stored_steps(again.url, "drained") == list(range(5))
 
@@ -205,35 +193,6 @@ def wait_until_refused(host: str, port: int) -> None:
             return
         time.sleep(0.02)
     raise TimeoutError("the collector still listens")
-
-
-def test_sigterm_under_load_loses_nothing_acknowledged(tmp_path: Path) -> None:
-    acknowledged: list[int] = []
-    numbers = count()
-
-    def send(url: str) -> None:
-        while True:
-            seq = next(numbers)
-            try:
-                if put(url, batch("busy", seq=seq, steps=steps(seq, 1))).status_code != 201:
-                    return
-            except httpx.TransportError:
-                return
-            acknowledged.append(seq)
-
-    with collector(tmp_path) as running:
-        threads = [threading.Thread(target=send, args=(running.url,)) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        deadline = time.monotonic() + 30
-        while len(acknowledged) < 20 and time.monotonic() < deadline:
-            time.sleep(0.02)
-        running.end()
-        for thread in threads:
-            thread.join(30)
-    assert len(acknowledged) >= 20
-    with collector(tmp_path) as again:
-        assert set(acknowledged) <= set(stored_steps(again.url, "busy"))
 
 
 def test_data_before_its_hello_is_accepted_and_waits(shared: Collector, run: str) -> None:

@@ -83,10 +83,13 @@ def delete_run(run: RunDep, _admin: Admin, store: StoreDep) -> Response:
 
 
 @router.get("/runs/{run}/ranks")
-def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep) -> dict[str, Any]:
-    """Each rank's process, counts, mean phases and last pulse."""
+def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep, settings: SettingsDep) -> dict[str, Any]:
+    """Each rank's process, state, counts, mean phases and last pulse."""
     rollups = {rollup.rank: rollup for rollup in store.rollups(run.run, attempt)}
-    ranks = [_rank_json(source, rollups.get(source.rank)) for source in store.sources(run.run, attempt)]
+    ranks = [
+        _rank_json(source, rollups.get(source.rank)) | {"state": _rank_state(source, settings, time.time_ns())}
+        for source in store.sources(run.run, attempt)
+    ]
     return {"run": run.name, "attempt": attempt, "ranks": ranks}
 
 
@@ -208,6 +211,13 @@ def state(run: Run, settings: Settings, now_ns: int) -> str:
     if now_ns - run.last_step_seen_ns > settings.stalled_after_s * 1e9:
         return "stalled"
     return "running"
+
+
+def _rank_state(source: Source, settings: Settings, now_ns: int) -> str:
+    """Finished: it said goodbye. Lost: no pulses. Else running."""
+    if source.goodbye:
+        return "finished"
+    return "lost" if now_ns - source.last_seen_ns > settings.lost_after_s * 1e9 else "running"
 
 
 def _rank_json(source: Source, rollup: Rollup | None) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from sqlalchemy.exc import DatabaseError, DataError
 from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
-from ddpobs_server.store import compacting, reading, removing, schema, sums, writing
+from ddpobs_server.store import compacting, faults, reading, removing, schema, sums, writing
 from ddpobs_server.store.reading import Part
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
 from ddpobs_server.store.totals import PhaseTotals
@@ -25,6 +25,7 @@ from ddpobs_server.store.writing import Arrival, Outcome
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_S = 30
+_CONNECT_S = 10
 _MIGRATING = 0xDD90B5
 """The lock that whoever migrates a PostgreSQL database holds."""
 _INCREMENTAL = 2
@@ -40,13 +41,17 @@ class Unstorable(Exception):  # noqa: N818 - a batch is
 class Store:
     """Batches in, columns and rows out. Safe to use from several threads; one at a time writes.
 
+    Whatever touches the database raises `UnavailableError` while that is away or full, and works again afterwards.
+
     Args:
         url: SQLAlchemy's, of SQLite or PostgreSQL.
     """
 
     def __init__(self, url: str) -> None:
         sqlite = url.startswith("sqlite")
-        self._engine = create_engine(url, connect_args={"timeout": _BUSY_S} if sqlite else {}, pool_pre_ping=not sqlite)
+        waiting = {"timeout": _BUSY_S} if sqlite else {"connect_timeout": _CONNECT_S}
+        self._engine = create_engine(url, connect_args=waiting, pool_pre_ping=not sqlite)
+        event.listen(self._engine, "handle_error", faults.translate, retval=True)
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
         if sqlite:
             event.listen(self._engine, "connect", _durable)
@@ -175,7 +180,8 @@ class Store:
         """Make a table with a row in it and take it back.
 
         Raises:
-            SQLAlchemyError: That is not possible: a full disk, or rights that are missing.
+            UnavailableError: The disk is full, or the file or its server takes no writing.
+            SQLAlchemyError: Rights are missing.
         """
         with self._engine.connect() as connection:
             if self._engine.dialect.name == "sqlite":

@@ -1,0 +1,44 @@
+"""uvicorn, with an end that is orderly, bounded, and at once on request."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from contextlib import suppress
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+_END_S = 30
+"""How long all of the end may take, whatever a client or the database does."""
+
+
+def run(app: FastAPI, **settings: Any) -> None:
+    """`uvicorn.run` until SIGTERM or Ctrl-C; what was accepted is then written, and the process may end with 0.
+
+    A second signal ends the process at once. Nothing that was acknowledged is lost by it: that is committed.
+
+    Args:
+        app: The application.
+        **settings: uvicorn's.
+
+    Raises:
+        SystemExit: Not with 0, where the application did not start.
+    """
+    server = _Server(uvicorn.Config(app, **settings))
+    # uvicorn raises the signal again once it has ended, for whoever had a handler before.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with suppress(KeyboardInterrupt):
+        server.run()
+    if not server.started:
+        sys.exit(1)
+
+
+class _Server(uvicorn.Server):
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the orderly end; from here on the system itself ends the process, at the next signal or in time."""
+        signal.signal(sig, signal.SIG_DFL)
+        signal.alarm(_END_S)
+        super().handle_exit(sig, frame)

@@ -1,0 +1,62 @@
+"""What a database cannot do just now, told apart from what it will never do."""
+
+from __future__ import annotations
+
+import sqlite3
+from typing import Any
+
+from sqlalchemy.engine import ExceptionContext
+
+_PASSING = frozenset(
+    {
+        sqlite3.SQLITE_BUSY,
+        sqlite3.SQLITE_LOCKED,
+        sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_READONLY,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_CANTOPEN,
+        sqlite3.SQLITE_PROTOCOL,
+    }
+)
+_DISK_FULL = "53100"
+"""SQLSTATE of PostgreSQL."""
+
+
+class UnavailableError(Exception):
+    """The database did not do it, and nothing of it is stored; the same call may succeed later.
+
+    Attributes:
+        full: It has no room left, rather than being away.
+    """
+
+    def __init__(self, reason: str, *, full: bool) -> None:
+        super().__init__(reason)
+        self.full = full
+
+
+def translate(context: ExceptionContext) -> UnavailableError | None:
+    """SQLAlchemy's `handle_error`: what passes becomes an `UnavailableError`, and everything else stays as it is."""
+    error: Any = context.original_exception
+    if context.is_pre_ping:
+        return None  # The pool then connects anew by itself.
+    full = is_full(error)
+    if not (full or context.is_disconnect or _passes(error)):
+        return None
+    return UnavailableError(f"{type(error).__name__}: {error}", full=full)
+
+
+def is_full(error: Any) -> bool:
+    """Whether a driver's error says that there is no room."""
+    return _sqlite_code(error) == sqlite3.SQLITE_FULL or getattr(error, "sqlstate", None) == _DISK_FULL
+
+
+def _passes(error: Any) -> bool:
+    if isinstance(error, sqlite3.Error):
+        return _sqlite_code(error) in _PASSING
+    # psycopg's word for a server that is away, ending, starting, out of memory, or that undid a deadlock.
+    return any(kind.__name__ == "OperationalError" for kind in type(error).__mro__)
+
+
+def _sqlite_code(error: Any) -> int:
+    """The primary code: extended ones hold it in their lowest byte."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -1,0 +1,174 @@
+"""Acknowledged is stored, and stored once: real collectors that are killed, cut off and run full under load."""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from ddpobs import sender
+from tests import databases
+from tests.integration.faults import (
+    BUCKETS,
+    FAULTS,
+    WEIGHT,
+    Mortal,
+    Proxy,
+    Ranks,
+    assert_once,
+    assert_sums,
+    proxy,
+    push,
+    spooled,
+    stored,
+    until,
+    whole,
+)
+from tests.integration.rooms import LARGE, Full, full_disk, full_quota
+from tests.server.batches import assert_problem, batch, get, put
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks try again soon, however long a collector was away."""
+    monkeypatch.setattr(sender, "_LONGEST_PAUSE_S", 0.3)
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    """A PostgreSQL server that may be stopped. Its user must reach it, so it is not in a folder of pytest's."""
+    with (
+        tempfile.TemporaryDirectory(prefix="ddpobs-") as folder,
+        databases.postgresql_server(Path(folder, "pg")) as own,
+    ):
+        yield own
+
+
+def retryable(answer: httpx.Response, status: int) -> dict[str, Any]:
+    """The problem document of an answer that asks to try again."""
+    assert int(answer.headers["retry-after"]) > 0
+    return assert_problem(answer, status)
+
+
+def test_a_collector_that_ends_under_load_has_all_that_it_acknowledged(tmp_path: Path) -> None:
+    with Mortal(tmp_path) as collector:
+        with Ranks(collector.url, "ended", tmp_path / "spool") as ranks:
+            for how in (signal.SIGKILL, signal.SIGTERM, signal.SIGKILL):
+                collector.until_batches(20)
+                collector.end(how)
+                collector.start()
+            collector.until_batches(20)
+        push(ranks.spool, collector.url)
+        assert_once(collector.url, "ended", ranks.steps)
+
+
+def test_where_one_of_two_collectors_is_killed_the_other_takes_its_batches(server: Any, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        url = databases.new_database(server)
+        pair = [stack.enter_context(Mortal(tmp_path / name, database_url=url)) for name in "ab"]
+        balancer = Proxy(pair[1].url, pair[0].url)
+        address = stack.enter_context(proxy(balancer))
+        with Ranks(address, "shared", tmp_path / "spool") as ranks:
+            for number in range(3):
+                dies, lives = pair[number % 2], pair[1 - number % 2]
+                balancer.upstreams.reverse()
+                dies.until_batches(20)
+                dies.end()
+                lives.until_batches(20)
+                dies.start()
+        push(ranks.spool, lives.url)
+        assert_once(dies.url, "shared", ranks.steps)
+
+
+def test_a_proxy_that_cuts_delays_doubles_and_reorders_changes_nothing(tmp_path: Path) -> None:
+    with Mortal(tmp_path) as collector:
+        bad = Proxy(collector.url, faults=FAULTS)
+        with proxy(bad) as address, Ranks(address, "proxied", tmp_path / "spool", count=8) as ranks:
+            collector.until_batches(150)
+        bad.settle()
+        assert set(bad.seen) == set(FAULTS)
+        push(ranks.spool, collector.url)
+        assert_once(collector.url, "proxied", ranks.steps)
+        assert collector.batches("repeated") > 0
+
+
+def test_a_database_that_stops_is_waited_for(server: Any, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        database = databases.new_database(server)
+        collector = stack.enter_context(Mortal(tmp_path / "collector", database_url=database))
+        with Ranks(collector.url, "waited", tmp_path / "spool") as ranks:
+            for mode in ("fast", "immediate", "fast"):
+                collector.until_batches(20)
+                databases.stop(server, mode)
+                assert "once the database is back" in retryable(put(collector.url, batch("other")), 503)["detail"]
+                assert retryable(httpx.get(f"{collector.url}/api/v1/runs"), 503)["title"] == "Storage unavailable"
+                assert httpx.get(f"{collector.url}/readyz").status_code == 503
+                assert httpx.get(f"{collector.url}/healthz").status_code == 200
+                server.ensure_postgres_running()
+            collector.until_batches(20)
+        push(ranks.spool, collector.url)
+        assert_once(collector.url, "waited", ranks.steps)
+
+
+@pytest.mark.parametrize("full", [full_disk, full_quota])
+def test_a_full_disk_is_said_and_left_behind(tmp_path: Path, full: Full) -> None:
+    disk = tmp_path / "disk"
+    with full(disk) as room, Mortal(tmp_path / "collector", database_url=f"sqlite:///{disk}/runs.db") as collector:
+        with Ranks(collector.url, "full", tmp_path / "spool") as ranks:
+            for _ in range(2):
+                collector.until_batches(20)
+                with room(collector) as status:
+                    collector.until_batches(5, "failed")
+                    said = retryable(put(collector.url, batch("large", events=LARGE)), status)
+                    assert "nothing of this was stored" in said["detail"]
+                    until(lambda: whole(collector.url, "full"))
+            collector.until_batches(20)
+        push(ranks.spool, collector.url)
+        assert_once(collector.url, "full", ranks.steps)
+
+
+def test_what_the_spool_kept_is_sent_by_the_process_and_by_push(tmp_path: Path) -> None:
+    with Mortal(tmp_path, away=True) as collector:
+        ranks = Ranks(collector.url, "spooled", tmp_path / "spool", count=2)
+        ranks.step(200)
+        until(lambda: spooled(ranks) > 20)
+        collector.start()
+        until(lambda: not spooled(ranks))
+        collector.end()
+        ranks.step(100)
+        ranks.stop()
+        kept = spooled(ranks)
+        assert kept > 0
+        collector.start()
+        assert f"sent {kept}, " in push(ranks.spool, collector.url)
+        assert spooled(ranks) == 0
+        assert_once(collector.url, "spooled", ranks.steps)
+
+
+def test_what_the_spool_could_not_hold_is_counted_to_the_last_record(tmp_path: Path) -> None:
+    with Mortal(tmp_path, away=True) as collector:
+        lives, ended = (Ranks(collector.url, run, tmp_path / run, count=1, spool_mb=0.02) for run in ("lives", "ended"))
+        for ranks in (lives, ended):
+            ranks.step(1000)
+            until(lambda ranks=ranks: ranks.exporters[0].dropped)
+        ended.stop()
+        collector.start()
+        until(lambda: not spooled(lives))
+        lives.step()
+        lives.stop()
+        for ranks in (lives, ended):
+            push(ranks.spool, collector.url)
+            told = get(collector.url, f"/runs/{ranks.run}")
+            assert (told["emitted"], told["dropped"]) == (WEIGHT * ranks.steps[0], ranks.exporters[0].dropped)
+            arrived = stored(collector.url, ranks.run)
+            assert set(arrived.values()) == {1}
+            assert_sums(collector.url, ranks.run, arrived)
+            assert len(arrived) // BUCKETS * WEIGHT == told["emitted"] - told["dropped"]
+            findings = get(collector.url, f"/runs/{ranks.run}/diagnostics")["findings"]
+            assert "telemetry-loss" in {finding["code"] for finding in findings}

@@ -1,0 +1,46 @@
+"""Which of a database's errors pass, and which are ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from ddpobs_server.store import UnavailableError, faults
+from sqlalchemy import Engine, create_engine, event
+from sqlalchemy.exc import DBAPIError
+
+from tests import databases
+
+
+def engine(url: str, **arguments: float) -> Engine:
+    made = create_engine(url, connect_args=arguments)
+    event.listen(made, "handle_error", faults.translate, retval=True)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("condition", "full"),
+    [("disk_full", True), ("deadlock_detected", False), ("cannot_connect_now", False), ("too_many_connections", False)],
+)
+def test_what_passes_in_postgresql_asks_to_try_again(
+    postgresql: databases.Fresh, tmp_path: Path, condition: str, full: bool
+) -> None:
+    with (
+        engine(postgresql(tmp_path)).connect() as connection,
+        pytest.raises(UnavailableError) as told,
+    ):
+        connection.exec_driver_sql(f"DO $$ BEGIN RAISE EXCEPTION 'x' USING ERRCODE = '{condition}'; END $$")
+    assert told.value.full is full
+
+
+def test_a_sqlite_file_that_another_process_holds_asks_to_try_again(tmp_path: Path) -> None:
+    url = databases.sqlite(tmp_path)
+    with engine(url).connect() as holder, engine(url, timeout=0.1).connect() as other:
+        holder.exec_driver_sql("BEGIN EXCLUSIVE")
+        with pytest.raises(UnavailableError, match="locked"):
+            other.exec_driver_sql("CREATE TABLE numbers (n INTEGER)")
+
+
+def test_an_error_of_ours_stays_what_it_is(fresh: databases.Fresh, tmp_path: Path) -> None:
+    with engine(fresh(tmp_path)).connect() as connection, pytest.raises(DBAPIError, match="nowhere"):
+        connection.exec_driver_sql("SELECT * FROM nowhere")
