@@ -9,7 +9,8 @@ demo:
 
 test:
 	@scripts/setup.sh test
-	@$(RUN)/python -m pytest
+	@$(RUN)/python -m pytest -n 3 --dist loadfile -m "not alone"
+	@$(RUN)/python -m pytest -m alone
 
 check:
 	@scripts/setup.sh test

@@ -20,6 +20,8 @@ from tests.integration.conftest import SLOW_RANK
 from tests.integration.tools import need
 from tests.integration.training import ROOT, train
 
+pytestmark = pytest.mark.alone
+
 RUN = "on-the-dashboard"
 
 

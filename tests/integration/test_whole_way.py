@@ -12,6 +12,8 @@ from ddpobs import wire
 from tests.integration.conftest import SLOW_RANK
 from tests.integration.training import ROOT, train
 
+pytestmark = pytest.mark.alone
+
 
 def get(url: str, run: str, what: str = "", **query: Any) -> Any:
     answer = httpx.get(f"{url}/api/v1/runs/{run}{what}", params=query, timeout=30)
