@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Engine, Row, select, tuple_
+from sqlalchemy import Engine, Row, bindparam, select
 
 from ddpobs import columns, wire
 from ddpobs_server.store import schema
@@ -46,13 +46,17 @@ def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> in
     """Put one chunk into the place of several, under the last one's key; 0 where they are no longer all there."""
     c, runs = schema.chunks.c, schema.runs.c
     kind, rank = part[0].kind, part[0].rank
-    these = (c.run_id == run) & (c.kind == kind) & tuple_(c.source, c.seq).in_([(one.source, one.seq) for one in part])
+    sources, seqs = {one.source for one in part}, {one.seq for one in part}
     with engine.connect() as connection:
-        payloads = (
-            connection.execute(select(c.payload).where(these).order_by(c.first_step, c.source, c.seq)).scalars().all()
+        # A list of pairs would be looked for in all of the run; what comes of two lists beside them is passed by.
+        query = select(c.source, c.seq, c.payload).where(
+            c.run_id == run, c.source.in_(sources), c.kind == kind, c.seq.in_(seqs)
         )
-    if len(payloads) != len(part):
+        found = {(row.source, row.seq): row.payload for row in connection.execute(query)}
+    keys = [(one.source, one.seq) for one in part]
+    if not found.keys() >= set(keys):
         return 0
+    payloads = [found[key] for key in keys]
     packed, step = _joined(kind, payloads)
     row = {
         "run_id": run,
@@ -67,7 +71,11 @@ def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> in
         "rank": rank,
     }
     with engine.connect() as connection:
-        if connection.execute(schema.chunks.delete().where(these)).rowcount != len(part):
+        one = schema.chunks.delete().where(
+            c.run_id == run, c.source == bindparam("of"), c.kind == kind, c.seq == bindparam("number")
+        )
+        gone = connection.execute(one, [{"of": source, "number": seq} for source, seq in keys]).rowcount
+        if gone != len(part):
             connection.rollback()  # Another collector was faster, or the run was deleted.
             return 0
         connection.execute(schema.chunks.insert(), row)

@@ -372,6 +372,12 @@ def _alembic() -> Config:
 
 def _durable(connection: Any, _record: object) -> None:
     cursor = connection.cursor()
-    for setting in ("auto_vacuum=INCREMENTAL", "journal_mode=WAL", "synchronous=FULL", "foreign_keys=ON"):
+    for setting in (
+        "auto_vacuum=INCREMENTAL",
+        "journal_mode=WAL",
+        "synchronous=FULL",
+        "foreign_keys=ON",
+        "cache_size=-32768",
+    ):
         cursor.execute(f"PRAGMA {setting}")
     cursor.close()
