@@ -179,6 +179,8 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     torch.set_num_threads(1)
     faults = options.faults.split(",")
+    if unknown := sorted(set(faults) - set(FAULTS)):
+        parser.error(f"--faults: expected some of {', '.join(FAULTS)}, got {', '.join(unknown)}")
     launches: list[Launch] = []
     if options.json and options.json.exists():
         launches = json.loads(options.json.read_text())
