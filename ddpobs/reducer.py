@@ -6,9 +6,12 @@ bucket down, `_launch` strictly in bucket order while autograd goes on, `_finish
 
 from __future__ import annotations
 
+import atexit
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +55,19 @@ class Settings:
     skip_unused: bool = False
     static_graph: bool = False
     as_views: bool = False
+
+
+_REST_S = 0.05
+
+
+@cache
+def _rest_at_exit() -> None:
+    """Have the process rest for a moment before the interpreter ends; once is enough.
+
+    A work that was launched within backward holds Python's context, and whoever drops it last needs the interpreter for
+    that. Where this is a thread of the process group's, and the interpreter is ending, the process is aborted.
+    """
+    atexit.register(time.sleep, _REST_S)
 
 
 class Reducer:
@@ -103,6 +119,7 @@ class Reducer:
         self._held_dtype: torch.dtype | None = None
         self._aside: dict[int, torch.Tensor] = {}
         self._pending: list[Pending] = []
+        _rest_at_exit()
         self._record: Backward | None = None
         self._stamps: list[Any] | None = None
         self._buckets: list[Bucket] = []
