@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+from ddpobs_server.store import Store
 
 from tests import databases
 from tests.collector import Collector, collector
@@ -30,6 +32,15 @@ def shared(fresh: databases.Fresh, tmp_path_factory: pytest.TempPathFactory) -> 
     folder = tmp_path_factory.mktemp("collector")
     with collector(folder, database_url=fresh(folder)) as running:
         yield running
+
+
+@pytest.fixture
+def store(fresh: databases.Fresh, tmp_path: Path) -> Iterator[Store]:
+    """An empty store on each database."""
+    store = Store(fresh(tmp_path))
+    store.migrate()
+    yield store
+    store.close()
 
 
 @pytest.fixture

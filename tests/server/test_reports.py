@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +16,6 @@ from ddpobs_server.reports import Reports
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
-from tests.databases import Fresh
 from tests.server.analysis.scenario import MS, Slow, columns, own_times
 
 RUN, ATTEMPT = "a-run", "0123456789abcdef"
@@ -80,14 +77,6 @@ def fill(store: Store, count: int, slow: tuple[Slow, ...] = ()) -> None:
         first, second = (half(steps, part) for part in np.array_split(rows, 2))
         ingest(store, batch(one, 0, hello=hello, steps=first, spans=spans_of(first)))
         ingest(store, batch(one, 1, steps=second, spans=spans_of(second)))
-
-
-@pytest.fixture
-def store(fresh: Fresh, tmp_path: Path) -> Iterator[Store]:
-    store = Store(fresh(tmp_path))
-    store.migrate()
-    yield store
-    store.close()
 
 
 def test_the_slow_rank_is_named_from_what_the_store_holds(store: Store) -> None:

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import pytest
 from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store
 from prometheus_client import CollectorRegistry
 
 from ddpobs import wire
-from tests.databases import Fresh
 from tests.server.batches import ATTEMPT, batch, spans, steps
 
 DAY_NS = 86_400 * 10**9
-
-
-@pytest.fixture
-def store(fresh: Fresh, tmp_path: Path) -> Iterator[Store]:
-    store = Store(fresh(tmp_path))
-    store.migrate()
-    yield store
-    store.close()
 
 
 def arrive(store: Store, run: str, day: int, seq: int = 0, count: int = 200) -> None:
