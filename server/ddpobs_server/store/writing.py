@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -50,6 +50,14 @@ class Arrival:
         return self.batch.run, self.batch.source, self.batch.seq
 
 
+class Joined(NamedTuple):
+    """Rows of several batches of an attempt; `place` tells for each row which batch it is of."""
+
+    batches: Sequence[wire.Batch]
+    record: Any
+    place: wire.Ints
+
+
 def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
     """Store batches in the open transaction, except those that are there already."""
     claimed = _claim(connection, arrivals)
@@ -64,12 +72,13 @@ def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
         outcomes.append(Outcome.REPEATED if known == arrival.digest else Outcome.CONFLICT)
     stored = list(fresh.values())
     if stored:
-        chunks = _chunks(stored)
+        joined = {kind: list(_joined(kind, stored)) for kind in _MERGED}
+        chunks = _chunks(stored, joined)
         _touch_runs(connection, stored, chunks)
         _touch_sources(connection, stored)
         _insert(connection, schema.chunks, chunks)
         _write_told(connection, stored)
-        _write_sums(connection, stored)
+        _write_sums(connection, stored, joined["steps"])
     return outcomes
 
 
@@ -157,7 +166,17 @@ def _source_row(arrival: Arrival) -> dict[str, Any]:
     }
 
 
-def _chunks(arrivals: Sequence[Arrival]) -> list[dict[str, Any]]:
+def _joined(kind: str, arrivals: Sequence[Arrival]) -> Iterator[Joined]:
+    by_attempt: dict[tuple[str, str], list[wire.Batch]] = {}
+    for arrival in arrivals:
+        record = getattr(arrival.batch, kind)
+        if record is not None and len(record.step):
+            by_attempt.setdefault((arrival.batch.run, arrival.batch.attempt), []).append(arrival.batch)
+    for _, batches in sorted(by_attempt.items(), key=itemgetter(0)):
+        yield Joined(batches, *rollups.join([getattr(batch, kind) for batch in batches]))
+
+
+def _chunks(arrivals: Sequence[Arrival], joined: Mapping[str, Sequence[Joined]]) -> list[dict[str, Any]]:
     chunks = []
     for arrival in arrivals:
         batch = arrival.batch
@@ -167,24 +186,16 @@ def _chunks(arrivals: Sequence[Arrival]) -> list[dict[str, Any]]:
         for index, readiness in enumerate(batch.readiness):
             payload = zstandard.compress(wire.pack(readiness), 1)
             chunks.append(_chunk(batch, f"readiness-{index}", np.array([readiness.step]), payload, batch.rank))
-    for kind in _MERGED:
-        by_attempt: dict[tuple[str, str], list[wire.Batch]] = {}
-        for arrival in arrivals:
-            rows = getattr(arrival.batch, kind)
-            if rows is not None and len(rows.step):
-                by_attempt.setdefault((arrival.batch.run, arrival.batch.attempt), []).append(arrival.batch)
-        chunks += [_merged(kind, batches) for batches in by_attempt.values()]
+    for kind, found in joined.items():
+        for batches, record, place in found:
+            rank = np.array([batch.rank for batch in batches])[place]
+            packed = wire.pack_steps(rank, record) if kind == "steps" else _pack(rank, record)
+            chunks.append(_chunk(batches[0], kind, record.step, packed, wire.UNKNOWN))
     return chunks
 
 
-def _merged(kind: str, batches: Sequence[wire.Batch]) -> dict[str, Any]:
-    parts = [getattr(batch, kind) for batch in batches]
-    merged = {name: np.concatenate([getattr(part, name) for part in parts]) for name in parts[0].__struct_fields__}
-    ranks = np.repeat([batch.rank for batch in batches], [len(part.step) for part in parts])
-    packed = (
-        wire.pack_steps(ranks, wire.Steps(**merged)) if kind == "steps" else columns.pack({"rank": ranks, **merged})
-    )
-    return _chunk(batches[0], kind, merged["step"], packed, wire.UNKNOWN)
+def _pack(rank: wire.Ints, record: msgspec.Struct) -> bytes:
+    return columns.pack({"rank": rank, **{name: getattr(record, name) for name in record.__struct_fields__}})
 
 
 def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: int) -> dict[str, Any]:
@@ -231,31 +242,25 @@ def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
     _insert(connection, schema.events, events)
 
 
-def _write_sums(connection: Connection, arrivals: Sequence[Arrival]) -> None:
-    rows: dict[Table, list[dict[str, Any]]] = {}
-
-    def add(table: Table, batch: wire.Batch, sums: list[dict[str, Any]]) -> None:
-        rows.setdefault(table, []).extend({"run_id": batch.run, "source": batch.source, **row} for row in sums)
-
-    for arrival in arrivals:
-        batch = arrival.batch
-        if batch.steps is not None and len(batch.steps.step):
-            add(schema.rollups, batch, rollups.step_windows(batch.steps))
-            add(schema.step_histogram, batch, rollups.step_durations(batch.steps))
-        if batch.spans is not None and len(batch.spans.step):
-            add(schema.bucket_rollups, batch, rollups.bucket_sums(batch.spans))
-        add(schema.peer_totals, batch, rollups.peer_sums(batch.peers))
-    for table, found in rows.items():
-        _add(connection, table, found)
+def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> None:
+    for batches, record, place in steps:
+        _add(connection, schema.rollups, batches, rollups.step_windows(record, place))
+        _add(connection, schema.step_histogram, batches, rollups.step_durations(record, place))
+    for batches, spans, place in _joined("spans", arrivals):
+        _add(connection, schema.bucket_rollups, batches, rollups.bucket_sums(spans, place))
+    told = [arrival.batch for arrival in arrivals if arrival.batch.peers]
+    _add(connection, schema.peer_totals, told, rollups.peer_sums([batch.peers for batch in told]))
 
 
-def _add(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
+def _add(connection: Connection, table: Table, batches: Sequence[wire.Batch], sums: rollups.Sums) -> None:
     """Add sums to what the table holds under the same keys, in the keys' order: two collectors then never deadlock."""
-    if not rows:
-        return
-    keys = [column.name for column in table.primary_key.columns]
-    rows.sort(key=itemgetter(*keys))
-    _execute(connection, _adding(connection.dialect.name, table), rows)
+    of = [batches[place] for place in sums["batch"]]
+    columns = {**sums, "run_id": [batch.run for batch in of], "source": [batch.source for batch in of]}
+    names = tuple(table.columns.keys())  # The primary key's come first.
+    rows = sorted(zip(*(columns[name] for name in names), strict=True))
+    if rows:
+        sql, by_place = _compiled(_adding(connection.dialect.name, table), connection.dialect, names)
+        connection.exec_driver_sql(sql, rows if by_place else [dict(zip(names, row, strict=True)) for row in rows])
 
 
 def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
