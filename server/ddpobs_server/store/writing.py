@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Dialect, Insert, Table, func, or_, select
+from sqlalchemy import Connection, Dialect, Insert, Select, Table, bindparam, func, or_, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ddpobs import columns, wire
@@ -84,19 +84,26 @@ def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
 
 def _claim(connection: Connection, arrivals: Sequence[Arrival]) -> set[tuple[str, str, int]]:
     """The keys that nobody had: whoever inserts a batch's row stores the batch, also among several collectors."""
-    rows = {
-        arrival.key: {
-            "run_id": arrival.batch.run,
-            "source": arrival.batch.source,
-            "seq": arrival.batch.seq,
-            "digest": arrival.digest,
-            "received_ns": arrival.received_ns,
-            "size_bytes": arrival.size_bytes,
-        }
-        for arrival in reversed(arrivals)
+    first = {arrival.key: arrival for arrival in reversed(arrivals)}
+    values = {
+        f"{name}_m{place}": value
+        for place, (_, arrival) in enumerate(sorted(first.items(), key=itemgetter(0)))
+        for name, value in _batch_row(arrival).items()
     }
-    claimed = connection.execute(_claiming(connection.dialect.name), [rows[key] for key in sorted(rows)])
+    sql, names = _claiming(connection.dialect, len(first))
+    claimed = connection.exec_driver_sql(sql, itemgetter(*names)(values) if names else values)
     return {(row[0], row[1], row[2]) for row in claimed}
+
+
+def _batch_row(arrival: Arrival) -> dict[str, Any]:
+    return {
+        "run_id": arrival.batch.run,
+        "source": arrival.batch.source,
+        "seq": arrival.batch.seq,
+        "digest": arrival.digest,
+        "received_ns": arrival.received_ns,
+        "size_bytes": arrival.size_bytes,
+    }
 
 
 def _digest(connection: Connection, key: tuple[str, str, int]) -> bytes:
@@ -114,9 +121,10 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
     size_bytes = dict.fromkeys(by_run, 0)
     for chunk in chunks:
         size_bytes[chunk["run_id"]] += len(chunk["payload"])
-    attempts, dialect = schema.attempts.c, connection.dialect.name
+    dialect = connection.dialect.name
+    known_sql, by_place = _known_attempts(connection.dialect)
     for run, batches in sorted(by_run.items()):
-        known = connection.execute(select(attempts.attempt).where(attempts.run_id == run)).scalars().all()
+        known = connection.exec_driver_sql(known_sql, (run,) if by_place else {"run": run}).scalars().all()
         seen = dict.fromkeys(known)
         for arrival in batches:
             attempt = arrival.batch.attempt
@@ -279,10 +287,18 @@ def _execute(connection: Connection, statement: Insert, rows: list[dict[str, Any
 
 
 @cache
-def _compiled(statement: Insert, dialect: Dialect, columns: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+def _compiled(
+    statement: Insert | Select[Any], dialect: Dialect, columns: tuple[str, ...] = ()
+) -> tuple[str, tuple[str, ...]]:
     """SQL for the driver, and the order of its values where the driver knows them by place and not by name."""
-    compiled = statement.compile(dialect=dialect, column_keys=list(columns))
+    compiled = statement.compile(dialect=dialect, column_keys=list(columns) or None)
     return str(compiled), tuple(compiled.positiontup or ())
+
+
+@cache
+def _known_attempts(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
+    c = schema.attempts.c
+    return _compiled(select(c.attempt).where(c.run_id == bindparam("run")), dialect)
 
 
 @cache
@@ -291,9 +307,12 @@ def _inserting(table: Table) -> Insert:
 
 
 @cache
-def _claiming(dialect: str) -> Any:
+def _claiming(dialect: Dialect, count: int) -> tuple[str, tuple[str, ...]]:
+    """For so many batches at once; the values of the second are called `run_id_m1`, ..."""
     c = schema.batches.c
-    return _new(dialect, schema.batches).on_conflict_do_nothing().returning(c.run_id, c.source, c.seq)
+    rows = [dict.fromkeys(c.keys()) for _ in range(count)]
+    statement = _new(dialect.name, schema.batches).values(rows).on_conflict_do_nothing()
+    return _compiled(statement.returning(c.run_id, c.source, c.seq), dialect)
 
 
 @cache
