@@ -169,7 +169,7 @@ class Sent:
 def senders(count: int, send: Callable[..., Sent], *arguments: object) -> Iterator[list[Connection]]:
     """Processes that each call `send(number, address, *arguments)`.
 
-    `address` waits until `drive` tells it: what is prepared before it is called is not measured.
+    `address` waits until `drive` tells the collector's: what is done before it is called is not measured.
     """
     pipes = [_context.Pipe() for _ in range(count)]
     clients = [
@@ -196,8 +196,8 @@ def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, floa
     Raises:
         RuntimeError: A batch was not acknowledged.
     """
-    for ours in pipes:
-        ours.recv()
+    if failed := [told for told in [ours.recv() for ours in pipes] if told is not None]:
+        raise RuntimeError(failed[0])
     before, began = _processor_s(pid), time.monotonic()
     for ours in pipes:
         ours.send(address)
