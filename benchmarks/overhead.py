@@ -90,7 +90,8 @@ def launch(setting: Setting, ends: float, options: argparse.Namespace) -> dict[s
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="ddpobs-benchmark-")))
         for name in order.sample(names, len(names)):
             try:
-                made[name] = _team(name, setting, folder / name, not options.no_pin)
+                phase = 0.0 if options.smoke else order.random()
+                made[name] = _team(name, setting, folder / name, phase, not options.no_pin)
             except MissingError as reason:
                 missing[name] = str(reason)
                 continue
@@ -103,10 +104,10 @@ def launch(setting: Setting, ends: float, options: argparse.Namespace) -> dict[s
         return _rounds(made, count, min(ends, until), order) | {"missing": missing}
 
 
-def _team(name: str, setting: Setting, folder: Path, pin: bool) -> Team:
+def _team(name: str, setting: Setting, folder: Path, phase: float, pin: bool) -> Team:
     folder.mkdir()
     variant = VARIANTS[name]
-    turn = Turn(MODELS[setting["model"]], len(SETS[setting["set"]]), setting["ranks"], folder)
+    turn = Turn(MODELS[setting["model"]], len(SETS[setting["set"]]), setting["ranks"], folder, phase=phase)
     return Team(setting["ranks"], lambda: variant.prepare(turn), variant.serve(turn), pin)
 
 

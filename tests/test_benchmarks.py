@@ -72,8 +72,14 @@ def test_a_job_by_the_real_exporter_loses_nothing(tmp_path: Path) -> None:
 
 def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path) -> None:
     told = run("harm", "--json", str(tmp_path / "found.json"))
-    (launch,) = json.loads((tmp_path / "found.json").read_text())
-    for title in ("telemetry off", "off once more (the noise)", "a healthy collector", FAULTS["silent"][0]):
+    (launch,) = json.loads((tmp_path / "found.json").read_text())["models"]["tiny"]
+    for title in (
+        "telemetry off",
+        "all broken ones together",
+        "off once more (the noise)",
+        "a healthy collector",
+        FAULTS["silent"][0],
+    ):
         assert f"\n| {title} | " in told
     assert launch["holds"]["off"]["telemetry_s"] == 0 < launch["holds"]["silent"]["telemetry_s"]
     assert launch["holds"]["off"]["waiting_bytes"] == 0
