@@ -1,17 +1,20 @@
 """What telemetry does to training while its collector is broken: step time, processor time, memory, exit.
 
-    python -m benchmarks.harm [--faults drips,fails] [--model tiny] [--minutes 2] [--json FILE]
+    python -m benchmarks.harm [--models tiny,transformer] [--faults drips,fails] [--launches 6] [--json FILE]
 
-Two gloo ranks train, in turns: without telemetry, without once more (the noise), with a healthy collector, and with
-broken ones, a few in each launch. Ratios are to training without telemetry, paired by round. At a launch's end every
-team ends as a script does that reached its last line, and the time until its processes are gone is its exit. The first
-half of a launch fills memory; what a rank holds more at its end than in the middle is its growth.
+Two gloo ranks train, in turns of 50 ms or a step as in `benchmarks.overhead`, all in one launch: without telemetry
+(often, for all others are compared with it), without once more (the noise), with a healthy collector, and with each
+broken one. A round is an order drawn anew and the same backwards. Ratios are to training without telemetry, and of what
+is broken to what is healthy; beside each fault all of them are taken together, for faults that do no harm are one
+thing, which many turns tell of.
+
+After a model's last launch every team ends as a script does that reached its last line, one by one; the time until its
+processes are gone is its exit. What a rank holds more at a launch's end than in the middle is its growth.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import signal
@@ -31,17 +34,22 @@ import torch
 
 from benchmarks.broken import FAULTS
 from benchmarks.models import MODELS
+from benchmarks.source import facts, keep, resumed
 from benchmarks.tables import compare, rows_of
-from benchmarks.teams import Steps, Team, companion
+from benchmarks.teams import Steps, Team, companion, steps_of
 from benchmarks.variants import VARIANTS, MissingError, Turn, Variant
 from ddpobs import telemetry
 
 RANKS = 2
 LIMIT = 1.01
 PLAIN = {"off": "telemetry off", "again": "off once more (the noise)", "collector": "a healthy collector"}
+BROKEN = "all broken ones together"
+MEASURED = ("ddpobs", *(f"benchmarks/{name}.py" for name in ("models", "variants", "teams", "broken", "harm")))
+_EVERY = 4
+"""Turns of others between two of `off`."""
 
 Launch = dict[str, Any]
-"""By variant: seconds and processor seconds a step by round, what its ranks hold, seconds of its exit."""
+"""By variant: seconds and processor seconds a step by half of a round, what its ranks hold, seconds of its exit."""
 
 
 def _loop(_: torch.nn.Module, step: Callable[[], None], __: Turn) -> Steps:
@@ -85,36 +93,52 @@ def variant(name: str) -> Variant:
     return replace(VARIANTS["off" if name == "again" else name], loop=_loop)
 
 
-def launch(names: Sequence[str], options: argparse.Namespace, order: random.Random) -> Launch:
-    """Start all teams, have them take turns for a while, and let them end one by one."""
+def launch(names: Sequence[str], model: str, options: argparse.Namespace, number: int) -> Launch:
+    """Start all teams, and have them take turns for a while; after the last launch they end one by one."""
+    order = random.Random(number)
+    slots = len(_with_off(names[1:]))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="ddpobs-benchmark-")))
         made: dict[str, Team] = {}
-        for name in names:
+        for name in order.sample(names, len(names)):
             (folder / name).mkdir()
-            turn = Turn(MODELS[options.model], len(names), RANKS, folder / name)
+            turn = Turn(MODELS[model], slots, RANKS, folder / name, phase=0.0 if options.smoke else order.random())
             one = variant(name)
             made[name] = Team(RANKS, partial(one.prepare, turn), one.serve(turn))
             stack.callback(made[name].disband)
         for team in made.values():
             team.run(2)
-        count = max(2, round(options.turn_s / made["off"].run(2)[0]))
+        count = steps_of(made["off"], options.turn_s)
+        warm = 1 if count > 2 else 0
         seconds: dict[str, list[float]] = {name: [] for name in names}
         processor: dict[str, list[float]] = {name: [] for name in names}
         notes: dict[str, list[list[dict[str, float]]]] = {name: [] for name in names}
-        until = time.monotonic() + 60 * options.minutes
+        until = time.monotonic() + options.launch_s
         while time.monotonic() < until or len(seconds["off"]) < 2:
-            for name in order.sample(names, len(names)):
-                wall_s, used_s = made[name].run(count)
-                seconds[name].append(wall_s)
-                processor[name].append(used_s)
-                notes[name].append(made[name].notes)
+            turns = _with_off(order.sample(names[1:], len(names) - 1))
+            for half in (turns, turns[::-1]):
+                took: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+                for name in half:
+                    took[name].append(made[name].run(count, warm))
+                for name, found in took.items():
+                    seconds[name].append(round(sum(wall_s for wall_s, _ in found) / len(found), 7))
+                    processor[name].append(round(sum(used_s for _, used_s in found) / len(found), 7))
+                    notes[name].append(made[name].notes)
+        last = number == options.launches - 1
         return {
             "seconds": seconds,
             "processor_s": processor,
-            "holds": {name: _summary(notes[name], count) for name in names},
-            "exit_s": {name: made[name].end() for name in names},
+            "holds": {name: _summary(notes[name], (count + warm) * max(1, turns.count(name))) for name in names},
+            "exit_s": {name: made[name].end() for name in names} if last else {},
         }
+
+
+def _with_off(others: Sequence[str]) -> list[str]:
+    """Turns of half a round: `off`, and again after every few others."""
+    turns: list[str] = []
+    for place, name in enumerate(others):
+        turns += ["off", name] if place % _EVERY == 0 else [name]
+    return turns
 
 
 def _summary(notes: Sequence[Sequence[dict[str, float]]], count: int) -> dict[str, float]:
@@ -136,61 +160,85 @@ def table(launches: Sequence[Launch]) -> str:
     head = [
         "collector",
         f"step time / off, at most {LIMIT}",
+        "step time / healthy",
         "processor time / off",
         "telemetry, µs a step",
         "growth, MB",
         "waiting, MB",
         "exit, s",
     ]
+    launches = [_pooled(one) for one in launches]
     rows = []
-    for name in [*PLAIN, *FAULTS]:
-        found, used = (compare({"launches": launches}, name, "off", what) for what in ("seconds", "processor_s"))
+    for name in [*PLAIN, BROKEN, *FAULTS]:
+        found, used, healthy = (
+            compare({"launches": launches}, name, to, what)
+            for to, what in (("off", "seconds"), ("off", "processor_s"), ("collector", "seconds"))
+        )
         if found is None:
             continue
         held = [one["holds"][name] for one in launches if name in one["holds"]]
+        exits = [one["exit_s"][name] for one in launches if name in one["exit_s"]]
         rows.append(
             [
-                PLAIN.get(name) or FAULTS[name][0],
+                PLAIN.get(name) or (FAULTS[name][0] if name in FAULTS else name),
                 "" if name == "off" else f"{found} {found.verdict(LIMIT)}",
+                "" if name in PLAIN else str(healthy),
                 "" if name == "off" else str(used),
                 f"{1e6 * max(one['telemetry_s'] for one in held):.0f}",
                 f"{max(one['growth_bytes'] for one in held) / 1e6:.1f}",
                 f"{max(one['waiting_bytes'] for one in held) / 1e6:.2f}",
-                f"{max(one['exit_s'][name] for one in launches if name in one['exit_s']):.2f}",
+                f"{max(exits):.2f}" if exits else "",
             ]
         )
     return rows_of(head, rows)
 
 
+def _pooled(launch: Launch) -> Launch:
+    """With the mean over its faults, round by round, and the worst of what they hold."""
+    faults = [name for name in launch["seconds"] if name in FAULTS]
+
+    def mean(what: str) -> dict[str, list[float]]:
+        columns = zip(*(launch[what][name] for name in faults), strict=True)
+        return {**launch[what], BROKEN: [sum(column) / len(faults) for column in columns]}
+
+    held = [launch["holds"][name] for name in faults]
+    worst = {what: max(one[what] for one in held) for what in held[0]}
+    exits = {name: seconds for name, seconds in launch["exit_s"].items() if name in FAULTS}
+    return {
+        "seconds": mean("seconds"),
+        "processor_s": mean("processor_s"),
+        "holds": {**launch["holds"], BROKEN: worst},
+        "exit_s": {**launch["exit_s"], **({BROKEN: max(exits.values())} if exits else {})},
+    }
+
+
 def main() -> None:
-    """Launch after launch, then print the table of all."""
+    """Launch after launch, then print a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="tiny,transformer", help=f"of {', '.join(MODELS)}; default: %(default)s")
     parser.add_argument("--faults", default=",".join(FAULTS), help="default: %(default)s")
-    parser.add_argument("--model", default="tiny", choices=MODELS, help="default: %(default)s")
-    parser.add_argument("--launches", type=int, default=3, help="for each fault; default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=2.0, help="of each launch; default: %(default)s")
-    parser.add_argument("--turn-s", type=float, default=0.25, help="seconds of a turn; default: %(default)s")
-    parser.add_argument("--together", type=int, default=4, help="faults in a launch; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="add to the launches that this file holds")
+    parser.add_argument("--launches", type=int, default=6, help="of each model; default: %(default)s")
+    parser.add_argument("--launch-s", type=float, default=75.0, help="seconds of a launch; default: %(default)s")
+    parser.add_argument("--turn-s", type=float, default=0.05, help="seconds of a turn; default: %(default)s")
+    parser.add_argument("--json", type=Path, help="go on from the launches that this file holds")
+    parser.add_argument("--anew", action="store_true", help="forget what the file holds")
     parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     if options.smoke:
-        options.faults, options.launches, options.minutes, options.turn_s = "silent,fails", 1, 0.01, 0.05
+        options.models, options.faults, options.launches, options.launch_s = "tiny", "silent,fails", 1, 0.1
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     torch.set_num_threads(1)
-    faults = options.faults.split(",")
-    if unknown := sorted(set(faults) - set(FAULTS)):
-        parser.error(f"--faults: expected some of {', '.join(FAULTS)}, got {', '.join(unknown)}")
-    launches: list[Launch] = []
-    if options.json and options.json.exists():
-        launches = json.loads(options.json.read_text())
-    for number in range(options.launches):
-        for start in range(0, len(faults), options.together):
-            names = [*PLAIN, *faults[start : start + options.together]]
-            launches.append(launch(names, options, random.Random(number)))
-            if options.json:
-                options.json.write_text(json.dumps(launches) + "\n")
-    print(table(launches))
+    faults, models = options.faults.split(","), options.models.split(",")
+    for option, given, known in (("faults", faults, FAULTS), ("models", models, MODELS)):
+        if unknown := sorted(set(given) - set(known)):
+            parser.error(f"--{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    results = resumed(options.json, facts(*MEASURED) | {"models": {}}, anew=options.anew)
+    for model in models:
+        launches = results["models"].setdefault(model, [])
+        for number in range(len(launches), options.launches):
+            launches.append(launch([*PLAIN, *faults], model, options, number))
+            keep(results, options.json)
+        print(f"\n{MODELS[model].title}, {len(launches)} launches:\n\n{table(launches)}", flush=True)
 
 
 if __name__ == "__main__":

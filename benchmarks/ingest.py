@@ -3,9 +3,11 @@
     python -m benchmarks.ingest [--rounds 3] [--batches 800] [--clients 8] [--mlflow COMMAND] [--json FILE] [--smoke]
 
 Each round floods a real collector on a fresh file (`ddpobs-server bench`); a batch counts when its acknowledgement is
-there, which is after its commit with `synchronous=FULL`. Beside it, in the same round: rows, one per span, by SQLite
-alone with one such commit a batch; what the disk takes in blocks of a batch's size with an fsync each; and, where its
-command is there, MLflow's log-batch with as many clients and a thousand metrics a request, into SQLite as well.
+there, which is after its commit with `synchronous=FULL`. Beside it, in the same round: a bare collector, which is fed
+by the same clients and puts bodies into SQLite as they come (`bare_collector.py`), the ceiling of one Python process
+here; rows, one per span, by SQLite alone with one such commit a batch; what the disk takes in blocks of a batch's size
+with an fsync each; and, where its command is there, MLflow's log-batch with as many clients and a thousand metrics a
+request, into SQLite as well.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import socket
 import sqlite3
 import statistics
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -29,8 +32,27 @@ from ddpobs import wire
 
 SPANS = bench.FLOOD_STEPS * bench.FLOOD_BUCKETS
 """Spans of a batch: what the exporter sends by default."""
+BARE = (sys.executable, str(Path(__file__).with_name("bare_collector.py")))
 _METRICS = 1000
 """Most that MLflow takes in a request."""
+
+
+def bare(load: bench.Load) -> dict[str, float]:
+    """The same load, by the same clients, into a collector that only keeps bodies.
+
+    Raises:
+        RuntimeError: It did not start, did not acknowledge a batch, or does not hold every one.
+    """
+    with tempfile.TemporaryDirectory() as name, bench.senders(load.clients, bench.send, load) as pipes:
+        file = Path(name) / "bare.db"
+        with bench.collector(Path(name), f"sqlite:///{file}", BARE) as (process, address):
+            found = bench.drive(pipes, process.pid, address)
+        connection = sqlite3.connect(file)
+        held = connection.execute("SELECT count(*) FROM batches").fetchone()[0]
+        connection.close()
+        if held != load.ranks * load.batches:
+            raise RuntimeError(f"the bare collector holds {held} of {load.ranks * load.batches} batches")
+        return {"bare_spans_per_s": found["spans_per_s"], "bare_cpu_ns_per_span": found["cpu_ns_per_span"]}
 
 
 def as_rows(folder: Path, batches: list[wire.Batch]) -> float:
@@ -123,7 +145,9 @@ def measure(rounds: int, count: int, clients: int, mlflow: str | None) -> dict[s
     few = [bench.batch(load, 0, seq) for seq in range(min(load.batches, 40))]
     seen: dict[str, list[float]] = {}
     for number in range(rounds):
-        found = bench.measure(load)
+        order = [bench.measure, bare] if number % 2 else [bare, bench.measure]
+        found = {key: value for call in order for key, value in call(load).items()}
+        found["of_bare"] = found["spans_per_s"] / found["bare_spans_per_s"]
         with tempfile.TemporaryDirectory() as name:
             size = int(found["bytes_per_span"] * SPANS)
             found["row_spans_per_s"] = as_rows(Path(name), few)
@@ -131,7 +155,11 @@ def measure(rounds: int, count: int, clients: int, mlflow: str | None) -> dict[s
             if mlflow:
                 found["mlflow_metrics_per_s"] = mlflow_metrics_a_second(mlflow, Path(name), clients, 8)
         found["stored_mb_per_s"] = found["spans_per_s"] * found["bytes_per_span"] / 1e6
-        print(f"round {number + 1}: {found['spans_per_s'] / 1e6:.2f} M spans/s", flush=True)
+        print(
+            f"round {number + 1}: {found['spans_per_s'] / 1e6:.2f} M spans/s, "
+            f"bare {found['bare_spans_per_s'] / 1e6:.2f}, ratio {found['of_bare']:.2f}",
+            flush=True,
+        )
         for key, value in found.items():
             seen.setdefault(key, []).append(value)
     return {key: statistics.median(values) for key, values in seen.items()}
@@ -159,6 +187,8 @@ def main() -> None:
         f"\n{options.batches} batches of {SPANS} spans, {options.clients} clients, medians of {options.rounds} rounds\n"
         f"over HTTP, acknowledged after commit  {spans:12,.0f} spans/s   {m['bytes_per_span']:.2f} B/span   "
         f"{m['cpu_ns_per_span']:.0f} ns/span of the collector's processor   p99 {m['ack_p99_ms']:.0f} ms\n"
+        f"a bare collector, which only keeps it {m['bare_spans_per_s']:12,.0f} spans/s   ours takes "
+        f"{m['of_bare']:.2f} of it   {m['bare_cpu_ns_per_span']:.0f} ns/span\n"
         f"a row a span, SQLite alone            {rows:12,.0f} spans/s   {spans / rows:.1f} times fewer\n"
         f"blocks of a batch with an fsync each  {disk:12,.0f} MB/s      of which {stored / disk:.2f} is stored"
     )

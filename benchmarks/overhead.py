@@ -2,18 +2,22 @@
 
     python -m benchmarks.overhead [--models tiny,bert] [--ranks 2] [--sets claims,scale] [--minutes 2] [--json FILE]
 
-Each variant is a training of its own, `zero_grad()` as users call it, one thread a rank, rank r on core r. In a round
-every variant runs for about a quarter of a second, in an order drawn anew, while the others are stopped. After half a
-minute all are started anew. It goes on until torch against itself is known to `--within`, or the minutes are over. With
-`--json` it goes on from what the file holds, setting by setting, and a run that was cut off loses its last launch only.
+Each variant is a training of its own, `zero_grad()` as users call it, one thread a rank, rank r on core r. The machine
+itself gets faster and slower by a tenth from one second to the next, so that turns are short, 50 ms or a step, and a
+round is an order drawn anew and the same order backwards: what drifts is in each variant alike. Whoever is not at turn
+is stopped, background threads and all; short steps have one that is not measured at the beginning of a turn, to find
+its data in the caches again. After some seconds all are started anew, and the launches' ratios are what intervals are
+made of (`pairs.py`).
+
+It goes on until torch against itself is known to `--within` and no claim is open, or until the minutes are over. With
+`--json` it goes on from what the file holds, setting by setting, and a run that was cut off loses its last launch only;
+what other code or another machine left there is refused.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import signal
 import sys
@@ -27,11 +31,16 @@ from typing import Any
 import torch
 
 from benchmarks.models import MODELS
-from benchmarks.tables import compare, tables
-from benchmarks.teams import Team, machine_s
+from benchmarks.source import facts, keep, resumed
+from benchmarks.tables import CLAIMS, compare, tables
+from benchmarks.teams import Team, machine_s, steps_of
 from benchmarks.variants import SETS, VARIANTS, MissingError, Turn
 
 SMALL = {"tiny", "wide", "transformer"}
+MEASURED = ("ddpobs", "benchmarks/models.py", "benchmarks/variants.py", "benchmarks/teams.py", "benchmarks/overhead.py")
+"""What has to be the same for launches to be taken together."""
+_LAUNCHES = 4
+"""Fewer tell too little of each other."""
 
 Setting = dict[str, Any]
 """What is known of one model, number of ranks and set of variants: facts and `launches`, seconds a step by variant."""
@@ -50,7 +59,7 @@ def settings(options: argparse.Namespace) -> dict[str, Setting]:
 
 
 def measure(setting: Setting, options: argparse.Namespace, keep: Callable[[], None]) -> None:
-    """Add launches until the noise is known well enough, or the time is over."""
+    """Add launches until enough is known, or the time is over."""
     ends = time.monotonic() + 60 * options.minutes
     while time.monotonic() < ends and not _known(setting, options.within):
         setting["launches"].append(launch(setting, ends, options))
@@ -58,10 +67,15 @@ def measure(setting: Setting, options: argparse.Namespace, keep: Callable[[], No
 
 
 def _known(setting: Setting, within: float) -> bool:
-    """Whether the time of torch over its own is; where that is no part of the set, nothing ever is."""
+    """Whether torch over itself and all claims are; in a set that has no such comparison nothing ever is."""
     noise = compare(setting, "again", "torch")
-    rounds = sum(len(one["seconds"]["torch"]) for one in setting["launches"])
-    return noise is not None and noise.half_width < within and len(setting["launches"]) >= 2 and rounds >= 20
+    claims = [(compare(setting, of, to), limit) for of, to, limit in CLAIMS]
+    return (
+        noise is not None
+        and noise.half_width < within
+        and len(setting["launches"]) >= _LAUNCHES
+        and all(found is not None and found.verdict(limit) != "open" for found, limit in claims)
+    )
 
 
 def launch(setting: Setting, ends: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -76,37 +90,41 @@ def launch(setting: Setting, ends: float, options: argparse.Namespace) -> dict[s
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="ddpobs-benchmark-")))
         for name in order.sample(names, len(names)):
             try:
-                made[name] = _team(name, setting, folder / name, not options.no_pin)
+                phase = 0.0 if options.smoke else order.random()
+                made[name] = _team(name, setting, folder / name, phase, not options.no_pin)
             except MissingError as reason:
                 missing[name] = str(reason)
                 continue
             stack.callback(made[name].disband)
         for team in made.values():
             team.run(2)
-        count = max(2, round(options.turn_s / made["torch"].run(2)[0]))
+        count = steps_of(made["torch"], options.turn_s)
         # Where the start took long, so does what follows, or most of the time would be starts.
         until = time.monotonic() + max(options.launch_s, 2 * (time.monotonic() - began))
         return _rounds(made, count, min(ends, until), order) | {"missing": missing}
 
 
-def _team(name: str, setting: Setting, folder: Path, pin: bool) -> Team:
+def _team(name: str, setting: Setting, folder: Path, phase: float, pin: bool) -> Team:
     folder.mkdir()
     variant = VARIANTS[name]
-    turn = Turn(MODELS[setting["model"]], len(SETS[setting["set"]]), setting["ranks"], folder)
+    turn = Turn(MODELS[setting["model"]], len(SETS[setting["set"]]), setting["ranks"], folder, phase=phase)
     return Team(setting["ranks"], lambda: variant.prepare(turn), variant.serve(turn), pin)
 
 
 def _rounds(made: dict[str, Team], count: int, until: float, order: random.Random) -> dict[str, Any]:
+    """Rounds until then, two at least: each variant has a turn in each half."""
+    warm = 1 if count > 2 else 0
     seconds: dict[str, list[float]] = {name: [] for name in made}
     processor: dict[str, list[float]] = {name: [] for name in made}
     began, (busy, stolen) = time.monotonic(), machine_s()
-    while time.monotonic() < until or len(seconds["torch"]) < 2:
-        for name in order.sample(list(made), len(made)):
-            wall_s, processor_s = made[name].run(count)
+    while time.monotonic() < until or len(seconds["torch"]) < 4:
+        names = order.sample(list(made), len(made))
+        for name in (*names, *reversed(names)):
+            wall_s, processor_s = made[name].run(count, warm)
             seconds[name].append(round(wall_s, 7))
             processor[name].append(round(processor_s, 7))
     took, (busy_now, stolen_now) = time.monotonic() - began, machine_s()
-    ranks_s = sum(map(sum, processor.values())) * count * made["torch"].ranks
+    ranks_s = sum(map(sum, processor.values())) * (count + warm) * made["torch"].ranks
     return {
         "steps_a_turn": count,
         "seconds": seconds,
@@ -133,10 +151,11 @@ def main() -> None:
     parser.add_argument("--sets", default="claims", help=f"of {', '.join(SETS)}; default: %(default)s")
     parser.add_argument("--minutes", type=float, default=2.0, help="at most, for each setting; default: %(default)s")
     parser.add_argument("--within", type=float, default=0.01, help="half of the noise's interval; default: %(default)s")
-    parser.add_argument("--turn-s", type=float, default=0.25, help="seconds of a turn; default: %(default)s")
-    parser.add_argument("--launch-s", type=float, default=30, help="new processes after so long; default: %(default)s")
+    parser.add_argument("--turn-s", type=float, default=0.05, help="seconds of a turn; default: %(default)s")
+    parser.add_argument("--launch-s", type=float, default=15, help="new processes after so long; default: %(default)s")
     parser.add_argument("--no-pin", action="store_true", help="let ranks move between cores")
     parser.add_argument("--json", type=Path, help="keep results here, and go on from them")
+    parser.add_argument("--anew", action="store_true", help="forget what the file holds")
     parser.add_argument("--table", action="store_true", help="measure nothing, print what the file holds")
     parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
@@ -150,32 +169,16 @@ def main() -> None:
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     torch.set_num_threads(1)
-    results: dict[str, Any] = {"machine": _machine(), "settings": {}}
-    if options.json and options.json.exists():
+    if options.table:
         results = json.loads(options.json.read_text())
+    else:
+        results = resumed(options.json, facts(*MEASURED) | {"settings": {}}, anew=options.anew)
     for key, setting in {} if options.table else settings(options).items():
         known = results["settings"].setdefault(key, setting)
-        measure(known, options, lambda: _keep(results, options.json))
-        print(f"{key}: {sum(len(one['seconds']['torch']) for one in known['launches'])} rounds", flush=True)
+        measure(known, options, lambda: keep(results, options.json))
+        noise = compare(known, "again", "torch")
+        print(f"{key}: {len(known['launches'])} launches, torch over itself {noise or 'not asked'}", flush=True)
     print("\n" + tables(results["settings"]))
-
-
-def _keep(results: dict[str, Any], path: Path | None) -> None:
-    if path:
-        path.with_suffix(".part").write_text(json.dumps(results) + "\n")
-        path.with_suffix(".part").replace(path)
-
-
-def _machine() -> dict[str, Any]:
-    model = [
-        line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-    ]
-    return {
-        "cores": os.cpu_count(),
-        "processor": model[0],
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-    }
 
 
 if __name__ == "__main__":

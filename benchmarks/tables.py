@@ -66,7 +66,7 @@ def _conditions(settings: Sequence[dict[str, Any]]) -> str:
         others = sum(one["others_cores"] for one in launches) / len(launches)
         stolen = sum(one["stolen_cores"] for one in launches) / len(launches)
         lines.append(
-            f"{', '.join(_name(setting)[:2])} ranks: {sum(len(one['seconds']['torch']) for one in launches)} rounds of "
+            f"{', '.join(_name(setting)[:2])} ranks: {sum(len(one['seconds']['torch']) for one in launches)} turns of "
             f"{launches[-1]['steps_a_turn']} steps in {len(launches)} launches; other processes took {others:.2f} of a "
             f"core, the hypervisor {stolen:.2f}"
         )

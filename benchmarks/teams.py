@@ -77,8 +77,8 @@ class Team:
             raise
         self._signal(signal.SIGSTOP)
 
-    def run(self, steps: int) -> tuple[float, float]:
-        """Take a turn of so many steps.
+    def run(self, steps: int, warm: int = 0) -> tuple[float, float]:
+        """Take a turn of so many steps, after `warm` ones that are not measured.
 
         Returns:
             Seconds on the wall and of processor time a step, each the mean over the ranks.
@@ -88,7 +88,7 @@ class Team:
         """
         self._signal(signal.SIGCONT)
         for connection in self._connections:
-            connection.send(steps)
+            connection.send((steps, warm))
         answers = self._answers()
         self._signal(signal.SIGSTOP)
         wall, processor, self.notes = map(list, zip(*answers, strict=True))
@@ -140,6 +140,13 @@ class Team:
             os.kill(process.pid, which)
             if which == signal.SIGSTOP:
                 os.waitpid(process.pid, os.WUNTRACED)
+
+
+def steps_of(team: Team, seconds: float) -> int:
+    """How many steps such a team takes in so many seconds, about; one at least."""
+    step_s, _ = team.run(2)
+    step_s, _ = team.run(max(2, round(seconds / step_s)))
+    return max(1, round(seconds / step_s))
 
 
 def companion(command: Sequence[str], log: Path, **environ: str) -> subprocess.Popen[bytes]:
@@ -195,12 +202,18 @@ def _rank_main(
 
 
 def _serve(connection: Connection, steps: Steps) -> None:
-    """Tell that it is ready, then run as many steps as is asked, and tell seconds and processor seconds."""
+    """Tell that it is ready, then run as many steps as is asked, and tell seconds and processor seconds.
+
+    Caches are another team's when a turn begins, which is what `warm` steps are for.
+    """
     import torch.distributed as dist
 
     connection.send(())
-    while (count := connection.recv()) is not None:
+    while (turn := connection.recv()) is not None:
+        count, warm = turn
         dist.barrier()
+        if warm:
+            steps(warm)
         began, used = time.perf_counter(), time.process_time()
         note = steps(count)
         connection.send((time.perf_counter() - began, time.process_time() - used, note))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import math
 import os
 import re
 import shutil
@@ -12,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.models import Model
 from benchmarks.teams import Steps, companion
-from ddpobs import DistributedDataParallel, TelemetryConfig, attach
+from ddpobs import DistributedDataParallel, TelemetryConfig, attach, telemetry
+from ddpobs.exporter import Exporter
 
 Step = Callable[[torch.Tensor], None]
 NOBODY = "http://127.0.0.1:9"
@@ -42,10 +44,13 @@ class Turn:
     Attributes:
         model: What is trained.
         variants: How many take turns. Timers go on while a team is stopped, so that periods given in seconds are
-            multiplied by it: per second of training they are then what they are by default.
+            multiplied by it: per second of training they are then what they are by default. Batches are cut after so
+            many steps as train in the time of a flush.
         ranks: Of each team.
         folder: For whatever is written.
         collector: The address of what `Variant.serve` started.
+        phase: How much of a flush has passed when the measurement begins, 0 to 1: to be drawn anew each time, or short
+            measurements would have fewer batches than they have steps for.
     """
 
     model: Model
@@ -53,6 +58,7 @@ class Turn:
     ranks: int
     folder: Path
     collector: str = NOBODY
+    phase: float = 0.0
 
     def telemetry(self) -> TelemetryConfig:
         """Telemetry by default, to this turn's collector."""
@@ -104,7 +110,25 @@ class Variant:
 
         steps = self.loop(wrapped, step, turn) if self.loop else plainly
         steps(4)
+        if telemetry._process is not None:
+            _pace(telemetry._process._exporter, steps, turn)
         return steps
+
+
+def _pace(exporter: Exporter, steps: Steps, turn: Turn) -> None:
+    """Have batches cut by steps instead of by seconds, and train on until the phase that is asked for."""
+    emitted, began = exporter.emitted, time.perf_counter()
+    steps(2)
+    step_s = torch.tensor((time.perf_counter() - began) / 2)
+    torch.distributed.all_reduce(step_s, torch.distributed.ReduceOp.MAX)  # Ranks take as many steps as each other.
+    records = (exporter.emitted - emitted) / 2
+    config, per_s = exporter._config, 1 / turn.variants / step_s.item()
+    cut_at = round(records * exporter._flush_s * per_s)  # Drawn: ranks do not cut theirs together.
+    exporter._config = replace(config, batch_spans=min(config.batch_spans, max(1, cut_at)))
+    exporter._flush_s = math.inf
+    exporter._drawn_flush_s = lambda: math.inf  # type: ignore[method-assign]
+    if extra := round(turn.phase * config.flush_s * per_s):
+        steps(extra)
 
 
 def _attached(module: torch.nn.Module, turn: Turn) -> torch.nn.Module:

@@ -26,7 +26,8 @@ class TelemetryConfig:
         spool_mb: Most that the spool may hold, in MB (10^6 bytes).
         queue_records: Most finished steps waiting for the telemetry thread; more are dropped and counted.
         batch_spans: A batch is sent when it holds this many bucket spans,
-        flush_s: or when its first record is this old, in seconds.
+        flush_s: or when its first record is this old, in seconds, or up to half as much again: ranks that end their
+            steps together do not all send at once.
         timeout_s: How long one request to the collector may take, in seconds.
         exit_s: How long the flush at exit may take, in seconds.
         peers_every: Straggler statistics are exchanged among the ranks every so many steps.

@@ -7,6 +7,7 @@ of its own for what may hang. Whatever is lost is counted, and the count travels
 from __future__ import annotations
 
 import os
+import random
 import threading
 import time
 import weakref
@@ -24,6 +25,9 @@ from ddpobs.delivery import Delivery, Encoded, Once
 
 _SLACK_S = 0.02
 """What is due so soon is done at once: the thread wakes up less often."""
+_SPREAD = 0.5
+"""A flush waits for up to so much of `flush_s` longer, drawn anew: ranks end their steps together, and would send their
+batches together."""
 _RECORDS_A_BATCH = 1024
 _REST_S = 0.25
 """How long a fork waits for the thread to come to rest."""
@@ -85,6 +89,8 @@ class Exporter:
         self._oldest = 0.0
         self._latest: object = None
         self._last_cut = 0.0
+        self._jitter = random.Random()
+        self._flush_s = self._drawn_flush_s()
         self._identity: Identity | None = None
         self._periodic: list[_Periodic] = []
         self._seq = 0
@@ -201,7 +207,7 @@ class Exporter:
         now = time.monotonic()
         dues = [now + self._config.flush_s, *(periodic.due for periodic in self._periodic)]
         if self._queue and self._identity is not None and self._ready(self._queue[0][0]):
-            dues.append(self._oldest + self._config.flush_s)
+            dues.append(self._oldest + self._flush_s)
         return max(_SLACK_S / 2, min(dues) - now)
 
     def _tick(self) -> None:
@@ -216,7 +222,7 @@ class Exporter:
             self._cut_batch(self._identity)
 
     def _due(self) -> bool:
-        now, flush_s = time.monotonic(), self._config.flush_s
+        now, flush_s = time.monotonic(), self._flush_s
         if self._queue and self._ready(self._queue[0][0]):
             return self._weight >= self._config.batch_spans or now - self._oldest >= flush_s
         # News alone wait until the collector has taken the news before.
@@ -248,6 +254,7 @@ class Exporter:
             taken.append(self._latest)
             self._latest = None
         self._oldest = self._last_cut = time.monotonic()
+        self._flush_s = self._drawn_flush_s()
         envelope = Envelope(
             **vars(identity), seq=self._seq, emitted=self.emitted, dropped=self.dropped, anchor=anchor()
         )
@@ -260,6 +267,9 @@ class Exporter:
             self._warn("batch", "telemetry failed (batch); training goes on", trace=True)
             return
         self._delivery.put(Encoded(identity.run, identity.source, envelope.seq, weight, body))
+
+    def _drawn_flush_s(self) -> float:
+        return self._config.flush_s * (1 + self._jitter.uniform(0.0, _SPREAD))
 
     def _finish(self) -> None:
         """The last batches, once it is known whose they are and the device got to the last step's end."""

@@ -14,6 +14,7 @@ import pytest
 
 from benchmarks.broken import FAULTS
 from benchmarks.pairs import ratio
+from benchmarks.source import digest, keep, resumed
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,10 +63,23 @@ def test_ingest_loses_nothing_and_is_set_beside_rows(tmp_path: Path) -> None:
     assert "a row a span, SQLite alone" in told
 
 
+def test_a_job_by_the_real_exporter_loses_nothing(tmp_path: Path) -> None:
+    told = run("job", "--json", str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert (found["spans"], found["lost"]) == (4 * 6 * 40, 0)
+    assert " 0 lost" in told
+
+
 def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path) -> None:
     told = run("harm", "--json", str(tmp_path / "found.json"))
-    (launch,) = json.loads((tmp_path / "found.json").read_text())
-    for title in ("telemetry off", "off once more (the noise)", "a healthy collector", FAULTS["silent"][0]):
+    (launch,) = json.loads((tmp_path / "found.json").read_text())["models"]["tiny"]
+    for title in (
+        "telemetry off",
+        "all broken ones together",
+        "off once more (the noise)",
+        "a healthy collector",
+        FAULTS["silent"][0],
+    ):
         assert f"\n| {title} | " in told
     assert launch["holds"]["off"]["telemetry_s"] == 0 < launch["holds"]["silent"]["telemetry_s"]
     assert launch["holds"]["off"]["waiting_bytes"] == 0
@@ -86,15 +100,37 @@ def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:
     assert found["busiest_link"]["fp16"] < 0.8 * found["busiest_link"]["plain all-reduce"]
 
 
-def test_the_interval_of_a_ratio_covers_the_truth_about_as_often_as_it_says() -> None:
+@pytest.mark.parametrize("launches", [2, 4, 12])
+def test_the_interval_of_a_ratio_covers_the_truth_about_as_often_as_it_says(launches: int) -> None:
     random = np.random.default_rng(0)
     covered = 0
-    for _ in range(100):
-        launches = [random.normal(1.0, 0.02, 2) for _ in range(8)]
-        of, to = ([random.normal(one[side], 0.05, 12) for one in launches] for side in (0, 1))
+    for _ in range(400):
+        truths = [random.normal(1.0, 0.02, 2) for _ in range(launches)]
+        of, to = ([random.normal(one[side], 0.05, 12) for one in truths] for side in (0, 1))
         found = ratio([list(one) for one in of], [list(one) for one in to])
         covered += found.low <= 1.0 <= found.high
-    assert 80 <= covered <= 100
+    assert 0.92 <= covered / 400 <= 0.98
+
+
+def test_figures_of_other_code_or_another_machine_are_not_gone_on_from(tmp_path: Path) -> None:
+    file, here = tmp_path / "found.json", {"machine": {"cores": 2}, "code": "a"}
+    assert resumed(file, here | {"settings": {}}) == here | {"settings": {}}
+    keep(here | {"settings": {"kept": 1}}, file)
+    assert resumed(file, here | {"settings": {}})["settings"] == {"kept": 1}
+    assert resumed(file, here | {"settings": {}}, anew=True)["settings"] == {}
+    for other in ({"code": "b"}, {"machine": {"cores": 4}}):
+        with pytest.raises(SystemExit, match=f"of another {next(iter(other))}.* --anew"):
+            resumed(file, here | other)
+
+
+def test_code_is_told_apart_by_any_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.source.ROOT", tmp_path)
+    (tmp_path / "part").mkdir()
+    seen = set()
+    for text in ("a", "b", "a"):
+        (tmp_path / "part" / "x.py").write_text(text)
+        seen.add(digest("part"))
+    assert len(seen) == 2
 
 
 def test_a_ratio_of_nothing_is_an_error() -> None:

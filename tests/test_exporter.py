@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import zstandard
@@ -168,3 +169,17 @@ def test_the_last_flush_waits_a_moment_for_whose_records_these_are(tmp_path: Pat
         made.close()
     assert (len(seen.puts), made.dropped) == ((1, 0) if known else (0, 1))
     assert time.monotonic() - began < TelemetryConfig().exit_s
+
+
+def test_ranks_that_step_together_do_not_flush_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("ddpobs.exporter.time", SimpleNamespace(monotonic=lambda: now_s))
+    ranks = [Exporter(TelemetryConfig(spool=tmp_path, flush_s=2.0), encode) for _ in range(64)]
+    for rank in ranks:
+        rank.offer(event())
+    due = {}
+    for now_s in (1.9, 2.5, 3.1):
+        due[now_s] = sum(rank._due() for rank in ranks)
+    assert due[1.9] == 0
+    assert 8 <= due[2.5] <= 56
+    assert due[3.1] == 64

@@ -7,6 +7,7 @@ batch every flush, as a training of that size does. Clients are processes on the
 from __future__ import annotations
 
 import http.client
+import json
 import multiprocessing
 import os
 import re
@@ -14,12 +15,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -29,6 +30,8 @@ from ddpobs import wire
 
 FLOOD_STEPS, FLOOD_BUCKETS = 250, 20
 JOB_STEPS_A_SECOND, JOB_BUCKETS, JOB_FLUSH_S = 2, 40, 2.0
+SERVE = (sys.executable, "-m", "ddpobs_server.app", "serve")
+_LOOK_S = 0.2
 _ATTEMPT = "a" * 16
 _context = multiprocessing.get_context("fork")
 
@@ -134,57 +137,109 @@ def measure(load: Load, database_url: str | None = None) -> dict[str, float]:
         database_url: Where it stores; None for a SQLite file in a temporary folder.
 
     Returns:
-        `spans_per_s`, `ack_p50_ms`, `ack_p99_ms`, `cpu_ns_per_span` (the collector's processor time), `resident_mb`
-        (at the end), `resident_ratio` (over that in the middle), `bytes_per_span` (of a SQLite file) and `lost` spans.
+        What `drive` tells, `lost` spans, and `bytes_per_span` of a SQLite file.
 
     Raises:
         RuntimeError: The collector did not start, or did not acknowledge a batch.
     """
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, senders(load.clients, send, load) as pipes:
         folder = Path(name)
-        url = database_url or f"sqlite:///{folder}/runs.db"
-        pipes = [_context.Pipe() for _ in range(load.clients)]
-        clients = [_context.Process(target=_client, args=(load, n, pipes[n][1])) for n in range(load.clients)]
-        for client in clients:
-            client.start()
-        try:
-            for ours, _ in pipes:
-                ours.recv()  # Batches are made before anything is measured.
-            with collector(folder, url) as (process, address):
-                before = _processor_s(process.pid)
-                began = time.monotonic()
-                for ours, _ in pipes:
-                    ours.send(address)
-                middle = _middle(process.pid, pipes)
-                answers = [ours.recv() for ours, _ in pipes]
-                took = time.monotonic() - began
-                if failed := [answer for answer in answers if isinstance(answer, str)]:
-                    raise RuntimeError(failed[0])
-                used = _processor_s(process.pid) - before
-                resident = _resident_mb(process.pid)
-                stored = _stored(address)
-        finally:
-            for client in clients:
-                client.kill()
-                client.join()
-        acknowledged = np.concatenate(answers) * 1e3
-        found = {
-            "spans_per_s": load.spans / took,
-            "ack_p50_ms": float(np.percentile(acknowledged, 50)),
-            "ack_p99_ms": float(np.percentile(acknowledged, 99)),
-            "cpu_ns_per_span": 1e9 * used / load.spans,
-            "resident_mb": resident,
-            "resident_ratio": resident / middle,
-            "lost": float(load.spans - stored),
-        }
+        with collector(folder, database_url or f"sqlite:///{folder}/runs.db") as (process, address):
+            found = drive(pipes, process.pid, address)
+            found["lost"] = found.pop("spans") - stored(address)
         if database_url is None:
             found["bytes_per_span"] = sum(path.stat().st_size for path in folder.glob("runs.db*")) / load.spans
         return found
 
 
+@dataclass(frozen=True)
+class Sent:
+    """What one client sent.
+
+    Attributes:
+        spans: In acknowledged batches.
+        acknowledged_s: How long each acknowledgement took.
+    """
+
+    spans: int
+    acknowledged_s: list[float]
+
+
 @contextmanager
-def collector(folder: Path, database_url: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+def senders(count: int, send: Callable[..., Sent], *arguments: object) -> Iterator[list[Connection]]:
+    """Processes that each call `send(number, address, *arguments)`.
+
+    `address` waits until `drive` tells the collector's: what is done before it is called is not measured.
+    """
+    pipes = [_context.Pipe() for _ in range(count)]
+    clients = [
+        _context.Process(target=_client, args=(pipes[number][1], send, number, *arguments)) for number in range(count)
+    ]
+    for client in clients:
+        client.start()
+    try:
+        yield [ours for ours, _ in pipes]
+    finally:
+        for client in clients:
+            client.kill()
+            client.join()
+
+
+def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, float]:
+    """Have the clients send to the collector with that process id, and look at its memory and processor time.
+
+    Returns:
+        `spans` that were acknowledged, `spans_per_s`, `ack_p50_ms`, `ack_p99_ms`, `cpu_ns_per_span` and `cpu_cores`
+        (the collector's), `resident_mb` at the end, what it was at each quarter of the time before, and
+        `resident_ratio`, the end over the middle.
+
+    Raises:
+        RuntimeError: A batch was not acknowledged.
+    """
+    if failed := [told for told in [ours.recv() for ours in pipes] if told is not None]:
+        raise RuntimeError(failed[0])
+    before, began = _processor_s(pid), time.monotonic()
+    for ours in pipes:
+        ours.send(address)
+    seen: list[float] = []
+    answers: list[Sent | str] = []
+    while len(answers) < len(pipes):
+        if began + _LOOK_S * len(seen) <= time.monotonic():
+            seen.append(_resident_mb(pid))
+        wait(pipes, _LOOK_S)
+        answers += [ours.recv() for ours in pipes if ours.poll()]
+    took = time.monotonic() - began
+    if failed := [answer for answer in answers if isinstance(answer, str)]:
+        raise RuntimeError(failed[0])
+    sent = [answer for answer in answers if isinstance(answer, Sent)]
+    used, resident = _processor_s(pid) - before, _resident_mb(pid)
+    spans = sum(one.spans for one in sent)
+    acknowledged = 1e3 * np.concatenate([one.acknowledged_s for one in sent])
+    return {
+        "spans": float(spans),
+        "spans_per_s": spans / took,
+        "ack_p50_ms": float(np.percentile(acknowledged, 50)),
+        "ack_p99_ms": float(np.percentile(acknowledged, 99)),
+        "cpu_ns_per_span": 1e9 * used / spans,
+        "cpu_cores": used / took,
+        "resident_quarter_mb": seen[len(seen) // 4],
+        "resident_half_mb": seen[len(seen) // 2],
+        "resident_three_quarters_mb": seen[len(seen) * 3 // 4],
+        "resident_mb": resident,
+        "resident_ratio": resident / seen[len(seen) // 2],
+    }
+
+
+@contextmanager
+def collector(
+    folder: Path, database_url: str, command: Sequence[str] = SERVE
+) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A collector process and its address; ended at the exit, which checkpoints a SQLite file.
+
+    Args:
+        folder: For its log.
+        database_url: Where it stores.
+        command: Starts it; the default is ours.
 
     Raises:
         RuntimeError: It did not start; holds its log.
@@ -192,9 +247,7 @@ def collector(folder: Path, database_url: str) -> Iterator[tuple[subprocess.Pope
     log = folder / "log"
     environ = os.environ | {"DDPOBS_SERVER_PORT": "0", "DDPOBS_SERVER_DATABASE_URL": database_url}
     with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "ddpobs_server.app", "serve"], stdout=out, stderr=out, cwd=folder, env=environ
-        )
+        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=folder, env=environ)
     try:
         deadline = time.monotonic() + 60
         while not (found := re.search(r"running on (http://[^ ]+)", log.read_text())):
@@ -218,57 +271,55 @@ def fsyncs_a_second(folder: Path, size_bytes: int, count: int) -> float:
         return count / (time.perf_counter() - began)
 
 
-def _client(load: Load, number: int, pipe: Connection) -> None:
-    """Send the batches of every `clients`-th rank, and tell how long each acknowledgement took."""
+def _client(pipe: Connection, send: Callable[..., Sent], *arguments: object) -> None:
+    number, *rest = arguments
+
+    def address() -> str:
+        pipe.send(None)
+        told: str = pipe.recv()
+        return told
+
+    try:
+        pipe.send(send(number, address, *rest))
+    except Exception as error:
+        pipe.send(f"{type(error).__name__}: {error}")
+
+
+def send(number: int, address: Callable[[], str], load: Load) -> Sent:
+    """Send the batches of every `clients`-th rank, each rank's evenly apart where it is in no hurry.
+
+    Those of a flood are made before it begins, a job's as they are due: ten minutes of a large one fill no memory.
+    """
     ranks = range(number, load.ranks, load.clients)
-    bodies = {
-        (rank, seq): zstandard.compress(wire.encode(batch(load, rank, seq)), 1)
-        for seq in range(load.batches)
-        for rank in ranks
-    }
-    pipe.send(None)
-    address = urlsplit(pipe.recv())
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=60)
+    keys = [(rank, seq) for seq in range(load.batches) for rank in ranks]
+    bodies: Iterator[bytes] = (zstandard.compress(wire.encode(batch(load, rank, seq)), 1) for rank, seq in keys)
+    if not load.every_s:
+        bodies = iter(list(bodies))
+    where = urlsplit(address())
+    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
     headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
     took = []
     began = time.monotonic()
-    try:
-        for place, ((rank, seq), body) in enumerate(bodies.items()):
-            if load.every_s:
-                # A rank's batches are evenly apart, and the ranks' evenly spread.
-                due = began + load.every_s * (seq + (place % len(ranks)) / len(ranks))
-                time.sleep(max(0.0, due - time.monotonic()))
-            sent = time.monotonic()
-            where = f"/api/v1/runs/benchmark/sources/{rank:016x}/batches/{seq}"
-            connection.request("PUT", where, body, headers)
-            answer = connection.getresponse()
-            text = answer.read()
-            if answer.status != 201:
-                pipe.send(f"a batch was answered {answer.status}: {text[:300]!r}")
-                return
-            took.append(time.monotonic() - sent)
-    except OSError as error:
-        pipe.send(f"{type(error).__name__}: {error}")
-        return
-    pipe.send(np.array(took))
+    for place, (rank, seq) in enumerate(keys):
+        body = next(bodies)
+        # The ranks' batches are evenly spread, too.
+        due = began + load.every_s * (seq + (place % len(ranks)) / len(ranks))
+        if load.every_s:
+            time.sleep(max(0.0, due - time.monotonic()))
+        sent = time.monotonic()
+        connection.request("PUT", f"/api/v1/runs/benchmark/sources/{rank:016x}/batches/{seq}", body, headers)
+        answer = connection.getresponse()
+        text = answer.read()
+        if answer.status != 201:
+            raise RuntimeError(f"a batch was answered {answer.status}: {text[:300]!r}")
+        took.append(time.monotonic() - sent)
+    return Sent(len(keys) * load.steps * load.buckets, took)
 
 
-def _stored(address: str) -> int:
+def stored(address: str) -> int:
     """Bucket spans that the collector's own sums know of."""
-    import json
-    import urllib.request
-
     with urllib.request.urlopen(f"{address}/api/v1/runs/benchmark/buckets", timeout=60) as answer:
         return sum(bucket["steps"] for bucket in json.loads(answer.read())["buckets"])
-
-
-def _middle(pid: int, pipes: list[Any]) -> float:
-    """The collector's resident memory at the latest look before half of the looks were taken, in MB."""
-    seen = []
-    while not all(ours.poll() for ours, _ in pipes):
-        seen.append(_resident_mb(pid))
-        time.sleep(0.2)
-    return seen[len(seen) // 2] if seen else _resident_mb(pid)
 
 
 def _resident_mb(pid: int) -> float:
