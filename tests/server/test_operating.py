@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ddpobs_server import bench, commands
-from ddpobs_server.store import Store, schema
+from ddpobs_server.store import Store, UnusableError, schema
 from sqlalchemy import create_engine, inspect
 from typer.testing import CliRunner
 
@@ -108,7 +108,7 @@ def test_the_statements_that_distribute_name_every_table(tmp_path: Path) -> None
     statements = store.distribution()
     assert {statement.split("'")[1] for statement in statements} == set(schema.metadata.tables)
     assert all("'run_id'" in statement for statement in statements if "tokens" not in statement)
-    with pytest.raises(ValueError, match="expected a PostgreSQL"):
+    with pytest.raises(UnusableError, match="expected a PostgreSQL"):
         store.distribute()
     store.close()
 

@@ -18,6 +18,7 @@ from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
 from ddpobs_server.store import compacting, faults, reading, removing, schema, sums, writing
+from ddpobs_server.store.faults import UnusableError
 from ddpobs_server.store.reading import Part
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
 from ddpobs_server.store.totals import PhaseTotals
@@ -63,10 +64,20 @@ class Store:
         return Path(url.database).resolve().parent if url.get_backend_name() == "sqlite" and url.database else None
 
     def migrate(self) -> None:
-        """Bring the schema to this version's, from whatever earlier one is there."""
+        """Bring the schema to this version's, from whatever earlier one is there.
+
+        Raises:
+            UnusableError: A newer version made it.
+        """
         with self._engine.begin() as connection:
+            # Another collector may start, too; and a step that is cut off leaves nothing behind.
             if self._engine.dialect.name == "postgresql":
-                connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))  # Another collector may start, too.
+                connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
+            else:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")  # Python's driver begins for rows, not for tables.
+            here = MigrationContext.configure(connection).get_current_revision()
+            if here is not None and here not in self.earlier_revisions():
+                raise UnusableError(f"the schema is at {here}, which a newer version made: upgrade this one")
             config = _alembic()
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
@@ -160,11 +171,12 @@ class Store:
         """Run `distribution`.
 
         Raises:
-            ValueError: The database is no PostgreSQL.
+            UnusableError: The database is no PostgreSQL.
             SQLAlchemyError: It has no Citus, or the tables are distributed already.
         """
         if self._engine.dialect.name != "postgresql":
-            raise ValueError(f"expected a PostgreSQL database with Citus, got {self._engine.dialect.name}")
+            raise UnusableError(f"expected a PostgreSQL database with Citus, got {self._engine.dialect.name}")
+        self.migrate()
         with self._engine.begin() as connection:
             for statement in self.distribution():
                 connection.exec_driver_sql(statement)
@@ -185,7 +197,7 @@ class Store:
         """
         with self._engine.connect() as connection:
             if self._engine.dialect.name == "sqlite":
-                connection.exec_driver_sql("BEGIN IMMEDIATE")  # Python's driver begins for rows, not for tables.
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
             connection.execute(CreateTable(_TRIED))
             connection.execute(_TRIED.insert(), {"run_id": ""})
             connection.rollback()
