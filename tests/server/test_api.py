@@ -273,10 +273,3 @@ def test_migrations_make_the_very_schema_that_the_store_uses(fresh: Fresh, tmp_p
         context = MigrationContext.configure(connection)
         assert context.get_current_revision() is not None
         assert compare_metadata(context, schema.metadata) == []
-
-
-def test_every_table_has_the_run_first_in_its_key() -> None:
-    for name, table in schema.metadata.tables.items():
-        if name == "tokens":
-            continue  # Of no run: every node has all of it.
-        assert table.primary_key.columns.keys()[0] == "run_id", name
