@@ -221,9 +221,9 @@ class Store:
             row = connection.execute(select(func.count(), mine).where(c.run_id == run)).one()
         return row[0], bool(row[1])
 
-    def aggregates(self, since_ns: int, workspace: str = "default") -> Aggregates:
-        """What metrics tell of the active runs, in a few statements for all of them."""
-        which = sums.active(workspace, since_ns)
+    def aggregates(self, since_ns: int, until_ns: int = 2**63 - 1, workspace: str = "default") -> Aggregates:
+        """What metrics tell of the runs last heard of in that time, in a few statements for all of them."""
+        which = sums.active(workspace, since_ns, until_ns)
         of = sums.of_latest(which)
         with self._snapshot() as connection:
             runs, histograms = sums.runs(connection, which), sums.histograms(connection, of)
