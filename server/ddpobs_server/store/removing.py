@@ -1,4 +1,4 @@
-"""Rows out of the tables, a run at a time."""
+"""Rows out of the tables, a run at a time, its own row first: two that do so at once wait, and never for each other."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def expire_chunks(engine: Engine, before_ns: int) -> int:
             batches.received_ns < before_ns,
         )
         with engine.begin() as connection:
+            connection.execute(select(runs.run_id).where(runs.run_id == run).with_for_update())
             gone = connection.execute(schema.chunks.delete().where(chunks.run_id == run, came_before)).rowcount
             left = select(func.coalesce(func.sum(func.length(chunks.payload)), 0)).where(chunks.run_id == run)
             if gone:
@@ -64,9 +65,9 @@ def shrink(engine: Engine, limit_bytes: int) -> tuple[int, int]:
             holding = connection.execute(oldest.where(runs.chunk_bytes > 0)).scalar()
             run = connection.execute(oldest).scalar()
             if holding is not None:
+                connection.execute(schema.runs.update().where(runs.run_id == holding).values(chunk_bytes=0))
                 statement = schema.chunks.delete().where(chunks.run_id == holding)
                 removed_chunks += connection.execute(statement).rowcount
-                connection.execute(schema.runs.update().where(runs.run_id == holding).values(chunk_bytes=0))
             elif run is not None and engine.dialect.name == "sqlite":
                 removed_runs += delete_run(connection, run)
             else:
