@@ -80,7 +80,7 @@ def test_what_is_kept_is_tidied_while_the_run_is_deleted(
         tidied = pool.submit(tidy)
         while not watching.execute(waiting).scalar_one() and not tidied.done():
             watching.rollback()
-        removing.delete_run(deleting, "run")
+        removing.delete_rows(deleting, "run")
         deleting.commit()
         tidied.result(60)
     assert store.run("run") is None
@@ -124,6 +124,35 @@ def test_a_deleted_run_returns_its_space(tmp_path: Path) -> None:
     store.delete("large")
     assert store.size_bytes() <= 1.2 * empty
     store.close()
+
+
+def test_batches_get_in_between_while_much_is_removed(
+    fresh: databases.Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removing, "_CHUNKS", 5)
+    monkeypatch.setattr(removing, "_PAGES", 20)
+    store = Store(fresh(tmp_path))
+    store.migrate()
+    for seq in range(10):
+        arrive(store, "large", day=1, seq=seq, count=1000)
+    came: list[int] = []
+
+    def arrive_meanwhile(_: float) -> None:
+        arrive(store, "other", day=1, seq=len(came), count=1)
+        came.append(len(rows_left(store)))
+
+    monkeypatch.setattr(time, "sleep", arrive_meanwhile)
+    assert store.delete("large")
+    assert came[:4] == [15, 10, 5, 0], "chunks of steps and spans"
+    assert rows_left(store) == set()
+    assert rows(store, "other")[0] == len(came)
+    store.close()
+
+
+def rows_left(store: Store) -> set[tuple[object, ...]]:
+    c = schema.chunks.c
+    with store._engine.connect() as connection:
+        return set(map(tuple, connection.execute(select(c.source, c.kind, c.seq).where(c.run_id == "large"))))
 
 
 def test_a_limit_below_what_an_empty_database_takes_ends_too(tmp_path: Path) -> None:

@@ -126,8 +126,7 @@ class Store:
 
     def delete(self, run: str) -> bool:
         """Remove everything of a run and return its space; False where there is none."""
-        with self._engine.begin() as connection:
-            found = removing.delete_run(connection, run)
+        found = removing.delete_run(self._engine, run)
         removing.give_back(self._engine)
         return found
 
@@ -390,6 +389,7 @@ def _durable(connection: Any, _record: object) -> None:
         "synchronous=FULL",
         "foreign_keys=ON",
         "cache_size=-32768",
+        "journal_size_limit=67108864",
     ):
         cursor.execute(f"PRAGMA {setting}")
     cursor.close()
