@@ -137,7 +137,7 @@ def _no_open_door(settings: Settings) -> None:
     doorkeeper = Doorkeeper(settings, store)
     doorkeeper.look()
     store.close()
-    if doorkeeper.open and not settings.on_loopback:
+    if doorkeeper.unguarded and not settings.on_loopback:
         raise _refusal(
             f"host {settings.host} is not loopback or has a proxy before it, and there is no token: anyone could read "
             "and write. Set --token (DDPOBS_SERVER_TOKEN), make tokens with `ddpobs-server token create`, or listen "
