@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import resource
 import signal
 import socket
 import sys
@@ -32,6 +33,10 @@ def run(app: FastAPI, **settings: Any) -> None:
     Raises:
         SystemExit: Not with 0, where the application did not start.
     """
+    # A connection is an open file, and each rank has one: the usual soft limit is 1,024, for programs that use select.
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    with suppress(ValueError, OSError):  # Some systems call it endless and do not take that.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     server = _Server(uvicorn.Config(app, **settings))
     # uvicorn raises the signal again once it has ended, for whoever had a handler before.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Dialect, Insert, Select, Table, bindparam, func, or_, select
+from sqlalchemy import Connection, Dialect, Insert, Select, Table, bindparam, case, func, or_, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ddpobs import columns, wire
@@ -325,7 +325,7 @@ def _touching_run(dialect: str, new_attempt: bool) -> Any:
     statement, c = _new(dialect, schema.runs), schema.runs.c
     new = statement.excluded
     changes: dict[str, Any] = {
-        "last_seen_ns": _greatest(dialect, c.last_seen_ns, new.last_seen_ns),
+        "last_seen_ns": new.last_seen_ns,  # Not the greatest: a clock that was ahead for a while is set back.
         "commits": c.commits + new.commits,
         "chunk_bytes": c.chunk_bytes + new.chunk_bytes,
     }
@@ -338,9 +338,15 @@ def _touching_run(dialect: str, new_attempt: bool) -> Any:
 def _touching_source(dialect: str) -> Any:
     statement, c = _new(dialect, schema.sources), schema.sources.c
     new = statement.excluded
-    highest = ("last_seen_ns", "emitted", "dropped", "last_step", "last_step_seen_ns", "wall_ns", "monotonic_ns")
+    # What was spooled comes after what was made later.
+    highest = ("emitted", "dropped", "last_step", "monotonic_ns")
     changes: dict[str, Any] = {name: _greatest(dialect, c[name], new[name]) for name in highest}
-    changes |= {name: func.coalesce(new[name], c[name]) for name in ("hello", "pulse")}
+    later = new.monotonic_ns >= c.monotonic_ns
+    changes |= {name: case((later, func.coalesce(new[name], c[name])), else_=c[name]) for name in ("wall_ns", "pulse")}
+    changes["hello"] = func.coalesce(new.hello, c.hello)
+    changes["last_seen_ns"] = new.last_seen_ns
+    stepped_ns = func.nullif(new.last_step_seen_ns, text("0"))
+    changes["last_step_seen_ns"] = func.coalesce(stepped_ns, c.last_step_seen_ns)
     changes["goodbye"] = or_(c.goodbye, new.goodbye)
     return statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes)
 
