@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +29,6 @@ from ddpobs.unused import Dynamic, Participation, Required, Static, UsedMap
 
 if TYPE_CHECKING:
     from ddpobs.recorder import Backward, ModuleRecorder
-
-_reducers = count()
-"""Reducers made in this process; every rank makes its own in the same order, so the number names one on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +97,7 @@ class Reducer:
         self._way = way
         self._comm: BucketComm = way(group)
         self._tells_duration = recorder is not None and time_collectives(group, parameters[0].device)
-        self._alarm_name = str(next(_reducers))
-        self._alarm = Alarm(group, self._alarm_name)
+        self._alarm = Alarm(group)
         self._used_map = UsedMap(
             len(names), parameters[0].device, lambda used: all_reduce(self._group, [used]), recorder
         )
@@ -423,7 +418,7 @@ class Reducer:
     @property
     def _in_band(self) -> bool:
         """Whether the last bucket carries a NaN from one rank to all."""
-        return self._comm.carries_nan and not self._buckets[-1].sparse and not self._settings.skip_unused
+        return self._comm.carries_nan and len(self._buckets[-1].buffer) > 0 and not self._settings.skip_unused
 
     def _listen(self, last: Bucket) -> None:
         """Raise the same error on every rank where some rank told of a fault."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from ddpobs import DistributedDataParallel
+from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.errors import ReducerError
-from tests.distributed.compare import batch, net
+from tests.distributed.compare import batch, net, outcome, train, verdicts
 from tests.distributed.launch import run_ranks
+from tests.distributed.sent import sending
 
 CAP = {"bucket_cap_mb": 0.05}
 STEPS = 6
@@ -47,7 +53,7 @@ def skipping(ddp: Any, rank: int, layer: int, when: Breaks, set_to_none: bool) -
     """Train, drop the batches whose backward fails; how far each step is from one without DDP, and what was raised."""
     breaks, alone = breaking(ddp, layer), net()
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (ddp, alone)]
-    ranks = torch.distributed.get_world_size()
+    ranks = dist.get_world_size()
     told, apart = [], 0.0
     for step in range(STEPS):
         breaks[0] = when(rank, step)
@@ -120,3 +126,114 @@ def too_late(rank: int, world_size: int) -> list[str]:
 
 def test_an_error_after_the_last_gradient_is_not_passed_over() -> None:
     assert run_ranks(too_late, 2) == [["StopError", "ReducerError"]] * 2
+
+
+def wrapped_again(kind: Any, rank: int) -> Any:
+    """The first wrapper is never used, the second one is; then there is another beside the one that trains."""
+    module = net()
+    kind(module, **CAP)
+    train(kind(module, **CAP), rank, 2)
+    beside = kind(module, **CAP)
+    hooks = [len(p._post_accumulate_grad_hooks or ()) <= 1 for p in module.parameters()]
+    return [train(kind(module, **CAP), rank), hooks, beside.training]
+
+
+def copied_on_one_rank(kind: Any, rank: int) -> Any:
+    """As for a moving average of the weights."""
+    ddp = kind(net(), **CAP)
+    if rank == 0:
+        copy.deepcopy(ddp)
+    return train(ddp, rank)
+
+
+class Extra(nn.Module):
+    """A layer, and one more parameter, whose bucket is launched last."""
+
+    def __init__(self, extra: torch.Tensor) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(extra)
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).sum() + self.extra.abs().sum().to(x.dtype) * x.sum()
+
+
+def holding(extra: torch.Tensor) -> Any:
+    def case(kind: Any, rank: int) -> Any:
+        ddp = kind(Extra(extra.clone()))
+        for step in range(3):
+            ddp(batch(rank, step)).backward()
+        return outcome(ddp)
+
+    return case
+
+
+SAME = {
+    "wrapped again": wrapped_again,
+    "copied on one rank": copied_on_one_rank,
+    "complex": holding(torch.full((3,), 1 + 2j)),
+    "nothing of a dtype": holding(torch.zeros(0, dtype=torch.float64)),
+    "bfloat16 and a scalar": holding(torch.tensor(2.0, dtype=torch.bfloat16)),
+}
+
+
+def all_same(rank: int, world_size: int) -> dict[str, str]:
+    return verdicts(SAME, rank)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, str]]:
+    return run_ranks(all_same, 2)
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_results_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
+    assert {verdict[case] for verdict in found} == {"equal"}
+
+
+def left_behind(rank: int, world_size: int) -> list[Any]:
+    module = net()
+    with sending() as sent:
+        for _ in range(3):
+            ddp = DistributedDataParallel(module, telemetry=sent.config)
+            train(ddp, rank, 2)
+            reducer = weakref.ref(ddp.reducer)
+            del ddp
+            module.zero_grad()
+            gc.collect()
+        process = telemetry._process
+        kept = [len(process._recorders), process._tracker.modules]
+    return [sum(len(p._post_accumulate_grad_hooks) for p in module.parameters()), reducer() is None, kept]
+
+
+def test_a_wrapper_that_is_gone_leaves_nothing_on_its_module_nor_in_telemetry() -> None:
+    assert run_ranks(left_behind, 2) == [[0, True, [0, 0]]] * 2
+
+
+def mistaken(rank: int, world_size: int) -> list[str]:
+    """Each mistake's error; the last one's is shared by a rank that has a copy besides."""
+    told = []
+    first = DistributedDataParallel(net())
+    if rank == 0:
+        copy.deepcopy(first)
+    for mistake in ("create_graph", "converted", "unused"):
+        ddp = DistributedDataParallel(net(), **CAP)
+        if mistake == "converted":
+            ddp.double()
+        inputs = batch(rank).to(next(ddp.parameters()).dtype)
+        if mistake == "unused" and rank == 0:
+            ddp.module[4].bias = None
+        with pytest.raises(ReducerError) as error:
+            ddp(inputs).sum().backward(create_graph=mistake == "create_graph")
+        told.append(str(error.value))
+    return told
+
+
+def test_what_cannot_be_reduced_is_the_same_clear_error_on_every_rank() -> None:
+    first, second = run_ranks(mistaken, 2)
+    assert first == second
+    higher, converted, unused = first
+    assert "torch.autograd.grad" in higher
+    assert "0.weight was torch.float32 on cpu" in converted
+    assert "4.bias (rank 0)" in unused
