@@ -167,18 +167,18 @@ def test_only_a_hash_is_kept_and_the_list_shows_no_secret(guarded: dict[str, Any
 def test_a_revoked_token_stops_working_within_seconds(fresh: Fresh, tmp_path: Path) -> None:
     database = fresh(tmp_path)
     first, second = (kept(database, name, "default", "read") for name in "ab")
-    with collector(tmp_path, database_url=database) as running:
+    with collector(tmp_path, database_url=database) as running, httpx.Client(base_url=running.url) as kept_alive:
         headers = {"Authorization": f"Bearer {second}"}
-        assert httpx.get(f"{running.url}/api/v1/runs", headers=headers).status_code == 200
+        assert kept_alive.get("/api/v1/runs", headers=headers).status_code == 200
         store = Store(database)
         assert store.revoke_token(second.split("_")[1], time.time_ns())
         store.close()
         deadline = time.monotonic() + 30
-        while httpx.get(f"{running.url}/api/v1/runs", headers=headers).status_code == 200:
+        while kept_alive.get("/api/v1/runs", headers=headers).status_code == 200:
             assert time.monotonic() < deadline
             time.sleep(0.2)
         headers = {"Authorization": f"Bearer {first}"}
-        assert httpx.get(f"{running.url}/api/v1/runs", headers=headers).status_code == 200
+        assert kept_alive.get("/api/v1/runs", headers=headers).status_code == 200
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
