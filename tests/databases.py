@@ -45,10 +45,10 @@ def postgresql(folder: Path) -> Iterator[Fresh]:
         yield lambda _: new_database(server)
 
 
-def new_database(server: Any) -> str:
+def new_database(server: Any, where: str = "") -> str:
     """An empty database's SQLAlchemy URL."""
     name = f"runs{next(_numbers)}"
-    server.psql(f"CREATE DATABASE {name};")
+    server.psql(f"CREATE DATABASE {name} {where};")
     return f"postgresql+psycopg://postgres@/{name}?host={server.pgdata}"
 
 

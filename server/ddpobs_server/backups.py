@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from sqlalchemy import make_url
@@ -52,8 +52,8 @@ def _sqlite(database_url: str, instead: str) -> Path:
 
 def _copy(source: Path, target: Path) -> None:
     unfinished = target.with_name(f"{target.name}.unfinished")
-    unfinished.unlink(missing_ok=True)
     try:
+        unfinished.unlink(missing_ok=True)
         with (
             closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=ro", uri=True)) as theirs,
             closing(sqlite3.connect(unfinished)) as ours,
@@ -73,7 +73,8 @@ def _copy(source: Path, target: Path) -> None:
     except (sqlite3.Error, OSError) as error:
         raise BackupError(f"{source} could not be copied to {target}: {error}") from error
     finally:
-        unfinished.unlink(missing_ok=True)
+        with suppress(OSError):
+            unfinished.unlink(missing_ok=True)
 
 
 def _sync(path: Path) -> None:

@@ -14,16 +14,18 @@ import pytest
 from ddpobs import wire
 from tests.integration.faults import Mortal
 
-Full = Callable[[Path], AbstractContextManager[Callable[[Mortal], AbstractContextManager[int]]]]
-"""Makes a folder; what it gives takes a collector that stores there, and leaves no room while its block lasts.
-The block is told the status of the answers meanwhile."""
+Room = Callable[[Mortal], AbstractContextManager[int]]
+"""Takes a collector that stores there, and leaves no room while its block lasts, which is told the status of the
+answers meanwhile."""
+Full = Callable[[Path], AbstractContextManager[Room]]
+"""Makes a folder, and gives its room."""
 
 LARGE = [wire.Event(kind="large", at_ns=1, detail={"text": os.urandom(200).hex()}) for _ in range(500)]
 """Events that fit into no page that happens to be free."""
 
 
 @contextmanager
-def full_disk(folder: Path) -> Iterator[Callable[[Mortal], AbstractContextManager[int]]]:
+def full_disk(folder: Path) -> Iterator[Room]:
     """A file system of its own, filled by a file; a skip where it cannot be mounted, and a failure in CI."""
     folder.mkdir()
     done = subprocess.run(
@@ -54,7 +56,7 @@ def full_disk(folder: Path) -> Iterator[Callable[[Mortal], AbstractContextManage
 
 
 @contextmanager
-def full_quota(folder: Path) -> Iterator[Callable[[Mortal], AbstractContextManager[int]]]:
+def full_quota(folder: Path) -> Iterator[Room]:
     """A limit on the collector's files, which the system answers as it answers a quota: writing fails."""
     folder.mkdir()
 

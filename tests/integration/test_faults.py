@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -30,7 +31,7 @@ from tests.integration.faults import (
     until,
     whole,
 )
-from tests.integration.rooms import LARGE, Full, full_disk, full_quota
+from tests.integration.rooms import LARGE, Full, Room, full_disk, full_quota
 from tests.server.batches import assert_problem, batch, get, put
 
 
@@ -119,7 +120,27 @@ def test_a_database_that_stops_is_waited_for(server: Any, tmp_path: Path) -> Non
 @pytest.mark.parametrize("full", [full_disk, full_quota])
 def test_a_full_disk_is_said_and_left_behind(tmp_path: Path, full: Full) -> None:
     disk = tmp_path / "disk"
-    with full(disk) as room, Mortal(tmp_path / "collector", database_url=f"sqlite:///{disk}/runs.db") as collector:
+    with full(disk) as room:
+        assert_left_behind(tmp_path, f"sqlite:///{disk}/runs.db", room)
+
+
+def test_a_full_disk_of_postgresql_is_said_and_left_behind(server: Any, tmp_path: Path) -> None:
+    disk = server.pgdata.with_name("disk")
+    with full_disk(disk) as room:
+        data = disk / "data"
+        data.mkdir()
+        if server.system_user is not None:
+            shutil.chown(data, server.system_user)
+        server.psql(f"CREATE TABLESPACE small LOCATION '{data}';")
+        url = databases.new_database(server, "TABLESPACE small")
+        try:
+            assert_left_behind(tmp_path, url, room)
+        finally:
+            databases.stop(server, "immediate")
+
+
+def assert_left_behind(tmp_path: Path, database_url: str, room: Room) -> None:
+    with Mortal(tmp_path / "collector", database_url=database_url) as collector:
         with Ranks(collector.url, "full", tmp_path / "spool") as ranks:
             for _ in range(2):
                 collector.until_batches(20)

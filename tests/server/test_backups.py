@@ -132,7 +132,7 @@ def pg(database: str, program: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("what", ["there already", "nothing", "no database", "damaged", "postgresql"])
+@pytest.mark.parametrize("what", ["there already", "nowhere", "nothing", "no database", "damaged", "postgresql"])
 def test_what_cannot_be_backed_up_or_restored_is_refused_and_nothing_changed(tmp_path: Path, what: str) -> None:
     database, file = tmp_path / "runs.db", tmp_path / "backup"
     store = Store(f"sqlite:///{database}")
@@ -142,6 +142,8 @@ def test_what_cannot_be_backed_up_or_restored_is_refused_and_nothing_changed(tmp
     if what == "there already":
         file.write_bytes(b"mine")
         verb, url = "backup", f"sqlite:///{database}"
+    elif what == "nowhere":
+        verb, url, file, says = "backup", f"sqlite:///{database}", database / "backup", "could not be copied"
     elif what == "nothing":
         verb, url, says = "backup", f"sqlite:///{tmp_path}/none.db", "no database"
     elif what == "no database":
