@@ -106,8 +106,6 @@ def launch(names: Sequence[str], model: str, options: argparse.Namespace, number
             one = variant(name)
             made[name] = Team(RANKS, partial(one.prepare, turn), one.serve(turn))
             stack.callback(made[name].disband)
-        for team in made.values():
-            team.run(2)
         count = steps_of(made["off"], options.turn_s)
         warm = 1 if count > 2 else 0
         seconds: dict[str, list[float]] = {name: [] for name in names}
