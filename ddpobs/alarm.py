@@ -8,15 +8,20 @@ all-reduce carries to every rank; whoever sees it reads the store. Nothing is se
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs.errors import ReducerError, UnusedParametersError
+
+_numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
+"""Alarms of each process group, numbered as their first backward begins: in the same order on every rank of it, also
+where a rank has modules of other groups, or a copy of its own."""
 
 
 @dataclass(frozen=True)
@@ -32,17 +37,19 @@ class Alarm:
 
     Args:
         group: The reducer's process group.
-        name: Tells this reducer from the group's others; the same on every rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._store = PrefixStore(f"ddpobs/alarm/{group.group_name}/{name}", dist.distributed_c10d._get_default_store())
+        self._store: Any = None
         self._number = 0
         self._looks: list[_Look] = []
 
     def began(self) -> None:
         """One more synchronised backward, on every rank."""
+        if self._store is None:
+            name = f"ddpobs/alarm/{self._group.group_name}/{next(_numbers.setdefault(self._group, count()))}"
+            self._store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         self._number += 1
 
     def tell(self, fault: Fault) -> None:
@@ -55,7 +62,8 @@ class Alarm:
     def look(self, element: torch.Tensor) -> None:
         """Look at the element that would be NaN; on a device it is only looked at once it is there."""
         if element.device.type == "cpu":
-            if math.isnan(element.item()):
+            value = element.item()
+            if value != value:  # noqa: PLR0124 - NaN, also a complex one
                 self.read()
         elif not torch.cuda.is_current_stream_capturing():  # A graph's replays run no Python that could look.
             self._looks.append(_Look(element, self._number))

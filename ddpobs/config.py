@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from ddpobs.errors import ConfigError
 
 DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
-_RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_RUN_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class TelemetryConfig:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError("collector", "an http:// or https:// address", self.collector)
         if self.run is not None and not _RUN_ID.fullmatch(self.run):
-            raise ConfigError("run", "1 to 128 of A-Z a-z 0-9 . _ -", self.run)
+            raise ConfigError("run", "1 to 128 of A-Z a-z 0-9 . _ -, and neither . nor ..", self.run)
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, (int, float)) and not value > 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -160,6 +161,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             settings=settings,
             recorder=self._recorder,
         )
+        # The module outlives its wrapper, and may be wrapped again.
+        weakref.finalize(self, self.reducer.remove_hooks).atexit = False
         self.logger = Logger(self.reducer, self._construction_facts(parameters))
         self._passing_sync_batchnorm_handle(self.module)
 
@@ -188,7 +191,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return None
         from ddpobs import telemetry
 
-        return telemetry.join(
+        recorder = telemetry.join(
             self,
             self._telemetry_config,
             self.process_group,
@@ -201,6 +204,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 "bucket_cap_mb": self.bucket_bytes_cap / 2**20,
             },
         )
+        weakref.finalize(self, telemetry.forget, recorder).atexit = False
+        return recorder
 
     def _sync_buffers(self) -> None:
         recorder = self._recorder

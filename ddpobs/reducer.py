@@ -12,7 +12,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +29,6 @@ from ddpobs.unused import Dynamic, Participation, Required, Static, UsedMap
 
 if TYPE_CHECKING:
     from ddpobs.recorder import Backward, ModuleRecorder
-
-_reducers = count()
-"""Reducers made in this process; every rank makes its own in the same order, so the number names one on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -101,8 +97,7 @@ class Reducer:
         self._way = way
         self._comm: BucketComm = way(group)
         self._tells_duration = recorder is not None and time_collectives(group, parameters[0].device)
-        self._alarm_name = str(next(_reducers))
-        self._alarm = Alarm(group, self._alarm_name)
+        self._alarm = Alarm(group)
         self._used_map = UsedMap(
             len(names), parameters[0].device, lambda used: all_reduce(self._group, [used]), recorder
         )
@@ -172,13 +167,13 @@ class Reducer:
     # ------------------------------------------------------------------ the begin of a backward
 
     def prepare(self, synchronises: bool) -> None:
-        """A forward that can be differentiated was called; what is left of an interrupted backward is forgotten."""
+        """A forward that can be differentiated was called; a backward that an error ended is brought to its end."""
         self._alarm.look_again()
         self._expected = synchronises
         self._outputs = []
         # Inside a backward it is checkpointing that runs the module again: that backward is not interrupted.
         if self._active and torch._C._current_graph_task_id() < 0:
-            self._reset()
+            self._abandon()
 
     def watch(self, outputs: Sequence[torch.Tensor]) -> None:
         """Begin the backward at a forward's outputs: a loss that reaches no parameter fires no parameter's hook."""
@@ -423,7 +418,7 @@ class Reducer:
     @property
     def _in_band(self) -> bool:
         """Whether the last bucket carries a NaN from one rank to all."""
-        return self._comm.carries_nan and not self._buckets[-1].sparse and not self._settings.skip_unused
+        return self._comm.carries_nan and len(self._buckets[-1].buffer) > 0 and not self._settings.skip_unused
 
     def _listen(self, last: Bucket) -> None:
         """Raise the same error on every rank where some rank told of a fault."""
@@ -478,29 +473,70 @@ class Reducer:
         self._aside = {}
         self._fired[:] = bytes(len(self._fired))
         self._divisor = self._ranks
+        self._participation.forget()
         for bucket in self._buckets:
             bucket.reset()
 
-    # ------------------------------------------------------------------ what a rank without data does
+    # ------------------------------------------------------------------ what a rank does that has no gradients
 
     def shadow(self) -> None:
         """Take part in another rank's backward with zeros, call for call."""
-        participation = self._participation
         self._alarm.began()
-        participation.abstain()
-        shadows = [bucketing.shadow(bucket) for bucket in self._buckets]
+        self._participation.abstain()
+        try:
+            self._go_along()
+            self._participation.settle()
+        finally:
+            self._participation.forget()
+        if self._recorder is not None:
+            self._recorder.shadowed()
+
+    def _abandon(self) -> None:
+        """End a backward that an error interrupted: ranks that are still in it get an error too, and none hangs.
+
+        Raises:
+            ReducerError: Every bucket was launched already: other ranks may have their results, and this one has none.
+        """
+        self._fault = Fault(
+            message="an error interrupted its backward, so that this one has no result on any rank. Drop the batch "
+            "(zero_grad) on every rank, or stop"
+        )
+        reduced = [bucket for bucket, _ in zip(self._buckets, self._pending, strict=False) if not bucket.sparse]
+        too_late = len(self._pending) == len(self._buckets) and self._in_band
+        try:
+            self._participation.end(self._used, [i for i, fired in enumerate(self._fired) if not fired])
+            self._go_along()
+        except ReducerError:
+            pass  # Each rank's own, or what every other rank raises.
+        finally:
+            for bucket in reduced:  # `zero_grad` may have come before the result.
+                bucket.buffer.zero_()
+            if self._order is not None and not self._order:  # Every rank rebuilds its buckets next.
+                self._order = list(reversed(range(len(self._parameters))))
+            self._reset()
+            self._used[:] = bytes(len(self._used))
+        if too_late:
+            raise ReducerError(
+                "an error interrupted the last backward of this rank after its last gradient: others may have gone "
+                "on with the result that is missing here. Stop, and go on from a checkpoint"
+            )
+
+    def _go_along(self) -> None:
+        """Launch what is not launched yet with zeros in it, and wait for all."""
+        participation, shadows = self._participation, [bucketing.shadow(bucket) for bucket in self._buckets]
+        rest = shadows[len(self._pending) :]
+        last = shadows[-1] if rest else self._buckets[-1]
+        self._tell_fault()
+        if self._fault is not None and rest and self._in_band:
+            last.buffer[0] = float("nan")
         if self._settings.skip_unused:
             participation.share()
-        last = shadows[-1]
-        wanted = [bucket for bucket in shadows if participation.wanted(bucket.members, True)]
-        pending = [self._comm.launch(bucket, bucket is last) for bucket in wanted]
+        wanted = [bucket for bucket in rest if participation.wanted(bucket.members, True)]
+        pending = [*self._pending, *(self._comm.launch(bucket, bucket is last) for bucket in wanted)]
         participation.share()
         for launched in pending:
             launched.wait()
-        participation.settle()
         self._listen(last)
-        if self._recorder is not None:
-            self._recorder.shadowed()
 
     # ------------------------------------------------------------------ layout
 

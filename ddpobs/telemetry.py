@@ -76,6 +76,12 @@ def leave(recorder: ModuleRecorder) -> None:
         process.close()
 
 
+def forget(recorder: ModuleRecorder) -> None:
+    """A module is gone; the process's telemetry goes on for those that come after it."""
+    if _process is not None:
+        _process.leave(recorder)
+
+
 class Telemetry:
     """One process's telemetry.
 
@@ -141,6 +147,7 @@ class Telemetry:
         """Forget a module; returns whether it was the last."""
         if recorder in self._recorders:
             self._recorders.remove(recorder)
+            self._tracker.modules -= 1
         return not self._recorders
 
     def close(self) -> None:

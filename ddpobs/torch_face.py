@@ -14,6 +14,7 @@ from ddpobs.alarm import Alarm
 from ddpobs.buckets import Bucket
 from ddpobs.collectives import all_reduce, wait
 from ddpobs.comm import CommHook, GradBucket
+from ddpobs.errors import ReducerError
 from ddpobs.reducer import Reducer
 
 
@@ -25,6 +26,8 @@ class ModuleReducer(Reducer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        # As torch's: a backward that no forward of the DDP module came before is the user's own affair.
+        self._expected = False
         self.timings = Timings()
         self.rebuilt = False
         self.first_bucket_bytes = self.bucket_bytes
@@ -37,7 +40,12 @@ class ModuleReducer(Reducer):
             self.timings.forward_began()
 
     def begin(self) -> None:
-        """As the reducer's; under `join` with the ranks counted that still have data."""
+        """As the reducer's; under `join` with the ranks counted that still have data.
+
+        Raises:
+            ReducerError: Gradients of gradients are asked for, or the parameters are no longer what they were.
+        """
+        self._refuse()
         if self._forward_work is not None:
             wait(self._forward_work)
             (ranks,) = self._forward_work.get_future().value()
@@ -45,6 +53,21 @@ class ModuleReducer(Reducer):
             self._forward_work = None
         self.timings.backward_began()
         super().begin()
+
+    def _refuse(self) -> None:
+        """On every rank alike, before anything is launched."""
+        if torch.is_grad_enabled():
+            raise ReducerError(
+                "backward(create_graph=True) through DistributedDataParallel: gradients of gradients are not reduced. "
+                "Take the inner derivative with torch.autograd.grad(..., create_graph=True), and the last backward() "
+                "without"
+            )
+        now, was = self._parameters[0], self._bucket_of[0].buffer
+        if (now.dtype, now.device) != (was.dtype, was.device) and self._held_dtype is None:
+            raise ReducerError(
+                f"parameter {self._names[0]} was {was.dtype} on {was.device} when DistributedDataParallel was built, "
+                f"and is {now.dtype} on {now.device} now: convert the module first, then wrap it"
+            )
 
     def _launch(self, bucket: Bucket) -> None:
         if not self._pending:
@@ -59,7 +82,6 @@ class ModuleReducer(Reducer):
             super()._finish()
             self.timings.comm_ended()
         finally:
-            # As torch's: a backward that no forward of the DDP module came before is the user's own affair.
             self._expected = False
         waits, self._waits = self._waits, ()
         torch.futures.wait_all(list(waits))
@@ -128,7 +150,7 @@ class ModuleReducer(Reducer):
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         self._group, self._ranks, self._divisor = group, group.size(), group.size()
-        self._alarm = Alarm(group, self._alarm_name)
+        self._alarm = Alarm(group)
         if not isinstance(self._comm, CommHook):
             self._comm.close()
             self.set_comm(self._way(group))

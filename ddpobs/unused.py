@@ -53,6 +53,10 @@ class Participation(Protocol):
         """Parameters unused on this rank, and those unused on every rank; None where nobody looked."""
         ...
 
+    def forget(self) -> None:
+        """The backward is over; one that was not settled had no result."""
+        ...
+
 
 class Required:
     """Every parameter takes part in every backward on every rank."""
@@ -84,6 +88,9 @@ class Required:
     def settle(self) -> None:
         """Nobody looked."""
 
+    def forget(self) -> None:
+        """Nothing was learnt."""
+
 
 class Zeros:
     """Whatever does not come counts as zero, and nobody asks why: Horovod's way."""
@@ -111,6 +118,9 @@ class Zeros:
     def settle(self) -> None:
         """Nobody looked."""
 
+    def forget(self) -> None:
+        """Nothing was learnt."""
+
 
 class UsedMap:
     """An int32 vector over the parameters, summed over the ranks: how many used each.
@@ -130,11 +140,8 @@ class UsedMap:
         self._work: dist.Work | None = None
         self._map = torch.zeros(0)
         self._launched_ns: Any = 0
-
-    @property
-    def launched(self) -> bool:
-        """Whether a sum is under way."""
-        return self._work is not None
+        self.launched = False
+        """Whether this backward has its sum, under way or there."""
 
     def launch(self, absent: Sequence[int], surprised: bool = False) -> None:
         """Start the sum; `absent` were not used on this rank."""
@@ -143,7 +150,7 @@ class UsedMap:
         used[-1] = int(surprised)
         self._map = used.to(self._device, non_blocking=True)
         self._launched_ns = self._recorder.now() if self._recorder is not None else 0
-        self._work = self._reduce(self._map)
+        self._work, self.launched = self._reduce(self._map), True
 
     def wait(self) -> None:
         """Have the current stream wait for the sum."""
@@ -156,6 +163,10 @@ class UsedMap:
     def read(self) -> torch.Tensor:
         """The sum on the host, after `wait`; waits for the device."""
         return self._map.cpu()
+
+    def forget(self) -> None:
+        """The next backward has one of its own."""
+        self._work, self.launched = None, False
 
     def known(self) -> bool:
         """Whether the sum is there already."""
@@ -244,6 +255,10 @@ class Dynamic:
         self._first = False
         return self._absent, nobody
 
+    def forget(self) -> None:
+        """The sum over the ranks with it."""
+        self._map.forget()
+
     def _warn_if_needless(self, users: torch.Tensor) -> None:
         if not self._warned and bool((users[:-1] == users[:-1].max()).all()) and not self._absent:
             self._warned = True
@@ -330,3 +345,7 @@ class Static:
             self._nobody = [index for index in self._unused if users is not None and not users[index]]
             self.holds = False
         return self._unused, self._nobody
+
+    def forget(self) -> None:
+        """The sum over the ranks with it."""
+        self._map.forget()

@@ -46,8 +46,8 @@ _MOST = 2**48
 _MOST_INDEX = 2**20 - 1
 
 Ints = columns.Ints
-# Python's $ lets a line's end through.
-RunId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
+# Python's $ lets a line's end through; clients and browsers take . and .. out of a path.
+RunId = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}\Z")]
 Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]

@@ -8,20 +8,19 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from anyio import CapacityLimiter
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
-from pydantic import ValidationError
 from sqlalchemy import make_url
 
 import ddpobs
 from ddpobs_server import api, checks, ingest, logs, metrics, page, problems, serving
 from ddpobs_server.auth import Doorkeeper
-from ddpobs_server.commands import cli, open_store
+from ddpobs_server.commands import cli, open_store, say
 from ddpobs_server.heads import BoundedHead
 from ddpobs_server.ingest import Writer
 from ddpobs_server.limits import Admission, UnderWay
@@ -106,7 +105,7 @@ def serve(
     log_format: Annotated[str | None, typer.Option(help="json, text, or auto: text on a terminal.")] = None,
 ) -> None:
     """Run the collector until SIGTERM or Ctrl-C; what was accepted is written first."""
-    settings = _settings(locals())
+    settings = Settings(**{name: value for name, value in locals().items() if value is not None})
     logs.configure(settings.log_level, settings.log_format)
     _no_open_door(settings)
     if (wrong := checks.tls_problem(settings)) is not None:
@@ -127,28 +126,18 @@ def serve(
     )
 
 
-def _settings(given: dict[str, Any]) -> Settings:
-    try:
-        return Settings(**{name: value for name, value in given.items() if value is not None})
-    except ValidationError as error:
-        wrong = [f"{'.'.join(map(str, found['loc'])) or 'settings'}: {found['msg']}" for found in error.errors()]
-        raise _refusal("\n".join(wrong)) from None
-
-
 def _refusal(why: str) -> typer.Exit:
-    for line in why.splitlines():
-        typer.echo(f"ddpobs-server: {line}", err=True)
+    say(why)
     return typer.Exit(2)
 
 
 def _no_open_door(settings: Settings) -> None:
-    if settings.on_loopback:
-        return
+    """Look into the database before a server is started: what is wrong with it is then said in a line, too."""
     store = open_store(settings.database_url)
     doorkeeper = Doorkeeper(settings, store)
     doorkeeper.look()
     store.close()
-    if doorkeeper.open:
+    if doorkeeper.unguarded and not settings.on_loopback:
         raise _refusal(
             f"host {settings.host} is not loopback or has a proxy before it, and there is no token: anyone could read "
             "and write. Set --token (DDPOBS_SERVER_TOKEN), make tokens with `ddpobs-server token create`, or listen "

@@ -1,4 +1,4 @@
-"""Who may call: everyone on loopback where there is no token, else whoever holds one that may.
+"""Who may call: everyone on loopback where no token was ever made, else whoever holds one that may.
 
 A token belongs to a workspace and sees the runs of that alone. A run of the default workspace is kept under its own
 name, one of another workspace under `workspace/run`; outside of this file and the store nobody knows of that.
@@ -80,6 +80,7 @@ class Doorkeeper:
         self._settings, self._store = settings, store
         self._lock = threading.Lock()
         self._tokens: dict[str, Token] | None = None
+        self._any_made = False
         self._read_at = float("-inf")
         self._wrong: OrderedDict[str, deque[float]] = OrderedDict()
 
@@ -90,7 +91,9 @@ class Doorkeeper:
             Problem: 503, where none were ever read.
         """
         try:
-            self._tokens = {token.token_id: token for token in self._store.tokens() if token.revoked_ns is None}
+            made = self._store.tokens()
+            self._tokens = {token.token_id: token for token in made if token.revoked_ns is None}
+            self._any_made = bool(made)
         except Exception as error:
             _log.warning("tokens cannot be read: %s: %s", type(error).__name__, error)
             if self._tokens is None:
@@ -103,9 +106,14 @@ class Doorkeeper:
         return time.monotonic() - self._read_at > _KNOWN_S
 
     @property
+    def unguarded(self) -> bool:
+        """Whether no token was ever made: to revoke the last one opens nothing."""
+        return self._settings.token is None and not self._any_made
+
+    @property
     def open(self) -> bool:
         """Whether nobody needs a token."""
-        return self._settings.token is None and not self._tokens
+        return self.unguarded and self._settings.on_loopback
 
     def caller(self, authorization: str, address: str) -> Caller:
         """Who sends this `Authorization` header.

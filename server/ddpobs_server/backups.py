@@ -55,7 +55,7 @@ def _copy(source: Path, target: Path) -> None:
     unfinished.unlink(missing_ok=True)
     try:
         with (
-            closing(sqlite3.connect(f"{source.as_uri()}?mode=ro", uri=True)) as theirs,
+            closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=ro", uri=True)) as theirs,
             closing(sqlite3.connect(unfinished)) as ours,
         ):
             # All pages in one step: a copy in several would begin anew with each commit of the collector's.

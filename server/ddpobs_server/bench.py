@@ -6,11 +6,11 @@ batch every flush, as a training of that size does. Clients are processes on the
 
 from __future__ import annotations
 
-import http.client
 import json
 import multiprocessing
 import os
 import re
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,6 +23,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import httptools
 import numpy as np
 import zstandard
 
@@ -300,9 +301,7 @@ def send(number: int, address: Callable[[], str], load: Load) -> Sent:
     bodies: Iterator[bytes] = (zstandard.compress(wire.encode(batch(load, rank, seq)), 1) for rank, seq in keys)
     if not load.every_s:
         bodies = iter(list(bodies))
-    where = urlsplit(address())
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=60)
-    headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
+    line = _Line(urlsplit(address()).netloc)
     took = []
     began = time.monotonic()
     for place, (rank, seq) in enumerate(keys):
@@ -312,13 +311,47 @@ def send(number: int, address: Callable[[], str], load: Load) -> Sent:
             # The ranks' batches are evenly spread, too.
             due = began + load.every_s * (seq + (place % len(ranks)) / len(ranks))
             time.sleep(max(0.0, due - time.monotonic()))
-        connection.request("PUT", f"/api/v1/runs/benchmark/sources/{rank:016x}/batches/{seq}", body, headers)
-        answer = connection.getresponse()
-        text = answer.read()
-        if answer.status != 201:
-            raise RuntimeError(f"a batch was answered {answer.status}: {text[:300]!r}")
+        line.put(f"/api/v1/runs/benchmark/sources/{rank:016x}/batches/{seq}", body)
         took.append(time.monotonic() - due)
     return Sent(len(keys) * load.steps * load.buckets, {"": took})
+
+
+class _Line:
+    """A connection with as little of its own as can be: whatever a client takes, the collector does not have.
+
+    Args:
+        netloc: Host and port.
+    """
+
+    def __init__(self, netloc: str) -> None:
+        host, _, port = netloc.rpartition(":")
+        self._socket = socket.create_connection((host, int(port)), timeout=60)
+        self._head = f"Host: {netloc}\r\nContent-Type: {wire.MSGPACK}\r\nContent-Encoding: zstd\r\n"
+        self._parser, self._text, self._ended = httptools.HttpResponseParser(self), b"", False
+
+    def put(self, path: str, body: bytes) -> None:
+        """Send a batch and wait for its acknowledgement.
+
+        Raises:
+            RuntimeError: It was another answer, or none.
+        """
+        head = f"PUT {path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
+        self._socket.sendall(head.encode() + body)
+        self._text, self._ended = b"", False
+        while not self._ended:
+            if not (read := self._socket.recv(65_536)):
+                raise RuntimeError("the collector closed the connection")
+            self._parser.feed_data(read)
+        if (status := self._parser.get_status_code()) != 201:
+            raise RuntimeError(f"a batch was answered {status}: {self._text[:300]!r}")
+
+    def on_body(self, part: bytes) -> None:
+        """Called by the parser."""
+        self._text += part
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        self._ended = True
 
 
 def stored(address: str) -> int:

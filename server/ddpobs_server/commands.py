@@ -5,19 +5,54 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
+from sqlalchemy import make_url
+from sqlalchemy.exc import SQLAlchemyError
+from typer.core import TyperGroup
 
 from ddpobs_server import backups, checks
 from ddpobs_server.auth import DEFAULT, SCOPES, new_token
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Store
+from ddpobs_server.store import Store, UnavailableError, UnusableError
 
-cli = typer.Typer(add_completion=False, help="The ddpobs collector.")
+
+class Commands(TyperGroup):
+    """What the settings, a database or a file refuse is said in a line; a traceback is for faults of our own."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run a command; ends with 2 where it was set wrongly, and with 1 where it could not be done."""
+        try:
+            return super().invoke(ctx)
+        except ValidationError as error:
+            for found in error.errors():
+                where = ".".join(map(str, found["loc"])) or "settings"
+                say(f"{where}: {found['msg'].removeprefix('Value error, ')}")
+            raise typer.Exit(2) from None
+        except (UnavailableError, UnusableError, SQLAlchemyError, backups.BackupError) as error:
+            say(_reason(error))
+            raise typer.Exit(1) from None
+
+
+def _reason(error: Exception) -> str:
+    """What the driver said, without SQLAlchemy's words about it."""
+    return str(getattr(error, "orig", None) or error)
+
+
+def say(why: str) -> None:
+    """One line on standard error."""
+    typer.echo(f"ddpobs-server: {_line(why)}", err=True)
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())
+
+
+cli = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, help="The ddpobs collector.")
 tokens = typer.Typer(help="Who may call: tokens, each for a workspace and some of ingest, read and admin.")
 cli.add_typer(tokens, name="token")
 
@@ -64,7 +99,7 @@ def revoke_token(
     found = store.revoke_token(token_id, time.time_ns())
     store.close()
     if not found:
-        typer.echo(f"ddpobs-server: no token {token_id} that works", err=True)
+        say(f"no token {token_id} that works")
         raise typer.Exit(1)
 
 
@@ -81,7 +116,7 @@ def check(
         typer.echo(json.dumps({"ok": not failed, "checks": [vars(finding) for finding in found]}))
     else:
         for finding in found:
-            typer.echo(f"{finding.state:4}  {finding.name}: {finding.detail}")
+            typer.echo(f"{finding.state:4}  {finding.name}: {_line(finding.detail)}")
     if failed:
         raise typer.Exit(1)
 
@@ -92,7 +127,7 @@ def backup(
     database_url: DatabaseOption = None,
 ) -> None:
     """Copy a SQLite database into one file while collectors write to it."""
-    _or_refuse(backups.backup, database_url, file)
+    backups.backup(_settings(database_url).database_url, file)
     typer.echo(f"{file}: {file.stat().st_size:,} bytes, checked")
 
 
@@ -101,16 +136,9 @@ def restore(
     file: Annotated[Path, typer.Argument(help="What `backup` wrote.")], database_url: DatabaseOption = None
 ) -> None:
     """Make a SQLite database from a backup, with no collector running."""
-    _or_refuse(backups.restore, database_url, file)
-    typer.echo(f"{_settings(database_url).database_url}: restored")
-
-
-def _or_refuse(call: Callable[[str, Path], None], database_url: str | None, file: Path) -> None:
-    try:
-        call(_settings(database_url).database_url, file)
-    except backups.BackupError as error:
-        typer.echo(f"ddpobs-server: {error}", err=True)
-        raise typer.Exit(1) from None
+    url = _settings(database_url).database_url
+    backups.restore(url, file)
+    typer.echo(f"{url}: restored")
 
 
 @cli.command()
@@ -144,15 +172,21 @@ def distribute(
     for statement in store.distribution():
         typer.echo(f"{statement};")
     if not show:
-        store.migrate()
         store.distribute()
     store.close()
 
 
 def open_store(url: str) -> Store:
-    """The store, its schema this version's."""
+    """The store, its schema this version's.
+
+    Raises:
+        UnusableError: Says which database it is, and why it cannot be had.
+    """
     store = Store(url)
-    store.migrate()
+    try:
+        store.migrate()
+    except (UnavailableError, UnusableError, SQLAlchemyError) as error:
+        raise UnusableError(f"{make_url(url).render_as_string()}: {_reason(error)}") from error
     return store
 
 

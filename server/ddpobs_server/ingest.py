@@ -8,20 +8,22 @@ import logging
 import queue
 import threading
 import time
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Annotated
+from typing import Any
 
 import msgspec
 import zstandard
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Path, Request, Response
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ddpobs import wire
 from ddpobs.errors import WireError
 from ddpobs_server import limits
-from ddpobs_server.auth import Caller, needs
+from ddpobs_server.auth import needs
 from ddpobs_server.problems import Problem
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Outcome, Store, UnavailableError, Unstorable
@@ -34,13 +36,25 @@ _SMALL_BYTES, _LARGE_BYTES = 128_000, 1_000_000
 _WINDOW_BYTES = 2**24
 """Most memory that zstd's own window may take."""
 _RETRIED = (408, 429, 503)
+_may_ingest = needs("ingest")
 _AGES_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0, 86_400.0)
 
-router = APIRouter(prefix="/api/v1", tags=["ingest"])
 
-RunId = Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,128}$")]
-SourceId = Annotated[str, Path(pattern=r"^[0-9a-f]{16}$")]
-Seq = Annotated[int, Path(ge=0, le=2**62)]
+class _Direct(APIRoute):
+    """A route whose function takes the request as it is; FastAPI's way to it takes half as long as decoding a batch."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The function itself."""
+        return self.endpoint
+
+
+router = APIRouter(prefix="/api/v1", tags=["ingest"], route_class=_Direct)
+_KEY: dict[str, dict[str, Any]] = {
+    "run": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,128}$"},
+    "source": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
+    "seq": {"type": "integer", "minimum": 0, "maximum": 2**48},
+}
+"""The path's parameters."""
 
 
 class Writer:
@@ -169,26 +183,26 @@ class Writer:
     status_code=201,
     responses={200: {"description": "Stored before."}, 409: {"description": "Another batch has this key."}},
     openapi_extra={
+        "parameters": [{"name": name, "in": "path", "required": True, "schema": _KEY[name]} for name in _KEY],
         "requestBody": {
             "required": True,
             "content": {wire.MSGPACK: {"schema": {"type": "string", "format": "binary"}}, wire.JSON: {}},
-        }
+        },
     },
 )
-async def put_batch(
-    run: RunId, source: SourceId, seq: Seq, request: Request, caller: Annotated[Caller, Depends(needs("ingest"))]
-) -> Response:
+async def put_batch(request: Request) -> Response:
     """Take one batch; the acknowledgement comes after commit. The same body under the same key is stored once."""
     received_ns = time.time_ns()
+    caller = await _may_ingest(request)
     state = request.app.state
     try:
         with state.under_way.hold() as held:
             body = await limits.read_body(request, held, state.settings)
             batch = await _batch(request, body, held)
-            _check_key(batch, {"run": run, "source": source, "seq": seq})
-            key = caller.key(run)
-            await state.admission.check(caller.workspace, key, source)
-            if key != run:
+            _check_key(batch, request.path_params)
+            key = caller.key(batch.run)
+            await state.admission.check(caller.workspace, key, batch.source)
+            if key != batch.run:
                 batch = msgspec.structs.replace(batch, run=key)
             arrival = Arrival(batch, hashlib.sha256(body).digest(), len(body), received_ns)
             outcome = await asyncio.wrap_future(state.writer.submit(arrival))
@@ -198,18 +212,18 @@ async def put_batch(
     except Unstorable as error:
         raise Problem(422, "Malformed batch", f"a value is beyond what the database holds: {error}") from None
     if outcome is Outcome.CONFLICT:
-        raise Problem(409, "Conflict", f"another batch is stored under source {source}, seq {seq}")
+        raise Problem(409, "Conflict", f"another batch is stored under source {batch.source}, seq {batch.seq}")
     repeated = outcome is Outcome.REPEATED
-    answer = wire.Acknowledgement(source=source, seq=seq, repeated=repeated)
+    answer = wire.Acknowledgement(source=batch.source, seq=batch.seq, repeated=repeated)
     return Response(wire.pack_json(answer), 200 if repeated else 201, media_type=wire.JSON)
 
 
-def _check_key(batch: wire.Batch, path: dict[str, str | int]) -> None:
-    for field, expected in path.items():
-        came = getattr(batch, field)
+def _check_key(batch: wire.Batch, path: dict[str, str]) -> None:
+    for field in _KEY:
+        expected, came = path[field], str(getattr(batch, field))
         if came != expected:
-            detail = f"{field}: expected {expected}, as in the path, got {came}"
-            raise Problem(422, "Key mismatch", detail, field=field, expected=str(expected), came=str(came))
+            detail = f"{field}: expected {expected[:200]!r}, as in the path, got {came!r}"
+            raise Problem(422, "Key mismatch", detail, field=field, expected=expected[:200], came=came)
 
 
 async def _batch(request: Request, body: bytes, held: limits.Held) -> wire.Batch:

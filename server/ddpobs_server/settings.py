@@ -8,6 +8,10 @@ from typing import Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
+from sqlalchemy import make_url
+from sqlalchemy.exc import ArgumentError
+
+_DRIVERS = ("sqlite", "postgresql+psycopg")
 
 
 class Settings(BaseSettings):
@@ -47,6 +51,20 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least serious lines written.")
     log_format: Literal["auto", "json", "text"] = Field("auto", description="`auto`: text on a terminal, else JSON.")
     access_log: bool = Field(False, description="A line for every request, not for errors and refusals alone.")
+
+    @field_validator("database_url")
+    @classmethod
+    def _one_that_is_known(cls, value: str) -> str:
+        expected = "expected sqlite:///FILE or postgresql+psycopg://USER:WORD@HOST/DATABASE"
+        try:
+            url = make_url(value)
+        except (ArgumentError, ValueError):
+            raise ValueError(f"{expected}, got what is no URL") from None  # It may hold a password.
+        if url.drivername not in _DRIVERS:
+            raise ValueError(f"{expected}, got {url.drivername}")
+        if url.drivername == "sqlite" and url.database in (None, "", ":memory:"):
+            raise ValueError(f"{expected}, got a database in memory, which each thread would have one of")
+        return value
 
     @field_validator("trusted_proxies")
     @classmethod

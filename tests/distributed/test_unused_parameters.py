@@ -202,6 +202,16 @@ def agrees(ddp: Any, plain: Any, rank: int, world_size: int, takes: Any = taken)
     return same
 
 
+def without_never() -> Branching:
+    model = Branching()
+    del model.never
+    return model
+
+
+def one_rank_takes(rank: int, _step: int) -> bool:
+    return rank == 0
+
+
 def where_torch_cannot(rank: int, world_size: int) -> dict[str, bool]:
     skipping = FIND | {"skip_all_reduce_unused_params": True}
     return {
@@ -210,6 +220,13 @@ def where_torch_cannot(rank: int, world_size: int) -> dict[str, bool]:
         ),
         "skipped buckets where ranks differ": agrees(
             DistributedDataParallel(Branching(), **skipping), Branching(), rank, world_size
+        ),
+        "skipped buckets that one rank alone leaves out": agrees(
+            DistributedDataParallel(without_never(), **skipping | {"bucket_cap_mb": 0.00001}),
+            without_never(),
+            rank,
+            world_size,
+            one_rank_takes,
         ),
         "skipped buckets, reentrant": agrees(
             DistributedDataParallel(Branching(reentrant=True), **skipping), Branching(reentrant=True), rank, world_size

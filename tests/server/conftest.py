@@ -8,6 +8,7 @@ from ddpobs_server.store import Store
 
 from tests import databases
 from tests.collector import Collector, collector
+from tests.server.statements import assert_spreads, recorded
 
 
 @pytest.fixture(scope="session")
@@ -36,11 +37,14 @@ def shared(fresh: databases.Fresh, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture
 def store(fresh: databases.Fresh, tmp_path: Path) -> Iterator[Store]:
-    """An empty store on each database."""
+    """An empty store on each database; each of its statements keeps to a run."""
     store = Store(fresh(tmp_path))
     store.migrate()
-    yield store
+    with recorded(store._engine) as seen:
+        yield store
     store.close()
+    for statement in set(seen):
+        assert_spreads(statement)
 
 
 @pytest.fixture

@@ -213,7 +213,14 @@ def test_a_run_is_finished_when_every_rank_said_goodbye(shared: Collector, run: 
 
 @pytest.mark.parametrize(
     ("now_s", "last_step_s", "expected"),
-    [(101, 100, "running"), (129, 70, "running"), (129, 60, "stalled"), (131, 100, "lost"), (500, 0, "lost")],
+    [
+        (101, 100, "running"),
+        (129, 70, "running"),
+        (129, 60, "stalled"),
+        (131, 100, "lost"),
+        (500, 0, "lost"),
+        (60, 60, "lost"),
+    ],
 )
 def test_a_run_without_pulses_is_lost_and_without_steps_stalled(now_s: int, last_step_s: int, expected: str) -> None:
     counts = dict.fromkeys(("created_ns", "commits", "steps", "emitted", "dropped", "goodbyes"), 0)
@@ -273,10 +280,3 @@ def test_migrations_make_the_very_schema_that_the_store_uses(fresh: Fresh, tmp_p
         context = MigrationContext.configure(connection)
         assert context.get_current_revision() is not None
         assert compare_metadata(context, schema.metadata) == []
-
-
-def test_every_table_has_the_run_first_in_its_key() -> None:
-    for name, table in schema.metadata.tables.items():
-        if name == "tokens":
-            continue  # Of no run: every node has all of it.
-        assert table.primary_key.columns.keys()[0] == "run_id", name

@@ -83,7 +83,7 @@ def assert_whole(database_url: str, at_least: int, at_most: int) -> None:
     assert (len(ranks), len(span_ranks)) == (len(keys) * STEPS, len(keys) * STEPS * 2)
 
 
-def test_a_backup_under_load_has_whole_batches_and_comes_back(tmp_path: Path) -> None:
+def test_a_backup_under_load_has_whole_batches_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with collector(tmp_path) as running, load(running.url) as acknowledged:
         for number in range(2):
             before = acknowledged()
@@ -95,7 +95,8 @@ def test_a_backup_under_load_has_whole_batches_and_comes_back(tmp_path: Path) ->
             assert_whole(f"sqlite:///{file}", before, acknowledged() + 2)
     restored = tmp_path / "restored"
     restored.mkdir()
-    done = command("restore", str(file), "--database-url", f"sqlite:///{restored}/runs.db")
+    monkeypatch.chdir(tmp_path)
+    done = command("restore", file.name, "--database-url", "sqlite:///restored/runs.db")
     assert done.exit_code == 0, done.output
     with collector(restored) as running:
         known = get(running.url, "/runs/loaded/ranks")["ranks"]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import signal
 import socket
 import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -14,6 +16,8 @@ import pytest
 from ddpobs import wire
 from tests.collector import collector, running_collector
 from tests.server.batches import batch, path, put, steps
+
+SERVER = Path(sys.executable).with_name("ddpobs-server")
 
 
 def test_an_empty_token_does_not_open_every_interface(tmp_path: Path) -> None:
@@ -45,3 +49,13 @@ def test_a_second_signal_ends_it_whatever_a_client_does(tmp_path: Path) -> None:
                 running.process.wait(5)
             finally:
                 running.process.kill()
+
+
+def test_more_ranks_may_be_connected_than_the_usual_limit_of_open_files(tmp_path: Path) -> None:
+    few_files = ["bash", "-c", f"ulimit -Sn 64; exec {SERVER}"]
+    with collector(tmp_path, command=few_files) as running, ExitStack() as ranks:
+        address = urlsplit(running.url)
+        for _ in range(150):
+            ranks.enter_context(socket.create_connection((address.hostname, address.port), 30))
+        # Those that say nothing would be closed after half a minute.
+        assert httpx.get(f"{running.url}/healthz", timeout=20).status_code == 200

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from ddpobs_server import bench, commands
-from ddpobs_server.store import Store, schema
+from ddpobs_server.store import Store
 from sqlalchemy import create_engine, inspect
 from typer.testing import CliRunner
 
@@ -101,16 +101,6 @@ def test_check_finds_a_damaged_file(tmp_path: Path) -> None:
     code, found = check(url)
     assert (code, found["integrity"][0]) == (1, "fail")
     assert "integrity" not in check(url, "--no-integrity")[1]
-
-
-def test_the_statements_that_distribute_name_every_table(tmp_path: Path) -> None:
-    store = Store(databases.sqlite(tmp_path))
-    statements = store.distribution()
-    assert {statement.split("'")[1] for statement in statements} == set(schema.metadata.tables)
-    assert all("'run_id'" in statement for statement in statements if "tokens" not in statement)
-    with pytest.raises(ValueError, match="expected a PostgreSQL"):
-        store.distribute()
-    store.close()
 
 
 @pytest.mark.parametrize("load", [bench.flood(clients=2, batches=2), bench.job(ranks=8, seconds=4, clients=2)])

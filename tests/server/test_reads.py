@@ -19,11 +19,11 @@ from ddpobs_server.store import Store, reading
 from fastapi.testclient import TestClient
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
-from sqlalchemy import Engine, event
 
 from ddpobs import wire
 from tests.databases import Fresh, sqlite
 from tests.server.batches import ATTEMPT, MS, batch, hello, layout, path, spans, steps
+from tests.server.statements import recorded
 
 
 @contextmanager
@@ -55,16 +55,8 @@ def fill(to: TestClient, run: str, ranks: int, count: int = 40) -> None:
 
 
 def statements(to: TestClient, url: str) -> int:
-    seen: list[str] = []
-
-    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        seen.append(statement)
-
-    event.listen(Engine, "before_cursor_execute", note)
-    try:
+    with recorded() as seen:
         assert to.get(url).status_code == 200
-    finally:
-        event.remove(Engine, "before_cursor_execute", note)
     return len(seen)
 
 

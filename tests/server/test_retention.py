@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+import pytest
 from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Store
+from ddpobs_server.store import Arrival, Store, compacting, removing, schema
 from prometheus_client import CollectorRegistry
+from sqlalchemy import func, select, text
 
 from ddpobs import wire
+from tests import databases
 from tests.server.batches import ATTEMPT, batch, spans, steps
 
 DAY_NS = 86_400 * 10**9
@@ -55,6 +59,37 @@ def test_runs_that_fell_silent_go_altogether(store: Store) -> None:
     assert rows(store, "long") == (400, 800, 400)
 
 
+@pytest.mark.parametrize("what", ["compact", "expire", "shrink"])
+def test_what_is_kept_is_tidied_while_the_run_is_deleted(
+    postgresql: databases.Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(compacting, "_ROWS", 300)
+    store = Store(postgresql(tmp_path))
+    store.migrate()
+    for seq in range(4):
+        arrive(store, "run", day=1, seq=seq)
+    tidy = {
+        "compact": lambda: store.compact(0),
+        "expire": lambda: store.expire_chunks(2 * DAY_NS),
+        "shrink": lambda: store.shrink(0),
+    }[what]
+    waiting = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
+    with ThreadPoolExecutor(1) as pool, store._engine.connect() as deleting, store._engine.connect() as watching:
+        # As a deletion of the run does: first its own row, then everything else.
+        deleting.execute(schema.runs.delete().where(schema.runs.c.run_id == "run"))
+        tidied = pool.submit(tidy)
+        while not watching.execute(waiting).scalar_one() and not tidied.done():
+            watching.rollback()
+        removing.delete_rows(deleting, "run")
+        deleting.commit()
+        tidied.result(60)
+    assert store.run("run") is None
+    assert store.used_bytes() == 0
+    with store._engine.connect() as connection:
+        assert connection.execute(select(func.count()).select_from(schema.chunks)).scalar_one() == 0
+    store.close()
+
+
 def test_without_settings_nothing_goes(store: Store) -> None:
     arrive(store, "old", day=1)
     tidy(store, day=10_000)
@@ -89,6 +124,35 @@ def test_a_deleted_run_returns_its_space(tmp_path: Path) -> None:
     store.delete("large")
     assert store.size_bytes() <= 1.2 * empty
     store.close()
+
+
+def test_batches_get_in_between_while_much_is_removed(
+    fresh: databases.Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removing, "_CHUNKS", 5)
+    monkeypatch.setattr(removing, "_PAGES", 20)
+    store = Store(fresh(tmp_path))
+    store.migrate()
+    for seq in range(10):
+        arrive(store, "large", day=1, seq=seq, count=1000)
+    came: list[int] = []
+
+    def arrive_meanwhile(_: float) -> None:
+        arrive(store, "other", day=1, seq=len(came), count=1)
+        came.append(len(rows_left(store)))
+
+    monkeypatch.setattr(time, "sleep", arrive_meanwhile)
+    assert store.delete("large")
+    assert came[:4] == [15, 10, 5, 0], "chunks of steps and spans"
+    assert rows_left(store) == set()
+    assert rows(store, "other")[0] == len(came)
+    store.close()
+
+
+def rows_left(store: Store) -> set[tuple[object, ...]]:
+    c = schema.chunks.c
+    with store._engine.connect() as connection:
+        return set(map(tuple, connection.execute(select(c.source, c.kind, c.seq).where(c.run_id == "large"))))
 
 
 def test_a_limit_below_what_an_empty_database_takes_ends_too(tmp_path: Path) -> None:

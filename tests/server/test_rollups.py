@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from ddpobs import wire
 
-_NAMES = ("steps", "compute_ns", "comm_ns", "exposed_ns")
+_KEY = ("batch", "module", "revision", "bucket")
+_SUMS = ("steps", "compute_ns", "comm_ns", "exposed_ns")
 Row = tuple[int, int, int, int, int, int, int]
 
 
@@ -29,32 +30,36 @@ def rows(draw: st.DrawFn) -> list[Row]:
     return found
 
 
-@given(rows())
-def test_sums_by_bucket_are_those_of_a_loop_over_rows(found: list[Row]) -> None:
-    expected: dict[tuple[int, int, int], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    for _, group in groupby(found, key=lambda row: row[:3]):
-        before, together = None, sorted(group, key=lambda row: row[4])
-        for _, module, revision, bucket, ready, launched, done in together:
-            exposed = max(0, done - max(launched, together[-1][4]))
-            own = (1, 0 if before is None else ready - before, done - launched, exposed)
-            sums = expected[module, revision, bucket]
-            sums[:] = [sum(pair) for pair in zip(sums, own, strict=True)]
-            before = ready
+@given(st.lists(rows(), min_size=1, max_size=4))
+def test_sums_by_bucket_are_those_of_a_loop_over_rows(batches: list[list[Row]]) -> None:
+    expected: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    for batch, found in enumerate(batches):
+        for _, group in groupby(found, key=lambda row: row[:3]):
+            before, together = None, sorted(group, key=lambda row: row[4])
+            for _, module, revision, bucket, ready, launched, done in together:
+                exposed = max(0, done - max(launched, together[-1][4]))
+                own = (1, 0 if before is None else ready - before, done - launched, exposed)
+                _count(expected[batch, module, revision, bucket], own)
+                before = ready
 
-    columns = np.array(found, np.int64).reshape(-1, 7).T
-    names = ("step", "module", "revision", "bucket", "ready_ns", "launched_ns", "done_ns")
-    spans = wire.Spans(**dict(zip(names, columns, strict=True)), started_ns=np.full(len(found), wire.UNKNOWN))
-    got = {
-        (row["module"], row["revision"], row["bucket"]): [row[name] for name in _NAMES]
-        for row in rollups.bucket_sums(spans)
-    }
+    got: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+    sums = rollups.bucket_sums(*rollups.join([_spans(found) for found in batches]))
+    for row in zip(*(sums[name] for name in _KEY + _SUMS), strict=True):
+        _count(got[row[:4]], row[4:])
     assert got == expected
 
 
 def test_steps_that_alternate_are_not_taken_one_by_one() -> None:
     """As a GAN's: what is done for each pattern is done once for all its steps."""
     found = [(step, step % 2, 0, bucket, 10, 20, 30) for step in range(1000) for bucket in range(2 + step % 2)]
+    assert len(list(rollups._alike(*rollups.join([_spans(found), _spans(found)])))) == 2
+
+
+def _spans(found: list[Row]) -> wire.Spans:
+    columns = np.array(found, np.int64).reshape(-1, 7).T
     names = ("step", "module", "revision", "bucket", "ready_ns", "launched_ns", "done_ns")
-    columns = np.array(found, np.int64).T
-    spans = wire.Spans(**dict(zip(names, columns, strict=True)), started_ns=columns[0] * 0 + wire.UNKNOWN)
-    assert len(list(rollups._alike(spans))) == 2
+    return wire.Spans(**dict(zip(names, columns, strict=True)), started_ns=np.full(len(found), wire.UNKNOWN))
+
+
+def _count(sums: list[int], own: tuple[int, ...]) -> None:
+    sums[:] = [sum(pair) for pair in zip(sums, own, strict=True)]

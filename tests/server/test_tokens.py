@@ -13,7 +13,8 @@ from typing import Any
 import httpx
 import pytest
 from ddpobs_server.app import create_app
-from ddpobs_server.auth import new_token
+from ddpobs_server.auth import Doorkeeper, new_token
+from ddpobs_server.problems import Problem
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 from starlette.routing import Mount, Route
@@ -178,6 +179,23 @@ def test_a_revoked_token_stops_working_within_seconds(fresh: Fresh, tmp_path: Pa
             time.sleep(0.2)
         headers = {"Authorization": f"Bearer {first}"}
         assert httpx.get(f"{running.url}/api/v1/runs", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
+def test_to_revoke_the_last_token_opens_nothing(tmp_path: Path, host: str) -> None:
+    settings = Settings(database_url=databases.sqlite(tmp_path), host=host)
+    token = kept(settings.database_url, "last", "default", "read")
+    store = Store(settings.database_url)
+    doorkeeper = Doorkeeper(settings, store)
+    doorkeeper.look()
+    assert doorkeeper.caller(f"Bearer {token}", "here").scopes == {"read"}
+    assert store.revoke_token(token.split("_")[1], time.time_ns())
+    doorkeeper.look()
+    for header in ("", f"Bearer {token}"):
+        with pytest.raises(Problem) as refused:
+            doorkeeper.caller(header, "here")
+        assert refused.value.status == 401
+    store.close()
 
 
 def test_who_tries_many_wrong_tokens_has_to_wait(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import zstandard
 from alembic import command
 from alembic.config import Config
+from alembic.operations import Operations
 from ddpobs_server.store import Store
 from ddpobs_server.store import store as module
 from sqlalchemy import Connection, create_engine, text
@@ -74,6 +77,42 @@ def insert(connection: Connection, table: str, **row: object) -> None:
 def test_every_earlier_revision_is_tested(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/x.db")
     assert store.earlier_revisions() - {store.revisions()[1]} == set(EARLIER)
+    store.close()
+
+
+@pytest.mark.parametrize("revision", [None, *EARLIER])
+def test_collectors_that_start_at_once_bring_the_schema_up_to_date_once(
+    fresh: Fresh, tmp_path: Path, revision: str | None
+) -> None:
+    url, together = fresh(tmp_path), threading.Barrier(4)
+    if revision is not None:
+        at_revision(url, revision)
+
+    def start(_: int) -> int:
+        together.wait(60)
+        store = Store(url)
+        store.migrate()
+        found = len(store.runs(10))
+        store.close()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(start, range(4))) == [0 if revision is None else 1] * 4
+
+
+def test_an_upgrade_that_is_cut_off_leaves_the_schema_as_it_was(
+    fresh: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = fresh(tmp_path)
+    at_revision(url, "0001")
+    store = Store(url)
+    with monkeypatch.context() as cut:
+        cut.setattr(Operations, "create_table", lambda *_, **__: 1 / 0)  # the last thing that 0003 does
+        with pytest.raises(ZeroDivisionError):
+            store.migrate()
+    assert store.revisions()[0] == "0001"
+    store.migrate()
+    assert [run.run for run in store.runs(10)] == ["old"]
     store.close()
 
 

@@ -203,12 +203,15 @@ def run_json(run: Run, settings: Settings) -> dict[str, Any]:
 
 
 def state(run: Run, settings: Settings, now_ns: int) -> str:
-    """Finished: all said goodbye. Lost: no pulses. Stalled: pulses, no steps. Else running."""
+    """Finished: all said goodbye. Lost: no pulses. Stalled: pulses, no steps. Else running.
+
+    What was seen in the future was seen before this machine's clock was set back.
+    """
     if run.ranks and run.goodbyes >= run.ranks:
         return "finished"
-    if now_ns - run.last_seen_ns > settings.lost_after_s * 1e9:
+    if abs(now_ns - run.last_seen_ns) > settings.lost_after_s * 1e9:
         return "lost"
-    if now_ns - run.last_step_seen_ns > settings.stalled_after_s * 1e9:
+    if abs(now_ns - run.last_step_seen_ns) > settings.stalled_after_s * 1e9:
         return "stalled"
     return "running"
 
@@ -217,7 +220,7 @@ def _rank_state(source: Source, settings: Settings, now_ns: int) -> str:
     """Finished: it said goodbye. Lost: no pulses. Else running."""
     if source.goodbye:
         return "finished"
-    return "lost" if now_ns - source.last_seen_ns > settings.lost_after_s * 1e9 else "running"
+    return "lost" if abs(now_ns - source.last_seen_ns) > settings.lost_after_s * 1e9 else "running"
 
 
 def _rank_json(source: Source, rollup: Rollup | None) -> dict[str, Any]:

@@ -97,12 +97,12 @@ def run_metrics(state: Any, workspace: str, render: Render) -> bytes:
         render: Writes a registry in the format asked for.
     """
     now_ns = time.time_ns()
-    since_ns = now_ns - int(state.settings.quiet_after_s * 1e9)
-    found = state.store.aggregates(since_ns, workspace)
+    quiet_ns = int(state.settings.quiet_after_s * 1e9)
+    found = state.store.aggregates(now_ns - quiet_ns, now_ns + quiet_ns, workspace)  # Clocks are set back, too.
     runs = {
         run.run: run
         for run in found.runs
-        if not (run.ranks > 0 and run.goodbyes >= run.ranks) or run.last_seen_ns > now_ns - _LAST_SCRAPES_NS
+        if not (run.ranks > 0 and run.goodbyes >= run.ranks) or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS
     }
     families = _Families()
     _add_ranks(families, runs, found)

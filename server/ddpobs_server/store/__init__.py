@@ -5,7 +5,7 @@ Every query is within one run, or over the runs, and then each join and each sum
 
 from __future__ import annotations
 
-from ddpobs_server.store.faults import UnavailableError
+from ddpobs_server.store.faults import UnavailableError, UnusableError
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.store import Store, Unstorable
 from ddpobs_server.store.writing import Arrival, Outcome
@@ -24,4 +24,5 @@ __all__ = [
     "Token",
     "UnavailableError",
     "Unstorable",
+    "UnusableError",
 ]

@@ -71,6 +71,9 @@ def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> in
         "rank": rank,
     }
     with engine.connect() as connection:
+        saved = sum(map(len, payloads)) - len(packed)
+        less = schema.runs.update().where(runs.run_id == run).values(chunk_bytes=runs.chunk_bytes - saved)
+        connection.execute(less)  # The run's own row first, as whoever deletes it does.
         one = schema.chunks.delete().where(
             c.run_id == run, c.source == bindparam("of"), c.kind == kind, c.seq == bindparam("number")
         )
@@ -79,9 +82,6 @@ def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> in
             connection.rollback()  # Another collector was faster, or the run was deleted.
             return 0
         connection.execute(schema.chunks.insert(), row)
-        saved = sum(map(len, payloads)) - len(packed)
-        less = schema.runs.update().where(runs.run_id == run).values(chunk_bytes=runs.chunk_bytes - saved)
-        connection.execute(less)
         connection.commit()
     return len(part) - 1
 

@@ -34,6 +34,10 @@ class UnavailableError(Exception):
         self.full = full
 
 
+class UnusableError(Exception):
+    """A database that this version cannot use as it is; says why, and what to do."""
+
+
 def translate(context: ExceptionContext) -> UnavailableError | None:
     """SQLAlchemy's `handle_error`: what passes becomes an `UnavailableError`, and everything else stays as it is."""
     error: Any = context.original_exception

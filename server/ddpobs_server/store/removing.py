@@ -1,14 +1,28 @@
-"""Rows out of the tables, a run at a time."""
+"""Rows out of the tables, a run at a time, its own row first: two that do so at once wait, and never for each other."""
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, Engine, exists, func, select
+import time
+
+from sqlalchemy import ColumnElement, Connection, Engine, exists, func, select, tuple_
 
 from ddpobs_server.store import schema
 
+_CHUNKS, _PAGES = 5000, 8192
+"""Removed and given back at once: ingest gets in between, and SQLite's log stays small."""
+_PAUSE_S = 0.1
+"""As long as SQLite lets a writer sleep before it tries again."""
 
-def delete_run(connection: Connection, run: str) -> bool:
+
+def delete_run(engine: Engine, run: str) -> bool:
     """Remove everything of a run; False where there is none."""
+    _delete_chunks(engine, run)
+    with engine.begin() as connection:
+        return delete_rows(connection, run)
+
+
+def delete_rows(connection: Connection, run: str) -> bool:
+    """Remove what is left of a run; False where there is none."""
     found = connection.execute(schema.runs.delete().where(schema.runs.c.run_id == run)).rowcount
     for table in schema.metadata.tables.values():
         if table not in (schema.runs, schema.tokens):
@@ -29,14 +43,29 @@ def expire_chunks(engine: Engine, before_ns: int) -> int:
             batches.seq == chunks.seq,
             batches.received_ns < before_ns,
         )
-        with engine.begin() as connection:
-            gone = connection.execute(schema.chunks.delete().where(chunks.run_id == run, came_before)).rowcount
-            left = select(func.coalesce(func.sum(func.length(chunks.payload)), 0)).where(chunks.run_id == run)
-            if gone:
-                size = connection.execute(left).scalar_one()
-                connection.execute(schema.runs.update().where(runs.run_id == run).values(chunk_bytes=int(size)))
-        removed += gone
+        removed += _delete_chunks(engine, run, came_before.correlate(schema.chunks))
     return removed
+
+
+def _delete_chunks(engine: Engine, run: str, *which: ColumnElement[bool]) -> int:
+    """Remove chunks of a run, some at a time, and note what the others take; how many went."""
+    runs, c = schema.runs.c, schema.chunks.c
+    key = (c.source, c.kind, c.seq)
+    # As they came: SQLite then finds the file's last pages, which it gives back first, soon in its list of free ones.
+    some = select(*key).where(c.run_id == run, *which).order_by(c.seq).limit(_CHUNKS).correlate(None)
+    left = select(func.coalesce(func.sum(func.length(c.payload)), 0)).where(c.run_id == run)
+    removed = 0
+    while True:
+        with engine.begin() as connection:
+            connection.execute(select(runs.run_id).where(runs.run_id == run).with_for_update())
+            statement = schema.chunks.delete().where(c.run_id == run, tuple_(*key).in_(some))
+            gone = connection.execute(statement).rowcount
+            removed += gone
+            if gone < _CHUNKS:
+                size_bytes = int(connection.execute(left).scalar_one())
+                connection.execute(schema.runs.update().where(runs.run_id == run).values(chunk_bytes=size_bytes))
+                return removed
+        time.sleep(_PAUSE_S)
 
 
 def expire_runs(engine: Engine, before_ns: int) -> int:
@@ -45,8 +74,7 @@ def expire_runs(engine: Engine, before_ns: int) -> int:
     with engine.connect() as connection:
         older = connection.execute(select(runs.run_id).where(runs.last_seen_ns < before_ns)).scalars().all()
     for run in older:
-        with engine.begin() as connection:
-            delete_run(connection, run)
+        delete_run(engine, run)
     return len(older)
 
 
@@ -56,21 +84,19 @@ def shrink(engine: Engine, limit_bytes: int) -> tuple[int, int]:
     Returns:
         How many chunks, and how many runs.
     """
-    runs, chunks = schema.runs.c, schema.chunks.c
+    runs = schema.runs.c
+    oldest = select(runs.run_id).order_by(runs.last_seen_ns, runs.run_id).limit(1)
     removed_chunks = removed_runs = 0
     while used_bytes(engine) > limit_bytes:
-        oldest = select(runs.run_id).order_by(runs.last_seen_ns, runs.run_id).limit(1)
-        with engine.begin() as connection:
+        with engine.connect() as connection:
             holding = connection.execute(oldest.where(runs.chunk_bytes > 0)).scalar()
             run = connection.execute(oldest).scalar()
-            if holding is not None:
-                statement = schema.chunks.delete().where(chunks.run_id == holding)
-                removed_chunks += connection.execute(statement).rowcount
-                connection.execute(schema.runs.update().where(runs.run_id == holding).values(chunk_bytes=0))
-            elif run is not None and engine.dialect.name == "sqlite":
-                removed_runs += delete_run(connection, run)
-            else:
-                break
+        if holding is not None:
+            removed_chunks += _delete_chunks(engine, holding)
+        elif run is not None and engine.dialect.name == "sqlite":
+            removed_runs += delete_run(engine, run)
+        else:
+            break
         give_back(engine)
     return removed_chunks, removed_runs
 
@@ -89,8 +115,13 @@ def used_bytes(engine: Engine) -> int:
 def give_back(engine: Engine) -> None:
     """Return free pages to the file system. PostgreSQL uses them again, and returns those at a table's end itself."""
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        if engine.dialect.name == "sqlite":
-            # It frees a page a step, and only a script is stepped to its end where no rows come.
-            connection.connection.driver_connection.executescript("PRAGMA incremental_vacuum")  # type: ignore[union-attr]
-        else:
+        if engine.dialect.name != "sqlite":
             connection.exec_driver_sql("VACUUM chunks")
+            return
+        # It frees a page a step, and only a script is stepped to its end where no rows come.
+        script = connection.connection.driver_connection.executescript  # type: ignore[union-attr]
+        free = int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one())
+        for begin in range(0, free, _PAGES):
+            if begin:
+                time.sleep(_PAUSE_S)
+            script(f"PRAGMA incremental_vacuum({_PAGES})")

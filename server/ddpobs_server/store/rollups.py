@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.store.schema import ROLLUP_STEPS, STEP_BOUNDS_S
 
-Row = dict[str, Any]
+Sums = dict[str, list[int]]
+"""Columns of sums by name; the column `batch` tells which batch each row is of."""
+_R = TypeVar("_R", wire.Steps, wire.Spans, wire.Comms)
 
 
-def step_windows(steps: wire.Steps) -> list[Row]:
-    """Sums by window of `ROLLUP_STEPS` steps: wall time, phases, communication, samples, and known own time."""
+def join(records: Sequence[_R]) -> tuple[_R, wire.Ints]:
+    """The rows of several batches one after the other, and for each row which batch it is of.
+
+    To sum many batches at once takes little longer than one: at their size a call costs more than the arithmetic.
+    """
+    batch = np.repeat(np.arange(len(records)), [len(record.step) for record in records])
+    if len(records) == 1:
+        return records[0], batch
+    names = records[0].__struct_fields__
+    return type(records[0])(
+        **{name: np.concatenate([getattr(record, name) for record in records]) for name in names}
+    ), batch
+
+
+def step_windows(steps: wire.Steps, batch: wire.Ints) -> Sums:
+    """Sums by batch and window of `ROLLUP_STEPS` steps: wall time, phases, communication, samples, known own time."""
     known = steps.own_ns != wire.UNKNOWN
     columns = {
         "steps": np.ones(len(steps.step), np.int64),
@@ -26,67 +42,65 @@ def step_windows(steps: wire.Steps) -> list[Row]:
         "own_steps": known.astype(np.int64),
     }
     window = steps.step // ROLLUP_STEPS
-    begins = np.flatnonzero(_changes(window))
+    begins = np.flatnonzero(_changes(window) | _changes(batch))
     sums = np.add.reduceat(np.stack(list(columns.values())), begins, axis=1)
     # A window that comes twice in a batch gives two rows, which are added up like those of two batches.
-    keys = window[begins].tolist()
-    return [
-        {"step_window": key, **dict(zip(columns, row, strict=True))}
-        for key, row in zip(keys, sums.T.tolist(), strict=True)
-    ]
+    return _sums(("batch", "step_window", *columns), batch[begins], window[begins], *sums)
 
 
-def step_durations(steps: wire.Steps) -> list[Row]:
-    """How many steps fall under each bound of the histogram, not cumulated."""
-    seconds = (steps.end_ns - steps.start_ns) / 1e9
-    counts = np.bincount(np.searchsorted(STEP_BOUNDS_S, seconds))
-    return [{"bound": bound, "steps": count} for bound, count in enumerate(counts.tolist()) if count]
+def step_durations(steps: wire.Steps, batch: wire.Ints) -> Sums:
+    """How many steps of each batch fall under each bound of the histogram, not cumulated."""
+    bounds = len(STEP_BOUNDS_S) + 1
+    bound = np.searchsorted(STEP_BOUNDS_S, (steps.end_ns - steps.start_ns) / 1e9)
+    counts = np.bincount(batch * bounds + bound)
+    found = np.flatnonzero(counts)
+    return _sums(("batch", "bound", "steps"), found // bounds, found % bounds, counts[found])
 
 
-def bucket_sums(spans: wire.Spans) -> list[Row]:
-    """Per bucket: compute span (previous bucket's readiness to its own), communication, and what is exposed of it.
+def bucket_sums(spans: wire.Spans, batch: wire.Ints) -> Sums:
+    """By batch and bucket: compute (previous bucket's readiness to its own), communication, what is exposed of it.
 
     Exposed is what lies after the step's last readiness. A batch holds whole steps, and a module's spans of one
-    together, so one batch suffices.
+    together, so one batch suffices. A bucket that comes twice in a step gives two rows.
     """
-    sums: dict[tuple[int, int, int], list[int]] = {}
-    for rows, width in _alike(spans):
+    names = ("batch", "module", "revision", "bucket", "steps", "compute_ns", "comm_ns", "exposed_ns")
+    found: list[Sums] = []
+    for rows, width in _alike(spans, batch):
         ready, launched, done, *keys = (
             getattr(spans, name)[rows].reshape(-1, width)
             for name in ("ready_ns", "launched_ns", "done_ns", "module", "revision", "bucket")
         )
+        of = batch[rows][::width]
+        first = np.flatnonzero(_changes(of))
         pattern = np.stack([key[0] for key in keys])
         begins = np.flatnonzero(_changes(pattern[0]) | _changes(pattern[1])).tolist()
         for begin, end in zip(begins, [*begins[1:], width], strict=True):
-            found = _grid_sums(ready[:, begin:end], launched[:, begin:end], done[:, begin:end])
-            for key, row in zip(map(tuple, pattern[:, begin:end].T.tolist()), found.T.tolist(), strict=True):
-                sums[key] = [*map(sum, zip(sums[key], row, strict=True))] if key in sums else row
-    names = ("steps", "compute_ns", "comm_ns", "exposed_ns")
-    return [
-        {"module": module, "revision": revision, "bucket": bucket, **dict(zip(names, row, strict=True))}
-        for (module, revision, bucket), row in sums.items()
-    ]
+            sums = _grid_sums(ready[:, begin:end], launched[:, begin:end], done[:, begin:end], first)
+            own = [np.tile(key, len(first)) for key in pattern[:, begin:end]]
+            found.append(_sums(names, np.repeat(of[first], end - begin), *own, *sums))
+    return {name: [value for sums in found for value in sums[name]] for name in names}
 
 
-def _grid_sums(ready: wire.Ints, launched: wire.Ints, done: wire.Ints) -> wire.Ints:
-    """Steps, compute, communication and what is exposed of it, summed over the first axis, the steps."""
+def _grid_sums(ready: wire.Ints, launched: wire.Ints, done: wire.Ints, first: wire.Ints) -> list[wire.Ints]:
+    """Steps, compute, communication and what is exposed of it, summed from each first step to the next."""
     compute = np.zeros_like(ready)
     np.subtract(ready[:, 1:], ready[:, :-1], out=compute[:, 1:])
+    last_ready = ready[:, -1:]
     if compute.min() < 0:
         order = np.argsort(ready, axis=1, kind="stable")
         in_order = np.take_along_axis(ready, order, axis=1)
         np.put_along_axis(compute, order, np.diff(in_order, axis=1, prepend=in_order[:, :1]), axis=1)
-    last_ready = ready.max(axis=1, keepdims=True)
+        last_ready = in_order[:, -1:]
     exposed = np.maximum(0, done - np.maximum(launched, last_ready))
-    steps = np.full(ready.shape[1], len(ready))
-    return np.stack([steps, compute.sum(axis=0), done.sum(axis=0) - launched.sum(axis=0), exposed.sum(axis=0)])
+    steps = np.repeat(np.diff(first, append=len(ready)), ready.shape[1])
+    return [steps, *(np.add.reduceat(grid, first).ravel() for grid in (compute, done - launched, exposed))]
 
 
-def _alike(spans: wire.Spans) -> Iterator[tuple[Any, int]]:
+def _alike(spans: wire.Spans, batch: wire.Ints) -> Iterator[tuple[Any, int]]:
     """Rows of all steps that have the same buckets in the same order, and how many of them are a step's."""
-    starts = np.flatnonzero(_changes(spans.step))
+    starts = np.flatnonzero(_changes(spans.step) | _changes(batch))
     widths = np.diff(starts, append=len(spans.step))
-    for width in sorted(set(widths.tolist())):
+    for width in np.unique(widths).tolist():
         chosen, place = starts[widths == width], np.arange(width)
         rows: Any = slice(None) if len(chosen) == len(starts) else (chosen[:, None] + place).ravel()
         keys = [getattr(spans, name)[rows].reshape(-1, width) for name in ("module", "revision", "bucket")]
@@ -98,6 +112,10 @@ def _alike(spans: wire.Spans) -> Iterator[tuple[Any, int]]:
             yield (chosen[patterns == pattern][:, None] + place).ravel(), width
 
 
+def _sums(names: Sequence[str], *columns: wire.Ints) -> Sums:
+    return {name: column.tolist() for name, column in zip(names, columns, strict=True)}
+
+
 def _changes(column: wire.Ints) -> Any:
     """True at the first row and where a row differs from the one before it."""
     changes = np.ones(len(column), bool)
@@ -105,14 +123,12 @@ def _changes(column: wire.Ints) -> Any:
     return changes
 
 
-def peer_sums(peers: list[wire.Peers]) -> list[Row]:
-    """Delay, waiting and straggler counts by rank."""
+def peer_sums(peers: Sequence[Sequence[wire.Peers]]) -> Sums:
+    """Delay, waiting and straggler counts of each batch by rank; a rank that is told of twice has two rows."""
     names = ("delay_ns", "wait_ns", *(f"straggler_{phase}" for phase in wire.OWN_PHASES))
-    rows: dict[int, Row] = {}
-    for record in peers:
-        for index, rank in enumerate(record.rank.tolist()):
-            row = rows.setdefault(rank, {"rank": rank, "steps": 0, **dict.fromkeys(names, 0)})
-            row["steps"] += record.steps
-            for name in names:
-                row[name] += int(getattr(record, name)[index])
-    return list(rows.values())
+    told = [(batch, record) for batch, records in enumerate(peers) for record in records]
+    sums: Sums = {name: [value for _, record in told for value in getattr(record, name).tolist()] for name in names}
+    sums["rank"] = [rank for _, record in told for rank in record.rank.tolist()]
+    for name, values in (("batch", [batch for batch, _ in told]), ("steps", [record.steps for _, record in told])):
+        sums[name] = [value for value, (_, record) in zip(values, told, strict=True) for _ in record.rank]
+    return sums

@@ -18,6 +18,7 @@ from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
 from ddpobs_server.store import compacting, faults, reading, removing, schema, sums, writing
+from ddpobs_server.store.faults import UnusableError
 from ddpobs_server.store.reading import Part
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
 from ddpobs_server.store.totals import PhaseTotals
@@ -63,10 +64,20 @@ class Store:
         return Path(url.database).resolve().parent if url.get_backend_name() == "sqlite" and url.database else None
 
     def migrate(self) -> None:
-        """Bring the schema to this version's, from whatever earlier one is there."""
+        """Bring the schema to this version's, from whatever earlier one is there.
+
+        Raises:
+            UnusableError: A newer version made it.
+        """
         with self._engine.begin() as connection:
+            # Another collector may start, too; and a step that is cut off leaves nothing behind.
             if self._engine.dialect.name == "postgresql":
-                connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))  # Another collector may start, too.
+                connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
+            else:
+                connection.exec_driver_sql("BEGIN IMMEDIATE")  # Python's driver begins for rows, not for tables.
+            here = MigrationContext.configure(connection).get_current_revision()
+            if here is not None and here not in self.earlier_revisions():
+                raise UnusableError(f"the schema is at {here}, which a newer version made: upgrade this one")
             config = _alembic()
             config.attributes["connection"] = connection
             command.upgrade(config, "head")
@@ -115,8 +126,7 @@ class Store:
 
     def delete(self, run: str) -> bool:
         """Remove everything of a run and return its space; False where there is none."""
-        with self._engine.begin() as connection:
-            found = removing.delete_run(connection, run)
+        found = removing.delete_run(self._engine, run)
         removing.give_back(self._engine)
         return found
 
@@ -160,11 +170,12 @@ class Store:
         """Run `distribution`.
 
         Raises:
-            ValueError: The database is no PostgreSQL.
+            UnusableError: The database is no PostgreSQL.
             SQLAlchemyError: It has no Citus, or the tables are distributed already.
         """
         if self._engine.dialect.name != "postgresql":
-            raise ValueError(f"expected a PostgreSQL database with Citus, got {self._engine.dialect.name}")
+            raise UnusableError(f"expected a PostgreSQL database with Citus, got {self._engine.dialect.name}")
+        self.migrate()
         with self._engine.begin() as connection:
             for statement in self.distribution():
                 connection.exec_driver_sql(statement)
@@ -185,7 +196,7 @@ class Store:
         """
         with self._engine.connect() as connection:
             if self._engine.dialect.name == "sqlite":
-                connection.exec_driver_sql("BEGIN IMMEDIATE")  # Python's driver begins for rows, not for tables.
+                connection.exec_driver_sql("BEGIN IMMEDIATE")
             connection.execute(CreateTable(_TRIED))
             connection.execute(_TRIED.insert(), {"run_id": ""})
             connection.rollback()
@@ -209,9 +220,9 @@ class Store:
             row = connection.execute(select(func.count(), mine).where(c.run_id == run)).one()
         return row[0], bool(row[1])
 
-    def aggregates(self, since_ns: int, workspace: str = "default") -> Aggregates:
-        """What metrics tell of the active runs, in a few statements for all of them."""
-        which = sums.active(workspace, since_ns)
+    def aggregates(self, since_ns: int, until_ns: int = 2**63 - 1, workspace: str = "default") -> Aggregates:
+        """What metrics tell of the runs last heard of in that time, in a few statements for all of them."""
+        which = sums.active(workspace, since_ns, until_ns)
         of = sums.of_latest(which)
         with self._snapshot() as connection:
             runs, histograms = sums.runs(connection, which), sums.histograms(connection, of)
@@ -378,6 +389,7 @@ def _durable(connection: Any, _record: object) -> None:
         "synchronous=FULL",
         "foreign_keys=ON",
         "cache_size=-32768",
+        "journal_size_limit=67108864",
     ):
         cursor.execute(f"PRAGMA {setting}")
     cursor.close()

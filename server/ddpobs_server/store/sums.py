@@ -27,9 +27,9 @@ def one(run_id: str) -> Conditions:
     return [_r.run_id == run_id]
 
 
-def active(workspace: str, since_ns: int) -> Conditions:
-    """A workspace's runs heard of since then."""
-    return [_r.workspace == workspace, _r.last_seen_ns >= since_ns]
+def active(workspace: str, since_ns: int, until_ns: int) -> Conditions:
+    """A workspace's runs last heard of in that time."""
+    return [_r.workspace == workspace, _r.last_seen_ns.between(since_ns, until_ns)]
 
 
 def before(workspace: str, cursor: tuple[int, str] | None) -> Conditions:
@@ -44,7 +44,7 @@ def runs(connection: Connection, which: Conditions, limit: int | None = None) ->
     """Runs, newest first, each with the sums over its latest attempt's sources."""
     p = select(schema.runs).where(*which).order_by(_r.created_ns.desc(), _r.run_id).limit(limit).subquery().c
     # A source that has not stepped yet counts from when it was first seen.
-    later = (func.max if connection.dialect.name == "sqlite" else func.greatest)(_s.last_step_seen_ns, _s.first_seen_ns)
+    active_ns = case((_s.last_step_seen_ns > 0, _s.last_step_seen_ns), else_=_s.first_seen_ns)
     plain = (p.run_id, p.attempt, p.created_ns, p.last_seen_ns, p.commits)
     query = (
         select(
@@ -54,7 +54,7 @@ def runs(connection: Connection, which: Conditions, limit: int | None = None) ->
             func.coalesce(func.max(_s.last_step) + 1, 0),
             func.coalesce(added(_s.emitted), 0),
             func.coalesce(added(_s.dropped), 0),
-            func.coalesce(func.max(later), 0),
+            func.coalesce(func.max(active_ns), 0),
             func.coalesce(func.sum(case((_s.goodbye, 1), else_=0)), 0),
         )
         .outerjoin(schema.sources, (_s.run_id == p.run_id) & (_s.attempt == p.attempt))

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Dialect, Insert, Table, func, or_, select
+from sqlalchemy import Connection, Dialect, Insert, Select, Table, bindparam, case, func, or_, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ddpobs import columns, wire
@@ -50,6 +50,14 @@ class Arrival:
         return self.batch.run, self.batch.source, self.batch.seq
 
 
+class Joined(NamedTuple):
+    """Rows of several batches of an attempt; `place` tells for each row which batch it is of."""
+
+    batches: Sequence[wire.Batch]
+    record: Any
+    place: wire.Ints
+
+
 def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
     """Store batches in the open transaction, except those that are there already."""
     claimed = _claim(connection, arrivals)
@@ -64,30 +72,38 @@ def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
         outcomes.append(Outcome.REPEATED if known == arrival.digest else Outcome.CONFLICT)
     stored = list(fresh.values())
     if stored:
-        chunks = _chunks(stored)
+        joined = {kind: list(_joined(kind, stored)) for kind in _MERGED}
+        chunks = _chunks(stored, joined)
         _touch_runs(connection, stored, chunks)
         _touch_sources(connection, stored)
         _insert(connection, schema.chunks, chunks)
         _write_told(connection, stored)
-        _write_sums(connection, stored)
+        _write_sums(connection, stored, joined["steps"])
     return outcomes
 
 
 def _claim(connection: Connection, arrivals: Sequence[Arrival]) -> set[tuple[str, str, int]]:
     """The keys that nobody had: whoever inserts a batch's row stores the batch, also among several collectors."""
-    rows = {
-        arrival.key: {
-            "run_id": arrival.batch.run,
-            "source": arrival.batch.source,
-            "seq": arrival.batch.seq,
-            "digest": arrival.digest,
-            "received_ns": arrival.received_ns,
-            "size_bytes": arrival.size_bytes,
-        }
-        for arrival in reversed(arrivals)
+    first = {arrival.key: arrival for arrival in reversed(arrivals)}
+    values = {
+        f"{name}_m{place}": value
+        for place, (_, arrival) in enumerate(sorted(first.items(), key=itemgetter(0)))
+        for name, value in _batch_row(arrival).items()
     }
-    claimed = connection.execute(_claiming(connection.dialect.name), [rows[key] for key in sorted(rows)])
+    sql, names = _claiming(connection.dialect, len(first))
+    claimed = connection.exec_driver_sql(sql, itemgetter(*names)(values) if names else values)
     return {(row[0], row[1], row[2]) for row in claimed}
+
+
+def _batch_row(arrival: Arrival) -> dict[str, Any]:
+    return {
+        "run_id": arrival.batch.run,
+        "source": arrival.batch.source,
+        "seq": arrival.batch.seq,
+        "digest": arrival.digest,
+        "received_ns": arrival.received_ns,
+        "size_bytes": arrival.size_bytes,
+    }
 
 
 def _digest(connection: Connection, key: tuple[str, str, int]) -> bytes:
@@ -105,9 +121,10 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
     size_bytes = dict.fromkeys(by_run, 0)
     for chunk in chunks:
         size_bytes[chunk["run_id"]] += len(chunk["payload"])
-    attempts, dialect = schema.attempts.c, connection.dialect.name
+    dialect = connection.dialect.name
+    known_sql, by_place = _known_attempts(connection.dialect)
     for run, batches in sorted(by_run.items()):
-        known = connection.execute(select(attempts.attempt).where(attempts.run_id == run)).scalars().all()
+        known = connection.exec_driver_sql(known_sql, (run,) if by_place else {"run": run}).scalars().all()
         seen = dict.fromkeys(known)
         for arrival in batches:
             attempt = arrival.batch.attempt
@@ -157,7 +174,17 @@ def _source_row(arrival: Arrival) -> dict[str, Any]:
     }
 
 
-def _chunks(arrivals: Sequence[Arrival]) -> list[dict[str, Any]]:
+def _joined(kind: str, arrivals: Sequence[Arrival]) -> Iterator[Joined]:
+    by_attempt: dict[tuple[str, str], list[wire.Batch]] = {}
+    for arrival in arrivals:
+        record = getattr(arrival.batch, kind)
+        if record is not None and len(record.step):
+            by_attempt.setdefault((arrival.batch.run, arrival.batch.attempt), []).append(arrival.batch)
+    for _, batches in sorted(by_attempt.items(), key=itemgetter(0)):
+        yield Joined(batches, *rollups.join([getattr(batch, kind) for batch in batches]))
+
+
+def _chunks(arrivals: Sequence[Arrival], joined: Mapping[str, Sequence[Joined]]) -> list[dict[str, Any]]:
     chunks = []
     for arrival in arrivals:
         batch = arrival.batch
@@ -167,24 +194,16 @@ def _chunks(arrivals: Sequence[Arrival]) -> list[dict[str, Any]]:
         for index, readiness in enumerate(batch.readiness):
             payload = zstandard.compress(wire.pack(readiness), 1)
             chunks.append(_chunk(batch, f"readiness-{index}", np.array([readiness.step]), payload, batch.rank))
-    for kind in _MERGED:
-        by_attempt: dict[tuple[str, str], list[wire.Batch]] = {}
-        for arrival in arrivals:
-            rows = getattr(arrival.batch, kind)
-            if rows is not None and len(rows.step):
-                by_attempt.setdefault((arrival.batch.run, arrival.batch.attempt), []).append(arrival.batch)
-        chunks += [_merged(kind, batches) for batches in by_attempt.values()]
+    for kind, found in joined.items():
+        for batches, record, place in found:
+            rank = np.array([batch.rank for batch in batches])[place]
+            packed = wire.pack_steps(rank, record) if kind == "steps" else _pack(rank, record)
+            chunks.append(_chunk(batches[0], kind, record.step, packed, wire.UNKNOWN))
     return chunks
 
 
-def _merged(kind: str, batches: Sequence[wire.Batch]) -> dict[str, Any]:
-    parts = [getattr(batch, kind) for batch in batches]
-    merged = {name: np.concatenate([getattr(part, name) for part in parts]) for name in parts[0].__struct_fields__}
-    ranks = np.repeat([batch.rank for batch in batches], [len(part.step) for part in parts])
-    packed = (
-        wire.pack_steps(ranks, wire.Steps(**merged)) if kind == "steps" else columns.pack({"rank": ranks, **merged})
-    )
-    return _chunk(batches[0], kind, merged["step"], packed, wire.UNKNOWN)
+def _pack(rank: wire.Ints, record: msgspec.Struct) -> bytes:
+    return columns.pack({"rank": rank, **{name: getattr(record, name) for name in record.__struct_fields__}})
 
 
 def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: int) -> dict[str, Any]:
@@ -231,31 +250,25 @@ def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
     _insert(connection, schema.events, events)
 
 
-def _write_sums(connection: Connection, arrivals: Sequence[Arrival]) -> None:
-    rows: dict[Table, list[dict[str, Any]]] = {}
-
-    def add(table: Table, batch: wire.Batch, sums: list[dict[str, Any]]) -> None:
-        rows.setdefault(table, []).extend({"run_id": batch.run, "source": batch.source, **row} for row in sums)
-
-    for arrival in arrivals:
-        batch = arrival.batch
-        if batch.steps is not None and len(batch.steps.step):
-            add(schema.rollups, batch, rollups.step_windows(batch.steps))
-            add(schema.step_histogram, batch, rollups.step_durations(batch.steps))
-        if batch.spans is not None and len(batch.spans.step):
-            add(schema.bucket_rollups, batch, rollups.bucket_sums(batch.spans))
-        add(schema.peer_totals, batch, rollups.peer_sums(batch.peers))
-    for table, found in rows.items():
-        _add(connection, table, found)
+def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> None:
+    for batches, record, place in steps:
+        _add(connection, schema.rollups, batches, rollups.step_windows(record, place))
+        _add(connection, schema.step_histogram, batches, rollups.step_durations(record, place))
+    for batches, spans, place in _joined("spans", arrivals):
+        _add(connection, schema.bucket_rollups, batches, rollups.bucket_sums(spans, place))
+    told = [arrival.batch for arrival in arrivals if arrival.batch.peers]
+    _add(connection, schema.peer_totals, told, rollups.peer_sums([batch.peers for batch in told]))
 
 
-def _add(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
+def _add(connection: Connection, table: Table, batches: Sequence[wire.Batch], sums: rollups.Sums) -> None:
     """Add sums to what the table holds under the same keys, in the keys' order: two collectors then never deadlock."""
-    if not rows:
-        return
-    keys = [column.name for column in table.primary_key.columns]
-    rows.sort(key=itemgetter(*keys))
-    _execute(connection, _adding(connection.dialect.name, table), rows)
+    of = [batches[place] for place in sums["batch"]]
+    columns = {**sums, "run_id": [batch.run for batch in of], "source": [batch.source for batch in of]}
+    names = tuple(table.columns.keys())  # The primary key's come first.
+    rows = sorted(zip(*(columns[name] for name in names), strict=True))
+    if rows:
+        sql, by_place = _compiled(_adding(connection.dialect.name, table), connection.dialect, names)
+        connection.exec_driver_sql(sql, rows if by_place else [dict(zip(names, row, strict=True)) for row in rows])
 
 
 def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
@@ -274,10 +287,18 @@ def _execute(connection: Connection, statement: Insert, rows: list[dict[str, Any
 
 
 @cache
-def _compiled(statement: Insert, dialect: Dialect, columns: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+def _compiled(
+    statement: Insert | Select[Any], dialect: Dialect, columns: tuple[str, ...] = ()
+) -> tuple[str, tuple[str, ...]]:
     """SQL for the driver, and the order of its values where the driver knows them by place and not by name."""
-    compiled = statement.compile(dialect=dialect, column_keys=list(columns))
+    compiled = statement.compile(dialect=dialect, column_keys=list(columns) or None)
     return str(compiled), tuple(compiled.positiontup or ())
+
+
+@cache
+def _known_attempts(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
+    c = schema.attempts.c
+    return _compiled(select(c.attempt).where(c.run_id == bindparam("run")), dialect)
 
 
 @cache
@@ -286,9 +307,12 @@ def _inserting(table: Table) -> Insert:
 
 
 @cache
-def _claiming(dialect: str) -> Any:
+def _claiming(dialect: Dialect, count: int) -> tuple[str, tuple[str, ...]]:
+    """For so many batches at once; the values of the second are called `run_id_m1`, ..."""
     c = schema.batches.c
-    return _new(dialect, schema.batches).on_conflict_do_nothing().returning(c.run_id, c.source, c.seq)
+    rows = [dict.fromkeys(c.keys()) for _ in range(count)]
+    statement = _new(dialect.name, schema.batches).values(rows).on_conflict_do_nothing()
+    return _compiled(statement.returning(c.run_id, c.source, c.seq), dialect)
 
 
 @cache
@@ -301,7 +325,7 @@ def _touching_run(dialect: str, new_attempt: bool) -> Any:
     statement, c = _new(dialect, schema.runs), schema.runs.c
     new = statement.excluded
     changes: dict[str, Any] = {
-        "last_seen_ns": _greatest(dialect, c.last_seen_ns, new.last_seen_ns),
+        "last_seen_ns": new.last_seen_ns,  # Not the greatest: a clock that was ahead for a while is set back.
         "commits": c.commits + new.commits,
         "chunk_bytes": c.chunk_bytes + new.chunk_bytes,
     }
@@ -314,9 +338,15 @@ def _touching_run(dialect: str, new_attempt: bool) -> Any:
 def _touching_source(dialect: str) -> Any:
     statement, c = _new(dialect, schema.sources), schema.sources.c
     new = statement.excluded
-    highest = ("last_seen_ns", "emitted", "dropped", "last_step", "last_step_seen_ns", "wall_ns", "monotonic_ns")
+    # What was spooled comes after what was made later.
+    highest = ("emitted", "dropped", "last_step", "monotonic_ns")
     changes: dict[str, Any] = {name: _greatest(dialect, c[name], new[name]) for name in highest}
-    changes |= {name: func.coalesce(new[name], c[name]) for name in ("hello", "pulse")}
+    later = new.monotonic_ns >= c.monotonic_ns
+    changes |= {name: case((later, func.coalesce(new[name], c[name])), else_=c[name]) for name in ("wall_ns", "pulse")}
+    changes["hello"] = func.coalesce(new.hello, c.hello)
+    changes["last_seen_ns"] = new.last_seen_ns
+    stepped_ns = func.nullif(new.last_step_seen_ns, text("0"))
+    changes["last_step_seen_ns"] = func.coalesce(stepped_ns, c.last_step_seen_ns)
     changes["goodbye"] = or_(c.goodbye, new.goodbye)
     return statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes)
 

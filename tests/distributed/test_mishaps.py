@@ -1,0 +1,239 @@
+"""What breaks into a training, or changes under it: it goes on as one would expect, or says why not."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+from ddpobs import DistributedDataParallel, telemetry
+from ddpobs.errors import ReducerError
+from tests.distributed.compare import batch, net, outcome, train, verdicts
+from tests.distributed.launch import run_ranks
+from tests.distributed.sent import sending
+
+CAP = {"bucket_cap_mb": 0.05}
+STEPS = 6
+Breaks = Callable[[int, int], bool]
+
+
+class StopError(Exception):
+    """What a user catches, to go on with the next batch."""
+
+
+def on_every_rank(_rank: int, step: int) -> bool:
+    return step in {0, 3}
+
+
+def on_one_rank(rank: int, step: int) -> bool:
+    return rank == 1 and step in {0, 3}
+
+
+def breaking(ddp: Any, layer: int) -> list[bool]:
+    """Have a backward raise before that layer's weight gets its gradient, where the list holds True."""
+    breaks = [False]
+
+    def stop(_: torch.Tensor) -> None:
+        if breaks[0]:
+            raise StopError
+
+    ddp.module[layer].weight.register_hook(stop)
+    return breaks
+
+
+def skipping(ddp: Any, rank: int, layer: int, when: Breaks, set_to_none: bool) -> dict[str, Any]:
+    """Train, drop the batches whose backward fails; how far each step is from one without DDP, and what was raised."""
+    breaks, alone = breaking(ddp, layer), net()
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in (ddp, alone)]
+    ranks = dist.get_world_size()
+    told, apart = [], 0.0
+    for step in range(STEPS):
+        breaks[0] = when(rank, step)
+        optimizers[0].zero_grad(set_to_none=set_to_none)
+        try:
+            ddp(batch(rank, step)).pow(2).mean().backward()
+        except (StopError, ReducerError) as error:
+            told.append(str(error))
+            continue
+        optimizers[0].step()
+        optimizers[1].zero_grad()
+        for other in range(ranks):
+            (alone(batch(other, step)).pow(2).mean() / ranks).backward()
+        optimizers[1].step()
+        pairs = zip(ddp.parameters(), alone.parameters(), strict=True)
+        apart = max(apart, *(float((ours - theirs).detach().abs().max()) for ours, theirs in pairs))
+    return {"apart": apart, "told": told}
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "flag": {"find_unused_parameters": True},
+    "skipped": {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+    "static": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True},
+    "hook": {},
+}
+
+
+def skipped(rank: int, world_size: int, when: Breaks) -> dict[str, Any]:
+    found = {}
+    for name, options in WAYS.items():
+        for layer in (4, 2):  # No bucket is launched yet, or one is.
+            ddp = DistributedDataParallel(net(), **CAP, **options)
+            if name == "hook":
+                ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+            found[f"{name}, {layer}"] = skipping(ddp, rank, layer, when, set_to_none=name != "plain")
+    return found
+
+
+@pytest.mark.parametrize(("when", "ranks"), [(on_every_rank, 2), (on_one_rank, 2), (on_one_rank, 4)])
+def test_a_batch_whose_backward_fails_can_be_dropped(when: Breaks, ranks: int) -> None:
+    """Also where it fails on one rank alone: the others are told, and drop it too."""
+    for rank, answers in enumerate(run_ranks(skipped, ranks, when)):
+        for name, answer in answers.items():
+            assert answer["apart"] < 1e-5, (rank, name)
+            assert len(answer["told"]) == 2, (rank, name)
+            if when is on_one_rank and rank != 1:
+                assert all(text.startswith("rank 1: an error interrupted") for text in answer["told"]), name
+
+
+def too_late(rank: int, world_size: int) -> list[str]:
+    """An error above the model, once every gradient of it is reduced."""
+    ddp, told = DistributedDataParallel(net(), **CAP), []
+    inputs = batch(rank).requires_grad_()
+    above = inputs * 1
+
+    def stop(_: torch.Tensor) -> None:
+        raise StopError
+
+    above.register_hook(stop)
+    for step in range(3):
+        ddp.zero_grad()
+        try:
+            ddp(above if step == 0 else batch(rank, step)).sum().backward()
+        except (StopError, ReducerError) as error:
+            told.append(type(error).__name__)
+    return told
+
+
+def test_an_error_after_the_last_gradient_is_not_passed_over() -> None:
+    assert run_ranks(too_late, 2) == [["StopError", "ReducerError"]] * 2
+
+
+def wrapped_again(kind: Any, rank: int) -> Any:
+    """The first wrapper is never used, the second one is; then there is another beside the one that trains."""
+    module = net()
+    kind(module, **CAP)
+    train(kind(module, **CAP), rank, 2)
+    beside = kind(module, **CAP)
+    hooks = [len(p._post_accumulate_grad_hooks or ()) <= 1 for p in module.parameters()]
+    return [train(kind(module, **CAP), rank), hooks, beside.training]
+
+
+def copied_on_one_rank(kind: Any, rank: int) -> Any:
+    """As for a moving average of the weights."""
+    ddp = kind(net(), **CAP)
+    if rank == 0:
+        copy.deepcopy(ddp)
+    return train(ddp, rank)
+
+
+class Extra(nn.Module):
+    """A layer, and one more parameter, whose bucket is launched last."""
+
+    def __init__(self, extra: torch.Tensor) -> None:
+        super().__init__()
+        self.extra = nn.Parameter(extra)
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x).sum() + self.extra.abs().sum().to(x.dtype) * x.sum()
+
+
+def holding(extra: torch.Tensor) -> Any:
+    def case(kind: Any, rank: int) -> Any:
+        ddp = kind(Extra(extra.clone()))
+        for step in range(3):
+            ddp(batch(rank, step)).backward()
+        return outcome(ddp)
+
+    return case
+
+
+SAME = {
+    "wrapped again": wrapped_again,
+    "copied on one rank": copied_on_one_rank,
+    "complex": holding(torch.full((3,), 1 + 2j)),
+    "nothing of a dtype": holding(torch.zeros(0, dtype=torch.float64)),
+    "bfloat16 and a scalar": holding(torch.tensor(2.0, dtype=torch.bfloat16)),
+}
+
+
+def all_same(rank: int, world_size: int) -> dict[str, str]:
+    return verdicts(SAME, rank)
+
+
+@pytest.fixture(scope="module")
+def found() -> list[dict[str, str]]:
+    return run_ranks(all_same, 2)
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_results_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
+    assert {verdict[case] for verdict in found} == {"equal"}
+
+
+def left_behind(rank: int, world_size: int) -> list[Any]:
+    module = net()
+    with sending() as sent:
+        for _ in range(3):
+            ddp = DistributedDataParallel(module, telemetry=sent.config)
+            train(ddp, rank, 2)
+            reducer = weakref.ref(ddp.reducer)
+            del ddp
+            module.zero_grad()
+            gc.collect()
+        process = telemetry._process
+        kept = [len(process._recorders), process._tracker.modules]
+    return [sum(len(p._post_accumulate_grad_hooks) for p in module.parameters()), reducer() is None, kept]
+
+
+def test_a_wrapper_that_is_gone_leaves_nothing_on_its_module_nor_in_telemetry() -> None:
+    assert run_ranks(left_behind, 2) == [[0, True, [0, 0]]] * 2
+
+
+def mistaken(rank: int, world_size: int) -> list[str]:
+    """Each mistake's error; the last one's is shared by a rank that has a copy besides."""
+    told = []
+    first = DistributedDataParallel(net())
+    if rank == 0:
+        copy.deepcopy(first)
+    for mistake in ("create_graph", "converted", "unused"):
+        ddp = DistributedDataParallel(net(), **CAP)
+        if mistake == "converted":
+            ddp.double()
+        inputs = batch(rank).to(next(ddp.parameters()).dtype)
+        if mistake == "unused" and rank == 0:
+            ddp.module[4].bias = None
+        with pytest.raises(ReducerError) as error:
+            ddp(inputs).sum().backward(create_graph=mistake == "create_graph")
+        told.append(str(error.value))
+    return told
+
+
+def test_what_cannot_be_reduced_is_the_same_clear_error_on_every_rank() -> None:
+    first, second = run_ranks(mistaken, 2)
+    assert first == second
+    higher, converted, unused = first
+    assert "torch.autograd.grad" in higher
+    assert "0.weight was torch.float32 on cpu" in converted
+    assert "4.bias (rank 0)" in unused

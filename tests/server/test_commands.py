@@ -1,0 +1,96 @@
+"""What the command line says of a database that it cannot use: one line, no traceback and no password."""
+
+from __future__ import annotations
+
+import sqlite3
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from ddpobs_server import commands
+from ddpobs_server.store import Store, store
+from typer.testing import CliRunner
+
+SERVER = str(Path(sys.executable).with_name("ddpobs-server"))
+COMMANDS = ["token create x", "token list", "token revoke abcd", "check", "backup copy", "restore copy", "distribute"]
+KEPT: list[sqlite3.Connection] = []
+
+
+def away(folder: Path) -> str:
+    return "postgresql+psycopg://me:s3cret@127.0.0.1:9/none"
+
+
+def no_folder(folder: Path) -> str:
+    return f"sqlite:///{folder}/none/x.db"
+
+
+def no_database(folder: Path) -> str:
+    (folder / "x.db").write_bytes(b"hello" * 1000)
+    return f"sqlite:///{folder}/x.db"
+
+
+def newer(folder: Path) -> str:
+    url = f"sqlite:///{folder}/x.db"
+    made = Store(url)
+    made.migrate()
+    made.close()
+    with closing(sqlite3.connect(folder / "x.db")) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+        connection.commit()
+    return url
+
+
+def locked(folder: Path) -> str:
+    url = f"sqlite:///{folder}/x.db"
+    made = Store(url)
+    made.migrate()
+    made.close()
+    KEPT.append(sqlite3.connect(folder / "x.db"))
+    KEPT[-1].execute("BEGIN IMMEDIATE")
+    return url
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(store, "_BUSY_S", 0.1)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("database", [away, no_folder, no_database, newer, locked])
+def test_a_database_that_cannot_be_used_is_said_in_a_line(tmp_path: Path, database: Callable[[Path], str]) -> None:
+    url = database(tmp_path)
+    # Whoever copies a file may do so whatever schema it has and while it is written to.
+    able = ["backup copy"] if database in (newer, locked) else []
+    for command in COMMANDS:
+        if command in able:
+            continue
+        done = CliRunner().invoke(commands.cli, [*command.split(), "--database-url", url])
+        said = [line for line in done.output.splitlines() if line.startswith(("ddpobs-server: ", "fail "))]
+        assert (done.exit_code, type(done.exception), len(said)) == (1, SystemExit, 1), (command, done.output)
+        assert "s3cret" not in done.output
+        assert command == "check" or done.stderr.splitlines() == said
+    while KEPT:
+        KEPT.pop().close()
+
+
+@pytest.mark.parametrize(
+    "url", ["nonsense", "mysql://me:s3cret@h/x", "postgresql://h/x", "sqlite://", "sqlite:///:memory:"]
+)
+def test_an_address_of_no_such_database_is_refused(url: str) -> None:
+    for command in COMMANDS:
+        done = CliRunner().invoke(commands.cli, [*command.split(), "--database-url", url])
+        assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+        assert "database_url: expected sqlite:///FILE or postgresql+psycopg://" in done.stderr
+        assert "s3cret" not in done.output
+
+
+@pytest.mark.parametrize("database", [away, newer])
+def test_a_server_says_so_before_it_starts(tmp_path: Path, database: Callable[[Path], str]) -> None:
+    command = [SERVER, "--port", "0", "--log-level", "error", "--database-url", database(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
+    assert done.stderr.startswith("ddpobs-server: ")
+    assert "s3cret" not in done.stderr
