@@ -96,8 +96,6 @@ def launch(setting: Setting, ends: float, options: argparse.Namespace) -> dict[s
                 missing[name] = str(reason)
                 continue
             stack.callback(made[name].disband)
-        for team in made.values():
-            team.run(2)
         count = steps_of(made["torch"], options.turn_s)
         # Where the start took long, so does what follows, or most of the time would be starts.
         until = time.monotonic() + max(options.launch_s, 2 * (time.monotonic() - began))

@@ -145,7 +145,8 @@ class Team:
 def steps_of(team: Team, seconds: float) -> int:
     """How many steps such a team takes in so many seconds, about; one at least."""
     step_s, _ = team.run(2)
-    step_s, _ = team.run(max(2, round(seconds / step_s)))
+    if step_s < seconds / 2:
+        step_s, _ = team.run(round(seconds / step_s))
     return max(1, round(seconds / step_s))
 
 

@@ -66,7 +66,7 @@ def test_ingest_loses_nothing_and_is_set_beside_rows(tmp_path: Path) -> None:
 def test_a_job_by_the_real_exporter_loses_nothing(tmp_path: Path) -> None:
     told = run("job", "--json", str(tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["spans"], found["lost"]) == (4 * 6 * 40, 0)
+    assert (found["spans"], found["lost"]) == (4 * 16 * 40, 0)
     assert " 0 lost" in told
 
 

@@ -159,11 +159,11 @@ class Sent:
 
     Attributes:
         spans: In acknowledged batches.
-        acknowledged_s: How long each acknowledgement took.
+        acknowledged_s: How long each acknowledgement took, by whatever it is of interest for.
     """
 
     spans: int
-    acknowledged_s: list[float]
+    acknowledged_s: dict[str, list[float]]
 
 
 @contextmanager
@@ -190,8 +190,8 @@ def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, floa
     """Have the clients send to the collector with that process id, and look at its memory and processor time.
 
     Returns:
-        `spans` that were acknowledged, `spans_per_s`, `ack_p50_ms`, `ack_p99_ms`, `cpu_ns_per_span` and `cpu_cores`
-        (the collector's), `resident_mb` at the end, what it was at each quarter of the time before, and
+        `spans` that were acknowledged, `spans_per_s`, `ack_p50_ms`, `ack_p99_ms` (of parts, too), `cpu_ns_per_span` and
+        `cpu_cores` (the collector's), `resident_mb` at the end, what it was at each quarter of the time before, and
         `resident_ratio`, the end over the middle.
 
     Raises:
@@ -215,12 +215,16 @@ def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, floa
     sent = [answer for answer in answers if isinstance(answer, Sent)]
     used, resident = _processor_s(pid) - before, _resident_mb(pid)
     spans = sum(one.spans for one in sent)
-    acknowledged = 1e3 * np.concatenate([one.acknowledged_s for one in sent])
+    took_ms = {
+        part: 1e3 * np.concatenate([one.acknowledged_s[part] for one in sent]) for part in sent[0].acknowledged_s
+    }
+    acknowledged = np.concatenate(list(took_ms.values()))
     return {
         "spans": float(spans),
         "spans_per_s": spans / took,
         "ack_p50_ms": float(np.percentile(acknowledged, 50)),
         "ack_p99_ms": float(np.percentile(acknowledged, 99)),
+        **{f"ack_p99_{part}_ms": float(np.percentile(took, 99)) for part, took in took_ms.items() if part},
         "cpu_ns_per_span": 1e9 * used / spans,
         "cpu_cores": used / took,
         "resident_quarter_mb": seen[len(seen) // 4],
@@ -289,7 +293,8 @@ def _client(pipe: Connection, send: Callable[..., Sent], *arguments: object) -> 
 def send(number: int, address: Callable[[], str], load: Load) -> Sent:
     """Send the batches of every `clients`-th rank, each rank's evenly apart where it is in no hurry.
 
-    Those of a flood are made before it begins, a job's as they are due: ten minutes of a large one fill no memory.
+    Those of a flood are made before it begins, a job's just before they are due: ten minutes of a large one fill no
+    memory. A job's batch takes from when it was due until it is acknowledged, whatever made the client late.
     """
     ranks = range(number, load.ranks, load.clients)
     keys = [(rank, seq) for seq in range(load.batches) for rank in ranks]
@@ -301,14 +306,14 @@ def send(number: int, address: Callable[[], str], load: Load) -> Sent:
     began = time.monotonic()
     for place, (rank, seq) in enumerate(keys):
         body = next(bodies)
-        # The ranks' batches are evenly spread, too.
-        due = began + load.every_s * (seq + (place % len(ranks)) / len(ranks))
+        due = time.monotonic()
         if load.every_s:
+            # The ranks' batches are evenly spread, too.
+            due = began + load.every_s * (seq + (place % len(ranks)) / len(ranks))
             time.sleep(max(0.0, due - time.monotonic()))
-        sent = time.monotonic()
         line.put(f"/api/v1/runs/benchmark/sources/{rank:016x}/batches/{seq}", body)
-        took.append(time.monotonic() - sent)
-    return Sent(len(keys) * load.steps * load.buckets, took)
+        took.append(time.monotonic() - due)
+    return Sent(len(keys) * load.steps * load.buckets, {"": took})
 
 
 class _Line:
