@@ -6,12 +6,9 @@ bucket down, `_launch` strictly in bucket order while autograd goes on, `_finish
 
 from __future__ import annotations
 
-import atexit
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -55,19 +52,6 @@ class Settings:
     skip_unused: bool = False
     static_graph: bool = False
     as_views: bool = False
-
-
-_REST_S = 0.05
-
-
-@cache
-def _rest_at_exit() -> None:
-    """Have the process rest for a moment before the interpreter ends; once is enough.
-
-    A work that was launched within backward holds Python's context, and whoever drops it last needs the interpreter for
-    that. Where this is a thread of the process group's, and the interpreter is ending, the process is aborted.
-    """
-    atexit.register(time.sleep, _REST_S)
 
 
 class Reducer:
@@ -119,7 +103,6 @@ class Reducer:
         self._held_dtype: torch.dtype | None = None
         self._aside: dict[int, torch.Tensor] = {}
         self._pending: list[Pending] = []
-        _rest_at_exit()
         self._record: Backward | None = None
         self._stamps: list[Any] | None = None
         self._buckets: list[Bucket] = []
@@ -207,6 +190,7 @@ class Reducer:
     def begin(self) -> None:
         """The first sign of a backward. Decides who will take part and starts what can be started at once."""
         self._active = True
+        engine.leave_context()
         if self._order is not None:
             self._order.clear()
         self._await_end()
@@ -341,6 +325,7 @@ class Reducer:
         return 1.0 / self._divisor if self._comm.divides else None
 
     def _launch(self, bucket: Bucket) -> None:
+        engine.leave_context()
         if bucket.sparse:
             self._scale_sparse(bucket, self._scale())
         else:
@@ -384,6 +369,7 @@ class Reducer:
     def _finish(self) -> None:
         """The engine's last callback: wait for every bucket and settle what was left out."""
         recorder, record = self._recorder, self._record
+        engine.leave_context()
         try:
             self._launch_the_rest()
             for pending in self._pending:
