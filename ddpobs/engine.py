@@ -26,6 +26,18 @@ def leave_context() -> None:
     _forget("context")
 
 
+def watch(outputs: Sequence[torch.Tensor], begins: Callable[[], None]) -> list[Node]:
+    """Have `begins` called when a backward gets to one of the outputs.
+
+    Returns:
+        Their nodes, to be held elsewhere: a hook that held its own node would keep the graph alive for ever.
+    """
+    for output in outputs:
+        if output.grad_fn is not None:
+            output.register_hook(lambda _: begins())
+    return [output.grad_fn for output in outputs if output.grad_fn is not None]
+
+
 def unreached(nodes: Sequence[Node]) -> list[int]:
     """Which parameters (by their AccumulateGrad nodes) the running backward will not reach; 0.2 µs a parameter."""
     will_execute = torch._C._will_engine_execute_node

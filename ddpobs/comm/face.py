@@ -82,3 +82,13 @@ class OnFuture:
     def on_done(self, told: Callable[[object], None]) -> None:
         """As `Pending.on_done`."""
         self._future.add_done_callback(told)
+
+
+class Nothing:
+    """Stands where a bucket was left out."""
+
+    def wait(self) -> None:
+        """At once."""
+
+    def on_done(self, told: Callable[[object], None]) -> None:
+        """Never."""
