@@ -123,8 +123,7 @@ class Reducer(Readiness):
         record.launched_ns[index] = now()
         pending = self._comm.launch(bucket, index == len(self._buckets) - 1)
         self._pending.append(pending)
-        work = getattr(pending, "work", None)
-        if work is not None and self._tells_duration:
+        if self._tells_duration and (work := getattr(pending, "work", None)) is not None:
             record.works[index] = work
         done_ns = record.done_ns
 
