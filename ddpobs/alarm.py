@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from ddpobs.collectives import all_reduce, wait
 from ddpobs.errors import ReducerError, UnusedParametersError
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
@@ -37,12 +38,17 @@ class Alarm:
 
     Args:
         group: The reducer's process group.
+
+    Attributes:
+        fault: What is wrong with this rank's backward; the first thing counts.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._store: Any = None
         self._number = 0
+        self.fault: Fault | None = None
+        self._told = False
         self._looks: list[_Look] = []
 
     def began(self) -> None:
@@ -52,12 +58,45 @@ class Alarm:
             self._store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         self._number += 1
 
-    def tell(self, fault: Fault) -> None:
-        """Write down what is wrong here, before any rank can see the last bucket's result."""
+    def note(self, fault: Fault | None) -> None:
+        """Keep what is wrong, if anything is, until it is told."""
+        self.fault = self.fault or fault
+
+    def forget(self) -> None:
+        """That backward is over."""
+        self.fault, self._told = None, False
+
+    def tell(self) -> None:
+        """Write down what is wrong here, once, and before any rank can see the last bucket's result."""
+        if self.fault is None or self._told:
+            return
+        self._told = True
         key = str(self._number)
         place = self._store.add(key, 1)
-        said = {"rank": self._group.rank(), "missing": fault.missing, "message": fault.message}
+        said = {"rank": self._group.rank(), "missing": self.fault.missing, "message": self.fault.message}
         self._store.set(f"{key}/{place}", json.dumps(said))
+
+    def mark(self, buffer: torch.Tensor) -> None:
+        """Tell it, and have the bucket that is launched next carry it to every rank."""
+        self.tell()
+        buffer[0] = float("nan")
+
+    def share(self, device: torch.device) -> torch.Tensor:
+        """An element that is NaN where any rank has something to tell, for buckets that cannot carry it."""
+        flag = torch.full((1,), float("nan") if self.fault else 0.0, dtype=torch.float32, device=device)
+        wait(all_reduce(self._group, [flag]))
+        return flag[0]
+
+    def listen(self, element: torch.Tensor) -> None:
+        """Raise the same error on every rank where some rank told of a fault.
+
+        Args:
+            element: What came of the marked one.
+        """
+        if self.fault is not None:
+            element.item()  # A device, too, has then heard every rank.
+            self.read()
+        self.look(element)
 
     def look(self, element: torch.Tensor) -> None:
         """Look at the element that would be NaN; on a device it is only looked at once it is there."""

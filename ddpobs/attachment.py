@@ -22,8 +22,9 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpobs import buckets as bucketing
 from ddpobs import config as settings
-from ddpobs import telemetry, wire
+from ddpobs import engine, telemetry, wire
 from ddpobs.collectives import all_reduce, broadcast, time_collectives, wait
+from ddpobs.comm import rest_at_exit
 from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.patching import Patches, skip_in_dynamo
 from ddpobs.recorder import ModuleRecorder
@@ -89,6 +90,7 @@ class ObservedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
         """A bucket, or the map of unused parameters."""
         told = self._told()
+        engine.leave_context()
         launched = told.now() if told is not None else 0
         work = all_reduce(self._inner, tensors, *([] if options is None else [options]))
         if told is not None and launched:  # No stamps while a CUDA graph is captured, nor callbacks, on other streams.
@@ -127,6 +129,7 @@ class Attachment:
         self._model = weakref.ref(model)
         self._recorder: ModuleRecorder = telemetry.join(model, config, model.process_group, _reducer_settings(model))
         self.now = self._recorder.now
+        rest_at_exit()
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._tells_duration = time_collectives(model.process_group, device)
         self._parameters, self._sparse = model._build_params_for_reducer()

@@ -130,8 +130,11 @@ class Bucket:
         """Bring every gradient that is not placed yet into the buffer, times `scale`, and make `.grad` the view of it.
 
         A gradient that autograd accumulated in place is there already. A parameter without one counts as zero and
-        keeps having none.
+        keeps having none. A sparse gradient is coalesced and stays where it is.
         """
+        if self.sparse:
+            self._fill_sparse(scale)
+            return
         fresh: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
         unscaled: list[torch.Tensor] = []
@@ -155,6 +158,12 @@ class Bucket:
             self.buffer.mul_(scale)
         else:
             torch._foreach_mul_(unscaled, scale)
+
+    def _fill_sparse(self, scale: float | None) -> None:
+        (parameter,) = self.parameters
+        gradient = parameter.grad if parameter.grad is not None else no_rows(parameter)
+        gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
+        parameter.grad = gradient * scale if scale is not None else gradient
 
     def describe(self, names: Sequence[str]) -> wire.Bucket:
         """The bucket as it travels; `names` are of all parameters, by index."""

@@ -19,7 +19,7 @@ from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import DataParallelError
 from ddpobs.models import check_same_everywhere
 from ddpobs.patching import skip_in_dynamo
-from ddpobs.reducer import Settings
+from ddpobs.readiness import Settings
 from ddpobs.torch_face import Logger, ModuleReducer
 
 if TYPE_CHECKING:

@@ -12,6 +12,30 @@ from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 _CUSTOM_BACKWARD = BackwardCFunction.apply.__code__
+_forget: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda _: None)
+"""Not there in every version of torch."""
+
+
+def leave_context() -> None:
+    """Have what is launched from here on, until the engine's next node, hold nothing of Python's.
+
+    `backward` hands Python's context to each node, and a work that is launched there keeps it. Gloo's thread may be the
+    last that holds the work, and would need the interpreter to drop the context: where that is ending, the process is
+    aborted.
+    """
+    _forget("context")
+
+
+def watch(outputs: Sequence[torch.Tensor], begins: Callable[[], None]) -> list[Node]:
+    """Have `begins` called when a backward gets to one of the outputs.
+
+    Returns:
+        Their nodes, to be held elsewhere: a hook that held its own node would keep the graph alive for ever.
+    """
+    for output in outputs:
+        if output.grad_fn is not None:
+            output.register_hook(lambda _: begins())
+    return [output.grad_fn for output in outputs if output.grad_fn is not None]
 
 
 def unreached(nodes: Sequence[Node]) -> list[int]:

@@ -265,10 +265,14 @@ class Summariser:
         at = self._at
         spans = []
         for record in segment.records:
-            for bucket, stamps in enumerate(zip(record.ready_ns, record.launched_ns, record.done_ns, strict=True)):
-                launched = at(stamps[1]) if stamps[1] else end_ns
-                ready = min(at(stamps[0]), launched) if stamps[0] else launched
-                done = max(min(at(stamps[2]), end_ns) if stamps[2] else end_ns, launched)
+            stamps = zip(record.ready_ns, record.launched_ns, record.done_ns, strict=True)
+            for bucket, (was_ready, was_launched, was_done) in enumerate(stamps):
+                launched = at(was_launched) if was_launched else end_ns
+                ready = at(was_ready) if was_ready else launched
+                ready = ready if ready < launched else launched
+                done = at(was_done) if was_done else end_ns
+                done = done if done < end_ns else end_ns
+                done = done if done > launched else launched
                 started = wire.UNKNOWN
                 if bucket in record.works:
                     started = _started(record.works[bucket], launched, done)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddpobs.alarm import Alarm
 from ddpobs.buckets import Bucket
 from ddpobs.collectives import all_reduce, wait
-from ddpobs.comm import CommHook, GradBucket
+from ddpobs.comm import AllReduce, CommHook, GradBucket
 from ddpobs.errors import ReducerError
 from ddpobs.reducer import Reducer
 
@@ -63,7 +63,7 @@ class ModuleReducer(Reducer):
                 "without"
             )
         now, was = self._parameters[0], self._bucket_of[0].buffer
-        if (now.dtype, now.device) != (was.dtype, was.device) and self._held_dtype is None:
+        if (now.dtype, now.device) != (was.dtype, was.device) and self._layout.dtype is None:
             raise ReducerError(
                 f"parameter {self._names[0]} was {was.dtype} on {was.device} when DistributedDataParallel was built, "
                 f"and is {now.dtype} on {now.device} now: convert the module first, then wrap it"
@@ -108,6 +108,24 @@ class ModuleReducer(Reducer):
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         self._forward_work = None if use_static_world_size else work
 
+    def set_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Have the user's hook reduce the buckets from now on.
+
+        Raises:
+            RuntimeError: There is one already.
+            ReducerError: The constructor's `comm` says what is done with a full bucket.
+        """
+        if isinstance(self._comm, CommHook):
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        if type(self._comm) is not AllReduce:
+            raise ReducerError(
+                f"a communication hook was registered (mixed_precision registers one of its own) on a module whose "
+                f"buckets are handled by comm={self._comm.name!r}: leave out one of the two"
+            )
+        self.set_comm(CommHook(state, hook))
+        if self._recorder is not None:
+            self._recorder.event("comm_hook_set", name=self._comm.name)
+
     def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
         """The plain sum, for torch's hooks that wrap it."""
         return all_reduce(self._group, [bucket.buffer()]).get_future()
@@ -116,9 +134,7 @@ class ModuleReducer(Reducer):
         """Under mixed precision torch's module tells of each gradient; our own hooks know already."""
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        self._held_dtype = dtype
-        for bucket in self._buckets:
-            bucket.hold_in(dtype)
+        self._layout.hold_in(dtype)
 
     def _set_sparse_metadata(self, _global_unique_ids: Mapping[str, torch.Tensor]) -> None:
         """Only ever saves traffic: a sparse all-reduce has the same sum."""

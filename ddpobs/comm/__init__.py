@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpobs.comm.all_reduce import AllReduce
 from ddpobs.comm.cast import Bf16, Fp16
 from ddpobs.comm.choice import choose
-from ddpobs.comm.face import BucketComm, OnFuture, Pending, Way
+from ddpobs.comm.face import BucketComm, Nothing, OnFuture, Pending, Way, rest_at_exit
 from ddpobs.comm.hook import CommHook, GradBucket
 from ddpobs.comm.int8 import Int8
 from ddpobs.comm.parameter_server import ParameterServer
@@ -21,6 +21,7 @@ __all__ = [
     "Fp16",
     "GradBucket",
     "Int8",
+    "Nothing",
     "OnFuture",
     "ParameterServer",
     "Pending",
@@ -29,4 +30,5 @@ __all__ = [
     "TopK",
     "Way",
     "choose",
+    "rest_at_exit",
 ]

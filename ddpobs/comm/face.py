@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable
+from functools import cache
 from typing import Protocol
 
 import torch
@@ -50,6 +53,19 @@ Way = Callable[[dist.ProcessGroup], BucketComm]
 user's own. It is pickled with the module."""
 
 
+_REST_S = 0.05
+
+
+@cache
+def rest_at_exit() -> None:
+    """Have the process rest for a moment before the interpreter ends; once is enough.
+
+    A future's callback belongs to the process group's thread, which drops it after `wait` has returned, and needs the
+    interpreter for that. Where it comes too late, the process is aborted.
+    """
+    atexit.register(time.sleep, _REST_S)
+
+
 class OnFuture:
     """Pending until a future of torch's is done."""
 
@@ -57,6 +73,7 @@ class OnFuture:
 
     def __init__(self, future: torch.futures.Future[None]) -> None:
         self._future = future
+        rest_at_exit()
 
     def wait(self) -> None:
         """As `Pending.wait`; an error in the exchange comes out here."""
@@ -65,3 +82,13 @@ class OnFuture:
     def on_done(self, told: Callable[[object], None]) -> None:
         """As `Pending.on_done`."""
         self._future.add_done_callback(told)
+
+
+class Nothing:
+    """Stands where a bucket was left out."""
+
+    def wait(self) -> None:
+        """At once."""
+
+    def on_done(self, told: Callable[[object], None]) -> None:
+        """Never."""

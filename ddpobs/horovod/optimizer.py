@@ -23,8 +23,8 @@ from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
 from ddpobs.horovod.reduction import OptimizerReducer
 from ddpobs.models import check_same_everywhere
 from ddpobs.patching import skip_in_dynamo
+from ddpobs.readiness import Settings
 from ddpobs.recorder import ModuleRecorder
-from ddpobs.reducer import Settings
 
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
 _reducers: WeakSet[OptimizerReducer] = WeakSet()

@@ -1,0 +1,97 @@
+"""Which bucket each parameter is in, and where: laid at construction, and anew once the order of gradients is known."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from ddpobs import buckets as bucketing
+from ddpobs import wire
+from ddpobs.buckets import Bucket
+from ddpobs.collectives import broadcast, wait
+
+
+class Layout:
+    """The buckets of some parameters. Its lists are changed in place, so that whoever holds one sees the latest.
+
+    Args:
+        parameters: Those that require a gradient, in the module's order.
+        names: Theirs.
+        expect_sparse: Which of them get sparse gradients.
+        as_views: Gradients are views to autograd too.
+
+    Attributes:
+        buckets: In launch order.
+        bucket_of: Each parameter's bucket.
+        place_of: Each parameter's place in its bucket.
+        position_of: Each parameter's place among all, bucket after bucket.
+        dtype: What is reduced in, where that is not the parameters' own.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        expect_sparse: Sequence[bool],
+        as_views: bool,
+    ) -> None:
+        self._parameters, self._names = parameters, names
+        self._expect_sparse, self._as_views = expect_sparse, as_views
+        self.dtype: torch.dtype | None = None
+        self.buckets: list[Bucket] = []
+        self.bucket_of: list[Bucket] = []
+        self.place_of: list[int] = []
+        self.position_of: list[int] = []
+
+    def lay(self, assignment: Sequence[Sequence[int]]) -> None:
+        """Build the buckets of an assignment; gradients that are views of older ones move over.
+
+        Args:
+            assignment: Indices of each bucket's parameters, in launch order.
+        """
+        laid = bucketing.build(self._parameters, assignment, self._expect_sparse, self._as_views)
+        flat = [(bucket, place, member) for bucket in laid for place, member in enumerate(bucket.members)]
+        if self.dtype is not None:
+            for bucket in laid:
+                bucket.hold_in(self.dtype)
+        if self.buckets:
+            for bucket, place, member in flat:
+                self._move(member, bucket, place)
+        self.buckets[:] = laid
+        where = {member: (bucket, place, position) for position, (bucket, place, member) in enumerate(flat)}
+        found = [where[member] for member in range(len(self._parameters))]
+        self.bucket_of[:], self.place_of[:], self.position_of[:] = map(list, zip(*found, strict=True))
+
+    def _move(self, member: int, bucket: Bucket, place: int) -> None:
+        parameter, older, older_place = self._parameters[member], self.bucket_of[member], self.place_of[member]
+        if older.residual is not None:
+            bucket.owe(place, older, older_place)
+        if not bucket.sparse and parameter.grad is older.views[older_place]:
+            bucket.views[place].copy_(parameter.grad)
+            parameter.grad = bucket.views[place]
+
+    def lay_in_order(self, came: Sequence[int], limits_bytes: Sequence[int], group: dist.ProcessGroup) -> None:
+        """Build them anew in the order in which gradients came last on rank 0. Every rank calls it alike.
+
+        Args:
+            came: Indices of the parameters as their gradients came here, with repetitions.
+            limits_bytes: Of the first bucket, the second, ...; the last one holds for the rest.
+            group: The process group, which agrees on the order.
+        """
+        last = list(dict.fromkeys(reversed(came)))[::-1]
+        rest = sorted(set(range(len(self._parameters))) - set(last))
+        agreed = torch.tensor(last + rest, dtype=torch.int64, device=self._parameters[0].device)
+        wait(broadcast(group, [agreed]))
+        self.lay(bucketing.assign_in_order(self._parameters, agreed.tolist(), limits_bytes, self._expect_sparse))
+
+    def hold_in(self, dtype: torch.dtype) -> None:
+        """Reduce in `dtype` from now on, whatever the parameters' own is."""
+        self.dtype = dtype
+        for bucket in self.buckets:
+            bucket.hold_in(dtype)
+
+    def describe(self) -> list[wire.Bucket]:
+        """The buckets as they travel."""
+        return [bucket.describe(self._names) for bucket in self.buckets]

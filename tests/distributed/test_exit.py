@@ -1,0 +1,55 @@
+"""Works that a backward launched are dropped by threads of the process group's, at a time when Python may be gone."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import ddpobs
+from ddpobs import DistributedDataParallel, collectives
+from tests.distributed.compare import batch, net
+from tests.distributed.launch import run_ranks
+
+
+def attached(module: torch.nn.Module) -> Any:
+    model = TorchDDP(module)
+    ddpobs.attach(model, ddpobs.TelemetryConfig(collector="http://127.0.0.1:9"))
+    return model
+
+
+def test_works_hold_nothing_of_pythons() -> None:
+    for kept in run_ranks(contexts_kept, 2):
+        assert kept == {"plain": 0, "find_unused": 0, "static_graph": 0, "attached": 0}
+
+
+def contexts_kept(rank: int, _: int) -> dict[str, int]:
+    """Python contexts of backward passes that live on for as long as the works do that were launched in them."""
+    return {
+        "plain": contexts_of(DistributedDataParallel(net()), rank),
+        "find_unused": contexts_of(DistributedDataParallel(net(), find_unused_parameters=True), rank),
+        "static_graph": contexts_of(DistributedDataParallel(net(), static_graph=True), rank),
+        "attached": contexts_of(attached(net()), rank),
+    }
+
+
+def contexts_of(model: Any, rank: int) -> int:
+    contexts: list[Any] = []
+    works: list[Any] = []
+
+    def noted(_: torch.Tensor) -> None:
+        contexts.append(weakref.ref(torch._C._get_obj_in_tls("context")))
+
+    def kept(*args: Any) -> Any:
+        works.append(collectives.plain(torch.distributed.ProcessGroup.allreduce)(*args))
+        return works[-1]
+
+    next(reversed(list(model.parameters()))).register_hook(noted)
+    with mock.patch.object(collectives, "_ALL_REDUCE", kept):
+        for step in range(3):
+            model(batch(rank, step)).sum().backward()
+    assert len(works) >= len(contexts) == 3
+    return sum(context() is not None for context in contexts)
