@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
 from ddpobs import wire
 from ddpobs.patching import Patches
 from ddpobs.phases import StepTracker
+
+_STEP = Optimizer.profile_hook_step(id).__code__
+"""What torch wraps every optimizer's `step` in."""
 
 
 class ProcessHooks:
@@ -26,6 +31,7 @@ class ProcessHooks:
     def install(self) -> None:
         """Put all of them in place."""
         tracker = self._tracker
+        tracker.stepping = _stepping
         before = register_optimizer_step_pre_hook(lambda *_: tracker.optimizer_began())
         after = register_optimizer_step_post_hook(lambda *_: tracker.optimizer_ended())
         self._undo += [before.remove, after.remove]
@@ -93,3 +99,12 @@ class ProcessHooks:
             return original(*args, **kwargs)
 
         return save
+
+
+def _stepping() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _STEP:
+            return True
+    return False

@@ -21,6 +21,8 @@ _log = logging.getLogger("ddpobs")
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 DATA, FORWARD, BACKWARD, EXPOSED_COMM, OPTIMIZER, OTHER = range(len(PHASES))
+_MOST_SWITCHES = 100_000
+"""A step in which nothing is ever synchronised begins anew then, after some 10,000 micro-batches."""
 
 
 def harmless(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
@@ -113,6 +115,8 @@ class StepTracker:
         self.on_backward_end: list[Callable[[], None]] = []
         self.evaluating: Callable[[], bool] = lambda: False
         """Whether every module is in evaluation mode."""
+        self.stepping: Callable[[], bool] = lambda: True
+        """Whether an optimizer's step that was told of is still on the stack."""
 
     @property
     def phase(self) -> int:
@@ -137,6 +141,7 @@ class StepTracker:
                     self._close()
             return
         self._thread = self._thread or threading.get_ident()
+        self._leave_failed_optimizer()
         nested = OPTIMIZER in self._stack
         done = self._step and self._step.segments and (self._optimizer_ran or module in self._modules_done)
         if done and not nested:
@@ -160,6 +165,7 @@ class StepTracker:
         if self._step and self._step.segments:
             self._close()
         step = self._open()
+        self._leave_failed_optimizer()
         if self.evaluating():
             self._clean, self._evaluated = False, True
         if self._evaluated and not self._stack:
@@ -172,6 +178,7 @@ class StepTracker:
     def optimizer_began(self) -> None:
         """An optimizer's step was called."""
         if self._mine() and self._step:
+            self._leave_failed_optimizer()
             self._optimizer_ran = True
             self._base = OTHER
             self._push(OPTIMIZER)
@@ -281,6 +288,12 @@ class StepTracker:
         self._stack.pop()
         self._switch()
 
+    def _leave_failed_optimizer(self) -> None:
+        """Torch tells of an optimizer's step that began, and not that an error ended it: then it runs no more."""
+        if OPTIMIZER in self._stack and not self._backward_depth and not self.stepping():
+            self._stack.clear()
+            self._switch()
+
     def _leave_forward(self) -> None:
         """A forward inside an optimizer's closure lasts until backward is called, or until the optimizer returns."""
         if self._stack and self._stack[-1] == FORWARD:
@@ -309,8 +322,12 @@ class StepTracker:
         self._switch()
 
     def _switch(self) -> None:
-        if self._step is not None:
-            self._step.switches.append((self.phase, self._now()))
+        step = self._step
+        if step is None:
+            return
+        if len(step.switches) >= _MOST_SWITCHES:
+            step.switches, step.comms, self._clean = [], [], False
+        step.switches.append((self.phase, self._now()))
 
     def _open(self) -> RawStep:
         if self._step is None:

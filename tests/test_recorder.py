@@ -300,6 +300,56 @@ def test_the_hooks_see_loader_backward_and_optimizer_and_leave_nothing_behind(tr
     assert (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__) == before
 
 
+@pytest.mark.parametrize("next_is", ["fetch", "forward", "optimizer"])
+def test_an_optimizer_that_failed_runs_no_more(training: Training, next_is: str) -> None:
+    """A user may catch the error of a closure, and go on; torch tells only that the step began."""
+
+    def failing() -> float:
+        training.tracker.waiting_began()
+        training.tracker.waiting_ended()
+        raise MemoryError
+
+    hooks = ProcessHooks(training.tracker, training.event)
+    hooks.install()
+    try:
+        plain_step(training)
+        training.forward(20)
+        with pytest.raises(MemoryError):
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step(failing)
+        if next_is == "optimizer":
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+        for _ in range(2):
+            if next_is == "fetch":
+                training.fetch(10)
+            training.forward(20)
+            training.backward(40, 30)
+    finally:
+        hooks.remove()
+    assert wire.PHASES[training.tracker.phase] == "other"
+    assert [phases(step).get("optimizer", 0) for step in training.steps()] == [5, 0, 0]
+
+
+def test_what_never_synchronises_is_no_step_and_takes_no_memory(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpobs.phases._MOST_SWITCHES", 100)
+    plain_step(training)
+    for _ in range(1000):
+        training.fetch(10)
+        training.forward(20)
+        training.backward(40, 0, synchronised=False)
+        training.tracker.communicated(0, 0, training.clock.at - 1, training.clock.at)
+    step = training.tracker._step
+    assert step is not None
+    assert len(step.switches) <= 100
+    assert len(step.comms) <= 100
+    plain_step(training)
+    plain_step(training)
+    _, interrupted, last = training.steps()
+    assert sum(phases(interrupted).values()) == interrupted.end_ns - interrupted.start_ns
+    assert [bool(found.flags & wire.NO_ORIGIN) for found in (interrupted, last)] == [True, False]
+
+
 def test_an_error_inside_telemetry_is_told_once_and_never_raised(
     training: Training, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
