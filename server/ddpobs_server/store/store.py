@@ -383,8 +383,11 @@ def _alembic() -> Config:
 
 def _durable(connection: Any, _record: object) -> None:
     cursor = connection.cursor()
+    if cursor.execute("PRAGMA page_count").fetchone() == (0,):
+        cursor.execute(
+            "PRAGMA auto_vacuum=INCREMENTAL"
+        )  # It would wait for whoever writes, also where it is so already.
     for setting in (
-        "auto_vacuum=INCREMENTAL",
         "journal_mode=WAL",
         "synchronous=FULL",
         "foreign_keys=ON",
