@@ -3,38 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
-import msgspec
-import zstandard
-from anyio import to_thread
+from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Request, Response
 from fastapi.routing import APIRoute
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ddpobs import wire
-from ddpobs.errors import WireError
-from ddpobs_server import limits
+from ddpobs_server import decoding, limits
 from ddpobs_server.auth import needs
+from ddpobs_server.decoding import Upload
 from ddpobs_server.problems import Problem
-from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Outcome, Store, UnavailableError, Unstorable
 
 _log = logging.getLogger(__name__)
 _GROUP = 64
 """Most batches in one transaction."""
+_GROUP_RECORDS = 2**18
+"""Nor does one take another batch once it has so many records: their columns are joined in memory."""
 _CLOSE_S = 10
-_SMALL_BYTES, _LARGE_BYTES = 128_000, 1_000_000
-_WINDOW_BYTES = 2**24
-"""Most memory that zstd's own window may take."""
+_LARGE_BYTES = 1_000_000
 _RETRIED = (408, 429, 503)
 _may_ingest = needs("ingest")
 _AGES_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0, 86_400.0)
@@ -49,12 +45,6 @@ class _Direct(APIRoute):
 
 
 router = APIRouter(prefix="/api/v1", tags=["ingest"], route_class=_Direct)
-_KEY: dict[str, dict[str, Any]] = {
-    "run": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,128}$"},
-    "source": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
-    "seq": {"type": "integer", "minimum": 0, "maximum": 2**48},
-}
-"""The path's parameters."""
 
 
 class Writer:
@@ -68,7 +58,7 @@ class Writer:
 
     def __init__(self, store: Store, limit: int, registry: CollectorRegistry) -> None:
         self._store = store
-        self._waiting: queue.Queue[tuple[Arrival, Future[Outcome]] | None] = queue.Queue(limit)
+        self._waiting: queue.Queue[tuple[Upload, Future[Outcome]] | None] = queue.Queue(limit)
         self._thread = threading.Thread(target=self._run, name="ddpobs-writer", daemon=True)
         self.batches = Counter("ddpobs_server_batches", "Batches by outcome.", ["outcome"], registry=registry)
         self.spans = Counter("ddpobs_server_spans", "Bucket spans stored.", registry=registry)
@@ -106,15 +96,15 @@ class Writer:
             self._waiting.put(None, timeout=_CLOSE_S)
         self._thread.join(_CLOSE_S)
 
-    def submit(self, arrival: Arrival) -> Future[Outcome]:
-        """Queue a batch; the future is done after its commit.
+    def submit(self, upload: Upload) -> Future[Outcome]:
+        """Queue a batch; the future is done after its commit, or raises what the upload does.
 
         Raises:
             Problem: 503, where too many wait already.
         """
         future: Future[Outcome] = Future()
         try:
-            self._waiting.put_nowait((arrival, future))
+            self._waiting.put_nowait((upload, future))
         except queue.Full:
             raise Problem(
                 503, "Busy", f"{self._waiting.maxsize} batches wait to be written; try again", {"Retry-After": "1"}
@@ -122,15 +112,28 @@ class Writer:
         return future
 
     def _run(self) -> None:
-        while (first := self._waiting.get()) is not None:
-            group = [first]
-            while len(group) < _GROUP and not self._waiting.empty():
-                item = self._waiting.get()
-                if item is None:
-                    self._waiting.put(None)
+        while (item := self._waiting.get()) is not None:
+            group: list[tuple[Arrival, Future[Outcome]]] = []
+            records = 0
+            # Others come meanwhile: whoever waited for the last commit sends again at once.
+            while item is not None:
+                for arrival, future in self._decoded(*item):
+                    group.append((arrival, future))
+                    records += wire.records(arrival.batch)
+                if len(group) == _GROUP or records > _GROUP_RECORDS or self._waiting.empty():
                     break
-                group.append(item)
-            self._write(group)
+                item = self._waiting.get()
+            if group:
+                self._write(group)
+            if item is None:
+                return
+
+    def _decoded(self, upload: Upload, future: Future[Outcome]) -> Iterator[tuple[Arrival, Future[Outcome]]]:
+        try:
+            yield upload.arrival, future
+        except Exception as error:
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
     def _write(self, group: list[tuple[Arrival, Future[Outcome]]]) -> None:
         self._began = time.monotonic()
@@ -183,7 +186,9 @@ class Writer:
     status_code=201,
     responses={200: {"description": "Stored before."}, 409: {"description": "Another batch has this key."}},
     openapi_extra={
-        "parameters": [{"name": name, "in": "path", "required": True, "schema": _KEY[name]} for name in _KEY],
+        "parameters": [
+            {"name": name, "in": "path", "required": True, "schema": decoding.KEY[name]} for name in decoding.KEY
+        ],
         "requestBody": {
             "required": True,
             "content": {wire.MSGPACK: {"schema": {"type": "string", "format": "binary"}}, wire.JSON: {}},
@@ -197,78 +202,32 @@ async def put_batch(request: Request) -> Response:
     state = request.app.state
     try:
         with state.under_way.hold() as held:
+            key, (content_type, encoding) = decoding.key(request.path_params), decoding.form(request)
+            run = caller.key(key["run"])
             body = await limits.read_body(request, held, state.settings)
-            batch = await _batch(request, body, held)
-            _check_key(batch, request.path_params)
-            key = caller.key(batch.run)
-            await state.admission.check(caller.workspace, key, batch.source)
-            if key != batch.run:
-                batch = msgspec.structs.replace(batch, run=key)
-            arrival = Arrival(batch, hashlib.sha256(body).digest(), len(body), received_ns)
-            outcome = await asyncio.wrap_future(state.writer.submit(arrival))
+            upload = Upload(run, key, body, content_type, encoding, received_ns, state.settings)
+            held.add(limits.memory_bytes(upload.plain_bytes))
+            await state.admission.check(caller.workspace, run, key["source"])
+            if upload.plain_bytes > _LARGE_BYTES:
+                await _open(upload, state.large_batches)
+            outcome = await asyncio.wrap_future(state.writer.submit(upload))
+            state.admission.remember(run, key["source"])
     except Problem as problem:
         state.writer.batches.labels("busy" if problem.status in _RETRIED else "refused").inc()
         raise
     except Unstorable as error:
         raise Problem(422, "Malformed batch", f"a value is beyond what the database holds: {error}") from None
     if outcome is Outcome.CONFLICT:
-        raise Problem(409, "Conflict", f"another batch is stored under source {batch.source}, seq {batch.seq}")
+        raise Problem(409, "Conflict", f"another batch is stored under source {key['source']}, seq {key['seq']}")
     repeated = outcome is Outcome.REPEATED
-    answer = wire.Acknowledgement(source=batch.source, seq=batch.seq, repeated=repeated)
+    answer = wire.Acknowledgement(source=key["source"], seq=int(key["seq"]), repeated=repeated)
     return Response(wire.pack_json(answer), 200 if repeated else 201, media_type=wire.JSON)
 
 
-def _check_key(batch: wire.Batch, path: dict[str, str]) -> None:
-    for field in _KEY:
-        expected, came = path[field], str(getattr(batch, field))
-        if came != expected:
-            detail = f"{field}: expected {expected[:200]!r}, as in the path, got {came!r}"
-            raise Problem(422, "Key mismatch", detail, field=field, expected=expected[:200], came=came)
+async def _open(upload: Upload, limiter: CapacityLimiter) -> None:
+    """Decode what would hold up everyone else, one at a time: rubbish may take much memory until it is known."""
 
+    def look() -> None:
+        upload.arrival  # noqa: B018 - keeps it
 
-async def _batch(request: Request, body: bytes, held: limits.Held) -> wire.Batch:
-    """The batch. A thread costs more than to decode what a rank sends; what is large would hold up everyone else.
-
-    The largest are decoded one at a time: rubbish may take much memory until it is known.
-    """
-    state = request.app.state
-    content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
-    if content_type not in (wire.MSGPACK, wire.JSON):
-        detail = f"expected {wire.MSGPACK} or {wire.JSON}, got {content_type[:100]!r}"
-        raise Problem(415, "Unknown content type", detail)
-    encoding = request.headers.get("Content-Encoding", "").strip().lower()
-    plain_bytes = limits.plain_bytes(body, encoding, int(state.settings.max_batch_mb * 1e6))
-    held.add(limits.memory_bytes(plain_bytes))
-    form = (content_type, encoding == "zstd", state.settings)
-    if plain_bytes <= _SMALL_BYTES:
-        return _decode(body, *form)
-    limiter = state.large_batches if plain_bytes > _LARGE_BYTES else None
-    return await to_thread.run_sync(_decode, body, *form, limiter=limiter)
-
-
-def _decode(body: bytes, content_type: str, compressed: bool, settings: Settings) -> wire.Batch:
-    limit = int(settings.max_batch_mb * 1e6)
-    try:
-        batch = wire.decode(_decompressed(body, limit) if compressed else body, content_type, limit)
-    except WireError as error:
-        raise Problem(
-            422, "Malformed batch", str(error), field=error.field, expected=error.expected, came=str(error.came)
-        ) from None
-    limits.check_batch(batch, settings)
-    if batch.spans is not None and batch.packed_spans is None:
-        batch = msgspec.structs.replace(batch, packed_spans=wire.pack_spans(batch.spans))
-    return batch
-
-
-def _decompressed(body: bytes, limit: int) -> bytes:
-    decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
-    try:
-        if zstandard.frame_content_size(body) >= 0:  # It is checked to be below the limit.
-            return decompressor.decompress(body, allow_extra_data=False)
-        with decompressor.stream_reader(body) as reader:
-            plain = reader.read(limit + 1)
-    except zstandard.ZstdError as error:
-        raise Problem(422, "Malformed batch", f"$: expected zstd, got {error}", field="$") from None
-    if len(plain) > limit:
-        raise limits.batch_too_large(limit)
-    return plain
+    await to_thread.run_sync(look, limiter=limiter)

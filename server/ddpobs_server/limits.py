@@ -85,7 +85,7 @@ class Admission:
         self._known: dict[tuple[str, str], None] = {}
 
     async def check(self, workspace: str, run: str, source: str) -> None:
-        """Return where the source may send.
+        """Return where the source may send; `remember` it once it has.
 
         Raises:
             Problem: 429, where the workspace has too many runs or the run too many sources.
@@ -93,6 +93,9 @@ class Admission:
         if (run, source) in self._known:
             return
         await run_in_threadpool(self._count, workspace, run, source)
+
+    def remember(self, run: str, source: str) -> None:
+        """A batch of the source is stored."""
         self._known[run, source] = None
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
@@ -159,17 +162,14 @@ def plain_bytes(body: bytes, encoding: str, limit: int) -> int:
     """How many bytes a body will be when decompressed; the limit, where it does not tell.
 
     Raises:
-        Problem: 413, where these are too many; 415, where the encoding is none that is known.
+        Problem: 413, where these are too many; 422, where it is no zstd.
     """
-    if encoding in ("", "identity"):
-        size = len(body)
-    elif encoding == "zstd":
+    size = len(body)
+    if encoding:
         try:
             size = zstandard.frame_content_size(body)
         except zstandard.ZstdError as error:
             raise Problem(422, "Malformed batch", f"$: expected zstd, got {error}", field="$") from None
-    else:
-        raise Problem(415, "Unknown content encoding", f"expected zstd or identity, got {encoding[:100]!r}")
     if size > limit:
         raise batch_too_large(limit)
     return size if size >= 0 else limit
