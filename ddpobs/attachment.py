@@ -23,8 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddpobs import buckets as bucketing
 from ddpobs import config as settings
 from ddpobs import engine, telemetry, wire
-from ddpobs.collectives import all_reduce, broadcast, time_collectives, wait
-from ddpobs.comm import rest_at_exit
+from ddpobs.collectives import all_reduce, broadcast, rest_at_exit, time_collectives, wait
 from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.patching import Patches, skip_in_dynamo
 from ddpobs.recorder import ModuleRecorder

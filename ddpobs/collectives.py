@@ -7,7 +7,10 @@ the plain methods, and is not seen here.
 
 from __future__ import annotations
 
+import atexit
+import time
 from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +24,7 @@ _USER = COMM_KINDS.index("user")
 _ALL_REDUCE = plain(dist.ProcessGroup.allreduce)
 _BROADCAST = plain(dist.ProcessGroup.broadcast)
 _WAIT = plain(dist.Work.wait)
+_REST_S = 0.1
 
 
 def all_reduce(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *options: Any) -> Any:
@@ -82,3 +86,14 @@ class CollectiveHooks:
                 tracker.blocking_ended(0, _USER, began)
 
         return timed
+
+
+@cache
+def rest_at_exit() -> None:
+    """Have the process rest for a moment before the interpreter ends; once is enough.
+
+    A thread of the process group's drops a work after `wait` has returned: the callbacks of its future with it, and its
+    tensors where Python let go of them meanwhile. Both want the interpreter, and where that is ending the process is
+    aborted. Nobody tells when the thread is done.
+    """
+    atexit.register(time.sleep, _REST_S)

@@ -17,7 +17,7 @@ from ddpobs import buckets as bucketing
 from ddpobs import engine
 from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_reduce, time_collectives
+from ddpobs.collectives import all_reduce, rest_at_exit, time_collectives
 from ddpobs.comm import AllReduce, BucketComm, Nothing, Pending, Way
 from ddpobs.errors import ReducerError, UnusedParametersError
 from ddpobs.readiness import Readiness, Settings
@@ -51,6 +51,7 @@ class Reducer(Readiness):
         settings: Settings,
         recorder: ModuleRecorder | None,
     ) -> None:
+        rest_at_exit()
         self._group, self._way = group, way
         self._ranks = group.size()
         self._divisor: float = self._ranks

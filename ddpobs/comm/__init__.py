@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddpobs.comm.all_reduce import AllReduce
 from ddpobs.comm.cast import Bf16, Fp16
 from ddpobs.comm.choice import choose
-from ddpobs.comm.face import BucketComm, Nothing, OnFuture, Pending, Way, rest_at_exit
+from ddpobs.comm.face import BucketComm, Nothing, OnFuture, Pending, Way
 from ddpobs.comm.hook import CommHook, GradBucket
 from ddpobs.comm.int8 import Int8
 from ddpobs.comm.parameter_server import ParameterServer
@@ -30,5 +30,4 @@ __all__ = [
     "TopK",
     "Way",
     "choose",
-    "rest_at_exit",
 ]

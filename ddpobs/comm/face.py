@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
-import time
 from collections.abc import Callable
-from functools import cache
 from typing import Protocol
 
 import torch
@@ -53,19 +50,6 @@ Way = Callable[[dist.ProcessGroup], BucketComm]
 user's own. It is pickled with the module."""
 
 
-_REST_S = 0.05
-
-
-@cache
-def rest_at_exit() -> None:
-    """Have the process rest for a moment before the interpreter ends; once is enough.
-
-    A future's callback belongs to the process group's thread, which drops it after `wait` has returned, and needs the
-    interpreter for that. Where it comes too late, the process is aborted.
-    """
-    atexit.register(time.sleep, _REST_S)
-
-
 class OnFuture:
     """Pending until a future of torch's is done."""
 
@@ -73,7 +57,6 @@ class OnFuture:
 
     def __init__(self, future: torch.futures.Future[None]) -> None:
         self._future = future
-        rest_at_exit()
 
     def wait(self) -> None:
         """As `Pending.wait`; an error in the exchange comes out here."""

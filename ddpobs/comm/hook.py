@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ddpobs.buckets import Bucket
-from ddpobs.comm.face import rest_at_exit
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -56,7 +55,6 @@ class CommHook:
 
     def __init__(self, state: object, hook: Hook) -> None:
         self._state, self._hook = state, hook
-        rest_at_exit()
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
 
     def launch(self, bucket: Bucket, last: bool) -> _Pending:
