@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -33,6 +32,7 @@ _CLOSE_S = 10
 _LARGE_BYTES = 1_000_000
 _RETRIED = (408, 429, 503)
 _may_ingest = needs("ingest")
+_Answer = asyncio.Future[Outcome]
 _AGES_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0, 86_400.0)
 
 
@@ -58,7 +58,7 @@ class Writer:
 
     def __init__(self, store: Store, limit: int, registry: CollectorRegistry) -> None:
         self._store = store
-        self._waiting: queue.Queue[tuple[Upload, Future[Outcome]] | None] = queue.Queue(limit)
+        self._waiting: queue.Queue[tuple[Upload, _Answer] | None] = queue.Queue(limit)
         self._thread = threading.Thread(target=self._run, name="ddpobs-writer", daemon=True)
         self.batches = Counter("ddpobs_server_batches", "Batches by outcome.", ["outcome"], registry=registry)
         self.spans = Counter("ddpobs_server_spans", "Bucket spans stored.", registry=registry)
@@ -87,7 +87,8 @@ class Writer:
             self.batches.labels(outcome)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Start the thread; its answers go to the event loop that runs here."""
+        self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def close(self) -> None:
@@ -96,13 +97,13 @@ class Writer:
             self._waiting.put(None, timeout=_CLOSE_S)
         self._thread.join(_CLOSE_S)
 
-    def submit(self, upload: Upload) -> Future[Outcome]:
+    def submit(self, upload: Upload) -> _Answer:
         """Queue a batch; the future is done after its commit, or raises what the upload does.
 
         Raises:
             Problem: 503, where too many wait already.
         """
-        future: Future[Outcome] = Future()
+        future: _Answer = self._loop.create_future()
         try:
             self._waiting.put_nowait((upload, future))
         except queue.Full:
@@ -113,7 +114,7 @@ class Writer:
 
     def _run(self) -> None:
         while (item := self._waiting.get()) is not None:
-            group: list[tuple[Arrival, Future[Outcome]]] = []
+            group: list[tuple[Arrival, _Answer]] = []
             records = 0
             # Others come meanwhile: whoever waited for the last commit sends again at once.
             while item is not None:
@@ -128,14 +129,13 @@ class Writer:
             if item is None:
                 return
 
-    def _decoded(self, upload: Upload, future: Future[Outcome]) -> Iterator[tuple[Arrival, Future[Outcome]]]:
+    def _decoded(self, upload: Upload, future: _Answer) -> Iterator[tuple[Arrival, _Answer]]:
         try:
             yield upload.arrival, future
         except Exception as error:
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+            self._answer([(future, error)])
 
-    def _write(self, group: list[tuple[Arrival, Future[Outcome]]]) -> None:
+    def _write(self, group: list[tuple[Arrival, _Answer]]) -> None:
         self._began = time.monotonic()
         try:
             with self.commit_seconds.time():
@@ -156,21 +156,21 @@ class Writer:
             return
         finally:
             self._began = None
-        for (arrival, future), outcome in zip(group, outcomes, strict=True):
+        for (arrival, _), outcome in zip(group, outcomes, strict=True):
             self._count(arrival, outcome)
-            # Whoever asked may have gone meanwhile; the batch is stored all the same.
-            if future.set_running_or_notify_cancel():
-                future.set_result(outcome)
+        self._answer([(future, outcome) for (_, future), outcome in zip(group, outcomes, strict=True)])
 
     def _busy_s(self) -> float:
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
-    def _fail(self, group: list[tuple[Arrival, Future[Outcome]]], error: Exception) -> None:
-        for _, future in group:
-            self.batches.labels("failed").inc()
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+    def _fail(self, group: list[tuple[Arrival, _Answer]], error: Exception) -> None:
+        self.batches.labels("failed").inc(len(group))
+        self._answer([(future, error) for _, future in group])
+
+    def _answer(self, answers: list[tuple[_Answer, Outcome | Exception]]) -> None:
+        with suppress(RuntimeError):  # The loop has ended, and with it everyone who asked.
+            self._loop.call_soon_threadsafe(_settle, answers)
 
     def _count(self, arrival: Arrival, outcome: Outcome) -> None:
         self.batches.labels(outcome.value).inc()
@@ -179,6 +179,16 @@ class Writer:
         if outcome is Outcome.STORED:
             self.bytes.inc(arrival.size_bytes)
             self.spans.inc(0 if arrival.batch.spans is None else len(arrival.batch.spans.step))
+
+
+def _settle(answers: list[tuple[_Answer, Outcome | Exception]]) -> None:
+    for future, answer in answers:
+        if future.done():  # Whoever asked has gone meanwhile; the batch is stored all the same.
+            continue
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
 
 
 @router.put(
@@ -210,7 +220,7 @@ async def put_batch(request: Request) -> Response:
             await state.admission.check(caller.workspace, run, key["source"])
             if upload.plain_bytes > _LARGE_BYTES:
                 await _open(upload, state.large_batches)
-            outcome = await asyncio.wrap_future(state.writer.submit(upload))
+            outcome = await state.writer.submit(upload)
             state.admission.remember(run, key["source"])
     except Problem as problem:
         state.writer.batches.labels("busy" if problem.status in _RETRIED else "refused").inc()
