@@ -155,6 +155,17 @@ def test_a_full_queue_is_answered_busy_with_a_time_to_come_back(tmp_path: Path) 
     assert set(codes) == {201, 503}
 
 
+def test_batches_that_come_together_have_each_its_own_answer(shared: Collector, run: str) -> None:
+    wrong = [batch(run, seq=seq, rank=7, world_size=2) for seq in range(20)]
+    right = [batch(run, seq=seq, steps=steps(seq, 1)) for seq in range(20)]
+    mixed = [one for pair in zip(wrong, right, strict=True) for one in pair]
+    with ThreadPoolExecutor(12) as pool:
+        answers = list(pool.map(lambda one: put(shared.url, one), mixed))
+    assert [answer.status_code for answer in answers] == [422, 201] * 20
+    assert all(assert_problem(answer, 422)["field"] == "rank" for answer in answers[::2])
+    assert stored_steps(shared.url, run) == list(range(20))
+
+
 def test_concurrent_senders_and_retries_store_each_batch_once(shared: Collector, run: str) -> None:
     sent = [batch(run, seq=seq, rank=rank, world_size=4, steps=steps(seq, 1)) for seq in range(15) for rank in range(4)]
     with ThreadPoolExecutor(12) as pool:
