@@ -100,10 +100,17 @@ class Doorkeeper:
                 raise Problem(503, "Not ready", "the database does not answer", {"Retry-After": "1"}) from error
         self._read_at = time.monotonic()
 
-    @property
-    def looked_long_ago(self) -> bool:
-        """Whether it is time to look again."""
-        return time.monotonic() - self._read_at > _KNOWN_S
+    async def look_again(self) -> None:
+        """Look where the last time was long ago; one request does, the others go on with what is known meanwhile.
+
+        Raises:
+            Problem: As `look`.
+        """
+        now = time.monotonic()
+        if now - self._read_at > _KNOWN_S:
+            if self._tokens is not None:
+                self._read_at = now
+            await run_in_threadpool(self.look)
 
     @property
     def unguarded(self) -> bool:
@@ -185,8 +192,7 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
 
     async def allowed(request: Request) -> Caller:
         doorkeeper: Doorkeeper = request.app.state.doorkeeper
-        if doorkeeper.looked_long_ago:
-            await run_in_threadpool(doorkeeper.look)
+        await doorkeeper.look_again()
         if doorkeeper.open:
             _check_host(request.headers.get("Host", ""), request.app.state.settings.host)
         address = request.client.host if request.client else "unknown"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,8 @@ from ddpobs_server.store import Store
 _IN_MEMORY = 10
 """Most that a batch takes in memory, against its bytes before decoding."""
 _REMEMBERED = 100_000
+_COUNTED_S = 5.0
+"""How long a count of a run's sources is gone by."""
 _LATER = {"Retry-After": "60"}
 
 
@@ -83,6 +86,9 @@ class Admission:
     def __init__(self, settings: Settings, store: Store) -> None:
         self._settings, self._store = settings, store
         self._known: dict[tuple[str, str], None] = {}
+        self._left: dict[str, tuple[int, float]] = {}
+        """Of runs that are stored, how many sources more each may have, and until when that holds."""
+        self._counting = asyncio.Lock()
 
     async def check(self, workspace: str, run: str, source: str) -> None:
         """Return where the source may send; `remember` it once it has.
@@ -90,9 +96,11 @@ class Admission:
         Raises:
             Problem: 429, where the workspace has too many runs or the run too many sources.
         """
-        if (run, source) in self._known:
+        if self._let_in(run, source):
             return
-        await run_in_threadpool(self._count, workspace, run, source)
+        async with self._counting:  # All ranks of a job begin at once: what one has found holds for the others.
+            if not self._let_in(run, source):
+                await run_in_threadpool(self._count, workspace, run, source)
 
     def remember(self, run: str, source: str) -> None:
         """A batch of the source is stored."""
@@ -100,8 +108,21 @@ class Admission:
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
 
+    def _let_in(self, run: str, source: str) -> bool:
+        if (run, source) in self._known:
+            return True
+        left, until = self._left.pop(run, (0, 0.0))
+        if left == 0 or time.monotonic() > until:
+            return False
+        self._left[run] = left - 1, until
+        return True
+
     def _count(self, workspace: str, run: str, source: str) -> None:
         sources, known = self._store.sources_there(run, source)
+        if sources:
+            self._left[run] = max(0, self._settings.max_sources - sources - 1), time.monotonic() + _COUNTED_S
+            if len(self._left) > _REMEMBERED:
+                del self._left[next(iter(self._left))]
         if known:
             return
         if sources >= self._settings.max_sources:
