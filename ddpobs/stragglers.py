@@ -59,15 +59,21 @@ class Exchange:
     def gather(self) -> wire.Peers | None:
         """On rank 0: statistics over what all ranks published since the last time, or None where that is too little."""
         keys = [_key(rank) for rank in range(self._world_size)]
-        if self._rank != 0 or not self._store.check(keys):
+        if self._rank != 0 or len(self._news(self._rows)) < self._every or not self._store.check(keys):
             return None
         blobs = self._store.multi_get(keys)
-        tables = [np.frombuffer(blob, "<i8").reshape(-1, COLUMNS) for blob in blobs]
-        joined = join([table[table[:, 0] > self._seen] for table in tables])
+        tables = [self._news(np.frombuffer(blob, "<i8").reshape(-1, COLUMNS)) for blob in blobs]
+        if min(map(len, tables)) < self._every:
+            return None
+        joined = join(tables)
         if len(joined) < self._every:
             return None
         self._seen = int(joined[-1, 0, 0])
         return statistics(joined)
+
+    def _news(self, table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows that no statistics were made of."""
+        return table[table[:, 0] > self._seen]
 
 
 def join(tables: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:

@@ -108,7 +108,8 @@ class Summariser:
         )
         collective = np.full(len(raws), wire.UNKNOWN)
         collective[windows.row] = _ints([segment.collective for _, segment in segments])
-        synchronised = np.isin(np.arange(len(raws)), windows.row)
+        synchronised = np.zeros(len(raws), bool)
+        synchronised[windows.row] = True
         steps = wire.Steps(
             step=numbers,
             collective=collective,

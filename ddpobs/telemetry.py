@@ -117,7 +117,7 @@ class Telemetry:
         self._exporter.every(_LOOK_S, self._find_identity)
         self._exporter.every(config.pulse_s, self._pulse)
         # What one batch tells is met before the next, and not a whole flush later: a short run has few.
-        self._exporter.every(config.flush_s / 4, self._meet)
+        self._exporter.every(config.flush_s / 2, self._meet)
         self._exporter.every(config.pulse_s, self._loaders.look)
         self._exporter.start()
         self._hooks.install()
