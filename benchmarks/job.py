@@ -37,8 +37,9 @@ from ddpobs.clocks import HostClock
 from ddpobs.config import TelemetryConfig
 from ddpobs.delivery import Encoded
 from ddpobs.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
-from ddpobs.recorder import Backward, Summariser
+from ddpobs.recorder import Backward
 from ddpobs.sender import Outcome, Sender
+from ddpobs.summary import Summariser
 
 STEP_S, BUCKETS = 0.5, 40
 PARAMETERS = 10

@@ -22,9 +22,10 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpobs import buckets as bucketing
 from ddpobs import config as settings
-from ddpobs import engine, telemetry, wire
-from ddpobs.collectives import all_reduce, broadcast, rest_at_exit, time_collectives, wait
+from ddpobs import telemetry, wire
+from ddpobs.collectives import rest_at_exit, time_collectives
 from ddpobs.errors import DataParallelError, DdpobsError
+from ddpobs.observed import ObservedGroup
 from ddpobs.patching import Patches, skip_in_dynamo
 from ddpobs.recorder import ModuleRecorder
 
@@ -67,47 +68,6 @@ def attach(
             _patch()
         _attachments[model] = Attachment(model, config)
     return _attachments[model]
-
-
-class ObservedGroup(dist.ProcessGroup):
-    """A process group that hands everything that torch's reducer asks for on to another one, and notes it.
-
-    Args:
-        inner: The real group.
-        attachment: Told of what passes; nobody is once it is gone.
-    """
-
-    def __init__(self, inner: dist.ProcessGroup, attachment: Attachment) -> None:
-        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
-        self._inner = inner
-        self._told: Callable[[], Attachment | None] = weakref.ref(attachment)
-
-    def ignore(self) -> None:
-        """Note nothing more."""
-        self._told = lambda: None
-
-    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
-        """A bucket, or the map of unused parameters."""
-        told = self._told()
-        engine.leave_context()
-        launched = told.now() if told is not None else 0
-        work = all_reduce(self._inner, tensors, *([] if options is None else [options]))
-        if told is not None and launched:  # No stamps while a CUDA graph is captured, nor callbacks, on other streams.
-            told.reduced(tensors[0], launched, work)
-        return work
-
-    def broadcast(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
-        """Rank 0's new order of parameters, and how many each bucket has."""
-        work = broadcast(self._inner, tensors, options)
-        told = self._told()
-        if told is not None:
-            wait(work)  # As the reducer does next.
-            told.broadcast(tensors[0])
-        return work
-
-    def getBackendName(self) -> str:  # noqa: N802 - torch's name
-        """The real group's."""
-        return dist.get_backend(self._inner)
 
 
 class _Pass:

@@ -245,11 +245,11 @@ class Exporter:
         while self._queue and weight < self._config.batch_spans and len(taken) < _RECORDS_A_BATCH:
             if not self._ready(self._queue[0][0]):
                 break
-            with self._counting:
-                record, records = self._queue.popleft()
-                self._weight -= records
+            record, records = self._queue.popleft()
             taken.append(record)
             weight += records
+        with self._counting:
+            self._weight -= weight
         if self._latest is not None:
             taken.append(self._latest)
             self._latest = None

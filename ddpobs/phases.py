@@ -1,7 +1,7 @@
 """Where a step begins and ends, and what the training thread was doing in between.
 
 The tracker only notes *switches*: (phase, stamp) pairs, one list append each. Durations come later, on the telemetry
-thread (`recorder.summarise`). It learns of the loader, of backward and of optimizers from process-wide hooks, so the
+thread (`summary.Summariser`). It learns of the loader, of backward and of optimizers from process-wide hooks, so the
 user's code stays as it is; of forward from the DDP module.
 """
 

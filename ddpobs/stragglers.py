@@ -6,8 +6,6 @@ computes. A rank that is late, out of data or dead costs the others nothing.
 
 from __future__ import annotations
 
-import struct
-from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -15,14 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
-from ddpobs.recorder import Step
 
 COLUMNS = 2 + len(wire.OWN_PHASES)
 """Of a published row: collective, the step's wall time, own time by phase; all in ns but the first."""
 ALARM_SHARE = 0.1
 """A rank straggles in a step when its delay is above this share of the step."""
-_ROW = struct.Struct(f"<{COLUMNS}q")
-_OWN_INDEX = [wire.PHASES.index(phase) for phase in wire.OWN_PHASES]
 _READ_TIMEOUT = timedelta(seconds=1)
 
 
@@ -38,23 +33,23 @@ class Exchange:
 
     def __init__(self, store: Any, rank: int, world_size: int, every: int) -> None:
         self._store, self._rank, self._world_size, self._every = store, rank, world_size, every
-        self._rows: deque[bytes] = deque(maxlen=max(32, min(512, 8192 // world_size)))
+        self._rows = np.empty((0, COLUMNS), np.int64)
+        self._most = max(32, min(512, 8192 // world_size))
         self._fresh = 0
         self._seen = -1
         store.set_timeout(_READ_TIMEOUT)
 
-    def add(self, step: Step) -> None:
-        """Take in a finished step; one without own time is left out, and so drops out of the join."""
-        if step.own_phases_ns is None:
-            return
-        own = [step.own_phases_ns[index] for index in _OWN_INDEX]
-        self._rows.append(_ROW.pack(step.collective, step.end_ns - step.start_ns, *own))
-        self._fresh += 1
+    def add(self, steps: wire.Steps) -> None:
+        """Take in finished steps; one without own time is left out, and so drops out of the join."""
+        own = [getattr(steps, f"own_{name}_ns") for name in wire.OWN_PHASES]
+        rows = np.stack([steps.collective, steps.end_ns - steps.start_ns, *own], axis=1)[steps.own_ns != wire.UNKNOWN]
+        self._rows = np.concatenate([self._rows, rows])[-self._most :]
+        self._fresh += len(rows)
 
     def publish(self) -> None:
         """Overwrite this rank's key, when enough is new."""
         if self._fresh >= self._every:
-            self._store.set(_key(self._rank), b"".join(self._rows))
+            self._store.set(_key(self._rank), self._rows.astype("<i8").tobytes())
             self._fresh = 0
 
     def say(self, doing: bytes) -> None:
@@ -64,15 +59,21 @@ class Exchange:
     def gather(self) -> wire.Peers | None:
         """On rank 0: statistics over what all ranks published since the last time, or None where that is too little."""
         keys = [_key(rank) for rank in range(self._world_size)]
-        if self._rank != 0 or not self._store.check(keys):
+        if self._rank != 0 or len(self._news(self._rows)) < self._every or not self._store.check(keys):
             return None
         blobs = self._store.multi_get(keys)
-        tables = [np.frombuffer(blob, "<i8").reshape(-1, COLUMNS) for blob in blobs]
-        joined = join([table[table[:, 0] > self._seen] for table in tables])
+        tables = [self._news(np.frombuffer(blob, "<i8").reshape(-1, COLUMNS)) for blob in blobs]
+        if min(map(len, tables)) < self._every:
+            return None
+        joined = join(tables)
         if len(joined) < self._every:
             return None
         self._seen = int(joined[-1, 0, 0])
         return statistics(joined)
+
+    def _news(self, table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows that no statistics were made of."""
+        return table[table[:, 0] > self._seen]
 
 
 def join(tables: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:

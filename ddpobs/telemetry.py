@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from multiprocessing.util import Finalize
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -29,14 +28,14 @@ from ddpobs.exporter import DONE, Envelope, Exporter, Identity
 from ddpobs.hooks import ProcessHooks
 from ddpobs.loaders import LoaderHooks
 from ddpobs.phases import RawStep, StepTracker
-from ddpobs.recorder import ModuleRecorder, Step, Summariser
+from ddpobs.recorder import ModuleRecorder
 from ddpobs.stragglers import Exchange
+from ddpobs.summary import Summariser
 
 _log = logging.getLogger("ddpobs")
 _LOOK_S = 0.2
 _RESOLUTION_NS = 1000
 """Stamps are not better than that: a callback may come tens of microseconds late."""
-_BURST_S = 0.0005
 _REPEAT_HELLO = 30
 """Hello and layouts travel again every so many batches, should the batch that held them have been dropped."""
 
@@ -118,7 +117,7 @@ class Telemetry:
         self._exporter.every(_LOOK_S, self._find_identity)
         self._exporter.every(config.pulse_s, self._pulse)
         # What one batch tells is met before the next, and not a whole flush later: a short run has few.
-        self._exporter.every(config.flush_s / 4, self._meet)
+        self._exporter.every(config.flush_s / 2, self._meet)
         self._exporter.every(config.pulse_s, self._loaders.look)
         self._exporter.start()
         self._hooks.install()
@@ -226,21 +225,12 @@ class Telemetry:
         if peers is not None:
             self._exporter.offer(peers)
 
-    def _summarised(self, raw_steps: Sequence[RawStep]) -> list[Step]:
-        """In bursts with rests in between: gradient hooks may wait for the interpreter all the while."""
-        steps, began = [], time.monotonic()
-        for raw in raw_steps:
-            steps.append(self._summariser.summarise(raw))
-            if time.monotonic() - began > _BURST_S:
-                time.sleep(_BURST_S)
-                began = time.monotonic()
-        return steps
-
     def _encode(self, records: Sequence[object], envelope: Envelope) -> wire.Batch:
-        steps = self._summarised([record for record in records if isinstance(record, RawStep)])
-        if self._exchange is not None:
-            for step in steps:
-                self._exchange.add(step)
+        raws = [record for record in records if isinstance(record, RawStep)]
+        records = [record for record in records if not isinstance(record, RawStep)]
+        summary = self._summariser.summarise(raws) if raws else None
+        if self._exchange is not None and summary is not None:
+            self._exchange.add(summary.steps)
         layouts = [record for record in records if isinstance(record, wire.Layout)]
         self._layouts.update({layout.module: layout for layout in layouts})
         repeat = self._batches % _REPEAT_HELLO == 0
@@ -259,10 +249,10 @@ class Telemetry:
             anchor=envelope.anchor,
             hello=self._hello if repeat else None,
             layouts=_with_current(layouts, self._layouts) if repeat else layouts,
-            steps=_step_columns(steps),
-            spans=_span_columns(steps),
-            comms=_comm_columns(steps),
-            readiness=[readiness for step in steps for readiness in step.readiness],
+            steps=summary.steps if summary else None,
+            spans=summary.spans if summary and len(summary.spans.step) else None,
+            comms=summary.comms if summary and len(summary.comms.step) else None,
+            readiness=summary.readiness if summary else [],
             unused=[record for record in records if isinstance(record, wire.Unused)],
             peers=[record for record in records if isinstance(record, wire.Peers)],
             pulse=pulses[-1] if pulses else None,
@@ -273,58 +263,6 @@ class Telemetry:
 def _with_current(layouts: list[wire.Layout], current: Mapping[int, wire.Layout]) -> list[wire.Layout]:
     told = {(layout.module, layout.revision) for layout in layouts}
     return layouts + [layout for layout in current.values() if (layout.module, layout.revision) not in told]
-
-
-def _ints(values: Sequence[int]) -> wire.Ints:
-    return np.array(values, np.int64)
-
-
-def _step_columns(steps: list[Step]) -> wire.Steps | None:
-    if not steps:
-        return None
-    unknown = [wire.UNKNOWN] * len(wire.PHASES)
-    own = [step.own_phases_ns or unknown for step in steps]
-    phases = {f"{name}_ns": _ints([s.phases_ns[index] for s in steps]) for index, name in enumerate(wire.PHASES)}
-    own_phases = {
-        f"own_{name}_ns": _ints([times[wire.PHASES.index(name)] for times in own]) for name in wire.OWN_PHASES
-    }
-    return wire.Steps(
-        step=_ints([s.number for s in steps]),
-        collective=_ints([s.collective for s in steps]),
-        start_ns=_ints([s.start_ns for s in steps]),
-        end_ns=_ints([s.end_ns for s in steps]),
-        own_ns=_ints([sum(s.own_phases_ns) if s.own_phases_ns else wire.UNKNOWN for s in steps]),
-        comm_ns=_ints([s.comm_ns for s in steps]),
-        micro_steps=_ints([s.micro_steps for s in steps]),
-        samples=_ints([s.samples for s in steps]),
-        flags=_ints([s.flags for s in steps]),
-        **phases,
-        **own_phases,
-    )
-
-
-def _span_columns(steps: list[Step]) -> wire.Spans | None:
-    rows = [(step.number, span) for step in steps for span in step.spans]
-    if not rows:
-        return None
-    return wire.Spans(
-        step=_ints([number for number, _ in rows]),
-        module=_ints([span.module for _, span in rows]),
-        revision=_ints([span.revision for _, span in rows]),
-        bucket=_ints([span.bucket for _, span in rows]),
-        ready_ns=_ints([span.ready_ns for _, span in rows]),
-        launched_ns=_ints([span.launched_ns for _, span in rows]),
-        started_ns=_ints([span.started_ns for _, span in rows]),
-        done_ns=_ints([span.done_ns for _, span in rows]),
-    )
-
-
-def _comm_columns(steps: list[Step]) -> wire.Comms | None:
-    rows = [(step.number, *comm) for step in steps for comm in step.comms]
-    if not rows:
-        return None
-    step, module, kind, launched_ns, done_ns = (_ints(column) for column in zip(*rows, strict=True))
-    return wire.Comms(step=step, module=module, kind=kind, launched_ns=launched_ns, done_ns=done_ns)
 
 
 def _hello(device: torch.device, backend: str, settings: Mapping[str, wire.Scalar]) -> wire.Hello:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -10,7 +10,8 @@ import torch
 from ddpobs import wire
 from ddpobs.hooks import ProcessHooks
 from ddpobs.phases import RawStep, StepTracker
-from ddpobs.recorder import ModuleRecorder, Step, Summariser
+from ddpobs.recorder import ModuleRecorder
+from ddpobs.summary import Summariser, Summary
 
 
 class FakeClock:
@@ -31,6 +32,44 @@ class FakeClock:
 
     def capturing(self, begins: bool) -> None:
         self.captures.append(begins)
+
+
+class Step(NamedTuple):
+    """One row of a summary."""
+
+    collective: int
+    start_ns: int
+    end_ns: int
+    phases_ns: list[int]
+    own_phases_ns: list[int] | None
+    comm_ns: int
+    micro_steps: int
+    samples: int
+    flags: int
+    spans_done_ns: list[int]
+    readiness: int
+
+
+def rows(found: Summary) -> list[Step]:
+    steps = found.steps
+    return [
+        Step(
+            collective=steps.collective[row],
+            start_ns=steps.start_ns[row],
+            end_ns=steps.end_ns[row],
+            phases_ns=[getattr(steps, f"{name}_ns")[row] for name in wire.PHASES],
+            own_phases_ns=None
+            if steps.own_ns[row] == wire.UNKNOWN
+            else [getattr(steps, f"own_{name}_ns")[row] for name in wire.OWN_PHASES],
+            comm_ns=steps.comm_ns[row],
+            micro_steps=steps.micro_steps[row],
+            samples=steps.samples[row],
+            flags=steps.flags[row],
+            spans_done_ns=found.spans.done_ns[found.spans.step == number].tolist(),
+            readiness=sum(one.step == number for one in found.readiness),
+        )
+        for row, number in enumerate(steps.step)
+    ]
 
 
 class Training:
@@ -92,7 +131,8 @@ class Training:
 
     def steps(self) -> list[Step]:
         self.tracker.finish()
-        self._done += [self._summariser.summarise(raw) for raw in self.raw[len(self._done) :]]
+        if fresh := self.raw[len(self._done) :]:
+            self._done += rows(self._summariser.summarise(fresh))
         return self._done
 
 
@@ -102,7 +142,7 @@ def phases(step: Step) -> dict[str, int]:
 
 def own(step: Step) -> dict[str, int]:
     assert step.own_phases_ns is not None
-    return {name: ns for name, ns in zip(wire.PHASES, step.own_phases_ns, strict=True) if ns}
+    return {name: ns for name, ns in zip(wire.OWN_PHASES, step.own_phases_ns, strict=True) if ns}
 
 
 @pytest.fixture
@@ -132,6 +172,16 @@ def test_phases_add_up_to_the_wall_time(training: Training) -> None:
         }
         assert sum(step.phases_ns) == step.end_ns - step.start_ns
     assert len(training.steps()) == 3
+
+
+def test_steps_are_the_same_however_many_are_summed_up_at_once(training: Training) -> None:
+    for data in (10, 1000, 30):
+        plain_step(training, data=data, tail=2)
+        training.backward(40, 0, synchronised=False)
+    together = training.steps()
+    summariser = Summariser(training.clock)
+    assert [row for raw in training.raw for row in rows(summariser.summarise([raw]))] == together
+    assert together[1].own_phases_ns is not None
 
 
 def test_own_time_runs_from_the_last_synchronisation_to_the_last_readiness(training: Training) -> None:
@@ -266,14 +316,14 @@ def test_a_completion_told_late_is_cut_at_the_return_of_backward(training: Train
     raw = training.raw or (training.tracker.finish(), training.raw)[1]
     raw[0].segments[0].records[0].done_ns = [0, training.clock.at + 10**9]
     step = training.steps()[0]
-    assert all(span.done_ns <= step.end_ns for span in step.spans)
+    assert all(done_ns <= step.end_ns for done_ns in step.spans_done_ns)
     assert phases(step)["exposed_comm"] == 30
 
 
 def test_readiness_of_parameters_is_sampled(training: Training) -> None:
     for _ in range(4):
         plain_step(training)
-    assert [len(step.readiness) for step in training.steps()] == [1, 0, 1, 0]
+    assert [step.readiness for step in training.steps()] == [1, 0, 1, 0]
 
 
 def test_unused_parameters_travel_only_when_the_set_changes(training: Training) -> None:

@@ -6,7 +6,6 @@ import numpy as np
 import torch.distributed as dist
 
 from ddpobs import wire
-from ddpobs.recorder import Step
 from ddpobs.stragglers import COLUMNS, Exchange, join, statistics
 
 QUIET = {"data": 10, "forward": 20, "backward": 40, "optimizer": 5, "other": 1}
@@ -16,23 +15,11 @@ def row(collective: int, wall: int = 100, **slow: int) -> list[int]:
     return [collective, wall, *[(QUIET | slow)[name] for name in wire.OWN_PHASES]]
 
 
-def step(collective: int, backward: int = 40) -> Step:
-    phases = [10, 20, backward, 0, 5, 1]
-    return Step(
-        number=collective,
-        collective=collective,
-        start_ns=0,
-        end_ns=100,
-        phases_ns=phases,
-        own_phases_ns=phases,
-        comm_ns=0,
-        micro_steps=1,
-        samples=1,
-        flags=1,
-        spans=[],
-        comms=[],
-        readiness=[],
-    )
+def steps(collectives: int, backward: int = 40) -> wire.Steps:
+    zeros = np.zeros(collectives, np.int64)
+    own = {f"own_{name}_ns": zeros + ns for name, ns in (QUIET | {"backward": backward}).items()}
+    known = own | {"collective": np.arange(collectives), "end_ns": zeros + 100, "own_ns": zeros + 1}
+    return wire.Steps(**{name: known.get(name, zeros) for name in wire.Steps.__struct_fields__})
 
 
 def test_the_last_rank_has_the_delay_and_the_others_the_waiting() -> None:
@@ -67,12 +54,10 @@ def test_ranks_are_joined_by_the_collective_and_not_by_their_row() -> None:
 def test_ranks_meet_through_the_store_and_a_missing_rank_holds_nobody_up() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     exchanges = [Exchange(dist.PrefixStore("a", store.clone()), rank, 2, 4) for rank in range(2)]
-    for collective in range(4):
-        exchanges[0].add(step(collective))
+    exchanges[0].add(steps(4))
     exchanges[0].publish()
     assert exchanges[0].gather() is None
-    for collective in range(4):
-        exchanges[1].add(step(collective, backward=90))
+    exchanges[1].add(steps(4, backward=90))
     exchanges[1].publish()
     peers = exchanges[0].gather()
     assert peers is not None

@@ -1,0 +1,68 @@
+"""A process group for torch's own reducer that tells what passes through it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from ddpobs import engine
+from ddpobs.collectives import all_reduce, broadcast, wait
+
+
+class Observer(Protocol):
+    """Who is told."""
+
+    now: Callable[[], Any]
+
+    def reduced(self, tensor: torch.Tensor, launched: Any, work: dist.Work) -> None:
+        """An all-reduce was launched at that stamp."""
+        ...
+
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        """A broadcast has ended with this result."""
+        ...
+
+
+class ObservedGroup(dist.ProcessGroup):
+    """A process group that hands everything that torch's reducer asks for on to another one, and notes it.
+
+    Args:
+        inner: The real group.
+        observer: Told of what passes; nobody is once it is gone.
+    """
+
+    def __init__(self, inner: dist.ProcessGroup, observer: Observer) -> None:
+        super().__init__(inner.rank(), inner.size())  # type: ignore[call-arg]
+        self._inner = inner
+        self._told: Callable[[], Observer | None] = weakref.ref(observer)
+
+    def ignore(self) -> None:
+        """Note nothing more."""
+        self._told = lambda: None
+
+    def allreduce(self, tensors: Any, options: Any = None) -> Any:  # type: ignore[override]
+        """A bucket, or the map of unused parameters."""
+        told = self._told()
+        engine.leave_context()
+        launched = told.now() if told is not None else 0
+        work = all_reduce(self._inner, tensors, *([] if options is None else [options]))
+        if told is not None and launched:  # No stamps while a CUDA graph is captured, nor callbacks, on other streams.
+            told.reduced(tensors[0], launched, work)
+        return work
+
+    def broadcast(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
+        """Rank 0's new order of parameters, and how many each bucket has."""
+        work = broadcast(self._inner, tensors, options)
+        told = self._told()
+        if told is not None:
+            wait(work)  # As the reducer does next.
+            told.broadcast(tensors[0])
+        return work
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's name
+        """The real group's."""
+        return dist.get_backend(self._inner)
