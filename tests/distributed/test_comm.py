@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -168,6 +167,8 @@ def digits_net() -> nn.Module:
 
 def on_digits(rank: int, world_size: int) -> dict[str, float]:
     """Loss on held-out digits after the same training, by way."""
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(images, dtype=torch.float32)[shuffled] / 16, torch.tensor(labels)[shuffled]
