@@ -177,8 +177,8 @@ def on_digits(rank: int, world_size: int) -> dict[str, float]:
         ddp = DistributedDataParallel(digits_net(), comm=way, bucket_cap_mb=0.03)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
         order = torch.Generator().manual_seed(1)
-        for _ in range(200):
-            chosen = torch.randint(0, 1500, (world_size, 16), generator=order)[rank]
+        for _ in range(120):
+            chosen = torch.randint(0, 1500, (world_size, 32), generator=order)[rank]
             optimizer.zero_grad()
             nn.functional.cross_entropy(ddp(x[chosen]), y[chosen]).backward()
             optimizer.step()
