@@ -13,9 +13,9 @@ from tests.server.statements import assert_spreads, recorded
 
 
 @pytest.fixture(scope="session")
-def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[databases.Fresh]:
+def postgresql() -> Iterator[databases.Fresh]:
     """A server of our own; each use takes a database of its own."""
-    with databases.postgresql(tmp_path_factory.mktemp("pg")) as fresh:
+    with databases.postgresql() as fresh:
         yield fresh
 
 
