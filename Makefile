@@ -9,7 +9,7 @@ demo:
 
 test:
 	@scripts/setup.sh test
-	@$(RUN)/python -m pytest -n 3 --dist loadfile -m "not alone"
+	@$(RUN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not alone"
 	@$(RUN)/python -m pytest -m alone
 
 check:

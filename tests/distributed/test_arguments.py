@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed.compare import batch, net, outcome, train, verdicts
-from tests.distributed.launch import run_ranks
+from tests.distributed.compare import batch, net, outcome, train
 
 CAP = {"bucket_cap_mb": 0.05}
 
@@ -352,15 +351,6 @@ CASES = {
 
 RAISE = {"all_delayed", "delayed_by_half", "group_and_mesh", "no_parameters", "device_ids_on_the_host"}
 """Where all are delayed torch's own forward fails."""
-
-
-def all_cases(rank: int, world_size: int) -> dict[str, str]:
-    return verdicts(CASES, rank)
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return run_ranks(all_cases, request.param)
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -168,6 +167,8 @@ def digits_net() -> nn.Module:
 
 def on_digits(rank: int, world_size: int) -> dict[str, float]:
     """Loss on held-out digits after the same training, by way."""
+    from sklearn.datasets import load_digits
+
     images, labels = load_digits(return_X_y=True)
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(images, dtype=torch.float32)[shuffled] / 16, torch.tensor(labels)[shuffled]
@@ -176,8 +177,8 @@ def on_digits(rank: int, world_size: int) -> dict[str, float]:
         ddp = DistributedDataParallel(digits_net(), comm=way, bucket_cap_mb=0.03)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
         order = torch.Generator().manual_seed(1)
-        for _ in range(200):
-            chosen = torch.randint(0, 1500, (world_size, 16), generator=order)[rank]
+        for _ in range(120):
+            chosen = torch.randint(0, 1500, (world_size, 32), generator=order)[rank]
             optimizer.zero_grad()
             nn.functional.cross_entropy(ddp(x[chosen]), y[chosen]).backward()
             optimizer.step()

@@ -21,8 +21,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from tests.distributed.compare import batch, net, outcome, train, verdicts
-from tests.distributed.launch import run_ranks
+from tests.distributed.compare import batch, net, outcome, train
 
 CAP = {"bucket_cap_mb": 0.05}
 
@@ -204,15 +203,6 @@ RAISE = {name for name in CASES if "refused" in name}
 RAISE |= {"twice", "misnamed", "misannotated", "not callable", "returns a number"}
 RAISE |= {"quantised by tensor", "quantised by channel", "batched PowerSGD"}
 """The last three fail on the host in torch's own code, with torch's reducer too."""
-
-
-def all_cases(rank: int, world_size: int) -> dict[str, str]:
-    return verdicts(CASES, rank)
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return run_ranks(all_cases, request.param)
 
 
 @pytest.mark.parametrize("case", CASES)

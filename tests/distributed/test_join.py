@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddpobs import DistributedDataParallel
-from tests.distributed.compare import batch, net, outcome, verdicts
+from tests.distributed.compare import batch, net, outcome
 from tests.distributed.launch import run_ranks
 
 CAP = {"bucket_cap_mb": 0.05}
@@ -94,15 +94,6 @@ CASES = {
         disabled,
     )
 }
-
-
-def all_cases(rank: int, world_size: int) -> dict[str, str]:
-    return verdicts(CASES, rank)
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return run_ranks(all_cases, request.param)
 
 
 @pytest.mark.parametrize("case", CASES)

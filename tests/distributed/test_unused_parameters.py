@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ReducerError, UnusedParametersError
-from tests.distributed.compare import batch, outcome, verdicts
+from tests.distributed.compare import batch, outcome
 from tests.distributed.launch import run_ranks
 
 FIND = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
@@ -170,15 +170,6 @@ CASES = {
         checkpoints_behind_a_hidden_output,
     )
 }
-
-
-def all_cases(rank: int, world_size: int) -> dict[str, str]:
-    return verdicts(CASES, rank)
-
-
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return run_ranks(all_cases, request.param)
 
 
 @pytest.mark.parametrize("case", CASES)

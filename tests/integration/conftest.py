@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.collector import collector
-from tests.integration.training import train
+from tests.integration.training import TORCHRUN, train
 
 SLOW_RANK = 1
 
@@ -22,5 +22,5 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def slow_run(url: str) -> str:
     """A run whose rank 1 is slow in backward."""
-    train(url, "slow-in-backward", slow_rank=SLOW_RANK, phase="backward", steps=80)
+    train(url, "slow-in-backward", slow_rank=SLOW_RANK, phase="backward", steps=80, launcher=TORCHRUN)
     return "slow-in-backward"

@@ -31,6 +31,7 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.exporter import Envelope, Exporter, Identity
 from ddpobs.spool import Spool
 from tests import collector as collectors
+from tests.ports import free_port
 from tests.server.batches import ATTEMPT, get, source_of, spans, steps
 
 BUCKETS = 2
@@ -116,8 +117,7 @@ class Mortal:
     def __init__(self, folder: Path, *, away: bool = False, **settings: object) -> None:
         folder.mkdir(exist_ok=True)
         self._folder, self._settings = folder, settings
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            self.port = server.getsockname()[1]
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._stack = ExitStack()
         if not away:

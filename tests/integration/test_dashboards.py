@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import subprocess
 import threading
 import time
@@ -19,6 +18,7 @@ from dashboards.build import FOLDER, built
 from tests.integration.conftest import SLOW_RANK
 from tests.integration.tools import need
 from tests.integration.training import ROOT, train
+from tests.ports import free_port
 
 pytestmark = pytest.mark.alone
 
@@ -30,9 +30,7 @@ def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     """A Prometheus that scrapes the collector every second while a training with a slow rank goes on."""
     program = need("prometheus", "prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     target = url.removeprefix("http://")
     (folder / "prometheus.yml").write_text(
         json.dumps(
@@ -45,7 +43,7 @@ def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     command = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
-    training = threading.Thread(target=train, args=(url, RUN), kwargs={"slow_rank": SLOW_RANK, "steps": 250})
+    training = threading.Thread(target=train, args=(url, RUN), kwargs={"slow_rank": SLOW_RANK, "steps": 150})
     training.start()
     try:
         _wait_for(f"http://{address}", f'ddpobs_straggler_steps_total{{run="{RUN}"}} > 20')

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -43,11 +42,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def server() -> Iterator[Any]:
-    """A PostgreSQL server that may be stopped. Its user must reach it, so it is not in a folder of pytest's."""
-    with (
-        tempfile.TemporaryDirectory(prefix="ddpobs-") as folder,
-        databases.postgresql_server(Path(folder, "pg")) as own,
-    ):
+    """A PostgreSQL server that may be stopped."""
+    with databases.postgresql_server() as own:
         yield own
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -13,6 +12,7 @@ from pathlib import Path
 from tests.collector import running_collector
 from tests.integration.faults import until
 from tests.integration.training import ROOT
+from tests.ports import free_port
 from tests.server.batches import get
 
 _SCRIPT = """
@@ -36,8 +36,7 @@ with open(sys.argv[1], "a", buffering=1) as done:
 
 def test_what_a_killed_rank_sent_is_there_and_the_survivors_data_are_whole(tmp_path: Path) -> None:
     with running_collector(tmp_path, lost_after_s=2) as url:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            port = server.getsockname()[1]
+        port = free_port()
         ranks = [_rank(rank, port, url, tmp_path) for rank in range(2)]
         try:
             until(lambda: _stored(url) > 40)

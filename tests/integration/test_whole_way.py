@@ -10,7 +10,7 @@ import pytest
 
 from ddpobs import wire
 from tests.integration.conftest import SLOW_RANK
-from tests.integration.training import ROOT, train
+from tests.integration.training import ROOT, TORCHRUN, train
 
 pytestmark = pytest.mark.alone
 
@@ -101,8 +101,8 @@ def test_an_unchanged_script_with_torchs_own_ddp_is_seen_through_ddpobs_run(url:
     text = (ROOT / "examples" / "train_gpt.py").read_text()
     script.write_text(text.replace("from ddpobs import", "from torch.nn.parallel import"))
     assert "import ddpobs" not in script.read_text()
-    command = (str(_ddpobs()), "run", "--collector", url, "--run", "torch-ddp", "--")
-    train(url, "torch-ddp", slow_rank=0, phase="backward", command=command, script=script)
+    launcher = (str(_ddpobs()), "run", "--collector", url, "--run", "torch-ddp", "--", *TORCHRUN)
+    train(url, "torch-ddp", slow_rank=0, phase="backward", launcher=launcher, script=script)
     assert [(f["ranks"], f["phase"]) for f in stragglers(url, "torch-ddp")] == [([0], "backward")]
     assert get(url, "torch-ddp")["hello"]["settings"]["reducer"] == "torch"
     assert len(get(url, "torch-ddp", "/layout")["layouts"][-1]["buckets"]) > 1

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from tests.server.statements import assert_spreads, recorded
 
 
 @pytest.fixture(scope="session")
-def postgresql(tmp_path_factory: pytest.TempPathFactory) -> Iterator[databases.Fresh]:
+def postgresql() -> Iterator[databases.Fresh]:
     """A server of our own; each use takes a database of its own."""
-    with databases.postgresql(tmp_path_factory.mktemp("pg")) as fresh:
+    with databases.postgresql() as fresh:
         yield fresh
 
 
@@ -28,11 +29,22 @@ def fresh(request: pytest.FixtureRequest) -> databases.Fresh:
 
 
 @pytest.fixture(scope="session")
-def shared(fresh: databases.Fresh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
-    """One real collector on each database, for all tests that keep to a run of their own."""
-    folder = tmp_path_factory.mktemp("collector")
-    with collector(folder, database_url=fresh(folder)) as running:
+def on_sqlite(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
+    with _collector_on(databases.sqlite, tmp_path_factory) as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def on_postgresql(postgresql: databases.Fresh, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
+    with _collector_on(postgresql, tmp_path_factory) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def shared(fresh: databases.Fresh, request: pytest.FixtureRequest) -> Collector:
+    """One real collector on each database, for all tests that keep to a run of their own."""
+    found: Collector = request.getfixturevalue("on_sqlite" if fresh is databases.sqlite else "on_postgresql")
+    return found
 
 
 @pytest.fixture
@@ -51,3 +63,8 @@ def store(fresh: databases.Fresh, tmp_path: Path) -> Iterator[Store]:
 def run(request: pytest.FixtureRequest) -> str:
     """A run id that no other test has."""
     return "".join(c if c.isalnum() else "-" for c in request.node.name)[:128]
+
+
+def _collector_on(fresh: databases.Fresh, folders: pytest.TempPathFactory) -> AbstractContextManager[Collector]:
+    folder = folders.mktemp("collector")
+    return collector(folder, database_url=fresh(folder))

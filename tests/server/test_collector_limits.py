@@ -46,7 +46,7 @@ def test_a_second_signal_ends_it_whatever_a_client_does(tmp_path: Path) -> None:
                 running.process.wait(1)
             running.process.send_signal(signal.SIGTERM)
             try:
-                running.process.wait(5)
+                running.process.wait(8)  # Before it would end by itself.
             finally:
                 running.process.kill()
 

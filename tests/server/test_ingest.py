@@ -130,11 +130,11 @@ def test_a_body_over_the_limit_is_refused_packed_or_unpacked(tmp_path: Path) -> 
 def test_the_acknowledgement_waits_for_the_commit_even_when_the_client_does_not(tmp_path: Path) -> None:
     with collector(tmp_path) as running:
         sent = batch("held", steps=steps(0, 2))
-        headers = {"Content-Type": wire.MSGPACK}
+        headers, impatient = {"Content-Type": wire.MSGPACK}, httpx.Timeout(30, read=2)
         lock = sqlite3.connect(running.database, isolation_level=None)
         lock.execute("BEGIN IMMEDIATE")  # nobody else can commit from here on
         with pytest.raises(httpx.ReadTimeout):
-            httpx.put(running.url + path(sent), content=wire.encode(sent), headers=headers, timeout=1)
+            httpx.put(running.url + path(sent), content=wire.encode(sent), headers=headers, timeout=impatient)
         lock.execute("ROLLBACK")
         lock.close()
         assert put(running.url, sent, "msgpack").status_code == 200

@@ -96,10 +96,8 @@ def test_a_database_that_hangs_and_a_full_queue_are_seen(tmp_path: Path) -> None
 
 
 def test_without_its_database_a_collector_still_says_what_is_wrong(tmp_path: Path) -> None:
-    data = tmp_path / "pg"
-    data.mkdir()
-    with databases.postgresql(data) as fresh:
-        started = collector(tmp_path, database_url=fresh(data))
+    with databases.postgresql() as fresh:
+        started = collector(tmp_path, database_url=fresh(tmp_path))
         running = started.__enter__()
         put(running.url, batch("before"))
         assert b"before" in httpx.get(f"{running.url}/metrics").content

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import threading
 import time
@@ -20,6 +19,7 @@ from ddpobs.sender import Outcome, Sender
 from tests import databases
 from tests.collector import Collector, collector
 from tests.integration.tools import need
+from tests.ports import free_port
 from tests.server.batches import assert_problem, batch, spans, steps
 
 CONFIG = Path(__file__).resolve().parents[2] / "deploy" / "nginx.conf"
@@ -31,9 +31,7 @@ RANKS, BATCHES = 4, 40
 def proxy(folder: Path, collectors: list[Collector]) -> Iterator[str]:
     """The committed configuration, with addresses of this machine's in it."""
     program = need("nginx", "nginx-light")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     config = CONFIG.read_text().replace("listen 8321", f"listen {address}")
     for number, running in enumerate(collectors, start=1):
         config = config.replace(f"collector-{number}:8321", running.url.removeprefix("http://"))

@@ -1,0 +1,18 @@
+from __future__ import annotations
+
+from importlib import import_module
+
+import pytest
+
+from tests.distributed.compare import verdicts
+from tests.distributed.launch import run_ranks
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    """Each rank's verdicts on the module's `CASES`: with two ranks, and with four."""
+    return run_ranks(all_cases, request.param, request.module.__name__)
+
+
+def all_cases(rank: int, world_size: int, module: str) -> dict[str, str]:
+    return verdicts(import_module(module).CASES, rank)
