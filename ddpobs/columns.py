@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -16,9 +17,19 @@ Ints = npt.NDArray[np.int64]
 UNPACKED_BYTES = 64_000_000
 """Most that packed columns may take, unless said otherwise."""
 _UNIT = 1000
+_WINDOW_BYTES = 2**24
+"""Most memory that zstd's own window may take."""
 _FEW = 2048
 """Rows below which a frame for each byte's place costs more than it saves."""
 _WIDTHS = {width: np.dtype(width) for width in ("<i1", "<i2", "<i4", "<i8")}
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
+
+
+_of_thread = _OfThread()
 _PackedColumn = tuple[
     Literal["<i1", "<i2", "<i4", "<i8"],
     Annotated[int, msgspec.Meta(ge=0, le=1)],
@@ -31,6 +42,11 @@ _PACKED_DECODER = msgspec.msgpack.Decoder(
         Annotated[int, msgspec.Meta(ge=0, le=2**32)], Annotated[dict[str, _PackedColumn], msgspec.Meta(max_length=64)]
     ]
 )
+
+
+def decompressor() -> zstandard.ZstdDecompressor:
+    """This thread's: to make one takes longer than most of what it is used for, and threads must not share one."""
+    return _of_thread.decompressor
 
 
 def pack(columns: Mapping[str, Ints]) -> bytes:
@@ -55,16 +71,16 @@ def unpack(packed: bytes, limit_bytes: int = UNPACKED_BYTES) -> dict[str, Ints]:
     Raises:
         WireError: It is no such thing, or columns that take more than `limit_bytes`.
     """
-    decompressor = zstandard.ZstdDecompressor()
+    zstd = decompressor()
     try:
         if packed.startswith(zstandard.FRAME_HEADER):
             if not 0 <= zstandard.frame_content_size(packed) <= limit_bytes:
                 raise WireError("packed_spans", f"a zstd frame of at most {limit_bytes} bytes", "another one")
-            packed = decompressor.decompress(packed)
+            packed = zstd.decompress(packed)
         rows, columns = _PACKED_DECODER.decode(packed)
         if rows * 8 * len(columns) > limit_bytes:
             raise WireError("packed_spans", f"at most {limit_bytes} bytes of columns", rows * 8 * len(columns))
-        return {name: _from_planes(column, rows, decompressor) for name, column in columns.items()}
+        return {name: _from_planes(column, rows, zstd) for name, column in columns.items()}
     except zstandard.ZstdError as error:
         raise WireError("packed_spans", "zstd", error) from None
     except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -112,7 +128,7 @@ def _widened(values: npt.NDArray[Any], order: int, base: int, unit: int) -> Ints
     if unit != 1:
         wide *= unit
     if order:
-        np.cumsum(wide, out=wide)
+        np.add.accumulate(wide, out=wide)
     wide += base
     return wide
 
@@ -144,7 +160,7 @@ def unpack_column(packed: Any) -> Ints:
     raise ValueError("Expected a column of integers")
 
 
-def _from_planes(column: _PackedColumn, rows: int, decompressor: zstandard.ZstdDecompressor) -> Ints:
+def _from_planes(column: _PackedColumn, rows: int, zstd: zstandard.ZstdDecompressor) -> Ints:
     width, order, base, unit, planes = column
     whole = np.empty((rows, _WIDTHS[width].itemsize), np.uint8)
     if not -(2**63) <= base < 2**63:
@@ -155,6 +171,6 @@ def _from_planes(column: _PackedColumn, rows: int, decompressor: zstandard.ZstdD
         size = len(plane) if rows < _FEW else zstandard.frame_content_size(plane)
         if size != rows:
             raise WireError("packed_spans", f"{rows} bytes, one a row", size)
-        values = plane if rows < _FEW else decompressor.decompress(plane)
+        values = plane if rows < _FEW else zstd.decompress(plane)
         whole[:, place] = np.frombuffer(values, np.uint8)
     return _widened(whole.reshape(-1).view(_WIDTHS[width]), order, base, unit)

@@ -13,7 +13,7 @@ import msgspec
 import zstandard
 from fastapi import Request
 
-from ddpobs import wire
+from ddpobs import columns, wire
 from ddpobs.errors import WireError
 from ddpobs_server import limits
 from ddpobs_server.problems import Problem
@@ -27,8 +27,6 @@ KEY: dict[str, dict[str, Any]] = {
 }
 """A batch's natural key as the path's parameters have it, each a JSON schema."""
 _PATTERNS = {name: re.compile(schema.get("pattern", r"^[0-9]{1,15}$")) for name, schema in KEY.items()}
-_WINDOW_BYTES = 2**24
-"""Most memory that zstd's own window may take."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Upload:
         return int(self.settings.max_batch_mb * 1e6)
 
     def _decompressed(self) -> bytes:
-        decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
+        decompressor = columns.decompressor()
         try:
             if zstandard.frame_content_size(self.body) >= 0:  # It is checked to be below the limit.
                 return decompressor.decompress(self.body, allow_extra_data=False)
