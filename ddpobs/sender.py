@@ -141,7 +141,7 @@ def _meaning(status: int, headers: Mapping[bytes, str], text: bytes, source: str
     detail = f"HTTP {status}: {text[:300].decode(errors='replace')}"
     if status in (200, 201):
         try:
-            echo = msgspec.json.decode(text, type=wire.Acknowledgement)
+            echo = wire.acknowledgement(text)
         except msgspec.MsgspecError:
             return Answer(Outcome.RETRY, f"not a collector's answer: {detail}")
         if (echo.source, echo.seq) != (source, seq):

@@ -344,6 +344,15 @@ def pack_json(record: msgspec.Struct) -> bytes:
     return _JSON_ENCODER.encode(record)
 
 
+def acknowledgement(text: bytes) -> Acknowledgement:
+    """The collector's answer.
+
+    Raises:
+        msgspec.MsgspecError: It is another text.
+    """
+    return _ACKNOWLEDGEMENT_DECODER.decode(text)
+
+
 def unpack(body: bytes, kind: type[_R]) -> _R:
     """What `pack` packed."""
     return msgspec.msgpack.decode(body, type=kind, dec_hook=_dec)
@@ -507,7 +516,10 @@ def _dec(_kind: type, value: Any) -> Ints:
     return columns.unpack_column(value)
 
 
+# Every record's type is first decoded here, on one thread: two that do so at the same moment end in a segmentation
+# fault inside of msgspec (0.22), which looks into a type's fields before the other has filled them in.
 _MSGPACK_ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_msgpack)
 _JSON_ENCODER = msgspec.json.Encoder(enc_hook=_enc_json)
 _MSGPACK_DECODER = msgspec.msgpack.Decoder(Batch, dec_hook=_dec)
 _JSON_DECODER = msgspec.json.Decoder(Batch, dec_hook=_dec)
+_ACKNOWLEDGEMENT_DECODER = msgspec.json.Decoder(Acknowledgement)

@@ -79,8 +79,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.registry = CollectorRegistry()
     problems.install(app)
-    app.include_router(ingest.router)
-    for part in (api, metrics, page):
+    for part in (ingest, api, metrics, page):
         part.install(app)
     return app
 

@@ -15,6 +15,7 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
@@ -206,6 +207,7 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
     return allowed
 
 
+@lru_cache
 def _check_host(host: str, own: str) -> None:
     """Without tokens, take only names that no web site can have: by one of its own it might lead a browser here.
 

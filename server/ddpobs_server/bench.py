@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httptools
@@ -172,14 +173,16 @@ def senders(count: int, send: Callable[..., Sent], *arguments: object) -> Iterat
 
     `address` waits until `drive` tells the collector's: what is done before it is called is not measured.
     """
-    pipes = [_context.Pipe() for _ in range(count)]
-    clients = [
-        _context.Process(target=_client, args=(pipes[number][1], send, number, *arguments)) for number in range(count)
-    ]
-    for client in clients:
-        client.start()
+    pipes: list[Connection] = []
+    clients = []
+    for number in range(count):
+        ours, theirs = _context.Pipe()
+        clients.append(_context.Process(target=_client, args=(theirs, send, number, *arguments)))
+        clients[-1].start()
+        theirs.close()  # Nobody but the client holds that end: where it crashes, ours tells.
+        pipes.append(ours)
     try:
-        yield [ours for ours, _ in pipes]
+        yield pipes
     finally:
         for client in clients:
             client.kill()
@@ -197,18 +200,20 @@ def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, floa
     Raises:
         RuntimeError: A batch was not acknowledged.
     """
-    if failed := [told for told in [ours.recv() for ours in pipes] if told is not None]:
+    if failed := [told for told in map(_told, pipes) if told is not None]:
         raise RuntimeError(failed[0])
     before, began = _processor_s(pid), time.monotonic()
     for ours in pipes:
         ours.send(address)
     seen: list[float] = []
     answers: list[Sent | str] = []
-    while len(answers) < len(pipes):
+    waited_for = list(pipes)
+    while waited_for:
         if began + _LOOK_S * len(seen) <= time.monotonic():
             seen.append(_resident_mb(pid))
-        wait(pipes, _LOOK_S)
-        answers += [ours.recv() for ours in pipes if ours.poll()]
+        answered = wait(waited_for, _LOOK_S)
+        answers += [_told(ours) for ours in waited_for if ours in answered]
+        waited_for = [ours for ours in waited_for if ours not in answered]
     took = time.monotonic() - began
     if failed := [answer for answer in answers if isinstance(answer, str)]:
         raise RuntimeError(failed[0])
@@ -274,6 +279,13 @@ def fsyncs_a_second(folder: Path, size_bytes: int, count: int) -> float:
             out.write(block)
             os.fsync(out.fileno())
         return count / (time.perf_counter() - began)
+
+
+def _told(pipe: Connection) -> Any:
+    try:
+        return pipe.recv()
+    except EOFError:
+        raise RuntimeError("a client ended without an answer") from None
 
 
 def _client(pipe: Connection, send: Callable[..., Sent], *arguments: object) -> None:

@@ -7,17 +7,17 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, Request, Response
-from fastapi.routing import APIRoute
+from fastapi import APIRouter, FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from starlette.routing import compile_path
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ddpobs import wire
-from ddpobs_server import decoding, limits
+from ddpobs_server import decoding, limits, problems
 from ddpobs_server.auth import needs
 from ddpobs_server.decoding import Upload
 from ddpobs_server.problems import Problem
@@ -31,20 +31,14 @@ _GROUP_RECORDS = 2**18
 _CLOSE_S = 10
 _LARGE_BYTES = 1_000_000
 _RETRIED = (408, 429, 503)
+_ROUTE = "/runs/{run}/sources/{source}/batches/{seq}"
+_PATH = compile_path(f"/api/v1{_ROUTE}")[0]
 _may_ingest = needs("ingest")
 _Answer = asyncio.Future[Outcome]
 _AGES_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0, 86_400.0)
 
 
-class _Direct(APIRoute):
-    """A route whose function takes the request as it is; FastAPI's way to it takes half as long as decoding a batch."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The function itself."""
-        return self.endpoint
-
-
-router = APIRouter(prefix="/api/v1", tags=["ingest"], route_class=_Direct)
+router = APIRouter(prefix="/api/v1", tags=["ingest"])
 
 
 class Writer:
@@ -192,7 +186,7 @@ def _settle(answers: list[tuple[_Answer, Outcome | Exception]]) -> None:
 
 
 @router.put(
-    "/runs/{run}/sources/{source}/batches/{seq}",
+    _ROUTE,
     status_code=201,
     responses={200: {"description": "Stored before."}, 409: {"description": "Another batch has this key."}},
     openapi_extra={
@@ -241,3 +235,34 @@ async def _open(upload: Upload, limiter: CapacityLimiter) -> None:
         upload.arrival  # noqa: B018 - keeps it
 
     await to_thread.run_sync(look, limiter=limiter)
+
+
+class Intake:
+    """Batches go to `put_batch` from here; the way through the framework's layers takes as long as that itself.
+
+    Args:
+        app: Answers every other request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        found = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "PUT" else None
+        if found is None:
+            await self._app(scope, receive, send)
+            return
+        scope["path_params"] = found.groupdict()
+        request = Request(scope, receive, send)
+        try:
+            response = await put_batch(request)
+        except (Problem, UnavailableError) as error:
+            response = problems.answer(request, error)
+        await response(scope, receive, send)
+
+
+def install(app: FastAPI) -> None:
+    """Take batches in."""
+    app.include_router(router)
+    app.add_middleware(Intake)

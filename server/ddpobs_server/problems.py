@@ -93,32 +93,30 @@ def install(app: FastAPI) -> None:
         app.state.problems.labels("PUT", status, title)
 
     @app.exception_handler(Problem)
-    async def _problem(request: Request, problem: Problem) -> JSONResponse:
-        return _answer(request, problem)
+    @app.exception_handler(UnavailableError)
+    async def _known(request: Request, error: Problem | UnavailableError) -> JSONResponse:
+        return answer(request, error)
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
         title = HTTPStatus(error.status_code).phrase
-        return _answer(request, Problem(error.status_code, title, str(error.detail), dict(error.headers or {})))
+        return answer(request, Problem(error.status_code, title, str(error.detail), dict(error.headers or {})))
 
     @app.exception_handler(RequestValidationError)
     async def _validation(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         field = ".".join(str(part) for part in first["loc"])
-        return _answer(request, Problem(422, "Invalid request", f"{field}: {first['msg']}", field=field))
-
-    @app.exception_handler(UnavailableError)
-    async def _unavailable(request: Request, error: UnavailableError) -> JSONResponse:
-        return _answer(request, _FULL if error.full else _AWAY)
+        return answer(request, Problem(422, "Invalid request", f"{field}: {first['msg']}", field=field))
 
     @app.exception_handler(Exception)
     async def _unexpected(request: Request, error: Exception) -> JSONResponse:
         detail = f"{type(error).__name__}; the collector's log says more"
-        return _answer(request, Problem(500, "Internal error", detail))
+        return answer(request, Problem(500, "Internal error", detail))
 
 
-def _answer(request: Request, problem: Problem) -> JSONResponse:
+def answer(request: Request, error: Problem | UnavailableError) -> JSONResponse:
     """The answer, which names the request as the log does; the client's own name for it where it gave one."""
+    problem = error if isinstance(error, Problem) else _FULL if error.full else _AWAY
     given = request.headers.get("X-Request-ID", "")
     request_id = given if _REQUEST_ID.fullmatch(given) else secrets.token_hex(8)
     _note(request, problem, request_id)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -109,3 +110,11 @@ def test_bench_loses_nothing(load: bench.Load) -> None:
     assert found["lost"] == 0
     assert found["bytes_per_span"] > 0
     assert found["cpu_ns_per_span"] >= 0
+
+
+def test_bench_tells_of_a_client_that_crashed() -> None:
+    def crash(*_: object) -> bench.Sent:
+        os._exit(139)
+
+    with bench.senders(2, crash) as pipes, pytest.raises(RuntimeError, match="a client ended without an answer"):
+        bench.drive(pipes, os.getpid(), "")
