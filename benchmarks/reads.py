@@ -92,7 +92,7 @@ def fill(store: Store, shape: Shape) -> None:
     keys = ((rank, seq) for seq in range(load.batches) for rank in range(load.ranks))
     while group := list(itertools.islice(keys, _GROUP)):
         store.ingest([arrival(batch(shape, rank, seq)) for rank, seq in group])
-    store.compact(0)  # A collector would do so meanwhile.
+    sum(store.compact(0))  # A collector would do so meanwhile.
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,8 @@ from ddpobs_server.store import Store
 _log = logging.getLogger(__name__)
 _EVERY_S = 60.0
 _CLOSE_S = 5.0
+_REST = 1.0
+"""After it joined chunks the keeper rests so many times as long as that took: batches wait for whoever writes."""
 _DAY_NS = 86_400 * 10**9
 
 
@@ -69,9 +71,17 @@ class Keeper:
             self._note("runs", runs)
             self.bytes.labels("limit").set(settings.keep_gb * 1e9)
             self.bytes.labels("used").set(store.used_bytes())
-        self.joined.inc(store.compact(now_ns - int(10 * _EVERY_S * 1e9)))
+        self._compact(now_ns - int(10 * _EVERY_S * 1e9))
         self.seconds.set(time.monotonic() - began)
         self.succeeded.set_to_current_time()
+
+    def _compact(self, since_ns: int) -> None:
+        began = time.monotonic()
+        for joined in self._store.compact(since_ns):
+            self.joined.inc(joined)
+            if self._ended.wait(_REST * (time.monotonic() - began)):
+                return
+            began = time.monotonic()
 
     def _note(self, what: str, count: int) -> None:
         self.removed.labels(what).inc(count)

@@ -50,7 +50,7 @@ def test_every_statement_keeps_to_a_run(
         following = to.get("/api/v1/runs", params={"limit": 1}).json()["next"]
         to.get("/api/v1/runs", params={"cursor": following})
         store: Store = to.app.state.store  # type: ignore[attr-defined]
-        assert store.compact(0) > 0
+        assert sum(store.compact(0)) > 0
         Keeper(Settings(keep_spans_days=1, keep_gb=1e-9), store, CollectorRegistry()).tidy(time.time_ns() + 2 * DAY_NS)
         assert to.delete("/api/v1/runs/b").status_code == 204
         assert store.expire_runs(time.time_ns() + DAY_NS) == 1

@@ -18,8 +18,12 @@ _ROWS, _CHUNKS = 4096, 256
 """Chunks of fewer rows are small, and are joined until they have as many, or until so many of them are."""
 
 
-def compact(engine: Engine, run: str) -> int:
-    """Join a run's small chunks, each row once; those that do not yet make a large one wait. Returns how many went."""
+def compact(engine: Engine, run: str) -> Iterator[int]:
+    """Join a run's small chunks, each row once; those that do not yet make a large one wait.
+
+    Yields:
+        How many went, each time some were joined: whoever asks may rest there.
+    """
     c = schema.chunks.c
     small = (
         select(c.attempt, c.kind, c.rank, c.source, c.seq, c.rows)
@@ -28,7 +32,8 @@ def compact(engine: Engine, run: str) -> int:
     )
     with engine.connect() as connection:
         found = connection.execute(small).all()
-    return sum(_join(engine, run, part) for part in _parts(found))
+    for part in _parts(found):
+        yield _join(engine, run, part)
 
 
 def _parts(small: Iterable[Row[*tuple[Any, ...]]]) -> Iterator[Sequence[Row[*tuple[Any, ...]]]]:

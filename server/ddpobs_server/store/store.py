@@ -130,12 +130,13 @@ class Store:
         removing.give_back(self._engine)
         return found
 
-    def compact(self, since_ns: int) -> int:
-        """Join the small chunks of runs that were heard of since then; how many fewer there are."""
+    def compact(self, since_ns: int) -> Iterator[int]:
+        """Join the small chunks of runs that were heard of since then; how many fewer there are, join by join."""
         c = schema.runs.c
         with self._engine.connect() as connection:
             active = connection.execute(select(c.run_id).where(c.last_seen_ns >= since_ns)).scalars().all()
-        return sum(compacting.compact(self._engine, run) for run in active)
+        for run in active:
+            yield from compacting.compact(self._engine, run)
 
     def expire_chunks(self, before_ns: int) -> int:
         """Remove the columns of batches that came before then, and return their space; how many chunks."""

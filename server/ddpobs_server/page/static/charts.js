@@ -65,17 +65,24 @@ export function phases(place, points) {
   place.replaceChildren(picture);
 }
 
-// Rows are ranks, columns steps (neighbours merged where there are more than fit); colour is own time above the others.
-export function heat(place, straggler, chosen, choose) {
-  const { steps, ranks, own_ns } = straggler;
+// Each rank's own time above the median of the others, a row a step.
+export function above(own_ns) {
+  return own_ns.map((row) => {
+    const others = medianOfOthers(row);
+    return row.map((value, place) => value - others[place]);
+  });
+}
+
+// Rows are the ranks at these places, columns steps (neighbours merged where there are more than fit); colour is own time above the others.
+export function heat(place, { steps, ranks: all_ranks }, excess, shown, chosen, choose) {
   if (!steps.length) return place.replaceChildren("No step yet in which all ranks can be compared.");
+  const places = [...shown].sort((a, b) => a - b), ranks = places.map((one) => all_ranks[one]);
   const merged = Math.ceil(steps.length / 200), columns = Math.ceil(steps.length / merged);
   const cell = Math.max(4, Math.min(26, 420 / ranks.length)), height = cell * ranks.length + 24;
   const picture = canvas(height), width = (WIDTH - LEFT) / columns;
   const table = Array.from({ length: columns }, (_, column) => {
-    const rows = own_ns.slice(column * merged, (column + 1) * merged), sums = ranks.map(() => 0);
-    for (const row of rows) medianOfOthers(row).forEach((others, rank) => (sums[rank] += (row[rank] - others) / rows.length));
-    return sums;
+    const rows = excess.slice(column * merged, (column + 1) * merged);
+    return places.map((one) => rows.reduce((sum, row) => sum + row[one], 0) / rows.length);
   });
   const all = table.flat().map(Math.abs).sort((a, b) => a - b);
   const scale = Math.max(1e5, all[Math.floor(all.length * 0.95)] || 0);

@@ -1,13 +1,13 @@
 // One run: findings first, then where the time went.
 
 import { ago, element, get, ms, refresh } from "./api.js";
-import { heat, PHASES, phases, timeline } from "./charts.js";
+import { above, heat, PHASES, phases, timeline } from "./charts.js";
 
-const SHOWN_STEPS = 500;
+const SHOWN_STEPS = 500, SHOWN_RANKS = 32, SHOWN_SPANS = 400;
 const run = decodeURIComponent(location.pathname.split("/").at(-1));
 const base = `/runs/${encodeURIComponent(run)}`;
 const by = (id) => document.getElementById(id);
-let range = "", straggler = null, layouts = [], chosen = null;
+let range = "", straggler = null, excess = [], slowest = [], layouts = [], chosen = null;
 
 by("title").textContent = run;
 document.title = `${run} · ddpobs`;
@@ -69,15 +69,33 @@ function showUnused({ unused }) {
   by("unused").querySelector("ul").replaceChildren(...sets.map((set) => element("li", {}, `rank ${set.rank}, since step ${set.step}: ${set.locally.slice(0, 20).join(", ")}${set.locally.length > 20 ? ` and ${set.locally.length - 20} more` : ""}`)));
 }
 
+// Places of ranks: first those that findings name, then those that kept the others waiting most.
+function bySlowness({ ranks }, findings) {
+  const named = new Set(findings.flatMap((found) => found.ranks));
+  const sums = ranks.map((_, place) => excess.reduce((sum, row) => sum + row[place], 0));
+  return ranks.map((_, place) => place).sort((a, b) => named.has(ranks[b]) - named.has(ranks[a]) || sums[b] - sums[a]);
+}
+
+function few(shown, all) {
+  return shown < all ? `${shown} of ${all} ranks: those that findings name, then those that kept the others waiting most.` : "";
+}
+
 async function choose(step) {
+  if (!straggler) return;
   chosen = step;
   by("step").value = step;
-  if (straggler) heat(by("heat"), straggler, chosen, choose);
+  const shown = slowest.slice(0, SHOWN_RANKS);
+  heat(by("heat"), straggler, excess, shown, chosen, choose);
+  by("heat-shown").textContent = few(shown.length, slowest.length);
   const { columns } = await get(`${base}/spans?from=${step}&to=${step}`);
-  timeline(by("timeline"), columns.rank.map((rank, row) => ({
+  const spans = columns.rank.map((rank, row) => ({
     rank, module: columns.module[row], revision: columns.revision[row], bucket: columns.bucket[row],
     ready: columns.aligned_ready_ns[row], launched: columns.aligned_launched_ns[row], done: columns.aligned_done_ns[row],
-  })), layouts);
+  }));
+  const told = new Set(columns.rank), order = slowest.map((place) => straggler.ranks[place]).filter((rank) => told.has(rank));
+  const drawn = new Set((order.length ? order : [...told]).slice(0, Math.max(2, Math.floor((SHOWN_SPANS * told.size) / spans.length))));
+  timeline(by("timeline"), spans.filter((span) => drawn.has(span.rank)), layouts);
+  by("timeline-shown").textContent = few(drawn.size, told.size);
 }
 
 async function show() {
@@ -85,7 +103,8 @@ async function show() {
   range = `?from=${Math.max(0, about.steps - SHOWN_STEPS)}&to=${about.steps}`;
   const [diagnostics, ranks, layout, stragglers, unused] = await Promise.all([
     get(`${base}/diagnostics`), get(`${base}/ranks`), get(`${base}/layout`), get(`${base}/stragglers${range}`), get(`${base}/unused`)]);
-  [straggler, layouts] = [stragglers, layout.layouts];
+  [straggler, layouts, excess] = [stragglers, layout.layouts, above(stragglers.own_ns)];
+  slowest = bySlowness(stragglers, diagnostics.findings);
   by("facts").textContent = `${about.state} · ${about.ranks} of ${about.world_size} ranks · ${about.steps} steps · attempt ${about.attempts.length} · ${about.modules.map((module) => module.name).join(", ")} · last heard of ${ago(about.last_seen_ns)}`;
   showFindings(diagnostics);
   showRanks(ranks);
