@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 
@@ -94,14 +95,17 @@ def batch(run: str, rank: int, slow: bool, host: str) -> wire.Batch:
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with collector(tmp_path_factory.mktemp("page")) as running:
         for rank in range(2):
-            sent = batch("picture", rank, slow=rank == 1, host=EVIL)
-            answer = httpx.put(
-                f"{running.url}/api/v1/runs/picture/sources/{sent.source}/batches/0",
-                content=wire.encode(sent),
-                headers={"Content-Type": wire.MSGPACK},
-            )
-            assert answer.status_code == 201, answer.text
+            put(running.url, batch("picture", rank, slow=rank == 1, host=EVIL))
         yield running.url
+
+
+def put(url: str, sent: wire.Batch) -> None:
+    answer = httpx.put(
+        f"{url}/api/v1/runs/{sent.run}/sources/{sent.source}/batches/0",
+        content=wire.encode(sent),
+        headers={"Content-Type": wire.MSGPACK},
+    )
+    assert answer.status_code == 201, answer.text
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +162,22 @@ def test_the_run_page_names_the_slow_rank_and_draws_it(browser: Any, url: str) -
     assert visit.page.locator("#ranks tbody tr").count() == 2
     assert visit.complaints == []
     assert all(address.startswith(url) for address in visit.requests)
+
+
+def test_of_many_ranks_those_that_matter_are_drawn(browser: Any, url: str) -> None:
+    many, slow = 120, 77
+    for rank in range(many):
+        put(url, msgspec.structs.replace(batch("many", rank, slow=rank == slow, host="node"), world_size=many))
+    visit = Visit(browser, f"{url}/runs/many")
+    visit.page.locator("#timeline rect.comm").first.wait_for()
+    assert visit.page.locator("#heat-shown").inner_text().startswith(f"32 of {many} ranks")
+    assert visit.page.locator("#heat rect.cell").count() == 32 * (STEPS - 1)
+    for picture in ("#heat", "#timeline"):
+        assert visit.page.locator(picture).get_by_text(f"rank {slow}", exact=True).count() == 1
+    assert visit.page.locator("#timeline rect.comm").count() == 200
+    assert visit.page.locator("#timeline-shown").inner_text().startswith(f"100 of {many} ranks")
+    assert visit.page.locator("#ranks tbody tr").count() == many
+    assert visit.complaints == []
 
 
 def test_a_click_on_the_heat_map_shows_that_steps_buckets(browser: Any, url: str) -> None:

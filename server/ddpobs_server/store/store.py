@@ -392,7 +392,7 @@ def _durable(connection: Any, _record: object) -> None:
         "journal_mode=WAL",
         "synchronous=FULL",
         "foreign_keys=ON",
-        "cache_size=-32768",
+        "cache_size=-8192",
         "journal_size_limit=67108864",
     ):
         cursor.execute(f"PRAGMA {setting}")

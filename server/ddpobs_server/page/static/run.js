@@ -3,7 +3,7 @@
 import { ago, element, get, ms, refresh } from "./api.js";
 import { above, heat, PHASES, phases, timeline } from "./charts.js";
 
-const SHOWN_STEPS = 500, SHOWN_RANKS = 32, SHOWN_SPANS = 400;
+const SHOWN_STEPS = 500, SHOWN_RANKS = 32, SHOWN_SPANS = 200;
 const run = decodeURIComponent(location.pathname.split("/").at(-1));
 const base = `/runs/${encodeURIComponent(run)}`;
 const by = (id) => document.getElementById(id);
@@ -105,7 +105,9 @@ async function show() {
     get(`${base}/diagnostics`), get(`${base}/ranks`), get(`${base}/layout`), get(`${base}/stragglers${range}`), get(`${base}/unused`)]);
   [straggler, layouts, excess] = [stragglers, layout.layouts, above(stragglers.own_ns)];
   slowest = bySlowness(stragglers, diagnostics.findings);
-  by("facts").textContent = `${about.state} · ${about.ranks} of ${about.world_size} ranks · ${about.steps} steps · attempt ${about.attempts.length} · ${about.modules.map((module) => module.name).join(", ")} · last heard of ${ago(about.last_seen_ns)}`;
+  const facts = [about.state, `${about.ranks} of ${about.world_size} ranks`, `${about.steps} steps`, `attempt ${about.attempts.length}`,
+    about.modules.map((module) => module.name).join(", "), `last heard of ${ago(about.last_seen_ns)}`];
+  by("facts").textContent = facts.filter(Boolean).join(" · ");
   showFindings(diagnostics);
   showRanks(ranks);
   await showPhases();
