@@ -60,7 +60,7 @@ def as_rows(folder: Path, batches: list[wire.Batch]) -> float:
     connection = sqlite3.connect(folder / "rows.db", isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
-    names = wire.Spans.__struct_fields__
+    names = wire.Spans.names
     keys = "run_id, source, module, revision, step, bucket"
     connection.execute(
         f"create table spans (run_id text, source text, {', '.join(f'{name} integer' for name in names)}, "

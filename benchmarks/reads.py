@@ -74,8 +74,8 @@ def batch(shape: Shape, rank: int, seq: int) -> wire.Batch:
         times = {f"{name}_ns": getattr(made.spans, f"{name}_ns") + late for name in ("ready", "launched", "done")}
         names = ("backward_ns", "own_ns", "own_backward_ns", "end_ns")
         longer = {name: getattr(made.steps, name) + _SLOW_NS for name in names}
-        first["spans"] = msgspec.structs.replace(made.spans, **times)
-        first["steps"] = msgspec.structs.replace(made.steps, **longer)
+        first["spans"] = wire.Spans(**made.spans.by_name() | times)
+        first["steps"] = wire.Steps(**made.steps.by_name() | longer)
     return msgspec.structs.replace(made, run=shape.name, **first)
 
 

@@ -8,8 +8,8 @@ sending process's monotonic clock; `Anchor` ties that clock to the wall.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -55,7 +55,7 @@ Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
 Index = Annotated[int, msgspec.Meta(ge=UNKNOWN, lt=2**20)]
-_R = TypeVar("_R", bound=msgspec.Struct)
+_R = TypeVar("_R", bound=msgspec.Struct | columns.Columns)
 Scalar = str | int | float | bool | None
 
 
@@ -106,7 +106,7 @@ class Layout(_Record, frozen=True, kw_only=True):
     buckets: list[Bucket]
 
 
-class Steps(_Record, frozen=True, kw_only=True):
+class Steps(columns.Columns):
     """One row a step. The six phases add up to `end_ns - start_ns`.
 
     `collective` is the sequence number of the step's synchronised backward within the attempt, by which ranks are
@@ -137,7 +137,7 @@ class Steps(_Record, frozen=True, kw_only=True):
     flags: Ints
 
 
-class Spans(_Record, frozen=True, kw_only=True):
+class Spans(columns.Columns):
     """One row a step and bucket. `started_ns` is `UNKNOWN` where the backend does not tell."""
 
     step: Ints
@@ -150,7 +150,7 @@ class Spans(_Record, frozen=True, kw_only=True):
     done_ns: Ints
 
 
-class Comms(_Record, frozen=True, kw_only=True):
+class Comms(columns.Columns):
     """Communication other than gradient buckets; `kind` indexes `COMM_KINDS`."""
 
     step: Ints
@@ -279,10 +279,9 @@ def pack_spans(spans: Spans) -> bytes:
 
     Each of these varies by itself, and where the earlier one differs they would all be large.
     """
-    plain = {name: getattr(spans, name) for name in ("step", "module", "revision", "bucket", "ready_ns")}
     since_launch = np.where(spans.started_ns == UNKNOWN, _NEVER, spans.started_ns - spans.launched_ns)
     return columns.pack(
-        plain
+        spans.by_name()
         | {
             "launched_ns": spans.launched_ns - spans.ready_ns,
             "started_ns": since_launch,
@@ -297,21 +296,18 @@ def unpack_spans(packed: bytes, limit_bytes: int = columns.UNPACKED_BYTES) -> Sp
     Raises:
         WireError: It is no such thing, or more than `limit_bytes` of it.
     """
-    found = columns.unpack(packed, limit_bytes)
-    missing = set(Spans.__struct_fields__) - set(found)
-    if missing:
-        raise WireError("packed_spans", "every column of spans", f"none of {', '.join(sorted(missing))}")
-    never = found["started_ns"] == _NEVER
-    found["launched_ns"] += found["ready_ns"]
-    for name in ("started_ns", "done_ns"):
-        found[name] += found["launched_ns"]
-    found["started_ns"][never] = UNKNOWN
-    return Spans(**{name: found[name] for name in Spans.__struct_fields__})
+    spans = columns.unpack_as(Spans, packed, limit_bytes)
+    launched, started, done = spans.launched_ns, spans.started_ns, spans.done_ns
+    never = started == _NEVER
+    launched += spans.ready_ns
+    done += launched
+    started[:] = np.where(never, UNKNOWN, started + launched)
+    return spans
 
 
 def pack_steps(rank: Ints, steps: Steps) -> bytes:
     """Steps of several ranks as they are kept: packed columns, without what others foretell."""
-    known = {name: getattr(steps, name) for name in Steps.__struct_fields__}
+    known = steps.by_name()
     rests = {f"{name}_rest": known.pop(name) - _foretold(name, known) for name in reversed(_FORETOLD)}
     return columns.pack({"rank": rank, **known, **rests})
 
@@ -373,7 +369,7 @@ def decode(body: bytes, content_type: str = MSGPACK, limit_bytes: int = columns.
     try:
         batch = decoder.decode(body)
     except msgspec.ValidationError as error:
-        raise _field_error(str(error)) from None
+        raise _field_error(error) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise WireError("$", f"a batch as {content_type}", error) from None
     except RecursionError:
@@ -404,88 +400,105 @@ def check(batch: Batch) -> None:
         _check_peers(f"peers[{index}]", peers, batch.world_size)
 
 
-def lengths(field: str, columns: msgspec.Struct) -> int:
-    """The common length of all columns of a record.
-
-    Raises:
-        WireError: They differ.
-    """
-    expected = None
-    for name in columns.__struct_fields__:
-        column = getattr(columns, name)
-        if isinstance(column, np.ndarray):
-            expected = len(column) if expected is None else expected
-            if len(column) != expected:
-                raise WireError(f"{field}.{name}", f"{expected} values, as in the columns before it", len(column))
-    return expected or 0
-
-
 def records(batch: Batch) -> int:
     """How many records the batch carries, as `emitted` and `dropped` count them."""
-    columns = (batch.steps, batch.spans, batch.comms)
-    rows = sum(len(c.step) for c in columns if c is not None)
+    rows = sum(len(record) for record in (batch.steps, batch.spans, batch.comms) if record is not None)
     lists: tuple[list[Any], ...] = (batch.layouts, batch.readiness, batch.unused, batch.peers, batch.events)
     return rows + sum(len(records) for records in lists)
 
 
+class _Bounds(NamedTuple):
+    """The least and the most of each column of a record; those of times lie around the anchor's."""
+
+    least: Ints
+    most: Ints
+    of_time: npt.NDArray[np.bool_]
+
+    def around(self, anchor: Anchor) -> tuple[Ints, Ints]:
+        """What holds for a batch with that anchor."""
+        middle = self.of_time * anchor.monotonic_ns
+        return self.least + middle, self.most + middle
+
+
+def _bounds(kind: type[columns.Columns], /, **ranges: tuple[int, int]) -> _Bounds:
+    """Columns without a range are times."""
+    least, most = np.array([ranges.get(name, (-LONGEST_NS, LONGEST_NS)) for name in kind.names]).T
+    return _Bounds(least, most, np.array([name not in ranges for name in kind.names]))
+
+
+_COUNTED, _KNOWN, _LASTING = (0, _MOST), (UNKNOWN, _MOST), (0, LONGEST_NS)
+_OWN = (-LONGEST_NS, LONGEST_NS)
+_STEPS_BOUNDS = _bounds(
+    Steps,
+    collective=_KNOWN,
+    own_ns=(UNKNOWN, LONGEST_NS),
+    comm_ns=(UNKNOWN, LONGEST_NS),
+    **dict.fromkeys(("step", "micro_steps", "samples", "flags"), _COUNTED),
+    **dict.fromkeys(_PHASES_NS, _LASTING),
+    **dict.fromkeys(_OWN_NS, _OWN),
+)
+_SPANS_BOUNDS = _bounds(
+    Spans,
+    step=_COUNTED,
+    revision=_COUNTED,
+    module=(0, _MOST_INDEX),
+    bucket=(0, _MOST_INDEX),
+    launched_ns=(-(2**63), 2**63 - 1),  # It is checked to lie between two times.
+)
+_COMMS_BOUNDS = _bounds(Comms, step=_COUNTED, module=(0, _MOST_INDEX), kind=(0, len(COMM_KINDS) - 1))
+_PEERS_BOUNDS = {
+    **dict.fromkeys(("own_ns", "delay_ns", "wait_ns", *_OWN_NS), _OWN),
+    **dict.fromkeys(_STRAGGLER, _COUNTED),
+}
+_PHASE_ROWS = slice(Steps.names.index(_PHASES_NS[0]), Steps.names.index(_PHASES_NS[-1]) + 1)
+
+
 def _check_steps(steps: Steps, anchor: Anchor) -> None:
-    lengths("steps", steps)
-    _check_range("steps", steps, ("step", "micro_steps", "samples", "flags"), 0, _MOST)
-    _check_range("steps", steps, ("collective",), UNKNOWN, _MOST)
-    _check_range("steps", steps, _PHASES_NS, 0, LONGEST_NS)
-    _check_range("steps", steps, ("own_ns", "comm_ns"), UNKNOWN, LONGEST_NS)
-    _check_range("steps", steps, _OWN_NS, -LONGEST_NS, LONGEST_NS)
-    _check_times("steps", steps, ("start_ns", "end_ns"), anchor)
+    _check_bounds("steps", steps, _STEPS_BOUNDS, anchor)
     _require("steps.end_ns", steps.end_ns >= steps.start_ns, "not before start_ns")
-    total = sum(getattr(steps, name) for name in _PHASES_NS)
-    _require("steps.other_ns", total == steps.end_ns - steps.start_ns, "phases that add up to end_ns - start_ns")
+    phases_ns = steps.table[_PHASE_ROWS].sum(axis=0)
+    _require("steps.other_ns", phases_ns == steps.end_ns - steps.start_ns, "phases that add up to end_ns - start_ns")
 
 
 def _check_spans(spans: Spans, anchor: Anchor) -> None:
-    lengths("spans", spans)
-    _check_range("spans", spans, ("step", "revision"), 0, _MOST)
-    _check_range("spans", spans, ("module", "bucket"), 0, _MOST_INDEX)
-    _require("spans.launched_ns", spans.launched_ns >= spans.ready_ns, "not before ready_ns")
-    _require("spans.done_ns", spans.done_ns >= spans.launched_ns, "not before launched_ns")
-    started = (spans.started_ns == UNKNOWN) | (spans.started_ns <= spans.done_ns)
+    _check_bounds("spans", spans, _SPANS_BOUNDS, anchor)
+    launched, done = spans.launched_ns, spans.done_ns
+    _require("spans.launched_ns", launched >= spans.ready_ns, "not before ready_ns")
+    _require("spans.done_ns", done >= launched, "not before launched_ns")
+    started = (spans.started_ns <= done) | (spans.started_ns == UNKNOWN)
     _require("spans.started_ns", started, f"not after done_ns, or {UNKNOWN} for unknown")
-    _check_times("spans", spans, ("ready_ns", "started_ns", "done_ns"), anchor)
 
 
 def _check_comms(comms: Comms, anchor: Anchor) -> None:
-    lengths("comms", comms)
-    _check_range("comms", comms, ("step",), 0, _MOST)
-    _check_range("comms", comms, ("module",), 0, _MOST_INDEX)
-    _check_range("comms", comms, ("kind",), 0, len(COMM_KINDS) - 1)
+    _check_bounds("comms", comms, _COMMS_BOUNDS, anchor)
     _require("comms.done_ns", comms.done_ns >= comms.launched_ns, "not before launched_ns")
-    _check_times("comms", comms, ("launched_ns", "done_ns"), anchor)
 
 
 def _check_peers(field: str, peers: Peers, world_size: int) -> None:
-    lengths(field, peers)
-    _check_range(field, peers, ("rank",), 0, world_size - 1)
-    _check_range(field, peers, ("own_ns", "delay_ns", "wait_ns"), -LONGEST_NS, LONGEST_NS)
-    _check_range(field, peers, _OWN_NS, -LONGEST_NS, LONGEST_NS)
-    _check_range(field, peers, _STRAGGLER, 0, _MOST)
+    rows = len(peers.rank)
+    for name, (least, most) in {"rank": (0, world_size - 1), **_PEERS_BOUNDS}.items():
+        column: Ints = getattr(peers, name)
+        if len(column) != rows:
+            raise WireError(f"{field}.{name}", f"{rows} values, as in the columns before it", len(column))
+        if rows and not (least <= column.min() and column.max() <= most):
+            _require(f"{field}.{name}", (column >= least) & (column <= most), f"{least} to {most}")
 
 
-def _check_range(field: str, record: msgspec.Struct, names: Sequence[str], least: int, most: int) -> None:
-    # All columns at once, and unsigned, what is below the least is above the most: few passes instead of many.
-    table = np.array([getattr(record, name) for name in names])
-    above = (table - least if least else table).view(np.uint64)
-    if above.size and above.max() > most - least:
-        place, row = map(int, np.unravel_index(above.argmax(), above.shape))
-        raise WireError(f"{field}.{names[place]}", f"{least} to {most}", f"{table[place, row]} in row {row}")
-
-
-def _check_times(field: str, record: msgspec.Struct, names: Sequence[str], anchor: Anchor) -> None:
-    """Times are of the anchor's clock; one that is `UNKNOWN` may be further away."""
-    low, high = anchor.monotonic_ns - LONGEST_NS, anchor.monotonic_ns + LONGEST_NS
-    for name in names:
-        column: Ints = getattr(record, name)
-        if len(column) and not (low <= column.min() and column.max() <= high):
-            away = (column != UNKNOWN) & ((column < low) | (column > high))
-            _require(f"{field}.{name}", ~away, "a time within 30 days of the anchor, on the same clock")
+def _check_bounds(field: str, record: columns.Columns, bounds: _Bounds, anchor: Anchor) -> None:
+    if not len(record):
+        return
+    least, most = bounds.around(anchor)
+    low, high = record.table.min(axis=1), record.table.max(axis=1)
+    beyond = np.flatnonzero((low < least) | (high > most))
+    for place in sorted(beyond, key=bounds.of_time.__getitem__):  # What a wrong phase makes of a time, comes after it.
+        column, name = record.table[place], record.names[place]
+        within = (column >= least[place]) & (column <= most[place])
+        if bounds.of_time[place]:  # One that is unknown is at no time.
+            near = "a time within 30 days of the anchor, on the same clock"
+            _require(f"{field}.{name}", within | (column == UNKNOWN), near)
+        else:
+            row = int(np.argmin(within))
+            raise WireError(f"{field}.{name}", f"{least[place]} to {most[place]}", f"{column[row]} in row {row}")
 
 
 def _require(field: str, holds: npt.NDArray[np.bool_], expected: str) -> None:
@@ -493,16 +506,21 @@ def _require(field: str, holds: npt.NDArray[np.bool_], expected: str) -> None:
         raise WireError(field, expected, f"another value in row {int(np.argmin(holds))}")
 
 
-def _field_error(message: str) -> WireError:
-    what, _, path = message.partition(" - at `")
-    return WireError(path.rstrip("`").removeprefix("$.") or "$", "the wire schema", what)
+def _field_error(error: msgspec.ValidationError) -> WireError:
+    what, _, path = str(error).partition(" - at `")
+    field = path.rstrip("`").removeprefix("$.") or "$"
+    if isinstance(column := error.__cause__, WireError):
+        return WireError(f"{field}.{column.field}", column.expected, column.came)
+    return WireError(field, "the wire schema", what)
 
 
 def _enc_msgpack(value: Any) -> Any:
-    return columns.pack_column(_column(value))
+    return columns.pack_columns(value) if isinstance(value, columns.Columns) else columns.pack_column(_column(value))
 
 
 def _enc_json(value: Any) -> Any:
+    if isinstance(value, columns.Columns):
+        return {name: column.tolist() for name, column in value.by_name().items()}
     return _column(value).tolist()
 
 
@@ -512,7 +530,9 @@ def _column(value: Any) -> Ints:
     return value
 
 
-def _dec(_kind: type, value: Any) -> Ints:
+def _dec(kind: Any, value: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, columns.Columns):
+        return columns.unpack_columns(kind, value)
     return columns.unpack_column(value)
 
 

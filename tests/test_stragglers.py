@@ -19,7 +19,7 @@ def steps(collectives: int, backward: int = 40) -> wire.Steps:
     zeros = np.zeros(collectives, np.int64)
     own = {f"own_{name}_ns": zeros + ns for name, ns in (QUIET | {"backward": backward}).items()}
     known = own | {"collective": np.arange(collectives), "end_ns": zeros + 100, "own_ns": zeros + 1}
-    return wire.Steps(**{name: known.get(name, zeros) for name in wire.Steps.__struct_fields__})
+    return wire.Steps(**{name: known.get(name, zeros) for name in wire.Steps.names})
 
 
 def test_the_last_rank_has_the_delay_and_the_others_the_waiting() -> None:

@@ -172,7 +172,7 @@ class Writer:
         self.age_seconds.observe(max(0.0, (arrival.received_ns - arrival.batch.anchor.wall_ns) / 1e9))
         if outcome is Outcome.STORED:
             self.bytes.inc(arrival.size_bytes)
-            self.spans.inc(0 if arrival.batch.spans is None else len(arrival.batch.spans.step))
+            self.spans.inc(0 if arrival.batch.spans is None else len(arrival.batch.spans))
 
 
 def _settle(answers: list[tuple[_Answer, Outcome | Exception]]) -> None:

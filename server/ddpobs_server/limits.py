@@ -221,7 +221,7 @@ def check_batch(batch: wire.Batch, settings: Settings) -> None:
     for layout in batch.layouts:
         _at_most("layouts.module", layout.module + 1, settings.max_layouts, "MAX_LAYOUTS")
         _at_most("layouts.revision", layout.revision + 1, settings.max_layouts, "MAX_LAYOUTS")
-    if batch.spans is not None and len(batch.spans.step):
+    if batch.spans is not None and len(batch.spans):
         _at_most("spans.module", int(batch.spans.module.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
         _at_most("spans.revision", int(batch.spans.revision.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
     if batch.layouts or batch.unused or batch.events or batch.hello is not None:

@@ -143,7 +143,7 @@ class Reports:
             wanted &= ranks == rank
         if module is not None:
             wanted &= spans.module == module
-        columns = {"rank": ranks} | {name: getattr(spans, name) for name in spans.__struct_fields__}
+        columns = {"rank": ranks} | spans.by_name()
         for name in ("ready", "launched", "done"):
             columns[f"aligned_{name}_ns"] = clocks.aligned(ranks, offsets, columns[f"{name}_ns"])
         return {name: values[wanted] for name, values in columns.items()}
@@ -222,7 +222,7 @@ class Reports:
         for slow, compared in beside.items():
             rows = of_layout & np.isin(ranks, compared)
             if rows.any():
-                some = wire.Spans(**{name: getattr(spans, name)[rows] for name in spans.__struct_fields__})
+                some = spans.at(rows)
                 began = stragglers.backward_began_ns(steps, (ranks[rows], some))
                 found[slow] = stragglers.first_late_bucket(slow, ranks[rows], some, began)
         return [

@@ -93,7 +93,7 @@ def test_the_layout_gives_each_bucket_its_parameters(shared: Collector, run: str
 def test_steps_come_in_every_column_sorted_by_step_and_rank(shared: Collector, run: str) -> None:
     fill(shared.url, run)
     columns = get(shared.url, f"/runs/{run}/steps")["columns"]
-    assert list(columns) == ["rank", *wire.Steps.__struct_fields__]
+    assert list(columns) == ["rank", *wire.Steps.names]
     assert {len(values) for values in columns.values()} == {8}
     assert list(zip(columns["step"], columns["rank"], strict=True)) == [(s, r) for s in range(4) for r in range(2)]
 
@@ -110,7 +110,7 @@ def test_spans_come_on_their_own_clock_and_on_rank_zeros(shared: Collector, run:
     fill(shared.url, run)
     columns = get(shared.url, f"/runs/{run}/spans")["columns"]
     aligned = [f"aligned_{name}_ns" for name in ("ready", "launched", "done")]
-    assert set(columns) == {"rank", *wire.Spans.__struct_fields__, *aligned}
+    assert set(columns) == {"rank", *wire.Spans.names, *aligned}
     assert columns["ready_ns"][:2] == [40 * MS, 70 * MS]
     assert get(shared.url, f"/runs/{run}/spans", module=1)["columns"]["step"] == []
 

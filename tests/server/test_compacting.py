@@ -54,7 +54,7 @@ def everything(store: Store) -> dict[str, Any]:
     found = {}
     for kind in ("steps", "spans", "comms"):
         ranks, columns = getattr(store, kind)("run", ATTEMPT)
-        found[kind] = [ranks.tolist(), *(getattr(columns, name).tolist() for name in columns.__struct_fields__)]
+        found[kind] = [ranks.tolist(), *(getattr(columns, name).tolist() for name in columns.names)]
     return found
 
 

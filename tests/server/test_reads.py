@@ -125,7 +125,7 @@ def test_bytes_are_counted_where_buckets_are_reduced_unequally_often(tmp_path: P
     with client(sqlite(tmp_path)) as to:
         step = np.array([0, 0, 1])
         only = spans(0, 2)
-        three = {name: getattr(only, name)[:3] for name in only.__struct_fields__}
+        three = {name: getattr(only, name)[:3] for name in only.names}
         put(to, batch("run", steps=steps(0, 2), spans=wire.Spans(**three | {"step": step}), layouts=[layout()]))
         text = to.get("/metrics").text
     assert 'ddpobs_allreduce_bytes_total{rank="0",run="run"} 4000' in text

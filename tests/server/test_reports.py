@@ -48,7 +48,7 @@ def ingest(store: Store, *batches: wire.Batch) -> None:
 
 
 def half(rows: wire.Steps, keep: wire.Ints) -> wire.Steps:
-    return wire.Steps(**{name: getattr(rows, name)[keep] for name in rows.__struct_fields__})
+    return wire.Steps(**{name: getattr(rows, name)[keep] for name in rows.names})
 
 
 def spans_of(steps: wire.Steps) -> wire.Spans:

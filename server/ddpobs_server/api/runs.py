@@ -128,7 +128,7 @@ def get_steps(
         return columns_answer(run.name, attempt, *reports.mean_steps(run.run, attempt, first, last))
     end = store.page_end("steps", run.run, attempt, rank=rank, first=first, last=last, rows=_PAGE_ROWS)
     ranks, steps = store.steps(run.run, attempt, rank, first, last if end is None else end)
-    columns = {"rank": ranks} | {name: getattr(steps, name) for name in steps.__struct_fields__}
+    columns = {"rank": ranks} | steps.by_name()
     return columns_answer(run.name, attempt, columns, None if end is None else end + 1)
 
 

@@ -94,9 +94,7 @@ def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> in
 def _joined(kind: str, payloads: Sequence[bytes]) -> tuple[bytes, wire.Ints]:
     """The payload of all rows, and their steps."""
     if kind == "spans":
-        spans = [wire.unpack_spans(payload) for payload in payloads]
-        names = wire.Spans.__struct_fields__
-        whole = wire.Spans(**{name: np.concatenate([getattr(part, name) for part in spans]) for name in names})
+        whole = wire.Spans.joined([wire.unpack_spans(payload) for payload in payloads])
         return wire.pack_spans(whole), whole.step
     parts = [(wire.unpack_steps if kind == "steps" else columns.unpack)(payload) for payload in payloads]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}

@@ -20,7 +20,7 @@ _OLD_FORM = "-1"
 """Ends the kind of chunks that the first schema wrote."""
 _PAGE_CHUNKS = 20_000
 """Most chunks that one page is made of."""
-_Columns = TypeVar("_Columns", wire.Steps, wire.Spans, wire.Comms)
+_Columns = TypeVar("_Columns", bound=packing.Columns)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def columns(connection: Connection, kind: type[_Columns], part: Part) -> tuple[w
             among &= np.isin(found["rank"], list(part.ranks))
         # A chunk holds a hundred steps where perhaps one is asked for.
         parts.append(found if among.all() else {field: values[among] for field, values in found.items()})
-    names = ("rank", *(field.name for field in msgspec.structs.fields(kind)))
+    names = ("rank", *kind.names)
     joined = {name: np.concatenate([found[name] for found in parts] or [_NONE]) for name in names}
     order = np.lexsort((joined["rank"], joined["step"]))
     rank = joined.pop("rank")
@@ -107,8 +107,7 @@ def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> d
         found = wire.unpack_spans(payload)
     else:
         return wire.unpack_steps(payload) if struct is wire.Steps else packing.unpack(payload)
-    plain = {name: getattr(found, name) for name in struct.__struct_fields__}
-    return {"rank": np.full(len(found.step), rank, np.int64), **plain}
+    return {"rank": np.full(len(found), rank, np.int64), **found.by_name()}
 
 
 def attempts(connection: Connection, run_id: str) -> list[Attempt]:

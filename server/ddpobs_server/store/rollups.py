@@ -8,25 +8,23 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.columns import Columns
 from ddpobs_server.store.schema import ROLLUP_STEPS, STEP_BOUNDS_S
 
 Sums = dict[str, list[int]]
 """Columns of sums by name; the column `batch` tells which batch each row is of."""
-_R = TypeVar("_R", wire.Steps, wire.Spans, wire.Comms)
+_C = TypeVar("_C", bound=Columns)
+_OWN = slice(wire.Spans.names.index("module"), wire.Spans.names.index("bucket") + 1)
+"""The columns of spans that tell which bucket a span is of: module, revision and bucket."""
+_READY, _LAUNCHED, _DONE = map(wire.Spans.names.index, ("ready_ns", "launched_ns", "done_ns"))
 
 
-def join(records: Sequence[_R]) -> tuple[_R, wire.Ints]:
+def join(records: Sequence[_C]) -> tuple[_C, wire.Ints]:
     """The rows of several batches one after the other, and for each row which batch it is of.
 
     To sum many batches at once takes little longer than one: at their size a call costs more than the arithmetic.
     """
-    batch = np.repeat(np.arange(len(records)), [len(record.step) for record in records])
-    if len(records) == 1:
-        return records[0], batch
-    names = records[0].__struct_fields__
-    return type(records[0])(
-        **{name: np.concatenate([getattr(record, name) for record in records]) for name in names}
-    ), batch
+    return records[0].joined(records), np.repeat(np.arange(len(records)), [len(record) for record in records])
 
 
 def step_windows(steps: wire.Steps, batch: wire.Ints) -> Sums:
@@ -66,48 +64,53 @@ def bucket_sums(spans: wire.Spans, batch: wire.Ints) -> Sums:
     names = ("batch", "module", "revision", "bucket", "steps", "compute_ns", "comm_ns", "exposed_ns")
     found: list[Sums] = []
     for rows, width in _alike(spans, batch):
-        ready, launched, done, *keys = (
-            getattr(spans, name)[rows].reshape(-1, width)
-            for name in ("ready_ns", "launched_ns", "done_ns", "module", "revision", "bucket")
-        )
+        grids = spans.at(rows).table.reshape(len(spans.names), -1, width)
+        own, ready, launched, done = grids[_OWN, 0], grids[_READY], grids[_LAUNCHED], grids[_DONE]
         of = batch[rows][::width]
         first = np.flatnonzero(_changes(of))
-        pattern = np.stack([key[0] for key in keys])
-        begins = np.flatnonzero(_changes(pattern[0]) | _changes(pattern[1])).tolist()
+        begins = np.flatnonzero(_changes(own[0]) | _changes(own[1])).tolist()
         for begin, end in zip(begins, [*begins[1:], width], strict=True):
             sums = _grid_sums(ready[:, begin:end], launched[:, begin:end], done[:, begin:end], first)
-            own = [np.tile(key, len(first)) for key in pattern[:, begin:end]]
-            found.append(_sums(names, np.repeat(of[first], end - begin), *own, *sums))
-    return {name: [value for sums in found for value in sums[name]] for name in names}
+            keys = np.tile(own[:, begin:end], len(first))
+            found.append(_sums(names, np.repeat(of[first], end - begin), *keys, *sums))
+    return found[0] if len(found) == 1 else {name: [value for sums in found for value in sums[name]] for name in names}
 
 
 def _grid_sums(ready: wire.Ints, launched: wire.Ints, done: wire.Ints, first: wire.Ints) -> list[wire.Ints]:
     """Steps, compute, communication and what is exposed of it, summed from each first step to the next."""
-    compute = np.zeros_like(ready)
-    np.subtract(ready[:, 1:], ready[:, :-1], out=compute[:, 1:])
-    last_ready = ready[:, -1:]
+    steps, width = ready.shape
+    plain, launched, done = ready.ravel(), launched.ravel(), done.ravel()
+    compute = np.diff(plain, prepend=plain[:1]).reshape(ready.shape)
+    compute[:, 0] = 0
+    last_ready = ready[:, -1]
     if compute.min() < 0:
         order = np.argsort(ready, axis=1, kind="stable")
         in_order = np.take_along_axis(ready, order, axis=1)
         np.put_along_axis(compute, order, np.diff(in_order, axis=1, prepend=in_order[:, :1]), axis=1)
-        last_ready = in_order[:, -1:]
-    exposed = np.maximum(0, done - np.maximum(launched, last_ready))
-    steps = np.repeat(np.diff(first, append=len(ready)), ready.shape[1])
-    return [steps, *(np.add.reduceat(grid, first).ravel() for grid in (compute, done - launched, exposed))]
+        last_ready = in_order[:, -1]
+    exposed = np.repeat(last_ready, width)
+    np.maximum(launched, exposed, out=exposed)
+    np.subtract(done, exposed, out=exposed)
+    np.maximum(exposed, 0, out=exposed)
+    grids = (compute, (done - launched).reshape(ready.shape), exposed.reshape(ready.shape))
+    counts = np.repeat(np.diff(first, append=steps), width)
+    return [counts, *(np.add.reduceat(grid, first).ravel() for grid in grids)]
 
 
 def _alike(spans: wire.Spans, batch: wire.Ints) -> Iterator[tuple[Any, int]]:
     """Rows of all steps that have the same buckets in the same order, and how many of them are a step's."""
+    if not len(spans):
+        return
     starts = np.flatnonzero(_changes(spans.step) | _changes(batch))
-    widths = np.diff(starts, append=len(spans.step))
-    for width in np.unique(widths).tolist():
+    widths = np.diff(starts, append=len(spans))
+    own, width = spans.table[_OWN], int(widths[0])
+    if (widths == width).all() and (own[:, width:] == own[:, :-width]).all():
+        yield slice(None), width
+        return
+    for width in sorted(set(widths.tolist())):
         chosen, place = starts[widths == width], np.arange(width)
-        rows: Any = slice(None) if len(chosen) == len(starts) else (chosen[:, None] + place).ravel()
-        keys = [getattr(spans, name)[rows].reshape(-1, width) for name in ("module", "revision", "bucket")]
-        if all((key == key[0]).all() for key in keys):
-            yield rows, width
-            continue
-        patterns = np.unique(np.concatenate(keys, axis=1), axis=0, return_inverse=True)[1].ravel()
+        keys = own[:, chosen[:, None] + place].swapaxes(0, 1).reshape(len(chosen), -1)
+        patterns = np.unique(keys, axis=0, return_inverse=True)[1].ravel()
         for pattern in range(patterns.max() + 1):
             yield (chosen[patterns == pattern][:, None] + place).ravel(), width
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -153,7 +153,7 @@ def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
 
 def _source_row(arrival: Arrival) -> dict[str, Any]:
     batch, now = arrival.batch, arrival.received_ns
-    stepped = batch.steps is not None and len(batch.steps.step) > 0
+    stepped = batch.steps is not None and len(batch.steps) > 0
     return {
         "run_id": batch.run,
         "source": batch.source,
@@ -178,7 +178,7 @@ def _joined(kind: str, arrivals: Sequence[Arrival]) -> Iterator[Joined]:
     by_attempt: dict[tuple[str, str], list[wire.Batch]] = {}
     for arrival in arrivals:
         record = getattr(arrival.batch, kind)
-        if record is not None and len(record.step):
+        if record is not None and len(record):
             by_attempt.setdefault((arrival.batch.run, arrival.batch.attempt), []).append(arrival.batch)
     for _, batches in sorted(by_attempt.items(), key=itemgetter(0)):
         yield Joined(batches, *rollups.join([getattr(batch, kind) for batch in batches]))
@@ -188,7 +188,7 @@ def _chunks(arrivals: Sequence[Arrival], joined: Mapping[str, Sequence[Joined]])
     chunks = []
     for arrival in arrivals:
         batch = arrival.batch
-        if batch.spans is not None and len(batch.spans.step):
+        if batch.spans is not None and len(batch.spans):
             assert batch.packed_spans is not None
             chunks.append(_chunk(batch, "spans", batch.spans.step, batch.packed_spans, batch.rank))
         for index, readiness in enumerate(batch.readiness):
@@ -202,8 +202,8 @@ def _chunks(arrivals: Sequence[Arrival], joined: Mapping[str, Sequence[Joined]])
     return chunks
 
 
-def _pack(rank: wire.Ints, record: msgspec.Struct) -> bytes:
-    return columns.pack({"rank": rank, **{name: getattr(record, name) for name in record.__struct_fields__}})
+def _pack(rank: wire.Ints, record: columns.Columns) -> bytes:
+    return columns.pack({"rank": rank, **record.by_name()})
 
 
 def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: int) -> dict[str, Any]:
@@ -251,21 +251,33 @@ def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
 
 
 def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> None:
-    for batches, record, place in steps:
-        _add(connection, schema.rollups, batches, rollups.step_windows(record, place))
-        _add(connection, schema.step_histogram, batches, rollups.step_durations(record, place))
-    for batches, spans, place in _joined("spans", arrivals):
-        _add(connection, schema.bucket_rollups, batches, rollups.bucket_sums(spans, place))
     told = [arrival.batch for arrival in arrivals if arrival.batch.peers]
-    _add(connection, schema.peer_totals, told, rollups.peer_sums([batch.peers for batch in told]))
+    buckets = ((batches, rollups.bucket_sums(spans, of)) for batches, spans, of in _joined("spans", arrivals))
+    _add(connection, schema.rollups, ((batches, rollups.step_windows(record, of)) for batches, record, of in steps))
+    _add(
+        connection,
+        schema.step_histogram,
+        ((batches, rollups.step_durations(record, of)) for batches, record, of in steps),
+    )
+    _add(connection, schema.bucket_rollups, buckets)
+    _add(connection, schema.peer_totals, [(told, rollups.peer_sums([batch.peers for batch in told]))])
 
 
-def _add(connection: Connection, table: Table, batches: Sequence[wire.Batch], sums: rollups.Sums) -> None:
-    """Add sums to what the table holds under the same keys, in the keys' order: two collectors then never deadlock."""
-    of = [batches[place] for place in sums["batch"]]
-    columns = {**sums, "run_id": [batch.run for batch in of], "source": [batch.source for batch in of]}
+def _add(connection: Connection, table: Table, parts: Iterable[tuple[Sequence[wire.Batch], rollups.Sums]]) -> None:
+    """Add sums to what the table holds under the same keys, in the keys' order: two collectors then never deadlock.
+
+    Args:
+        connection: In its transaction.
+        table: Of sums.
+        parts: Sums, and the batches that they are of.
+    """
     names = tuple(table.columns.keys())  # The primary key's come first.
-    rows = sorted(zip(*(columns[name] for name in names), strict=True))
+    rows: list[tuple[Any, ...]] = []
+    for batches, sums in parts:
+        of = [batches[place] for place in sums["batch"]]
+        columns = {**sums, "run_id": [batch.run for batch in of], "source": [batch.source for batch in of]}
+        rows += zip(*(columns[name] for name in names), strict=True)
+    rows.sort()
     if rows:
         sql, by_place = _compiled(_adding(connection.dialect.name, table), connection.dialect, names)
         connection.exec_driver_sql(sql, rows if by_place else [dict(zip(names, row, strict=True)) for row in rows])

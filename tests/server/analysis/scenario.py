@@ -90,18 +90,18 @@ def spans(rank: list[int], rows: list[tuple[int, int, int, int, int]]) -> tuple[
 
 def steps_of(rank: wire.Ints, step: wire.Ints, collective: wire.Ints) -> tuple[wire.Ints, wire.Steps]:
     """Steps of which only the numbers matter."""
-    zeros = {name: np.zeros(len(rank), np.int64) for name in wire.Steps.__struct_fields__}
+    zeros = {name: np.zeros(len(rank), np.int64) for name in wire.Steps.names}
     return rank, wire.Steps(**zeros | {"step": step, "collective": collective})
 
 
 def changed(columns: Columns, **new: wire.Ints) -> Columns:
     """The columns with some of them replaced."""
-    return type(columns)(**{name: new.get(name, getattr(columns, name)) for name in columns.__struct_fields__})
+    return type(columns)(**{name: new.get(name, getattr(columns, name)) for name in columns.names})
 
 
 def kept(rank: wire.Ints, steps: wire.Steps, rows: npt.NDArray[np.bool_]) -> tuple[wire.Ints, wire.Steps]:
     """Only some rows."""
-    return rank[rows], wire.Steps(**{name: getattr(steps, name)[rows] for name in steps.__struct_fields__})
+    return rank[rows], wire.Steps(**{name: getattr(steps, name)[rows] for name in steps.names})
 
 
 def flat(matrix: npt.NDArray[np.generic]) -> wire.Ints:

@@ -57,7 +57,7 @@ def test_ranks_that_share_no_synchronisation_are_set_side_by_side() -> None:
 
 def test_no_spans_give_no_offsets() -> None:
     rank, columns = shared([1])
-    none = wire.Spans(**{name: getattr(columns, name)[:0] for name in columns.__struct_fields__})
+    none = wire.Spans(**{name: getattr(columns, name)[:0] for name in columns.names})
     assert offsets(rank[:0], none) == ({}, 0)
 
 

@@ -53,8 +53,8 @@ def test_every_rank_is_a_named_process_and_times_begin_at_zero() -> None:
 
 def test_no_steps_give_an_empty_trace() -> None:
     _, steps = columns(own_times(1, 1, seed=0))
-    none = wire.Steps(**{name: getattr(steps, name)[:0] for name in steps.__struct_fields__})
+    none = wire.Steps(**{name: getattr(steps, name)[:0] for name in steps.names})
     _, some = spans([0], [(0, 0, 0, 0, 0)])
-    no_spans = wire.Spans(**{name: getattr(some, name)[:0] for name in some.__struct_fields__})
+    no_spans = wire.Spans(**{name: getattr(some, name)[:0] for name in some.names})
     nobody = np.zeros(0, np.int64)
     assert chrome_trace((nobody, none), (nobody, no_spans), {})["traceEvents"] == []
