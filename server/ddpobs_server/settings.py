@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Literal
@@ -94,6 +95,7 @@ class Settings(BaseSettings):
         return _is_loopback(self.host) and not self.trusted_proxies
 
 
+@lru_cache
 def _is_loopback(host: str) -> bool:
     try:
         return ip_address(host).is_loopback
