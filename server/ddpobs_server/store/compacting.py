@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from sqlalchemy import Engine, Row, bindparam, select
+from sqlalchemy import Engine, Row, bindparam, case, func, select
 
 from ddpobs import columns, wire
 from ddpobs_server.store import schema
@@ -25,26 +23,31 @@ def compact(engine: Engine, run: str) -> Iterator[int]:
         How many went, each time some were joined: whoever asks may rest there.
     """
     c = schema.chunks.c
-    small = (
-        select(c.attempt, c.kind, c.rank, c.source, c.seq, c.rows)
-        .where(c.run_id == run, c.kind.in_(_KINDS), c.rows < _ROWS)
-        .order_by(c.attempt, c.kind, c.rank, c.first_step, c.source, c.seq)
-    )
+    small = (c.run_id == run, c.rows < _ROWS)
+    # Those of one source are joined by themselves, those of many ranks with each other.
+    alike = (c.attempt, c.kind, c.rank, case((c.rank == wire.UNKNOWN, ""), else_=c.source))
+    enough = (func.sum(c.rows) >= _ROWS) | (func.count() >= _CHUNKS)
     with engine.connect() as connection:
-        found = connection.execute(small).all()
-    for part in _parts(found):
-        yield _join(engine, run, part)
+        query = select(*alike).where(*small, c.kind.in_(_KINDS)).group_by(*alike).having(enough)
+        groups = connection.execute(query).all()
+    # Group by group: a run of a thousand ranks has tens of thousands of small chunks.
+    for attempt, kind, rank, source in groups:
+        of_group = (c.source == source,) if source else (c.attempt == attempt, c.rank == rank)
+        query = select(c.attempt, c.kind, c.rank, c.source, c.seq, c.rows).where(*small, c.kind == kind, *of_group)
+        with engine.connect() as connection:
+            found = connection.execute(query.order_by(c.first_step, c.source, c.seq)).all()
+        for part in _parts(found):
+            yield _join(engine, run, part)
 
 
 def _parts(small: Iterable[Row[*tuple[Any, ...]]]) -> Iterator[Sequence[Row[*tuple[Any, ...]]]]:
     """Chunks that make a large one together."""
-    for _, same in groupby(small, key=attrgetter("attempt", "kind", "rank")):
-        part: list[Row[*tuple[Any, ...]]] = []
-        for chunk in same:
-            part.append(chunk)
-            if sum(one.rows for one in part) >= _ROWS or len(part) == _CHUNKS:
-                yield part
-                part = []
+    part: list[Row[*tuple[Any, ...]]] = []
+    for chunk in small:
+        part.append(chunk)
+        if sum(one.rows for one in part) >= _ROWS or len(part) == _CHUNKS:
+            yield part
+            part = []
 
 
 def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> int:
