@@ -84,7 +84,8 @@ class ModuleReducer(Reducer):
         finally:
             self._expected = False
         waits, self._waits = self._waits, ()
-        torch.futures.wait_all(list(waits))
+        if waits:
+            torch.futures.wait_all(list(waits))
 
     def prepare_for_forward(self) -> None:
         """Nothing to do: `prepare` is called for every forward."""

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from ddpobs import columns
+from ddpobs import columns, packing
 from ddpobs.errors import WireError
 
 VERSION = 2
@@ -32,7 +32,7 @@ SYNCHRONISED, NO_ORIGIN, FOREIGN_COLLECTIVE, RESTING = 1, 2, 4, 8
 synchronised in mid-step; telemetry was off on purpose, to measure its own cost."""
 
 _FORETOLD = (*(f"own_{phase}_ns" for phase in OWN_PHASES), "own_ns", "end_ns")
-"""Columns of steps that others foretell, each from those before it."""
+"""columns.Columns of steps that others foretell, each from those before it."""
 
 UNKNOWN = -1
 LONGEST_NS = 30 * 86_400 * 10**9
@@ -280,7 +280,7 @@ def pack_spans(spans: Spans) -> bytes:
     Each of these varies by itself, and where the earlier one differs they would all be large.
     """
     since_launch = np.where(spans.started_ns == UNKNOWN, _NEVER, spans.started_ns - spans.launched_ns)
-    return columns.pack(
+    return packing.pack(
         spans.by_name()
         | {
             "launched_ns": spans.launched_ns - spans.ready_ns,
@@ -290,13 +290,13 @@ def pack_spans(spans: Spans) -> bytes:
     )
 
 
-def unpack_spans(packed: bytes, limit_bytes: int = columns.UNPACKED_BYTES) -> Spans:
+def unpack_spans(packed: bytes, limit_bytes: int = packing.UNPACKED_BYTES) -> Spans:
     """What `pack_spans` packed.
 
     Raises:
         WireError: It is no such thing, or more than `limit_bytes` of it.
     """
-    spans = columns.unpack_as(Spans, packed, limit_bytes)
+    spans = packing.unpack_as(Spans, packed, limit_bytes)
     launched, started, done = spans.launched_ns, spans.started_ns, spans.done_ns
     never = started == _NEVER
     launched += spans.ready_ns
@@ -309,12 +309,12 @@ def pack_steps(rank: Ints, steps: Steps) -> bytes:
     """Steps of several ranks as they are kept: packed columns, without what others foretell."""
     known = steps.by_name()
     rests = {f"{name}_rest": known.pop(name) - _foretold(name, known) for name in reversed(_FORETOLD)}
-    return columns.pack({"rank": rank, **known, **rests})
+    return packing.pack({"rank": rank, **known, **rests})
 
 
 def unpack_steps(packed: bytes) -> dict[str, Ints]:
     """The columns that `pack_steps` packed, `rank` among them."""
-    found = columns.unpack(packed)
+    found = packing.unpack(packed)
     for name in _FORETOLD:
         if name not in found:  # The first chunks of this kind had every column.
             found[name] = found.pop(f"{name}_rest") + _foretold(name, found)
@@ -354,7 +354,7 @@ def unpack(body: bytes, kind: type[_R]) -> _R:
     return msgspec.msgpack.decode(body, type=kind, dec_hook=_dec)
 
 
-def decode(body: bytes, content_type: str = MSGPACK, limit_bytes: int = columns.UNPACKED_BYTES) -> Batch:
+def decode(body: bytes, content_type: str = MSGPACK, limit_bytes: int = packing.UNPACKED_BYTES) -> Batch:
     """A checked batch from its bytes.
 
     Args:
@@ -384,7 +384,7 @@ def check(batch: Batch) -> None:
     """Refuse what no process can have seen.
 
     Raises:
-        WireError: Columns of unequal length, times out of order, phases that do not add up, a rank outside the world.
+        WireError: columns.Columns of unequal length, times out of order, phases that do not add up, a rank outside the world.
     """
     if batch.version > VERSION:
         raise WireError("version", f"at most {VERSION}; upgrade the collector", batch.version)
@@ -421,7 +421,7 @@ class _Bounds(NamedTuple):
 
 
 def _bounds(kind: type[columns.Columns], /, **ranges: tuple[int, int]) -> _Bounds:
-    """Columns without a range are times."""
+    """columns.Columns without a range are times."""
     least, most = np.array([ranges.get(name, (-LONGEST_NS, LONGEST_NS)) for name in kind.names]).T
     return _Bounds(least, most, np.array([name not in ranges for name in kind.names]))
 
@@ -515,7 +515,7 @@ def _field_error(error: msgspec.ValidationError) -> WireError:
 
 
 def _enc_msgpack(value: Any) -> Any:
-    return columns.pack_columns(value) if isinstance(value, columns.Columns) else columns.pack_column(_column(value))
+    return packing.pack_columns(value) if isinstance(value, columns.Columns) else packing.pack_column(_column(value))
 
 
 def _enc_json(value: Any) -> Any:
@@ -532,8 +532,8 @@ def _column(value: Any) -> Ints:
 
 def _dec(kind: Any, value: Any) -> Any:
     if isinstance(kind, type) and issubclass(kind, columns.Columns):
-        return columns.unpack_columns(kind, value)
-    return columns.unpack_column(value)
+        return packing.unpack_columns(kind, value)
+    return packing.unpack_column(value)
 
 
 # Every record's type is first decoded here, on one thread: two that do so at the same moment end in a segmentation

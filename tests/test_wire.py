@@ -12,7 +12,7 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddpobs import columns, wire
+from ddpobs import packing, wire
 from ddpobs.errors import WireError
 
 GOLDEN = Path(__file__).with_name("golden")
@@ -97,7 +97,7 @@ def test_packed_spans_are_the_spans(rows: list[tuple[int, int, int, int]], times
 def test_packed_steps_are_the_steps_whatever_others_foretell(rows: list[list[int]]) -> None:
     values = np.array(rows, np.int64).reshape(-1, 20).T
     ranks, sent = values[0], dict(zip(wire.Steps.names, values, strict=True))
-    kept_before = columns.pack({"rank": ranks, **sent})
+    kept_before = packing.pack({"rank": ranks, **sent})
     for packed in (wire.pack_steps(ranks, wire.Steps(**sent)), kept_before):
         back = wire.unpack_steps(packed)
         assert {name: column.tolist() for name, column in back.items()} == {

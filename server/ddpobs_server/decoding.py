@@ -13,7 +13,7 @@ import msgspec
 import zstandard
 from fastapi import Request
 
-from ddpobs import columns, wire
+from ddpobs import packing, wire
 from ddpobs.errors import WireError
 from ddpobs_server import limits
 from ddpobs_server.problems import Problem
@@ -90,7 +90,7 @@ class Upload:
         return int(self.settings.max_batch_mb * 1e6)
 
     def _decompressed(self) -> bytes:
-        decompressor = columns.decompressor()
+        decompressor = packing.decompressor()
         try:
             if zstandard.frame_content_size(self.body) >= 0:  # It is checked to be below the limit.
                 return decompressor.decompress(self.body, allow_extra_data=False)

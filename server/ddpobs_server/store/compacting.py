@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Engine, Row, bindparam, case, func, select
 
-from ddpobs import columns, wire
+from ddpobs import packing, wire
 from ddpobs_server.store import schema
 
 _KINDS = ("spans", "steps", "comms")
@@ -99,9 +99,9 @@ def _joined(kind: str, payloads: Sequence[bytes]) -> tuple[bytes, wire.Ints]:
     if kind == "spans":
         whole = wire.Spans.joined([wire.unpack_spans(payload) for payload in payloads])
         return wire.pack_spans(whole), whole.step
-    parts = [(wire.unpack_steps if kind == "steps" else columns.unpack)(payload) for payload in payloads]
+    parts = [(wire.unpack_steps if kind == "steps" else packing.unpack)(payload) for payload in payloads]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     if kind == "steps":
         rank = joined.pop("rank")
         return wire.pack_steps(rank, wire.Steps(**joined)), joined["step"]
-    return columns.pack(joined), joined["step"]
+    return packing.pack(joined), joined["step"]

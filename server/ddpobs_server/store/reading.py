@@ -11,8 +11,8 @@ import numpy as np
 import zstandard
 from sqlalchemy import ColumnElement, Connection, Row, func, select
 
-from ddpobs import columns as packing
-from ddpobs import wire
+from ddpobs import packing, wire
+from ddpobs.columns import Columns
 from ddpobs_server.store import schema
 from ddpobs_server.store.rows import Attempt, Source
 
@@ -20,7 +20,7 @@ _OLD_FORM = "-1"
 """Ends the kind of chunks that the first schema wrote."""
 _PAGE_CHUNKS = 20_000
 """Most chunks that one page is made of."""
-_Columns = TypeVar("_Columns", bound=packing.Columns)
+_Columns = TypeVar("_Columns", bound=Columns)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,8 @@ import zstandard
 from sqlalchemy import Connection, Dialect, Insert, Select, Table, bindparam, case, func, or_, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 
-from ddpobs import columns, wire
+from ddpobs import packing, wire
+from ddpobs.columns import Columns
 from ddpobs_server.store import rollups, schema
 
 _MERGED = ("steps", "comms")
@@ -202,8 +203,8 @@ def _chunks(arrivals: Sequence[Arrival], joined: Mapping[str, Sequence[Joined]])
     return chunks
 
 
-def _pack(rank: wire.Ints, record: columns.Columns) -> bytes:
-    return columns.pack({"rank": rank, **record.by_name()})
+def _pack(rank: wire.Ints, record: Columns) -> bytes:
+    return packing.pack({"rank": rank, **record.by_name()})
 
 
 def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: int) -> dict[str, Any]:

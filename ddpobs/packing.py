@@ -1,0 +1,282 @@
+"""Columns of 64-bit integers as few bytes: in the narrowest width, as differences where these are smaller."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zstandard
+
+from ddpobs.columns import Columns, Ints
+from ddpobs.errors import WireError
+
+_C = TypeVar("_C", bound=Columns)
+UNPACKED_BYTES = 64_000_000
+"""Most that packed columns may take, unless said otherwise."""
+_UNIT = 1000
+_WINDOW_BYTES = 2**24
+"""Most memory that zstd's own window may take."""
+_SAMPLE = 512
+_FEW = 2048
+"""Rows below which a frame for each byte's place costs more than it saves."""
+_TOGETHER = 2**16
+"""Rows of columns that are looked at together: where there are few, a call costs more than the arithmetic."""
+_WIDTHS = {width: np.dtype(width) for width in ("<i1", "<i2", "<i4", "<i8")}
+_BEYOND = np.array([2**7, 2**15, 2**31])
+"""The least numbers that do not fit into each width but the last."""
+
+
+class _OfThread(threading.local):
+    def __init__(self) -> None:
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
+
+
+_of_thread = _OfThread()
+_Order = Annotated[int, msgspec.Meta(ge=0, le=1)]
+_Base = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+_PlanedColumn = tuple[Literal["<i1", "<i2", "<i4", "<i8"], _Order, _Base, Literal[1, 1000], list[bytes]]
+_PACKED_DECODER = msgspec.msgpack.Decoder(
+    tuple[
+        Annotated[int, msgspec.Meta(ge=0, le=2**32)], Annotated[dict[str, _PlanedColumn], msgspec.Meta(max_length=64)]
+    ]
+)
+
+
+class _Packed(msgspec.Struct, array_like=True, frozen=True):
+    """A column as it travels: little-endian numbers of that width; the first clients had no unit."""
+
+    width: Literal["<i1", "<i2", "<i4", "<i8"]
+    order: _Order
+    base: _Base
+    values: bytes
+    unit: Literal[1, 1000] = 1
+
+
+def decompressor() -> zstandard.ZstdDecompressor:
+    """This thread's: to make one takes longer than most of what it is used for, and threads must not share one."""
+    return _of_thread.decompressor
+
+
+def pack(columns: Mapping[str, Ints]) -> bytes:
+    """Columns of one length, compressed: byte by byte of the numbers, since high bytes vary less than low ones.
+
+    Each byte's place is a frame of its own, with its own statistics; where there are few rows all share one.
+    """
+    compressor = zstandard.ZstdCompressor(1)
+    rows = len(next(iter(columns.values()), ()))
+    packed: dict[str, list[Any]] = {}
+    at_once = _TOGETHER // (rows + 1) + 1
+    for first in range(0, len(columns), at_once):
+        names = list(columns)[first : first + at_once]
+        for name, (width, order, base, narrow, unit) in zip(
+            names, _narrowed([columns[name] for name in names]), strict=True
+        ):
+            planes = [plane.tobytes() for plane in narrow.view(np.uint8).reshape(rows, narrow.itemsize).T]
+            packed[name] = [width, order, base, unit, planes if rows < _FEW else [*map(compressor.compress, planes)]]
+    body = msgspec.msgpack.encode([rows, packed])
+    return compressor.compress(body) if rows < _FEW else body
+
+
+def unpack(packed: bytes, limit_bytes: int = UNPACKED_BYTES) -> dict[str, Ints]:
+    """What `pack` packed.
+
+    Raises:
+        WireError: It is no such thing, or columns that take more than `limit_bytes`.
+    """
+    names, table = _unpacked(packed, limit_bytes)
+    return dict(zip(names, table, strict=True))
+
+
+def unpack_as(kind: type[_C], packed: bytes, limit_bytes: int = UNPACKED_BYTES) -> _C:
+    """What `pack` packed of a record.
+
+    Raises:
+        WireError: As `unpack`'s, or columns are missing.
+    """
+    names, table = _unpacked(packed, limit_bytes)
+    if names == kind.names:
+        return kind.of(table)
+    if missing := sorted(set(kind.names) - set(names)):
+        raise WireError("packed_spans", "every column of spans", f"none of {', '.join(missing)}")
+    return kind.of(table[[names.index(name) for name in kind.names]])
+
+
+def pack_column(column: Ints) -> list[Any]:
+    """A column as ``[width, order, base, bytes, unit]``, in the narrowest little-endian width."""
+    return _travelling([column])[0]
+
+
+def pack_columns(columns: Columns) -> dict[str, list[Any]]:
+    """Each column as `pack_column` packs it."""
+    return dict(zip(columns.names, _travelling(columns.table), strict=True))
+
+
+def _travelling(columns: Sequence[Ints] | Ints) -> list[list[Any]]:
+    return [[width, order, base, narrow.tobytes(), unit] for width, order, base, narrow, unit in _narrowed(columns)]
+
+
+def unpack_columns(kind: type[_C], packed: Any) -> _C:
+    """What `pack_columns` packed, or a plain list of integers for each column.
+
+    Raises:
+        WireError: It is neither, names are missing, or columns differ in length.
+        ValueError: It has no names.
+    """
+    try:
+        found = msgspec.convert(packed, dict[str, _Packed])
+        columns = [found[name] for name in kind.names]
+    except (msgspec.ValidationError, KeyError):
+        return _unpacked_one_by_one(kind, packed)
+    rows = len(columns[0].values) // _WIDTHS[columns[0].width].itemsize
+    if any(len(column.values) != rows * _WIDTHS[column.width].itemsize for column in columns):
+        return _unpacked_one_by_one(kind, packed)
+    return kind.of(_widened(columns, rows))
+
+
+def unpack_column(packed: Any) -> Ints:
+    """What `pack_column` packed, or a plain list of integers.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(packed, list) and set(map(type, packed)) <= {int}:
+        try:
+            return np.array(packed, np.int64)
+        except OverflowError:
+            raise ValueError("Expected 64-bit integers, got a larger one") from None
+    try:
+        column = msgspec.convert(packed, _Packed)
+    except msgspec.ValidationError:
+        raise ValueError("Expected a column of integers") from None
+    size_bytes = _WIDTHS[column.width].itemsize
+    if len(column.values) % size_bytes:
+        raise ValueError(f"Expected whole {column.width} values, got {len(column.values)} bytes")
+    widened: Ints = _widened([column], len(column.values) // size_bytes)[0]
+    return widened
+
+
+def _unpacked_one_by_one(kind: type[_C], packed: Any) -> _C:
+    if not isinstance(packed, dict):
+        raise ValueError(f"Expected `object`, got `{type(packed).__name__}`")
+    found: dict[str, Ints] = {}
+    for name in kind.names:
+        if name not in packed:
+            raise ValueError(f"Object missing required field `{name}`")
+        try:
+            found[name] = unpack_column(packed[name])
+        except ValueError as error:
+            raise WireError(name, "the wire schema", error) from None
+        rows = len(found[kind.names[0]])
+        if len(found[name]) != rows:
+            raise WireError(name, f"{rows} values, as in the columns before it", len(found[name]))
+    return kind(**found)
+
+
+def _unpacked(packed: bytes, limit_bytes: int) -> tuple[tuple[str, ...], Ints]:
+    zstd = decompressor()
+    try:
+        if packed.startswith(zstandard.FRAME_HEADER):
+            if not 0 <= zstandard.frame_content_size(packed) <= limit_bytes:
+                raise WireError("packed_spans", f"a zstd frame of at most {limit_bytes} bytes", "another one")
+            packed = zstd.decompress(packed)
+        rows, columns = _PACKED_DECODER.decode(packed)
+        if rows * 8 * len(columns) > limit_bytes:
+            raise WireError("packed_spans", f"at most {limit_bytes} bytes of columns", rows * 8 * len(columns))
+        merged = [_merged(column, rows, zstd) for column in columns.values()]
+        return tuple(columns), _widened(merged, rows)
+    except zstandard.ZstdError as error:
+        raise WireError("packed_spans", "zstd", error) from None
+    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise WireError("packed_spans", "packed columns", error) from None
+
+
+def _merged(column: _PlanedColumn, rows: int, zstd: zstandard.ZstdDecompressor) -> _Packed:
+    """A column whose bytes' places are together again."""
+    width, order, base, unit, planes = column
+    size_bytes = _WIDTHS[width].itemsize
+    if len(planes) != size_bytes:
+        raise WireError("packed_spans", f"{size_bytes} bytes a number of {width}", len(planes))
+    plain = []
+    for plane in planes:
+        size = len(plane) if rows < _FEW else zstandard.frame_content_size(plane)
+        if size != rows:
+            raise WireError("packed_spans", f"{rows} bytes, one a row", size)
+        plain.append(plane if rows < _FEW else zstd.decompress(plane))
+    if size_bytes == 1:
+        return _Packed(width, order, base, plain[0], unit)
+    together: Any = np.empty((rows, size_bytes), np.uint8)
+    for place, values in enumerate(plain):
+        together[:, place] = np.frombuffer(values, np.uint8)
+    return _Packed(width, order, base, together.data, unit)
+
+
+def _widened(columns: Sequence[_Packed], rows: int) -> Ints:
+    """A table of columns that have so many values each."""
+    table = np.empty((len(columns), rows), np.int64)
+    summed = [place for place, column in enumerate(columns) if column.order]
+    if rows < _FEW:
+        of_width: dict[str, list[int]] = {}
+        for place, column in enumerate(columns):
+            of_width.setdefault(column.width, []).append(place)
+        for width, places in of_width.items():
+            values = np.frombuffer(b"".join([columns[place].values for place in places]), _WIDTHS[width])
+            table[places] = values.reshape(len(places), rows)
+        table *= np.array([column.unit for column in columns], np.int64)[:, None]
+        table[summed] = np.add.accumulate(table[summed], axis=1)
+        table += np.array([column.base for column in columns], np.int64)[:, None]
+        return table
+    for row, column in zip(table, columns, strict=True):
+        row[:] = np.frombuffer(column.values, _WIDTHS[column.width])
+        if column.unit != 1:
+            np.multiply(row, column.unit, out=row)
+        if column.order:
+            np.add.accumulate(row, out=row)
+        if column.base:
+            np.add(row, column.base, out=row)
+    return table
+
+
+def _narrowed(columns: Sequence[Ints] | Ints) -> Iterator[tuple[str, int, int, npt.NDArray[Any], int]]:
+    """Each column's width, order, base, values in that width, and unit.
+
+    The values times `unit`, as they are (order 0) or summed up (order 1), added to `base` give the column. Arithmetic
+    wraps at 64 bits, both ways.
+    """
+    table = np.array(columns)
+    if not table.shape[1]:
+        for column in table:
+            yield "<i1", 0, 0, column.astype("<i1"), 1
+        return
+    bases = table[:, 0].tolist()
+    table -= table[:, :1].copy()
+    quotients = table // _UNIT
+    whole = (quotients * _UNIT == table).all(axis=1)
+    offsets = np.where(whole[:, None], quotients, table)
+    differences = np.empty_like(offsets)
+    differences[:, 0] = 0
+    np.subtract(offsets[:, 1:], offsets[:, :-1], out=differences[:, 1:])
+    reach, rise = _reach(offsets), _reach(differences)
+    places = np.searchsorted(_BEYOND, [reach, rise], side="right")
+    smaller = (places[1] < places[0]) | ((places[1] == places[0]) & (_spread(differences) < _spread(offsets)))
+    units = np.where(whole & (reach > 0), _UNIT, 1).tolist()
+    for index, (order, place) in enumerate(zip(smaller.tolist(), places.T.tolist(), strict=True)):
+        width = [*_WIDTHS][place[order]]
+        values = (differences if order else offsets)[index]
+        yield width, int(order), bases[index], values.astype(_WIDTHS[width]), units[index]
+
+
+def _reach(table: Ints) -> Ints:
+    """How far each row goes from zero; as far as -1 - n for what is negative."""
+    reach: Ints = np.maximum(table.max(axis=1), ~table.min(axis=1))
+    return reach
+
+
+def _spread(table: Ints) -> npt.NDArray[np.float64]:
+    """Each row's variance times the count: what varies less takes fewer bits, wherever it lies. Some values tell."""
+    plain = table[:, :: table.shape[1] // _SAMPLE + 1].astype(np.float64)
+    spread: npt.NDArray[np.float64] = (plain * plain).sum(axis=1) - plain.sum(axis=1) ** 2 / plain.shape[1]
+    return spread
