@@ -32,7 +32,7 @@ SYNCHRONISED, NO_ORIGIN, FOREIGN_COLLECTIVE, RESTING = 1, 2, 4, 8
 synchronised in mid-step; telemetry was off on purpose, to measure its own cost."""
 
 _FORETOLD = (*(f"own_{phase}_ns" for phase in OWN_PHASES), "own_ns", "end_ns")
-"""columns.Columns of steps that others foretell, each from those before it."""
+"""Columns of steps that others foretell, each from those before it."""
 
 UNKNOWN = -1
 LONGEST_NS = 30 * 86_400 * 10**9
@@ -384,7 +384,7 @@ def check(batch: Batch) -> None:
     """Refuse what no process can have seen.
 
     Raises:
-        WireError: columns.Columns of unequal length, times out of order, phases that do not add up, a rank outside the world.
+        WireError: times out of order, phases that do not add up, a rank outside the world.
     """
     if batch.version > VERSION:
         raise WireError("version", f"at most {VERSION}; upgrade the collector", batch.version)
@@ -421,7 +421,7 @@ class _Bounds(NamedTuple):
 
 
 def _bounds(kind: type[columns.Columns], /, **ranges: tuple[int, int]) -> _Bounds:
-    """columns.Columns without a range are times."""
+    """Columns without a range are times."""
     least, most = np.array([ranges.get(name, (-LONGEST_NS, LONGEST_NS)) for name in kind.names]).T
     return _Bounds(least, most, np.array([name not in ranges for name in kind.names]))
 
