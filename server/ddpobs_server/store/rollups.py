@@ -80,7 +80,8 @@ def _grid_sums(ready: wire.Ints, launched: wire.Ints, done: wire.Ints, first: wi
     """Steps, compute, communication and what is exposed of it, summed from each first step to the next."""
     steps, width = ready.shape
     plain, launched, done = ready.ravel(), launched.ravel(), done.ravel()
-    compute = np.diff(plain, prepend=plain[:1]).reshape(ready.shape)
+    compute = np.empty(ready.shape, np.int64)
+    np.subtract(plain[1:], plain[:-1], out=compute.reshape(-1)[1:])
     compute[:, 0] = 0
     last_ready = ready[:, -1]
     if compute.min() < 0:
@@ -101,12 +102,15 @@ def _alike(spans: wire.Spans, batch: wire.Ints) -> Iterator[tuple[Any, int]]:
     """Rows of all steps that have the same buckets in the same order, and how many of them are a step's."""
     if not len(spans):
         return
-    starts = np.flatnonzero(_changes(spans.step) | _changes(batch))
-    widths = np.diff(starts, append=len(spans))
-    own, width = spans.table[_OWN], int(widths[0])
-    if (widths == width).all() and (own[:, width:] == own[:, :-width]).all():
+    begins = _changes(spans.step)
+    if batch[-1]:
+        begins |= _changes(batch)
+    starts, own = np.flatnonzero(begins), spans.table[_OWN]
+    width = len(spans) // len(starts)
+    if np.array_equal(starts, np.arange(0, len(spans), width)) and (own[:, width:] == own[:, :-width]).all():
         yield slice(None), width
         return
+    widths = np.diff(starts, append=len(spans))
     for width in sorted(set(widths.tolist())):
         chosen, place = starts[widths == width], np.arange(width)
         keys = own[:, chosen[:, None] + place].swapaxes(0, 1).reshape(len(chosen), -1)
