@@ -51,7 +51,8 @@ class Store:
     def __init__(self, url: str) -> None:
         sqlite = url.startswith("sqlite")
         waiting = {"timeout": _BUSY_S} if sqlite else {"connect_timeout": _CONNECT_S}
-        self._engine = create_engine(url, connect_args=waiting, pool_pre_ping=not sqlite)
+        # The connection used last is used again: what it has in its cache is what the next statement wants.
+        self._engine = create_engine(url, connect_args=waiting, pool_pre_ping=not sqlite, pool_use_lifo=True)
         event.listen(self._engine, "handle_error", faults.translate, retval=True)
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
         if sqlite:
