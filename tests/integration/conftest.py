@@ -22,5 +22,5 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(scope="session")
 def slow_run(url: str) -> str:
     """A run whose rank 1 is slow in backward."""
-    train(url, "slow-in-backward", slow_rank=SLOW_RANK, phase="backward", steps=80, launcher=TORCHRUN)
+    train(url, "slow-in-backward", slow_rank=SLOW_RANK, phase="backward", steps=80, launcher=TORCHRUN, flush_s=0.5)
     return "slow-in-backward"

@@ -26,6 +26,7 @@ def train(
     steps: int = 60,
     launcher: tuple[str, ...] = (),
     script: Path = SCRIPT,
+    flush_s: float = 2.0,
 ) -> str:
     """Two ranks, reporting to `url`; returns what they printed.
 
@@ -37,12 +38,13 @@ def train(
         steps: How many steps are trained.
         launcher: The command that starts the ranks; without one they are started as they are, which takes less time.
         script: What is run.
+        flush_s: Seconds between flushes; a run must last some of them for the ranks' statistics to meet.
 
     Raises:
         AssertionError: The training failed or took more than two minutes.
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DDPOBS_FLUSH_S": str(flush_s)}
     if "--collector" not in launcher:
         environ |= {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}
     command = [*(launcher or [sys.executable]), script]
