@@ -384,7 +384,7 @@ def check(batch: Batch) -> None:
     """Refuse what no process can have seen.
 
     Raises:
-        WireError: times out of order, phases that do not add up, a rank outside the world.
+        WireError: Times out of order, phases that do not add up, a rank outside the world.
     """
     if batch.version > VERSION:
         raise WireError("version", f"at most {VERSION}; upgrade the collector", batch.version)

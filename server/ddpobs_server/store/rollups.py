@@ -103,7 +103,7 @@ def _alike(spans: wire.Spans, batch: wire.Ints) -> Iterator[tuple[Any, int]]:
     if not len(spans):
         return
     begins = _changes(spans.step)
-    if batch[-1]:
+    if batch[-1]:  # Of several batches one may end with the step that the next begins with.
         begins |= _changes(batch)
     starts, own = np.flatnonzero(begins), spans.table[_OWN]
     width = len(spans) // len(starts)
