@@ -262,7 +262,7 @@ def _narrowed(columns: Sequence[Ints] | Ints) -> Iterator[tuple[str, int, int, n
     reach, rise = _reach(offsets), _reach(differences)
     places = np.searchsorted(_BEYOND, [reach, rise], side="right")
     smaller = (places[1] < places[0]) | ((places[1] == places[0]) & (_spread(differences) < _spread(offsets)))
-    units = np.where(whole & (reach > 0), _UNIT, 1).tolist()
+    units = np.where(whole & offsets.any(axis=1), _UNIT, 1).tolist()
     for index, (order, place) in enumerate(zip(smaller.tolist(), places.T.tolist(), strict=True)):
         width = [*_WIDTHS][place[order]]
         values = (differences if order else offsets)[index]

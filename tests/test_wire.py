@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from ddpobs import packing, wire
@@ -61,12 +61,29 @@ def test_a_batch_comes_back_as_it_was_sent(encode: Any, content_type: str) -> No
     assert (back.run, back.seq, back.anchor.wall_ns) == ("run-1", 0, 10**18)
 
 
-@given(st.lists(INT64, max_size=50))
+def _of(rows: int) -> st.SearchStrategy[list[int]]:
+    """A column of so many rows: anything, or a few multiples of a thousand, as times of short steps are."""
+    few = st.sampled_from([-2000, -1000, 0, 1000])
+    return st.lists(INT64, min_size=rows, max_size=rows) | st.lists(few, min_size=rows, max_size=rows)
+
+
+COLUMN = st.lists(INT64, max_size=50) | st.lists(st.sampled_from([-2000, -1000, 0, 1000]), max_size=8)
+
+
+@given(COLUMN)
 def test_any_column_of_64_bit_integers_survives_both_encodings(values: list[int]) -> None:
     readiness = wire.Readiness(step=0, module=0, revision=0, ready_ns=np.array(values, np.int64))
     sent = batch(readiness=[readiness])
     for body, content_type in ((wire.encode(sent), wire.MSGPACK), (wire.encode_json(sent), wire.JSON)):
         assert wire.decode(body, content_type).readiness[0].ready_ns.tolist() == values
+
+
+@given(st.integers(0, 9).flatmap(lambda rows: st.lists(_of(rows), min_size=20, max_size=20)))
+@example([[1000, 0]] * 20)
+def test_columns_that_travel_together_are_each_what_they_were(columns: list[list[int]]) -> None:
+    sent = wire.Steps.of(np.array(columns, np.int64))
+    assert (wire.unpack(wire.pack(sent), wire.Steps).table == sent.table).all()
+    assert (np.array(list(packing.unpack(packing.pack(sent.by_name())).values())) == sent.table).all()
 
 
 def test_regular_times_take_next_to_no_space() -> None:
