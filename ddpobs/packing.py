@@ -46,7 +46,7 @@ _PACKED_DECODER = msgspec.msgpack.Decoder(
 )
 
 
-class _Packed(msgspec.Struct, array_like=True, frozen=True):
+class _Packed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
     """A column as it travels: little-endian numbers of that width; the first clients had no unit."""
 
     width: Literal["<i1", "<i2", "<i4", "<i8"]
@@ -229,6 +229,7 @@ def _widened(columns: Sequence[_Packed], rows: int) -> Ints:
         table[summed] = np.add.accumulate(table[summed], axis=1)
         table += np.array([column.base for column in columns], np.int64)[:, None]
         return table
+    # Of many rows each pass takes longer than its call, and most columns need few.
     for row, column in zip(table, columns, strict=True):
         row[:] = np.frombuffer(column.values, _WIDTHS[column.width])
         if column.unit != 1:

@@ -480,8 +480,7 @@ def _check_peers(field: str, peers: Peers, world_size: int) -> None:
         column: Ints = getattr(peers, name)
         if len(column) != rows:
             raise WireError(f"{field}.{name}", f"{rows} values, as in the columns before it", len(column))
-        if rows and not (least <= column.min() and column.max() <= most):
-            _require(f"{field}.{name}", (column >= least) & (column <= most), f"{least} to {most}")
+        _require_between(f"{field}.{name}", column, least, most)
 
 
 def _check_bounds(field: str, record: columns.Columns, bounds: _Bounds, anchor: Anchor) -> None:
@@ -491,14 +490,19 @@ def _check_bounds(field: str, record: columns.Columns, bounds: _Bounds, anchor: 
     low, high = record.table.min(axis=1), record.table.max(axis=1)
     beyond = np.flatnonzero((low < least) | (high > most))
     for place in sorted(beyond, key=bounds.of_time.__getitem__):  # What a wrong phase makes of a time, comes after it.
-        column, name = record.table[place], record.names[place]
-        within = (column >= least[place]) & (column <= most[place])
+        column, name = record.table[place], f"{field}.{record.names[place]}"
         if bounds.of_time[place]:  # One that is unknown is at no time.
-            near = "a time within 30 days of the anchor, on the same clock"
-            _require(f"{field}.{name}", within | (column == UNKNOWN), near)
+            near = (column >= least[place]) & (column <= most[place]) | (column == UNKNOWN)
+            _require(name, near, "a time within 30 days of the anchor, on the same clock")
         else:
-            row = int(np.argmin(within))
-            raise WireError(f"{field}.{name}", f"{least[place]} to {most[place]}", f"{column[row]} in row {row}")
+            _require_between(name, column, int(least[place]), int(most[place]))
+
+
+def _require_between(field: str, column: Ints, least: int, most: int) -> None:
+    within = (column >= least) & (column <= most)
+    if not within.all():
+        row = int(np.argmin(within))
+        raise WireError(field, f"{least} to {most}", f"{column[row]} in row {row}")
 
 
 def _require(field: str, holds: npt.NDArray[np.bool_], expected: str) -> None:

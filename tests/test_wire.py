@@ -234,7 +234,16 @@ def test_columns_of_unequal_length_make_no_record() -> None:
 
 @pytest.mark.parametrize(
     "column",
-    [["<i8", 0, 0, b"123"], ["<f8", 0, 0, b""], ["<i1", 2, 0, b""], ["<i1", 0, 2**63, b""], [2**63], [1.5], "x"],
+    [
+        ["<i8", 0, 0, b"123"],
+        ["<f8", 0, 0, b""],
+        ["<i1", 2, 0, b""],
+        ["<i1", 0, 0, b"123", 1, 1],
+        ["<i1", 0, 2**63, b""],
+        [2**63],
+        [1.5],
+        "x",
+    ],
 )
 def test_a_column_that_is_none_is_refused(column: Any) -> None:
     plain = msgspec.msgpack.decode(wire.pack(batch()))
