@@ -13,16 +13,16 @@ import zstandard
 from alembic import command
 from alembic.config import Config
 from alembic.operations import Operations
-from ddpobs_server.store import Store
+from ddpobs_server.store import Store, schema
 from ddpobs_server.store import store as module
-from sqlalchemy import Connection, create_engine, text
+from sqlalchemy import Connection, create_engine, select, text
 
 from ddpobs import wire
 from tests.databases import Fresh
 from tests.server.batches import ATTEMPT, source_of, spans, steps
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-EARLIER = ("0001", "0002")
+EARLIER = ("0001", "0002", "0003")
 """Revisions of the schema that databases may still be at."""
 
 
@@ -39,7 +39,8 @@ def at_revision(url: str, revision: str) -> None:
 
 def _fill(connection: Connection, revision: str) -> None:
     """A run of two ranks, packed as versions at that revision packed it."""
-    insert(connection, "runs", run_id="old", attempt=ATTEMPT, created_ns=1, last_seen_ns=2, commits=2)
+    workspace = {} if revision < "0003" else {"workspace": "default", "chunk_bytes": 1}
+    insert(connection, "runs", run_id="old", attempt=ATTEMPT, created_ns=1, last_seen_ns=2, commits=2, **workspace)
     insert(connection, "attempts", run_id="old", attempt=ATTEMPT, ordinal=0, first_seen_ns=1)
     zeros = dict.fromkeys(("emitted", "dropped", "first_seen_ns", "last_seen_ns", "last_step_seen_ns", "wall_ns"), 0)
     for rank in range(2):
@@ -47,6 +48,7 @@ def _fill(connection: Connection, revision: str) -> None:
         source = zeros | {"monotonic_ns": 0, "last_step": 9, "goodbye": True}
         insert(connection, "sources", **key, attempt=ATTEMPT, rank=rank, world_size=2, **source)
         insert(connection, "batches", **key, seq=0, digest=bytes(32), received_ns=1, size_bytes=1)
+        insert(connection, "step_histogram", **key, bound=3, steps=10)
     for chunk in _first_chunks() if revision == "0001" else _second_chunks():
         insert(connection, "chunks", run_id="old", seq=0, first_step=0, last_step=9, **chunk)
 
@@ -130,4 +132,32 @@ def test_what_an_older_version_stored_is_still_there(fresh: Fresh, tmp_path: Pat
     ranks, bucket_spans = store.spans("old", ATTEMPT, rank=1, first=3, last=4)
     assert ranks.tolist() == [1] * 4
     np.testing.assert_array_equal(bucket_spans.done_ns, spans(3, 2).done_ns)
+    store.close()
+
+
+@pytest.mark.parametrize("revision", EARLIER)
+def test_an_upgrade_keeps_the_rows_of_tables_that_it_builds_anew(fresh: Fresh, tmp_path: Path, revision: str) -> None:
+    url = fresh(tmp_path)
+    at_revision(url, revision)
+    store = Store(url)
+    store.migrate()
+    with store._engine.connect() as connection:
+        batches = connection.execute(select(schema.batches.c.source, schema.batches.c.digest)).all()
+        histogram = connection.execute(select(schema.step_histogram.c.source, schema.step_histogram.c.steps)).all()
+    assert sorted(batches) == [(source_of(rank), bytes(32)) for rank in range(2)]
+    assert sorted(histogram) == [(source_of(rank), 10) for rank in range(2)]
+    store.close()
+
+
+@pytest.mark.parametrize("revision", [None, *EARLIER])
+def test_sqlite_keeps_narrow_rows_by_their_key_alone(tmp_path: Path, revision: str | None) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    if revision is not None:
+        at_revision(url, revision)
+    store = Store(url)
+    store.migrate()
+    with store._engine.connect() as connection:
+        listed = connection.execute(text("SELECT name, wr FROM pragma_table_list")).all()
+    without_rowid = {str(name) for name, without in listed if without}
+    assert without_rowid == {"batches", "rollups", "bucket_rollups", "step_histogram", "peer_totals"}
     store.close()

@@ -13,6 +13,10 @@ ROLLUP_STEPS = 64
 STEP_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the step-duration histogram, in seconds; one more counts what is above."""
 
+_BY_KEY = {"sqlite_with_rowid": False}
+"""Of tables with narrow rows: SQLite keeps these in the order of their key, not beside an index that holds it again
+(https://www.sqlite.org/withoutrowid.html)."""
+
 
 def _key(name: str, kind: type[BigInteger | String | Integer]) -> Column[object]:
     return Column(name, kind(128) if kind is String else kind(), primary_key=True, autoincrement=False)
@@ -73,6 +77,7 @@ batches = Table(
     _key("seq", BigInteger),
     Column("digest", LargeBinary(32), nullable=False),
     *_sums("received_ns", "size_bytes"),
+    **_BY_KEY,
 )
 chunks = Table(
     "chunks",
@@ -125,9 +130,16 @@ rollups = Table(
     _key("step_window", BigInteger),
     *_sums("steps", "wall_ns", *(f"{phase}_ns" for phase in wire.PHASES), "comm_ns", "samples"),
     *_sums("own_ns", "own_steps"),
+    **_BY_KEY,
 )
 step_histogram = Table(
-    "step_histogram", metadata, _key("run_id", String), _key("source", String), _key("bound", Integer), _count("steps")
+    "step_histogram",
+    metadata,
+    _key("run_id", String),
+    _key("source", String),
+    _key("bound", Integer),
+    _count("steps"),
+    **_BY_KEY,
 )
 bucket_rollups = Table(
     "bucket_rollups",
@@ -138,6 +150,7 @@ bucket_rollups = Table(
     _key("revision", BigInteger),
     _key("bucket", Integer),
     *_sums("steps", "compute_ns", "comm_ns", "exposed_ns"),
+    **_BY_KEY,
 )
 peer_totals = Table(
     "peer_totals",
@@ -146,4 +159,5 @@ peer_totals = Table(
     _key("source", String),
     _key("rank", Integer),
     *_sums("steps", "delay_ns", "wait_ns", *(f"straggler_{phase}" for phase in wire.OWN_PHASES)),
+    **_BY_KEY,
 )
