@@ -12,8 +12,9 @@ import zstandard
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ddpobs import packing, wire
+from ddpobs import wire
 from ddpobs.errors import WireError
+from ddpobs.wire import packing
 
 GOLDEN = Path(__file__).with_name("golden")
 """A batch as each version of the wire sent it."""

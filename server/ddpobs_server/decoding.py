@@ -13,8 +13,9 @@ import msgspec
 import zstandard
 from fastapi import Request
 
-from ddpobs import packing, wire
+from ddpobs import wire
 from ddpobs.errors import WireError
+from ddpobs.wire import packing
 from ddpobs_server import limits
 from ddpobs_server.problems import Problem
 from ddpobs_server.settings import Settings

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from sqlalchemy import Engine, Row, bindparam, case, func, select
 
-from ddpobs import packing, wire
+from ddpobs import wire
+from ddpobs.wire import packing
 from ddpobs_server.store import schema
 
 _KINDS = ("spans", "steps", "comms")

@@ -11,8 +11,9 @@ import numpy as np
 import zstandard
 from sqlalchemy import ColumnElement, Connection, Row, func, select
 
-from ddpobs import packing, wire
-from ddpobs.columns import Columns
+from ddpobs import wire
+from ddpobs.wire import packing
+from ddpobs.wire.columns import Columns
 from ddpobs_server.store import schema
 from ddpobs_server.store.rows import Attempt, Source
 

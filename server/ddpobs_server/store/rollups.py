@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ddpobs import wire
-from ddpobs.columns import Columns
+from ddpobs.wire.columns import Columns
 from ddpobs_server.store.schema import ROLLUP_STEPS, STEP_BOUNDS_S
 
 Sums = dict[str, list[int]]

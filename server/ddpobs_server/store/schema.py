@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from sqlalchemy import BigInteger, Boolean, Column, Index, Integer, LargeBinary, MetaData, String, Table, Text
 
 from ddpobs import wire
@@ -13,7 +15,7 @@ ROLLUP_STEPS = 64
 STEP_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 """Upper bounds of the step-duration histogram, in seconds; one more counts what is above."""
 
-_BY_KEY = {"sqlite_with_rowid": False}
+_BY_KEY: dict[str, Any] = {"sqlite_with_rowid": False}
 """Of tables with narrow rows: SQLite keeps these in the order of their key, not beside an index that holds it again
 (https://www.sqlite.org/withoutrowid.html)."""
 

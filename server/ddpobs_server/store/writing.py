@@ -15,8 +15,9 @@ import zstandard
 from sqlalchemy import Connection, Dialect, Insert, Select, Table, bindparam, case, func, or_, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 
-from ddpobs import packing, wire
-from ddpobs.columns import Columns
+from ddpobs import wire
+from ddpobs.wire import packing
+from ddpobs.wire.columns import Columns
 from ddpobs_server.store import rollups, schema
 
 _MERGED = ("steps", "comms")

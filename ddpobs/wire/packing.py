@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from ddpobs.columns import Columns, Ints
 from ddpobs.errors import WireError
+from ddpobs.wire.columns import Columns, Ints
 
 _C = TypeVar("_C", bound=Columns)
 UNPACKED_BYTES = 64_000_000

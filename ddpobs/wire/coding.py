@@ -1,0 +1,119 @@
+"""Batches as bytes, and bytes as checked batches."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+import msgspec
+import numpy as np
+
+from ddpobs.errors import WireError
+from ddpobs.wire import packing
+from ddpobs.wire.checks import check
+from ddpobs.wire.columns import Columns
+from ddpobs.wire.schema import Acknowledgement, Batch, Ints
+from ddpobs.wire.tables import pack_spans, unpack_spans
+
+MSGPACK, JSON = "application/x-msgpack", "application/json"
+_R = TypeVar("_R", bound=msgspec.Struct | Columns)
+
+
+def encode(batch: Batch) -> bytes:
+    """The batch as msgpack, to be compressed by whoever sends it."""
+    if batch.spans is not None:
+        batch = msgspec.structs.replace(batch, spans=None, packed_spans=pack_spans(batch.spans))
+    return _MSGPACK_ENCODER.encode(batch)
+
+
+def encode_json(batch: Batch) -> bytes:
+    """The batch as columnar JSON."""
+    return _JSON_ENCODER.encode(msgspec.structs.replace(batch, packed_spans=None))
+
+
+def pack(record: msgspec.Struct) -> bytes:
+    """One record's columns as msgpack, as the collector keeps them."""
+    return _MSGPACK_ENCODER.encode(record)
+
+
+def pack_json(record: msgspec.Struct) -> bytes:
+    """One record as JSON."""
+    return _JSON_ENCODER.encode(record)
+
+
+def acknowledgement(text: bytes) -> Acknowledgement:
+    """The collector's answer.
+
+    Raises:
+        msgspec.MsgspecError: It is another text.
+    """
+    return _ACKNOWLEDGEMENT_DECODER.decode(text)
+
+
+def unpack(body: bytes, kind: type[_R]) -> _R:
+    """What `pack` packed."""
+    return msgspec.msgpack.decode(body, type=kind, dec_hook=_dec)
+
+
+def decode(body: bytes, content_type: str = MSGPACK, limit_bytes: int = packing.UNPACKED_BYTES) -> Batch:
+    """A checked batch from its bytes.
+
+    Args:
+        body: As `encode` or `encode_json` made it.
+        content_type: Which of the two.
+        limit_bytes: Most that packed spans may unpack to.
+
+    Raises:
+        WireError: The bytes are not a batch; names the first field that is wrong.
+    """
+    decoder = _MSGPACK_DECODER if content_type == MSGPACK else _JSON_DECODER
+    try:
+        batch = decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _field_error(error) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise WireError("$", f"a batch as {content_type}", error) from None
+    except RecursionError:
+        raise WireError("$", f"a batch as {content_type}", "one nested too deeply") from None
+    if batch.packed_spans is not None:
+        batch = msgspec.structs.replace(batch, spans=unpack_spans(batch.packed_spans, limit_bytes))
+    check(batch)
+    return batch
+
+
+def _field_error(error: msgspec.ValidationError) -> WireError:
+    what, _, path = str(error).partition(" - at `")
+    field = path.rstrip("`").removeprefix("$.") or "$"
+    if isinstance(column := error.__cause__, WireError):
+        return WireError(f"{field}.{column.field}", column.expected, column.came)
+    return WireError(field, "the wire schema", what)
+
+
+def _enc_msgpack(value: Any) -> Any:
+    return packing.pack_columns(value) if isinstance(value, Columns) else packing.pack_column(_column(value))
+
+
+def _enc_json(value: Any) -> Any:
+    if isinstance(value, Columns):
+        return {name: column.tolist() for name, column in value.by_name().items()}
+    return _column(value).tolist()
+
+
+def _column(value: Any) -> Ints:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(f"expected an array or a plain value, got {type(value).__name__}")
+    return value
+
+
+def _dec(kind: Any, value: Any) -> Any:
+    if isinstance(kind, type) and issubclass(kind, Columns):
+        return packing.unpack_columns(kind, value)
+    return packing.unpack_column(value)
+
+
+# Every record's type is first decoded here, on one thread: two that do so at the same moment end in a segmentation
+# fault inside of msgspec (0.22), which looks into a type's fields before the other has filled them in.
+_MSGPACK_ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_msgpack)
+_JSON_ENCODER = msgspec.json.Encoder(enc_hook=_enc_json)
+_MSGPACK_DECODER = msgspec.msgpack.Decoder(Batch, dec_hook=_dec)
+_JSON_DECODER = msgspec.json.Decoder(Batch, dec_hook=_dec)
+_ACKNOWLEDGEMENT_DECODER = msgspec.json.Decoder(Acknowledgement)
