@@ -22,7 +22,9 @@ from ddpobs.spool import Spool, Spooled
 main = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
 
 _TRIES = 3
-CollectorOption = Annotated[str | None, typer.Option("--collector", help="Address; else DDPOBS_TELEMETRY.")]
+CollectorOption = Annotated[
+    str | None, typer.Option("--collector", help="Address; else DDPOBS_TELEMETRY, else http://127.0.0.1:8321.")
+]
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -46,7 +48,10 @@ def run(
 
 @main.command()
 def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: CollectorOption = None) -> None:
-    """Send a spool. Refused batches stay on disk; the exit code is 0 only where every batch was taken."""
+    """Send the batches of a spool folder: DDPOBS_SPOOL, or ddpobs-spool-UID in the system's temporary folder.
+
+    Refused batches stay on disk; the exit code is 0 only where every batch was taken.
+    """
     if not folder.is_dir():
         _fail(f"{folder}: no such folder", 2)
     config = _config(collector)

@@ -16,7 +16,10 @@ _RUN_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    """What telemetry sends, where, and how much it may hold. Each field is also `DDPOBS_<FIELD>` in the environment.
+    """What telemetry sends, where, and how much it may hold.
+
+    Each field is also `DDPOBS_<FIELD>` in the environment, and the collector is `DDPOBS_TELEMETRY`. Settings made in
+    code are taken as they are: nothing of the environment joins them.
 
     Attributes:
         collector: The collector's address.
@@ -25,7 +28,7 @@ class TelemetryConfig:
         spool: Folder for batches that could not be sent; None keeps them under the system's temporary folder.
         spool_mb: Most that the spool may hold, in MB (10^6 bytes).
         queue_records: Most finished steps waiting for the telemetry thread; more are dropped and counted.
-        batch_spans: A batch is sent when it holds this many bucket spans,
+        batch_spans: A batch is sent when it holds this many records (steps, bucket spans and the like),
         flush_s: or when its first record is this old, in seconds, or up to half as much again: ranks that end their
             steps together do not all send at once.
         timeout_s: How long one request to the collector may take, in seconds.

@@ -196,7 +196,7 @@ class Pulse(_Record, frozen=True, kw_only=True):
 
 
 class Event(_Record, frozen=True, kw_only=True):
-    """Something that happened once: `buckets_rebuilt`, `comm_hook_set`, `records_dropped`, `goodbye`, ..."""
+    """Something that happened once: `buckets_rebuilt`, `comm_hook_set`, `goodbye`, ..."""
 
     kind: Name
     at_ns: Nanoseconds

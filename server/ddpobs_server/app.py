@@ -93,9 +93,13 @@ def _default(context: typer.Context) -> None:
 @cli.command()
 def serve(
     *,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; without a token loopback only.")] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on; 0 takes a free one.")] = None,
-    database_url: Annotated[str | None, typer.Option(help="SQLAlchemy URL of the database.")] = None,
+    host: Annotated[
+        str | None, typer.Option(help="Address to listen on, else 127.0.0.1; without a token loopback only.")
+    ] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on, else 8321; 0 takes a free one.")] = None,
+    database_url: Annotated[
+        str | None, typer.Option(help="SQLAlchemy URL of the database, else sqlite:///ddpobs.db.")
+    ] = None,
     token: Annotated[str | None, typer.Option(help="Bearer token asked for under /api and /metrics.")] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM: HTTPS instead of HTTP.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="The certificate's key, PEM.")] = None,
@@ -103,7 +107,10 @@ def serve(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[str | None, typer.Option(help="json, text, or auto: text on a terminal.")] = None,
 ) -> None:
-    """Run the collector until SIGTERM or Ctrl-C; what was accepted is written first."""
+    """Run the collector until SIGTERM or Ctrl-C; what was accepted is written first.
+
+    Each option is also DDPOBS_SERVER_NAME in the environment; docs/operations.md has all settings.
+    """
     settings = Settings(**{name: value for name, value in locals().items() if value is not None})
     logs.configure(settings.log_level, settings.log_format)
     _no_open_door(settings)

@@ -56,14 +56,21 @@ cli = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=F
 tokens = typer.Typer(help="Who may call: tokens, each for a workspace and some of ingest, read and admin.")
 cli.add_typer(tokens, name="token")
 
-DatabaseOption = Annotated[str | None, typer.Option(help="SQLAlchemy URL of the database.")]
+DatabaseOption = Annotated[
+    str | None,
+    typer.Option(
+        help="SQLAlchemy URL of the collector's database; else DDPOBS_SERVER_DATABASE_URL, else sqlite:///ddpobs.db."
+    ),
+]
 
 
 @tokens.command("create")
 def create_token(
     name: Annotated[str, typer.Argument(help="Whose it is; shown by `token list`.")],
-    scope: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SCOPES)}; may be repeated.")] = None,
-    workspace: Annotated[str, typer.Option(help="Whose runs: letters, digits and dashes, at most 32.")] = DEFAULT,
+    scope: Annotated[
+        list[str] | None, typer.Option(help=f"Of {', '.join(SCOPES)}; may be repeated. Without: ingest and read.")
+    ] = None,
+    workspace: Annotated[str, typer.Option(help="Whose runs: 1 to 32 of a-z, 0-9 and -.")] = DEFAULT,
     database_url: DatabaseOption = None,
 ) -> None:
     """Make a token and print it, this once: only its hash is kept."""
@@ -73,9 +80,11 @@ def create_token(
     if not re.fullmatch(r"[a-z0-9-]{1,32}", workspace):
         raise typer.BadParameter(f"workspace: expected 1 to 32 of a-z, 0-9 and -, got {workspace!r}")
     token, kept = new_token(name[:128], workspace, scopes)
-    store = open_store(_settings(database_url).database_url)
+    url = _settings(database_url).database_url
+    store = open_store(url)
     store.add_token(kept)
     store.close()
+    say(f"made for {', '.join(scopes)} in workspace {workspace}, kept in {make_url(url).render_as_string()}")
     typer.echo(token)
 
 

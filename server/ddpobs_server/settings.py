@@ -56,7 +56,7 @@ class Settings(BaseSettings):
     @field_validator("database_url")
     @classmethod
     def _one_that_is_known(cls, value: str) -> str:
-        expected = "expected sqlite:///FILE or postgresql+psycopg://USER:WORD@HOST/DATABASE"
+        expected = "expected sqlite:///FILE or postgresql+psycopg://USER:PASSWORD@HOST/DATABASE"
         try:
             url = make_url(value)
         except (ArgumentError, ValueError):

@@ -14,10 +14,12 @@ import httpx
 import pytest
 from ddpobs_server.app import create_app
 from ddpobs_server.auth import Doorkeeper, new_token
+from ddpobs_server.commands import cli
 from ddpobs_server.problems import Problem
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 from starlette.routing import Mount, Route
+from typer.testing import CliRunner
 
 from tests import databases
 from tests.collector import collector
@@ -226,3 +228,12 @@ def test_what_no_token_can_have_is_refused(tmp_path: Path, arguments: tuple[str,
     )
     assert done.returncode == 2
     assert "expected" in done.stderr
+
+
+def test_whoever_makes_a_token_is_told_where_it_is_kept(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    made = CliRunner().invoke(cli, ["token", "create", "x", "--database-url", url])
+    assert made.exit_code == 0
+    assert url in made.stderr
+    assert "ingest, read in workspace default" in made.stderr
+    assert len(made.stdout.split()) == 1
