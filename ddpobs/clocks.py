@@ -84,11 +84,11 @@ class CudaClock:
         self._renew()
 
     def now(self) -> Stamp:
-        """An event recorded on the current stream; 0 while a graph is captured."""
+        """An event recorded on the device's current stream; 0 while a graph is captured."""
         if self._captures:
             return 0
         event = self._cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self._cuda.current_stream(self._device))
         return event
 
     def passed(self, stamp: Stamp) -> bool:

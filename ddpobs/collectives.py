@@ -77,7 +77,7 @@ class CollectiveHooks:
         tracker = self._tracker
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = tracker.blocking_began()
+            began = tracker.blocking_began(torch._C._current_graph_task_id() >= 0)
             if began is None:
                 return original(*args, **kwargs)
             try:

@@ -15,6 +15,7 @@ from ddpobs import wire
 from ddpobs.patching import Patches
 from ddpobs.phases import StepTracker
 
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 _STEP = Optimizer.profile_hook_step(id).__code__
 """What torch wraps every optimizer's `step` in."""
 
@@ -78,7 +79,11 @@ class ProcessHooks:
         def capture_begin(*args: Any, **kwargs: Any) -> Any:
             self._event("cuda_graph_captured", self._tracker.number, {})
             self._tracker.pause(True)
-            return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            except BaseException:
+                self._tracker.pause(False)
+                raise
 
         return capture_begin
 
@@ -94,9 +99,10 @@ class ProcessHooks:
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         tracker = self._tracker
 
-        def save(*args: Any, **kwargs: Any) -> Any:
-            tracker.disturbed()
-            return original(*args, **kwargs)
+        def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(obj, _STORAGES):  # Every tensor that is pickled comes by here.
+                tracker.disturbed()
+            return original(obj, *args, **kwargs)
 
         return save
 

@@ -100,10 +100,11 @@ class StepTracker:
         self._thread = 0
         self._base = OTHER
         self._stack: list[int] = []
+        self._number = 0
         self._step: RawStep | None = None
         self._records: list[Any] = []
         self._modules_done: set[int] = set()
-        self._optimizer_ran = False
+        self._optimizer_ran = self._closure_ran = self._optimizer_waits = False
         self._clean = False
         self._collective = -1
         self._backward_depth = 0
@@ -113,6 +114,8 @@ class StepTracker:
         self.paused = False
         """A CUDA graph is being captured: nothing runs, and no time means anything."""
         self.on_backward_end: list[Callable[[], None]] = []
+        self.trains_in_eval = False
+        """Gradients were reduced while every module was in evaluation mode: the mode says nothing here."""
         self.evaluating: Callable[[], bool] = lambda: False
         """Whether every module is in evaluation mode."""
         self.stepping: Callable[[], bool] = lambda: True
@@ -125,8 +128,8 @@ class StepTracker:
 
     @property
     def number(self) -> int:
-        """The open step's number, 0 before the first."""
-        return self._step.number if self._step else 0
+        """The open step's number, or the next one's."""
+        return self._step.number if self._step else self._number
 
     @harmless
     def forward_began(self, module: int, training: bool, samples: int) -> None:
@@ -135,12 +138,16 @@ class StepTracker:
             return  # Checkpointing runs it again, inside backward.
         if not training:
             self._clean = False
-            if self.evaluating():
+            if self._evaluating():
                 self._evaluated = self._stale = True
                 if self._step and self._step.segments:
                     self._close()
             return
         self._thread = self._thread or threading.get_ident()
+        if self._optimizer_waits:
+            self._optimizer_waits = False
+            self._open()
+            self._enter_optimizer()
         self._leave_failed_optimizer()
         nested = OPTIMIZER in self._stack
         done = self._step and self._step.segments and (self._optimizer_ran or module in self._modules_done)
@@ -166,7 +173,7 @@ class StepTracker:
             self._close()
         step = self._open()
         self._leave_failed_optimizer()
-        if self.evaluating():
+        if self._evaluating():
             self._clean, self._evaluated = False, True
         if self._evaluated and not self._stack:
             self._begin_anew(step)
@@ -177,16 +184,22 @@ class StepTracker:
     @harmless
     def optimizer_began(self) -> None:
         """An optimizer's step was called."""
-        if self._mine() and self._step:
+        if not self._mine():
+            return
+        self._optimizer_waits = self._step is None  # Whether it has a closure, in which the first step begins.
+        if self._step:
             self._leave_failed_optimizer()
-            self._optimizer_ran = True
-            self._base = OTHER
-            self._push(OPTIMIZER)
+            if self._closure_ran and OPTIMIZER not in self._stack:
+                self._close()
+            self._enter_optimizer()
 
     @harmless
     def optimizer_ended(self) -> None:
         """It returned."""
-        if not self._mine() or not self._step:
+        if not self._mine():
+            return
+        self._optimizer_waits = False
+        if not self._step:
             return
         self._leave_forward()
         if self._stack and self._stack[-1] == OPTIMIZER:
@@ -195,8 +208,12 @@ class StepTracker:
     @harmless
     def backward_began(self) -> bool:
         """`torch.autograd.backward` was called; False for a nested call (reentrant checkpointing) or a foreign one."""
-        if not self._mine() or self._step is None or self._backward_depth:
+        if not self._mine() or self._backward_depth or self.paused:
             return False
+        if self._step is None:
+            if not self._evaluating():
+                return False
+            self._open()  # The first one that is trained in evaluation mode.
         self._backward_depth = 1
         self._leave_forward()
         self._base = OTHER
@@ -235,8 +252,12 @@ class StepTracker:
     @harmless
     def synchronised(self, module: int, record: Any) -> None:
         """A DDP module's gradients were reduced in the backward that is under way."""
+        if self._step is None:
+            return
         self._records.append(record)
         self._modules_done.add(module)
+        if self._evaluating():
+            self.trains_in_eval, self._evaluated, self._stale = True, False, False
 
     @harmless
     def communicated(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
@@ -245,9 +266,13 @@ class StepTracker:
             self._step.comms.append((module, kind, launched, done))
 
     @harmless
-    def blocking_began(self) -> Stamp | None:
-        """Training is about to wait for a collective; None where it is not this tracker's business."""
-        if self._step is None or self._blocked or not (self._backward_depth or self._mine()):
+    def blocking_began(self, in_graph: bool = False) -> Stamp | None:
+        """Somebody is about to wait for a collective; None where it is not this tracker's business.
+
+        Args:
+            in_graph: It is a node of a backward that waits: autograd has threads of its own.
+        """
+        if self._step is None or self._blocked or not (self._mine() or (self._backward_depth and in_graph)):
             return None
         self._blocked = True
         return self._now()
@@ -260,8 +285,9 @@ class StepTracker:
 
     @harmless
     def shadowed(self) -> None:
-        """This rank only took part in a synchronised backward of the others."""
+        """This rank only took part in a synchronised backward of the others, and waited for them unnoted."""
         self._collective += 1
+        self._clean = False
 
     @harmless
     def disturbed(self) -> None:
@@ -272,7 +298,10 @@ class StepTracker:
     def pause(self, begins: bool) -> None:
         """The capture of a CUDA graph begins, which ends the open step without a result, or it has ended."""
         if begins:
+            self._number = self.number
             self._step, self._stack, self._base = None, [], OTHER
+            self._records, self._closure_ran = [], False
+            self._modules_done.clear()
         self.paused, self._clean = begins, False
         self._clock.capturing(begins)
 
@@ -285,8 +314,14 @@ class StepTracker:
     @harmless
     def pop(self) -> None:
         """Leave the innermost phase."""
-        self._stack.pop()
+        if self._stack:  # A pause forgets them.
+            self._stack.pop()
         self._switch()
+
+    def _enter_optimizer(self) -> None:
+        self._optimizer_ran = True
+        self._base = OTHER
+        self._push(OPTIMIZER)
 
     def _leave_failed_optimizer(self) -> None:
         """Torch tells of an optimizer's step that began, and not that an error ended it: then it runs no more."""
@@ -302,6 +337,7 @@ class StepTracker:
     def _close_segment(self, step: RawStep, waited: bool = False) -> None:
         if self._records:
             self._collective += 1
+            self._closure_ran = OPTIMIZER in self._stack
             step.segments.append(Segment(step.switches[-1][1], self._records, self._clean, self._collective, waited))
             self._records, self._clean, self._optimizer_ran = [], True, False
 
@@ -310,6 +346,9 @@ class StepTracker:
         self._stale = False
         if not step.micro_steps:
             step.switches, step.comms = [(OTHER, self._now())], []
+
+    def _evaluating(self) -> bool:
+        return self.evaluating() and not self.trains_in_eval
 
     def _mine(self) -> bool:
         thread = threading.get_ident()
@@ -331,7 +370,7 @@ class StepTracker:
 
     def _open(self) -> RawStep:
         if self._step is None:
-            self._step = RawStep(0, [(OTHER, self._now())])
+            self._step = RawStep(self._number, [(OTHER, self._now())])
         return self._step
 
     def _close(self) -> None:
@@ -341,5 +380,5 @@ class StepTracker:
         step.end = self._now()
         self._step = RawStep(step.number + 1, [(OTHER, step.end)])
         self._modules_done.clear()
-        self._optimizer_ran = False
+        self._optimizer_ran = self._closure_ran = False
         self._finished(step)

@@ -142,7 +142,10 @@ class ModuleRecorder:
         """The DDP module's forward was called with these inputs."""
         # One of several modules runs without gradients as part of a step, as a GAN's generator does for its
         # discriminator; the only one does so to evaluate.
-        training = bool(self.training) and (torch.is_grad_enabled() or self._tracker.modules > 1)
+        if self.training:
+            training = torch.is_grad_enabled() or self._tracker.modules > 1
+        else:
+            training = self._tracker.trains_in_eval and torch.is_grad_enabled()
         self._tracker.forward_began(self.index, training, _batch_size(*inputs, *(kwargs or {}).values()))
 
     @property

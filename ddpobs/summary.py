@@ -17,10 +17,12 @@ from ddpobs.clocks import Clock, HostClock, Stamp
 from ddpobs.phases import BACKWARD, EXPOSED_COMM, OTHER, RawStep, Segment
 from ddpobs.wire import Ints
 
+_BLOCKING = [wire.COMM_KINDS.index(kind) for kind in ("buffers", "user")]
+"""Kinds of communication that training waits for where they are; the unused map travels under backward."""
 _PHASES = len(wire.PHASES)
 _NO_STEP = -1
 """The phase of what lies between two steps; as an index, the last one."""
-_MOST_CARRIED = 256
+_MOST_CARRIED = 2**16
 _OWN = [wire.PHASES.index(phase) for phase in wire.OWN_PHASES]
 
 
@@ -94,8 +96,10 @@ class Summariser:
         blocked_until_ns = np.zeros_like(end_ns)
         np.maximum.at(blocked_until_ns, comm_rows, comms.done_ns)
         windows = self._windows(segments, returned_ns, span_windows, spans, blocked_until_ns)
-        blocked_ns = np.clip(comms.launched_ns, start_ns[comm_rows], end_ns[comm_rows])
-        blocked = (blocked_ns, np.clip(comms.done_ns, blocked_ns, end_ns[comm_rows]))
+        blocks = np.isin(comms.kind, _BLOCKING)
+        within = start_ns[comm_rows[blocks]], end_ns[comm_rows[blocks]]
+        blocked_ns = np.clip(comms.launched_ns[blocks], *within)
+        blocked = (blocked_ns, np.clip(comms.done_ns[blocks], blocked_ns, within[1]))
         timeline = _timeline(
             np.append(self._carried[0], switches_ns), np.append(self._carried[1], phases), blocked, windows
         )
@@ -156,14 +160,15 @@ class Summariser:
     ) -> tuple[Ints, wire.Spans]:
         """Which segment each span is of, and times that make sense.
 
-        A completion seen late by its callback is cut at backward's return.
+        A completion seen late by its callback is cut at backward's return. A bucket that no rank used was not launched,
+        and has no span.
         """
         records = [(index, record) for index, (_, segment) in enumerate(segments) for record in segment.records]
         buckets = [len(record.ready_ns) for _, record in records]
         segment = np.repeat(_ints([index for index, _ in records]), buckets)
         latest_ns = returned_ns[segment]
         launched_ns = self._times([stamp for _, record in records for stamp in record.launched_ns])
-        launched_ns = np.where(launched_ns == 0, latest_ns, launched_ns)
+        launched = launched_ns != 0
         ready_ns = self._times([stamp for _, record in records for stamp in record.ready_ns])
         ready_ns = np.where(ready_ns == 0, launched_ns, np.minimum(ready_ns, launched_ns))
         done_ns = self._times([stamp for _, record in records for stamp in record.done_ns])
@@ -175,7 +180,7 @@ class Summariser:
             for bucket, work in record.works.items():
                 place = begin + bucket
                 started_ns[place] = self._started(work, int(launched_ns[place]), int(done_ns[place]))
-        return segment, wire.Spans(
+        spans = wire.Spans(
             step=numbers[_ints([row for row, _ in segments])[segment]],
             module=np.repeat(_ints([record.module for _, record in records]), buckets),
             revision=np.repeat(_ints([record.revision for _, record in records]), buckets),
@@ -185,6 +190,7 @@ class Summariser:
             started_ns=started_ns,
             done_ns=done_ns,
         )
+        return segment[launched], wire.Spans.of(spans.table[:, launched])
 
     def _started(self, work: Any, launched_ns: int, done_ns: int) -> int:
         """When the collective began moving: its end less its duration, which NCCL's works know (domain: spans)."""
@@ -238,7 +244,9 @@ class Summariser:
             unclean[windows.row[~clean]] = True
             self._origin_ns = int(windows.done_ns[-1])
         if self._origin_ns is not None:
-            since = max(int(np.searchsorted(timeline.at_ns, self._origin_ns)), len(timeline.at_ns) - _MOST_CARRIED)
+            since = int(np.searchsorted(timeline.at_ns, self._origin_ns))
+            if len(timeline.at_ns) - since > _MOST_CARRIED:
+                since, self._origin_ns = len(timeline.at_ns), None
             self._carried = timeline.at_ns[since:], timeline.phase[since:]
         return own_ns, ~unclean
 

@@ -140,6 +140,7 @@ class UsedMap:
         self._work: dist.Work | None = None
         self._map = torch.zeros(0)
         self._launched_ns: Any = 0
+        self._done_ns: list[Any] = []
         self.launched = False
         """Whether this backward has its sum, under way or there."""
 
@@ -149,8 +150,13 @@ class UsedMap:
         used[list(absent)] = 0
         used[-1] = int(surprised)
         self._map = used.to(self._device, non_blocking=True)
-        self._launched_ns = self._recorder.now() if self._recorder is not None else 0
+        recorder = self._recorder
+        self._launched_ns = recorder.now() if recorder is not None else 0
         self._work, self.launched = self._reduce(self._map), True
+        if recorder is not None:
+            done_ns: list[Any] = []
+            self._done_ns = done_ns
+            self._work.get_future().add_done_callback(lambda _: done_ns.append(recorder.now()))
 
     def wait(self) -> None:
         """Have the current stream wait for the sum."""
@@ -158,7 +164,8 @@ class UsedMap:
             wait(self._work)
             self._work = None
             if self._recorder is not None:
-                self._recorder.communicated("unused_map", self._launched_ns, self._recorder.now())
+                done_ns = self._done_ns[0] if self._done_ns else self._recorder.now()
+                self._recorder.communicated("unused_map", self._launched_ns, done_ns)
 
     def read(self) -> torch.Tensor:
         """The sum on the host, after `wait`; waits for the device."""

@@ -211,6 +211,41 @@ def waiting_asynchronously(make: Any, rank: int) -> None:
         output.sum().backward()
 
 
+def closures_without_loader(make: Any, rank: int) -> None:
+    ddp = make(net())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(4):
+
+        def closure(step: int = step) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = ddp(batch(rank, step)).sum()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def in_evaluation_mode(make: Any, rank: int) -> None:
+    ddp = make(net())
+    ddp.eval()
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(4):
+        ddp(batch(rank, step)).sum().backward()
+        optimizer.step()
+
+
+def slow_while_unused_are_looked_for(make: Any, rank: int) -> None:
+    """Rank 1 is slow in backward, under which the map of used parameters travels."""
+    ddp = make(net(), find_unused_parameters=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for (rows,) in loader():
+        output = ddp(rows)
+        if rank == 1:
+            output.register_hook(lambda _: time.sleep(SLOW_S))
+        output.sum().backward()
+        optimizer.step()
+
+
 LOOPS: dict[str, Callable[[Any, int], None]] = {
     loop.__name__: loop
     for loop in (
@@ -230,6 +265,9 @@ LOOPS: dict[str, Callable[[Any, int], None]] = {
         uneven,
         waiting_in_forward,
         waiting_asynchronously,
+        closures_without_loader,
+        in_evaluation_mode,
+        slow_while_unused_are_looked_for,
     )
 }
 STEPS = dict.fromkeys(LOOPS, 4) | {"accumulated": 2}
@@ -254,10 +292,10 @@ def all_loops(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     for name, loop in LOOPS.items():
         with sending() as sent:
 
-            def make(module: nn.Module, sent: Sent = sent) -> Any:
+            def make(module: nn.Module, sent: Sent = sent, **options: Any) -> Any:
                 if kind == "ours":
-                    return DistributedDataParallel(module, telemetry=sent.config)
-                ddp = TorchDDP(module)
+                    return DistributedDataParallel(module, telemetry=sent.config, **options)
+                ddp = TorchDDP(module, **options)
                 ddpobs.attach(ddp, sent.config)
                 return ddp
 
@@ -325,6 +363,15 @@ def test_ranks_stay_joined_when_one_has_run_out_of_data(found: list[dict[str, An
     first, second = (answers["uneven"]["collectives"] for answers in found)
     assert first == [0, 1, 2, 3]
     assert second == [0, 1, 2, 3, 4]
+
+
+def test_a_rank_that_is_slow_in_backward_is_found_while_unused_parameters_are_looked_for(
+    found: list[dict[str, Any]],
+) -> None:
+    waits, works = (answers["slow_while_unused_are_looked_for"] for answers in found)
+    for step in range(1, 4):
+        assert works["own"][step]["backward"] - waits["own"][step]["backward"] > 0.8 * SLOW_NS
+        assert waits["phases"][step]["exposed_comm"] > 0.8 * SLOW_NS
 
 
 @pytest.mark.parametrize("name", ["waiting_in_forward", "waiting_asynchronously"])
