@@ -77,6 +77,8 @@ class _Pass:
         self.launched_ns: list[Any] = [0] * buckets
         self.done_ns: list[Any] = [0] * buckets
         self.works: dict[int, Any] = {}
+        self.launches = 0
+        """Also of buckets that cannot be told apart, as their reduction has another size than they."""
         self.next = 0
         self.used_map: torch.Tensor | None = None
 
@@ -100,6 +102,7 @@ class Attachment:
         self._turn = count(1)
         self._expected = False
         self._unseen = False
+        self._skips = model.skip_all_reduce_unused_params
         self._comm = "all_reduce"
         self._pass: _Pass | None = None
         self._members: list[list[int]] = []
@@ -110,7 +113,7 @@ class Attachment:
             for index, parameter in enumerate(self._parameters)
         ]
         self._stop_listening = self._recorder.on_backward_end(self._backward_ended)
-        weakref.finalize(model, _gone, self._stop_listening, self._recorder).atexit = False
+        weakref.finalize(model, _gone, self._handles, self._stop_listening, self._recorder).atexit = False
         if getattr(model, "reducer", None) is not None:
             self._take_over_hook(model)
             self.observe(model)
@@ -141,9 +144,12 @@ class Attachment:
 
     def forward_began(self, inputs: tuple[Any, ...], named: dict[str, Any], synchronises: bool) -> None:
         """The model's forward was called."""
-        self._recorder.forward_began(inputs, named)
         if synchronises:
+            if self._expected and any(self._ready):
+                self._tell_unused(None)  # Torch raises next: it still waits for them.
+                self._ready[:] = [0] * len(self._ready)
             self._expected, self._pass = True, None
+        self._recorder.forward_began(inputs, named)
 
     def shadowed(self) -> None:
         """The model, out of data, took part in a backward of the other ranks."""
@@ -161,8 +167,10 @@ class Attachment:
             seen.used_map = tensor
             work.get_future().add_done_callback(self._map_noted(launched))
             return
+        seen.launches += 1
         size = tensor.numel()
-        index = next((i for i in range(seen.next, len(self._elements)) if self._elements[i] == size), None)
+        left = range(seen.next, len(self._elements))
+        index = next((i for i in left if self._elements[i] == size and self._reduces(i)), None)
         if index is None:
             return
         seen.next = index + 1
@@ -196,6 +204,7 @@ class Attachment:
             seen, index, launched = attachment._of_this_pass(), bucket.index(), attachment.now()
             future = hook(state, bucket)
             if index < len(seen.launched_ns) and launched:
+                seen.launches += 1
                 seen.launched_ns[index] = launched
                 future.add_done_callback(_stamper(seen.done_ns, index, attachment.now))
             return future
@@ -236,10 +245,10 @@ class Attachment:
         return noted
 
     def _backward_ended(self) -> None:
-        seen, self._pass = self._pass, None
-        if not self._expected or (not any(self._ready) and seen is None):
+        if self._expected and not self._over():
             return
-        if seen is None and not self._unseen and not self._left_out():
+        seen, self._pass = self._pass, None
+        if not self._expected:
             return
         self._expected = False
         record = self._recorder.backward()
@@ -257,6 +266,17 @@ class Attachment:
         self._tell_unused(seen)
         self._ready[:] = [0] * len(self._ready)
         self._recorder.finished(record)
+
+    def _over(self) -> bool:
+        """Whether torch has reduced all gradients: each of several losses of one forward may bring a part of them."""
+        if self._unseen:
+            return any(self._ready)
+        awaited = sum(map(self._reduces, range(len(self._members))))
+        return self._pass is not None and self._pass.launches >= awaited
+
+    def _reduces(self, bucket: int) -> bool:
+        """Whether torch reduces that bucket: it may have been told to leave those out that are unused."""
+        return not self._skips or any(self._ready[index] for index in self._members[bucket])
 
     def _stamper_of(self, index: int) -> Callable[[torch.Tensor], None]:
         ready, turns, now, turn = self._ready, self._turns, self.now, self._turn
@@ -301,12 +321,15 @@ class Attachment:
         )
 
 
-def _gone(stop_listening: Callable[[], None], recorder: ModuleRecorder) -> None:
-    """The model was collected with its telemetry on."""
+def _gone(handles: list[Any], stop_listening: Callable[[], None], recorder: ModuleRecorder) -> None:
+    """The model was collected with its telemetry on.
+
+    When, and on which thread, differs from rank to rank: what the models share stays, so that the ranks stay alike.
+    """
+    while handles:  # What the model wrapped may live on.
+        handles.pop().remove()
     stop_listening()
-    telemetry.leave(recorder)
-    if not _attachments:
-        _patches.undo()
+    telemetry.forget(recorder)
 
 
 def _current_layout(
@@ -329,6 +352,7 @@ def _register(model: Any, state: object, hook: Callable[..., Any], attachment: A
 
 def _patch() -> None:
     """Teach torch's class to tell the attachment of a model, where it has one. The models stay untouched."""
+    _patches.undo()  # Models that were collected left them.
     _patches.put(DistributedDataParallel, "_pre_forward", _telling_forward)
     _patches.put(DistributedDataParallel, "_sync_buffers", _telling_buffers)
     _patches.put(DistributedDataParallel, "register_comm_hook", _timing_hook)

@@ -224,7 +224,7 @@ class StepTracker:
     def backward_ended(self) -> None:
         """The outermost backward returned or raised."""
         self._backward_depth = 0
-        for told in self.on_backward_end:
+        for told in tuple(self.on_backward_end):  # One may be collected meanwhile, and go.
             told()
         self.pop()
         if self._step is None:

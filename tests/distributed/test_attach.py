@@ -209,6 +209,9 @@ def unused(rank: int, world_size: int) -> dict[str, Any]:
             ddp = TorchDDP(Branching(), find_unused_parameters=find)
             ddpobs.attach(ddp, sent.config)
             ddp(batch(rank)).sum().backward()
+            if not find:
+                with pytest.raises(RuntimeError, match="finished reduction"):
+                    ddp(batch(rank))  # Until now another loss might have reached them.
         found["flag" if find else "no flag"] = [(u.locally, u.globally) for u in sent.unused]
     return found
 
@@ -286,18 +289,30 @@ def test_taking_it_off_leaves_nothing_behind() -> None:
     assert run_ranks(detached, 2) == [[True, True, True, True, 5]] * 2
 
 
-def collected(rank: int, world_size: int) -> bool:
+def collected(rank: int, world_size: int) -> list[Any]:
+    module = net()
     with sending() as sent:
-        ddp = TorchDDP(net(), **CAP)
-        ddpobs.attach(ddp, sent.config)
-        train(ddp, rank)
-        del ddp
-        gc.collect()
-        return telemetry._process is None
+        before = traces(TorchDDP(module, **CAP))[3:-1]
+        for _ in range(3):
+            ddp = TorchDDP(module, **CAP)
+            ddpobs.attach(ddp, sent.config)
+            train(ddp, rank)
+            del ddp
+            gc.collect()
+        process = telemetry._process
+        assert process is not None
+        kept = [len(process._recorders), process._tracker.modules, len(process._tracker.on_backward_end)]
+        hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters())
+        attachment = ddpobs.attach(TorchDDP(module, **CAP), sent.config)
+        assert attachment is not None
+        attachment.detach()
+        ended = telemetry._process is None
+        after = traces(TorchDDP(module, **CAP))[3:-1]
+    return [kept, hooks, ended, before == after]
 
 
-def test_a_collected_model_takes_its_telemetry_with_it() -> None:
-    assert run_ranks(collected, 2) == [True, True]
+def test_a_collected_model_leaves_nothing_but_the_process_s_telemetry_which_the_next_ones_end() -> None:
+    assert run_ranks(collected, 2) == [[[0, 0, 0], 0, True, True]] * 2
 
 
 def refused(rank: int, world_size: int) -> list[Any]:

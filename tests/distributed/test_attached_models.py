@@ -1,0 +1,179 @@
+"""Models that come and go, and backward passes that bring a part of the gradients: telemetry on torch's own DDP."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import ddpobs
+from ddpobs import telemetry, wire
+from tests.distributed.compare import batch, net, train
+from tests.distributed.launch import run_ranks
+from tests.distributed.sent import Sent, sending
+
+SMALL_BUCKETS = {"bucket_cap_mb": 1e-5}
+STEPS = 4
+
+
+def collect_on_the_telemetry_thread() -> None:
+    process, done = telemetry._process, threading.Event()
+    assert process is not None
+
+    def collect() -> None:
+        if not done.is_set():
+            gc.collect()
+            done.set()
+
+    process._exporter.every(0.05, collect)
+    assert done.wait(10)
+
+
+def collect_in_the_next_attach() -> None:
+    join = telemetry.join
+
+    def collecting(*args: Any) -> Any:
+        gc.collect()
+        return join(*args)
+
+    telemetry.join = collecting
+
+
+def trainings(rank: int, world_size: int) -> dict[str, Any]:
+    """Three models, each in a cycle of references; on each rank they are collected at another time, or never."""
+    collect: list[Callable[[], object]] = [
+        gc.collect,
+        collect_on_the_telemetry_thread,
+        collect_in_the_next_attach,
+        lambda: None,
+    ]
+    gc.collect()
+    gc.disable()
+    with sending() as sent:
+        for _ in range(3):
+            ddp = TorchDDP(net())
+            vars(ddp)["owner"] = SimpleNamespace(model=ddp)
+            ddpobs.attach(ddp, sent.config)
+            train(ddp, rank, STEPS)
+            del ddp
+            collect[rank]()
+    return {
+        "attempts": {(one.run, one.attempt, one.source) for one in sent.batches},
+        "steps": sent.steps("step"),
+        "spans": len(set(sent.spans("step"))),
+        "goodbyes": sent.events.count("goodbye"),
+    }
+
+
+def test_models_one_after_the_other_share_an_attempt_whenever_they_are_collected() -> None:
+    answers = run_ranks(trainings, 4)
+    assert len({(run, attempt) for answer in answers for run, attempt, _ in answer["attempts"]}) == 1
+    for answer in answers:
+        assert len(answer["attempts"]) == 1
+        assert answer["steps"] == list(range(3 * STEPS))
+        assert answer["spans"] == 3 * STEPS
+        assert answer["goodbyes"] == 1
+
+
+class ActorCritic(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.actor, self.critic = nn.Linear(8, 8), nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.actor(x), self.critic(x)
+
+
+def two_losses(rank: int, world_size: int) -> dict[str, Any]:
+    found = {}
+    for name, options in {"one bucket": {}, "several buckets": SMALL_BUCKETS}.items():
+        with sending() as sent:
+            ddp = TorchDDP(ActorCritic(), **options)
+            ddpobs.attach(ddp, sent.config)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                action, value = ddp(batch(rank, step))
+                action.pow(2).mean().backward()
+                value.pow(2).mean().backward()
+                optimizer.step()
+        found[name] = sent
+    return {name: losses_seen(sent) for name, sent in found.items()}
+
+
+def losses_seen(sent: Sent) -> dict[str, Any]:
+    first, last = sent.layouts[0], sent.layouts[-1]
+    flags = sent.steps("flags")
+    return {
+        "buckets": [len(first.buckets), *[len(last.buckets)] * (STEPS - 1)],
+        "spans": [sent.spans("step").count(step) for step in range(STEPS)],
+        "ordered": all(
+            0 < ready <= launched <= done
+            for ready, launched, done in zip(
+                sent.spans("ready_ns"), sent.spans("launched_ns"), sent.spans("done_ns"), strict=True
+            )
+        ),
+        "collectives": sent.steps("collective"),
+        "backwards": sent.steps("micro_steps"),
+        "clean": [not flag & wire.NO_ORIGIN for flag in flags],
+        "unused": len(sent.unused),
+        "phases": [sum(phases.values()) for phases in sent.phases()],
+        "wall": [end - start for start, end in zip(sent.steps("start_ns"), sent.steps("end_ns"), strict=True)],
+    }
+
+
+def test_two_losses_with_parameters_of_their_own_are_one_synchronised_backward() -> None:
+    for answers in run_ranks(two_losses, 2):
+        assert answers["several buckets"]["buckets"][-1] > 1
+        for seen in answers.values():
+            assert seen["spans"] == seen["buckets"]
+            assert seen["ordered"]
+            assert seen["collectives"] == list(range(STEPS))
+            assert seen["backwards"] == [2] * STEPS
+            assert seen["clean"] == [False] + [True] * (STEPS - 1)
+            assert seen["unused"] == 0
+            assert seen["phases"] == seen["wall"]
+
+
+class Middle(nn.Module):
+    """Three layers of one size; nobody uses the middle one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.never, self.last = (nn.Linear(8, 8, bias=False) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.first(x))  # type: ignore[no-any-return]
+
+
+def skipping(rank: int, world_size: int) -> dict[str, list[list[str]]]:
+    """By setting, of each step the parameters whose buckets are told as launched, or as ready."""
+    found = {}
+    for setting in ("find_unused_parameters", "static_graph"):
+        with sending() as sent:
+            ddp = TorchDDP(Middle(), skip_all_reduce_unused_params=True, **SMALL_BUCKETS, **{setting: True})
+            ddpobs.attach(ddp, sent.config)
+            train(ddp, rank, STEPS)
+        layouts = {layout.revision: layout.buckets for layout in sent.layouts}
+        spans = list(zip(sent.spans("step"), sent.spans("revision"), sent.spans("bucket"), strict=True))
+        found[setting] = [
+            [p.name for at, revision, bucket in spans if at == step for p in layouts[revision][bucket].parameters]
+            for step in sent.steps("step")
+        ]
+    return found
+
+
+def test_a_bucket_that_torch_leaves_out_is_not_taken_for_the_next_one_of_its_size() -> None:
+    used = ["last.weight", "first.weight"]
+    for answer in run_ranks(skipping, 2):
+        assert answer["find_unused_parameters"] == [used] * STEPS
+        # Its first two backward passes have one bucket.
+        assert answer["static_graph"][2:] == [used] * (STEPS - 2)
