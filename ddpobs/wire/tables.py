@@ -53,9 +53,13 @@ def pack_steps(rank: Ints, steps: Steps) -> bytes:
     return packing.pack({"rank": rank, **known, **rests})
 
 
-def unpack_steps(packed: bytes) -> dict[str, Ints]:
-    """The columns that `pack_steps` packed, `rank` among them."""
-    found = packing.unpack(packed)
+def unpack_steps(packed: bytes, limit_bytes: int = packing.UNPACKED_BYTES) -> dict[str, Ints]:
+    """The columns that `pack_steps` packed, `rank` among them.
+
+    Raises:
+        WireError: It is no such thing, or more than `limit_bytes` of it.
+    """
+    found = packing.unpack(packed, limit_bytes)
     for name in _FORETOLD:
         if name not in found:  # The first chunks of this kind had every column.
             found[name] = found.pop(f"{name}_rest") + _foretold(name, found)

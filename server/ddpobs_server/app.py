@@ -33,6 +33,8 @@ from ddpobs_server.watching import Watch
 _log = logging.getLogger(__name__)
 _DRAIN_S = 10
 """How long open requests may take after SIGTERM."""
+_CLOSE_S, _STORE_S = 12, 1
+"""And then all that writes or reads on its own, and the store's connections."""
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -59,11 +61,9 @@ def create_app(settings: Settings) -> FastAPI:
         _log.info("collector started", extra={"version": ddpobs.__version__, "database": where})
         yield
         lag.cancel()
-        app.state.watch.close()
-        app.state.keeper.close()
-        app.state.writer.close()
-        app.state.reports.close()
-        store.close()
+        state = app.state
+        serving.close(_CLOSE_S, state.watch.close, state.keeper.close, state.writer.close, state.reports.close)
+        serving.close(_STORE_S, store.close)
         _log.info("collector ended: what was accepted is written")
 
     app = FastAPI(
@@ -121,6 +121,7 @@ def serve(
         host=settings.host,
         port=settings.port,
         http=BoundedHead,
+        ws="none",
         log_config=None,
         log_level=settings.log_level,
         access_log=settings.access_log,

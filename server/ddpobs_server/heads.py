@@ -1,4 +1,4 @@
-"""What comes before a request's body is bounded too, in size and in time: nobody needs a token to send it."""
+"""What comes beside a request's body is bounded too, in size and in time: nobody needs a token to send it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,22 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from ddpobs_server.problems import MEDIA_TYPE, Problem
 
 MOST_BYTES, MOST_S = 65_536, 30.0
+REST_S = 10.0
+"""How long what is left of a request is read after its answer: many clients read that only once they have sent all."""
 
 
 class BoundedHead(HttpToolsProtocol):
-    """uvicorn's connection; one whose request line and headers are too long or too slow to come is closed."""
+    """uvicorn's connection; one is closed whose requests are, beside their bodies, too long or too slow to come."""
 
-    _head_bytes: int | None = 0
-    """Of the head that has begun and not ended; None between heads."""
+    _bytes = 0
+    """Of the head or the trailers that have begun; none while a body comes."""
+    _in_head, _took_body = True, False
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first head."""
         super().connection_made(transport)
-        self._begin()
+        self._await_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
@@ -33,29 +36,56 @@ class BoundedHead(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         """A head begins."""
         super().on_message_begin()
-        self._end()
-        self._begin()
+        self._await_head()
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Keep a header; a trailer is none, and would change a request that is being answered."""
+        if self._in_head:
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """It has ended."""
+        """The head has ended."""
         self._end()
+        self._in_head, self._took_body = False, True
         super().on_headers_complete()
 
-    def data_received(self, data: bytes) -> None:
-        """Take bytes; those of a head that has not ended are counted."""
-        super().data_received(data)
-        if self._head_bytes is not None:
-            self._head_bytes += len(data)
-            if self._head_bytes > MOST_BYTES:
-                self._refuse(Problem(431, "Headers too large", f"at most {MOST_BYTES} bytes come before the body"))
+    def on_body(self, body: bytes) -> None:
+        """A part of the body, which `limits` bounds."""
+        self._took_body = True
+        super().on_body(body)
 
-    def _begin(self) -> None:
-        self._head_bytes = 0
+    def on_message_complete(self) -> None:
+        """The request has ended; the next may come once it is answered."""
+        super().on_message_complete()
+        self._in_head = True
+        if self.cycle.response_complete:
+            self._await_head()
+
+    def on_response_complete(self) -> None:
+        """The next request may come once this one has ended."""
+        super().on_response_complete()
+        if self._timer is not None or not self.cycle.response_complete:
+            return  # Requests that came before their time are under way.
+        if self._in_head:
+            self._await_head()
+        else:
+            self._timer = self.loop.call_later(REST_S, self.transport.close)
+
+    def data_received(self, data: bytes) -> None:
+        """Take bytes; those beside a body are counted."""
+        self._took_body = False
+        super().data_received(data)
+        self._bytes = 0 if self._took_body else self._bytes + len(data)
+        if self._bytes > MOST_BYTES:
+            self._refuse(Problem(431, "Headers too large", f"at most {MOST_BYTES} bytes come before the body"))
+
+    def _await_head(self) -> None:
+        self._end()
+        self._bytes, self._in_head = 0, True
         slow = Problem(408, "Request too slow", f"the headers did not come within {MOST_S:g} s")
         self._timer = self.loop.call_later(MOST_S, self._refuse, slow)
 
     def _end(self) -> None:
-        self._head_bytes = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -64,8 +94,9 @@ class BoundedHead(HttpToolsProtocol):
         self._end()
         if self.transport.is_closing():
             return
-        body = msgspec.json.encode(problem.document)
-        fields: dict[str, Any] = {"Content-Type": MEDIA_TYPE, "Content-Length": len(body), "Connection": "close"}
-        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-        self.transport.write(f"HTTP/1.1 {problem.status} {problem.document['title']}\r\n{head}\r\n".encode() + body)
+        if self._in_head and (self.cycle is None or self.cycle.response_complete):  # No answer is under way.
+            body = msgspec.json.encode(problem.document)
+            fields: dict[str, Any] = {"Content-Type": MEDIA_TYPE, "Content-Length": len(body), "Connection": "close"}
+            head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+            self.transport.write(f"HTTP/1.1 {problem.status} {problem.document['title']}\r\n{head}\r\n".encode() + body)
         self.transport.close()

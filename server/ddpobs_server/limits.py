@@ -23,6 +23,8 @@ _IN_MEMORY = 10
 _REMEMBERED = 100_000
 _COUNTED_S = 5.0
 """How long a count of a run's sources is gone by."""
+_DIGITS = 20
+"""Most of a length that is read. Any number of zeros may stand before it, and `int` refuses what is too long."""
 _LATER = {"Retry-After": "60"}
 
 
@@ -165,7 +167,7 @@ async def read_body(request: Request, held: Held, settings: Settings) -> bytes:
 async def _read(request: Request, held: Held, limit: int) -> bytes:
     told = request.headers.get("Content-Length", "")
     parts: list[bytes] = []
-    size = int(told) if told.isdecimal() else 0
+    size = int(told) if told.isdecimal() and len(told) <= _DIGITS else 0
     if size <= limit:
         size = 0
         async for part in request.stream():

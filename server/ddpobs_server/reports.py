@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import threading
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +19,15 @@ from ddpobs_server.analysis.findings import Finding, Missing, ordered
 from ddpobs_server.analysis.joins import join, mean_over_ranks
 from ddpobs_server.analysis.stragglers import lateness_table
 from ddpobs_server.cache import Cache
-from ddpobs_server.store import Run, Source, Store
+from ddpobs_server.problems import Problem
+from ddpobs_server.store import Run, Source, Store, TooManyRowsError
 
 _log = logging.getLogger(__name__)
 
 _STEPS, _FEWEST_STEPS, _ROWS = 2048, 512, 500_000
 """A diagnosis looks at the latest steps: so many, or as many as make so many rows, but not fewer than the fewest."""
+_MOST_ROWS = 1_000_000
+"""Fewer even than these, where they have more rows."""
 _BUCKET_STEPS, _BUCKET_RANKS = 200, 8
 """The bucket at which a slow backward shows is sought in the latest steps of the slow rank and some others."""
 _TRACE_STEPS, _TRACE_ROWS = 50, 200_000
@@ -38,6 +44,19 @@ class TooMany(ValueError):  # noqa: N818 - what is wrong with what was asked for
         self.fits_until = fits_until
 
 
+@contextmanager
+def one_answer() -> Iterator[None]:
+    """Around reads of columns for an answer.
+
+    Raises:
+        Problem: 422, where a step that is asked for has more rows than are read at once.
+    """
+    try:
+        yield
+    except TooManyRowsError as error:
+        raise Problem(422, "Too many rows", f"{error}; ask for fewer steps, or for one rank's where you may") from None
+
+
 class Reports:
     """Answers about runs.
 
@@ -49,6 +68,7 @@ class Reports:
         self._store = store
         self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
         self._later = ThreadPoolExecutor(1, "ddpobs-reports")
+        self._asking = threading.Lock()
         self._under_way: dict[tuple[str, str], Future[None]] = {}
 
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:
@@ -66,14 +86,15 @@ class Reports:
         Where there is none yet it is waited for, altogether for `_PATIENCE_S`; it is None where that was too short.
         """
         first = []
-        self._under_way = {key: begun for key, begun in self._under_way.items() if not begun.done()}
-        for run in runs:
-            key = (run.run, run.attempt)
-            known, current = self.last_diagnosis(run)
-            if not current and key not in self._under_way:
-                self._under_way[key] = self._later.submit(self._look, key)
-            if known is None and (begun := self._under_way.get(key)) is not None:
-                first.append(begun)
+        with self._asking:
+            self._under_way = {key: begun for key, begun in self._under_way.items() if not begun.done()}
+            for run in runs:
+                key = (run.run, run.attempt)
+                known, current = self.last_diagnosis(run)
+                if not current and key not in self._under_way:
+                    self._under_way[key] = self._later.submit(self._look, key)
+                if known is None and (begun := self._under_way.get(key)) is not None:
+                    first.append(begun)
         wait(first, _PATIENCE_S)
         return [self.last_diagnosis(run)[0] for run in runs]
 
@@ -84,9 +105,10 @@ class Reports:
             _log.exception("run %s was not diagnosed", key[0])
 
     def close(self) -> None:
-        """Begin no more diagnoses, and wait for the one under way."""
-        self._later.shutdown(cancel_futures=True)
+        """Begin no more diagnoses."""
+        self._later.shutdown(wait=False, cancel_futures=True)
 
+    @one_answer()
     def stragglers(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         """Own times of all ranks by step, who was last, and each rank's share and excess.
 
@@ -117,6 +139,7 @@ class Reports:
             answer["noise_ns"] = self._noise_ns(run, attempt, int(joined.step[-1]))
         return answer
 
+    @one_answer()
     def mean_steps(
         self, run: str, attempt: str, first: int | None, last: int | None
     ) -> tuple[dict[str, wire.Ints], int | None]:
@@ -125,6 +148,7 @@ class Reports:
         _, steps = self._store.steps(run, attempt, None, first, last if end is None else end)
         return mean_over_ranks(steps), None if end is None else end + 1
 
+    @one_answer()
     def aligned_spans(
         self,
         run: str,
@@ -148,6 +172,7 @@ class Reports:
             columns[f"aligned_{name}_ns"] = clocks.aligned(ranks, offsets, columns[f"{name}_ns"])
         return {name: values[wanted] for name, values in columns.items()}
 
+    @one_answer()
     def trace(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         """Chrome trace of the steps asked for; where an end is left open, of `_TRACE_STEPS`, or as many as fit.
 
@@ -176,31 +201,39 @@ class Reports:
 
     def _diagnose(self, run: str, attempt: str) -> dict[str, Any]:
         sources = self._store.sources(run, attempt)
-        rank, steps = self._recent_steps(run, attempt, sources)
+        missing = _silent(sources)
+        try:
+            rank, steps = self._recent_steps(run, attempt, sources)
+        except TooManyRowsError as error:
+            rank, steps = np.zeros(0, np.int64), wire.Steps.of(np.zeros((len(wire.Steps.names), 0), np.int64))
+            missing.append(Missing("steps", str(error)))
         joined = join(rank, steps)
         evidence = Evidence(
             rank=rank,
             steps=steps,
             joined=joined,
-            unused=self._store.unused(run, attempt),
+            unused=self._store.latest_unused(run, attempt),
             settings=next((s.hello.settings for s in sources if s.hello), {}),
             emitted={s.rank: s.emitted for s in sources},
             dropped={s.rank: s.dropped for s in sources},
             # A gap may still be under way while the source lives.
             missing_batches={s.rank: s.missing_batches if s.goodbye else 0 for s in sources},
-            events=self._store.events(run, attempt),
+            events=self._store.first_events(run, attempt),
             ahead_ns={s.rank: s.anchor.wall_ns - s.last_seen_ns for s in sources},
         )
         hosts = {s.rank: s.hello.host for s in sources if s.hello}
         judged = [stragglers.straggler_findings(joined, hosts), *(find(evidence) for find in CATALOGUE)]
         findings = [f for found in judged if not isinstance(found, Missing) for f in found]
-        findings = self._with_buckets(findings, run, attempt, (rank, steps))
+        try:
+            findings = self._with_buckets(findings, run, attempt, (rank, steps))
+        except TooManyRowsError as error:
+            missing.append(Missing("buckets", str(error)))
         return {
             "run": run,
             "attempt": attempt,
             "steps_seen": int(steps.step.max()) + 1 if len(steps.step) else 0,
             "findings": [finding.as_json() for finding in ordered(findings)],
-            "missing": [str(found) for found in [*judged, *_silent(sources)] if isinstance(found, Missing)],
+            "missing": [str(found) for found in [*judged, *missing] if isinstance(found, Missing)],
         }
 
     def _with_buckets(
@@ -241,6 +274,9 @@ class Reports:
     def _recent_steps(self, run: str, attempt: str, sources: list[Source]) -> tuple[wire.Ints, wire.Steps]:
         last = max((source.last_step for source in sources), default=0)
         window = max(_FEWEST_STEPS, min(_STEPS, _ROWS // max(1, len(sources))))
+        held = self._store.rows_held
+        while window > 1 and (rows := held("steps", run, attempt, last - window + 1, last)) > _MOST_ROWS:
+            window = max(1, int(0.9 * window * _MOST_ROWS / rows))
         return self._store.steps(run, attempt, None, max(0, last - window + 1), last)
 
     def _last_step(self, run: str, attempt: str) -> int:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import gc
+import logging
+import os
 import resource
 import signal
 import socket
 import sys
+import threading
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -15,8 +20,11 @@ import numpy as np
 import uvicorn
 from fastapi import FastAPI
 
+_log = logging.getLogger(__name__)
 _END_S = 30
 """How long all of the end may take, whatever a client or the database does."""
+_LEFT_S = 1.0
+"""How long threads may hold the process once all is closed."""
 _KEPT_BYTES = 2**25 - 2**16
 """Below glibc's most, 32 MiB."""
 
@@ -54,11 +62,30 @@ class _Server(uvicorn.Server):
         gc.freeze()
         _keep_memory()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End; threads that wait for a database which hangs would hold the process, and are left behind."""
+        await super().shutdown(sockets)
+        leave = threading.Timer(_LEFT_S, os._exit, [0])
+        leave.daemon = True
+        leave.start()
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin the orderly end; from here on the system itself ends the process, at the next signal or in time."""
         signal.signal(sig, signal.SIG_DFL)
         signal.alarm(_END_S)
         super().handle_exit(sig, frame)
+
+
+def close(within_s: float, *parts: Callable[[], None]) -> None:
+    """Close parts of the application at the same time; those that take too long are left at it, on daemon threads."""
+    deadline = time.monotonic() + within_s
+    closing = [threading.Thread(target=part, name=part.__qualname__, daemon=True) for part in parts]
+    for thread in closing:
+        thread.start()
+    for thread in closing:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        if thread.is_alive():
+            _log.warning("%s did not end within %g s", thread.name, within_s)
 
 
 def _keep_memory() -> None:

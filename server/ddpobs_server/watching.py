@@ -91,6 +91,12 @@ class Watch:
             self._well = False
             _log.error("the database does not answer: %s: %s", type(error).__name__, error)
         self._looked_at = time.monotonic()
+        try:
+            self._look_at_disk()
+        except OSError as error:
+            _log.error("the database's disk cannot be read: %s", error)
+
+    def _look_at_disk(self) -> None:
         if (folder := self._store.folder) is not None and folder.is_dir():
             disk = shutil.disk_usage(folder)
             self._disk.labels("free").set(disk.free)

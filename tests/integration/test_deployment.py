@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.integration.faults import until
 from tests.integration.tools import need
 from tests.integration.training import ROOT
+from tests.ports import free_port
 
 COMPOSE = ("docker-compose.yml", "deploy/two-collectors.yml")
 
@@ -67,3 +72,34 @@ def test_the_image_runs_as_no_root_is_watched_and_copies_what_is_there() -> None
     for source in {name for names in copied for name in names}:
         assert Path(ROOT / source).exists(), source
         assert source in let_in
+
+
+@pytest.mark.parametrize("tls", [False, True])
+def test_the_image_watches_the_port_and_the_protocol_that_are_set(tmp_path: Path, tls: bool) -> None:
+    settings: dict[str, Any] = {"port": free_port(), "host": "0.0.0.0", "token": "s3cret"}
+    if tls:
+        made = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=elsewhere", "-days", "2"]
+        made += ["-keyout", "one.pem", "-out", "one.pem"]
+        subprocess.run([need("openssl", "openssl"), *made], cwd=tmp_path, check=True, capture_output=True)
+        settings["tls_cert"] = tmp_path / "one.pem"
+    log = (tmp_path / "log").open("wb")
+    environ = os.environ | {f"DDPOBS_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
+    server = subprocess.Popen(
+        [Path(sys.executable).with_name("ddpobs-server")], cwd=tmp_path, env=environ, stdout=log, stderr=log
+    )
+    try:
+        until(lambda: is_healthy(environ))
+        assert not is_healthy(environ | {"DDPOBS_SERVER_PORT": str(free_port())})
+    finally:
+        server.terminate()
+        server.wait(30)
+        log.close()
+
+
+def is_healthy(environ: dict[str, str]) -> bool:
+    """What the image's health check says, in such an environment."""
+    lines = (ROOT / "server" / "Dockerfile").read_text().replace("\\\n", "").splitlines()
+    (words,) = (line.partition(" CMD ")[2] for line in lines if line.startswith("HEALTHCHECK"))
+    program, *arguments = json.loads(words)
+    assert program == "python"
+    return subprocess.run([sys.executable, *arguments], env=environ, capture_output=True, check=False).returncode == 0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import shutil
 import signal
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy import Engine, create_engine
 
 from ddpobs import sender
 from tests import databases
@@ -31,7 +34,7 @@ from tests.integration.faults import (
     whole,
 )
 from tests.integration.rooms import LARGE, Full, Room, full_disk, full_quota
-from tests.server.batches import assert_problem, batch, get, put
+from tests.server.batches import assert_problem, batch, get, put, steps
 
 
 @pytest.fixture(autouse=True)
@@ -111,6 +114,32 @@ def test_a_database_that_stops_is_waited_for(server: Any, tmp_path: Path) -> Non
             collector.until_batches(20)
         push(ranks.spool, collector.url)
         assert_once(collector.url, "waited", ranks.steps)
+
+
+def test_sigterm_ends_it_well_and_soon_where_the_database_hangs(server: Any, tmp_path: Path) -> None:
+    url = databases.new_database(server)
+    store = create_engine(url)
+    with Mortal(tmp_path / "collector", database_url=url) as collector, store.connect() as holder:
+        put(collector.url, batch("hung", steps=steps(0, 2)))
+        holder.exec_driver_sql("LOCK TABLE chunks IN ACCESS EXCLUSIVE MODE")
+        httpx.get(f"{collector.url}/metrics")  # A diagnosis hangs; below, a batch and a read.
+        asked = [lambda: put(collector.url, batch("hung", seq=1, steps=steps(2, 2))),
+                 lambda: httpx.get(f"{collector.url}/api/v1/runs/hung/steps", timeout=60)]  # fmt: skip
+        with ThreadPoolExecutor(len(asked)) as pool:
+            answers = [pool.submit(ask) for ask in asked]
+            until(lambda: waiting_for_a_lock(store) == 3, 20)
+            began = time.monotonic()
+            collector.end(signal.SIGTERM)
+            assert time.monotonic() - began < 27
+        assert not [answer for answer in answers if answer.exception() is None and answer.result().status_code < 500]
+        holder.rollback()
+    store.dispose()
+
+
+def waiting_for_a_lock(engine: Engine) -> int:
+    """How many connections do."""
+    with engine.connect() as connection:
+        return int(connection.exec_driver_sql("SELECT count(*) FROM pg_locks WHERE NOT granted").scalar_one())
 
 
 @pytest.mark.parametrize("full", [full_disk, full_quota])

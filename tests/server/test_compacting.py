@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ddpobs_server.store import Arrival, Store, compacting
-from sqlalchemy import create_engine, text
+from ddpobs_server.store import Arrival, Store, compacting, schema
+from sqlalchemy import create_engine, select, text
 
 from ddpobs import wire
 from tests.databases import Fresh
@@ -101,6 +101,28 @@ def test_two_collectors_at_once_lose_nothing(store: Store, url: str) -> None:
     assert everything(store) == before
     assert len(joined) == 2
     assert chunks(url)[0] == count - sum(joined)
+
+
+def test_what_another_collector_joined_meanwhile_is_not_replaced(
+    store: Store, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arrive(store, rank=0, flushes=4)
+    before = everything(store)
+    joined, join = compacting._joined, compacting._join
+    c = schema.chunks.c
+    columns = (c.attempt, c.kind, c.rank, c.source, c.seq, c.rows)
+    with store._engine.connect() as connection:
+        query = select(*columns).where(c.kind == "spans").order_by(c.seq)
+        first, second, third, late = connection.execute(query).all()
+
+    def meanwhile(*arguments: Any) -> Any:
+        monkeypatch.setattr(compacting, "_joined", joined)
+        assert join(store._engine, "run", [late, third]) == 1
+        return joined(*arguments)
+
+    monkeypatch.setattr(compacting, "_joined", meanwhile)
+    assert join(store._engine, "run", [first, second, third]) == 0
+    assert everything(store) == before
 
 
 def test_a_run_that_goes_meanwhile_stays_gone(store: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:

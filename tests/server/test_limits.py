@@ -136,6 +136,16 @@ def test_a_body_announced_as_too_large_is_refused_before_it_comes(small: Collect
         assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
 
 
+def test_a_length_with_endless_zeros_before_it_is_what_it_says(small: Collector, run: str) -> None:
+    sent = batch(run)
+    body = wire.encode_json(sent)
+    address = urlsplit(small.url)
+    with socket.create_connection((address.hostname, address.port), 60) as client:
+        head = f"PUT {path(sent)} HTTP/1.1\r\nHost: here\r\nContent-Type: {wire.JSON}\r\n"
+        client.sendall(f"{head}Content-Length: {str(len(body)).zfill(5000)}\r\n\r\n".encode() + body)
+        assert client.recv(65536).startswith(b"HTTP/1.1 201 ")
+
+
 @pytest.mark.parametrize("announced", [True, False])
 def test_the_sender_learns_that_a_body_is_too_large(small: Collector, announced: bool) -> None:
     body: Any = bytes(5_000_000) if announced else iter([bytes(50_000)] * 100)
@@ -254,14 +264,9 @@ def test_every_limit_is_documented_with_its_default() -> None:
 def test_headers_without_end_are_ended(small: Collector) -> None:
     address = urlsplit(small.url)
     with socket.create_connection((address.hostname, address.port), 60) as client:
-
-        def send_on() -> None:
-            for _ in range(10_000):
-                client.sendall(b"x" * 10_000)
-
         client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\nX-Long: ")
         with pytest.raises(OSError, match=r"reset|pipe"):
-            send_on()
+            send_on(client, b"x" * 10_000, 5)
 
 
 def test_a_request_with_all_headers_that_are_allowed_is_answered(small: Collector, run: str) -> None:
@@ -270,16 +275,73 @@ def test_a_request_with_all_headers_that_are_allowed_is_answered(small: Collecto
     assert_problem(httpx.get(small.url, headers={"X-Long": "x" * 400_000}), 431)
 
 
-def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "MOST_S", 0.2)
+@contextmanager
+def served() -> Iterator[tuple[str, int]]:
+    """The address of a server without an application: every request is answered 404 before its body has come."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(Starlette(), http=heads.BoundedHead, log_config=None))
+    server = uvicorn.Server(uvicorn.Config(Starlette(), http=heads.BoundedHead, ws="none", log_config=None))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
-        with socket.create_connection(listening.getsockname(), 60) as client:
-            client.sendall(b"GET / HTTP/1.1\r\n")
-            assert answered(client).startswith("HTTP/1.1 408 ")
+        yield listening.getsockname()
     finally:
         server.should_exit = True
         thread.join(60)
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "MOST_S", 0.2)
+    with served() as address, socket.create_connection(address, 60) as client:
+        client.sendall(b"GET / HTTP/1.1\r\n")
+        assert answered(client).startswith("HTTP/1.1 408 ")
+
+
+@pytest.mark.parametrize("request_line", ["GET / HTTP/1.1", f"PUT {path(batch('trailing'))} HTTP/1.1"])
+@pytest.mark.parametrize("trailers", [b"a: b\r\n" * 1000, b"x" * 6000], ids=["many", "long"])
+def test_trailers_without_end_are_ended(small: Collector, request_line: str, trailers: bytes) -> None:
+    address = urlsplit(small.url)
+    head = f"{request_line}\r\nHost: here\r\nContent-Type: {wire.JSON}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
+    with socket.create_connection((address.hostname, address.port), 60) as client:
+        client.sendall(head.encode())
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            send_on(client, trailers, 1.5)  # An upload would be ended after 2 s.
+
+
+def send_on(client: socket.socket, data: bytes, seconds: float) -> None:
+    """Send it again and again."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        client.sendall(data)
+        time.sleep(0.01)
+
+
+def test_a_trailer_is_no_header(small: Collector, run: str) -> None:
+    sent = batch(run, steps=steps(0, 1))
+    body = wire.encode_json(sent)
+    head = f"PUT {path(sent)} HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+    address = urlsplit(small.url)
+    with socket.create_connection((address.hostname, address.port), 60) as client:
+        client.sendall(
+            head.encode() + b"%x\r\n%b\r\n0\r\nContent-Type: %b\r\n\r\n" % (len(body), body, wire.JSON.encode())
+        )
+        assert client.recv(65536).startswith(b"HTTP/1.1 415 ")
+
+
+def test_a_body_that_goes_on_after_its_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "REST_S", 0.5)
+    with served() as address, socket.create_connection(address, 60) as client:
+        client.sendall(b"PUT / HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000\r\n\r\n")
+        send_on(client, b"x", 0.2)
+        assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
+        with pytest.raises(OSError, match=r"reset|pipe"):
+            send_on(client, b"x", 5)
+
+
+@pytest.mark.parametrize("body", [b"", b"x"], ids=["answered after it", "answered before its end"])
+def test_after_a_request_the_next_is_waited_for_as_the_first(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    monkeypatch.setattr(heads, "MOST_S", 0.5)
+    with served() as address, socket.create_connection(address, 3) as client:
+        client.sendall(b"PUT / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(body))
+        assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
+        client.sendall(body or b"\r\n")
+        assert answered(client).startswith("HTTP/1.1 408 ")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
+import httpx
 import pytest
-from ddpobs_server import bench, commands
+from ddpobs_server import bench, commands, watching
 from ddpobs_server.store import Store
+from prometheus_client import CollectorRegistry
 from sqlalchemy import create_engine, inspect
 from typer.testing import CliRunner
 
@@ -69,6 +73,34 @@ def test_check_says_that_all_is_well_and_changes_nothing(fresh: databases.Fresh,
     assert code == 0
     assert found["schema"] == ("ok", f"at {newest}, this version's")
     assert inspect(create_engine(url)).get_table_names() == tables
+
+
+def test_a_disk_that_cannot_be_read_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store = Store(f"sqlite:///{tmp_path}/x.db")
+    watch = watching.Watch(store, CollectorRegistry())
+    monkeypatch.setattr(shutil, "disk_usage", failing)
+    watch.start()
+    assert watch.database_answers
+    watch.close()
+    store.close()
+
+
+def test_scrapes_that_hang_take_no_connection_from_others(postgresql: databases.Fresh, tmp_path: Path) -> None:
+    engine = create_engine(database := postgresql(tmp_path))
+    with collector(tmp_path, database_url=database) as running, ThreadPoolExecutor(20) as pool:
+        put(running.url, batch("slow", steps=steps(0, 2)))
+        with engine.connect() as holder:
+            holder.exec_driver_sql("LOCK TABLE step_histogram IN ACCESS EXCLUSIVE MODE")
+            scrapes = [pool.submit(httpx.get, f"{running.url}/metrics", timeout=60) for _ in range(20)]
+            told = as_completed(scrapes, timeout=20)
+            assert all("ddpobs_server_info" in next(told).result().text for _ in range(18))
+            assert get(running.url, "/runs")["runs"]
+            holder.rollback()
+        assert all("ddpobs_steps_total{" in scrape.result().text for scrape in told)
+    engine.dispose()
 
 
 def test_check_ends_with_1_as_a_command_and_reads_as_text(tmp_path: Path) -> None:

@@ -99,11 +99,11 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield running.url
 
 
-def put(url: str, sent: wire.Batch) -> None:
+def put(url: str, sent: wire.Batch, **headers: str) -> None:
     answer = httpx.put(
         f"{url}/api/v1/runs/{sent.run}/sources/{sent.source}/batches/0",
         content=wire.encode(sent),
-        headers={"Content-Type": wire.MSGPACK},
+        headers={"Content-Type": wire.MSGPACK, **headers},
     )
     assert answer.status_code == 201, answer.text
 
@@ -125,13 +125,14 @@ def browser() -> Iterator[Any]:
 
 
 class Visit:
-    """A page, what it asked for and what it complained of."""
+    """A page, what it asked for and what it complained of; asked for a token, it gives one."""
 
-    def __init__(self, browser: Any, address: str) -> None:
+    def __init__(self, browser: Any, address: str, token: str = "") -> None:
         self.page = browser.new_page(viewport={"width": 1280, "height": 1000})
         self.requests: list[str] = []
         self.complaints: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
+        self.page.on("dialog", lambda dialog: dialog.accept(token))
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
         self.page.goto(address)
@@ -194,6 +195,22 @@ def test_names_that_clients_chose_are_text_and_nothing_else(browser: Any, url: s
     visit.page.locator("#ranks td").get_by_text(EVIL).first.wait_for()
     assert visit.page.locator("img").count() == 0
     assert "owned" not in visit.page.title()
+
+
+@pytest.mark.parametrize(
+    ("where", "link", "holds"), [("/runs/kept", "trace", "traceEvents"), ("", "metrics", "# HELP")]
+)
+def test_with_a_token_a_link_saves_what_it_leads_to(
+    browser: Any, tmp_path: Path, where: str, link: str, holds: str
+) -> None:
+    with collector(tmp_path, token="s3cret") as guarded:
+        put(guarded.url, batch("kept", 0, slow=False, host="node"), Authorization="Bearer s3cret")
+        visit = Visit(browser, guarded.url + where, token="s3cret")
+        visit.page.get_by_text("kept").first.wait_for()
+        with visit.page.expect_download() as saved:
+            visit.page.get_by_role("link", name=link).click()
+        assert holds in saved.value.path().read_text()
+        assert not [complaint for complaint in visit.complaints if "401" not in complaint]
 
 
 def test_an_unknown_run_says_so(browser: Any, url: str) -> None:

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import numpy as np
 import pytest
 from ddpobs_server.api import runs
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Store, reading
+from ddpobs_server.store import Arrival, Store, reading
 from fastapi.testclient import TestClient
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -113,12 +114,22 @@ def test_metrics_are_read_by_prometheus_own_parsers(tmp_path: Path, accept: str)
     assert of("ddpobs_allreduce_bytes_total", rank="1") == 40 * (1000 + 2000)
     assert of("ddpobs_bucket_comm_seconds_total", bucket="1") == pytest.approx(3 * 40 * 0.015)
     assert of("ddpobs_last_step", rank="1") == 39
+    assert of("ddpobs_last_step_timestamp_seconds", rank="1") > 0
     assert of("ddpobs_unused_parameters") == 1
     assert of("ddpobs_findings", code="straggler", severity="critical") == 1
     assert of("ddpobs_step_duration_seconds_count") == 120
     facts = {"attempt": ATTEMPT, "backend": "gloo", "torch": "", "world_size": "3"}
     assert of("ddpobs_run_info", device=evil, **facts) == 1
     assert any(name == "ddpobs_server_batches_total" for name, *_ in samples)
+
+
+def test_a_rank_without_a_step_has_no_time_of_its_last_one(tmp_path: Path) -> None:
+    with client(sqlite(tmp_path)) as to:
+        put(to, batch("run", rank=0, hello=hello()))
+        put(to, batch("run", rank=1, steps=steps(0, 1)))
+        text = to.get("/metrics").text
+    assert 'ddpobs_last_step_timestamp_seconds{rank="1",run="run"}' in text
+    assert 'ddpobs_last_step_timestamp_seconds{rank="0",run="run"}' not in text
 
 
 def test_bytes_are_counted_where_buckets_are_reduced_unequally_often(tmp_path: Path) -> None:
@@ -189,6 +200,66 @@ def test_a_trace_of_too_many_steps_says_how_many_fit(tmp_path: Path, monkeypatch
         assert to.get("/api/v1/runs/run/trace", params={"from": 5, "to": 14}).status_code == 200
         events = to.get("/api/v1/runs/run/trace").json()["traceEvents"]
     assert {e["args"]["step"] for e in events if e["ph"] == "X"} == set(range(30, 40))
+
+
+@pytest.mark.parametrize("kind", ["spans", "comms", "steps"])
+def test_what_came_under_larger_limits_is_read(store: Store, kind: str) -> None:
+    step = np.arange(1_400_000 if kind != "steps" else 450_000)
+    sent: Any = spans(0, len(step) // 2) if kind != "steps" else steps(0, len(step))
+    if kind == "comms":
+        sent = wire.Comms(step=step, module=step * 0, kind=step * 0, launched_ns=step, done_ns=step)
+    told = {"packed_spans": wire.pack_spans(sent)} if kind == "spans" else {}
+    store.ingest([Arrival(batch("run", **{kind: sent}, **told), b"", 1, 1)])
+    read = getattr(store, kind)("run", ATTEMPT, first=7, last=7)[1]
+    assert read.step.tolist() == [7] * (2 if kind == "spans" else 1)
+
+
+def unused(step: int, module: int, *names: str) -> wire.Unused:
+    return wire.Unused(step=step, module=module, locally=list(names), globally=[])
+
+
+def test_metrics_and_diagnoses_read_the_latest_unused_sets_and_each_kind_of_event_once(store: Store) -> None:
+    evil = ',"module":7,"locally":["'
+    for rank in range(2):
+        for seq in range(20):
+            sets = [unused(seq, 0, *([evil] if seq % 2 else [])), unused(seq, 1), unused(seq, 1, f"{seq}")]
+            events = [wire.Event(kind="rebuilt", at_ns=0, step=seq), wire.Event(kind="drawn", at_ns=0, step=seq)]
+            sent = batch("run", seq, rank, unused=sets if seq < 10 else sets[:1], events=events)
+            store.ingest([Arrival(sent, bytes([rank, seq]), 1, seq)])
+    latest = [unused(9, 1), unused(9, 1, "9"), unused(18, 0), unused(19, 0, evil)]
+    told = msgspec.to_builtins([("run", rank, one) for rank in range(2) for one in latest])
+    assert msgspec.to_builtins([("run", *one) for one in store.latest_unused("run", ATTEMPT)]) == told
+    assert msgspec.to_builtins(store.aggregates(0).unused) == told
+    first = store.first_events("run", ATTEMPT)
+    assert [(rank, event.kind, event.step) for rank, event in first] == [
+        (rank, kind, 0) for rank in range(2) for kind in ("rebuilt", "drawn")
+    ]
+
+
+def test_unused_sets_are_told_up_to_a_limit_the_latest_first_of_all(tmp_path: Path) -> None:
+    with client(sqlite(tmp_path)) as to:
+        for rank in range(2):
+            for seq in range(20):
+                put(to, batch("run", seq, rank, unused=[unused(seq, 0, "a"), unused(seq, 1, "b")]))
+
+        def told(**query: int) -> list[tuple[int, int, int]]:
+            found = to.get("/api/v1/runs/run/unused", params=query).json()["unused"]
+            return [(one["rank"], one["step"], one["module"]) for one in found]
+
+        assert len(told()) == 80
+        assert told(limit=4) == [(0, 19, 0), (0, 19, 1), (1, 19, 0), (1, 19, 1)]
+        assert told(limit=4, module=1) == [(0, 18, 1), (0, 19, 1), (1, 18, 1), (1, 19, 1)]
+
+
+@pytest.mark.parametrize("what", ["steps", "steps?mean=true", "steps?from=3&to=3", "spans", "stragglers", "trace"])
+def test_a_step_of_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    with client(sqlite(tmp_path)) as to:
+        fill(to, "run", 3)
+        assert to.get(f"/api/v1/runs/run/{what}").status_code == 200
+        monkeypatch.setattr(reading, "_MOST_BYTES", 300)
+        refused = to.get(f"/api/v1/runs/run/{what}")
+        assert (refused.status_code, refused.json()["title"]) == (422, "Too many rows")
+        assert to.get("/api/v1/runs/run/diagnostics").status_code == 200
 
 
 def test_the_mean_over_ranks_comes_by_step(tmp_path: Path) -> None:

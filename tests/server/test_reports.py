@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import time
 from typing import Any
 
 import numpy as np
@@ -180,6 +181,26 @@ def test_a_diagnosis_of_a_long_run_looks_at_its_latest_steps(store: Store, monke
     assert told["findings"][0]["steps"] == [80, 119]
 
 
+def test_a_diagnosis_looks_at_fewer_steps_where_these_have_too_many_rows(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpobs_server.reports._MOST_ROWS", 40 * RANKS)
+    fill(store, 120, (Slow(1, "data", 60),))
+    first, last = Reports(store).diagnostics(RUN, ATTEMPT)["findings"][0]["steps"]
+    assert last == 119
+    assert 35 <= last - first + 1 <= 40
+
+
+def test_steps_of_more_rows_than_are_read_are_said_in_missing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store, 60, (Slow(1, "data", 60),))
+    again = half(store.steps(RUN, ATTEMPT, 0, 59, 59)[1], np.zeros(500, np.int64))
+    ingest(store, batch(0, 2, steps=again))
+    monkeypatch.setattr("ddpobs_server.store.reading._MOST_BYTES", 50_000)
+    told = Reports(store).diagnostics(RUN, ATTEMPT)
+    assert any(what.startswith("steps: ") for what in told["missing"])
+    assert told["findings"] == []
+
+
 def test_the_late_bucket_is_found_by_some_ranks_as_by_all(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store, 60, (Slow(2, "backward", 60),))
     buckets = [wire.Bucket(size_bytes=4, dtype="float32", parameters=[wire.Parameter(name=n, size=1)]) for n in "ab"]
@@ -212,5 +233,8 @@ def test_the_last_diagnosis_is_told_while_a_new_one_is_made(store: Store, monkey
     assert begun.wait(60)
     assert reports.last_diagnosis(run) == (first, False)
     go_on.set()
+    until = time.monotonic() + 60
+    while not reports.last_diagnosis(run)[1] and time.monotonic() < until:
+        time.sleep(0.01)
     reports.close()
     assert reports.last_diagnosis(run)[1]

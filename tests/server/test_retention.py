@@ -6,14 +6,16 @@ import hashlib
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store, compacting, removing, schema
 from prometheus_client import CollectorRegistry
-from sqlalchemy import func, select, text
+from sqlalchemy import Engine, func, select, text
 
 from ddpobs import wire
 from tests import databases
@@ -22,13 +24,13 @@ from tests.server.batches import ATTEMPT, batch, spans, steps
 DAY_NS = 86_400 * 10**9
 
 
-def arrive(store: Store, run: str, day: int, seq: int = 0, count: int = 200) -> None:
+def arrive(store: Store, run: str, day: float, seq: int = 0, count: int = 200, **fields: str) -> None:
     """A batch of noisy times, which compress badly."""
     noise = np.random.default_rng(seq).integers(0, 10**9, 2 * count)
     sent = spans(seq * count, count)
     sent = spans(seq * count, count, done_ns=sent.done_ns + noise)
-    body = wire.encode(batch(run, seq=seq, steps=steps(seq * count, count), spans=sent))
-    store.ingest([Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), day * DAY_NS)])
+    body = wire.encode(batch(run, seq=seq, steps=steps(seq * count, count), spans=sent, **fields))
+    store.ingest([Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), int(day * DAY_NS))])
 
 
 def rows(store: Store, run: str) -> tuple[int, int, int]:
@@ -50,6 +52,28 @@ def test_old_spans_go_and_their_sums_stay(store: Store) -> None:
     assert rows(store, "new") == (200, 400, 200)
 
 
+def test_old_unused_sets_and_events_go_but_not_those_that_are_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removing, "_CHUNKS", 2)
+    for seq in range(10):
+        sets = [wire.Unused(step=seq, module=module, locally=["a"], globally=[]) for module in range(2)]
+        event = wire.Event(kind="rebuilt", at_ns=0, step=seq)
+        told = {"unused": sets if seq < 3 else sets[:1], "events": [event]}
+        store.ingest([Arrival(batch("run", seq, **told), bytes([seq]), 1, seq * DAY_NS)])
+
+    def read() -> Any:
+        return msgspec.to_builtins([store.latest_unused("run", ATTEMPT), store.first_events("run", ATTEMPT)])
+
+    before = read()
+    tidy(store, day=10, keep_spans_days=3)
+    assert [(one.step, one.module) for _, one in store.unused("run", ATTEMPT)] == [(2, 1), (7, 0), (8, 0), (9, 0)]
+    assert read() == before
+    with store._engine.connect() as connection:
+        held = connection.execute(select(schema.events.c.seq).where(schema.events.c.run_id == "run")).scalars()
+        assert sorted(held) == [0, 7, 8, 9]
+
+
 def test_runs_that_fell_silent_go_altogether(store: Store) -> None:
     arrive(store, "silent", day=1)
     arrive(store, "long", day=1)
@@ -57,6 +81,32 @@ def test_runs_that_fell_silent_go_altogether(store: Store) -> None:
     tidy(store, day=10, keep_runs_days=5)
     assert store.run("silent") is None
     assert rows(store, "long") == (400, 800, 400)
+
+
+def test_a_run_that_comes_back_as_it_is_to_go_stays_as_a_whole(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    arrive(store, "back", day=1)
+    delete = removing.delete_run
+
+    def meanwhile(engine: Engine, run: str, *asked: Any) -> bool:
+        arrive(store, run, day=9, seq=1)
+        return delete(engine, run, *asked)
+
+    monkeypatch.setattr(removing, "delete_run", meanwhile)
+    assert store.expire_runs(5 * DAY_NS) == 0
+    assert rows(store, "back") == (400, 800, 400)
+
+
+def test_a_run_that_comes_back_while_it_goes_loses_no_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(removing, "_CHUNKS", 1)
+    for seq in range(3):
+        arrive(store, "back", day=1, seq=seq)
+    monkeypatch.setattr(time, "sleep", lambda _: arrive(store, "back", day=9, seq=3))
+    assert store.expire_runs(5 * DAY_NS) == 0
+    assert rows(store, "back") in ((600, 1600, 800), (800, 1200, 800)), "one chunk went"
+    c = schema.chunks.c
+    with store._engine.connect() as connection:
+        held = connection.execute(select(func.sum(func.length(c.payload))).where(c.run_id == "back")).scalar_one()
+        assert connection.execute(select(schema.runs.c.chunk_bytes)).scalar_one() == held
 
 
 @pytest.mark.parametrize("what", ["compact", "expire", "shrink"])
@@ -111,6 +161,36 @@ def test_the_oldest_spans_make_room_before_any_run_goes(tmp_path: Path) -> None:
     assert kept == sorted(kept)  # The oldest first.
     assert (kept[0], kept[-1]) == (False, True)
     assert [rows(store, f"run-{day}")[2] for day in range(4)] == [20_000] * 4
+    store.close()
+
+
+def test_a_runs_oldest_columns_make_room_and_no_more_of_them_than_has_to_go(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(removing, "_CHUNKS_FOR_ROOM", 1)
+    empty = store.used_bytes()
+    for seq in range(5, 10):
+        arrive(store, "running", day=9, seq=seq, count=2000)
+    old = store.used_bytes()
+    for seq in range(5):
+        arrive(store, "running", day=9, seq=seq, count=2000, attempt="b" * 16, source="b" * 16)
+    limit = (empty + old) // 2 + store.used_bytes() - old
+    tidy(store, day=9, keep_gb=limit / 1e9)
+    kept = store.spans("running", ATTEMPT)[1].step
+    assert 10_000 < kept[0] < kept[-1] == 19_999
+    assert len(kept) == 2 * (20_000 - kept[0])
+    assert len(store.spans("running", "b" * 16)[0]) == 20_000
+    assert limit - (old - empty) / 5 < store.used_bytes() <= limit
+
+
+def test_a_run_heard_of_lately_loses_columns_alone(tmp_path: Path) -> None:
+    store = Store(databases.sqlite(tmp_path))
+    store.migrate()
+    arrive(store, "silent", day=1)
+    arrive(store, "running", day=time.time_ns() / DAY_NS)
+    tidy(store, day=time.time_ns() / DAY_NS, keep_gb=1e-9)
+    assert store.run("silent") is None
+    assert rows(store, "running") == (0, 0, 200)
     store.close()
 
 

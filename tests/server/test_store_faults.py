@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
-from ddpobs_server.store import UnavailableError, faults
+from ddpobs_server.store import Store, UnavailableError, faults
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError
 
@@ -44,3 +46,29 @@ def test_a_sqlite_file_that_another_process_holds_asks_to_try_again(tmp_path: Pa
 def test_an_error_of_ours_stays_what_it_is(fresh: databases.Fresh, tmp_path: Path) -> None:
     with engine(fresh(tmp_path)).connect() as connection, pytest.raises(DBAPIError, match="nowhere"):
         connection.exec_driver_sql("SELECT * FROM nowhere")
+
+
+def test_where_all_connections_are_taken_a_store_asks_to_try_again(fresh: databases.Fresh, tmp_path: Path) -> None:
+    store = Store(fresh(tmp_path))
+    pool: Any = store._engine.pool
+    pool._timeout = 0.1
+    with ExitStack() as held:
+        for _ in range(pool.size() + pool._max_overflow):
+            held.enter_context(store._engine.connect())
+        with pytest.raises(UnavailableError, match="no connection was free") as told:
+            store.ready()
+        assert not told.value.full
+    assert store.ready()
+    store.close()
+
+
+def test_a_postgresql_that_vanishes_is_noticed_within_half_a_minute(
+    postgresql: databases.Fresh, tmp_path: Path
+) -> None:
+    store = Store(postgresql(tmp_path))
+    with store._engine.connect() as connection:
+        driver: Any = connection.connection.dbapi_connection
+        told = {name: int(value) for name, value in driver.info.get_parameters().items() if value.isdecimal()}
+    store.close()
+    assert told["keepalives_idle"] + told["keepalives_interval"] * told["keepalives_count"] <= 30
+    assert told["tcp_user_timeout"] == 30_000

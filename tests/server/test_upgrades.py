@@ -49,6 +49,8 @@ def _fill(connection: Connection, revision: str) -> None:
         insert(connection, "sources", **key, attempt=ATTEMPT, rank=rank, world_size=2, **source)
         insert(connection, "batches", **key, seq=0, digest=bytes(32), received_ns=1, size_bytes=1)
         insert(connection, "step_histogram", **key, bound=3, steps=10)
+        body = wire.pack_json(wire.Unused(step=1, module=rank, locally=["a", "b"][:rank], globally=[])).decode()
+        insert(connection, "unused", **key, seq=0, position=0, body=body)
     for chunk in _first_chunks() if revision == "0001" else _second_chunks():
         insert(connection, "chunks", run_id="old", seq=0, first_step=0, last_step=9, **chunk)
 
@@ -144,6 +146,8 @@ def test_an_upgrade_keeps_the_rows_of_tables_that_it_builds_anew(fresh: Fresh, t
     with store._engine.connect() as connection:
         batches = connection.execute(select(schema.batches.c.source, schema.batches.c.digest)).all()
         histogram = connection.execute(select(schema.step_histogram.c.source, schema.step_histogram.c.steps)).all()
+        told = connection.execute(select(schema.unused.c.module, schema.unused.c.names)).all()
+    assert sorted(told) == [(0, 0), (1, 1)]
     assert sorted(batches) == [(source_of(rank), bytes(32)) for rank in range(2)]
     assert sorted(histogram) == [(source_of(rank), 10) for rank in range(2)]
     store.close()

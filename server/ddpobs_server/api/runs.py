@@ -26,7 +26,7 @@ from ddpobs_server.api.deps import (
 )
 from ddpobs_server.api.turns import InTurn
 from ddpobs_server.problems import Problem
-from ddpobs_server.reports import Reports
+from ddpobs_server.reports import Reports, one_answer
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Rollup, Run, Source
 
@@ -127,7 +127,8 @@ def get_steps(
     if mean:
         return columns_answer(run.name, attempt, *reports.mean_steps(run.run, attempt, first, last))
     end = store.page_end("steps", run.run, attempt, rank=rank, first=first, last=last, rows=_PAGE_ROWS)
-    ranks, steps = store.steps(run.run, attempt, rank, first, last if end is None else end)
+    with one_answer():
+        ranks, steps = store.steps(run.run, attempt, rank, first, last if end is None else end)
     columns = {"rank": ranks} | steps.by_name()
     return columns_answer(run.name, attempt, columns, None if end is None else end + 1)
 
@@ -176,14 +177,17 @@ def get_buckets(run: RunDep, attempt: AttemptDep, store: StoreDep, module: Modul
 
 
 @router.get("/runs/{run}/unused")
-def get_unused(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> dict[str, Any]:
-    """Unused parameters by name, each time the set changed."""
-    told = [
-        {"rank": rank, **msgspec.to_builtins(record)}
-        for rank, record in store.unused(run.run, attempt)
-        if module in (None, record.module)
-    ]
-    return {"run": run.name, "attempt": attempt, "unused": told}
+def get_unused(
+    run: RunDep,
+    attempt: AttemptDep,
+    store: StoreDep,
+    module: ModuleQuery = None,
+    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+) -> dict[str, Any]:
+    """Unused parameters by name, each time the set changed; the latest sets, each rank's last one before others'."""
+    told = store.unused(run.run, attempt, module, limit)
+    unused = [{"rank": rank, **msgspec.to_builtins(record)} for rank, record in told]
+    return {"run": run.name, "attempt": attempt, "unused": unused}
 
 
 def run_json(run: Run, settings: Settings) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Every query is within one run, or over the runs, and then each join and each sum
 from __future__ import annotations
 
 from ddpobs_server.store.faults import UnavailableError, UnusableError
+from ddpobs_server.store.reading import TooManyRowsError
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.store import Store, Unstorable
 from ddpobs_server.store.writing import Arrival, Outcome
@@ -22,6 +23,7 @@ __all__ = [
     "Source",
     "Store",
     "Token",
+    "TooManyRowsError",
     "UnavailableError",
     "Unstorable",
     "UnusableError",

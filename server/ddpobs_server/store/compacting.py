@@ -58,14 +58,15 @@ def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> in
     sources, seqs = {one.source for one in part}, {one.seq for one in part}
     with engine.connect() as connection:
         # A list of pairs would be looked for in all of the run; what comes of two lists beside them is passed by.
-        query = select(c.source, c.seq, c.payload).where(
+        query = select(c.source, c.seq, c.rows, c.payload).where(
             c.run_id == run, c.source.in_(sources), c.kind == kind, c.seq.in_(seqs)
         )
-        found = {(row.source, row.seq): row.payload for row in connection.execute(query)}
+        found = {(row.source, row.seq): row for row in connection.execute(query)}
     keys = [(one.source, one.seq) for one in part]
     if not found.keys() >= set(keys):
         return 0
-    payloads = [found[key] for key in keys]
+    read = [found[key] for key in keys]
+    payloads = [one.payload for one in read]
     packed, step = _joined(kind, payloads)
     row = {
         "run_id": run,
@@ -83,10 +84,16 @@ def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> in
         saved = sum(map(len, payloads)) - len(packed)
         less = schema.runs.update().where(runs.run_id == run).values(chunk_bytes=runs.chunk_bytes - saved)
         connection.execute(less)  # The run's own row first, as whoever deletes it does.
+        # Under a key that another collector joined some to there are more rows than were read.
         one = schema.chunks.delete().where(
-            c.run_id == run, c.source == bindparam("of"), c.kind == kind, c.seq == bindparam("number")
+            c.run_id == run,
+            c.source == bindparam("of"),
+            c.kind == kind,
+            c.seq == bindparam("number"),
+            c.rows == bindparam("held"),
         )
-        gone = connection.execute(one, [{"of": source, "number": seq} for source, seq in keys]).rowcount
+        these = [{"of": row.source, "number": row.seq, "held": row.rows} for row in read]
+        gone = connection.execute(one, these).rowcount
         if gone != len(part):
             connection.rollback()  # Another collector was faster, or the run was deleted.
             return 0

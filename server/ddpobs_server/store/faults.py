@@ -6,6 +6,8 @@ import sqlite3
 from typing import Any
 
 from sqlalchemy.engine import ExceptionContext
+from sqlalchemy.exc import TimeoutError as NoConnectionError
+from sqlalchemy.pool import PoolProxiedConnection, QueuePool
 
 _PASSING = frozenset(
     {
@@ -47,6 +49,21 @@ def translate(context: ExceptionContext) -> UnavailableError | None:
     if not (full or context.is_disconnect or _passes(error)):
         return None
     return UnavailableError(f"{type(error).__name__}: {error}", full=full)
+
+
+class Pool(QueuePool):
+    """SQLAlchemy's, whose own error passes too, and does not come by `handle_error`."""
+
+    def connect(self) -> PoolProxiedConnection:
+        """A connection.
+
+        Raises:
+            UnavailableError: Others had them all for too long.
+        """
+        try:
+            return super().connect()
+        except NoConnectionError as error:
+            raise UnavailableError(f"no connection was free: {error}", full=False) from error
 
 
 def is_full(error: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import ColumnElement, Connection, Row, func, select
+from sqlalchemy import ColumnElement, Connection, Double, Row, case, cast, func, select
 
 from ddpobs import wire
 from ddpobs.wire import packing
@@ -21,7 +21,18 @@ _OLD_FORM = "-1"
 """Ends the kind of chunks that the first schema wrote."""
 _PAGE_CHUNKS = 20_000
 """Most chunks that one page is made of."""
+_ANY_SIZE = 2**62
+"""Of a chunk, unpacked: what it holds was within the limits when it came, and these are the operator's."""
+_MOST_BYTES = 200_000_000
+"""Most that the columns of one read take in memory, before they are sorted."""
 _Columns = TypeVar("_Columns", bound=Columns)
+
+
+class TooManyRowsError(ValueError):
+    """More rows are asked for than one read takes."""
+
+    def __init__(self) -> None:
+        super().__init__(f"these steps have more rows than one read takes: {_MOST_BYTES} bytes of columns")
 
 
 @dataclass(frozen=True)
@@ -50,10 +61,15 @@ class Part:
 
 
 def columns(connection: Connection, kind: type[_Columns], part: Part) -> tuple[wire.Ints, _Columns]:
-    """Rows sorted by step and rank, with the rank of each."""
+    """Rows sorted by step and rank, with the rank of each.
+
+    Raises:
+        TooManyRowsError: They take too much memory; what chunks say of themselves may be a client's invention.
+    """
     c = schema.chunks.c
     lowest, highest = (0 if part.first is None else part.first), (2**62 if part.last is None else part.last)
     parts = []
+    size_bytes = 0
     for chunk in connection.execute(select(c.kind, c.rank, c.payload).where(*part.overlapping())):
         found = _unpacked(kind, *chunk)
         among = (found["step"] >= lowest) & (found["step"] <= highest)
@@ -61,11 +77,24 @@ def columns(connection: Connection, kind: type[_Columns], part: Part) -> tuple[w
             among &= np.isin(found["rank"], list(part.ranks))
         # A chunk holds a hundred steps where perhaps one is asked for.
         parts.append(found if among.all() else {field: values[among] for field, values in found.items()})
+        size_bytes += sum(values.nbytes for values in parts[-1].values())
+        if size_bytes > _MOST_BYTES:
+            raise TooManyRowsError
     names = ("rank", *kind.names)
     joined = {name: np.concatenate([found[name] for found in parts] or [_NONE]) for name in names}
     order = np.lexsort((joined["rank"], joined["step"]))
     rank = joined.pop("rank")
     return rank[order], kind(**{name: values[order] for name, values in joined.items()})
+
+
+def rows_held(connection: Connection, part: Part) -> int:
+    """About how many rows there are: a chunk's count as spread evenly over its steps, and no columns are read."""
+    c = schema.chunks.c
+    begin = c.first_step if part.first is None else case((c.first_step < part.first, part.first), else_=c.first_step)
+    end = c.last_step if part.last is None else case((c.last_step > part.last, part.last), else_=c.last_step)
+    share = cast(end - begin + 1, Double) / (c.last_step - c.first_step + 1)
+    query = select(func.coalesce(func.sum(c.rows * share), 0.0)).where(*part.overlapping())
+    return int(connection.execute(query).scalar_one())
 
 
 def page_end(connection: Connection, part: Part, rows: int) -> int | None:
@@ -105,9 +134,9 @@ def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> d
     if kind.endswith(_OLD_FORM):
         found: Any = wire.unpack(zstandard.decompress(payload), struct)
     elif kind == "spans":
-        found = wire.unpack_spans(payload)
+        found = wire.unpack_spans(payload, _ANY_SIZE)
     else:
-        return wire.unpack_steps(payload) if struct is wire.Steps else packing.unpack(payload)
+        return (wire.unpack_steps if struct is wire.Steps else packing.unpack)(payload, _ANY_SIZE)
     return {"rank": np.full(len(found), rank, np.int64), **found.by_name()}
 
 

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator, Sequence
+from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Engine, exists, func, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Engine, Exists, exists, func, select, tuple_
 
-from ddpobs_server.store import schema
+from ddpobs_server.store import schema, sums
 
 _CHUNKS, _PAGES = 5000, 8192
 """Removed and given back at once: ingest gets in between, and SQLite's log stays small."""
+_CHUNKS_FOR_ROOM = 500
+"""Removed at once to make room: not much more goes than has to."""
 _PAUSE_S = 0.1
 """As long as SQLite lets a writer sleep before it tries again."""
+_LATELY_NS = 600 * 10**9
+"""A run heard of since then may be running, and is not removed altogether to make room."""
+_Conditions = Sequence[ColumnElement[bool]]
 
 
-def delete_run(engine: Engine, run: str) -> bool:
-    """Remove everything of a run; False where there is none."""
-    _delete_chunks(engine, run)
+def delete_run(engine: Engine, run: str, only_if: _Conditions = ()) -> bool:
+    """Remove everything of a run; False where there is none, or its own row is not, or no longer, as asked."""
+    sum(_delete_chunks(engine, run, _CHUNKS, only_if=only_if))
     with engine.begin() as connection:
-        return delete_rows(connection, run)
+        return delete_rows(connection, run, only_if)
 
 
-def delete_rows(connection: Connection, run: str) -> bool:
-    """Remove what is left of a run; False where there is none."""
-    found = connection.execute(schema.runs.delete().where(schema.runs.c.run_id == run)).rowcount
+def delete_rows(connection: Connection, run: str, only_if: _Conditions = ()) -> bool:
+    """Remove what is left of a run; False likewise."""
+    found = connection.execute(schema.runs.delete().where(schema.runs.c.run_id == run, *only_if)).rowcount
+    if only_if and not found:
+        return False
     for table in schema.metadata.tables.values():
         if table not in (schema.runs, schema.tokens):
             connection.execute(table.delete().where(table.c.run_id == run))
@@ -31,70 +40,123 @@ def delete_rows(connection: Connection, run: str) -> bool:
 
 
 def expire_chunks(engine: Engine, before_ns: int) -> int:
-    """Remove the columns of batches that came before then; their sums stay. Returns how many chunks."""
-    runs, chunks, batches = schema.runs.c, schema.chunks.c, schema.batches.c
+    """Remove the columns of batches that came before then and what they told of unused sets and events.
+
+    Their sums stay, and of unused sets and events those that metrics and diagnoses read.
+
+    Returns:
+        How many chunks.
+    """
+    runs, chunks = schema.runs.c, schema.chunks.c
     with engine.connect() as connection:
         older = connection.execute(select(runs.run_id).where(runs.created_ns < before_ns)).scalars().all()
     removed = 0
     for run in older:
-        came_before = exists().where(
-            batches.run_id == run,
-            batches.source == chunks.source,
-            batches.seq == chunks.seq,
-            batches.received_ns < before_ns,
-        )
-        removed += _delete_chunks(engine, run, came_before.correlate(schema.chunks))
+        came_before = _came_before(run, before_ns, chunks.source, chunks.seq).correlate(schema.chunks)
+        removed += sum(_delete_chunks(engine, run, _CHUNKS, came_before))
+        _expire_told(engine, run, before_ns)
     return removed
 
 
-def _delete_chunks(engine: Engine, run: str, *which: ColumnElement[bool]) -> int:
-    """Remove chunks of a run, some at a time, and note what the others take; how many went."""
-    runs, c = schema.runs.c, schema.chunks.c
+def _came_before(run: str, before_ns: int, source: Any, seq: Any) -> Exists:
+    c = schema.batches.c
+    return exists().where(c.run_id == run, c.source == source, c.seq == seq, c.received_ns < before_ns)
+
+
+def _expire_told(engine: Engine, run: str, before_ns: int) -> None:
+    """Remove a run's unused sets and events of before then, but not those that metrics and diagnoses read."""
+    for table in (schema.unused, schema.events):
+        c = table.c
+        key = (c.source, c.seq, c.position)
+        while True:
+            with engine.begin() as connection:
+                _lock(connection, run)
+                number = sums.unused_number() if table is schema.unused else sums.event_number()
+                n = select(*key, number).where(c.run_id == run).subquery().c
+                old = select(n.source, n.seq, n.position).limit(_CHUNKS)
+                old = old.where(n.number > 1, _came_before(run, before_ns, n.source, n.seq))
+                gone = connection.execute(table.delete().where(c.run_id == run, tuple_(*key).in_(old))).rowcount
+            if gone < _CHUNKS:
+                break
+            time.sleep(_PAUSE_S)
+
+
+def _delete_chunks(
+    engine: Engine, run: str, at_once: int, *which: ColumnElement[bool], only_if: _Conditions = ()
+) -> Iterator[int]:
+    """Remove chunks of a run, the oldest first, while its own row is as asked, and note what the others take.
+
+    Yields:
+        How many went, each time some did.
+    """
+    runs, c, a = schema.runs.c, schema.chunks.c, schema.attempts.c
     key = (c.source, c.kind, c.seq)
-    # As they came: SQLite then finds the file's last pages, which it gives back first, soon in its list of free ones.
-    some = select(*key).where(c.run_id == run, *which).order_by(c.seq).limit(_CHUNKS).correlate(None)
+    # Also as they came: SQLite then finds the file's last pages, which it gives back first, soon in its list of free
+    # ones.
+    some = (
+        select(*key)
+        .join(schema.attempts, (a.run_id == c.run_id) & (a.attempt == c.attempt))
+        .where(c.run_id == run, *which)
+        .order_by(a.ordinal, c.last_step)
+        .limit(at_once)
+        .correlate(None)
+    )
+    delete = schema.chunks.delete().where(c.run_id == run, tuple_(*key).in_(some)).returning(func.length(c.payload))
     left = select(func.coalesce(func.sum(func.length(c.payload)), 0)).where(c.run_id == run)
-    removed = 0
     while True:
         with engine.begin() as connection:
-            connection.execute(select(runs.run_id).where(runs.run_id == run).with_for_update())
-            statement = schema.chunks.delete().where(c.run_id == run, tuple_(*key).in_(some))
-            gone = connection.execute(statement).rowcount
-            removed += gone
-            if gone < _CHUNKS:
-                size_bytes = int(connection.execute(left).scalar_one())
-                connection.execute(schema.runs.update().where(runs.run_id == run).values(chunk_bytes=size_bytes))
-                return removed
+            if not _lock(connection, run, only_if):
+                return
+            gone = connection.execute(delete).scalars().all()
+            last = len(gone) < at_once
+            size_bytes = int(connection.execute(left).scalar_one()) if last else runs.chunk_bytes - sum(gone)
+            connection.execute(schema.runs.update().where(runs.run_id == run).values(chunk_bytes=size_bytes))
+        yield len(gone)
+        if last:
+            return
         time.sleep(_PAUSE_S)
+
+
+def _lock(connection: Connection, run: str, only_if: _Conditions = ()) -> bool:
+    """Have nobody write to a run until the transaction ends; False where there is none, or its row is not as asked.
+
+    On SQLite a SELECT would lock nothing.
+    """
+    c = schema.runs.c
+    same = schema.runs.update().where(c.run_id == run, *only_if).values(chunk_bytes=c.chunk_bytes)
+    return bool(connection.execute(same).rowcount)
 
 
 def expire_runs(engine: Engine, before_ns: int) -> int:
     """Remove runs that were last heard of before then. Returns how many."""
     runs = schema.runs.c
+    silent = runs.last_seen_ns < before_ns
     with engine.connect() as connection:
-        older = connection.execute(select(runs.run_id).where(runs.last_seen_ns < before_ns)).scalars().all()
-    for run in older:
-        delete_run(engine, run)
-    return len(older)
+        older = connection.execute(select(runs.run_id).where(silent)).scalars().all()
+    return sum(delete_run(engine, run, [silent]) for run in older)  # One may have come back meanwhile.
 
 
 def shrink(engine: Engine, limit_bytes: int) -> tuple[int, int]:
-    """Remove the oldest runs' columns, then on SQLite the oldest runs, until what is used is below the limit.
+    """Remove columns, the oldest runs' first, then on SQLite silent runs, until what is used is below the limit.
 
     Returns:
         How many chunks, and how many runs.
     """
     runs = schema.runs.c
+    silent = runs.last_seen_ns < time.time_ns() - _LATELY_NS
     oldest = select(runs.run_id).order_by(runs.last_seen_ns, runs.run_id).limit(1)
     removed_chunks = removed_runs = 0
     while used_bytes(engine) > limit_bytes:
         with engine.connect() as connection:
             holding = connection.execute(oldest.where(runs.chunk_bytes > 0)).scalar()
-            run = connection.execute(oldest).scalar()
+            run = connection.execute(oldest.where(silent)).scalar()
         if holding is not None:
-            removed_chunks += _delete_chunks(engine, holding)
+            for gone in _delete_chunks(engine, holding, _CHUNKS_FOR_ROOM):
+                removed_chunks += gone
+                if used_bytes(engine) <= limit_bytes:
+                    break
         elif run is not None and engine.dialect.name == "sqlite":
-            removed_runs += delete_run(engine, run)
+            removed_runs += delete_run(engine, run, [silent])
         else:
             break
         give_back(engine)

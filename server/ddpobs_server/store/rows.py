@@ -116,7 +116,7 @@ class Aggregates:
         layouts: By module and revision.
         reduced_bytes: Rank, and bytes of buckets reduced.
         peers: Straggler statistics of each rank.
-        unused: Rank and unused set, in the order in which each rank told them.
+        unused: Rank and the latest unused sets of each source and module, in the order in which each rank told them.
     """
 
     runs: list[Run]

@@ -113,7 +113,10 @@ unused = Table(
     _key("seq", BigInteger),
     _key("position", Integer),
     Column("body", Text, nullable=False),
+    Column("module", Integer, nullable=False),
+    _count("names"),
 )
+"""`names` counts the parameters unused on the rank."""
 events = Table(
     "events",
     metadata,

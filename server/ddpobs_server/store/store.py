@@ -26,7 +26,14 @@ from ddpobs_server.store.writing import Arrival, Outcome
 
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _BUSY_S = 30
-_CONNECT_S = 10
+_SERVER = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+"""libpq's. A server that is gone without a word is noticed within half a minute, not after a quarter of an hour."""
 _MIGRATING = 0xDD90B5
 """The lock that whoever migrates a PostgreSQL database holds."""
 _INCREMENTAL = 2
@@ -50,9 +57,11 @@ class Store:
 
     def __init__(self, url: str) -> None:
         sqlite = url.startswith("sqlite")
-        waiting = {"timeout": _BUSY_S} if sqlite else {"connect_timeout": _CONNECT_S}
+        waiting = {"timeout": _BUSY_S} if sqlite else _SERVER
         # The connection used last is used again: what it has in its cache is what the next statement wants.
-        self._engine = create_engine(url, connect_args=waiting, pool_pre_ping=not sqlite, pool_use_lifo=True)
+        self._engine = create_engine(
+            url, connect_args=waiting, poolclass=faults.Pool, pool_pre_ping=not sqlite, pool_use_lifo=True
+        )
         event.listen(self._engine, "handle_error", faults.translate, retval=True)
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
         if sqlite:
@@ -240,7 +249,7 @@ class Store:
                 layouts=layouts,
                 reduced_bytes=sums.reduced_bytes(connection, of, layouts, buckets),
                 peers=sums.peer_totals(connection, of),
-                unused=sums.told(connection, "unused", of),
+                unused=sums.unused(connection, of),
             )
 
     @contextmanager
@@ -283,7 +292,11 @@ class Store:
     def steps(
         self, run: str, attempt: str, rank: Ranks = None, first: int | None = None, last: int | None = None
     ) -> tuple[wire.Ints, wire.Steps]:
-        """Steps in [first, last], sorted by step and rank, with the rank of each row."""
+        """Steps in [first, last], sorted by step and rank, with the rank of each row.
+
+        Raises:
+            TooManyRowsError: There are too many, here as of spans and of comms.
+        """
         return self._columns(wire.Steps, Part("steps", run, attempt, _collected(rank), first, last))
 
     def spans(
@@ -311,15 +324,28 @@ class Store:
         with self._engine.connect() as connection:
             return reading.page_end(connection, Part(kind, run, attempt, _collected(rank), first, last), rows)
 
-    def unused(self, run: str, attempt: str) -> list[tuple[int, wire.Unused]]:
-        """(rank, unused set) in the order in which each rank told them."""
+    def rows_held(self, kind: str, run: str, attempt: str, first: int, last: int) -> int:
+        """About how many rows of `steps`, `spans` or `comms` the steps in [first, last] have."""
         with self._engine.connect() as connection:
-            return [row[1:] for row in sums.told(connection, "unused", sums.of_attempt(run, attempt))]
+            return reading.rows_held(connection, Part(kind, run, attempt, None, first, last))
 
-    def events(self, run: str, attempt: str) -> list[tuple[int, wire.Event]]:
-        """(rank, event) in the order in which each rank told them."""
+    def unused(
+        self, run: str, attempt: str, module: int | None = None, limit: int = 1000
+    ) -> list[tuple[int, wire.Unused]]:
+        """(rank, unused set) in the order in which each rank told them: so many of the latest, of a module or all."""
         with self._engine.connect() as connection:
-            return [row[1:] for row in sums.told(connection, "events", sums.of_attempt(run, attempt))]
+            of = sums.of_attempt(run, attempt)
+            return [row[1:] for row in sums.unused(connection, of, module=module, limit=limit)]
+
+    def latest_unused(self, run: str, attempt: str) -> list[tuple[int, wire.Unused]]:
+        """Likewise: of each source and module the latest set that names parameters, and the latest that names none."""
+        with self._engine.connect() as connection:
+            return [row[1:] for row in sums.unused(connection, sums.of_attempt(run, attempt))]
+
+    def first_events(self, run: str, attempt: str) -> list[tuple[int, wire.Event]]:
+        """(rank, event), of each source and kind the first."""
+        with self._engine.connect() as connection:
+            return [row[1:] for row in sums.events(connection, sums.of_attempt(run, attempt))]
 
     def rollups(self, run: str, attempt: str) -> list[Rollup]:
         """Sums by rank."""

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import msgspec
-from sqlalchemy import CTE, ColumnElement, Connection, Double, case, cast, func, select
+from sqlalchemy import CTE, ColumnElement, Connection, Double, and_, case, cast, func, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
@@ -14,6 +14,8 @@ from ddpobs_server.store.rows import BucketRollup, PeerTotal, Rollup, Run
 
 _r, _s = schema.runs.c, schema.sources.c
 _SOURCE = (_s.run_id, _s.source, _s.rank)
+_EVENTS = 10_000
+"""Most events that a diagnosis looks at: their kinds are the client's."""
 Conditions = list[ColumnElement[bool]]
 
 
@@ -204,16 +206,56 @@ def layouts(connection: Connection, of: CTE) -> list[tuple[str, wire.Layout]]:
     return [(run, msgspec.json.decode(body, type=wire.Layout)) for run, body in connection.execute(query)]
 
 
-def told(connection: Connection, what: str, of: CTE) -> list[tuple[str, int, Any]]:
-    """(run, rank, record) of unused sets or events, in the order in which each rank told them."""
-    table, kind = {"unused": (schema.unused, wire.Unused), "events": (schema.events, wire.Event)}[what]
-    c = table.c
-    query = (
-        select(of.c.run_id, of.c.rank, c.body)
-        .join(*_joined(table, of))
-        .order_by(of.c.run_id, of.c.rank, c.seq, c.position)
+def unused(
+    connection: Connection, of: CTE, *, module: int | None = None, limit: int | None = None
+) -> list[tuple[str, int, wire.Unused]]:
+    """(run, rank, unused set) in the order in which each rank told them.
+
+    Those that `unused_number` counts as 1; or, with a limit, so many of the latest of all ranks.
+    """
+    c = schema.unused.c
+    numbered = (
+        select(of.c.rank, c.run_id, c.source, c.seq, c.position, unused_number())
+        .join(*_joined(schema.unused, of))
+        .where(*([] if module is None else [c.module == module]))
+        .subquery()
     )
-    return [(run, rank, msgspec.json.decode(body, type=kind)) for run, rank, body in connection.execute(query)]
+    n = numbered.c
+    some = select(numbered)
+    some = some.where(n.number == 1) if limit is None else some.order_by(n.number, n.rank).limit(limit)
+    told = some.subquery().c
+    same = [told[name] == c[name] for name in ("run_id", "source", "seq", "position")]
+    query = select(c.run_id, told.rank, c.body).join(told.run_id.table, and_(*same))
+    query = query.order_by(c.run_id, told.rank, c.seq, c.position)
+    return [(run, rank, msgspec.json.decode(body, type=wire.Unused)) for run, rank, body in connection.execute(query)]
+
+
+def unused_number() -> Any:
+    """From 1 for the latest on: each source's sets of a module that name parameters, and those that name none."""
+    c = schema.unused.c
+    kind, latest = (c.run_id, c.source, c.module, c.names > 0), (c.seq.desc(), c.position.desc())
+    return func.row_number().over(partition_by=kind, order_by=latest).label("number")
+
+
+def events(connection: Connection, of: CTE) -> list[tuple[str, int, wire.Event]]:
+    """(run, rank, event) of those that `event_number` counts as 1, in the order in which each rank told them."""
+    c = schema.events.c
+    numbered = (
+        select(of.c.run_id, of.c.rank, c.seq, c.position, c.body, event_number())
+        .join(*_joined(schema.events, of))
+        .subquery()
+    )
+    n = numbered.c
+    query = select(n.run_id, n.rank, n.body).where(n.number == 1)
+    query = query.order_by(n.run_id, n.rank, n.seq, n.position).limit(_EVENTS)
+    return [(run, rank, msgspec.json.decode(body, type=wire.Event)) for run, rank, body in connection.execute(query)]
+
+
+def event_number() -> Any:
+    """From 1 for the first on: each source's events of a kind."""
+    c = schema.events.c
+    first = (c.seq, c.position)
+    return func.row_number().over(partition_by=(c.run_id, c.source, c.kind), order_by=first).label("number")
 
 
 def _number(*within: Any, by: Any) -> Any:

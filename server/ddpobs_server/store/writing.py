@@ -236,7 +236,8 @@ def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
             layouts.append({**key, "module": layout.module, "revision": layout.revision, "body": body})
         for position, record in enumerate(batch.unused):
             body = msgspec.json.encode(record).decode()
-            unused.append({**key, "seq": batch.seq, "position": position, "body": body})
+            row = {"module": record.module, "names": len(record.locally), "body": body}
+            unused.append({**key, "seq": batch.seq, "position": position, **row})
         for position, event in enumerate(batch.events):
             body = msgspec.json.encode(event).decode()
             told = {

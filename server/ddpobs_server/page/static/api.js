@@ -5,9 +5,28 @@ const TOKEN = "ddpobs-token";
 export class Unreachable extends Error {}
 
 export async function get(path) {
+  return (await ask(`/api/v1${path}`)).json();
+}
+
+// A link cannot carry the token: with one, what it leads to is fetched and saved.
+export function saveWithToken(link, name) {
+  link.addEventListener("click", async (event) => {
+    if (!sessionStorage.getItem(TOKEN)) return;
+    event.preventDefault();
+    try {
+      const address = URL.createObjectURL(await (await ask(link.href)).blob());
+      element("a", { href: address, download: name }).click();
+      setTimeout(() => URL.revokeObjectURL(address), 60_000);
+    } catch (error) {
+      notice(error.message);
+    }
+  });
+}
+
+async function ask(address) {
   let answer;
   try {
-    answer = await fetch(`/api/v1${path}`, { headers: headers() });
+    answer = await fetch(address, { headers: headers() });
   } catch {
     throw new Unreachable("The collector does not answer; trying again.");
   }
@@ -15,12 +34,14 @@ export async function get(path) {
     const token = window.prompt("This collector wants its token:");
     if (token) {
       sessionStorage.setItem(TOKEN, token);
-      return get(path);
+      return ask(address);
     }
   }
-  const body = await answer.json();
-  if (!answer.ok) throw new Error(body.detail || body.title || `HTTP ${answer.status}`);
-  return body;
+  if (!answer.ok) {
+    const problem = await answer.json();
+    throw new Error(problem.detail || problem.title || `HTTP ${answer.status}`);
+  }
+  return answer;
 }
 
 function headers() {

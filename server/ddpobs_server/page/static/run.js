@@ -1,6 +1,6 @@
 // One run: findings first, then where the time went.
 
-import { ago, element, get, ms, refresh } from "./api.js";
+import { ago, element, get, ms, refresh, saveWithToken } from "./api.js";
 import { above, heat, PHASES, phases, timeline } from "./charts.js";
 
 const SHOWN_STEPS = 500, SHOWN_RANKS = 32, SHOWN_SPANS = 200;
@@ -12,6 +12,7 @@ let range = "", straggler = null, excess = [], slowest = [], layouts = [], chose
 by("title").textContent = run;
 document.title = `${run} · ddpobs`;
 by("trace").href = `/api/v1${base}/trace`;
+saveWithToken(by("trace"), "trace.json");
 by("phase-legend").append(...PHASES.map((phase) => element("span", {}, element("span", { class: `swatch ${phase}` }), phase.replace("_", " "))));
 
 function finding(found) {

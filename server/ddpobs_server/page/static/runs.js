@@ -1,6 +1,6 @@
 // The list of runs, newest first.
 
-import { ago, element, get, refresh } from "./api.js";
+import { ago, element, get, refresh, saveWithToken } from "./api.js";
 
 const table = document.getElementById("runs");
 const more = document.getElementById("more");
@@ -58,4 +58,5 @@ more.addEventListener("click", async () => {
   diagnose();
 });
 
+saveWithToken(document.getElementById("metrics"), "metrics.txt");
 refresh(show, 15);
