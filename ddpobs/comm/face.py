@@ -47,7 +47,8 @@ class BucketComm(Protocol):
 
 Way = Callable[[dist.ProcessGroup], BucketComm]
 """Makes what handles the buckets of one process group: a class of this package, `functools.partial` of one, or a
-user's own. It is pickled with the module."""
+user's own. It is pickled with the module, and called on one rank alone where a module is copied there: what needs
+the other ranks waits for the first `launch`."""
 
 
 class OnFuture:

@@ -43,11 +43,11 @@ class Int8:
         got = torch.empty_like(sent)
         scattered = dist.all_to_all_single(got, sent, group=self._group, async_op=True)
 
-        def stages() -> None:
+        def stages(own: dist.ProcessGroup) -> None:
             wait(scattered)
             part = encode(decode(got).sum(0, keepdim=True))
             parts = torch.empty_like(sent)
-            wait(all_gather(self._stages.group, parts, part))
+            wait(all_gather(own, parts, part))
             buffer.copy_(decode(parts).view(-1)[:size])
 
         return self._stages.run(stages, buffer.device)

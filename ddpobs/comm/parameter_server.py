@@ -30,9 +30,9 @@ class ParameterServer:
         buffer = bucket.buffer
         reduced = dist.reduce(buffer, group=self._group, group_dst=0, async_op=True)
 
-        def stages() -> None:
+        def stages(own: dist.ProcessGroup) -> None:
             wait(reduced)
-            wait(dist.broadcast(buffer, group=self._stages.group, group_src=0, async_op=True))
+            wait(dist.broadcast(buffer, group=own, group_src=0, async_op=True))
 
         return self._stages.run(stages, buffer.device)
 

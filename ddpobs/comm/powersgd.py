@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -33,9 +34,8 @@ class PowerSGD:
         self._ranks = group.size()
         self._plain = AllReduce(group)
         self._stages = Stages(group)
-        self._state = PowerSGDState(
-            self._stages.group, matrix_approximation_rank=rank, start_powerSGD_iter=start_iteration
-        )
+        self._state = PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start_iteration)
+        self._iteration, self._latest = 0, -1
 
     def launch(self, bucket: Bucket, last: bool) -> Pending:
         """Hand it to the stages' thread."""
@@ -45,18 +45,35 @@ class PowerSGD:
             bucket.parameters[0].grad = gradient / self._ranks
             return self._plain.launch(bucket, last)
         buffer = bucket.buffer
+        # Counted here: torch counts last buckets, of which a group among several in turn may see none.
+        self._iteration += bucket.index <= self._latest
+        self._latest, iteration = bucket.index, self._iteration
 
-        def stages() -> None:
+        def stages(own: dist.ProcessGroup) -> None:
+            self._state.process_group, self._state.iter = own, iteration
             result = powerSGD_hook(self._state, GradBucket(bucket, last)).wait()
             if result.data_ptr() != buffer.data_ptr():
                 buffer.copy_(result)
+            if iteration >= self._state.start_powerSGD_iter:
+                self._forget_overflow(bucket.index)
 
         pending = self._stages.run(stages, buffer.device)
-        if self._state.iter == self._state.start_powerSGD_iter:
+        if iteration == self._state.start_powerSGD_iter:
             # Torch draws the first matrices from the global generator, which it sets for that while: a checkpoint
             # that is recomputed on the training's thread meanwhile would draw another dropout.
             pending.wait()
         return pending
+
+    def _forget_overflow(self, index: int) -> None:
+        """Keep what is not finite out of the next steps: of what is owed, and of the matrices projected on."""
+        state = self._state
+        state.error_dict[index].nan_to_num_(0, 0, 0)
+        matrices = state.q_memory_dict[index]
+        finite = matrices.isfinite()
+        if not finite.all():  # On every rank alike, as they come from an all-reduce.
+            drawn = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
+            fresh = torch.randn(matrices.shape, generator=drawn).to(matrices)
+            matrices.copy_(torch.where(finite, matrices, fresh))
 
     def close(self) -> None:
         """End the stages."""

@@ -23,15 +23,19 @@ class RoundRobin:
     """
 
     def __init__(self, group: dist.ProcessGroup, way: Way = AllReduce, groups: int = 2) -> None:
-        self._others = [another_group(group) for _ in range(groups - 1)]
-        self._comms = [way(each) for each in (group, *self._others)]
-        first = self._comms[0]
+        self._group, self._way, self._groups = group, way, groups
+        first = way(group)
+        self._comms = [first]
+        self._others: list[dist.ProcessGroup] = []
         self.name = f"round_robin:{groups}" + ("" if way is AllReduce else f":{first.name}")
         self.divides, self.carries_nan = first.divides, first.carries_nan
 
     def launch(self, bucket: Bucket, last: bool) -> Pending:
         """Start it in its turn."""
-        return self._comms[bucket.index % len(self._comms)].launch(bucket, last)
+        if not self._others:  # Not before: a module may be copied on one rank alone.
+            self._others = [another_group(self._group) for _ in range(self._groups - 1)]
+            self._comms += map(self._way, self._others)
+        return self._comms[bucket.index % self._groups].launch(bucket, last)
 
     def close(self) -> None:
         """End what each does, and the groups that were made for it."""

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
+from functools import partial
 from itertools import count
 from queue import SimpleQueue
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 _made: defaultdict[str, count[int]] = defaultdict(count)
-"""Groups made beside another one, by its name; every rank makes them in the same order."""
+"""Groups made beside another one, by its name, numbered as they are first used: in the same order on every rank."""
 
 _Job = tuple[Callable[[], None], Any, "Future[None]"]
 
@@ -28,30 +29,35 @@ _Job = tuple[Callable[[], None], Any, "Future[None]"]
 class Stages:
     """Runs the later stages of exchanges in the order in which they were handed in.
 
-    Attributes:
-        group: A process group of its own over the same ranks, for the collectives of those stages.
+    Args:
+        group: Over whose ranks. At the first exchange a group of its own is made, for the collectives of those stages:
+            a module may be copied on one rank alone.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self.group = another_group(group)
+        self._over = group
+        self._group: dist.ProcessGroup | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.put, None)
 
-    def run(self, stages: Callable[[], None], device: torch.device) -> Staged:
-        """Have `stages` called, without gradients and on the current stream of a CUDA device."""
+    def run(self, stages: Callable[[dist.ProcessGroup], None], device: torch.device) -> Staged:
+        """Have `stages` called with the group, without gradients and on the current stream of a CUDA device."""
+        if self._group is None:
+            self._group = another_group(self._over)
         if self._thread is None:
             self._thread = threading.Thread(target=_work, args=(self._jobs,), name="ddpobs-comm", daemon=True)
             self._thread.start()
         stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
         future: Future[None] = Future()
-        self._jobs.put((stages, stream, future))
+        self._jobs.put((partial(stages, self._group), stream, future))
         return Staged(future)
 
     def close(self) -> None:
-        """End the thread and the group."""
+        """End the thread and the group, if there are any."""
         self._jobs.put(None)
-        dist.destroy_process_group(self.group)
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
 
 
 class Staged:

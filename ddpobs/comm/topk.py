@@ -43,6 +43,7 @@ class TopK:
         places = owed.abs().topk(count, sorted=False).indices
         mine = torch.cat([places.to(torch.int32), owed[places].to(torch.float32).view(torch.int32)])
         owed[places] = 0
+        owed.nan_to_num_(0, 0, 0)  # An overflow, which is told by what travels, is not to come back for k at a time.
         everyone = mine.new_empty(self._ranks * 2 * count)
         work = all_gather(self._group, everyone, mine)
 

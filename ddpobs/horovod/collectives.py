@@ -56,10 +56,12 @@ class Handle:
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> Any:
-        """Its result, once it is done."""
+        """Its result, once it is done; the same however often."""
         for work in self._works:
             work.wait()
-        return self._finish()
+        result = self._finish()
+        self._finish = lambda: result
+        return result
 
 
 def poll(handle: Handle) -> bool:
@@ -282,6 +284,13 @@ def alltoall_async(
     Raises:
         HorovodError: The rows cannot be split so.
     """
+    handle, received = _exchange(tensor, splits, process_set)
+    return Handle(handle._works, lambda: handle.wait() if splits is None else (handle.wait(), received))
+
+
+def _exchange(
+    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, process_set: ProcessSet
+) -> tuple[Handle, torch.Tensor]:
     size, group = process_set.size(), process_set.group
     if splits is None and len(tensor) % size:
         raise HorovodError(f"alltoall: {len(tensor)} rows do not split evenly over {size} ranks; give splits")
@@ -294,12 +303,28 @@ def alltoall_async(
     rows: list[int] = received.tolist()
     result = tensor.new_empty((sum(rows), *tensor.shape[1:]))
     work = dist.all_to_all_single(result, tensor.detach().contiguous(), rows, given, group=group, async_op=True)
-    return Handle([work], lambda: result if splits is None else (result, received))
+    return Handle([work], lambda: result), received
 
 
-def alltoall(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """As `alltoall_async`, waited for."""
-    return synchronize(alltoall_async(tensor, *args, **kwargs))
+def alltoall(
+    tensor: torch.Tensor,
+    splits: torch.Tensor | Sequence[int] | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """As `alltoall_async`, waited for; its gradient goes back the way the rows came."""
+    received: list[torch.Tensor] = []
+
+    def exchanged(whole: torch.Tensor) -> torch.Tensor:
+        handle, rows = _exchange(whole, splits, process_set)
+        received.append(rows)
+        return handle.wait()  # type: ignore[no-any-return]
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        return alltoall(gradient, received[0], process_set=process_set)[0]  # type: ignore[no-any-return]
+
+    result = _differentiable(tensor, exchanged, back)
+    return result if splits is None else (result, received[0])
 
 
 def reducescatter_async(
@@ -326,9 +351,19 @@ def reducescatter_async(
     return Handle(handle._works, finish)
 
 
-def reducescatter(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `reducescatter_async`, waited for."""
-    return synchronize(reducescatter_async(tensor, *args, **kwargs))  # type: ignore[no-any-return]
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """As `reducescatter_async`, waited for; its gradient is all ranks', gathered, and for Sum times their number."""
+
+    def back(gradient: torch.Tensor) -> torch.Tensor:
+        scaled = gradient * process_set.size() if op == Sum else gradient
+        return allgather(scaled, process_set=process_set)
+
+    return _differentiable(tensor, lambda whole: synchronize(reducescatter_async(whole, name, op, process_set)), back)
 
 
 def grouped_reducescatter(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,7 @@ class _Place:
     local_size: int
     cross_rank: int
     cross_size: int
+    homogeneous: bool
 
 
 _place: _Place | None = None
@@ -73,7 +74,7 @@ global_process_set = ProcessSet()
 """All ranks."""
 
 
-def init(comm: Any = None, process_sets: Sequence[ProcessSet] | None = None) -> None:
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None) -> None:
     """Join the other ranks; more calls do nothing.
 
     Takes the process group that is there, or makes one by the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR,
@@ -81,7 +82,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | None = None) -> 
 
     Args:
         comm: Horovod's MPI communicator; only None is understood.
-        process_sets: Made at once.
+        process_sets: Made at once; or "dynamic", without which Horovod makes none later. Here that is always allowed.
 
     Raises:
         HorovodError: `comm` is given.
@@ -96,7 +97,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | None = None) -> 
         _made_group = True
         atexit.register(shutdown)
     _place = _find_place()
-    for process_set in process_sets or ():
+    for process_set in () if process_sets is None or process_sets == "dynamic" else process_sets:
         add_process_set(process_set)
 
 
@@ -117,7 +118,8 @@ def _find_place() -> _Place:
     mine = hosts[dist.get_rank()]
     local_rank = hosts[: dist.get_rank()].count(mine)
     peers = [host for place, host in enumerate(hosts) if hosts[:place].count(host) == local_rank]
-    return _Place(local_rank, hosts.count(mine), peers.index(mine), len(peers))
+    homogeneous = len({hosts.count(host) for host in hosts}) == 1
+    return _Place(local_rank, hosts.count(mine), peers.index(mine), len(peers), homogeneous)
 
 
 def shutdown() -> None:
@@ -179,7 +181,7 @@ def cross_rank() -> int:
 
 def is_homogeneous() -> bool:
     """Whether every host has as many ranks."""
-    return size() == local_size() * cross_size()
+    return check_initialized().homogeneous
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:

@@ -70,6 +70,8 @@ class OptimizerReducer(Reducer):
     def shadow(self) -> None:
         """As the reducer's."""
         super().shadow()
+        if (device := self._parameters[0].device).type == "cuda":
+            torch.cuda.current_stream(device).synchronize()  # Or `join` runs ahead of the ranks that train.
         self.synchronised += 1
         self._rebuild_once()
 

@@ -1,0 +1,122 @@
+"""Horovod's collectives that return handles, work in place or take several tensors, against results by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+import ddpobs.horovod as hvd
+from ddpobs.errors import HorovodError
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_horovod import raised
+
+
+def handles(rank: int, ranks: int) -> dict[str, Any]:
+    hvd.init()
+    mine = torch.arange(4.0) + rank
+    found: dict[str, Any] = {
+        "sum": hvd.allreduce_async(mine, op=hvd.Sum),
+        "average": hvd.allreduce_async(mine),
+        "root's": hvd.broadcast_async(mine, root_rank=1),
+        "gathered": hvd.allgather_async(mine[: 2 * rank + 1]),
+        "gathered scalars": hvd.allgather_async(torch.tensor(rank)),
+        "to all": hvd.alltoall_async(mine),
+        "split": hvd.alltoall_async(mine, splits=torch.tensor([1, 3])),
+        "scattered": hvd.reducescatter_async(mine),
+        "scattered sum": hvd.reducescatter_async(mine, op=hvd.Sum),
+        "group": hvd.grouped_allreduce_async([mine, mine + 1], op=hvd.Max),
+        "sparse sum": hvd.sparse_allreduce_async(rows(rank), "rows", hvd.Sum),
+        "sparse average": hvd.sparse_allreduce_async(rows(rank), "rows", hvd.Average),
+    }
+    found = {name: hvd.synchronize(handle) for name, handle in found.items()}
+    found = {name: each.to_dense() if "sparse" in name else each for name, each in found.items()}
+    found["gathered group"] = hvd.grouped_allgather([mine[:1], mine[1:3]])
+    found["scattered group"] = hvd.grouped_reducescatter([mine, mine + 1], op=hvd.Sum)
+    found["unchanged"] = mine
+    found["sparse maximum"] = raised(HorovodError, lambda: hvd.sparse_allreduce_async(rows(rank), op=hvd.Max))
+    found["scattered maximum"] = raised(HorovodError, lambda: hvd.reducescatter(mine, op=hvd.Max))
+    found["too few splits"] = raised(HorovodError, lambda: hvd.alltoall(mine, splits=[4]))
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, found)  # type: ignore[no-any-return]
+
+
+def rows(rank: int) -> torch.Tensor:
+    return torch.sparse_coo_tensor(torch.tensor([[rank, 2]]), torch.ones(2), (4,))
+
+
+def test_handles_give_what_their_names_say_and_leave_what_was_given() -> None:
+    for rank, found in enumerate(run_ranks(handles, 2)):
+        assert found["sum"] == [1, 3, 5, 7]
+        assert found["average"] == [0.5, 1.5, 2.5, 3.5]
+        assert found["root's"] == [1, 2, 3, 4]
+        assert found["gathered"] == [0, 1, 2, 3]
+        assert found["gathered scalars"] == [0, 1]
+        assert found["to all"] == [[0, 1, 1, 2], [2, 3, 3, 4]][rank]
+        assert list(found["split"]) == [[[0, 1], [1, 1]], [[1, 2, 3, 2, 3, 4], [3, 3]]][rank]
+        assert found["scattered"] == [[0.5, 1.5], [2.5, 3.5]][rank]
+        assert found["scattered sum"] == [[1, 3], [5, 7]][rank]
+        assert found["group"] == [[1, 2, 3, 4], [2, 3, 4, 5]]
+        assert found["gathered group"] == [[0, 1], [1, 2, 2, 3]]
+        assert found["scattered group"] == [[[1, 3], [3, 5]], [[5, 7], [7, 9]]][rank]
+        assert found["sparse sum"] == [1, 1, 2, 0]
+        assert found["sparse average"] == [0.5, 0.5, 1, 0]
+        assert found["unchanged"] == [rank, rank + 1, rank + 2, rank + 3]
+        assert "got Max" in found["sparse maximum"]
+        assert "got Max" in found["scattered maximum"]
+        assert "expected 2 splits" in found["too few splits"]
+
+
+def in_place(rank: int, ranks: int) -> dict[str, tuple[bool, list[Any]]]:
+    """By call: whether its results are the tensors that were given, and what they hold."""
+    hvd.init()
+
+    def given() -> torch.Tensor:
+        return torch.arange(4.0) + rank
+
+    ours = {name: given() for name in ("allreduce_", "allreduce_async_", "broadcast_", "broadcast_async_")}
+    pairs = {name: [given(), given() + 1] for name in ("grouped_allreduce_", "grouped_allreduce_async_")}
+    results: dict[str, Any] = {
+        "allreduce_": [hvd.allreduce_(ours["allreduce_"])],
+        "allreduce_async_": [hvd.synchronize(hvd.allreduce_async_(ours["allreduce_async_"]))],
+        "broadcast_": [hvd.broadcast_(ours["broadcast_"], 1)],
+        "broadcast_async_": [hvd.synchronize(hvd.broadcast_async_(ours["broadcast_async_"], 1))],
+        "grouped_allreduce_": hvd.grouped_allreduce_(pairs["grouped_allreduce_"]),
+        "grouped_allreduce_async_": hvd.synchronize(hvd.grouped_allreduce_async_(pairs["grouped_allreduce_async_"])),
+    }
+    found = {}
+    for name, tensors in ({name: [tensor] for name, tensor in ours.items()} | pairs).items():
+        same = all(result is tensor for result, tensor in zip(results[name], tensors, strict=True))
+        found[name] = same, [tensor.tolist() for tensor in tensors]
+    return found
+
+
+def test_in_place_is_in_place() -> None:
+    mean, root = [0.5, 1.5, 2.5, 3.5], [1, 2, 3, 4]
+    for found in run_ranks(in_place, 2):
+        assert found == {
+            "allreduce_": (True, [mean]),
+            "allreduce_async_": (True, [mean]),
+            "broadcast_": (True, [root]),
+            "broadcast_async_": (True, [root]),
+            "grouped_allreduce_": (True, [mean, [each + 1 for each in mean]]),
+            "grouped_allreduce_async_": (True, [mean, [each + 1 for each in mean]]),
+        }
+
+
+def waited_for_twice(rank: int, ranks: int) -> list[bool]:
+    hvd.init()
+    mine = torch.arange(4.0) + rank
+    started = [
+        hvd.allreduce_async(mine),
+        hvd.grouped_allreduce_async([mine, mine], postscale_factor=2.0),
+        hvd.reducescatter_async(mine),
+    ]
+    first = [pytree.tree_map(torch.clone, hvd.synchronize(handle)) for handle in started]
+    again = [hvd.synchronize(handle) for handle in started]
+    pairs = zip(pytree.tree_leaves(first), pytree.tree_leaves(again), strict=True)
+    return [*(torch.equal(a, b) for a, b in pairs), *map(hvd.poll, started)]
+
+
+def test_a_handle_waited_for_twice_gives_the_same_result() -> None:
+    assert run_ranks(waited_for_twice, 2) == [[True] * 7] * 2
