@@ -37,6 +37,8 @@ class Bucket:
         "_as_views",
         "_copied",
         "_references",
+        "_storage",
+        "_uses",
         "adopts",
         "buffer",
         "index",
@@ -69,17 +71,32 @@ class Bucket:
         size = 0 if self.sparse else sum(p.numel() for p in self.parameters)
         self.buffer = torch.zeros(size, dtype=dtype, device=self.parameters[0].device)
         self.views = [] if self.sparse else _views(self.buffer, self.parameters, self._as_views)
-        self._references = sum(map(sys.getrefcount, self.views))
+        self._references = list(map(sys.getrefcount, self.views))
+        self._storage = self.buffer.untyped_storage()._cdata
+        self._uses = torch._C._storage_Use_Count(self._storage)
 
     def renew(self) -> None:
         """Take fresh memory where someone still holds a gradient of the last backward and may read it yet.
 
         A gradient that autograd goes on accumulating into is no such case, nor is one that only `.grad` holds.
         """
-        if sum(map(sys.getrefcount, self.views)) == self._references:
+        references = list(map(sys.getrefcount, self.views))
+        shared = torch._C._storage_Use_Count(self._storage) != self._uses  # As by `detach` and `data`.
+        if not shared and references == self._references:
             return
-        if all(parameter.grad is not view for parameter, view in zip(self.parameters, self.views, strict=True)):
-            self._allocate(self.buffer.dtype)
+        rest = [parameter.grad is not view for parameter, view in zip(self.parameters, self.views, strict=True)]
+        changed = (now != alone for now, alone in zip(references, self._references, strict=True))
+        if any(resting and (shared or held) for resting, held in zip(rest, changed, strict=True)):
+            self._move()
+
+    def _move(self) -> None:
+        older = self.views
+        self._allocate(self.buffer.dtype)
+        for place, (parameter, gradient) in enumerate(zip(self.parameters, older, strict=True)):
+            if parameter.grad is gradient:  # It is accumulated into, and stays the tensor that the user knows.
+                view = self.views[place].copy_(gradient)
+                gradient.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+                self.views[place] = gradient
 
     def hold_in(self, dtype: torch.dtype) -> None:
         """Reduce in `dtype`, whatever the parameters' own is; `.grad` is then written by `give_back`."""
@@ -112,8 +129,10 @@ class Bucket:
         """Bring one large gradient into the buffer, times `scale` in the same pass, and make `.grad` the view of it."""
         parameter, view = self.parameters[place], self.views[place]
         gradient = parameter.grad
-        assert gradient is not None
-        if scale is None:
+        if gradient is None:
+            view.zero_()
+            self._answer(parameter, view)
+        elif scale is None:
             if gradient is not view:
                 view.copy_(gradient)
         elif gradient is view:
@@ -126,11 +145,19 @@ class Bucket:
             parameter.grad = view
         self.placed[place] = 1
 
-    def fill(self, scale: float | None) -> None:
+    def _answer(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+        """Give the result also to a parameter that was reached, and got nothing from a function of the user's own."""
+        parameter.grad = view if self.adopts else torch.zeros_like(parameter)
+
+    def fill(self, scale: float | None, used: Sequence[int] = ()) -> None:
         """Bring every gradient that is not placed yet into the buffer, times `scale`, and make `.grad` the view of it.
 
         A gradient that autograd accumulated in place is there already. A parameter without one counts as zero and
-        keeps having none. A sparse gradient is coalesced and stays where it is.
+        keeps having none, unless it was reached. A sparse gradient is coalesced and stays where it is.
+
+        Args:
+            scale: None for nothing.
+            used: By index of all parameters, whether each was reached; empty for none.
         """
         if self.sparse:
             self._fill_sparse(scale)
@@ -138,13 +165,15 @@ class Bucket:
         fresh: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
         unscaled: list[torch.Tensor] = []
-        for parameter, view, placed in zip(self.parameters, self.views, self.placed, strict=True):
+        for parameter, view, placed, member in zip(self.parameters, self.views, self.placed, self.members, strict=True):
             if placed:
                 continue
             unscaled.append(view)
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
+                if used and used[member]:
+                    self._answer(parameter, view)
             elif gradient is not view:
                 fresh.append(gradient)
                 places.append(view)

@@ -16,7 +16,7 @@ from torch.nn.parallel.distributed import _find_tensors
 
 from ddpobs.comm import Way, choose
 from ddpobs.config import TelemetryConfig, resolve
-from ddpobs.errors import DataParallelError
+from ddpobs.errors import ConfigError, DataParallelError
 from ddpobs.models import check_same_everywhere
 from ddpobs.patching import skip_in_dynamo
 from ddpobs.readiness import Settings
@@ -52,7 +52,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         **kwargs: As torch's.
 
     Raises:
-        ConfigError: A telemetry setting, `comm` or `round_robin_groups` holds a value that it cannot have.
+        ConfigError: A telemetry setting, `comm`, `round_robin_groups` or `torch._dynamo.config.optimize_ddp` holds a
+            value that it cannot have.
         DataParallelError: The module is a `torch.nn.DataParallel`.
         ModelsDifferError: On every rank, where the ranks' parameters differ in number, shape, strides or dtype.
         UnusedParametersError: From backward, on every rank, where a parameter got no gradient on some rank and
@@ -73,6 +74,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         **kwargs: Any,
     ) -> None:
         skip_in_dynamo()
+        _refuse_compiled_reducer()
         if isinstance(module, torch.nn.DataParallel):
             raise DataParallelError
         self._telemetry_config = resolve(telemetry, os.environ)
@@ -227,6 +229,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """As torch's; the recorder stays with the process and is made anew."""
         state: dict[str, Any] = super().__getstate__()
         return state | {"_recorder": None}
+
+
+def _refuse_compiled_reducer() -> None:
+    """Torch would register hooks of its own that reduce each gradient, beside ours."""
+    from torch._dynamo import config
+
+    mode = config.optimize_ddp
+    if mode == "python_reducer":
+        raise ConfigError(
+            "torch._dynamo.config.optimize_ddp", "True or False, as that mode brings a reducer of its own", mode
+        )
 
 
 def _names(module: torch.nn.Module, parameters: list[torch.nn.Parameter]) -> list[str]:

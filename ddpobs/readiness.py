@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
 
 from ddpobs import buckets as bucketing
 from ddpobs import engine
@@ -143,6 +144,21 @@ class Readiness:
     def _add_hooks(self) -> None:
         for index, parameter in enumerate(self._parameters):
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
+        self._next_handle = RemovableHandle.next_id
+
+    def _come_last(self) -> None:
+        """Have hooks of the user's that were registered after ours run before them, on this rank's own gradients.
+
+        They could not change a gradient that is on its way already. Handles of all hooks are numbered, so that most
+        times one number tells that there is no new one.
+        """
+        if self._next_handle == RemovableHandle.next_id:
+            return
+        self._next_handle = RemovableHandle.next_id
+        for parameter, handle in zip(self._parameters, self._handles, strict=False):
+            hooks: Any = parameter._post_accumulate_grad_hooks or {}
+            if next(reversed(hooks), None) != handle.id and handle.id in hooks:
+                hooks[handle.id] = hooks.pop(handle.id)
 
     def remove_hooks(self) -> None:
         """Let go of the parameters: their gradients are reduced no more."""
@@ -156,6 +172,15 @@ class Readiness:
         self._alarm.look_again()
         self._expected = synchronises
         self._outputs = []
+        self._come_last()
+        self._end_interrupted()
+
+    def arm(self) -> None:
+        """The next backward synchronises, whatever its forward was told."""
+        self._expected = True
+        self._end_interrupted()
+
+    def _end_interrupted(self) -> None:
         # Inside a backward it is checkpointing that runs the module again: that backward is not interrupted.
         if self._active and torch._C._current_graph_task_id() < 0:
             self._abandon()
@@ -170,10 +195,12 @@ class Readiness:
                 alive.begin_at_output()
 
         self._outputs = engine.watch(outputs, begin)
+        self._next_handle += len(self._outputs)
 
     def begin_at_output(self) -> None:
         """An output got a gradient: the backward begins, unless it is one that wants no parameter's gradient."""
         if not self._active and self._concerns_parameters():
+            self._come_last()
             self.begin()
 
     def _concerns_parameters(self) -> bool:

@@ -105,7 +105,7 @@ class Reducer(Readiness):
 
     def _launch(self, bucket: Bucket) -> None:
         engine.leave_context()
-        bucket.fill(self._scale())
+        bucket.fill(self._scale(), self._used)
         if self._aside:
             self._bring_back(bucket)
         index = bucket.index
@@ -162,6 +162,7 @@ class Reducer(Readiness):
             self._tell_left_out(error.parameters)
             raise
         finally:
+            self._order_at_least()
             self._reset()
             self._used[:] = bytes(len(self._used))
         if recorder is not None and record is not None:
@@ -250,8 +251,7 @@ class Reducer(Readiness):
         finally:
             for bucket in reduced:  # `zero_grad` may have come before the result.
                 bucket.buffer.zero_()
-            if self._order is not None and not self._order:  # Every rank rebuilds its buckets next.
-                self._order = list(reversed(range(len(self._parameters))))
+            self._order_at_least()
             self._reset()
             self._used[:] = bytes(len(self._used))
         if too_late:
@@ -259,6 +259,11 @@ class Reducer(Readiness):
                 "an error interrupted the last backward of this rank after its last gradient: others may have gone "
                 "on with the result that is missing here. Stop, and go on from a checkpoint"
             )
+
+    def _order_at_least(self) -> None:
+        """Every rank rebuilds its buckets next, also one where no gradient came."""
+        if self._order is not None and not self._order:
+            self._order = list(reversed(range(len(self._parameters))))
 
     def _go_along(self) -> None:
         """Launch what is not launched yet with zeros in it, and wait for all."""

@@ -90,8 +90,14 @@ class ModuleReducer(Reducer):
     def prepare_for_forward(self) -> None:
         """Nothing to do: `prepare` is called for every forward."""
 
-    def prepare_for_backward(self, _outputs: list[torch.Tensor]) -> None:
-        """Nothing to do: backward begins with an output's or a parameter's gradient."""
+    def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
+        """Have the next backward synchronise, also one whose forward ran under `no_sync`, or ended in it.
+
+        Pipeline stages, Accelerate's `trigger_sync_in_backward` and Lightning's manual optimisation call it themselves.
+        """
+        self.arm()
+        if outputs and not self._outputs:
+            self.watch(outputs)
 
     def _rebuild_buckets(self) -> bool:
         """Once, after the first backward."""

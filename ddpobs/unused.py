@@ -291,6 +291,7 @@ class Static:
         self.holds = True
         self._unused: list[int] = []
         self._nobody: list[int] = []
+        self._users: torch.Tensor | None = None
         self._abstains = False
 
     def begin(self, used: bytearray) -> Sequence[int]:
@@ -304,9 +305,7 @@ class Static:
 
     def abstain(self) -> None:
         """Take part in the first backward's verdict; this rank's own first backward is still to come."""
-        if self.holds:
-            self._abstains = True
-            self._map.launch(range(len(self._names)))
+        self._abstains = True
 
     def comes(self, index: int) -> bool:
         """A parameter's gradient was accumulated once more; whether that was the last time in this backward."""
@@ -333,9 +332,9 @@ class Static:
         )
 
     def share(self) -> None:
-        """Agree in the first backward."""
-        if self.holds and not self._map.launched:
-            self._map.launch(self._unused)
+        """Agree in the first backward of any rank."""
+        if self._users is None and not self._map.launched:
+            self._map.launch(range(len(self._names)) if self._abstains else self._unused)
 
     def wanted(self, _members: Sequence[int], _final: bool) -> bool:
         """Always."""
@@ -343,16 +342,16 @@ class Static:
 
     def settle(self) -> tuple[list[int], list[int]]:
         """The first backward's verdict."""
-        if self._abstains:
+        if self._users is None:
             self._map.wait()
-            self._abstains = False
-        elif self.holds:
-            self._map.wait()
-            users = self._map.read() if self._unused else None
-            self._nobody = [index for index in self._unused if users is not None and not users[index]]
+            self._users = self._map.read()
+        if self.holds and not self._abstains:
+            users = self._users
+            self._nobody = [index for index in self._unused if not users[index]]
             self.holds = False
         return self._unused, self._nobody
 
     def forget(self) -> None:
         """The sum over the ranks with it."""
         self._map.forget()
+        self._abstains = False

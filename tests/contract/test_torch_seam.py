@@ -52,7 +52,7 @@ ON_THE_REDUCER = {"_remove_autograd_hooks", "_set_static_graph", "_update_proces
 
 FROM_MODULES = {
     "torch": {"_foreach_copy_", "_foreach_mul_"},
-    "torch._C": {"_will_engine_execute_node", "_current_graph_task_id"},
+    "torch._C": {"_will_engine_execute_node", "_current_graph_task_id", "_storage_Use_Count"},
     "torch._C._distributed_c10d": {
         "GradBucket",
         "HashStore",

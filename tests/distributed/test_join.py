@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
 from tests.distributed.compare import batch, net, outcome
@@ -100,6 +102,30 @@ CASES = {
 def test_uneven_inputs_train_as_with_torch(found: list[dict[str, str]], case: str) -> None:
     allowed = {"equal"} if len(found) == 2 else {"equal", "close"}
     assert {verdict[case] for verdict in found} <= allowed
+
+
+def late(ddp: Any, rank: int) -> list[torch.Tensor]:
+    """The last rank alone has data in the first epoch, the others only in the second one."""
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
+    last = dist.get_world_size() - 1
+    for batches in (3 if rank == last else 0, 2 + rank):
+        with ddp.join():
+            for step in range(batches):
+                optimizer.zero_grad()
+                ddp(batch(rank, step)).pow(2).mean().backward()
+                optimizer.step()
+    return [p.detach().clone() for p in ddp.parameters()]
+
+
+def static(rank: int, world_size: int) -> bool:
+    """Against torch's without `static_graph`: with it, torch's hangs."""
+    ours = late(DistributedDataParallel(net(), static_graph=True, **CAP), rank)
+    return all(map(torch.allclose, ours, late(TorchDDP(net(), **CAP), rank)))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_static_graph_begins_without_the_ranks_that_have_no_data_yet(ranks: int) -> None:
+    assert run_ranks(static, ranks, timeout_s=40) == [True] * ranks
 
 
 def embedding(rank: int, sparse: bool) -> list[torch.Tensor]:

@@ -6,17 +6,18 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel, telemetry
-from ddpobs.errors import ReducerError
+from ddpobs.errors import ConfigError, ReducerError
 from tests.distributed.compare import batch, net, outcome, train, verdicts
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
@@ -147,6 +148,51 @@ def copied_on_one_rank(kind: Any, rank: int) -> Any:
     return train(ddp, rank)
 
 
+def memory(rank: int, world_size: int) -> dict[str, int]:
+    """By loop, how many times the buckets had other memory than in the step before, from the third step on."""
+    taken = {}
+    for name, (options, loop) in LOOPS.items():
+        ddp = DistributedDataParallel(net(), **{**CAP, **options})
+        if "hook" in name:
+            state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3) if "PowerSGD" in name else None
+            ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook if state else default_hooks.fp16_compress_hook)
+        optimizer = loop.get("optimizer", torch.optim.SGD)(ddp.parameters(), lr=0.01)
+        places: list[list[int]] = []
+        for step in range(6):
+            optimizer.zero_grad(set_to_none=loop.get("set_to_none", True))
+            with ddp.no_sync():
+                ddp(batch(rank, step + 50)).sum().backward()
+            ddp(batch(rank, step)).sum().backward()
+            torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
+            [p.grad.untyped_storage().nbytes() for p in ddp.parameters()]
+            optimizer.step()
+            places.append([bucket.buffer.data_ptr() for bucket in ddp.reducer._buckets])
+        taken[name] = sum(before != after for before, after in pairwise(places[2:]))
+    return taken
+
+
+LOOPS: dict[str, Any] = {
+    "plain": ({}, {}),
+    "zeroed in place": ({}, {"set_to_none": False}),
+    "Adam": ({}, {"optimizer": torch.optim.Adam}),
+    "RMSprop": ({}, {"optimizer": torch.optim.RMSprop}),
+    "static": ({"static_graph": True}, {}),
+    "flag": ({"find_unused_parameters": True}, {}),
+    "fp16": ({"comm": "fp16"}, {}),
+    "int8": ({"comm": "int8"}, {}),
+    "topk": ({"comm": "topk:0.1"}, {}),
+    "powersgd": ({"comm": "powersgd:1"}, {}),
+    "parameter server": ({"comm": "parameter_server"}, {}),
+    "fp16 hook": ({}, {}),
+    "PowerSGD hook": ({"bucket_cap_mb": 25}, {}),
+}
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_a_training_in_which_nobody_keeps_gradients_stays_in_the_memory_it_has() -> None:
+    assert run_ranks(memory, 2) == [dict.fromkeys(LOOPS, 0)] * 2
+
+
 class Extra(nn.Module):
     """A layer, and one more parameter, whose bucket is launched last."""
 
@@ -170,7 +216,127 @@ def holding(extra: torch.Tensor) -> Any:
     return case
 
 
+class Halfhearted(torch.autograd.Function):
+    """A product whose weight may be given no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gives: bool) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.gives = gives
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        return slope @ weight.t(), x.t() @ slope if ctx.gives else None, None
+
+
+class Reached(nn.Module):
+    """A weight that one rank's backward reaches without a gradient for it."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, wide))
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, gives: bool) -> torch.Tensor:
+        return Halfhearted.apply(self.layer(x), self.weight, gives).sum()  # type: ignore[no-any-return]
+
+
+def reached(wide: int, accumulates: bool = False, **options: Any) -> Any:
+    def case(kind: Any, rank: int) -> Any:
+        ddp, found = kind(Reached(wide), **options), []
+        for step in range(4):
+            ddp.zero_grad()
+            gives = rank == step % 2
+            if accumulates:
+                with ddp.no_sync():
+                    ddp(batch(rank, step + 50), gives).backward()
+            ddp(batch(rank, step), gives).backward()
+            found.append(outcome(ddp))
+        return found
+
+    return case
+
+
+def keeping(keep: Callable[[torch.Tensor], torch.Tensor], accumulates: bool = False) -> Any:
+    """What someone keeps of each step's gradients, at the end; one parameter's may be accumulated from step to step."""
+
+    def case(kind: Any, rank: int) -> Any:
+        ddp, kept = kind(net(), **CAP), []
+        for step in range(4):
+            ddp(batch(rank, step)).sum().backward()
+            places = [place for place, p in enumerate(ddp.parameters()) if not accumulates or place % 3]
+            parameters = list(ddp.parameters())
+            kept += [keep(parameters[place].grad) for place in places]
+            for place in places:
+                parameters[place].grad = None
+        return [*kept, *outcome(ddp)]
+
+    return case
+
+
+def clamps(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.clamp_(-0.01, 0.01)
+
+
+def steps_alone(parameter: torch.Tensor) -> None:
+    """An optimizer in backward: what is reduced then is nothing."""
+    with torch.no_grad():
+        parameter -= 0.01 * parameter.grad
+    parameter.grad = None
+
+
+def hooking(hook: Callable[[torch.Tensor], None], again: bool = False, **options: Any) -> Any:
+    """A hook that was registered after wrapping, once or anew for every step."""
+
+    def case(kind: Any, rank: int) -> Any:
+        ddp, handles = kind(net(), **CAP, **options), []
+        for step in range(4):
+            if again or step == 0:
+                while handles:
+                    handles.pop().remove()
+                handles += [p.register_post_accumulate_grad_hook(hook) for p in ddp.parameters()]
+            ddp.zero_grad()
+            ddp(batch(rank, step)).pow(2).sum().backward()
+        return outcome(ddp)
+
+    return case
+
+
+def hooking_within(kind: Any, rank: int) -> Any:
+    """One that was registered between forward and backward."""
+    ddp = kind(net(), **CAP)
+    loss = ddp(batch(rank)).sum()
+    for parameter in ddp.parameters():
+        parameter.register_post_accumulate_grad_hook(clamps)
+    loss.backward()
+    return outcome(ddp)
+
+
+LARGE = 5000
+"""Columns with which a weight's gradient goes into the bucket by itself."""
+
 SAME = {
+    "a hook of the user's clamps": hooking(clamps),
+    "a hook of the user's clamps, anew for every step": hooking(clamps, again=True),
+    "a hook of the user's clamps, static": hooking(clamps, static_graph=True),
+    "a hook of the user's steps": hooking(steps_alone),
+    "a hook that comes after the forward": hooking_within,
+    "gradients kept": keeping(lambda gradient: gradient),
+    "gradients kept by detach": keeping(torch.Tensor.detach),
+    "gradients kept by data": keeping(lambda gradient: gradient.data),
+    "gradients kept by a view": keeping(lambda gradient: gradient.view(-1)[1:]),
+    "gradients kept beside accumulated ones": keeping(lambda gradient: gradient, accumulates=True),
+    "gradients kept by detach beside accumulated ones": keeping(torch.Tensor.detach, accumulates=True),
+    "reached without a gradient": reached(4),
+    "reached without a gradient, large": reached(LARGE),
+    "reached without a gradient, accumulated": reached(LARGE, accumulates=True),
+    "reached without a gradient, flag": reached(4, find_unused_parameters=True),
+    "reached without a gradient, large, flag": reached(LARGE, find_unused_parameters=True),
+    "reached without a gradient, static": reached(4, static_graph=True),
     "wrapped again": wrapped_again,
     "copied on one rank": copied_on_one_rank,
     "complex": holding(torch.full((3,), 1 + 2j)),
@@ -256,3 +422,40 @@ def forward_alone(rank: int, world_size: int) -> list[bool]:
 
 def test_no_sync_holds_after_a_forward_that_had_no_backward() -> None:
     assert run_ranks(forward_alone, 2) == [[False, True]] * 2
+
+
+def each_reduced(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
+    """By way of going backward twice, whether gradients are the mean over the ranks."""
+    found = {}
+    for way in ("two forwards", "backward twice"):
+        ddp, alone = DistributedDataParallel(net(), **CAP, **options), net()
+        for _ in range(3):
+            ddp.zero_grad()
+            losses = [ddp(batch(rank, step)).sum() for step in range(2 if way == "two forwards" else 1)]
+            for loss in losses * 2 if len(losses) == 1 else losses:
+                loss.backward(retain_graph=True)
+        for other in range(world_size):
+            for step in (0, 1) if way == "two forwards" else (0, 0):
+                (alone(batch(other, step)).sum() / world_size).backward()
+        pairs = zip(ddp.parameters(), alone.parameters(), strict=True)
+        found[way] = all(torch.allclose(ours.grad, theirs.grad, atol=1e-5) for ours, theirs in pairs)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "flag"])
+def test_every_backward_after_a_forward_is_reduced(options: dict[str, Any]) -> None:
+    assert run_ranks(each_reduced, 2, options) == [{"two forwards": True, "backward twice": True}] * 2
+
+
+def reduced_twice(rank: int, world_size: int) -> list[str]:
+    """With torch's compiled reducer, which registers hooks beside ours."""
+    from torch._dynamo import config
+
+    with config.patch(optimize_ddp="python_reducer"), pytest.raises(ConfigError) as error:
+        DistributedDataParallel(net(), **CAP)
+    return [error.value.setting, str(error.value.came)]
+
+
+def test_torchs_compiled_reducer_beside_ours_is_refused() -> None:
+    assert run_ranks(reduced_twice, 1) == [["torch._dynamo.config.optimize_ddp", "python_reducer"]]

@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from ddpobs import DistributedDataParallel
+from ddpobs.errors import ReducerError
 from tests.distributed.launch import run_ranks
 
 CAP = {"bucket_cap_mb": 0.05}
@@ -73,6 +74,48 @@ def checkpointed_reentrant(ddp: Any, rank: int, step: int) -> None:
     checkpoint(ddp, batch(rank, step).requires_grad_(), use_reentrant=True).sum().backward()
 
 
+def armed_under_no_sync(ddp: Any, rank: int, step: int) -> None:
+    """As pipeline stages and Accelerate's `trigger_sync_in_backward` do."""
+    with ddp.no_sync():
+        first, last = ddp(batch(rank, step)), ddp(batch(rank, step + 50))
+        first.sum().backward()
+    ddp.reducer.prepare_for_backward([])
+    last.sum().backward()
+
+
+def armed_with_outputs(ddp: Any, rank: int, step: int) -> None:
+    with ddp.no_sync():
+        output = ddp(batch(rank, step))
+    ddp.reducer.prepare_for_backward([output])
+    output.sum().backward()
+
+
+class Manual(nn.Module):
+    """Two backward passes within one forward, as Lightning's manual optimisation runs them."""
+
+    def __init__(self, net: nn.Module) -> None:
+        super().__init__()
+        self.net = net
+        self.ddp: list[Any] = []
+
+    def forward(self, first: torch.Tensor, second: torch.Tensor) -> None:
+        for inputs in (first, second):
+            loss = self.net(inputs).sum()
+            (ddp,) = self.ddp
+            ddp.reducer._rebuild_buckets()
+            ddp.reducer.prepare_for_backward([])
+            loss.backward()
+
+
+def manual_backwards(kind: Any, rank: int) -> torch.Tensor:
+    ddp = kind(Manual(net()), **CAP)
+    ddp.module.ddp.append(ddp)
+    for step in range(STEPS):
+        ddp.zero_grad()
+        ddp(batch(rank, step), batch(rank, step + 50))
+    return torch.cat([p.grad.flatten() for p in ddp.module.net.parameters()])
+
+
 PATTERNS = {
     function.__name__: function
     for function in (
@@ -84,6 +127,8 @@ PATTERNS = {
         two_forwards,
         checkpointed,
         checkpointed_reentrant,
+        armed_under_no_sync,
+        armed_with_outputs,
     )
 }
 
@@ -116,6 +161,14 @@ def verdicts() -> list[dict[str, str]]:
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_gradients_are_those_of_torch_ddp(verdicts: list[dict[str, str]], pattern: str) -> None:
     assert [verdict[pattern] for verdict in verdicts] == ["equal", "equal"]
+
+
+def manual(rank: int, world_size: int) -> bool:
+    return torch.equal(manual_backwards(DistributedDataParallel, rank), manual_backwards(TorchDDP, rank))
+
+
+def test_each_of_two_backwards_within_a_forward_is_reduced_where_it_is_asked_for() -> None:
+    assert run_ranks(manual, 2) == [True, True]
 
 
 class Skipping(nn.Module):
@@ -167,6 +220,32 @@ def test_without_the_flag_it_is_the_same_error_on_every_rank() -> None:
     first, second = run_ranks(no_parameter_reached_without_the_flag, 2, timeout_s=40)
     assert first == second
     assert "net.0.weight (rank 0)" in first
+
+
+def first_reaches_nothing(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[int], bool]:
+    """Rank 0 reaches no parameter in the first backward: the steps that raised, and whether the last one is torch's."""
+    ddp, theirs = DistributedDataParallel(Skipping(), **CAP, **options), TorchDDP(Skipping(), **CAP)
+    told = []
+    for step in range(3):
+        ddp.zero_grad()
+        inputs = batch(rank, step)
+        inputs[0, 0] = -1.0 if rank == step == 0 else 1.0
+        try:
+            ddp(inputs.requires_grad_()).sum().backward()
+        except ReducerError:
+            told.append(step)
+    theirs(inputs).sum().backward()
+    pairs = zip(ddp.parameters(), theirs.parameters(), strict=True)
+    return told, all(torch.allclose(p.grad, q.grad) for p, q in pairs)
+
+
+def test_a_first_backward_that_reaches_nothing_on_one_rank_is_an_error_after_which_all_go_on() -> None:
+    assert run_ranks(first_reaches_nothing, 2, {}, timeout_s=20) == [([0], True)] * 2
+
+
+def test_a_first_backward_of_a_static_graph_that_reaches_nothing_on_one_rank_hangs_nobody() -> None:
+    (told, _), _ = run_ranks(first_reaches_nothing, 2, {"static_graph": True}, timeout_s=20)
+    assert told == [1, 2], "the graph changed"
 
 
 def interrupted(rank: int, world_size: int) -> list[int]:
