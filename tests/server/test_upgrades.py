@@ -49,7 +49,7 @@ def _fill(connection: Connection, revision: str) -> None:
         insert(connection, "sources", **key, attempt=ATTEMPT, rank=rank, world_size=2, **source)
         insert(connection, "batches", **key, seq=0, digest=bytes(32), received_ns=1, size_bytes=1)
         insert(connection, "step_histogram", **key, bound=3, steps=10)
-        body = wire.pack_json(wire.Unused(step=1, module=rank, locally=["a", "b"][:rank], globally=[])).decode()
+        body = wire.pack_json(wire.Unused(step=1, module=rank, locally=["a\0"][:rank], globally=[])).decode()
         insert(connection, "unused", **key, seq=0, position=0, body=body)
     for chunk in _first_chunks() if revision == "0001" else _second_chunks():
         insert(connection, "chunks", run_id="old", seq=0, first_step=0, last_step=9, **chunk)

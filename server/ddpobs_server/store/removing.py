@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Engine, Exists, exists, func, select, tuple_
+from sqlalchemy import ColumnElement, Connection, Engine, Exists, Table, exists, func, select, tuple_
 
 from ddpobs_server.store import schema, sums
 
@@ -23,7 +23,7 @@ _Conditions = Sequence[ColumnElement[bool]]
 
 def delete_run(engine: Engine, run: str, only_if: _Conditions = ()) -> bool:
     """Remove everything of a run; False where there is none, or its own row is not, or no longer, as asked."""
-    sum(_delete_chunks(engine, run, _CHUNKS, only_if=only_if))
+    sum(_delete_chunks(engine, run, only_if=only_if))
     with engine.begin() as connection:
         return delete_rows(connection, run, only_if)
 
@@ -47,14 +47,18 @@ def expire_chunks(engine: Engine, before_ns: int) -> int:
     Returns:
         How many chunks.
     """
-    runs, chunks = schema.runs.c, schema.chunks.c
+    runs, c = schema.runs.c, schema.chunks.c
     with engine.connect() as connection:
         older = connection.execute(select(runs.run_id).where(runs.created_ns < before_ns)).scalars().all()
     removed = 0
     for run in older:
-        came_before = _came_before(run, before_ns, chunks.source, chunks.seq).correlate(schema.chunks)
-        removed += sum(_delete_chunks(engine, run, _CHUNKS, came_before))
-        _expire_told(engine, run, before_ns)
+        came_before = _came_before(run, before_ns, c.source, c.seq).correlate(schema.chunks)
+        with engine.connect() as connection:  # Most have nothing left that is to go, and need not be locked.
+            some = connection.execute(select(c.seq).where(c.run_id == run, came_before).limit(1)).first()
+        if some is not None:
+            removed += sum(_delete_chunks(engine, run, came_before))
+        for table in (schema.unused, schema.events):
+            _expire_told(engine, table, run, before_ns)
     return removed
 
 
@@ -63,44 +67,48 @@ def _came_before(run: str, before_ns: int, source: Any, seq: Any) -> Exists:
     return exists().where(c.run_id == run, c.source == source, c.seq == seq, c.received_ns < before_ns)
 
 
-def _expire_told(engine: Engine, run: str, before_ns: int) -> None:
-    """Remove a run's unused sets and events of before then, but not those that metrics and diagnoses read."""
-    for table in (schema.unused, schema.events):
-        c = table.c
-        key = (c.source, c.seq, c.position)
-        while True:
-            with engine.begin() as connection:
-                _lock(connection, run)
-                number = sums.unused_number() if table is schema.unused else sums.event_number()
-                n = select(*key, number).where(c.run_id == run).subquery().c
-                old = select(n.source, n.seq, n.position).limit(_CHUNKS)
-                old = old.where(n.number > 1, _came_before(run, before_ns, n.source, n.seq))
-                gone = connection.execute(table.delete().where(c.run_id == run, tuple_(*key).in_(old))).rowcount
-            if gone < _CHUNKS:
-                break
-            time.sleep(_PAUSE_S)
+def _expire_told(engine: Engine, table: Table, run: str, before_ns: int) -> None:
+    """Remove a run's unused sets or events of before then, but not those that metrics and diagnoses read."""
+    c = table.c
+    key = (c.source, c.seq, c.position)
+    number = sums.unused_number() if table is schema.unused else sums.event_number()
+    n = select(*key, number).where(c.run_id == run).subquery().c
+    old = select(n.source, n.seq, n.position).where(n.number > 1, _came_before(run, before_ns, n.source, n.seq))
+    with engine.connect() as connection:
+        if connection.execute(old.limit(1)).first() is None:
+            return
+    gone = _CHUNKS
+    while gone == _CHUNKS:
+        with engine.begin() as connection:
+            _lock(connection, run)
+            which = tuple_(*key).in_(old.limit(_CHUNKS))
+            gone = connection.execute(table.delete().where(c.run_id == run, which)).rowcount
+        time.sleep(_PAUSE_S)
 
 
 def _delete_chunks(
-    engine: Engine, run: str, at_once: int, *which: ColumnElement[bool], only_if: _Conditions = ()
+    engine: Engine,
+    run: str,
+    *which: ColumnElement[bool],
+    only_if: _Conditions = (),
+    for_room: bool = False,
 ) -> Iterator[int]:
-    """Remove chunks of a run, the oldest first, while its own row is as asked, and note what the others take.
+    """Remove chunks of a run while its own row is as asked, and note what the others take.
+
+    To make room the oldest go first, fewer at once.
 
     Yields:
         How many went, each time some did.
     """
     runs, c, a = schema.runs.c, schema.chunks.c, schema.attempts.c
     key = (c.source, c.kind, c.seq)
-    # Also as they came: SQLite then finds the file's last pages, which it gives back first, soon in its list of free
-    # ones.
-    some = (
-        select(*key)
-        .join(schema.attempts, (a.run_id == c.run_id) & (a.attempt == c.attempt))
-        .where(c.run_id == run, *which)
-        .order_by(a.ordinal, c.last_step)
-        .limit(at_once)
-        .correlate(None)
-    )
+    # As they came: SQLite then finds the file's last pages, which it gives back first, soon in its list of free ones.
+    order: tuple[Any, ...] = (c.seq,)
+    at_once = _CHUNKS_FOR_ROOM if for_room else _CHUNKS
+    if for_room:
+        ordinal = select(a.ordinal).where(a.run_id == c.run_id, a.attempt == c.attempt).correlate(schema.chunks)
+        order = (ordinal.scalar_subquery(), c.last_step)
+    some = select(*key).where(c.run_id == run, *which).order_by(*order).limit(at_once).correlate(None)
     delete = schema.chunks.delete().where(c.run_id == run, tuple_(*key).in_(some)).returning(func.length(c.payload))
     left = select(func.coalesce(func.sum(func.length(c.payload)), 0)).where(c.run_id == run)
     while True:
@@ -146,19 +154,20 @@ def shrink(engine: Engine, limit_bytes: int) -> tuple[int, int]:
     silent = runs.last_seen_ns < time.time_ns() - _LATELY_NS
     oldest = select(runs.run_id).order_by(runs.last_seen_ns, runs.run_id).limit(1)
     removed_chunks = removed_runs = 0
-    while used_bytes(engine) > limit_bytes:
+    going_on = True
+    while going_on and used_bytes(engine) > limit_bytes:
+        before = removed_chunks + removed_runs
         with engine.connect() as connection:
             holding = connection.execute(oldest.where(runs.chunk_bytes > 0)).scalar()
             run = connection.execute(oldest.where(silent)).scalar()
         if holding is not None:
-            for gone in _delete_chunks(engine, holding, _CHUNKS_FOR_ROOM):
+            for gone in _delete_chunks(engine, holding, for_room=True):
                 removed_chunks += gone
                 if used_bytes(engine) <= limit_bytes:
                     break
         elif run is not None and engine.dialect.name == "sqlite":
             removed_runs += delete_run(engine, run, [silent])
-        else:
-            break
+        going_on = removed_chunks + removed_runs > before
         give_back(engine)
     return removed_chunks, removed_runs
 
