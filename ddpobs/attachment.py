@@ -102,7 +102,7 @@ class Attachment:
         self._turn = count(1)
         self._expected = False
         self._unseen = False
-        self._skips = model.skip_all_reduce_unused_params
+        self._skips = getattr(model, "skip_all_reduce_unused_params", False)  # Not there where all are delayed.
         self._comm = "all_reduce"
         self._pass: _Pass | None = None
         self._members: list[list[int]] = []
@@ -202,9 +202,10 @@ class Attachment:
             if attachment is None or not attachment._handles:
                 return hook(state, bucket)
             seen, index, launched = attachment._of_this_pass(), bucket.index(), attachment.now()
+            launches = seen.launches + 1  # The hook may have the reducer's own all-reduce do it.
             future = hook(state, bucket)
             if index < len(seen.launched_ns) and launched:
-                seen.launches += 1
+                seen.launches = launches
                 seen.launched_ns[index] = launched
                 future.add_done_callback(_stamper(seen.done_ns, index, attachment.now))
             return future

@@ -36,6 +36,7 @@ class Bucket:
     __slots__ = (
         "_as_views",
         "_copied",
+        "_never_lent",
         "_references",
         "_storage",
         "_uses",
@@ -74,6 +75,7 @@ class Bucket:
         self._references = list(map(sys.getrefcount, self.views))
         self._storage = self.buffer.untyped_storage()._cdata
         self._uses = torch._C._storage_Use_Count(self._storage)
+        self._never_lent = set(range(len(self.views)))
 
     def renew(self) -> None:
         """Take fresh memory where someone still holds a gradient of the last backward and may read it yet.
@@ -84,10 +86,12 @@ class Bucket:
         shared = torch._C._storage_Use_Count(self._storage) != self._uses  # As by `detach` and `data`.
         if not shared and references == self._references:
             return
-        rest = [parameter.grad is not view for parameter, view in zip(self.parameters, self.views, strict=True)]
-        changed = (now != alone for now, alone in zip(references, self._references, strict=True))
-        if any(resting and (shared or held) for resting, held in zip(rest, changed, strict=True)):
-            self._move()
+        for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
+            # Nobody can hold a view that never was a gradient.
+            rests = parameter.grad is not view and place not in self._never_lent
+            if rests and (shared or references[place] != self._references[place]):
+                self._move()
+                return
 
     def _move(self) -> None:
         older = self.views
@@ -124,6 +128,9 @@ class Bucket:
         """Await the next backward."""
         self.pending = len(self.members)
         self.placed[:] = bytes(len(self.placed))
+        if self._never_lent:
+            parameters, views = self.parameters, self.views
+            self._never_lent = {place for place in self._never_lent if parameters[place].grad is not views[place]}
 
     def place(self, place: int, scale: float | None) -> None:
         """Bring one large gradient into the buffer, times `scale` in the same pass, and make `.grad` the view of it."""

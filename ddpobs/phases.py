@@ -105,6 +105,7 @@ class StepTracker:
         self._records: list[Any] = []
         self._modules_done: set[int] = set()
         self._optimizer_ran = self._closure_ran = self._optimizer_waits = False
+        self._closure_begins: int | None = None
         self._clean = False
         self._collective = -1
         self._backward_depth = 0
@@ -115,7 +116,7 @@ class StepTracker:
         """A CUDA graph is being captured: nothing runs, and no time means anything."""
         self.on_backward_end: list[Callable[[], None]] = []
         self.trains_in_eval = False
-        """Gradients were reduced while every module was in evaluation mode: the mode says nothing here."""
+        """Gradients were reduced last while every module was in evaluation mode: the mode says nothing here."""
         self.evaluating: Callable[[], bool] = lambda: False
         """Whether every module is in evaluation mode."""
         self.stepping: Callable[[], bool] = lambda: True
@@ -153,6 +154,8 @@ class StepTracker:
         done = self._step and self._step.segments and (self._optimizer_ran or module in self._modules_done)
         if done and not nested:
             self._close()
+        elif self._closure_begins is not None:
+            self._close(self._closure_begins)
         step = self._open()
         if self._stale:
             self._begin_anew(step)
@@ -189,8 +192,6 @@ class StepTracker:
         self._optimizer_waits = self._step is None  # Whether it has a closure, in which the first step begins.
         if self._step:
             self._leave_failed_optimizer()
-            if self._closure_ran and OPTIMIZER not in self._stack:
-                self._close()
             self._enter_optimizer()
 
     @harmless
@@ -201,6 +202,8 @@ class StepTracker:
         self._optimizer_waits = False
         if not self._step:
             return
+        if self._stack.count(OPTIMIZER) == 1:
+            self._closure_begins = None
         self._leave_forward()
         if self._stack and self._stack[-1] == OPTIMIZER:
             self.pop()
@@ -256,8 +259,10 @@ class StepTracker:
             return
         self._records.append(record)
         self._modules_done.add(module)
-        if self._evaluating():
-            self.trains_in_eval, self._evaluated, self._stale = True, False, False
+        evaluating = self.evaluating()
+        if evaluating and not self.trains_in_eval:
+            self._evaluated = self._stale = False
+        self.trains_in_eval = evaluating
 
     @harmless
     def communicated(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
@@ -300,7 +305,7 @@ class StepTracker:
         if begins:
             self._number = self.number
             self._step, self._stack, self._base = None, [], OTHER
-            self._records, self._closure_ran = [], False
+            self._records, self._closure_ran, self._closure_begins = [], False, None
             self._modules_done.clear()
         self.paused, self._clean = begins, False
         self._clock.capturing(begins)
@@ -319,6 +324,9 @@ class StepTracker:
         self._switch()
 
     def _enter_optimizer(self) -> None:
+        # Where closures did the step so far, the next one that trains is the next step's, from its optimizer's call on.
+        if self._closure_ran and self._step and OPTIMIZER not in self._stack:
+            self._closure_begins = len(self._step.switches)
         self._optimizer_ran = True
         self._base = OTHER
         self._push(OPTIMIZER)
@@ -373,12 +381,16 @@ class StepTracker:
             self._step = RawStep(self._number, [(OTHER, self._now())])
         return self._step
 
-    def _close(self) -> None:
+    def _close(self, place: int | None = None) -> None:
+        """The step ends, now or at one of its switches, and the next one begins."""
         step = self._step
         if step is None:
             return
-        step.end = self._now()
-        self._step = RawStep(step.number + 1, [(OTHER, step.end)])
+        later = step.switches[place:] if place is not None else []
+        del step.switches[len(step.switches) - len(later) :]
+        step.end = later[0][1] if later else self._now()
+        self._step = RawStep(step.number + 1, [(OTHER, step.end), *later])
         self._modules_done.clear()
         self._optimizer_ran = self._closure_ran = False
+        self._closure_begins = None
         self._finished(step)

@@ -161,3 +161,32 @@ def test_another_threads_collective_during_a_backward_is_not_training_s(training
     with ThreadPoolExecutor(1) as pool:
         assert pool.submit(training.tracker.blocking_began).result() is None
         assert pool.submit(training.tracker.blocking_began, True).result() is not None
+
+
+def test_an_optimizer_after_one_with_a_closure_belongs_to_its_step(training: Training) -> None:
+    for _ in range(3):
+        training.tracker.optimizer_began()
+        training.forward(20)
+        training.backward(40, 30)
+        training.tracker.optimizer_ended()
+        training.optimizer(7)
+    training.tracker.finish()
+    assert [phases(step)["optimizer"] for step in training.steps()] == [7, 7, 7]
+    assert [step.end_ns - step.start_ns for step in training.steps()] == [20 + 40 + 30 + 7] * 3
+
+
+def test_a_backward_in_an_evaluation_does_not_make_evaluations_training(training: Training) -> None:
+    """An attack on the inputs, say, whose gradients nobody steps on."""
+    training.tracker.evaluating = lambda: not training.module.training
+    plain_step(training)
+    training.fetch(10)
+    training.forward(20, training=False)
+    training.backward(40, 30)
+    plain_step(training)
+    plain_step(training)
+    training.fetch(700)
+    with torch.no_grad():
+        training.forward(800, training=False)
+    plain_step(training)
+    training.tracker.finish()
+    assert phases(training.steps()[-1])["data"] == 10

@@ -177,3 +177,20 @@ def test_a_bucket_that_torch_leaves_out_is_not_taken_for_the_next_one_of_its_siz
         assert answer["find_unused_parameters"] == [used] * STEPS
         # Its first two backward passes have one bucket.
         assert answer["static_graph"][2:] == [used] * (STEPS - 2)
+
+
+def every_reduction_is_delayed(rank: int, world_size: int) -> bool:
+    """Torch 2.13 cannot run its forward, and has no reducer for it."""
+    module = net()
+    late = list(module.named_parameters())
+    module.scale = nn.Parameter(torch.ones(1), requires_grad=False)
+    ddp = TorchDDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
+    with sending() as sent:
+        attachment = ddpobs.attach(ddp, sent.config)
+        assert attachment is not None
+        attachment.detach()
+    return telemetry._process is None
+
+
+def test_a_model_whose_reductions_are_all_delayed_can_be_attached() -> None:
+    assert run_ranks(every_reduction_is_delayed, 2) == [True, True]

@@ -277,6 +277,22 @@ def keeping(keep: Callable[[torch.Tensor], torch.Tensor], accumulates: bool = Fa
     return case
 
 
+def stepping_on_aliases(kind: Any, rank: int) -> Any:
+    """An optimizer by hand that took hold of each gradient's data once; one parameter is never used."""
+    module = nn.ModuleDict({"used": net(), "never": nn.Linear(2, 2)})
+    module.forward = module["used"].forward
+    ddp = kind(module, find_unused_parameters=True)
+    aliases: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for step in range(4):
+        ddp.zero_grad(set_to_none=False)
+        ddp(batch(rank, step)).sum().backward()
+        aliases = aliases or [(p, p.grad.data) for p in module["used"].parameters() if p.grad is not None]
+        with torch.no_grad():
+            for parameter, gradient in aliases:
+                parameter.sub_(0.01 * gradient)
+    return outcome(ddp)
+
+
 def clamps(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.clamp_(-0.01, 0.01)
@@ -331,6 +347,7 @@ SAME = {
     "gradients kept by a view": keeping(lambda gradient: gradient.view(-1)[1:]),
     "gradients kept beside accumulated ones": keeping(lambda gradient: gradient, accumulates=True),
     "gradients kept by detach beside accumulated ones": keeping(torch.Tensor.detach, accumulates=True),
+    "stepping on aliases of gradients": stepping_on_aliases,
     "reached without a gradient": reached(4),
     "reached without a gradient, large": reached(LARGE),
     "reached without a gradient, accumulated": reached(LARGE, accumulates=True),
