@@ -85,7 +85,7 @@ class Alarm:
         """An element that is NaN where any rank has something to tell, for buckets that cannot carry it."""
         flag = torch.full((1,), float("nan") if self.fault else 0.0, dtype=torch.float32, device=device)
         wait(all_reduce(self._group, [flag]))
-        return flag[0]
+        return flag
 
     def listen(self, element: torch.Tensor) -> None:
         """Raise the same error on every rank where some rank told of a fault.
@@ -143,7 +143,7 @@ class _Look:
 
     def __init__(self, element: torch.Tensor, number: int) -> None:
         self.number = number
-        self._host = torch.empty((), dtype=element.dtype, pin_memory=True)
+        self._host = torch.empty_like(element, device="cpu", pin_memory=True)
         self._host.copy_(element, non_blocking=True)
         self._copied: Any = torch.cuda.Event()
         self._copied.record()

@@ -10,9 +10,10 @@ from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 
 from ddpobs import wire
 
-LARGE = 32_768
-"""Elements from which a gradient goes into the bucket as soon as it is there, still warm in the cache; smaller ones
-go together when the bucket is full, in fewer calls."""
+AT_ONCE = 4_096
+"""Elements of a bucket's parameters on average, from which each gradient goes into the bucket as soon as it is there,
+still warm in the cache; between smaller ones little time passes, and they go together when the bucket is full, in
+fewer calls."""
 _KEPT = 2**20
 """Elements from which a gradient's memory is kept for a step."""
 
@@ -24,9 +25,13 @@ class Bucket:
         index: Its place in launch order.
         members: Indices of its parameters.
         buffer: The flat buffer, one dimension.
+        elements: Of the buffer.
+        head: The first of them, where there is one.
         views: Each parameter's part of the buffer, in the parameter's own shape and strides.
         pending: Parameters whose gradient this backward still owes.
-        placed: By place in the bucket, whether the gradient went in by itself in this backward.
+        at_once: Gradients go in one by one, as they come.
+        placed: By place in the bucket, whether the gradient did so in this backward.
+        scale: What gradients are multiplied by on their way in; None for nothing.
         residual: What a lossy communication has yet to send of this bucket, flat as the buffer; None where it owes
             nothing.
         sparse: It holds the one sparse gradient of its one parameter; there is no buffer then.
@@ -41,13 +46,17 @@ class Bucket:
         "_storage",
         "_uses",
         "adopts",
+        "at_once",
         "buffer",
+        "elements",
+        "head",
         "index",
         "members",
         "parameters",
         "pending",
         "placed",
         "residual",
+        "scale",
         "sparse",
         "views",
     )
@@ -59,18 +68,21 @@ class Bucket:
         self.pending = len(members)
         self.adopts = True
         self.residual: torch.Tensor | None = None
+        self.scale: float | None = None
         self._as_views = as_views
         first = parameters[0]
         self.placed = bytearray(len(members))
         self._allocate(first.dtype)
+        self.at_once = not sparse and self.elements >= AT_ONCE * len(members)
         # On the host very large gradients that are freed at once make the allocator give pages back and fault them in
         # again, a tenth of a step of a wide MLP. Each is kept until its successor comes: what torch's default holds.
         # Smaller ones are better freed: the next one is then written where the cache still is.
         self._copied: list[torch.Tensor | None] | None = [None] * len(members) if first.device.type == "cpu" else None
 
     def _allocate(self, dtype: torch.dtype) -> None:
-        size = 0 if self.sparse else sum(p.numel() for p in self.parameters)
-        self.buffer = torch.zeros(size, dtype=dtype, device=self.parameters[0].device)
+        self.elements = 0 if self.sparse else sum(p.numel() for p in self.parameters)
+        self.buffer = torch.zeros(self.elements, dtype=dtype, device=self.parameters[0].device)
+        self.head = self.buffer[:1]
         self.views = [] if self.sparse else _views(self.buffer, self.parameters, self._as_views)
         self._references = list(map(sys.getrefcount, self.views))
         self._storage = self.buffer.untyped_storage()._cdata
@@ -132,40 +144,44 @@ class Bucket:
             parameters, views = self.parameters, self.views
             self._never_lent = {place for place in self._never_lent if parameters[place].grad is not views[place]}
 
-    def place(self, place: int, scale: float | None) -> None:
-        """Bring one large gradient into the buffer, times `scale` in the same pass, and make `.grad` the view of it."""
-        parameter, view = self.parameters[place], self.views[place]
-        gradient = parameter.grad
-        if gradient is None:
-            view.zero_()
-            self._answer(parameter, view)
-        elif scale is None:
-            if gradient is not view:
-                view.copy_(gradient)
-        elif gradient is view:
-            view.mul_(scale)
+    def place(self, place: int, parameter: torch.Tensor) -> None:
+        """Bring one gradient into the buffer, times `scale` in the same pass, and make `.grad` the view of it."""
+        gradient, view, scale = parameter.grad, self.views[place], self.scale
+        if scale is None or gradient is None or gradient is view:
+            self._place_otherwise(gradient, view, parameter)
         else:
             torch.mul(gradient, scale, out=view)
             if self._copied is not None and gradient.numel() >= _KEPT:
                 self._copied[place] = gradient
-        if self.adopts:
+        if self.adopts and gradient is not None:
             parameter.grad = view
         self.placed[place] = 1
 
-    def _answer(self, parameter: torch.nn.Parameter, view: torch.Tensor) -> None:
+    def _place_otherwise(self, gradient: torch.Tensor | None, view: torch.Tensor, parameter: torch.Tensor) -> None:
+        if gradient is None:
+            view.zero_()
+            self._answer(parameter, view)
+        elif gradient is not view:
+            view.copy_(gradient)
+        elif self.scale is not None:
+            view.mul_(self.scale)
+
+    def _answer(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Give the result also to a parameter that was reached, and got nothing from a function of the user's own."""
         parameter.grad = view if self.adopts else torch.zeros_like(parameter)
 
-    def fill(self, scale: float | None, used: Sequence[int] = ()) -> None:
+    def fill(self, used: Sequence[int] = ()) -> None:
         """Bring every gradient that is not placed yet into the buffer, times `scale`, and make `.grad` the view of it.
 
         A gradient that autograd accumulated in place is there already. A parameter without one counts as zero and
         keeps having none, unless it was reached. A sparse gradient is coalesced and stays where it is.
 
         Args:
-            scale: None for nothing.
             used: By index of all parameters, whether each was reached; empty for none.
         """
+        if 0 not in self.placed:
+            return
+        scale = self.scale
         if self.sparse:
             self._fill_sparse(scale)
             return

@@ -100,6 +100,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _post_forward(self, output: Any) -> Any:
         """As torch's, less the sink that ties all outputs together: what the loss leaves out stays left out."""
         find_unused, static = self.find_unused_parameters, self.static_graph
+        if not (find_unused or static):
+            return super()._post_forward(output)
         self.find_unused_parameters = self.static_graph = False
         try:
             return super()._post_forward(output)

@@ -81,9 +81,11 @@ class Readiness:
         self._active = False
         self._outputs: list[torch.autograd.graph.Node] = []
         self._used = bytearray(len(names))
-        self._fired = bytearray(len(names))
+        self._fired = bytearray(b"\1" * len(names))
+        """By parameter, whether this backward awaits it no more; none is awaited while there is no backward."""
         self._record: Backward | None = None
         self._stamps: list[Any] | None = None
+        self._notes = False
         self._layout = Layout(self._parameters, self._names, self._expect_sparse, settings.as_views)
         self._buckets, self._bucket_of = self._layout.buckets, self._layout.bucket_of
         self._place_of, self._position_of = self._layout.place_of, self._layout.position_of
@@ -219,9 +221,13 @@ class Readiness:
         if self._recorder is not None:
             self._record = self._recorder.backward()
             self._stamps = self._record.parameter_ready_ns if self._record is not None else None
-        if not self._settings.as_views:
-            for bucket in self._buckets:
+        self._notes = self._order is not None or self._stamps is not None
+        scale = self._scale()
+        for bucket in self._buckets:
+            bucket.scale = scale
+            if not self._settings.as_views:
                 bucket.renew()
+        self._fired[:] = bytes(len(self._fired))
         if self._participation.holds:
             for bucket in self._buckets:
                 bucket.pending += 1
@@ -244,29 +250,23 @@ class Readiness:
     # ------------------------------------------------------------------ a gradient
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        """The parameter's post-accumulate hook: a few stores, and the bucket's launch when it is the last."""
-        bucket_of, place_of, used, fired = self._bucket_of, self._place_of, self._used, self._fired
-        large = self._parameters[index].numel() >= bucketing.LARGE and not self._expect_sparse[index]
+        """The parameter's post-accumulate hook, and the bucket's launch when it is the last.
 
-        def gradient_ready(_: torch.Tensor) -> None:
-            if not self._active:
-                if not self._expected:
-                    used[index] = 1
-                    return
-                self.begin()
-            if fired[index]:
-                self._came_again(index)
+        A matmul between two of them leaves nothing of this in the caches, so that every place that is looked at costs.
+        """
+        bucket_of, place_of, used, fired = self._bucket_of, self._place_of, self._used, self._fired
+
+        def gradient_ready(parameter: torch.Tensor) -> None:
+            if fired[index] and not self._begins_with(index):
                 return
             fired[index] = used[index] = 1
-            if self._stamps is not None:
-                self._stamp_parameter(index)
-            if self._order is not None:
-                self._order.append(index)
+            if self._notes:
+                self._note(index)
             bucket = bucket_of[index]
-            if large:
-                bucket.place(place_of[index], self._scale())
+            if bucket.at_once:
+                bucket.place(place_of[index], parameter)
             bucket.pending -= 1
-            if bucket.pending == 0:
+            if not bucket.pending:
                 self._ready(bucket)
 
         return self._hook_of_static_graph(index, gradient_ready) if self._settings.static_graph else gradient_ready
@@ -298,6 +298,25 @@ class Readiness:
 
         return came
 
+    def _begins_with(self, index: int) -> bool:
+        """A gradient that no backward awaited: whether one begins with it, that synchronises."""
+        if not self._active:
+            if not self._expected:
+                self._used[index] = 1
+                return False
+            self.begin()
+            if not self._fired[index]:
+                return True
+        self._came_again(index)
+        return False
+
+    def _note(self, index: int) -> None:
+        """Note what only some backward passes do: when the gradient came, and after which others."""
+        if self._stamps is not None:
+            self._stamps[self._position_of[index]] = self._recorder.now()  # type: ignore[union-attr]
+        if self._order is not None:
+            self._order.append(index)
+
     def _count_down(self, bucket: Bucket) -> None:
         bucket.pending -= 1
         if bucket.pending == 0:
@@ -315,15 +334,11 @@ class Readiness:
                 )
             )
 
-    def _stamp_parameter(self, index: int) -> None:
-        if self._stamps is not None and self._recorder is not None:
-            self._stamps[self._position_of[index]] = self._recorder.now()
-
     def _reset(self) -> None:
         self._active = False
         self._outputs = []
         self._record = self._stamps = None
-        self._fired[:] = bytes(len(self._fired))
+        self._fired[:] = b"\1" * len(self._fired)
         self._alarm.forget()
         self._participation.forget()
         for bucket in self._buckets:

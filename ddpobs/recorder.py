@@ -152,7 +152,7 @@ class ModuleRecorder:
     def training(self) -> bool | None:
         """Whether the wrapped module is in training mode, the only mode that frameworks keep right; None once gone."""
         module = self._module()
-        return None if module is None else bool(getattr(module, "module", module).training)
+        return None if module is None else bool(module._modules.get("module", module).training)  # type: ignore[union-attr]
 
     @harmless
     def event(self, kind: str, **detail: wire.Scalar) -> None:

@@ -105,7 +105,7 @@ class Reducer(Readiness):
 
     def _launch(self, bucket: Bucket) -> None:
         engine.leave_context()
-        bucket.fill(self._scale(), self._used)
+        bucket.fill(self._used)
         if self._aside:
             self._bring_back(bucket)
         index = bucket.index
@@ -185,11 +185,11 @@ class Reducer(Readiness):
     @property
     def _in_band(self) -> bool:
         """Whether the last bucket carries a NaN from one rank to all."""
-        return self._comm.carries_nan and len(self._buckets[-1].buffer) > 0 and not self._settings.skip_unused
+        return self._comm.carries_nan and self._buckets[-1].elements > 0 and not self._settings.skip_unused
 
     def _listen(self, last: Bucket) -> None:
         """Raise the same error on every rank where some rank told of a fault."""
-        self._alarm.listen(last.buffer[0] if self._in_band else self._alarm.share(last.parameters[0].device))
+        self._alarm.listen(last.head if self._in_band else self._alarm.share(last.parameters[0].device))
 
     def _settle(self) -> None:
         """Give `.grad` to what some rank used, and leave alone what nobody did."""

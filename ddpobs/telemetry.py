@@ -162,16 +162,23 @@ class Telemetry:
         self._exporter.close()
 
     def _evaluating(self) -> bool:
-        modes = [recorder.training for recorder in self._recorders]
-        return False in modes and True not in modes
+        evaluates = False
+        for recorder in self._recorders:
+            training = recorder.training
+            if training:
+                return False
+            evaluates = evaluates or training is False
+        return evaluates
 
     def _event(self, kind: str, step: int, detail: dict[str, wire.Scalar]) -> None:
         self._exporter.offer(wire.Event(kind=kind, at_ns=time.monotonic_ns(), step=step, detail=detail), weight=1)
 
     def _offer_step(self, raw: RawStep) -> None:
-        spans = sum(len(record.ready_ns) for segment in raw.segments for record in segment.records)
-        sampled = sum(record.parameter_ready_ns is not None for segment in raw.segments for record in segment.records)
-        self._exporter.offer(raw, weight=1 + spans + len(raw.comms) + sampled)
+        weight = 1 + len(raw.comms)
+        for segment in raw.segments:
+            for record in segment.records:
+                weight += len(record.ready_ns) + (record.parameter_ready_ns is not None)
+        self._exporter.offer(raw, weight)
 
     def _passed(self, record: object) -> bool:
         """Whether the device got to a step's end: one that hangs holds up its steps, and not the thread."""

@@ -59,10 +59,11 @@ def test_gradients_become_views_of_the_buffer_scaled_once() -> None:
     bucket = bucket_of(3, 2)
     for parameter in bucket.parameters:
         parameter.grad = torch.full_like(parameter, 4.0)
-    bucket.fill(0.5)
+    bucket.scale = 0.5
+    bucket.fill()
     assert bucket.buffer.tolist() == [2.0] * 5
     assert all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
-    bucket.fill(0.5)
+    bucket.fill()
     assert bucket.buffer.tolist() == [1.0] * 5, "a gradient accumulated in place is there already"
 
 
@@ -70,7 +71,7 @@ def test_a_parameter_without_gradient_counts_as_zero_and_keeps_having_none() -> 
     bucket = bucket_of(3, 2)
     bucket.buffer.fill_(9)
     bucket.parameters[1].grad = torch.ones(2)
-    bucket.fill(None)
+    bucket.fill()
     assert bucket.buffer.tolist() == [0, 0, 0, 1, 1]
     assert bucket.parameters[0].grad is None
 
@@ -80,11 +81,12 @@ def test_a_gradient_placed_by_itself_is_not_scaled_again_when_the_bucket_is_full
     bucket = bucket_of(2, 2)
     bucket.parameters[1].grad = torch.full((2,), 8.0)
     bucket.parameters[0].grad = bucket.views[0].fill_(8.0) if in_place else torch.full((2,), 8.0)
-    bucket.place(0, 0.5)
-    bucket.fill(0.5)
+    bucket.scale = 0.5
+    bucket.place(0, bucket.parameters[0])
+    bucket.fill()
     assert bucket.buffer.tolist() == [4.0] * 4
     bucket.reset()
-    bucket.fill(0.5)
+    bucket.fill()
     assert bucket.buffer.tolist() == [2.0] * 4
 
 
@@ -99,7 +101,7 @@ def test_a_view_has_its_parameters_strides() -> None:
         assert view.shape == parameter.shape
     assert bucket.views[0].stride() == channels_last.stride()
     assert bucket.views[1].stride() == transposed.stride()
-    bucket.fill(None)
+    bucket.fill()
     assert all(torch.equal(p.grad, p) for p in made)
     assert bucket.buffer.numel() == sum(p.numel() for p in made)
 
