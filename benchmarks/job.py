@@ -191,7 +191,7 @@ def prepare(ranks: Sequence[int], of: int, seconds: float, bodies: Path) -> Prep
         out = stack.enter_context(bodies.open("wb"))
         for number in ranks:
             now_s, dues = 0.0, list[Due]()
-            rank = Rank(TelemetryConfig(), number, of, now_ns)
+            rank = Rank(TelemetryConfig(flush_s=bench.JOB_FLUSH_S), number, of, now_ns)
             wakes_s = 0.0
             while rank.steps < round(seconds / STEP_S):
                 now_s = min(wakes_s, STEP_S * (rank.steps + 1))

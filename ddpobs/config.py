@@ -45,7 +45,7 @@ class TelemetryConfig:
     spool_mb: float = 256.0
     queue_records: int = 4096
     batch_spans: int = 5000
-    flush_s: float = 2.0
+    flush_s: float = 4.0
     timeout_s: float = 10.0
     exit_s: float = 2.0
     peers_every: int = 16

@@ -206,7 +206,7 @@ class StepTracker:
             self._closure_begins = None
         self._leave_forward()
         if self._stack and self._stack[-1] == OPTIMIZER:
-            self.pop()
+            self._pop()
 
     @harmless
     def backward_began(self) -> bool:
@@ -229,7 +229,7 @@ class StepTracker:
         self._backward_depth = 0
         for told in tuple(self.on_backward_end):  # One may be collected meanwhile, and go.
             told()
-        self.pop()
+        self._pop()
         if self._step is None:
             return
         self._step.micro_steps += 1
@@ -248,7 +248,7 @@ class StepTracker:
     @harmless
     def waiting_ended(self) -> None:
         """They are there, or an error ended the wait."""
-        self.pop()
+        self._pop()
         if self._step is not None:
             self._close_segment(self._step, waited=True)
 
@@ -319,9 +319,7 @@ class StepTracker:
     @harmless
     def pop(self) -> None:
         """Leave the innermost phase."""
-        if self._stack:  # A pause forgets them.
-            self._stack.pop()
-        self._switch()
+        self._pop()
 
     def _enter_optimizer(self) -> None:
         # Where closures did the step so far, the next one that trains is the next step's, from its optimizer's call on.
@@ -366,6 +364,11 @@ class StepTracker:
 
     def _push(self, phase: int) -> None:
         self._stack.append(phase)
+        self._switch()
+
+    def _pop(self) -> None:
+        if self._stack:  # A pause forgets them.
+            self._stack.pop()
         self._switch()
 
     def _switch(self) -> None:

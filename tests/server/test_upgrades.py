@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -102,6 +104,18 @@ def test_collectors_that_start_at_once_bring_the_schema_up_to_date_once(
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(start, range(4))) == [0 if revision is None else 1] * 4
+
+
+def test_a_connection_tries_again_where_sqlite_does_not_wait_for_others_that_open_the_file() -> None:
+    busy = sqlite3.OperationalError("database is locked")
+    busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    other = sqlite3.OperationalError("disk I/O error")
+    other.sqlite_errorcode = sqlite3.SQLITE_IOERR
+    cursor = Mock(execute=Mock(side_effect=[busy, busy, None]))
+    module._write_ahead(cursor)
+    assert cursor.execute.call_count == 3
+    with pytest.raises(sqlite3.OperationalError, match="I/O"):
+        module._write_ahead(Mock(execute=Mock(side_effect=[busy, other])))
 
 
 def test_an_upgrade_that_is_cut_off_leaves_the_schema_as_it_was(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -415,8 +417,8 @@ def _durable(connection: Any, _record: object) -> None:
         cursor.execute(
             "PRAGMA auto_vacuum=INCREMENTAL"
         )  # It would wait for whoever writes, also where it is so already.
+    _write_ahead(cursor)
     for setting in (
-        "journal_mode=WAL",
         "synchronous=FULL",
         "foreign_keys=ON",
         "cache_size=-8192",
@@ -424,3 +426,17 @@ def _durable(connection: Any, _record: object) -> None:
     ):
         cursor.execute(f"PRAGMA {setting}")
     cursor.close()
+
+
+def _write_ahead(cursor: Any) -> None:
+    """Have the file written by way of a log; SQLite does not always wait for others that have it so at this moment."""
+    ends = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > ends:
+                raise
+            time.sleep(0.01)
+        else:
+            return
