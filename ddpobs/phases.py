@@ -115,6 +115,8 @@ class StepTracker:
         self.paused = False
         """A CUDA graph is being captured: nothing runs, and no time means anything."""
         self.on_backward_end: list[Callable[[], None]] = []
+        self.in_training_mode = False
+        """The module whose forward came last was in training mode."""
         self.trains_in_eval = False
         """Gradients were reduced last while every module was in evaluation mode: the mode says nothing here."""
         self.evaluating: Callable[[], bool] = lambda: False
@@ -259,7 +261,7 @@ class StepTracker:
             return
         self._records.append(record)
         self._modules_done.add(module)
-        evaluating = self.evaluating()
+        evaluating = not self.in_training_mode and self.evaluating()
         if evaluating and not self.trains_in_eval:
             self._evaluated = self._stale = False
         self.trains_in_eval = evaluating

@@ -2,7 +2,7 @@
 
 One backward, in order: `begin` (first gradient, or first gradient of an output), a hook per parameter that counts its
 bucket down (both in `readiness`), `_launch` strictly in bucket order while autograd goes on, `_finish` as the engine's
-last callback.
+last callback, which launches the last bucket: by then it is known whether the backward was as it should be.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 class Reducer(Readiness):
     """Reduces gradients bucket by bucket while backward goes on.
 
+    Attributes:
+        keeps_last: The last bucket is launched when the backward is over, and can tell every rank what was wrong.
+
     Args:
         parameters: Those that require a gradient, in the module's order.
         names: Theirs.
@@ -39,6 +42,8 @@ class Reducer(Readiness):
         settings: The constructor's.
         recorder: Told of each bucket, or None with telemetry off.
     """
+
+    keeps_last = True
 
     def __init__(
         self,
@@ -61,6 +66,7 @@ class Reducer(Readiness):
         self._aside: dict[int, torch.Tensor] = {}
         self._pending: list[Pending] = []
         device = parameters[0].device
+        self._on_host = device.type == "cpu"
         used_map = UsedMap(len(names), device, lambda used: all_reduce(self._group, [used]), recorder)
         alarm = Alarm(group)
         super().__init__(
@@ -87,7 +93,8 @@ class Reducer(Readiness):
 
     def _launch_ready(self, final: bool = False) -> None:
         """Launch what is ready, strictly in order; at the end of a backward everything is."""
-        while len(self._pending) < len(self._buckets):
+        count = len(self._buckets)
+        while len(self._pending) < (count if final or not self.keeps_last else count - 1):
             bucket = self._buckets[len(self._pending)]
             if bucket.pending > 0 and not final:
                 return
@@ -121,6 +128,8 @@ class Reducer(Readiness):
         self._pending.append(pending)
         if self._tells_duration and (work := getattr(pending, "work", None)) is not None:
             record.works[index] = work
+        if index == len(self._buckets) - 1 and self._last_seen:
+            return
         done_ns = record.done_ns
 
         def done(_: object) -> None:
@@ -154,6 +163,9 @@ class Reducer(Readiness):
         engine.leave_context()
         try:
             self._launch_the_rest()
+            if self._last_seen and record is not None:
+                self._pending[-1].wait()
+                record.done_ns[-1] = recorder.now()  # type: ignore[union-attr]
             for pending in self._pending:
                 pending.wait()
             self._listen(self._buckets[-1])
@@ -232,17 +244,12 @@ class Reducer(Readiness):
             self._recorder.shadowed()
 
     def _abandon(self) -> None:
-        """End a backward that an error interrupted: ranks that are still in it get an error too, and none hangs.
-
-        Raises:
-            ReducerError: Every bucket was launched already: other ranks may have their results, and this one has none.
-        """
+        """End a backward that an error interrupted: ranks that are still in it get an error too, and none hangs."""
         self._alarm.fault = Fault(
             message="an error interrupted its backward, so that this one has no result on any rank. Drop the batch "
             "(zero_grad) on every rank, or stop"
         )
         reduced = [bucket for bucket, _ in zip(self._buckets, self._pending, strict=False) if not bucket.sparse]
-        too_late = len(self._pending) == len(self._buckets) and self._in_band
         try:
             self._participation.end(self._used, [i for i, fired in enumerate(self._fired) if not fired])
             self._go_along()
@@ -254,11 +261,6 @@ class Reducer(Readiness):
             self._order_at_least()
             self._reset()
             self._used[:] = bytes(len(self._used))
-        if too_late:
-            raise ReducerError(
-                "an error interrupted the last backward of this rank after its last gradient: others may have gone "
-                "on with the result that is missing here. Stop, and go on from a checkpoint"
-            )
 
     def _order_at_least(self) -> None:
         """Every rank rebuilds its buckets next, also one where no gradient came."""
@@ -269,8 +271,8 @@ class Reducer(Readiness):
         """Launch what is not launched yet with zeros in it, and wait for all."""
         participation, shadows = self._participation, [bucketing.shadow(bucket) for bucket in self._buckets]
         rest = shadows[len(self._pending) :]
-        last = shadows[-1] if rest else self._buckets[-1]
-        if self._alarm.fault is not None and rest and self._in_band:
+        last = shadows[-1]
+        if self._alarm.fault is not None and self._in_band:
             self._alarm.mark(last.buffer)
         self._alarm.tell()
         if self._settings.skip_unused:
@@ -300,3 +302,11 @@ class Reducer(Readiness):
         """Have full buckets handed to `comm` from now on."""
         self._comm = comm
         self._tell_layout()
+
+    @property
+    def _last_seen(self) -> bool:
+        """The wait for the last bucket, which begins as soon as it is launched, sees when it is done.
+
+        That spares the last moments of a backward a callback, for which gloo's thread needs the interpreter.
+        """
+        return self.keeps_last and type(self._comm) is AllReduce and self._on_host

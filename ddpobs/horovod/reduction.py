@@ -44,6 +44,8 @@ class OptimizerReducer(Reducer):
         self.synchronised = 0
         super().__init__(*args, **kwargs)
 
+    keeps_last = False  # Between a backward and `synchronize` a script may do much, and nothing can be wrong.
+
     @property
     def under_way(self) -> bool:
         """Whether gradients have come that were not synchronised yet."""

@@ -107,14 +107,15 @@ def test_a_batch_whose_backward_fails_can_be_dropped(when: Breaks, ranks: int) -
                 assert all(text.startswith("rank 1: an error interrupted") for text in answer["told"]), name
 
 
-def too_late(rank: int, world_size: int) -> list[str]:
-    """An error above the model, once every gradient of it is reduced."""
+def too_late(rank: int, world_size: int, where: tuple[int, ...]) -> list[str]:
+    """An error above the model on some ranks, once every gradient of it has come."""
     ddp, told = DistributedDataParallel(net(), **CAP), []
     inputs = batch(rank).requires_grad_()
     above = inputs * 1
 
     def stop(_: torch.Tensor) -> None:
-        raise StopError
+        if rank in where:
+            raise StopError
 
     above.register_hook(stop)
     for step in range(3):
@@ -126,8 +127,9 @@ def too_late(rank: int, world_size: int) -> list[str]:
     return told
 
 
-def test_an_error_after_the_last_gradient_is_not_passed_over() -> None:
-    assert run_ranks(too_late, 2) == [["StopError", "ReducerError"]] * 2
+def test_an_error_after_the_last_gradient_is_told_to_every_rank_that_has_none() -> None:
+    assert run_ranks(too_late, 2, (0, 1)) == [["StopError"]] * 2
+    assert run_ranks(too_late, 2, (1,)) == [["ReducerError"], ["StopError"]]
 
 
 def wrapped_again(kind: Any, rank: int) -> Any:

@@ -290,7 +290,23 @@ def errors(rank: int, world_size: int) -> dict[str, str]:
         for step in range(2):
             ddp(batch(rank, step), step == 0 if first else step == 1).sum().backward()
 
+    def used_again(**options: Any) -> None:
+        """On one rank the first layer's gradients come once more after those that its buckets waited for."""
+        module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+        def forward(x: torch.Tensor, times: int) -> torch.Tensor:
+            for _ in range(times):
+                x = checkpoint(module[0], x, use_reentrant=True)
+            return module[1](x)  # type: ignore[no-any-return]
+
+        module.forward = forward  # type: ignore[method-assign]
+        ddp = DistributedDataParallel(module, **cap, **options)
+        for step in range(2):
+            ddp(batch(rank, step).requires_grad_(), 1 + step * rank).sum().backward()
+
     mistakes = {
+        "used again": used_again,
+        "static, used again": lambda: used_again(static_graph=True),
         "flag off": lambda: lopsided(DistributedDataParallel(Branching(), **cap)),
         "comm hook": hooked,
         "join": joined,
@@ -323,6 +339,8 @@ def told() -> list[dict[str, str]]:
         ("join", "never.bias (rank "),
         ("sparse", "l.sometimes.weight (rank 1)"),
         ("used twice", "was ready twice in one backward"),
+        ("used again", "rank 1: parameter 0."),
+        ("static, used again", "rank 1: the graph changed although static_graph=True: 0."),
         ("static, less", "sometimes.weight"),
         ("static, more", "sometimes.bias"),
     ],

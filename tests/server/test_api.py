@@ -170,6 +170,13 @@ def test_an_unknown_attempt_a_bad_query_and_an_unknown_path_are_problems(shared:
     assert_problem(httpx.post(runs), 405)
 
 
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/", "/api/v1/runs", "/metrics", "/api/v1/nothing"])
+def test_head_is_answered_as_get_without_the_content(shared: Collector, path: str) -> None:
+    got, head = httpx.get(shared.url + path), httpx.head(shared.url + path)
+    assert (head.status_code, head.headers["content-type"]) == (got.status_code, got.headers["content-type"])
+    assert (head.content, len(got.content) > 0) == (b"", True)
+
+
 def test_runs_are_listed_newest_first_in_pages_that_miss_none(tmp_path: Path) -> None:
     with running_collector(tmp_path) as url:
         for index in range(7):
