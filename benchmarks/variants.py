@@ -30,6 +30,7 @@ Step = Callable[[torch.Tensor], None]
 NOBODY = "http://127.0.0.1:9"
 """Where no collector listens: what is sent there is tried ever more rarely, and kept. A collector that answers costs
 the delivery thread about a millisecond of processor time a batch, which "collector" measures, and this does not."""
+_CUT_BEFORE = 4
 PROFILED_STEPS = 10
 """Steps of one cycle of torch.profiler."""
 
@@ -117,7 +118,17 @@ class Variant:
 
 
 def _pace(exporter: Exporter, steps: Steps, turn: Turn) -> None:
-    """Have batches cut by steps instead of by seconds, and train on until the phase that is asked for."""
+    """Have batches cut by steps instead of by seconds, and train on until the phase that is asked for.
+
+    What a process does for the first time takes many times longer, once in a training of hours; a measurement of
+    seconds would have little else. So some batches are cut before.
+    """
+    plain = exporter._config
+    exporter._config = replace(plain, batch_spans=1)
+    for _ in range(_CUT_BEFORE):
+        steps(2)
+        time.sleep(0.1)
+    exporter._config = plain
     emitted, began = exporter.emitted, time.perf_counter()
     steps(2)
     step_s = torch.tensor((time.perf_counter() - began) / 2)
