@@ -342,6 +342,9 @@ def test_after_a_request_the_next_is_waited_for_as_the_first(monkeypatch: pytest
     monkeypatch.setattr(heads, "MOST_S", 0.5)
     with served() as address, socket.create_connection(address, 3) as client:
         client.sendall(b"PUT / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(body))
-        assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
+        first = b""
+        while not first.endswith(b"Not Found"):
+            first += client.recv(65536)
+        assert first.startswith(b"HTTP/1.1 404 ")
         client.sendall(body or b"\r\n")
         assert answered(client).startswith("HTTP/1.1 408 ")
