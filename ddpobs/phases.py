@@ -115,8 +115,6 @@ class StepTracker:
         self.paused = False
         """A CUDA graph is being captured: nothing runs, and no time means anything."""
         self.on_backward_end: list[Callable[[], None]] = []
-        self.in_training_mode = False
-        """The module whose forward came last was in training mode."""
         self.trains_in_eval = False
         """Gradients were reduced last while every module was in evaluation mode: the mode says nothing here."""
         self.evaluating: Callable[[], bool] = lambda: False
@@ -208,7 +206,7 @@ class StepTracker:
             self._closure_begins = None
         self._leave_forward()
         if self._stack and self._stack[-1] == OPTIMIZER:
-            self._pop()
+            self.pop()
 
     @harmless
     def backward_began(self) -> bool:
@@ -231,7 +229,7 @@ class StepTracker:
         self._backward_depth = 0
         for told in tuple(self.on_backward_end):  # One may be collected meanwhile, and go.
             told()
-        self._pop()
+        self.pop()
         if self._step is None:
             return
         self._step.micro_steps += 1
@@ -250,7 +248,7 @@ class StepTracker:
     @harmless
     def waiting_ended(self) -> None:
         """They are there, or an error ended the wait."""
-        self._pop()
+        self.pop()
         if self._step is not None:
             self._close_segment(self._step, waited=True)
 
@@ -261,7 +259,7 @@ class StepTracker:
             return
         self._records.append(record)
         self._modules_done.add(module)
-        evaluating = not self.in_training_mode and self.evaluating()
+        evaluating = self.evaluating()
         if evaluating and not self.trains_in_eval:
             self._evaluated = self._stale = False
         self.trains_in_eval = evaluating
@@ -321,7 +319,9 @@ class StepTracker:
     @harmless
     def pop(self) -> None:
         """Leave the innermost phase."""
-        self._pop()
+        if self._stack:  # A pause forgets them.
+            self._stack.pop()
+        self._switch()
 
     def _enter_optimizer(self) -> None:
         # Where closures did the step so far, the next one that trains is the next step's, from its optimizer's call on.
@@ -366,11 +366,6 @@ class StepTracker:
 
     def _push(self, phase: int) -> None:
         self._stack.append(phase)
-        self._switch()
-
-    def _pop(self) -> None:
-        if self._stack:  # A pause forgets them.
-            self._stack.pop()
         self._switch()
 
     def _switch(self) -> None:

@@ -142,8 +142,7 @@ class ModuleRecorder:
         """The DDP module's forward was called with these inputs."""
         # One of several modules runs without gradients as part of a step, as a GAN's generator does for its
         # discriminator; the only one does so to evaluate.
-        self._tracker.in_training_mode = bool(self.training)
-        if self._tracker.in_training_mode:
+        if self.training:
             training = torch.is_grad_enabled() or self._tracker.modules > 1
         else:
             training = self._tracker.trains_in_eval and torch.is_grad_enabled()

@@ -66,7 +66,6 @@ class Reducer(Readiness):
         self._aside: dict[int, torch.Tensor] = {}
         self._pending: list[Pending] = []
         device = parameters[0].device
-        self._on_host = device.type == "cpu"
         used_map = UsedMap(len(names), device, lambda used: all_reduce(self._group, [used]), recorder)
         alarm = Alarm(group)
         super().__init__(
@@ -128,8 +127,6 @@ class Reducer(Readiness):
         self._pending.append(pending)
         if self._tells_duration and (work := getattr(pending, "work", None)) is not None:
             record.works[index] = work
-        if index == len(self._buckets) - 1 and self._last_seen:
-            return
         done_ns = record.done_ns
 
         def done(_: object) -> None:
@@ -163,9 +160,6 @@ class Reducer(Readiness):
         engine.leave_context()
         try:
             self._launch_the_rest()
-            if self._last_seen and record is not None:
-                self._pending[-1].wait()
-                record.done_ns[-1] = recorder.now()  # type: ignore[union-attr]
             for pending in self._pending:
                 pending.wait()
             self._listen(self._buckets[-1])
@@ -302,11 +296,3 @@ class Reducer(Readiness):
         """Have full buckets handed to `comm` from now on."""
         self._comm = comm
         self._tell_layout()
-
-    @property
-    def _last_seen(self) -> bool:
-        """The wait for the last bucket, which begins as soon as it is launched, sees when it is done.
-
-        That spares the last moments of a backward a callback, for which gloo's thread needs the interpreter.
-        """
-        return self.keeps_last and type(self._comm) is AllReduce and self._on_host
