@@ -99,6 +99,7 @@ def _blocks() -> int:
     """Without what waits to be sent, which comes and goes."""
     process = telemetry._process
     while process is not None:
+        process._journal.catch_up()
         with process._exporter._working:  # Not while the thread has some of it in its hands.
             if not process._exporter._queue:
                 break

@@ -25,6 +25,7 @@ from typing import Any
 
 _PR_SET_PDEATHSIG = 1
 _context = multiprocessing.get_context("fork")
+_SETTLE_S = 0.002
 
 Steps = Callable[[int], object]
 """Runs so many training steps; what it returns is the rank's note."""
@@ -205,13 +206,16 @@ def _rank_main(
 def _serve(connection: Connection, steps: Steps) -> None:
     """Tell that it is ready, then run as many steps as is asked, and tell seconds and processor seconds.
 
-    Caches are another team's when a turn begins, which is what `warm` steps are for.
+    Caches are another team's when a turn begins, which is what `warm` steps are for. Threads that were stopped while
+    they waited look at the clock when they are continued, which only a stop makes them do: that is over before it
+    begins.
     """
     import torch.distributed as dist
 
     connection.send(())
     while (turn := connection.recv()) is not None:
         count, warm = turn
+        time.sleep(_SETTLE_S)
         dist.barrier()
         if warm:
             steps(warm)

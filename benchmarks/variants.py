@@ -24,7 +24,6 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from benchmarks.models import Model
 from benchmarks.teams import Steps, companion
 from ddpobs import DistributedDataParallel, TelemetryConfig, attach, telemetry
-from ddpobs.exporter import Exporter
 
 Step = Callable[[torch.Tensor], None]
 NOBODY = "http://127.0.0.1:9"
@@ -113,29 +112,33 @@ class Variant:
         steps = self.loop(wrapped, step, turn) if self.loop else plainly
         steps(4)
         if telemetry._process is not None:
-            _pace(telemetry._process._exporter, steps, turn)
+            _pace(telemetry._process, steps, turn)
         return steps
 
 
-def _pace(exporter: Exporter, steps: Steps, turn: Turn) -> None:
+def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
     """Have batches cut by steps instead of by seconds, and train on until the phase that is asked for.
 
     What a process does for the first time takes many times longer, once in a training of hours; a measurement of
     seconds would have little else. So some batches are cut before.
     """
-    plain = exporter._config
-    exporter._config = replace(plain, batch_spans=1)
+    exporter, journal = process._exporter, process._journal
+    config = exporter._config
+    exporter._config = replace(config, batch_spans=1)
     for _ in range(_CUT_BEFORE):
         steps(2)
+        journal.catch_up()
         time.sleep(0.1)
-    exporter._config = plain
+    exporter._config = config
     emitted, began = exporter.emitted, time.perf_counter()
     steps(2)
     step_s = torch.tensor((time.perf_counter() - began) / 2)
     torch.distributed.all_reduce(step_s, torch.distributed.ReduceOp.MAX)  # Ranks take as many steps as each other.
+    journal.catch_up()
     records = (exporter.emitted - emitted) / 2
-    config, per_s = exporter._config, 1 / turn.variants / step_s.item()
-    cut_at = round(records * exporter._flush_s * per_s)  # Drawn: ranks do not cut theirs together.
+    per_s = 1 / turn.variants / step_s.item()
+    # Drawn, so that ranks do not cut theirs together. Whether it is time is found out by a pulse.
+    cut_at = round(records * (exporter._flush_s - config.pulse_s / 2) * per_s)
     exporter._config = replace(config, batch_spans=min(config.batch_spans, max(1, cut_at)))
     exporter._flush_s = math.inf
     exporter._drawn_flush_s = lambda: math.inf  # type: ignore[method-assign]

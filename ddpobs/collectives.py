@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpobs.journal import Journal
 from ddpobs.patching import Patches, plain
-from ddpobs.phases import StepTracker
 from ddpobs.wire import COMM_KINDS
 
 _USER = COMM_KINDS.index("user")
@@ -57,10 +57,10 @@ def time_collectives(group: dist.ProcessGroup, device: torch.device) -> bool:
 
 
 class CollectiveHooks:
-    """Tells the tracker of each wait for a collective on the training thread, for as long as it is installed."""
+    """Tells the journal of each wait for a collective on the training thread, for as long as it is installed."""
 
-    def __init__(self, tracker: StepTracker) -> None:
-        self._tracker = tracker
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
         self._patches = Patches()
 
     def install(self) -> None:
@@ -74,16 +74,16 @@ class CollectiveHooks:
         self._patches.undo()
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        tracker = self._tracker
+        journal = self._journal
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = tracker.blocking_began(torch._C._current_graph_task_id() >= 0)
+            began = journal.blocking_began(torch._C._current_graph_task_id() >= 0)
             if began is None:
                 return original(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                tracker.blocking_ended(0, _USER, began)
+                journal.blocking_ended(0, _USER, began)
 
         return timed
 

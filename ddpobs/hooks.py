@@ -1,4 +1,4 @@
-"""The process-wide hooks by which the tracker learns of what the user's code calls, which stays as it is."""
+"""The process-wide hooks by which the journal learns of what the user's code calls, which stays as it is."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from ddpobs import wire
+from ddpobs.journal import Journal
 from ddpobs.patching import Patches
-from ddpobs.phases import StepTracker
 
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 _STEP = Optimizer.profile_hook_step(id).__code__
@@ -23,18 +23,18 @@ _STEP = Optimizer.profile_hook_step(id).__code__
 class ProcessHooks:
     """Hooks on loaders, backward, optimizers and checkpoints, for as long as they are installed."""
 
-    def __init__(self, tracker: StepTracker, event: Callable[[str, int, dict[str, wire.Scalar]], None]) -> None:
-        self._tracker = tracker
+    def __init__(self, journal: Journal, event: Callable[[str, int, dict[str, wire.Scalar]], None]) -> None:
+        self._journal = journal
         self._event = event
         self._patches = Patches()
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
         """Put all of them in place."""
-        tracker = self._tracker
-        tracker.stepping = _stepping
-        before = register_optimizer_step_pre_hook(lambda *_: tracker.optimizer_began())
-        after = register_optimizer_step_post_hook(lambda *_: tracker.optimizer_ended())
+        journal = self._journal
+        journal.stepping = _stepping
+        before = register_optimizer_step_pre_hook(lambda *_: journal.optimizer_began())
+        after = register_optimizer_step_post_hook(lambda *_: journal.optimizer_ended())
         self._undo += [before.remove, after.remove]
         self._patches.put(torch.autograd, "backward", self._backward)
         self._patches.put(torch, "save", self._save)
@@ -50,39 +50,39 @@ class ProcessHooks:
             self._undo.pop()()
 
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        tracker = self._tracker
+        journal = self._journal
 
         def backward(*args: Any, **kwargs: Any) -> Any:
-            if not tracker.backward_began():
+            if not journal.backward_began():
                 return original(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                tracker.backward_ended()
+                journal.backward_ended()
 
         return backward
 
     def _fetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        tracker = self._tracker
+        journal = self._journal
 
         def fetch(*args: Any, **kwargs: Any) -> Any:
-            if not tracker.fetch_began():
+            if not journal.fetch_began():
                 return original(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                tracker.pop()
+                journal.fetch_ended()
 
         return fetch
 
     def _capture_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def capture_begin(*args: Any, **kwargs: Any) -> Any:
-            self._event("cuda_graph_captured", self._tracker.number, {})
-            self._tracker.pause(True)
+            self._event("cuda_graph_captured", self._journal.number, {})
+            self._journal.pause(True)
             try:
                 return original(*args, **kwargs)
             except BaseException:
-                self._tracker.pause(False)
+                self._journal.pause(False)
                 raise
 
         return capture_begin
@@ -92,16 +92,16 @@ class ProcessHooks:
             try:
                 return original(*args, **kwargs)
             finally:
-                self._tracker.pause(False)
+                self._journal.pause(False)
 
         return capture_end
 
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        tracker = self._tracker
+        journal = self._journal
 
         def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
             if not isinstance(obj, _STORAGES):  # Every tensor that is pickled comes by here.
-                tracker.disturbed()
+                journal.disturbed()
             return original(obj, *args, **kwargs)
 
         return save

@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpobs import wire
+from ddpobs.journal import Journal, harmless
 from ddpobs.patching import Patches
-from ddpobs.phases import StepTracker, harmless
 
 _FRAMEWORKS = {"accelerate.data_loader": ("DataLoaderShard", "DataLoaderDispatcher")}
 """Loaders whose `__iter__` does more than ask torch's: they move, broadcast and slice batches."""
@@ -20,31 +20,31 @@ _FRAMEWORKS = {"accelerate.data_loader": ("DataLoaderShard", "DataLoaderDispatch
 class _Fetching:
     """An iterator whose every step is the data phase."""
 
-    def __init__(self, batches: Iterator[Any], tracker: StepTracker) -> None:
-        self._batches, self._tracker = batches, tracker
+    def __init__(self, batches: Iterator[Any], journal: Journal) -> None:
+        self._batches, self._journal = batches, journal
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
-        if not self._tracker.fetch_began():
+        if not self._journal.fetch_began():
             return next(self._batches)
         try:
             return next(self._batches)
         finally:
-            self._tracker.pop()
+            self._journal.fetch_ended()
 
 
 class LoaderHooks:
     """Hooks on loaders and samplers, for as long as they are installed.
 
     Args:
-        tracker: Learns of the data phase.
+        journal: Learns of the data phase.
         told: Called with an event's kind, step and detail.
     """
 
-    def __init__(self, tracker: StepTracker, told: Callable[[str, int, dict[str, wire.Scalar]], object]) -> None:
-        self._tracker = tracker
+    def __init__(self, journal: Journal, told: Callable[[str, int, dict[str, wire.Scalar]], object]) -> None:
+        self._journal = journal
         self._told = told
         self._drawn_last: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
         self._repeating: dict[int, tuple[int, dict[str, wire.Scalar]]] = {}
@@ -70,12 +70,12 @@ class LoaderHooks:
         Not at once: a script may draw a batch only to look at it, or go over its training data to evaluate.
         """
         for since, detail in list(self._repeating.values()):
-            if not self._said and self._tracker.number > since:
+            if not self._said and self._journal.number > since:
                 self._said = True
                 self._told("sampler_without_set_epoch", since, detail)
 
     def _fetching(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        return lambda loader: _Fetching(original(loader), self._tracker)
+        return lambda loader: _Fetching(original(loader), self._journal)
 
     def _drawn(self, original: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:
         def draw(sampler: Any) -> Iterator[int]:
@@ -87,9 +87,9 @@ class LoaderHooks:
     @harmless
     def _note(self, sampler: Any) -> None:
         self.look()
-        if self._said or not sampler.shuffle or self._tracker.evaluating():
+        if self._said or not sampler.shuffle or self._journal.evaluating():
             return
-        epoch, step = sampler.epoch, self._tracker.number
+        epoch, step = sampler.epoch, self._journal.number
         last = self._drawn_last.get(sampler)
         self._drawn_last[sampler] = (epoch, step)
         if last is None or last[0] != epoch:

@@ -10,7 +10,7 @@ import torch
 
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
-from ddpobs.phases import StepTracker, harmless
+from ddpobs.journal import Journal, harmless
 
 
 class Backward:
@@ -55,7 +55,7 @@ class ModuleRecorder:
         self,
         index: int,
         module: torch.nn.Module,
-        tracker: StepTracker,
+        journal: Journal,
         *,
         name: str | None = None,
         clock: Clock,
@@ -67,7 +67,7 @@ class ModuleRecorder:
         self.current: Backward | None = None
         self._module = weakref.ref(module)
         self._name = name or _module_name(module)
-        self._tracker = tracker
+        self._journal = journal
         self._offer = offer
         self._readiness_every = readiness_every
         self._revision = -1
@@ -75,7 +75,7 @@ class ModuleRecorder:
         self._parameters = 0
         self._backwards = 0
         self._unused: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-        tracker.modules += 1
+        journal.modules += 1
 
     @harmless
     def layout(self, buckets: list[wire.Bucket], comm: str) -> None:
@@ -92,7 +92,7 @@ class ModuleRecorder:
 
         None where nothing may be recorded, in the capture of a CUDA graph.
         """
-        if self._tracker.paused:
+        if self._journal.paused:
             return None
         sampled = self._backwards % self._readiness_every == 0
         self._backwards += 1
@@ -101,29 +101,29 @@ class ModuleRecorder:
 
     def finished(self, record: Backward) -> None:
         """Every bucket of that backward was waited for."""
-        self._tracker.synchronised(self.index, record)
+        self._journal.synchronised(self.index, record)
 
     def waiting_began(self) -> bool:
         """Training waits for buckets outside of backward; False where that is not noted."""
-        return bool(self._tracker.waiting_began())
+        return bool(self._journal.waiting_began())
 
     def waiting_ended(self) -> None:
         """That wait is over."""
-        self._tracker.waiting_ended()
+        self._journal.waiting_ended()
 
     def shadowed(self) -> None:
         """Under `join` this rank, out of data, took part in a synchronised backward of the others."""
-        self._tracker.shadowed()
+        self._journal.shadowed()
 
     def on_backward_end(self, told: Callable[[], None]) -> Callable[[], None]:
         """Have `told` called when the outermost backward returns; the result takes that back."""
-        listening = self._tracker.on_backward_end
+        listening = self._journal.on_backward_end
         listening.append(told)
         return lambda: listening.remove(told) if told in listening else None
 
     def communicated(self, kind: str, launched_ns: Stamp, done_ns: Stamp) -> None:
         """Communication other than gradient buckets; `kind` is one of `wire.COMM_KINDS`."""
-        self._tracker.communicated(self.index, wire.COMM_KINDS.index(kind), launched_ns, done_ns)
+        self._journal.communicated(self.index, wire.COMM_KINDS.index(kind), launched_ns, done_ns)
 
     @harmless
     def unused(self, locally: Iterable[str], globally: Iterable[str]) -> None:
@@ -133,7 +133,7 @@ class ModuleRecorder:
             self._unused = found
             self._offer(
                 wire.Unused(
-                    step=self._tracker.number, module=self.index, locally=list(found[0]), globally=list(found[1])
+                    step=self._journal.number, module=self.index, locally=list(found[0]), globally=list(found[1])
                 )
             )
 
@@ -143,10 +143,10 @@ class ModuleRecorder:
         # One of several modules runs without gradients as part of a step, as a GAN's generator does for its
         # discriminator; the only one does so to evaluate.
         if self.training:
-            training = torch.is_grad_enabled() or self._tracker.modules > 1
+            training = torch.is_grad_enabled() or self._journal.modules > 1
         else:
-            training = self._tracker.trains_in_eval and torch.is_grad_enabled()
-        self._tracker.forward_began(self.index, training, _batch_size(*inputs, *(kwargs or {}).values()))
+            training = self._journal.trains_in_eval and torch.is_grad_enabled()
+        self._journal.forward_began(self.index, training, _batch_size(*inputs, *(kwargs or {}).values()))
 
     @property
     def training(self) -> bool | None:
@@ -158,7 +158,7 @@ class ModuleRecorder:
     def event(self, kind: str, **detail: wire.Scalar) -> None:
         """Something that happened once."""
         self._offer(
-            wire.Event(kind=kind, at_ns=_host_ns(), step=self._tracker.number, detail={"module": self.index, **detail})
+            wire.Event(kind=kind, at_ns=_host_ns(), step=self._journal.number, detail={"module": self.index, **detail})
         )
 
     def launched_last(self) -> int:

@@ -1,4 +1,4 @@
-"""Puts tracker, recorder, statistics and exporter together: one `Telemetry` a process, shared by its DDP modules."""
+"""Puts journal, recorder, statistics and exporter together: one `Telemetry` a process, shared by its DDP modules."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from ddpobs.collectives import CollectiveHooks
 from ddpobs.config import TelemetryConfig
 from ddpobs.exporter import DONE, Envelope, Exporter, Identity
 from ddpobs.hooks import ProcessHooks
+from ddpobs.journal import Journal
 from ddpobs.loaders import LoaderHooks
-from ddpobs.phases import RawStep, StepTracker
+from ddpobs.phases import RawStep
 from ddpobs.recorder import ModuleRecorder
 from ddpobs.stragglers import Exchange
 from ddpobs.summary import Summariser
@@ -100,14 +101,14 @@ class Telemetry:
         self._source = secrets.token_hex(8)
         self._hello = _hello(device, backend, settings)
         self._exporter = Exporter(config, self._encode, self._passed)
-        self._tracker = StepTracker(self._clock, self._offer_step)
-        self._hooks = ProcessHooks(self._tracker, self._event)
-        self._loaders = LoaderHooks(self._tracker, self._event)
-        self._collectives = CollectiveHooks(self._tracker)
+        self._journal = Journal(self._clock, self._offer_step)
+        self._hooks = ProcessHooks(self._journal, self._event)
+        self._loaders = LoaderHooks(self._journal, self._event)
+        self._collectives = CollectiveHooks(self._journal)
         self._summariser = Summariser(self._clock, _RESOLUTION_NS)
         self._recorders: list[ModuleRecorder] = []
         self._layouts: dict[int, wire.Layout] = {}
-        self._tracker.evaluating = self._evaluating
+        self._journal.evaluating = self._evaluating
         self._modules = 0
         self._batches = 0
         self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
@@ -132,7 +133,7 @@ class Telemetry:
         recorder = ModuleRecorder(
             self._modules,
             module,
-            self._tracker,
+            self._journal,
             name=name,
             clock=self._clock,
             offer=self._exporter.offer,
@@ -146,7 +147,7 @@ class Telemetry:
         """Forget a module; returns whether it was the last."""
         if recorder in self._recorders:
             self._recorders.remove(recorder)
-            self._tracker.modules -= 1
+            self._journal.modules -= 1
         return not self._recorders
 
     def close(self) -> None:
@@ -156,9 +157,9 @@ class Telemetry:
         self._hooks.remove()
         self._loaders.remove()
         self._collectives.remove()
-        self._tracker.finish()
+        self._journal.finish()
         self._loaders.look()
-        self._event("goodbye", self._tracker.number, {})
+        self._event("goodbye", self._journal.number, {})
         self._exporter.close()
 
     def _evaluating(self) -> bool:
@@ -215,8 +216,8 @@ class Telemetry:
                 self._last_bucket = (recorder.index, recorder.launched_last())
         pulse = wire.Pulse(
             at_ns=time.monotonic_ns(),
-            phase=wire.PHASES[self._tracker.phase],  # type: ignore[arg-type]
-            step=self._tracker.number,
+            phase=wire.PHASES[self._journal.phase],  # type: ignore[arg-type]
+            step=self._journal.number,
             module=self._last_bucket[0],
             bucket=self._last_bucket[1],
         )

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ddpobs import wire
-from ddpobs.phases import StepTracker
+from ddpobs.journal import Journal
 from ddpobs.recorder import ModuleRecorder
 from tests.test_recorder import FakeClock, Training, own, phases, plain_step
 
@@ -45,24 +45,25 @@ def test_samples_are_counted_wherever_the_batch_is(
 def test_only_the_wrapped_module_s_mode_says_whether_this_is_training(wrapper: bool) -> None:
     """Lightning leaves the wrapper in evaluation mode after its first validation, Transformers in training mode."""
     clock, raw = FakeClock(), list[Any]()
-    tracker = StepTracker(clock, raw.append)
+    journal = Journal(clock, raw.append)
     model = torch.nn.Module()
     model.module = torch.nn.Linear(2, 2)
-    recorder = ModuleRecorder(0, model, tracker, clock=clock, offer=raw.append, readiness_every=2)
+    recorder = ModuleRecorder(0, model, journal, clock=clock, offer=raw.append, readiness_every=2)
     model.train(not wrapper).training = wrapper
     recorder.forward_began((ROWS,))
-    assert (tracker._step is not None) == (not wrapper)
+    journal.catch_up()
+    assert (journal._tracker._step is not None) == (not wrapper)
 
 
 def test_a_forward_in_the_optimizers_closure_is_forward(training: Training) -> None:
     for _ in range(2):
         training.fetch(10)
-        training.tracker.optimizer_began()
+        training.journal.optimizer_began()
         training.spend(2)
         training.forward(20)
         training.backward(40, 30)
         training.spend(3)
-        training.tracker.optimizer_ended()
+        training.journal.optimizer_ended()
         training.spend(1)
     first, second = training.steps()
     assert phases(first) == {
@@ -78,16 +79,16 @@ def test_a_forward_in_the_optimizers_closure_is_forward(training: Training) -> N
 
 def test_a_closure_without_backward_leaves_the_phases_balanced(training: Training) -> None:
     training.fetch(10)
-    training.tracker.optimizer_began()
+    training.journal.optimizer_began()
     training.forward(20)
-    training.tracker.optimizer_ended()
-    assert wire.PHASES[training.tracker.phase] == "other"
+    training.journal.optimizer_ended()
+    assert wire.PHASES[training.journal.phase] == "other"
 
 
 @pytest.mark.parametrize("seen", ["forward", "fetch", "fetch and forward"])
 def test_an_evaluation_is_part_of_no_step(training: Training, seen: str) -> None:
     """Its forward may go past DDP (Transformers), and it may come without a loader."""
-    training.tracker.evaluating = lambda: not training.module.training
+    training.journal.evaluating = lambda: not training.module.training
     plain_step(training)
     plain_step(training)
     training.module.eval()
@@ -97,7 +98,7 @@ def test_an_evaluation_is_part_of_no_step(training: Training, seen: str) -> None
             training.fetch(700)
         if "forward" in seen:
             training.forward(800, training=False)
-            training.tracker.communicated(0, 0, training.clock.at - 500, training.clock.at)
+            training.journal.communicated(0, 0, training.clock.at - 500, training.clock.at)
     if "fetch" in seen:
         training.fetch(10)
     training.module.train()
@@ -116,7 +117,7 @@ def test_an_evaluation_is_part_of_no_step(training: Training, seen: str) -> None
 
 
 def test_micro_batches_before_an_evaluation_are_kept(training: Training) -> None:
-    training.tracker.evaluating = lambda: not training.module.training
+    training.journal.evaluating = lambda: not training.module.training
     plain_step(training)
     training.fetch(10)
     training.forward(20)

@@ -15,8 +15,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from ddpobs import wire
 from ddpobs.hooks import ProcessHooks
+from ddpobs.journal import Journal
 from ddpobs.loaders import LoaderHooks
-from ddpobs.phases import StepTracker
 from tests.test_recorder import FakeClock
 
 DATA = TensorDataset(torch.arange(8.0).unsqueeze(1))
@@ -30,15 +30,15 @@ class Loop:
         self.raw: list[Any] = []
         self.told: list[tuple[str, int, dict[str, Any]]] = []
         self.looking = True
-        self.tracker = StepTracker(self.clock, self.raw.append)
-        self.loaders = LoaderHooks(self.tracker, lambda *event: self.told.append(event))
+        self.journal = Journal(self.clock, self.raw.append)
+        self.loaders = LoaderHooks(self.journal, lambda *event: self.told.append(event))
 
     def train(self, loader: Any) -> None:
         for (batch,) in loader:
-            self.tracker.forward_began(0, training=True, samples=len(batch))
-            self.tracker.backward_began()
-            self.tracker.synchronised(0, object())
-            self.tracker.backward_ended()
+            self.journal.forward_began(0, training=True, samples=len(batch))
+            self.journal.backward_began()
+            self.journal.synchronised(0, object())
+            self.journal.backward_ended()
             if self.looking:
                 self.loaders.look()
 
@@ -46,7 +46,7 @@ class Loop:
 @pytest.fixture
 def loop() -> Iterator[Loop]:
     loop = Loop()
-    hooks = ProcessHooks(loop.tracker, lambda *_: None)
+    hooks = ProcessHooks(loop.journal, lambda *_: None)
     hooks.install()
     loop.loaders.install()
     yield loop
@@ -109,9 +109,9 @@ def an_evaluation_on_the_training_data(loop: Loop) -> None:
     for epoch in range(3):
         drawn.set_epoch(epoch)
         loop.train(loader)
-        loop.tracker.evaluating = lambda: True
+        loop.journal.evaluating = lambda: True
         list(loader)
-        loop.tracker.evaluating = lambda: False
+        loop.journal.evaluating = lambda: False
 
 
 def a_random_sampler(loop: Loop) -> None:
@@ -150,7 +150,7 @@ def a_distributed_sampler_that_accelerate_sets(loop: Loop) -> None:
 )
 def test_nothing_is_told_where_no_order_is_repeated(loop: Loop, training: Callable[[Loop], None]) -> None:
     training(loop)
-    assert loop.tracker.number >= 5
+    assert loop.journal.number >= 5
     assert loop.told == []
 
 
@@ -163,7 +163,7 @@ def test_what_accelerates_loader_does_with_a_batch_is_the_data_phase(
 
     monkeypatch.setattr(sys.modules["accelerate.data_loader"], "send_to_device", moved)
     loop.train(DataLoaderShard(DATA, device=torch.device("cpu"), batch_size=2))
-    loop.tracker.finish()
+    loop.journal.finish()
     spent = [0] * len(wire.PHASES)
     for step in loop.raw:
         switches = [*step.switches, (0, step.end)]
@@ -177,7 +177,7 @@ def test_the_hooks_leave_nothing_behind() -> None:
         return [owner.__iter__ for owner in (DistributedSampler, DataLoaderShard, DataLoaderDispatcher)]
 
     before = hooked()
-    hooks = LoaderHooks(StepTracker(FakeClock(), print), print)
+    hooks = LoaderHooks(Journal(FakeClock(), print), print)
     hooks.install()
     assert all(now is not then for now, then in zip(hooked(), before, strict=True))
     hooks.remove()

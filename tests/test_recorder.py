@@ -9,7 +9,8 @@ import torch
 
 from ddpobs import wire
 from ddpobs.hooks import ProcessHooks
-from ddpobs.phases import RawStep, StepTracker
+from ddpobs.journal import Journal
+from ddpobs.phases import RawStep
 from ddpobs.recorder import ModuleRecorder
 from ddpobs.summary import Summariser, Summary
 
@@ -73,16 +74,16 @@ def rows(found: Summary) -> list[Step]:
 
 
 class Training:
-    """Drives a tracker and a recorder as a training loop would, on a clock of its own."""
+    """Drives a journal and a recorder as a training loop would, on a clock of its own."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.raw: list[RawStep] = []
         self.told: list[object] = []
-        self.tracker = StepTracker(self.clock, self.raw.append)
+        self.journal = Journal(self.clock, self.raw.append)
         self.module = torch.nn.Linear(2, 2)
         self.recorder = ModuleRecorder(
-            0, self.module, self.tracker, clock=self.clock, offer=self.told.append, readiness_every=2
+            0, self.module, self.journal, clock=self.clock, offer=self.told.append, readiness_every=2
         )
         bucket = wire.Bucket(size_bytes=8, dtype="float32", parameters=[wire.Parameter(name="w", size=2)])
         self.recorder.layout([bucket, bucket], "all_reduce")
@@ -96,9 +97,9 @@ class Training:
         self.clock.at += ns
 
     def fetch(self, ns: int) -> None:
-        self.tracker.fetch_began()
+        self.journal.fetch_began()
         self.spend(ns)
-        self.tracker.pop()
+        self.journal.fetch_ended()
 
     def forward(self, ns: int, training: bool = True) -> None:
         self.module.train(training)
@@ -107,10 +108,10 @@ class Training:
 
     def backward(self, compute: int, exposed: int, tail: int = 0, synchronised: bool = True) -> None:
         """Bucket 0 is ready half-way and done at once; bucket 1 at the end, done `exposed` later."""
-        self.tracker.backward_began()
+        self.journal.backward_began()
         if not synchronised:
             self.spend(compute)
-            self.tracker.backward_ended()
+            self.journal.backward_ended()
             return
         record = self.recorder.backward()
         self.spend(compute // 2)
@@ -122,15 +123,15 @@ class Training:
         record.done_ns[1] = self.clock.at
         self.spend(tail)
         self.recorder.finished(record)
-        self.tracker.backward_ended()
+        self.journal.backward_ended()
 
     def optimizer(self, ns: int) -> None:
-        self.tracker.optimizer_began()
+        self.journal.optimizer_began()
         self.spend(ns)
-        self.tracker.optimizer_ended()
+        self.journal.optimizer_ended()
 
     def steps(self) -> list[Step]:
-        self.tracker.finish()
+        self.journal.finish()
         if fresh := self.raw[len(self._done) :]:
             self._done += rows(self._summariser.summarise(fresh))
         return self._done
@@ -247,7 +248,7 @@ def test_the_first_step_after_an_evaluation_has_no_clean_origin(training: Traini
 
 
 def test_a_checkpoint_leaves_the_next_step_without_clean_origin(training: Training, tmp_path: Any) -> None:
-    hooks = ProcessHooks(training.tracker, training.event)
+    hooks = ProcessHooks(training.journal, training.event)
     hooks.install()
     try:
         plain_step(training)
@@ -264,7 +265,7 @@ def test_nothing_is_recorded_while_a_cuda_graph_is_captured(training: Training, 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: began.append(training.clock.at))
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", lambda _: None)
     graph = object.__new__(torch.cuda.CUDAGraph)
-    hooks = ProcessHooks(training.tracker, training.event)
+    hooks = ProcessHooks(training.journal, training.event)
     hooks.install()
     try:
         plain_step(training)
@@ -273,9 +274,9 @@ def test_nothing_is_recorded_while_a_cuda_graph_is_captured(training: Training, 
         graph.capture_begin()
         training.fetch(7)
         training.forward(9)
-        training.tracker.backward_began()
+        training.journal.backward_began()
         record = training.recorder.backward()
-        training.tracker.backward_ended()
+        training.journal.backward_ended()
         graph.capture_end()
         plain_step(training)
         plain_step(training)
@@ -299,12 +300,12 @@ def test_a_skipped_optimizer_does_not_merge_two_steps(training: Training) -> Non
 def test_a_closure_that_runs_backward_inside_the_optimizer_is_nested(training: Training) -> None:
     for _ in range(2):
         training.fetch(10)
-        training.tracker.optimizer_began()
+        training.journal.optimizer_began()
         training.spend(2)
         training.forward(20)
         training.backward(40, 30)
         training.spend(3)
-        training.tracker.optimizer_ended()
+        training.journal.optimizer_ended()
     step = training.steps()[0]
     assert phases(step)["backward"] == 40
     assert phases(step)["exposed_comm"] == 30
@@ -313,7 +314,7 @@ def test_a_closure_that_runs_backward_inside_the_optimizer_is_nested(training: T
 
 def test_a_completion_told_late_is_cut_at_the_return_of_backward(training: Training) -> None:
     plain_step(training)
-    raw = training.raw or (training.tracker.finish(), training.raw)[1]
+    raw = training.raw or (training.journal.finish(), training.raw)[1]
     raw[0].segments[0].records[0].done_ns = [0, training.clock.at + 10**9]
     step = training.steps()[0]
     assert all(done_ns <= step.end_ns for done_ns in step.spans_done_ns)
@@ -334,7 +335,7 @@ def test_unused_parameters_travel_only_when_the_set_changes(training: Training) 
 
 def test_the_hooks_see_loader_backward_and_optimizer_and_leave_nothing_behind(training: Training) -> None:
     before = (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__)
-    hooks = ProcessHooks(training.tracker, training.event)
+    hooks = ProcessHooks(training.journal, training.event)
     hooks.install()
     try:
         model = torch.nn.Linear(2, 1)
@@ -345,7 +346,8 @@ def test_the_hooks_see_loader_backward_and_optimizer_and_leave_nothing_behind(tr
             optimizer.step()
     finally:
         hooks.remove()
-    seen = {phase for phase, _ in training.tracker._step.switches}  # type: ignore[union-attr]
+    training.journal.catch_up()
+    seen = {phase for phase, _ in training.journal._tracker._step.switches}  # type: ignore[union-attr]
     assert {wire.PHASES[phase] for phase in seen} >= {"data", "forward", "backward", "optimizer"}
     assert (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__) == before
 
@@ -355,11 +357,11 @@ def test_an_optimizer_that_failed_runs_no_more(training: Training, next_is: str)
     """A user may catch the error of a closure, and go on; torch tells only that the step began."""
 
     def failing() -> float:
-        training.tracker.waiting_began()
-        training.tracker.waiting_ended()
+        training.journal.waiting_began()
+        training.journal.waiting_ended()
         raise MemoryError
 
-    hooks = ProcessHooks(training.tracker, training.event)
+    hooks = ProcessHooks(training.journal, training.event)
     hooks.install()
     try:
         plain_step(training)
@@ -375,7 +377,7 @@ def test_an_optimizer_that_failed_runs_no_more(training: Training, next_is: str)
             training.backward(40, 30)
     finally:
         hooks.remove()
-    assert wire.PHASES[training.tracker.phase] == "other"
+    assert wire.PHASES[training.journal.phase] == "other"
     assert [phases(step).get("optimizer", 0) for step in training.steps()] == [5, 0, 0]
 
 
@@ -388,8 +390,9 @@ def test_what_never_synchronises_is_no_step_and_takes_no_memory(
         training.fetch(10)
         training.forward(20)
         training.backward(40, 0, synchronised=False)
-        training.tracker.communicated(0, 0, training.clock.at - 1, training.clock.at)
-    step = training.tracker._step
+        training.journal.communicated(0, 0, training.clock.at - 1, training.clock.at)
+    training.journal.catch_up()
+    step = training.journal._tracker._step
     assert step is not None
     assert len(step.switches) <= 100
     assert len(step.comms) <= 100
@@ -406,7 +409,7 @@ def test_an_error_inside_telemetry_is_told_once_and_never_raised(
     def broken() -> int:
         raise OSError("clock is gone")
 
-    monkeypatch.setattr(training.tracker, "_now", broken)
+    monkeypatch.setattr(training.journal, "_now", broken)
     for _ in range(2):
         training.forward(1)
     assert caplog.text.count("training goes on") == 1

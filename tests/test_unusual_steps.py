@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +22,14 @@ def training() -> Training:
 
 def test_closures_without_a_loader_are_a_step_each(training: Training) -> None:
     for _ in range(4):
-        training.tracker.optimizer_began()
+        training.journal.optimizer_began()
         for _ in range(2):  # As LBFGS evaluates its closure.
             training.forward(20)
             training.backward(40, 30)
         training.spend(5)
-        training.tracker.optimizer_ended()
+        training.journal.optimizer_ended()
         training.spend(1)
-    training.tracker.finish()
+    training.journal.finish()
     steps = training.steps()
     assert [step.micro_steps for step in steps] == [2] * 4
     assert [phases(step)["backward"] for step in steps] == [80] * 4
@@ -37,12 +38,12 @@ def test_closures_without_a_loader_are_a_step_each(training: Training) -> None:
 
 def test_a_model_that_is_trained_in_evaluation_mode_has_steps(training: Training) -> None:
     """Without dropout on purpose, or because `train()` was forgotten."""
-    training.tracker.evaluating = lambda: not training.module.training
+    training.journal.evaluating = lambda: not training.module.training
     for _ in range(4):
         training.forward(20, training=False)
         training.backward(40, 30)
         training.optimizer(5)
-    training.tracker.finish()
+    training.journal.finish()
     first, *others = training.steps()
     assert phases(first)["backward"] == 40
     assert [phases(step) for step in others] == [
@@ -53,7 +54,7 @@ def test_a_model_that_is_trained_in_evaluation_mode_has_steps(training: Training
 
 
 def test_an_evaluation_of_such_a_model_is_part_of_no_step(training: Training) -> None:
-    training.tracker.evaluating = lambda: not training.module.training
+    training.journal.evaluating = lambda: not training.module.training
     for _ in range(2):
         training.forward(20, training=False)
         training.backward(40, 30)
@@ -61,14 +62,15 @@ def test_an_evaluation_of_such_a_model_is_part_of_no_step(training: Training) ->
         training.forward(700, training=False)
     training.forward(20, training=False)
     training.backward(40, 30)
-    training.tracker.finish()
+    training.journal.finish()
     assert [phases(step)["backward"] for step in training.steps()] == [40] * 3
     assert bool(training.steps()[2].flags & wire.NO_ORIGIN)
 
 
 def test_a_backward_of_something_else_opens_no_step(training: Training) -> None:
-    assert not training.tracker.backward_began()
-    assert training.tracker._step is None
+    assert not training.journal.backward_began()
+    training.journal.catch_up()
+    assert training.journal._tracker._step is None
 
 
 def test_a_map_that_travels_under_backward_is_not_exposed(training: Training) -> None:
@@ -77,8 +79,8 @@ def test_a_map_that_travels_under_backward_is_not_exposed(training: Training) ->
         training.forward(20)
         launched = training.clock.at
         training.backward(40, 30)
-        training.tracker.communicated(0, wire.COMM_KINDS.index("unused_map"), launched, launched + 25)
-    training.tracker.finish()
+        training.journal.communicated(0, wire.COMM_KINDS.index("unused_map"), launched, launched + 25)
+    training.journal.finish()
     assert [phases(step)["backward"] for step in training.steps()] == [40, 40]
     assert [phases(step)["exposed_comm"] for step in training.steps()] == [30, 30]
     assert own(training.steps()[1])["backward"] == 40
@@ -89,15 +91,15 @@ def test_a_bucket_that_was_left_out_has_no_span_and_hides_no_waiting(training: T
     for _ in range(2):
         training.fetch(10)
         training.forward(20)
-        training.tracker.backward_began()
+        training.journal.backward_began()
         record = training.recorder.backward()
         training.spend(40)
         record.ready_ns[0] = record.launched_ns[0] = training.clock.at
         training.spend(30)
         record.done_ns[0] = training.clock.at
         training.recorder.finished(record)
-        training.tracker.backward_ended()
-    training.tracker.finish()
+        training.journal.backward_ended()
+    training.journal.finish()
     assert [phases(step)["exposed_comm"] for step in training.steps()] == [30, 30]
     assert [len(step.spans_done_ns) for step in training.steps()] == [1, 1]
 
@@ -106,13 +108,13 @@ def test_a_pause_loses_its_step_and_no_number(training: Training) -> None:
     for _ in range(2):
         plain_step(training)
     training.fetch(10)
-    training.tracker.pause(True)
-    assert training.tracker.number == 2
-    training.tracker.pop()
-    training.tracker.pause(False)
+    training.journal.pause(True)
+    assert training.journal.number == 2
+    training.journal.fetch_ended()
+    training.journal.pause(False)
     for _ in range(2):
         plain_step(training)
-    training.tracker.finish()
+    training.journal.finish()
     assert [raw.number for raw in training.raw] == [0, 1, 2, 3]
 
 
@@ -122,7 +124,7 @@ def test_a_rank_that_shadowed_has_no_clean_start(training: Training) -> None:
     training.recorder.shadowed()
     plain_step(training)
     plain_step(training)
-    training.tracker.finish()
+    training.journal.finish()
     assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, True, False]
 
 
@@ -134,12 +136,12 @@ def test_own_time_of_many_optimizers_is_whole_across_batches(training: Training)
     assert phases(training.steps()[0])["optimizer"] == 400 * 5
     training.forward(20)
     training.backward(40, 30)
-    training.tracker.finish()
+    training.journal.finish()
     assert own(training.steps()[1])["optimizer"] == 400 * 5
 
 
 def test_pickled_tensors_are_no_checkpoint(training: Training) -> None:
-    hooks = ProcessHooks(training.tracker, training.event)
+    hooks = ProcessHooks(training.journal, training.event)
     hooks.install()
     try:
         plain_step(training)
@@ -150,34 +152,34 @@ def test_pickled_tensors_are_no_checkpoint(training: Training) -> None:
         plain_step(training)
     finally:
         hooks.remove()
-    training.tracker.finish()
+    training.journal.finish()
     assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False, True]
 
 
 def test_another_threads_collective_during_a_backward_is_not_training_s(training: Training) -> None:
     training.fetch(10)
     training.forward(20)
-    training.tracker.backward_began()
+    training.journal.backward_began()
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(training.tracker.blocking_began).result() is None
-        assert pool.submit(training.tracker.blocking_began, True).result() is not None
+        assert pool.submit(training.journal.blocking_began).result() is None
+        assert pool.submit(training.journal.blocking_began, True).result() is not None
 
 
 def test_an_optimizer_after_one_with_a_closure_belongs_to_its_step(training: Training) -> None:
     for _ in range(3):
-        training.tracker.optimizer_began()
+        training.journal.optimizer_began()
         training.forward(20)
         training.backward(40, 30)
-        training.tracker.optimizer_ended()
+        training.journal.optimizer_ended()
         training.optimizer(7)
-    training.tracker.finish()
+    training.journal.finish()
     assert [phases(step)["optimizer"] for step in training.steps()] == [7, 7, 7]
     assert [step.end_ns - step.start_ns for step in training.steps()] == [20 + 40 + 30 + 7] * 3
 
 
 def test_a_backward_in_an_evaluation_does_not_make_evaluations_training(training: Training) -> None:
     """An attack on the inputs, say, whose gradients nobody steps on."""
-    training.tracker.evaluating = lambda: not training.module.training
+    training.journal.evaluating = lambda: not training.module.training
     plain_step(training)
     training.fetch(10)
     training.forward(20, training=False)
@@ -188,5 +190,28 @@ def test_a_backward_in_an_evaluation_does_not_make_evaluations_training(training
     with torch.no_grad():
         training.forward(800, training=False)
     plain_step(training)
-    training.tracker.finish()
+    training.journal.finish()
     assert phases(training.steps()[-1])["data"] == 10
+
+
+@pytest.mark.parametrize("often", ["after each entry", "by the training thread itself"])
+def test_steps_are_the_same_however_late_the_journal_is_replayed(
+    training: Training, often: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def train(training: Training) -> list[Any]:
+        for data in (10, 700, 30, 40):
+            plain_step(training, data=data)
+            training.journal.optimizer_began()
+            training.forward(3)
+            training.backward(40, 0, synchronised=False)
+            training.journal.optimizer_ended()
+            training.forward(800, training=False)
+        return list(training.steps())
+
+    late = train(training)
+    assert len(late) == 4
+    monkeypatch.setattr("ddpobs.journal._MOST", 0 if often == "after each entry" else 7)
+    soon = Training()
+    assert train(soon) == late
+    soon.forward(20)
+    assert len(soon.journal._entries) <= 7

@@ -301,7 +301,7 @@ def collected(rank: int, world_size: int) -> list[Any]:
             gc.collect()
         process = telemetry._process
         assert process is not None
-        kept = [len(process._recorders), process._tracker.modules, len(process._tracker.on_backward_end)]
+        kept = [len(process._recorders), process._journal.modules, len(process._journal.on_backward_end)]
         hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters())
         attachment = ddpobs.attach(TorchDDP(module, **CAP), sent.config)
         assert attachment is not None

@@ -389,7 +389,7 @@ def left_behind(rank: int, world_size: int) -> list[Any]:
             module.zero_grad()
             gc.collect()
         process = telemetry._process
-        kept = [len(process._recorders), process._tracker.modules]
+        kept = [len(process._recorders), process._journal.modules]
     return [sum(len(p._post_accumulate_grad_hooks) for p in module.parameters()), reducer() is None, kept]
 
 

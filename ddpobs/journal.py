@@ -1,0 +1,262 @@
+"""What the training thread notes, in as few stores as possible, and its replay into steps on another thread.
+
+Between two calls of telemetry's a training empties the processor's caches, so that what a call costs is the number of
+places it looks at. On the training thread an entry is a stamp and an append. What it means for the step, which took
+most of the time, is found out for many entries at once by `catch_up`, in `phases.StepTracker`.
+
+The journal learns of the loader, of backward and of optimizers from process-wide hooks, so that the user's code stays
+as it is; of forward from the DDP module.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+from ddpobs.clocks import Clock, Stamp
+from ddpobs.phases import RawStep, StepTracker
+
+_log = logging.getLogger("ddpobs")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_MOST = 4096
+"""Entries, some hundred steps: then the training thread replays them itself. Nothing is lost where nobody else does."""
+
+
+def harmless(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    """The call, with an error in it logged once instead of raised: telemetry never stops a training."""
+    told = False
+
+    @wraps(call)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        nonlocal told
+        try:
+            return call(*args, **kwargs)
+        except Exception:
+            if not told:
+                told = True
+                _log.exception("ddpobs: telemetry failed in %s; training goes on", call.__qualname__)
+            return None
+
+    return guarded
+
+
+class Journal:
+    """Notes what the training thread goes through, and only that thread: its calls are gates.
+
+    Args:
+        clock: Where stamps come from.
+        finished: Called with each closed `RawStep` by whoever replays; must not block.
+
+    Attributes:
+        modules: How many DDP modules there are.
+        paused: A CUDA graph is being captured: nothing runs, and no time means anything.
+        on_backward_end: Called when the outermost backward has returned or raised.
+        trains_in_eval: Gradients were reduced last while every module was in evaluation mode: the mode says nothing
+            here.
+        evaluating: Tells whether every module is in evaluation mode.
+        stepping: Tells whether an optimizer's step that began is still on the stack.
+    """
+
+    def __init__(self, clock: Clock, finished: Callable[[RawStep], object]) -> None:
+        self._clock = clock
+        self._now = clock.now
+        self._tracker = StepTracker(finished)
+        self._entries: deque[tuple[Any, ...]] = deque()
+        self._replaying = threading.RLock()
+        self._thread = 0
+        self._begun = False
+        self._in_backward = False
+        self._blocked = False
+        self._optimizers = 0
+        self._trained = False
+        self.modules = 0
+        self.paused = False
+        self.on_backward_end: list[Callable[[], None]] = []
+        self.trains_in_eval = False
+        self.evaluating: Callable[[], bool] = lambda: False
+        self.stepping: Callable[[], bool] = lambda: True
+
+    # ------------------------------------------------------------------ on the training thread
+
+    @harmless
+    def forward_began(self, module: int, training: bool, samples: int) -> None:
+        """A DDP module's forward was called."""
+        if self._in_backward or self.paused:
+            return  # Checkpointing runs it again, inside backward.
+        if not training:
+            self._note(self._tracker.evaluation_began, self._now(), self._evaluates())
+            return
+        self._thread = self._thread or threading.get_ident()
+        self._begun, self._trained = True, not self.trains_in_eval
+        if self._optimizers:
+            self._look_for_failed_optimizer()
+        self._note(self._tracker.forward_began, self._now(), module, samples)
+
+    @harmless
+    def fetch_began(self) -> bool:
+        """The loader was asked for a batch; returns whether it is the training thread that asked."""
+        if self.paused or not self._mine():
+            return False
+        self._begun = True
+        if self._optimizers:
+            self._look_for_failed_optimizer()
+        self._note(self._tracker.fetch_began, self._now(), self._evaluates())
+        return True
+
+    @harmless
+    def fetch_ended(self) -> None:
+        """It gave one, or had none."""
+        self._note(self._tracker.fetch_ended, self._now())
+
+    @harmless
+    def optimizer_began(self) -> None:
+        """An optimizer's step was called."""
+        if self._mine():
+            self._optimizers += 1
+            self._note(self._tracker.optimizer_began, self._now())
+
+    @harmless
+    def optimizer_ended(self) -> None:
+        """It returned."""
+        if self._mine():
+            self._optimizers = max(0, self._optimizers - 1)
+            self._note(self._tracker.optimizer_ended, self._now())
+
+    @harmless
+    def backward_began(self) -> bool:
+        """`torch.autograd.backward` was called; False for a nested call (reentrant checkpointing) or a foreign one."""
+        if self._in_backward or self.paused or not self._mine():
+            return False
+        if not self._begun and not self._evaluates():  # The first one that is trained in evaluation mode begins a step.
+            return False
+        self._begun = self._in_backward = True
+        self._note(self._tracker.backward_began, self._now())
+        return True
+
+    @harmless
+    def backward_ended(self) -> None:
+        """The outermost backward returned or raised."""
+        self._in_backward = False
+        for told in tuple(self.on_backward_end):  # One may be collected meanwhile, and go.
+            told()
+        self._note(self._tracker.backward_ended, self._now())
+
+    @harmless
+    def waiting_began(self) -> bool:
+        """Training waits for gradients in a call of its own, as before an optimizer's step; False if not noted."""
+        if self.paused or self._in_backward or not self._mine():
+            return False
+        self._begun = True
+        self._note(self._tracker.waiting_began, self._now())
+        return True
+
+    @harmless
+    def waiting_ended(self) -> None:
+        """They are there, or an error ended the wait."""
+        self._note(self._tracker.waiting_ended, self._now())
+
+    @harmless
+    def synchronised(self, module: int, record: Any) -> None:
+        """A DDP module's gradients were reduced in the backward that is under way."""
+        if not self._begun:
+            return
+        evaluating = not self._trained and self.evaluating()
+        self._note(self._tracker.synchronised, module, record, evaluating and not self.trains_in_eval)
+        self.trains_in_eval = evaluating
+
+    @harmless
+    def communicated(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
+        """Other communication took place in the open step."""
+        self._note(self._tracker.communicated, module, kind, launched, done)
+
+    @harmless
+    def blocking_began(self, in_graph: bool = False) -> Stamp | None:
+        """Somebody is about to wait for a collective; None where it is not the training thread's business.
+
+        Args:
+            in_graph: It is a node of a backward that waits: autograd has threads of its own.
+        """
+        if not self._begun or self._blocked or not (self._mine() or (self._in_backward and in_graph)):
+            return None
+        self._blocked = True
+        return self._now()
+
+    @harmless
+    def blocking_ended(self, module: int, kind: int, began: Stamp) -> None:
+        """The wait is over."""
+        self._blocked = False
+        self._note(self._tracker.communicated, module, kind, began, self._now())
+
+    @harmless
+    def shadowed(self) -> None:
+        """This rank only took part in a synchronised backward of the others, and waited for them unnoted."""
+        self._note(self._tracker.shadowed)
+
+    @harmless
+    def disturbed(self) -> None:
+        """Something that is no part of training took time (a checkpoint)."""
+        self._note(self._tracker.disturbed)
+
+    @harmless
+    def pause(self, begins: bool) -> None:
+        """The capture of a CUDA graph begins or has ended."""
+        self.paused, self._begun = begins, False
+        self._note(self._tracker.abandoned)
+        self._clock.capturing(begins)
+
+    # ------------------------------------------------------------------ on any thread
+
+    @property
+    def phase(self) -> int:
+        """What the training thread is doing, as an index into `wire.PHASES`."""
+        self.catch_up()
+        return self._tracker.phase
+
+    @property
+    def number(self) -> int:
+        """The open step's number, or the next one's."""
+        self.catch_up()
+        return self._tracker.number
+
+    def catch_up(self) -> None:
+        """Replay what was noted since the last time."""
+        with self._replaying:
+            while self._entries:
+                entry, *facts = self._entries.popleft()
+                _replay(entry, *facts)
+
+    @harmless
+    def finish(self) -> None:
+        """Close the open step if it synchronised anything, at the end of training."""
+        self._note(self._tracker.finished, self._now())
+        self.catch_up()
+
+    def _note(self, *entry: Any) -> None:
+        self._entries.append(entry)
+        if len(self._entries) > _MOST:
+            self.catch_up()
+
+    def _look_for_failed_optimizer(self) -> None:
+        """Torch tells of an optimizer's step that began, and not that an error ended it."""
+        if not self.stepping():
+            self._optimizers = 0
+            self._note(self._tracker.optimizer_failed, self._now())
+
+    def _evaluates(self) -> bool:
+        return not self.trains_in_eval and self.evaluating()
+
+    def _mine(self) -> bool:
+        thread = threading.get_ident()
+        if not self._thread and thread == threading.main_thread().ident:
+            self._thread = thread
+        return thread == self._thread
+
+
+@harmless
+def _replay(entry: Callable[..., None], *facts: Any) -> None:
+    entry(*facts)
