@@ -57,6 +57,13 @@ def test_overhead_compares_every_variant_with_torch(tmp_path: Path) -> None:
     assert {setting["set"] for setting in settings.values()} == {"claims", "scale"}
 
 
+def test_telemetry_is_switched_on_and_off_in_the_same_processes(tmp_path: Path) -> None:
+    told = run("switched", "--json", str(tmp_path / "found.json"))
+    ((model, launches),) = json.loads((tmp_path / "found.json").read_text())["found"].items()
+    assert f"\n| {model} | " in told
+    assert {len(turns) for turns in launches[0]["seconds"].values()} == {4}
+
+
 def test_ingest_loses_nothing_and_is_set_beside_rows(tmp_path: Path) -> None:
     told = run("ingest", "--json", str(tmp_path / "found.json"))
     assert json.loads((tmp_path / "found.json").read_text())["lost"] == 0

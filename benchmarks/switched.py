@@ -1,0 +1,211 @@
+"""What telemetry costs: a step with it over a step without, in the same processes.
+
+    python -m benchmarks.switched [--models tiny,bert] [--ranks 2] [--minutes 4] [--json FILE]
+
+`overhead` compares trainings of their own, of which one can be 2 % faster than the other for as long as it lives, only
+by where its memory is. Here each rank has one training, whose telemetry is taken out and put back in turns: hooks,
+recorder and threads. Model, buckets, process group and every address stay. "Off" and "off once more" are the same, and
+so the noise. As in `overhead` turns are short, in an order drawn anew and then backwards; batches are cut after so many
+steps with telemetry as train in the time of a flush, some before it begins; every launch is new processes, and what
+intervals are made of.
+
+It goes on until the noise is known to `--within` and whether the ratio is below 1.01, or until the minutes are over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks.models import MODELS
+from benchmarks.pairs import Ratio, ratio
+from benchmarks.source import facts, keep, resumed
+from benchmarks.tables import rows_of
+from benchmarks.teams import Team, machine_s
+from benchmarks.variants import VARIANTS, Turn
+from ddpobs import telemetry
+
+KINDS = ["off", "again", "on"]
+LIMIT = 1.01
+MEASURED = ("ddpobs", *(f"benchmarks/{name}.py" for name in ("models", "variants", "teams", "switched")))
+_LAUNCHES = 4
+_TIMED = {"seconds": 0, "processor_s": 1}
+
+
+class Switched:
+    """A training on this rank, and the switch of its telemetry.
+
+    Args:
+        wrapped: Ours, with telemetry on.
+        step: One step of its training.
+    """
+
+    def __init__(self, wrapped: Any, step: Callable[[], None]) -> None:
+        process = telemetry._process
+        assert process is not None
+        self._step, self._process, self._recorder = step, process, wrapped._recorder
+        self._owners = [wrapped, wrapped.reducer, wrapped.reducer._used_map]
+        self._hooks: list[Any] = [process._hooks, process._loaders, process._collectives]
+
+    def __call__(self, count: int) -> None:
+        """Train so many steps."""
+        for _ in range(count):
+            self._step()
+
+    def rounds(self, turn_s: float, launch_s: float) -> dict[str, list[tuple[float, float]]]:
+        """Take turns for so long, two rounds at least: seconds and processor seconds a step, by kind and turn."""
+        count = self._agreed(max(1, round(turn_s / self._timed(2)[0])))
+        order = random.Random(count)
+        found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+        until = time.monotonic() + launch_s
+        while len(found["on"]) < 4 or self._agreed(time.monotonic() < until):
+            kinds = order.sample(KINDS, len(KINDS))
+            for kind in (*kinds, *reversed(kinds)):
+                if kind == "on":
+                    found[kind].append(self._timed(count))
+                else:
+                    with self._off():
+                        found[kind].append(self._timed(count))
+        return found
+
+    def _timed(self, count: int) -> tuple[float, float]:
+        """After a step that is not, where steps are short: what a turn runs for the first time is not cached."""
+        self(1 if count > 2 else 0)
+        dist.barrier()
+        began, used = time.perf_counter(), time.process_time()
+        self(count)
+        return (time.perf_counter() - began) / count, (time.process_time() - used) / count
+
+    @contextmanager
+    def _off(self) -> Iterator[None]:
+        """Hooks and recorder are out; the threads wait for what they need before they do anything."""
+        exporter, journal = self._process._exporter, self._process._journal
+        while exporter._delivery._under_way is not None:  # What telemetry began is not done on the other's time.
+            time.sleep(0.001)
+        with exporter._working, exporter._delivery._changed:
+            told = exporter.emitted, len(journal._entries)
+            for hooks in self._hooks:
+                hooks.remove()
+            for owner in self._owners:
+                owner._recorder = None
+            yield
+            for owner in self._owners:
+                owner._recorder = self._recorder
+            for hooks in self._hooks:
+                hooks.install()
+            if (exporter.emitted, len(journal._entries)) != told:
+                raise RuntimeError("something was recorded while telemetry was off")
+
+    @staticmethod
+    def _agreed(value: int) -> int:
+        """Rank 0's."""
+        told = torch.tensor(value)
+        dist.broadcast(told, 0)
+        return int(told)
+
+
+def launch(model: str, ranks: int, options: argparse.Namespace, number: int) -> dict[str, Any]:
+    """Turns of new processes: the mean over the ranks, by kind."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(TemporaryDirectory(prefix="ddpobs-benchmark-")))
+        phase = 0.0 if options.smoke else random.Random(number).random()
+        turn = Turn(MODELS[model], len(KINDS), ranks, folder, phase=phase)
+        variant = replace(VARIANTS["on"], loop=lambda wrapped, step, _: Switched(wrapped, step))
+
+        def prepare() -> Callable[[int], Any]:
+            switched: Any = variant.prepare(turn)
+            return lambda _: switched.rounds(options.turn_s, options.launch_s)
+
+        team = Team(ranks, prepare)
+        stack.callback(team.disband)
+        began, (_, stolen) = time.monotonic(), machine_s()
+        team.run(1)
+        stolen_cores = (machine_s()[1] - stolen) / (time.monotonic() - began)
+        told = {
+            what: {
+                kind: [round(sum(one[place] for one in turns) / ranks, 7) for turns in zip(*by_rank, strict=True)]
+                for kind, by_rank in ((kind, [note[kind] for note in team.notes]) for kind in KINDS)
+            }
+            for what, place in _TIMED.items()
+        }
+        return told | {"stolen_cores": stolen_cores}
+
+
+def compare(launches: list[dict[str, Any]], of: str, what: str = "seconds") -> Ratio:
+    """`on` over the mean of both that are off, or `again` over `off`."""
+    both = [launch[what] for launch in launches]
+    if of == "again":
+        return ratio([one["again"] for one in both], [one["off"] for one in both])
+    without = [[sum(pair) / 2 for pair in zip(one["off"], one["again"], strict=True)] for one in both]
+    return ratio([one["on"] for one in both], without)
+
+
+def table(found: dict[str, list[dict[str, Any]]]) -> str:
+    """A row each model and number of ranks."""
+    head = [
+        "",
+        "off, ms",
+        "off once more (the noise)",
+        "telemetry on",
+        "its processor time",
+        "launches",
+        "at most 1.01",
+    ]
+    rows = []
+    for key, launches in found.items():
+        off = [turn for one in launches for turn in one["seconds"]["off"]]
+        on = compare(launches, "on")
+        row = [key, f"{1e3 * sum(off) / len(off):.1f}", str(compare(launches, "again")), str(on)]
+        rows.append([*row, str(compare(launches, "on", "processor_s")), str(len(launches)), on.verdict(LIMIT)])
+    return rows_of(head, rows)
+
+
+def _known(launches: list[dict[str, Any]], within: float) -> bool:
+    if len(launches) < _LAUNCHES:
+        return False
+    return compare(launches, "again").half_width < within and compare(launches, "on").verdict(LIMIT) != "open"
+
+
+def main() -> None:
+    """Measure model by model, and print a table in Markdown of all that is known."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
+    parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=4.0, help="at most, for each model; default: %(default)s")
+    parser.add_argument("--within", type=float, default=0.01, help="half of the noise's interval; default: %(default)s")
+    parser.add_argument("--turn-s", type=float, default=0.2, help="seconds of a turn; default: %(default)s")
+    parser.add_argument("--launch-s", type=float, default=30, help="new processes after so long; default: %(default)s")
+    parser.add_argument("--json", type=Path, help="keep results here, and go on from them")
+    parser.add_argument("--anew", action="store_true", help="forget what the file holds")
+    parser.add_argument("--table", action="store_true", help="measure nothing, print what the file holds")
+    parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
+    options = parser.parse_args()
+    if options.smoke:
+        options.models, options.minutes, options.launch_s, options.turn_s = "tiny", 0.01, 0.1, 0.01
+    torch.set_num_threads(1)
+    if options.table:
+        results = json.loads(options.json.read_text())
+    else:
+        results = resumed(options.json, facts(*MEASURED) | {"found": {}}, anew=options.anew)
+    for model in [] if options.table else options.models.split(","):
+        launches = results["found"].setdefault(f"{MODELS[model].title}, {options.ranks} ranks", [])
+        ends = time.monotonic() + 60 * options.minutes
+        while time.monotonic() < ends and not _known(launches, options.within):
+            launches.append(launch(model, options.ranks, options, len(launches)))
+            keep(results, options.json)
+    print(table(results["found"]))
+
+
+if __name__ == "__main__":
+    main()
