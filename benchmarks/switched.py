@@ -16,9 +16,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +36,7 @@ from benchmarks.pairs import Ratio, ratio
 from benchmarks.source import facts, keep, resumed
 from benchmarks.tables import rows_of
 from benchmarks.teams import Team, machine_s
-from benchmarks.variants import VARIANTS, Turn
+from benchmarks.variants import VARIANTS, Turn, Variant
 from ddpobs import telemetry
 
 KINDS = ["off", "again", "on"]
@@ -41,6 +44,10 @@ LIMIT = 1.01
 MEASURED = ("ddpobs", *(f"benchmarks/{name}.py" for name in ("models", "variants", "teams", "switched")))
 _LAUNCHES = 4
 _TIMED = {"seconds": 0, "processor_s": 1}
+_DELIVERY_MS = 5
+
+Launch = dict[str, Any]
+"""What `launch` returns."""
 
 
 class Switched:
@@ -49,39 +56,52 @@ class Switched:
     Args:
         wrapped: Ours, with telemetry on.
         step: One step of its training.
+        others: Process groups that are there for telemetry alone, such as its collector's: rank 0 stops them, too.
     """
 
-    def __init__(self, wrapped: Any, step: Callable[[], None]) -> None:
+    def __init__(self, wrapped: Any, step: Callable[[], None], others: Sequence[int] = ()) -> None:
         process = telemetry._process
         assert process is not None
         self._step, self._process, self._recorder = step, process, wrapped._recorder
         self._owners = [wrapped, wrapped.reducer, wrapped.reducer._used_map]
         self._hooks: list[Any] = [process._hooks, process._loaders, process._collectives]
+        self._others = others if dist.get_rank() == 0 else ()
 
     def __call__(self, count: int) -> None:
         """Train so many steps."""
         for _ in range(count):
             self._step()
 
-    def rounds(self, turn_s: float, launch_s: float) -> dict[str, list[tuple[float, float]]]:
-        """Take turns for so long, two rounds at least: seconds and processor seconds a step, by kind and turn."""
+    def rounds(self, turn_s: float, launch_s: float) -> dict[str, Any]:
+        """Take turns for so long, two rounds at least.
+
+        Returns:
+            By kind and turn (seconds, processor seconds) a step, and of the process: processor seconds of telemetry's
+            threads a step, growth in bytes over the second half, the most bytes of batches that waited in memory.
+        """
         count = self._agreed(max(1, round(turn_s / self._timed(2)[0])))
         order = random.Random(count)
-        found: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-        until = time.monotonic() + launch_s
-        while len(found["on"]) < 4 or self._agreed(time.monotonic() < until):
+        took: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+        began, began_s, resident, waiting = time.monotonic(), _threads_s(), [], []
+        while len(took["on"]) < 4 or self._agreed(time.monotonic() < began + launch_s):
             kinds = order.sample(KINDS, len(KINDS))
             for kind in (*kinds, *reversed(kinds)):
                 if kind == "on":
-                    found[kind].append(self._timed(count))
+                    took[kind].append(self._timed(count))
                 else:
                     with self._off():
-                        found[kind].append(self._timed(count))
-        return found
+                        took[kind].append(self._timed(count))
+            resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+            waiting.append(sum(self._process._exporter.held))
+        steps = len(took["on"]) * (count + _warm(count))
+        return took | {
+            "telemetry_s": (_threads_s() - began_s) / steps,
+            "growth_bytes": resident[-1] - resident[len(resident) // 2],
+            "waiting_bytes": max(waiting),
+        }
 
     def _timed(self, count: int) -> tuple[float, float]:
-        """After a step that is not, where steps are short: what a turn runs for the first time is not cached."""
-        self(1 if count > 2 else 0)
+        self(_warm(count))
         dist.barrier()
         began, used = time.perf_counter(), time.process_time()
         self(count)
@@ -91,8 +111,11 @@ class Switched:
     def _off(self) -> Iterator[None]:
         """Hooks and recorder are out; the threads wait for what they need before they do anything."""
         exporter, journal = self._process._exporter, self._process._journal
-        while exporter._delivery._under_way is not None:  # What telemetry began is not done on the other's time.
-            time.sleep(0.001)
+        for _ in range(_DELIVERY_MS):  # What telemetry began is not done on the other's time; or it hangs, at no cost.
+            if exporter._delivery._under_way is not None:
+                time.sleep(0.001)
+        for other in self._others:
+            os.killpg(other, signal.SIGSTOP)
         with exporter._working, exporter._delivery._changed:
             told = exporter.emitted, len(journal._entries)
             for hooks in self._hooks:
@@ -106,6 +129,8 @@ class Switched:
                 hooks.install()
             if (exporter.emitted, len(journal._entries)) != told:
                 raise RuntimeError("something was recorded while telemetry was off")
+        for other in self._others:
+            os.killpg(other, signal.SIGCONT)
 
     @staticmethod
     def _agreed(value: int) -> int:
@@ -115,34 +140,58 @@ class Switched:
         return int(told)
 
 
-def launch(model: str, ranks: int, options: argparse.Namespace, number: int) -> dict[str, Any]:
-    """Turns of new processes: the mean over the ranks, by kind."""
+def _warm(count: int) -> int:
+    """Steps that are not measured: in short ones it counts what a turn runs for the first time, out of the caches."""
+    return 1 if count > 2 else 0
+
+
+def _threads_s() -> float:
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("ddpobs-") and thread.ident]
+    return sum(time.clock_gettime(time.pthread_getcpuclockid(thread.ident or 0)) for thread in threads)
+
+
+def launch(model: str, variant: Variant, ranks: int, options: argparse.Namespace, number: int) -> Launch:
+    """Turns of new processes, and the end of these as of a script that reached its last line.
+
+    Returns:
+        `seconds` and `processor_s` a step by kind and turn, the mean over the ranks; what is said of a process, of the
+        rank that is worst off; `exit_s`; the cores that the hypervisor kept.
+
+    Raises:
+        MissingError: What the variant needs is not installed.
+    """
     with ExitStack() as stack:
         folder = Path(stack.enter_context(TemporaryDirectory(prefix="ddpobs-benchmark-")))
         phase = 0.0 if options.smoke else random.Random(number).random()
         turn = Turn(MODELS[model], len(KINDS), ranks, folder, phase=phase)
-        variant = replace(VARIANTS["on"], loop=lambda wrapped, step, _: Switched(wrapped, step))
+        served = variant.serve(turn)
+        others = [process.pid for process in served]
+        switched = replace(variant, loop=lambda wrapped, step, _: Switched(wrapped, step, others))
 
         def prepare() -> Callable[[int], Any]:
-            switched: Any = variant.prepare(turn)
-            return lambda _: switched.rounds(options.turn_s, options.launch_s)
+            made: Any = switched.prepare(turn)
+            return lambda _: made.rounds(options.turn_s, options.launch_s)
 
-        team = Team(ranks, prepare)
+        team = Team(ranks, prepare, served)
         stack.callback(team.disband)
         began, (_, stolen) = time.monotonic(), machine_s()
         team.run(1)
         stolen_cores = (machine_s()[1] - stolen) / (time.monotonic() - began)
-        told = {
+        notes = team.notes
+        return {
             what: {
                 kind: [round(sum(one[place] for one in turns) / ranks, 7) for turns in zip(*by_rank, strict=True)]
-                for kind, by_rank in ((kind, [note[kind] for note in team.notes]) for kind in KINDS)
+                for kind, by_rank in ((kind, [note[kind] for note in notes]) for kind in KINDS)
             }
             for what, place in _TIMED.items()
+        } | {
+            **{what: max(note[what] for note in notes) for what in ("telemetry_s", "growth_bytes", "waiting_bytes")},
+            "exit_s": team.end(),
+            "stolen_cores": stolen_cores,
         }
-        return told | {"stolen_cores": stolen_cores}
 
 
-def compare(launches: list[dict[str, Any]], of: str, what: str = "seconds") -> Ratio:
+def compare(launches: list[Launch], of: str, what: str = "seconds") -> Ratio:
     """`on` over the mean of both that are off, or `again` over `off`."""
     both = [launch[what] for launch in launches]
     if of == "again":
@@ -151,7 +200,7 @@ def compare(launches: list[dict[str, Any]], of: str, what: str = "seconds") -> R
     return ratio([one["on"] for one in both], without)
 
 
-def table(found: dict[str, list[dict[str, Any]]]) -> str:
+def table(found: dict[str, list[Launch]]) -> str:
     """A row each model and number of ranks."""
     head = [
         "",
@@ -171,7 +220,7 @@ def table(found: dict[str, list[dict[str, Any]]]) -> str:
     return rows_of(head, rows)
 
 
-def _known(launches: list[dict[str, Any]], within: float) -> bool:
+def _known(launches: list[Launch], within: float) -> bool:
     if len(launches) < _LAUNCHES:
         return False
     return compare(launches, "again").half_width < within and compare(launches, "on").verdict(LIMIT) != "open"
@@ -202,7 +251,7 @@ def main() -> None:
         launches = results["found"].setdefault(f"{MODELS[model].title}, {options.ranks} ranks", [])
         ends = time.monotonic() + 60 * options.minutes
         while time.monotonic() < ends and not _known(launches, options.within):
-            launches.append(launch(model, options.ranks, options, len(launches)))
+            launches.append(launch(model, VARIANTS["on"], options.ranks, options, len(launches)))
             keep(results, options.json)
     print(table(results["found"]))
 

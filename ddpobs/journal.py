@@ -89,6 +89,7 @@ class Journal:
         if self._in_backward or self.paused:
             return  # Checkpointing runs it again, inside backward.
         if not training:
+            self._trained = False
             self._note(self._tracker.evaluation_began, self._now(), self._evaluates())
             return
         self._thread = self._thread or threading.get_ident()

@@ -79,18 +79,12 @@ def test_a_job_by_the_real_exporter_loses_nothing(tmp_path: Path) -> None:
 
 def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path) -> None:
     told = run("harm", "--json", str(tmp_path / "found.json"))
-    (launch,) = json.loads((tmp_path / "found.json").read_text())["models"]["tiny"]
-    for title in (
-        "telemetry off",
-        "all broken ones together",
-        "off once more (the noise)",
-        "a healthy collector",
-        FAULTS["silent"][0],
-    ):
+    launches = json.loads((tmp_path / "found.json").read_text())["models"]["tiny"]
+    for title in ("all broken ones together", "a healthy collector", FAULTS["silent"][0]):
         assert f"\n| {title} | " in told
-    assert launch["holds"]["off"]["telemetry_s"] == 0 < launch["holds"]["silent"]["telemetry_s"]
-    assert launch["holds"]["off"]["waiting_bytes"] == 0
-    assert launch["exit_s"]["silent"] > launch["exit_s"]["collector"]
+    (silent,), (healthy,) = launches["silent"], launches["collector"]
+    assert min(silent["telemetry_s"], silent["waiting_bytes"]) > 0
+    assert silent["exit_s"] > healthy["exit_s"]
 
 
 def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:

@@ -53,6 +53,21 @@ def test_a_model_that_is_trained_in_evaluation_mode_has_steps(training: Training
     assert [bool(step.flags & wire.NO_ORIGIN) for step in others] == [False] * 3
 
 
+def test_a_model_goes_on_in_evaluation_mode_and_back_again(training: Training) -> None:
+    """As where normalisation is frozen half-way."""
+    training.journal.evaluating = lambda: not training.module.training
+    for mode in (True, False, True):
+        for _ in range(4):
+            training.forward(20, training=mode)
+            training.backward(40, 30)
+            training.optimizer(5)
+    steps = training.steps()
+    assert len(steps) == 12
+    assert [phases(step)["backward"] for step in steps] == [40] * 12
+    # The first of them in evaluation mode looks like an evaluation until its gradients are reduced.
+    assert [place for place, step in enumerate(steps) if phases(step).get("forward") != 20] == [4]
+
+
 def test_an_evaluation_of_such_a_model_is_part_of_no_step(training: Training) -> None:
     training.journal.evaluating = lambda: not training.module.training
     for _ in range(2):
