@@ -21,8 +21,8 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,58 +79,70 @@ class Switched:
             By kind and turn (seconds, processor seconds) a step, and of the process: processor seconds of telemetry's
             threads a step, growth in bytes over the second half, the most bytes of batches that waited in memory.
         """
-        count = self._agreed(max(1, round(turn_s / self._timed(2)[0])))
+        began, began_s, resident, waiting = time.monotonic(), _threads_s(), [], []
+        self(2)
+        count = self._agreed(max(1, round(2 * turn_s / (time.monotonic() - began))))
         order = random.Random(count)
         took: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
-        began, began_s, resident, waiting = time.monotonic(), _threads_s(), [], []
+        self._hold()
         while len(took["on"]) < 4 or self._agreed(time.monotonic() < began + launch_s):
             kinds = order.sample(KINDS, len(KINDS))
             for kind in (*kinds, *reversed(kinds)):
-                if kind == "on":
-                    took[kind].append(self._timed(count))
-                else:
-                    with self._off():
-                        took[kind].append(self._timed(count))
+                took[kind].append(self._on(count) if kind == "on" else self._off(count))
             resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
             waiting.append(sum(self._process._exporter.held))
-        steps = len(took["on"]) * (count + _warm(count))
+        self._let_go()
         return took | {
-            "telemetry_s": (_threads_s() - began_s) / steps,
+            "telemetry_s": (_threads_s() - began_s) / (len(took["on"]) * count),
             "growth_bytes": resident[-1] - resident[len(resident) // 2],
             "waiting_bytes": max(waiting),
         }
 
-    def _timed(self, count: int) -> tuple[float, float]:
-        self(_warm(count))
+    def _on(self, count: int) -> tuple[float, float]:
+        """Whatever telemetry's threads have to do is done between the clock's start and its end."""
+        for other in self._others:
+            os.killpg(other, signal.SIGCONT)
         dist.barrier()
         began, used = time.perf_counter(), time.process_time()
+        self._let_go()
         self(count)
-        return (time.perf_counter() - began) / count, (time.process_time() - used) / count
-
-    @contextmanager
-    def _off(self) -> Iterator[None]:
-        """Hooks and recorder are out; the threads wait for what they need before they do anything."""
-        exporter, journal = self._process._exporter, self._process._journal
-        for _ in range(_DELIVERY_MS):  # What telemetry began is not done on the other's time; or it hangs, at no cost.
-            if exporter._delivery._under_way is not None:
+        self._hold()
+        took = (time.perf_counter() - began) / count, (time.process_time() - used) / count
+        for _ in range(_DELIVERY_MS):  # A request under way is not answered on the other's time; or it hangs, for free.
+            if self._process._exporter._delivery._under_way is not None:
                 time.sleep(0.001)
         for other in self._others:
             os.killpg(other, signal.SIGSTOP)
-        with exporter._working, exporter._delivery._changed:
-            told = exporter.emitted, len(journal._entries)
-            for hooks in self._hooks:
-                hooks.remove()
-            for owner in self._owners:
-                owner._recorder = None
-            yield
-            for owner in self._owners:
-                owner._recorder = self._recorder
-            for hooks in self._hooks:
-                hooks.install()
-            if (exporter.emitted, len(journal._entries)) != told:
-                raise RuntimeError("something was recorded while telemetry was off")
-        for other in self._others:
-            os.killpg(other, signal.SIGCONT)
+        return took
+
+    def _off(self, count: int) -> tuple[float, float]:
+        """Hooks and recorder are out, the threads wait."""
+        exporter, journal = self._process._exporter, self._process._journal
+        told = exporter.emitted, len(journal._entries)
+        for hooks in self._hooks:
+            hooks.remove()
+        for owner in self._owners:
+            owner._recorder = None
+        dist.barrier()
+        began, used = time.perf_counter(), time.process_time()
+        self(count)
+        took = (time.perf_counter() - began) / count, (time.process_time() - used) / count
+        for owner in self._owners:
+            owner._recorder = self._recorder
+        for hooks in self._hooks:
+            hooks.install()
+        if (exporter.emitted, len(journal._entries)) != told:
+            raise RuntimeError("something was recorded while telemetry was off")
+        return took
+
+    def _hold(self) -> None:
+        """Have telemetry's threads wait, once they have done what they are at."""
+        self._process._exporter._working.acquire()
+        self._process._exporter._delivery._changed.acquire()
+
+    def _let_go(self) -> None:
+        self._process._exporter._delivery._changed.release()
+        self._process._exporter._working.release()
 
     @staticmethod
     def _agreed(value: int) -> int:
@@ -138,11 +150,6 @@ class Switched:
         told = torch.tensor(value)
         dist.broadcast(told, 0)
         return int(told)
-
-
-def _warm(count: int) -> int:
-    """Steps that are not measured: in short ones it counts what a turn runs for the first time, out of the caches."""
-    return 1 if count > 2 else 0
 
 
 def _threads_s() -> float:

@@ -83,7 +83,7 @@ def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path
     for title in ("all broken ones together", "a healthy collector", FAULTS["silent"][0]):
         assert f"\n| {title} | " in told
     (silent,), (healthy,) = launches["silent"], launches["collector"]
-    assert min(silent["telemetry_s"], silent["waiting_bytes"]) > 0
+    assert silent["waiting_bytes"] > 0
     assert silent["exit_s"] > healthy["exit_s"]
 
 
