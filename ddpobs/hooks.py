@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from ddpobs import wire
-from ddpobs.journal import Journal
+from ddpobs.journal import Journal, harmless
 from ddpobs.patching import Patches
 
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
@@ -33,8 +33,8 @@ class ProcessHooks:
         """Put all of them in place."""
         journal = self._journal
         journal.stepping = _stepping
-        before = register_optimizer_step_pre_hook(lambda *_: journal.optimizer_began())
-        after = register_optimizer_step_post_hook(lambda *_: journal.optimizer_ended())
+        before = register_optimizer_step_pre_hook(journal.optimizer_began)
+        after = register_optimizer_step_post_hook(journal.optimizer_ended)
         self._undo += [before.remove, after.remove]
         self._patches.put(torch.autograd, "backward", self._backward)
         self._patches.put(torch, "save", self._save)
@@ -107,6 +107,7 @@ class ProcessHooks:
         return save
 
 
+@harmless
 def _stepping() -> bool:
     frame = sys._getframe()
     while frame.f_back is not None:

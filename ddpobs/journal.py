@@ -11,10 +11,10 @@ as it is; of forward from the DDP module.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
+from threading import RLock, get_ident, main_thread
 from typing import Any, ParamSpec, TypeVar
 
 from ddpobs.clocks import Clock, Stamp
@@ -66,39 +66,37 @@ class Journal:
         self._clock = clock
         self._now = clock.now
         self._tracker = StepTracker(finished)
-        self._entries: deque[tuple[Any, ...]] = deque()
-        self._replaying = threading.RLock()
+        self._entries: deque[tuple[Callable[..., None], Stamp | None, tuple[Any, ...]]] = deque()
+        self._replaying = RLock()
         self._thread = 0
         self._begun = False
         self._in_backward = False
         self._blocked = False
         self._optimizers = 0
-        self._trained = False
+        self._trained = self._told = False
         self.modules = 0
         self.paused = False
         self.on_backward_end: list[Callable[[], None]] = []
         self.trains_in_eval = False
-        self.evaluating: Callable[[], bool] = lambda: False
-        self.stepping: Callable[[], bool] = lambda: True
+        self.evaluating: Callable[[], bool | None] = lambda: False
+        self.stepping: Callable[[], bool | None] = lambda: True
 
     # ------------------------------------------------------------------ on the training thread
 
-    @harmless
     def forward_began(self, module: int, training: bool, samples: int) -> None:
         """A DDP module's forward was called."""
         if self._in_backward or self.paused:
             return  # Checkpointing runs it again, inside backward.
         if not training:
             self._trained = False
-            self._note(self._tracker.evaluation_began, self._now(), self._evaluates())
+            self._note(self._tracker.evaluation_began, self._evaluates())
             return
-        self._thread = self._thread or threading.get_ident()
+        self._thread = self._thread or get_ident()
         self._begun, self._trained = True, not self.trains_in_eval
         if self._optimizers:
             self._look_for_failed_optimizer()
-        self._note(self._tracker.forward_began, self._now(), module, samples)
+        self._note(self._tracker.forward_began, module, samples)
 
-    @harmless
     def fetch_began(self) -> bool:
         """The loader was asked for a batch; returns whether it is the training thread that asked."""
         if self.paused or not self._mine():
@@ -106,29 +104,25 @@ class Journal:
         self._begun = True
         if self._optimizers:
             self._look_for_failed_optimizer()
-        self._note(self._tracker.fetch_began, self._now(), self._evaluates())
+        self._note(self._tracker.fetch_began, self._evaluates())
         return True
 
-    @harmless
     def fetch_ended(self) -> None:
         """It gave one, or had none."""
-        self._note(self._tracker.fetch_ended, self._now())
+        self._note(self._tracker.fetch_ended)
 
-    @harmless
-    def optimizer_began(self) -> None:
+    def optimizer_began(self, *_: object) -> None:
         """An optimizer's step was called."""
         if self._mine():
             self._optimizers += 1
-            self._note(self._tracker.optimizer_began, self._now())
+            self._note(self._tracker.optimizer_began)
 
-    @harmless
-    def optimizer_ended(self) -> None:
+    def optimizer_ended(self, *_: object) -> None:
         """It returned."""
         if self._mine():
             self._optimizers = max(0, self._optimizers - 1)
-            self._note(self._tracker.optimizer_ended, self._now())
+            self._note(self._tracker.optimizer_ended)
 
-    @harmless
     def backward_began(self) -> bool:
         """`torch.autograd.backward` was called; False for a nested call (reentrant checkpointing) or a foreign one."""
         if self._in_backward or self.paused or not self._mine():
@@ -136,44 +130,39 @@ class Journal:
         if not self._begun and not self._evaluates():  # The first one that is trained in evaluation mode begins a step.
             return False
         self._begun = self._in_backward = True
-        self._note(self._tracker.backward_began, self._now())
+        self._note(self._tracker.backward_began)
         return True
 
-    @harmless
     def backward_ended(self) -> None:
         """The outermost backward returned or raised."""
         self._in_backward = False
-        for told in tuple(self.on_backward_end):  # One may be collected meanwhile, and go.
-            told()
-        self._note(self._tracker.backward_ended, self._now())
+        if self.on_backward_end:
+            self._tell_backward_ended()
+        self._note(self._tracker.backward_ended)
 
-    @harmless
     def waiting_began(self) -> bool:
         """Training waits for gradients in a call of its own, as before an optimizer's step; False if not noted."""
         if self.paused or self._in_backward or not self._mine():
             return False
         self._begun = True
-        self._note(self._tracker.waiting_began, self._now())
+        self._note(self._tracker.waiting_began)
         return True
 
-    @harmless
     def waiting_ended(self) -> None:
         """They are there, or an error ended the wait."""
-        self._note(self._tracker.waiting_ended, self._now())
+        self._note(self._tracker.waiting_ended)
 
-    @harmless
     def synchronised(self, module: int, record: Any) -> None:
         """A DDP module's gradients were reduced in the backward that is under way."""
         if not self._begun:
             return
-        evaluating = not self._trained and self.evaluating()
-        self._note(self._tracker.synchronised, module, record, evaluating and not self.trains_in_eval)
+        evaluating = not self._trained and bool(self.evaluating())
+        self._note_fact(self._tracker.synchronised, module, record, evaluating and not self.trains_in_eval)
         self.trains_in_eval = evaluating
 
-    @harmless
     def communicated(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
         """Other communication took place in the open step."""
-        self._note(self._tracker.communicated, module, kind, launched, done)
+        self._note_fact(self._tracker.communicated, module, kind, launched, done)
 
     @harmless
     def blocking_began(self, in_graph: bool = False) -> Stamp | None:
@@ -191,23 +180,21 @@ class Journal:
     def blocking_ended(self, module: int, kind: int, began: Stamp) -> None:
         """The wait is over."""
         self._blocked = False
-        self._note(self._tracker.communicated, module, kind, began, self._now())
+        self._note_fact(self._tracker.communicated, module, kind, began, self._now())
 
-    @harmless
     def shadowed(self) -> None:
         """This rank only took part in a synchronised backward of the others, and waited for them unnoted."""
-        self._note(self._tracker.shadowed)
+        self._note_fact(self._tracker.shadowed)
 
-    @harmless
     def disturbed(self) -> None:
         """Something that is no part of training took time (a checkpoint)."""
-        self._note(self._tracker.disturbed)
+        self._note_fact(self._tracker.disturbed)
 
     @harmless
     def pause(self, begins: bool) -> None:
         """The capture of a CUDA graph begins or has ended."""
         self.paused, self._begun = begins, False
-        self._note(self._tracker.abandoned)
+        self._note_fact(self._tracker.abandoned)
         self._clock.capturing(begins)
 
     # ------------------------------------------------------------------ on any thread
@@ -226,38 +213,59 @@ class Journal:
 
     def catch_up(self) -> None:
         """Replay what was noted since the last time."""
+        entries, tracker = self._entries, self._tracker
         with self._replaying:
-            while self._entries:
-                entry, *facts = self._entries.popleft()
-                _replay(entry, *facts)
+            while entries:
+                happened, at, facts = entries.popleft()
+                if at is not None:
+                    tracker.at = at
+                try:
+                    happened(*facts)
+                except Exception:
+                    self._failed(happened)
 
     @harmless
     def finish(self) -> None:
         """Close the open step if it synchronised anything, at the end of training."""
-        self._note(self._tracker.finished, self._now())
+        self._note(self._tracker.finished)
         self.catch_up()
 
-    def _note(self, *entry: Any) -> None:
-        self._entries.append(entry)
+    def _note(self, happened: Callable[..., None], *facts: Any) -> None:
+        """What happened now."""
+        try:
+            self._entries.append((happened, self._now(), facts))
+            if len(self._entries) > _MOST:
+                self.catch_up()
+        except Exception:
+            self._failed(happened)
+
+    def _note_fact(self, happened: Callable[..., None], *facts: Any) -> None:
+        """What has its own times, or none: a stamp is not for free on every clock."""
+        self._entries.append((happened, None, facts))
         if len(self._entries) > _MOST:
             self.catch_up()
+
+    def _failed(self, what: Callable[..., object]) -> None:
+        if not self._told:
+            self._told = True
+            _log.exception("ddpobs: telemetry failed in %s; training goes on", what.__qualname__)
+
+    @harmless
+    def _tell_backward_ended(self) -> None:
+        for told in tuple(self.on_backward_end):  # One may be collected meanwhile, and go.
+            told()
 
     def _look_for_failed_optimizer(self) -> None:
         """Torch tells of an optimizer's step that began, and not that an error ended it."""
         if not self.stepping():
             self._optimizers = 0
-            self._note(self._tracker.optimizer_failed, self._now())
+            self._note(self._tracker.optimizer_failed)
 
     def _evaluates(self) -> bool:
-        return not self.trains_in_eval and self.evaluating()
+        return not self.trains_in_eval and bool(self.evaluating())
 
     def _mine(self) -> bool:
-        thread = threading.get_ident()
-        if not self._thread and thread == threading.main_thread().ident:
+        thread = get_ident()
+        if not self._thread and thread == main_thread().ident:
             self._thread = thread
         return thread == self._thread
-
-
-@harmless
-def _replay(entry: Callable[..., None], *facts: Any) -> None:
-    entry(*facts)

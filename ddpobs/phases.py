@@ -65,11 +65,14 @@ class StepTracker:
 
     Args:
         finished: Called with each closed `RawStep`.
+
+    Attributes:
+        at: When it happened, what it is told of next.
     """
 
     def __init__(self, finished: Callable[[RawStep], object]) -> None:
         self._told = finished
-        self._at: Stamp = 0
+        self.at: Stamp = 0
         self._base = OTHER
         self._stack: list[int] = []
         self._number = 0
@@ -94,9 +97,8 @@ class StepTracker:
 
     # ------------------------------------------------------------------ what happens, in order
 
-    def forward_began(self, at: Stamp, module: int, samples: int) -> None:
+    def forward_began(self, module: int, samples: int) -> None:
         """A DDP module's forward was called, to train."""
-        self._at = at
         if self._optimizer_waits:
             self._optimizer_waits = False
             self._open()
@@ -118,18 +120,16 @@ class StepTracker:
         self._base = FORWARD
         self._switch()
 
-    def evaluation_began(self, at: Stamp, evaluating: bool) -> None:
+    def evaluation_began(self, evaluating: bool) -> None:
         """A DDP module's forward was called, and not to train; `evaluating`: every module is in evaluation mode."""
-        self._at = at
         self._clean = False
         if evaluating:
             self._evaluated = self._stale = True
             if self._step and self._step.segments:
                 self._close()
 
-    def fetch_began(self, at: Stamp, evaluating: bool) -> None:
+    def fetch_began(self, evaluating: bool) -> None:
         """The loader was asked for a batch."""
-        self._at = at
         if self._step and self._step.segments:
             self._close()
         step = self._open()
@@ -140,21 +140,18 @@ class StepTracker:
         self._base = OTHER
         self._push(DATA)
 
-    def fetch_ended(self, at: Stamp) -> None:
+    def fetch_ended(self) -> None:
         """It gave one, or had none."""
-        self._at = at
         self._pop()
 
-    def optimizer_began(self, at: Stamp) -> None:
+    def optimizer_began(self) -> None:
         """An optimizer's step was called."""
-        self._at = at
         self._optimizer_waits = self._step is None  # Whether it has a closure, in which the first step begins.
         if self._step:
             self._enter_optimizer()
 
-    def optimizer_ended(self, at: Stamp) -> None:
+    def optimizer_ended(self) -> None:
         """It returned."""
-        self._at = at
         self._optimizer_waits = False
         if not self._step:
             return
@@ -164,39 +161,34 @@ class StepTracker:
         if self._stack and self._stack[-1] == OPTIMIZER:
             self._pop()
 
-    def optimizer_failed(self, at: Stamp) -> None:
+    def optimizer_failed(self) -> None:
         """An error ended those that were under way."""
-        self._at = at
         if OPTIMIZER in self._stack:
             self._stack.clear()
             self._switch()
 
-    def backward_began(self, at: Stamp) -> None:
+    def backward_began(self) -> None:
         """The outermost `torch.autograd.backward` was called."""
-        self._at = at
         self._open()
         self._leave_forward()
         self._base = OTHER
         self._push(BACKWARD)
 
-    def backward_ended(self, at: Stamp) -> None:
+    def backward_ended(self) -> None:
         """It returned or raised."""
-        self._at = at
         self._pop()
         if self._step is not None:
             self._step.micro_steps += 1
             self._close_segment(self._step)
 
-    def waiting_began(self, at: Stamp) -> None:
+    def waiting_began(self) -> None:
         """Training waits for gradients in a call of its own, as before an optimizer's step."""
-        self._at = at
         self._leave_forward()
         self._open()
         self._push(EXPOSED_COMM)
 
-    def waiting_ended(self, at: Stamp) -> None:
+    def waiting_ended(self) -> None:
         """They are there, or an error ended the wait."""
-        self._at = at
         self._pop()
         if self._step is not None:
             self._close_segment(self._step, waited=True)
@@ -238,9 +230,8 @@ class StepTracker:
         self._modules_done.clear()
         self._clean = False
 
-    def finished(self, at: Stamp) -> None:
+    def finished(self) -> None:
         """Training is over: the open step counts if it synchronised anything."""
-        self._at = at
         if self._step and self._step.segments:
             self._close()
 
@@ -270,7 +261,7 @@ class StepTracker:
         """What an evaluation took is no part of a step: it begins at the last fetch before its first forward."""
         self._stale = False
         if not step.micro_steps:
-            step.switches, step.comms = [(OTHER, self._at)], []
+            step.switches, step.comms = [(OTHER, self.at)], []
 
     def _push(self, phase: int) -> None:
         self._stack.append(phase)
@@ -287,11 +278,11 @@ class StepTracker:
             return
         if len(step.switches) >= _MOST_SWITCHES:
             step.switches, step.comms, self._clean = [], [], False
-        step.switches.append((self.phase, self._at))
+        step.switches.append((self.phase, self.at))
 
     def _open(self) -> RawStep:
         if self._step is None:
-            self._step = RawStep(self._number, [(OTHER, self._at)])
+            self._step = RawStep(self._number, [(OTHER, self.at)])
         return self._step
 
     def _close(self, place: int | None = None) -> None:
@@ -301,7 +292,7 @@ class StepTracker:
             return
         later = step.switches[place:] if place is not None else []
         del step.switches[len(step.switches) - len(later) :]
-        step.end = later[0][1] if later else self._at
+        step.end = later[0][1] if later else self.at
         self._step = RawStep(step.number + 1, [(OTHER, step.end), *later])
         self._modules_done.clear()
         self._optimizer_ran = self._closure_ran = False
