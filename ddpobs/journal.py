@@ -11,11 +11,13 @@ as it is; of forward from the DDP module.
 from __future__ import annotations
 
 import logging
+import os
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
-from threading import RLock, get_ident, main_thread
+from threading import Lock, get_ident, main_thread
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakSet
 
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.phases import RawStep, StepTracker
@@ -25,6 +27,9 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 _MOST = 4096
 """Entries, some hundred steps: then the training thread replays them itself. Nothing is lost where nobody else does."""
+_MOST_HELD = 16 * _MOST
+"""Where a replay hangs, in somebody's finalizer, the oldest go."""
+_WAIT_S = 0.1
 
 
 def harmless(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
@@ -51,6 +56,7 @@ class Journal:
     Args:
         clock: Where stamps come from.
         finished: Called with each closed `RawStep` by whoever replays; must not block.
+        most: Entries after which the training thread replays them itself.
 
     Attributes:
         modules: How many DDP modules there are.
@@ -62,12 +68,13 @@ class Journal:
         stepping: Tells whether an optimizer's step that began is still on the stack.
     """
 
-    def __init__(self, clock: Clock, finished: Callable[[RawStep], object]) -> None:
+    def __init__(self, clock: Clock, finished: Callable[[RawStep], object], most: int = _MOST) -> None:
         self._clock = clock
+        self._most = min(most, _MOST)
         self._now = clock.now
         self._tracker = StepTracker(finished)
-        self._entries: deque[tuple[Callable[..., None], Stamp | None, tuple[Any, ...]]] = deque()
-        self._replaying = RLock()
+        self._entries: deque[tuple[Callable[..., None], Stamp | None, tuple[Any, ...]]] = deque(maxlen=_MOST_HELD)
+        self._replaying = Lock()
         self._thread = 0
         self._begun = False
         self._in_backward = False
@@ -80,6 +87,7 @@ class Journal:
         self.trains_in_eval = False
         self.evaluating: Callable[[], bool | None] = lambda: False
         self.stepping: Callable[[], bool | None] = lambda: True
+        _journals.add(self)
 
     # ------------------------------------------------------------------ on the training thread
 
@@ -195,6 +203,7 @@ class Journal:
         """The capture of a CUDA graph begins or has ended."""
         self.paused, self._begun = begins, False
         self._note_fact(self._tracker.abandoned)
+        self.catch_up()  # What the step held of the device goes now, and not in mid-capture.
         self._clock.capturing(begins)
 
     # ------------------------------------------------------------------ on any thread
@@ -211,10 +220,12 @@ class Journal:
         self.catch_up()
         return self._tracker.number
 
-    def catch_up(self) -> None:
-        """Replay what was noted since the last time."""
+    def catch_up(self, wait_s: float = _WAIT_S) -> None:
+        """Replay what was noted since the last time; wait so long for another thread that is at it."""
+        if not self._replaying.acquire(timeout=wait_s):
+            return
         entries, tracker = self._entries, self._tracker
-        with self._replaying:
+        try:
             while entries:
                 happened, at, facts = entries.popleft()
                 if at is not None:
@@ -223,27 +234,30 @@ class Journal:
                     happened(*facts)
                 except Exception:
                     self._failed(happened)
+        finally:
+            self._replaying.release()
 
     @harmless
     def finish(self) -> None:
         """Close the open step if it synchronised anything, at the end of training."""
-        self._note(self._tracker.finished)
+        if self._begun:
+            self._note(self._tracker.finished)
         self.catch_up()
 
     def _note(self, happened: Callable[..., None], *facts: Any) -> None:
         """What happened now."""
         try:
             self._entries.append((happened, self._now(), facts))
-            if len(self._entries) > _MOST:
-                self.catch_up()
+            if len(self._entries) > self._most:
+                self.catch_up(0)
         except Exception:
             self._failed(happened)
 
     def _note_fact(self, happened: Callable[..., None], *facts: Any) -> None:
         """What has its own times, or none: a stamp is not for free on every clock."""
         self._entries.append((happened, None, facts))
-        if len(self._entries) > _MOST:
-            self.catch_up()
+        if len(self._entries) > self._most:
+            self.catch_up(0)
 
     def _failed(self, what: Callable[..., object]) -> None:
         if not self._told:
@@ -269,3 +283,20 @@ class Journal:
         if not self._thread and thread == main_thread().ident:
             self._thread = thread
         return thread == self._thread
+
+    def _forget(self) -> None:
+        """In a forked child (a loader worker): the entries are the parent's, and so may be whoever replays them."""
+        self._replaying = Lock()
+        self._entries.clear()
+        self._begun = False
+
+
+_journals: WeakSet[Journal] = WeakSet()
+
+
+def _forget_in_child() -> None:
+    for journal in list(_journals):
+        journal._forget()
+
+
+os.register_at_fork(after_in_child=_forget_in_child)

@@ -93,7 +93,8 @@ class StepTracker:
     @property
     def number(self) -> int:
         """The open step's number, or the next one's."""
-        return self._step.number if self._step else self._number
+        step = self._step  # Another thread may be told meanwhile that it is abandoned.
+        return step.number if step else self._number
 
     # ------------------------------------------------------------------ what happens, in order
 
@@ -163,6 +164,7 @@ class StepTracker:
 
     def optimizer_failed(self) -> None:
         """An error ended those that were under way."""
+        self._optimizer_waits = False
         if OPTIMIZER in self._stack:
             self._stack.clear()
             self._switch()

@@ -101,7 +101,7 @@ class Telemetry:
         self._source = secrets.token_hex(8)
         self._hello = _hello(device, backend, settings)
         self._exporter = Exporter(config, self._encode, self._passed)
-        self._journal = Journal(self._clock, self._offer_step)
+        self._journal = Journal(self._clock, self._offer_step, config.queue_records)
         self._hooks = ProcessHooks(self._journal, self._event)
         self._loaders = LoaderHooks(self._journal, self._event)
         self._collectives = CollectiveHooks(self._journal)
@@ -116,6 +116,7 @@ class Telemetry:
         self._default_store: Any = dist.distributed_c10d._get_default_store()
         self._exchange: Exchange | None = None
         self._exporter.every(_LOOK_S, self._find_identity)
+        self._exporter.every(min(config.pulse_s, config.flush_s / 2), self._journal.catch_up)
         self._exporter.every(config.pulse_s, self._pulse)
         # What one batch tells is met before the next, and not a whole flush later: a short run has few.
         self._exporter.every(config.flush_s / 2, self._meet)

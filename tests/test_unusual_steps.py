@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -210,9 +211,7 @@ def test_a_backward_in_an_evaluation_does_not_make_evaluations_training(training
 
 
 @pytest.mark.parametrize("often", ["after each entry", "by the training thread itself"])
-def test_steps_are_the_same_however_late_the_journal_is_replayed(
-    training: Training, often: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_are_the_same_however_late_the_journal_is_replayed(training: Training, often: str) -> None:
     def train(training: Training) -> list[Any]:
         for data in (10, 700, 30, 40):
             plain_step(training, data=data)
@@ -225,8 +224,45 @@ def test_steps_are_the_same_however_late_the_journal_is_replayed(
 
     late = train(training)
     assert len(late) == 4
-    monkeypatch.setattr("ddpobs.journal._MOST", 0 if often == "after each entry" else 7)
     soon = Training()
+    soon.journal._most = 0 if often == "after each entry" else 7
     assert train(soon) == late
     soon.forward(20)
     assert len(soon.journal._entries) <= 7
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+def test_an_optimizer_that_failed_before_the_first_step_runs_no_more(training: Training, fetched: bool) -> None:
+    training.journal.optimizer_began()
+    training.journal.stepping = lambda: False
+    for _ in range(3):
+        if fetched:
+            training.fetch(10)
+        training.forward(20)
+        training.backward(40, 30)
+        training.spend(5)
+    steps = training.steps()
+    assert len(steps) == 3
+    assert [phases(step).get("optimizer", 0) for step in steps] == [0, 0, 0]
+
+
+def test_a_forked_child_takes_over_nothing_of_the_journal(training: Training) -> None:
+    """Nor a lock that was held."""
+    plain_step(training)
+    with training.journal._replaying:
+        child = os.fork()
+        if not child:
+            training.journal.finish()
+            os._exit(len(training.raw) + 2 * len(training.journal._entries))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(training.steps()) == 1
+
+
+def test_a_replay_that_hangs_holds_nobody_up(training: Training) -> None:
+    plain_step(training)
+    with training.journal._replaying:
+        training.journal._most = 3
+        for _ in range(10):
+            plain_step(training)
+        assert training.journal.number == 0
+    assert len(training.steps()) == 11
