@@ -23,7 +23,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from ddpobs import buckets as bucketing
 from ddpobs import config as settings
 from ddpobs import telemetry, wire
-from ddpobs.collectives import rest_at_exit, time_collectives
+from ddpobs.collectives import rest_at_exit, stay_in_interpreter, time_collectives
 from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.observed import ObservedGroup
 from ddpobs.patching import Patches, skip_in_dynamo
@@ -242,6 +242,7 @@ class Attachment:
     def _map_noted(self, launched: Any) -> Callable[[Any], None]:
         def noted(_: Any) -> None:
             self._recorder.communicated("unused_map", launched, self.now())
+            stay_in_interpreter()
 
         return noted
 
@@ -419,6 +420,7 @@ def _observing_again(original: Callable[..., Any]) -> Callable[..., Any]:
 def _stamper(places: list[Any], index: int, now: Callable[[], Any]) -> Callable[[Any], None]:
     def stamp(_: Any) -> None:
         places[index] = now()
+        stay_in_interpreter()
 
     return stamp
 

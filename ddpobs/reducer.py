@@ -17,7 +17,7 @@ from ddpobs import buckets as bucketing
 from ddpobs import engine
 from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_reduce, rest_at_exit, time_collectives
+from ddpobs.collectives import all_reduce, rest_at_exit, stay_in_interpreter, time_collectives
 from ddpobs.comm import AllReduce, BucketComm, Nothing, Pending, Way
 from ddpobs.errors import ReducerError, UnusedParametersError
 from ddpobs.readiness import Readiness, Settings
@@ -133,6 +133,7 @@ class Reducer(Readiness):
 
         def done(_: object) -> None:
             done_ns[index] = now()
+            stay_in_interpreter()
 
         pending.on_done(done)
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
@@ -34,6 +36,27 @@ def contexts_kept(rank: int, _: int) -> dict[str, int]:
         "static_graph": contexts_of(DistributedDataParallel(net(), static_graph=True), rank),
         "attached": contexts_of(attached(net()), rank),
     }
+
+
+def callbacks_of_a_thread(rank: int, _: int) -> int:
+    """How many callbacks the busiest of the group's threads remembers."""
+    seen, counts = threading.local(), []
+
+    def told(_: object) -> None:
+        seen.count = getattr(seen, "count", 0) + 1
+        counts.append(seen.count)
+        collectives.stay_in_interpreter()
+
+    for _ in range(20):
+        work = collectives.all_reduce(dist.group.WORLD, [torch.ones(4)])
+        work.get_future().add_done_callback(told)
+        work.wait()
+    dist.barrier()
+    return max(counts)
+
+
+def test_threads_of_the_process_group_are_known_to_python_after_their_first_callback() -> None:
+    assert all(most > 2 for most in run_ranks(callbacks_of_a_thread, 2))
 
 
 def contexts_of(model: Any, rank: int) -> int:
