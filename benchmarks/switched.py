@@ -82,7 +82,7 @@ class Switched:
         began, began_s, resident, waiting = time.monotonic(), _threads_s(), [], []
         self(2)
         count = self._agreed(max(1, round(2 * turn_s / (time.monotonic() - began))))
-        order = random.Random(count)
+        order = random.Random(self._agreed(int.from_bytes(os.urandom(4), "little")))
         took: dict[str, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
         self._hold()
         while len(took["on"]) < 4 or self._agreed(time.monotonic() < began + launch_s):
