@@ -48,7 +48,6 @@ class ModuleRecorder:
     Attributes:
         index: The module's number in this process.
         now: Takes a stamp; `time.monotonic_ns` on the host.
-        last_bucket: The bucket launched last, for pulses; `wire.UNKNOWN` before the first.
     """
 
     def __init__(
