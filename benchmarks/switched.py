@@ -9,7 +9,7 @@ so the noise. As in `overhead` turns are short, in an order drawn anew and then 
 steps with telemetry as train in the time of a flush, some before it begins; every launch is new processes, and what
 intervals are made of.
 
-It goes on until the noise is known to `--within` and whether the ratio is below 1.01, or until the minutes are over.
+It goes on until the minutes are over: a run that ends as soon as its interval tells favours what it tells.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from ddpobs import telemetry
 KINDS = ["off", "again", "on"]
 LIMIT = 1.01
 MEASURED = ("ddpobs", *(f"benchmarks/{name}.py" for name in ("models", "variants", "teams", "switched")))
-_LAUNCHES = 4
 _TIMED = {"seconds": 0, "processor_s": 1}
 _DELIVERY_MS = 5
 
@@ -227,19 +226,12 @@ def table(found: dict[str, list[Launch]]) -> str:
     return rows_of(head, rows)
 
 
-def _known(launches: list[Launch], within: float) -> bool:
-    if len(launches) < _LAUNCHES:
-        return False
-    return compare(launches, "again").half_width < within and compare(launches, "on").verdict(LIMIT) != "open"
-
-
 def main() -> None:
     """Measure model by model, and print a table in Markdown of all that is known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
     parser.add_argument("--ranks", type=int, default=2, help="default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=4.0, help="at most, for each model; default: %(default)s")
-    parser.add_argument("--within", type=float, default=0.01, help="half of the noise's interval; default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=4.0, help="for each model; default: %(default)s")
     parser.add_argument("--turn-s", type=float, default=0.2, help="seconds of a turn; default: %(default)s")
     parser.add_argument("--launch-s", type=float, default=30, help="new processes after so long; default: %(default)s")
     parser.add_argument("--json", type=Path, help="keep results here, and go on from them")
@@ -257,7 +249,7 @@ def main() -> None:
     for model in [] if options.table else options.models.split(","):
         launches = results["found"].setdefault(f"{MODELS[model].title}, {options.ranks} ranks", [])
         ends = time.monotonic() + 60 * options.minutes
-        while time.monotonic() < ends and not _known(launches, options.within):
+        while time.monotonic() < ends:
             launches.append(launch(model, VARIANTS["on"], options.ranks, options, len(launches)))
             keep(results, options.json)
     print(table(results["found"]))
