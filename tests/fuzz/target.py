@@ -27,7 +27,7 @@ GOLDEN = HERE.parent / "golden"
 LIMIT_BYTES = 2_000_000
 MSGPACK, JSON, SPANS = range(3)
 """An input's first byte: what the others are."""
-_stores: list[tuple[Store, Reports]] = []
+_stores: list[tuple[Store, Reports, tempfile.TemporaryDirectory[str]]] = []
 
 
 def check(data: bytes) -> None:
@@ -63,10 +63,11 @@ def store_and_read(batch: wire.Batch) -> None:
     from ddpobs import wire
 
     if not _stores:
-        store = Store(f"sqlite:///{tempfile.mkdtemp()}/fuzz.db")
+        folder = tempfile.TemporaryDirectory()
+        store = Store(f"sqlite:///{folder.name}/fuzz.db")
         store.migrate()
-        _stores.append((store, Reports(store)))
-    store, reports = _stores[0]
+        _stores.append((store, Reports(store), folder))
+    store, reports, _ = _stores[0]
     if batch.spans is not None:
         batch = msgspec.structs.replace(batch, packed_spans=wire.pack_spans(batch.spans))
     other = msgspec.structs.replace(batch, rank=(batch.rank + 1) % batch.world_size, source="f" * 16)
