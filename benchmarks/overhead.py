@@ -9,9 +9,9 @@ is stopped, background threads and all; short steps have one that is not measure
 its data in the caches again. After some seconds all are started anew, and the launches' ratios are what intervals are
 made of (`pairs.py`).
 
-It goes on until torch against itself is known to `--within` and no claim is open, or until the minutes are over. With
-`--json` it goes on from what the file holds, setting by setting, and a run that was cut off loses its last launch only;
-what other code or another machine left there is refused.
+It goes on for the minutes given, whatever its intervals tell: to end when they tell what one would like to hear is no
+measurement. With `--json` it goes on from what the file holds, setting by setting, and a run that was cut off loses its
+last launch only; what other code or another machine left there is refused.
 """
 
 from __future__ import annotations
@@ -32,15 +32,13 @@ import torch
 
 from benchmarks.models import MODELS
 from benchmarks.source import facts, keep, resumed
-from benchmarks.tables import CLAIMS, compare, tables
+from benchmarks.tables import compare, tables
 from benchmarks.teams import Team, machine_s, steps_of
 from benchmarks.variants import SETS, VARIANTS, MissingError, Turn
 
 SMALL = {"tiny", "wide", "transformer"}
 MEASURED = ("ddpobs", "benchmarks/models.py", "benchmarks/variants.py", "benchmarks/teams.py", "benchmarks/overhead.py")
 """What has to be the same for launches to be taken together."""
-_LAUNCHES = 4
-"""Fewer tell too little of each other."""
 
 Setting = dict[str, Any]
 """What is known of one model, number of ranks and set of variants: facts and `launches`, seconds a step by variant."""
@@ -59,23 +57,11 @@ def settings(options: argparse.Namespace) -> dict[str, Setting]:
 
 
 def measure(setting: Setting, options: argparse.Namespace, keep: Callable[[], None]) -> None:
-    """Add launches until enough is known, or the time is over."""
+    """Add launches until the time is over."""
     ends = time.monotonic() + 60 * options.minutes
-    while time.monotonic() < ends and not _known(setting, options.within):
+    while time.monotonic() < ends:
         setting["launches"].append(launch(setting, ends, options))
         keep()
-
-
-def _known(setting: Setting, within: float) -> bool:
-    """Whether torch over itself and all claims are; in a set that has no such comparison nothing ever is."""
-    noise = compare(setting, "again", "torch")
-    claims = [(compare(setting, of, to), limit) for of, to, limit in CLAIMS]
-    return (
-        noise is not None
-        and noise.half_width < within
-        and len(setting["launches"]) >= _LAUNCHES
-        and all(found is not None and found.verdict(limit) != "open" for found, limit in claims)
-    )
 
 
 def launch(setting: Setting, ends: float, options: argparse.Namespace) -> dict[str, Any]:
@@ -147,8 +133,7 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS), help="default: %(default)s")
     parser.add_argument("--ranks", help="default: 2, and 4 for the small models")
     parser.add_argument("--sets", default="claims", help=f"of {', '.join(SETS)}; default: %(default)s")
-    parser.add_argument("--minutes", type=float, default=2.0, help="at most, for each setting; default: %(default)s")
-    parser.add_argument("--within", type=float, default=0.01, help="half of the noise's interval; default: %(default)s")
+    parser.add_argument("--minutes", type=float, default=2.0, help="for each setting; default: %(default)s")
     parser.add_argument("--turn-s", type=float, default=0.05, help="seconds of a turn; default: %(default)s")
     parser.add_argument("--launch-s", type=float, default=15, help="new processes after so long; default: %(default)s")
     parser.add_argument("--no-pin", action="store_true", help="let ranks move between cores")
