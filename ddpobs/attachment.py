@@ -22,17 +22,17 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpobs import buckets as bucketing
 from ddpobs import config as settings
-from ddpobs import telemetry, wire
+from ddpobs import instrumented, telemetry, wire
 from ddpobs.collectives import rest_at_exit, stay_in_interpreter, time_collectives
 from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.observed import ObservedGroup
-from ddpobs.patching import Patches, skip_in_dynamo
+from ddpobs.patching import skip_in_dynamo
 from ddpobs.recorder import ModuleRecorder
 
 _attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
 _groups: weakref.WeakKeyDictionary[Any, list[ObservedGroup]] = weakref.WeakKeyDictionary()
 """Torch may hold a group, in a built-in hook say, for as long as the model lives: so must Python."""
-_patches = Patches()
+_class = instrumented.TorchClass(_attachments)
 
 
 def attach(
@@ -65,7 +65,7 @@ def attach(
     if model not in _attachments:
         if not _attachments:
             skip_in_dynamo()
-            _patch()
+            _class.install()
         _attachments[model] = Attachment(model, config)
     return _attachments[model]
 
@@ -132,9 +132,9 @@ class Attachment:
                 model.reducer._update_process_group(model.process_group)
         telemetry.leave(self._recorder)
         if not _attachments:
-            _patches.undo()
+            _class.remove()
 
-    # ------------------------------------------------------------------ told by the group and by the patched class
+    # ------------------------------------------------------------------ told by the group and by the instrumented class
 
     def observe(self, model: DistributedDataParallel) -> None:
         """Stand between the model's reducer and its process group."""
@@ -232,7 +232,7 @@ class Attachment:
         if model.mixed_precision is not None:
             model.reducer._set_mixed_precision_param_dtype(model.mixed_precision.param_dtype)
         model._comm_hooks.clear()
-        _register(model, state, hook, self)
+        instrumented.register(model, state, hook, self)
 
     def _of_this_pass(self) -> _Pass:
         if self._pass is None:
@@ -345,76 +345,6 @@ def _current_layout(
         static_graph=model.static_graph, find_unused_parameters=model.find_unused_parameters
     )
     return bucketing.assign(parameters, limits, sparse)
-
-
-def _register(model: Any, state: object, hook: Callable[..., Any], attachment: Attachment) -> None:
-    DistributedDataParallel.register_comm_hook.__wrapped__(model, state, attachment.timed(hook))  # type: ignore[attr-defined]
-    model._comm_hooks[-1] = (hook, state)
-
-
-def _patch() -> None:
-    """Teach torch's class to tell the attachment of a model, where it has one. The models stay untouched."""
-    _patches.undo()  # Models that were collected left them.
-    _patches.put(DistributedDataParallel, "_pre_forward", _telling_forward)
-    _patches.put(DistributedDataParallel, "_sync_buffers", _telling_buffers)
-    _patches.put(DistributedDataParallel, "register_comm_hook", _timing_hook)
-    _patches.put(DistributedDataParallel, "_update_process_group", _observing_again)
-    _patches.put(DistributedDataParallel, "_match_all_reduce_for_bwd_pass", _telling_shadows)
-
-
-def _telling_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _pre_forward(self: Any, *inputs: Any, **kwargs: Any) -> Any:
-        attachment = _attachments.get(self)
-        if attachment is not None:
-            attachment.forward_began(inputs, kwargs, torch.is_grad_enabled() and self.require_backward_grad_sync)
-        return original(self, *inputs, **kwargs)
-
-    return _pre_forward
-
-
-def _telling_buffers(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _sync_buffers(self: Any) -> Any:
-        attachment = _attachments.get(self)
-        if attachment is None:
-            return original(self)
-        began = attachment.now()
-        result = original(self)
-        attachment.buffers_synced(began)
-        return result
-
-    return _sync_buffers
-
-
-def _timing_hook(original: Callable[..., Any]) -> Callable[..., Any]:
-    def register_comm_hook(self: Any, state: object, hook: Callable[..., Any]) -> Any:
-        attachment = _attachments.get(self)
-        if attachment is None:
-            return original(self, state, hook)
-        return _register(self, state, hook, attachment)
-
-    return register_comm_hook
-
-
-def _telling_shadows(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _match_all_reduce_for_bwd_pass(self: Any) -> Any:
-        result = original(self)
-        attachment = _attachments.get(self)
-        if attachment is not None:
-            attachment.shadowed()
-        return result
-
-    return _match_all_reduce_for_bwd_pass
-
-
-def _observing_again(original: Callable[..., Any]) -> Callable[..., Any]:
-    def _update_process_group(self: Any, new_process_group: Any) -> Any:
-        result = original(self, new_process_group)
-        attachment = _attachments.get(self)
-        if attachment is not None:
-            attachment.observe(self)
-        return result
-
-    return _update_process_group
 
 
 def _stamper(places: list[Any], index: int, now: Callable[[], Any]) -> Callable[[Any], None]:
