@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from ddpobs_server import commands
-from ddpobs_server.store import Store, store
+from ddpobs_server.store import Store, connecting
 from typer.testing import CliRunner
 
 SERVER = str(Path(sys.executable).with_name("ddpobs-server"))
@@ -55,7 +55,7 @@ def locked(folder: Path) -> str:
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(store, "_BUSY_S", 0.1)
+    monkeypatch.setattr(connecting, "_BUSY_S", 0.1)
     monkeypatch.chdir(tmp_path)
 
 

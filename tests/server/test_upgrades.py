@@ -15,8 +15,7 @@ import zstandard
 from alembic import command
 from alembic.config import Config
 from alembic.operations import Operations
-from ddpobs_server.store import Store, schema
-from ddpobs_server.store import store as module
+from ddpobs_server.store import Store, connecting, migrating, schema
 from sqlalchemy import Connection, create_engine, select, text
 
 from ddpobs import wire
@@ -30,7 +29,7 @@ EARLIER = ("0001", "0002", "0003")
 
 def at_revision(url: str, revision: str) -> None:
     config = Config()
-    config.set_main_option("script_location", str(module._MIGRATIONS))
+    config.set_main_option("script_location", str(migrating._MIGRATIONS))
     engine = create_engine(url)
     with engine.begin() as connection:
         config.attributes["connection"] = connection
@@ -112,10 +111,10 @@ def test_a_connection_tries_again_where_sqlite_does_not_wait_for_others_that_ope
     other = sqlite3.OperationalError("disk I/O error")
     other.sqlite_errorcode = sqlite3.SQLITE_IOERR
     cursor = Mock(execute=Mock(side_effect=[busy, busy, None]))
-    module._write_ahead(cursor)
+    connecting._write_ahead(cursor)
     assert cursor.execute.call_count == 3
     with pytest.raises(sqlite3.OperationalError, match="I/O"):
-        module._write_ahead(Mock(execute=Mock(side_effect=[busy, other])))
+        connecting._write_ahead(Mock(execute=Mock(side_effect=[busy, other])))
 
 
 def test_an_upgrade_that_is_cut_off_leaves_the_schema_as_it_was(

@@ -2,43 +2,24 @@
 
 from __future__ import annotations
 
-import sqlite3
-import time
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import Column, Connection, MetaData, String, Table, case, create_engine, event, func, select
+from sqlalchemy import Column, Connection, MetaData, String, Table, case, func, select
 from sqlalchemy.exc import DatabaseError, DataError
 from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
-from ddpobs_server.store import compacting, faults, reading, removing, schema, sums, writing
+from ddpobs_server.store import compacting, connecting, migrating, reading, removing, schema, sums, writing
 from ddpobs_server.store.faults import UnusableError
 from ddpobs_server.store.reading import Part
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
 from ddpobs_server.store.totals import PhaseTotals
 from ddpobs_server.store.writing import Arrival, Outcome
 
-_MIGRATIONS = Path(__file__).parent / "migrations"
-_BUSY_S = 30
-_SERVER = {
-    "connect_timeout": 10,
-    "keepalives_idle": 10,
-    "keepalives_interval": 5,
-    "keepalives_count": 3,
-    "tcp_user_timeout": 30_000,
-}
-"""libpq's. A server that is gone without a word is noticed within half a minute, not after a quarter of an hour."""
-_MIGRATING = 0xDD90B5
-"""The lock that whoever migrates a PostgreSQL database holds."""
-_INCREMENTAL = 2
 _TRIED = Table("ddpobs_tried", MetaData(), Column("run_id", String(1), primary_key=True))
 Ranks = int | Collection[int] | None
 """One rank, some of them, or all."""
@@ -58,16 +39,8 @@ class Store:
     """
 
     def __init__(self, url: str) -> None:
-        sqlite = url.startswith("sqlite")
-        waiting = {"timeout": _BUSY_S} if sqlite else _SERVER
-        # The connection used last is used again: what it has in its cache is what the next statement wants.
-        self._engine = create_engine(
-            url, connect_args=waiting, poolclass=faults.Pool, pool_pre_ping=not sqlite, pool_use_lifo=True
-        )
-        event.listen(self._engine, "handle_error", faults.translate, retval=True)
+        self._engine = connecting.engine(url)
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
-        if sqlite:
-            event.listen(self._engine, "connect", _durable)
 
     @property
     def folder(self) -> Path | None:
@@ -81,30 +54,15 @@ class Store:
         Raises:
             UnusableError: A newer version made it.
         """
-        with self._engine.begin() as connection:
-            # Another collector may start, too; and a step that is cut off leaves nothing behind.
-            if self._engine.dialect.name == "postgresql":
-                connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
-            else:
-                connection.exec_driver_sql("BEGIN IMMEDIATE")  # Python's driver begins for rows, not for tables.
-            here = MigrationContext.configure(connection).get_current_revision()
-            if here is not None and here not in self.earlier_revisions():
-                raise UnusableError(f"the schema is at {here}, which a newer version made: upgrade this one")
-            config = _alembic()
-            config.attributes["connection"] = connection
-            command.upgrade(config, "head")
-        if self._engine.dialect.name == "sqlite":
-            self._make_shrinkable()
+        migrating.migrate(self._engine)
 
     def revisions(self) -> tuple[str | None, str | None]:
         """The schema's revision in the database, and this version's."""
-        with self._engine.connect() as connection:
-            here = MigrationContext.configure(connection).get_current_revision()
-        return here, ScriptDirectory.from_config(_alembic()).get_current_head()
+        return migrating.revisions(self._engine)
 
     def earlier_revisions(self) -> set[str]:
         """Revisions of the schema that this version can start from."""
-        return {script.revision for script in ScriptDirectory.from_config(_alembic()).walk_revisions()}
+        return migrating.earlier_revisions()
 
     def damage(self) -> list[str]:
         """What is wrong with a SQLite file, read as a whole; nothing for a server's database."""
@@ -116,13 +74,6 @@ class Store:
         except DatabaseError as error:
             return [str(error.orig)]
         return [] if found == ["ok"] else list(found)
-
-    def _make_shrinkable(self) -> None:
-        """A file of the first version never gives space back; it is written anew, once."""
-        with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-            if connection.exec_driver_sql("PRAGMA auto_vacuum").scalar_one() != _INCREMENTAL:
-                connection.exec_driver_sql("PRAGMA auto_vacuum=INCREMENTAL")
-                connection.exec_driver_sql("VACUUM")
 
     def ingest(self, arrivals: Sequence[Arrival]) -> list[Outcome]:
         """Store batches in one transaction; returns after its commit, with the outcome of each.
@@ -403,40 +354,3 @@ class Store:
 
 def _collected(rank: Ranks) -> Collection[int] | None:
     return [rank] if isinstance(rank, int) else rank
-
-
-def _alembic() -> Config:
-    config = Config()
-    config.set_main_option("script_location", str(_MIGRATIONS))
-    return config
-
-
-def _durable(connection: Any, _record: object) -> None:
-    cursor = connection.cursor()
-    if cursor.execute("PRAGMA page_count").fetchone() == (0,):
-        cursor.execute(
-            "PRAGMA auto_vacuum=INCREMENTAL"
-        )  # It would wait for whoever writes, also where it is so already.
-    _write_ahead(cursor)
-    for setting in (
-        "synchronous=FULL",
-        "foreign_keys=ON",
-        "cache_size=-8192",
-        "journal_size_limit=67108864",
-    ):
-        cursor.execute(f"PRAGMA {setting}")
-    cursor.close()
-
-
-def _write_ahead(cursor: Any) -> None:
-    """Have the file written by way of a log; SQLite does not always wait for others that have it so at this moment."""
-    ends = time.monotonic() + _BUSY_S
-    while True:
-        try:
-            cursor.execute("PRAGMA journal_mode=WAL")
-        except sqlite3.OperationalError as error:
-            if error.sqlite_errorcode != sqlite3.SQLITE_BUSY or time.monotonic() > ends:
-                raise
-            time.sleep(0.01)
-        else:
-            return
