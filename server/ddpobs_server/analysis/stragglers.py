@@ -48,6 +48,11 @@ class Lateness:
     last: wire.Ints
     late: npt.NDArray[np.bool_]
 
+    @property
+    def cost_ns(self) -> Floats:
+        """What a step loses to each rank where it is late, were all the others in time; shape [steps, ranks]."""
+        return np.where(self.late, self.excess_ns, 0.0)
+
 
 def lateness(joined: Joined) -> Lateness:
     """Excess, delay and who was last; needs two ranks."""
@@ -99,11 +104,10 @@ def recurring(joined: Joined, late: Lateness) -> list[int]:
     others' median, and costs `MIN_COST_SHARE`.
     """
     stand_out = np.ones(len(joined.ranks), bool)
-    cost_ns = np.where(late.late, late.excess_ns, 0.0)
     for rows in np.array_split(np.arange(len(joined)), _PARTS):
         shares = late.late[rows].mean(axis=0)
         stand_out &= (shares >= 0.5 * shares.max()) & (shares >= 2 * median_of_others(shares[None])[0])
-        stand_out &= cost_ns[rows].mean(axis=0) >= MIN_COST_SHARE * joined.step_ns[rows].mean()
+        stand_out &= late.cost_ns[rows].mean(axis=0) >= MIN_COST_SHARE * joined.step_ns[rows].mean()
     return np.flatnonzero(stand_out).tolist()
 
 
@@ -257,16 +261,17 @@ def _finding(  # noqa: PLR0917 - the facts of one rank
     excess_ns = float(np.median(late.excess_ns[rows, index]))
     step_ns = float(joined.step_ns.mean())
     saved = gain(joined, late, index)
+    lost_share = float(late.cost_ns[:, index].mean()) / step_ns
     kind = "persistent" if share >= 0.6 else "intermittent"
     when = "in every step" if share > 0.98 else f"in {share:.0%} of the steps"
     return Finding(
         code="straggler",
-        severity=severity_of(saved.ratio),
+        severity=severity_of(lost_share),
         title=(
             f"Rank {rank} is slow in {phase}: {excess_ns / 1e6:.1f} ms more than the other ranks {when}, "
             f"of a step of {step_ns / 1e6:.1f} ms"
         ),
-        remedy=_REMEDIES[phase],
+        remedy=_REMEDIES[phase] + (_NOT_ALONE if saved.ratio < 0.5 * lost_share else ""),
         steps=(int(joined.step[0]), int(joined.step[-1])),
         ranks=[rank],
         phase=phase,
@@ -274,6 +279,7 @@ def _finding(  # noqa: PLR0917 - the facts of one rank
             "kind": kind,
             "host": hosts.get(rank),
             "late_share": round(share, 4),
+            "lost_share": round(lost_share, 4),
             "chance": round(chance, 4),
             "excess_ns": round(excess_ns),
             "step_ns": round(step_ns),
@@ -289,6 +295,7 @@ def _medians(joined: Joined) -> list[tuple[int, float]]:
     return list(zip(joined.ranks.tolist(), np.median(joined.own_ns, axis=0).tolist(), strict=True))
 
 
+_NOT_ALONE = " Other ranks are late in the same steps: most of it is gained when they are put right, too."
 _REMEDIES = {
     "data": "Look at this rank's input: its storage, its loader workers, the sizes of its samples.",
     "forward": "Look for longer inputs on this rank, other processes on its host, a slower device.",

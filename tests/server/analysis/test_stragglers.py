@@ -119,6 +119,15 @@ def test_the_gain_of_one_of_two_equally_slow_ranks_is_nothing_while_the_other_st
     assert gain(joined, lateness(joined), 1).step_ns == 0
 
 
+def test_each_of_two_equally_slow_ranks_is_as_severe_as_one_alone() -> None:
+    two = found(exact({1: ("backward", 40), 2: ("backward", 40)}, ranks=8))
+    (one,) = found(exact({1: ("backward", 40)}, ranks=8))
+    assert [(f.ranks, f.severity) for f in two] == [([1], one.severity), ([2], one.severity)]
+    assert one.severity == "critical"
+    assert all("Other ranks are late" in f.remedy for f in two)
+    assert "Other ranks are late" not in one.remedy
+
+
 def test_clocks_that_differ_by_hours_change_nothing() -> None:
     # scenario.columns puts every rank an hour apart; the finding is that of the durations alone.
     assert [f.ranks for f in found(exact({3: ("optimizer", 20)}))] == [[3]]
