@@ -194,6 +194,26 @@ def test_a_run_heard_of_lately_loses_columns_alone(tmp_path: Path) -> None:
     store.close()
 
 
+def test_silent_runs_go_before_a_live_ones_columns_while_it_is_their_rows_that_take_room(tmp_path: Path) -> None:
+    store = Store(databases.sqlite(tmp_path))
+    store.migrate()
+    now = time.time_ns()
+    parameters = [wire.Parameter(name=f"layers.{index}.weight", size=1) for index in range(400)]
+    buckets = [wire.Bucket(size_bytes=4, dtype="float32", parameters=parameters)]
+    layout = wire.Layout(module=0, name="model", revision=0, comm="all_reduce", buckets=buckets)
+    for run in ("older", "old"):
+        body = [batch(run, rank=rank, world_size=64, layouts=[layout], steps=steps(0, 4)) for rank in range(64)]
+        store.ingest([Arrival(one, bytes(32), 1, now - 90 * DAY_NS + len(run)) for one in body])
+    for seq in range(3):
+        arrive(store, "live", day=now / DAY_NS, seq=seq)
+    whole = store.used_bytes()
+    tidy(store, day=now / DAY_NS, keep_gb=0.95 * whole / 1e9)
+    assert [store.run(run) is not None for run in ("older", "old", "live")] == [True, False, True]
+    assert rows(store, "live") == (600, 1200, 600)
+    assert store.used_bytes() <= 0.95 * whole
+    store.close()
+
+
 def test_a_deleted_run_returns_its_space(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/runs.db")
     store.migrate()

@@ -18,6 +18,7 @@ _PAUSE_S = 0.1
 """As long as SQLite lets a writer sleep before it tries again."""
 _LATELY_NS = 600 * 10**9
 """A run heard of since then may be running, and is not removed altogether to make room."""
+_COLUMN_BYTES = select(func.coalesce(func.sum(schema.runs.c.chunk_bytes), 0))
 _Conditions = Sequence[ColumnElement[bool]]
 
 
@@ -145,7 +146,9 @@ def expire_runs(engine: Engine, before_ns: int) -> int:
 
 
 def shrink(engine: Engine, limit_bytes: int) -> tuple[int, int]:
-    """Remove columns, the oldest runs' first, then on SQLite silent runs, until what is used is below the limit.
+    """Make room until what is used is below the limit: columns of silent runs, the oldest first, then of any.
+
+    On SQLite silent runs go altogether before a live one's columns do, while it is the rows that take more room.
 
     Returns:
         How many chunks, and how many runs.
@@ -153,21 +156,24 @@ def shrink(engine: Engine, limit_bytes: int) -> tuple[int, int]:
     runs = schema.runs.c
     silent = runs.last_seen_ns < time.time_ns() - _LATELY_NS
     oldest = select(runs.run_id).order_by(runs.last_seen_ns, runs.run_id).limit(1)
+    holding = oldest.where(runs.chunk_bytes > 0)
     removed_chunks = removed_runs = 0
-    going_on = True
-    while going_on and used_bytes(engine) > limit_bytes:
-        before = removed_chunks + removed_runs
+    while (used := used_bytes(engine)) > limit_bytes:
         with engine.connect() as connection:
-            holding = connection.execute(oldest.where(runs.chunk_bytes > 0)).scalar()
-            run = connection.execute(oldest.where(silent)).scalar()
-        if holding is not None:
-            for gone in _delete_chunks(engine, holding, for_room=True):
-                removed_chunks += gone
-                if used_bytes(engine) <= limit_bytes:
-                    break
-        elif run is not None and engine.dialect.name == "sqlite":
-            removed_runs += delete_run(engine, run, [silent])
-        going_on = removed_chunks + removed_runs > before
+            columns = connection.execute(_COLUMN_BYTES).scalar_one()
+            run = connection.execute(holding.where(silent)).scalar()
+            whole = None if run is not None or used < 2 * columns else connection.execute(oldest.where(silent)).scalar()
+            run = run or connection.execute(holding).scalar()
+        if whole is not None:
+            gone = int(delete_run(engine, whole, [silent]))
+            removed_runs += gone
+        else:
+            gone = next(_delete_chunks(engine, run, for_room=True), 0) if run is not None else 0
+            removed_chunks += gone
+        if not gone:
+            break
+        time.sleep(_PAUSE_S)
+    if removed_chunks + removed_runs:
         give_back(engine)
     return removed_chunks, removed_runs
 
@@ -180,7 +186,7 @@ def used_bytes(engine: Engine) -> int:
                 int(connection.exec_driver_sql(f"PRAGMA {name}").scalar_one()) for name in ("page_count", "page_size")
             )
             return (used - int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one())) * size
-        return int(connection.execute(select(func.coalesce(func.sum(schema.runs.c.chunk_bytes), 0))).scalar_one())
+        return int(connection.execute(_COLUMN_BYTES).scalar_one())
 
 
 def give_back(engine: Engine) -> None:
