@@ -225,6 +225,22 @@ def test_data_before_its_hello_is_accepted_and_waits(shared: Collector, run: str
     assert get(shared.url, f"/runs/{run}/ranks")["ranks"][0]["host"] == "late"
 
 
+def test_an_attempt_that_waited_in_a_spool_does_not_take_the_run_over(shared: Collector, run: str) -> None:
+    live, waited = {"attempt": "b" * 16, "source": "b" * 16}, {"attempt": "c" * 16, "source": "c" * 16}
+
+    def at(hour: int) -> wire.Anchor:
+        return wire.Anchor(wall_ns=time.time_ns() + hour * 3600 * 10**9, monotonic_ns=0)
+
+    put(shared.url, batch(run, rank=1, anchor=at(-1), steps=steps(0, 3), **live))
+    put(shared.url, batch(run, rank=1, anchor=at(-24), steps=steps(0, 7), **waited))
+    assert get(shared.url, f"/runs/{run}")["attempt"] == live["attempt"]
+    assert stored_steps(shared.url, run) == [0, 1, 2]
+    # On a host whose clock is behind a restart looks just so, until its clock has gone by the last that was told.
+    put(shared.url, batch(run, rank=1, seq=1, anchor=at(0), steps=steps(7, 1), **waited))
+    put(shared.url, batch(run, rank=1, seq=1, anchor=at(1), steps=steps(3, 1), **live))
+    assert get(shared.url, f"/runs/{run}")["attempt"] == waited["attempt"]
+
+
 def test_a_restart_under_the_same_run_is_a_new_attempt_and_the_latest_stays_so(shared: Collector, run: str) -> None:
     second = {"attempt": "b" * 16, "source": "b" * 16}
     put(shared.url, batch(run, steps=steps(0, 3)))

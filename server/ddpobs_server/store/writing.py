@@ -116,7 +116,7 @@ def _digest(connection: Connection, key: tuple[str, str, int]) -> bytes:
 
 
 def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Sequence[dict[str, Any]]) -> None:
-    """Runs and attempts; the attempt that was seen last for the first time is the run's."""
+    """Runs and attempts; the attempt that was seen last for the first time is the run's, unless it had waited."""
     by_run: dict[str, list[Arrival]] = {}
     for arrival in arrivals:
         by_run.setdefault(arrival.batch.run, []).append(arrival)
@@ -126,16 +126,20 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
     dialect = connection.dialect.name
     known_sql, by_place = _known_attempts(connection.dialect)
     for run, batches in sorted(by_run.items()):
-        known = connection.exec_driver_sql(known_sql, (run,) if by_place else {"run": run}).scalars().all()
-        seen = dict.fromkeys(known)
+        known = connection.exec_driver_sql(known_sql, (run,) if by_place else {"run": run}).all()
+        ordinals = {attempt: ordinal for attempt, ordinal, _ in known}
+        before = known[0][2] if known else None
+        latest = before or batches[0].batch.attempt
         for arrival in batches:
             attempt = arrival.batch.attempt
-            if attempt not in seen:
-                row = {"run_id": run, "attempt": attempt, "ordinal": len(seen), "first_seen_ns": arrival.received_ns}
+            if attempt not in ordinals:
+                ordinals[attempt] = len(ordinals)
+                row = {"run_id": run, "attempt": attempt, "ordinal": ordinals[attempt]}
+                row["first_seen_ns"] = arrival.received_ns
                 _execute(connection, _unless_there(dialect, schema.attempts), [row])
-                seen[attempt] = None
+            if ordinals[attempt] > ordinals[latest] and _takes_over(connection, arrival.batch, latest):
+                latest = attempt
         now = max(arrival.received_ns for arrival in batches)
-        latest = next(reversed(seen))
         row = {
             "run_id": run,
             "attempt": latest,
@@ -145,7 +149,19 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
             "workspace": run.rpartition("/")[0] or "default",
             "chunk_bytes": size_bytes[run],
         }
-        _execute(connection, _touching_run(dialect, latest not in known), [row])
+        _execute(connection, _touching_run(dialect, latest != before), [row])
+
+
+def _takes_over(connection: Connection, batch: wire.Batch, latest: str) -> bool:
+    """Whether a batch of an attempt seen after the run's latest was made after it, too, and not waited in a spool.
+
+    By the clock of the same rank, which mostly is the same host's. One that is behind takes over as much later.
+    """
+    c = schema.sources.c
+    same_rank = case((c.rank == batch.rank, 0), else_=1)
+    told = select(c.wall_ns).where(c.run_id == batch.run, c.attempt == latest).order_by(same_rank, c.wall_ns.desc())
+    wall_ns = connection.execute(told.limit(1)).scalar()
+    return wall_ns is None or batch.anchor.wall_ns >= wall_ns
 
 
 def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
@@ -312,8 +328,9 @@ def _compiled(
 
 @cache
 def _known_attempts(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
-    c = schema.attempts.c
-    return _compiled(select(c.attempt).where(c.run_id == bindparam("run")), dialect)
+    c, r = schema.attempts.c, schema.runs.c
+    known = select(c.attempt, c.ordinal, r.attempt).where(c.run_id == r.run_id, r.run_id == bindparam("run"))
+    return _compiled(known, dialect)
 
 
 @cache
