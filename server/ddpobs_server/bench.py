@@ -38,6 +38,10 @@ _ATTEMPT = "a" * 16
 _context = multiprocessing.get_context("fork")
 
 
+class BenchError(RuntimeError):
+    """Nothing could be measured; says why."""
+
+
 @dataclass(frozen=True)
 class Load:
     """What is sent.
@@ -142,7 +146,7 @@ def measure(load: Load, database_url: str | None = None) -> dict[str, float]:
         What `drive` tells, `lost` spans, and `bytes_per_span` of a SQLite file.
 
     Raises:
-        RuntimeError: The collector did not start, or did not acknowledge a batch.
+        BenchError: The collector did not start, or did not acknowledge a batch.
     """
     with tempfile.TemporaryDirectory() as name, senders(load.clients, send, load) as pipes:
         folder = Path(name)
@@ -198,10 +202,10 @@ def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, floa
         `resident_ratio`, the end over the middle.
 
     Raises:
-        RuntimeError: A batch was not acknowledged.
+        BenchError: A batch was not acknowledged.
     """
     if failed := [told for told in map(_told, pipes) if told is not None]:
-        raise RuntimeError(failed[0])
+        raise BenchError(failed[0])
     before, began = _processor_s(pid), time.monotonic()
     for ours in pipes:
         ours.send(address)
@@ -216,7 +220,7 @@ def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, floa
         waited_for = [ours for ours in waited_for if ours not in answered]
     took = time.monotonic() - began
     if failed := [answer for answer in answers if isinstance(answer, str)]:
-        raise RuntimeError(failed[0])
+        raise BenchError(failed[0])
     sent = [answer for answer in answers if isinstance(answer, Sent)]
     used, resident = _processor_s(pid) - before, _resident_mb(pid)
     spans = sum(one.spans for one in sent)
@@ -252,17 +256,19 @@ def collector(
         command: Starts it; the default is ours.
 
     Raises:
-        RuntimeError: It did not start; holds its log.
+        BenchError: It did not start; holds its log.
     """
     log = folder / "log"
-    environ = os.environ | {"DDPOBS_SERVER_PORT": "0", "DDPOBS_SERVER_DATABASE_URL": database_url}
+    # Its own defaults, whatever the collector beside it is told: a token, say, or certificates.
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+    environ |= {"DDPOBS_SERVER_PORT": "0", "DDPOBS_SERVER_DATABASE_URL": database_url}
     with log.open("wb") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, cwd=folder, env=environ)
     try:
         deadline = time.monotonic() + 60
         while not (found := re.search(r"running on (http://[^ ]+)", log.read_text())):
             if time.monotonic() > deadline or process.poll() is not None:
-                raise RuntimeError(f"no collector: {log.read_text()}")
+                raise BenchError(f"no collector: {log.read_text()}")
             time.sleep(0.05)
         yield process, found[1]
     finally:
@@ -285,7 +291,7 @@ def _told(pipe: Connection) -> Any:
     try:
         return pipe.recv()
     except EOFError:
-        raise RuntimeError("a client ended without an answer") from None
+        raise BenchError("a client ended without an answer") from None
 
 
 def _client(pipe: Connection, send: Callable[..., Sent], *arguments: object) -> None:
@@ -345,17 +351,17 @@ class _Line:
         """Send a batch and wait for its acknowledgement.
 
         Raises:
-            RuntimeError: It was another answer, or none.
+            BenchError: It was another answer, or none.
         """
         head = f"PUT {path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
         self._socket.sendall(head.encode() + body)
         self._text, self._ended = b"", False
         while not self._ended:
             if not (read := self._socket.recv(65_536)):
-                raise RuntimeError("the collector closed the connection")
+                raise BenchError("the collector closed the connection")
             self._parser.feed_data(read)
         if (status := self._parser.get_status_code()) != 201:
-            raise RuntimeError(f"a batch was answered {status}: {self._text[:300]!r}")
+            raise BenchError(f"a batch was answered {status}: {self._text[:300]!r}")
 
     def on_body(self, part: bytes) -> None:
         """Called by the parser."""

@@ -152,10 +152,10 @@ def restore(
 
 @cli.command()
 def bench(
-    ranks: Annotated[int, typer.Option(help="A job of so many ranks; 0 floods the collector instead.")] = 0,
-    seconds: Annotated[float, typer.Option(help="How long the job lasts.")] = 60.0,
-    batches: Annotated[int, typer.Option(help="Batches of 5,000 spans a client, when flooding.")] = 100,
-    clients: Annotated[int, typer.Option(help="Processes that send.")] = 8,
+    ranks: Annotated[int, typer.Option(min=0, help="A job of so many ranks; 0 floods the collector instead.")] = 0,
+    seconds: Annotated[float, typer.Option(min=1, help="How long the job lasts.")] = 60.0,
+    batches: Annotated[int, typer.Option(min=1, help="Batches of 5,000 spans a client, when flooding.")] = 100,
+    clients: Annotated[int, typer.Option(min=1, help="Processes that send.")] = 8,
     database_url: Annotated[
         str | None, typer.Option(help="A database for it alone; default: a new SQLite file.")
     ] = None,
@@ -164,7 +164,11 @@ def bench(
     from ddpobs_server import bench as benchmark
 
     load = benchmark.job(ranks, seconds, clients) if ranks else benchmark.flood(clients, batches)
-    found = benchmark.measure(load, database_url)
+    try:
+        found = benchmark.measure(load, database_url)
+    except benchmark.BenchError as error:
+        say(str(error))
+        raise typer.Exit(1) from None
     for name, value in found.items():
         typer.echo(f"{name:>16}  {value:,.2f}")
     if found["lost"]:

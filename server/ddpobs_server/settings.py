@@ -12,13 +12,15 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
 
+_DAYS = 36_500
+"""A century: times are held in 64 bits of nanoseconds."""
 _DRIVERS = ("sqlite", "postgresql+psycopg")
 
 
 class Settings(BaseSettings):
     """What an operator may set."""
 
-    model_config = SettingsConfigDict(env_prefix="DDPOBS_SERVER_", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="DDPOBS_SERVER_", frozen=True, allow_inf_nan=False)
 
     host: str = Field("127.0.0.1", description="Address to listen on; without a token only loopback is allowed.")
     port: int = Field(8321, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
@@ -38,10 +40,14 @@ class Settings(BaseSettings):
     max_runs: int = Field(10_000, gt=0, description="Runs of a workspace.")
     lost_after_s: float = Field(30, gt=0, description="A run without pulses for so long is lost, in seconds.")
     stalled_after_s: float = Field(60, gt=0, description="A run with pulses but no steps for so long is stalled.")
-    quiet_after_s: float = Field(300, gt=0, description="A run silent for so long leaves /metrics, in seconds.")
+    quiet_after_s: float = Field(
+        300, gt=0, le=86_400 * _DAYS, description="A run silent for so long leaves /metrics, in seconds."
+    )
 
-    keep_spans_days: float | None = Field(None, gt=0, description="Spans and steps older than this go; sums stay.")
-    keep_runs_days: float | None = Field(None, gt=0, description="Runs silent for so long go altogether.")
+    keep_spans_days: float | None = Field(
+        None, gt=0, le=_DAYS, description="Spans and steps older than this go; sums stay."
+    )
+    keep_runs_days: float | None = Field(None, gt=0, le=_DAYS, description="Runs silent for so long go altogether.")
     keep_gb: float | None = Field(None, gt=0, description="Most that the database may hold, in GB (10^9 bytes).")
 
     tls_cert: Path | None = Field(None, description="Certificate chain, PEM; with it the collector speaks HTTPS alone.")

@@ -137,11 +137,32 @@ def test_check_finds_a_damaged_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("load", [bench.flood(clients=2, batches=2), bench.job(ranks=8, seconds=4, clients=2)])
-def test_bench_loses_nothing(load: bench.Load) -> None:
+def test_bench_loses_nothing_whatever_the_collector_beside_it_is_told(
+    load: bench.Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TOKEN": "secret", "HOST": "0.0.0.0", "MAX_RANKS": "1", "KEEP_GB": "1e-9"}.items():
+        monkeypatch.setenv(f"DDPOBS_SERVER_{name}", value)
     found = bench.measure(load)
     assert found["lost"] == 0
     assert found["bytes_per_span"] > 0
     assert found["cpu_ns_per_span"] >= 0
+
+
+def test_bench_says_in_a_line_why_it_measured_nothing(tmp_path: Path) -> None:
+    for options, code in (["--clients", "0"], 2), (["--database-url", f"sqlite:///{tmp_path}/none/runs.db"], 1):
+        done = CliRunner().invoke(commands.cli, ["bench", "--clients", "1", "--batches", "1", *options])
+        assert (done.exit_code, type(done.exception)) == (code, SystemExit), done.output
+    assert done.stderr.startswith("ddpobs-server: no collector: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("setting", [{"keep_gb": "inf"}, {"max_body_mb": "nan"}, {"keep_spans_days": "150000"}])
+def test_a_setting_beyond_all_measure_is_refused(setting: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ((name, value),) = setting.items()
+    monkeypatch.setenv(f"DDPOBS_SERVER_{name.upper()}", value)
+    done = CliRunner().invoke(commands.cli, ["check"])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"ddpobs-server: {name}: ")
 
 
 def test_bench_tells_of_a_client_that_crashed() -> None:
