@@ -37,7 +37,10 @@ class ProcessHooks:
         after = register_optimizer_step_post_hook(journal.optimizer_ended)
         self._undo += [before.remove, after.remove]
         self._patches.put(torch.autograd, "backward", self._backward)
+        known = torch.serialization.save is torch.save
         self._patches.put(torch, "save", self._save)
+        if known:  # Whoever pickles the function, for a process that saves, looks for the same one there.
+            self._patches.put(torch.serialization, "save", lambda _: torch.save)
         self._patches.put(torch.cuda.CUDAGraph, "capture_begin", self._capture_begin)
         self._patches.put(torch.cuda.CUDAGraph, "capture_end", self._capture_end)
         self._patches.put(dataloader._BaseDataLoaderIter, "__next__", self._fetch)

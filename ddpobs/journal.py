@@ -19,6 +19,8 @@ from threading import Lock, get_ident, main_thread
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
+import torch
+
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.phases import RawStep, StepTracker
 
@@ -77,7 +79,7 @@ class Journal:
         self._replaying = Lock()
         self._thread = 0
         self._begun = False
-        self._in_backward = False
+        self._in_backward = self._waiting = False
         self._blocked = False
         self._optimizers = 0
         self._trained = self._told = False
@@ -93,13 +95,14 @@ class Journal:
 
     def forward_began(self, module: int, training: bool, samples: int) -> None:
         """A DDP module's forward was called."""
-        if self._in_backward or self.paused:
+        if self._backward_goes_on() or self.paused:
             return  # Checkpointing runs it again, inside backward.
         if not training:
-            self._trained = False
-            self._note(self._tracker.evaluation_began, self._evaluates())
-            return
-        self._thread = self._thread or get_ident()
+            self._trained, evaluates = False, self._evaluates()
+            if evaluates or self.modules == 1 or self.trains_in_eval:
+                self._note(self._tracker.evaluation_began, evaluates)
+            return  # Or it is a teacher of one that is trained, and part of the step.
+        self._thread = get_ident()
         self._begun, self._trained = True, not self.trains_in_eval
         if self._optimizers:
             self._look_for_failed_optimizer()
@@ -133,7 +136,7 @@ class Journal:
 
     def backward_began(self) -> bool:
         """`torch.autograd.backward` was called; False for a nested call (reentrant checkpointing) or a foreign one."""
-        if self._in_backward or self.paused or not self._mine():
+        if self._backward_goes_on() or self.paused or not self._mine():
             return False
         if not self._begun and not self._evaluates():  # The first one that is trained in evaluation mode begins a step.
             return False
@@ -152,12 +155,13 @@ class Journal:
         """Training waits for gradients in a call of its own, as before an optimizer's step; False if not noted."""
         if self.paused or self._in_backward or not self._mine():
             return False
-        self._begun = True
+        self._begun = self._waiting = True
         self._note(self._tracker.waiting_began)
         return True
 
     def waiting_ended(self) -> None:
         """They are there, or an error ended the wait."""
+        self._waiting = False
         self._note(self._tracker.waiting_ended)
 
     def synchronised(self, module: int, record: Any) -> None:
@@ -167,6 +171,8 @@ class Journal:
         evaluating = not self._trained and bool(self.evaluating())
         self._note_fact(self._tracker.synchronised, module, record, evaluating and not self.trains_in_eval)
         self.trains_in_eval = evaluating
+        if not (self._in_backward or self._waiting):
+            self._note(self._tracker.backward_ended_untold)
 
     def communicated(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
         """Other communication took place in the open step."""
@@ -274,6 +280,12 @@ class Journal:
         if not self.stepping():
             self._optimizers = 0
             self._note(self._tracker.optimizer_failed)
+
+    def _backward_goes_on(self) -> bool:
+        """Whether this is inside of a backward; an interrupt may have come before the end of one could be told."""
+        if self._in_backward and self._mine() and torch._C._current_graph_task_id() < 0:
+            self._in_backward = False
+        return self._in_backward
 
     def _evaluates(self) -> bool:
         return not self.trains_in_eval and bool(self.evaluating())

@@ -106,6 +106,8 @@ class StepTracker:
             self._enter_optimizer()
         nested = OPTIMIZER in self._stack
         done = self._step and self._step.segments and (self._optimizer_ran or module in self._modules_done)
+        if not nested:
+            self._stack.clear()  # An interrupt may have come before the end of what is on it could be told.
         if done and not nested:
             self._close()
         elif self._closure_begins is not None:
@@ -182,6 +184,11 @@ class StepTracker:
         if self._step is not None:
             self._step.micro_steps += 1
             self._close_segment(self._step)
+
+    def backward_ended_untold(self) -> None:
+        """A backward is over that somebody had the engine run without torch's function: it stays part of forward."""
+        self._base = OTHER
+        self.backward_ended()
 
     def waiting_began(self) -> None:
         """Training waits for gradients in a call of its own, as before an optimizer's step."""

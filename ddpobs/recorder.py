@@ -145,7 +145,11 @@ class ModuleRecorder:
             training = torch.is_grad_enabled() or self._journal.modules > 1
         else:
             training = self._journal.trains_in_eval and torch.is_grad_enabled()
-        self._journal.forward_began(self.index, training, _batch_size(*inputs, *(kwargs or {}).values()))
+        try:
+            samples = _batch_size(*inputs, *(kwargs or {}).values())
+        except Exception:  # A tensor subclass may have no such size.
+            samples = 0
+        self._journal.forward_began(self.index, training, samples)
 
     @property
     def training(self) -> bool | None:
@@ -171,7 +175,7 @@ def _batch_size(*inputs: Any) -> int:
     for value in inputs:
         rows = 0
         if isinstance(value, torch.Tensor):
-            rows = int(value.shape[0]) if value.ndim else 0
+            rows = int(value.size(0)) if value.dim() else 0  # Nested ones have no shape.
         elif isinstance(value, Mapping):
             rows = _batch_size(*value.values())
         elif isinstance(value, (list, tuple)):

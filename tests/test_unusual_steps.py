@@ -13,6 +13,7 @@ import torch
 
 from ddpobs import wire
 from ddpobs.hooks import ProcessHooks
+from ddpobs.recorder import ModuleRecorder
 from tests.test_recorder import Training, own, phases, plain_step
 
 
@@ -266,3 +267,88 @@ def test_a_replay_that_hangs_holds_nobody_up(training: Training) -> None:
             plain_step(training)
         assert training.journal.number == 0
     assert len(training.steps()) == 11
+
+
+def test_training_moves_to_another_thread(training: Training) -> None:
+    """As in a worker's, after a batch was looked at on the main thread."""
+    training.fetch(10)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            pool.submit(plain_step, training).result()
+    training.journal.finish()
+    steps = training.steps()
+    assert [phases(step)["backward"] for step in steps] == [40] * 3
+    assert [phases(step)["data"] for step in steps][1:] == [10] * 2
+
+
+def test_a_backward_by_the_engine_alone_ends_a_step_and_leaves_nothing(training: Training) -> None:
+    for _ in range(3):
+        training.fetch(10)
+        training.forward(20)
+        record = training.recorder.backward()
+        training.spend(70)
+        record.ready_ns[:] = record.launched_ns[:] = record.done_ns[:] = [training.clock.at] * 2
+        training.recorder.finished(record)
+        training.optimizer(5)
+    training.journal.finish()
+    assert [phases(step) for step in training.steps()] == [{"data": 10, "forward": 90, "optimizer": 5}] * 3
+    assert not training.journal._tracker._records
+
+
+def test_an_interrupt_whose_end_nobody_tells_is_over_with_the_next_forward(training: Training) -> None:
+    for _ in range(2):
+        plain_step(training)
+    training.journal.fetch_began()
+    for _ in range(3):
+        plain_step(training)
+    training.forward(20)
+    training.journal.backward_began()
+    training.forward(20)
+    assert training.journal.backward_began()
+    _, plain, *others = map(phases, training.steps())
+    assert others[-2:] == [plain] * 2
+
+
+def test_a_teacher_in_evaluation_mode_is_part_of_the_step(training: Training) -> None:
+    teacher = torch.nn.Linear(2, 2).eval()
+    teaching = ModuleRecorder(
+        1, teacher, training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        training.fetch(10)
+        with torch.no_grad():
+            teaching.forward_began((torch.zeros(4, 2),))
+        training.spend(15)
+        training.forward(20)
+        training.backward(40, 30)
+    training.journal.finish()
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False]
+    assert [step.samples for step in training.steps()] == [4] * 3
+
+
+def test_inputs_without_a_size_cost_only_their_number(training: Training) -> None:
+    class Sizeless(torch.Tensor):
+        def size(self, *_: object) -> int:  # type: ignore[override]
+            raise RuntimeError("no size")
+
+    for inputs in (
+        torch.zeros(4, 2).as_subclass(Sizeless),
+        torch.nested.nested_tensor([torch.zeros(2, 2), torch.zeros(3, 2)]),
+    ):
+        training.recorder.forward_began((inputs,))
+        training.backward(40, 30)
+    training.journal.finish()
+    assert [step.samples for step in training.steps()] == [0, 2]
+
+
+def test_a_function_that_saves_can_be_sent_to_a_process_that_does(training: Training) -> None:
+    hooks = ProcessHooks(training.journal, training.event)
+    original = torch.save
+    hooks.install()
+    try:
+        assert pickle.loads(pickle.dumps(torch.save)) is torch.save
+        assert torch.save is not original
+    finally:
+        hooks.remove()
+    assert torch.save is torch.serialization.save is original
