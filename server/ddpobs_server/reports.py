@@ -30,7 +30,11 @@ _MOST_ROWS = 1_000_000
 """Fewer even than these, where they have more rows."""
 _BUCKET_STEPS, _BUCKET_RANKS = 200, 8
 """The bucket at which a slow backward shows is sought in the latest steps of the slow rank and some others."""
-_TRACE_STEPS, _TRACE_ROWS = 50, 200_000
+_TRACE_STEPS, _TRACE_EVENTS = 50, 100_000
+_EVENTS = {"steps": len(wire.PHASES), "spans": 1}
+"""Most that a row of each kind makes in a trace."""
+_CLOCK_ROWS = 500_000
+"""Most that are read beyond what was asked for, to align clocks by."""
 _NOISE_ROWS = 50_000
 _CACHED = 1024
 _PATIENCE_S = 1.0
@@ -160,8 +164,7 @@ class Reports:
         module: int | None = None,
     ) -> dict[str, wire.Ints]:
         """Columns of bucket spans, with ready, launched and done also on the lowest rank's clock."""
-        ranks, spans = self._store.spans(run, attempt, None, first, last)
-        offsets, _ = clocks.offsets_ns(self._store.steps(run, attempt, None, first, last), (ranks, spans))
+        _, (ranks, spans), offsets = self._on_one_clock(run, attempt, first, last)
         wanted = np.ones(len(ranks), bool)
         if rank is not None:
             wanted &= ranks == rank
@@ -176,6 +179,8 @@ class Reports:
     def trace(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         """Chrome trace of the steps asked for; where an end is left open, of `_TRACE_STEPS`, or as many as fit.
 
+        About `_TRACE_EVENTS` fit; a single step is given whole.
+
         Raises:
             TooMany: Both ends are given, and more lies between than fits into one.
         """
@@ -186,18 +191,47 @@ class Reports:
         elif end is None:
             end = begin + _TRACE_STEPS - 1
         assert end is not None
-        cuts = [
-            self._store.page_end(kind, run, attempt, first=begin, last=end, rows=_TRACE_ROWS)
-            for kind in ("steps", "spans")
-        ]
-        if known := [cut for cut in cuts if cut is not None]:
+        if (cut := self._trace_end(run, attempt, begin, end)) is not None:
             if first is not None and last is not None:
-                raise TooMany(min(known))
+                raise TooMany(cut)
             # The latest steps are wanted where the beginning was left open.
-            begin, end = (end - (min(known) - begin), end) if first is None else (begin, min(known))
-        steps = self._store.steps(run, attempt, None, begin, end)
-        spans = self._store.spans(run, attempt, None, begin, end)
-        return trace.chrome_trace(steps, spans, clocks.offsets_ns(steps, spans)[0])
+            begin, end = (end - (cut - begin), end) if first is None else (begin, cut)
+        return trace.chrome_trace(*self._on_one_clock(run, attempt, begin, end))
+
+    def _trace_end(self, run: str, attempt: str, first: int, last: int) -> int | None:
+        """The last step until which a trace fits, None where all do; each kind of rows has its share of the events."""
+        if first == last:
+            return None
+        rows = {kind: self._store.rows_held(kind, run, attempt, first, last) for kind in _EVENTS}
+        events = sum(held * _EVENTS[kind] for kind, held in rows.items())
+        if events > _TRACE_EVENTS:
+            rows = {kind: held * _TRACE_EVENTS // events for kind, held in rows.items()}
+        else:
+            rows = dict.fromkeys(rows, _TRACE_EVENTS)
+        cuts = [
+            self._store.page_end(kind, run, attempt, first=first, last=last, rows=most) for kind, most in rows.items()
+        ]
+        return min((cut for cut in cuts if cut is not None), default=None)
+
+    def _on_one_clock(
+        self, run: str, attempt: str, first: int | None, last: int | None
+    ) -> tuple[tuple[wire.Ints, wire.Steps], tuple[wire.Ints, wire.Spans], dict[int, int]]:
+        """Steps and spans of [first, last] with their ranks, and what puts these onto the lowest rank's clock.
+
+        Where the ranks share too few collectives in there, the offsets are taken from the steps around as well.
+        """
+        steps, spans = self._read(run, attempt, first, last)
+        shared = steps, spans
+        if around := clocks.steps_missing(steps):
+            begin, end = max(0, int(steps[1].step[0]) - around), int(steps[1].step[-1]) + around
+            if sum(self._store.rows_held(kind, run, attempt, begin, end) for kind in _EVENTS) <= _CLOCK_ROWS:
+                shared = self._read(run, attempt, begin, end)
+        return steps, spans, clocks.offsets_ns(*shared)[0]
+
+    def _read(
+        self, run: str, attempt: str, first: int | None, last: int | None
+    ) -> tuple[tuple[wire.Ints, wire.Steps], tuple[wire.Ints, wire.Spans]]:
+        return self._store.steps(run, attempt, None, first, last), self._store.spans(run, attempt, None, first, last)
 
     def _diagnose(self, run: str, attempt: str) -> dict[str, Any]:
         sources = self._store.sources(run, attempt)

@@ -123,13 +123,14 @@ def test_metrics_are_read_by_prometheus_own_parsers(tmp_path: Path, accept: str)
     assert any(name == "ddpobs_server_batches_total" for name, *_ in samples)
 
 
-def test_a_rank_without_a_step_has_no_time_of_its_last_one(tmp_path: Path) -> None:
+def test_a_rank_without_a_step_has_neither_number_nor_time_of_its_last_one(tmp_path: Path) -> None:
     with client(sqlite(tmp_path)) as to:
         put(to, batch("run", rank=0, hello=hello()))
         put(to, batch("run", rank=1, steps=steps(0, 1)))
         text = to.get("/metrics").text
-    assert 'ddpobs_last_step_timestamp_seconds{rank="1",run="run"}' in text
-    assert 'ddpobs_last_step_timestamp_seconds{rank="0",run="run"}' not in text
+    for family in ("last_step", "last_step_timestamp_seconds"):
+        assert f'ddpobs_{family}{{rank="1",run="run"}}' in text
+        assert f'ddpobs_{family}{{rank="0",run="run"}}' not in text
 
 
 def test_bytes_are_counted_where_buckets_are_reduced_unequally_often(tmp_path: Path) -> None:
@@ -191,15 +192,17 @@ def test_a_page_has_one_step_even_where_that_is_much_and_ends_where_chunks_are_t
 
 
 def test_a_trace_of_too_many_steps_says_how_many_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs_server.reports._TRACE_ROWS", 60)
+    events_a_step = 3 * (len(wire.PHASES) + 2)
+    monkeypatch.setattr("ddpobs_server.reports._TRACE_EVENTS", 10 * events_a_step)
     with client(sqlite(tmp_path)) as to:
         fill(to, "run", 3)
         refused = to.get("/api/v1/runs/run/trace", params={"from": 5, "to": 39})
         assert (refused.status_code, refused.json()["field"]) == (422, "query.to")
         assert "at most 14" in refused.json()["detail"]
-        assert to.get("/api/v1/runs/run/trace", params={"from": 5, "to": 14}).status_code == 200
-        events = to.get("/api/v1/runs/run/trace").json()["traceEvents"]
-    assert {e["args"]["step"] for e in events if e["ph"] == "X"} == set(range(30, 40))
+        whole = to.get("/api/v1/runs/run/trace", params={"from": 5, "to": 14}).json()["traceEvents"]
+        latest = to.get("/api/v1/runs/run/trace").json()["traceEvents"]
+    assert sum(e["ph"] == "X" for e in whole) == 10 * events_a_step
+    assert {e["args"]["step"] for e in latest if e["ph"] == "X"} == set(range(30, 40))
 
 
 @pytest.mark.parametrize("kind", ["spans", "comms", "steps"])

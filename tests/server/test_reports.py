@@ -7,6 +7,7 @@ import threading
 import time
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from ddpobs_server.analysis.catalogue import CATALOGUE, Evidence
@@ -17,7 +18,7 @@ from ddpobs_server.reports import Reports
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
-from tests.server.analysis.scenario import MS, Slow, columns, own_times
+from tests.server.analysis.scenario import MS, Slow, changed, columns, own_times
 
 RUN, ATTEMPT = "a-run", "0123456789abcdef"
 RANKS = 3
@@ -80,6 +81,20 @@ def fill(store: Store, count: int, slow: tuple[Slow, ...] = ()) -> None:
         ingest(store, batch(one, 1, steps=second, spans=spans_of(second)))
 
 
+def fill_parted(store: Store, count: int, behind: int) -> None:
+    """Two ranks, of which the second had so many inputs fewer before: its own numbers are behind the collectives'."""
+    rank, steps = columns(own_times(count, 2, seed=1))
+    first, second = half(steps, np.flatnonzero(rank == 0)), half(steps, np.flatnonzero(rank == 1)[behind:])
+    second = changed(second, step=second.step - behind)
+    for one, sent in enumerate((first, second)):
+        ingest(store, batch(one, 0, steps=sent, spans=spans_of(sent)))
+
+
+def traced(store: Store, first: int, last: int) -> list[Any]:
+    events: list[Any] = msgspec.to_builtins(Reports(store).trace(RUN, ATTEMPT, first, last)["traceEvents"])
+    return events
+
+
 def test_the_slow_rank_is_named_from_what_the_store_holds(store: Store) -> None:
     fill(store, 60, (Slow(2, "data", 60),))
     told = Reports(store).diagnostics(RUN, ATTEMPT)
@@ -136,9 +151,40 @@ def test_spans_of_one_rank_come_aligned_with_all_ranks(store: Store) -> None:
 
 def test_the_trace_holds_the_steps_asked_for_of_every_rank(store: Store) -> None:
     fill(store, 40)
-    events = Reports(store).trace(RUN, ATTEMPT, 3, 4)["traceEvents"]
+    events = traced(store, 3, 4)
     assert {e["args"]["step"] for e in events if e["ph"] == "X"} == {3, 4}
     assert {e["pid"] for e in events} == {0, 1, 2}
+
+
+@pytest.mark.parametrize("behind", [1, 6])
+def test_a_step_is_aligned_as_all_steps_are_where_the_ranks_numbers_have_parted(store: Store, behind: int) -> None:
+    fill_parted(store, 40, behind)
+    reports = Reports(store)
+    for first, last in ((None, None), (20, 20), (behind, behind)):
+        told = reports.aligned_spans(RUN, ATTEMPT, None, first, last)
+        assert set((told["done_ns"] - told["aligned_done_ns"])[told["rank"] == 1].tolist()) == {HOUR}
+        if first is not None:
+            assert set(told["step"].tolist()) == {first}
+
+
+def test_a_trace_of_a_step_is_on_one_clock_where_the_ranks_numbers_have_parted(store: Store) -> None:
+    fill_parted(store, 40, 1)
+    ends = {
+        step: [e["ts"] + e["dur"] for e in traced(store, step, step) if e["name"] == "bucket 1"] for step in (20, 21)
+    }
+    steps = store.steps(RUN, ATTEMPT, 0, 21, 21)[1]
+    for told in ends.values():
+        assert len(told) == 2
+    # Rank 1's step 20 is rank 0's step 21, and ends with it.
+    assert ends[20][1] - ends[20][0] == pytest.approx(float(steps.end_ns[0] - steps.start_ns[0]) / 1e3)
+
+
+def test_a_step_is_given_where_ranks_have_parted_further_than_is_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fill_parted(store, 40, 6)
+    monkeypatch.setattr("ddpobs_server.reports._CLOCK_ROWS", 10)
+    assert Reports(store).aligned_spans(RUN, ATTEMPT, None, 20, 20)["step"].tolist() == [20] * 4
 
 
 def test_an_answer_is_kept_until_the_run_is_written_to(store: Store) -> None:

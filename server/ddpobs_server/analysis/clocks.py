@@ -7,6 +7,8 @@ import numpy as np
 from ddpobs import wire
 
 _MOST_STEPS = 2**40
+_SHARED_STEPS = 4
+"""So many steps that ranks share are enough to align their clocks by."""
 
 
 def offsets_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire.Spans]) -> tuple[dict[int, int], int]:
@@ -14,6 +16,9 @@ def offsets_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire
 
     All ranks end an all-reduce together: offset_r = median_i(done_{0,i} - done_{r,i}). Ranks number their steps each by
     itself, and with uneven inputs the numbers part: it is the collective's number that is the same on all of them.
+
+    Where no collective is shared by all ranks, the first ends of each are set side by side: the offsets are then wrong
+    by as much time as lies between these. `steps_missing` says how many steps to add, lest that happens.
 
     Args:
         steps: Ranks and columns of shape [steps]; they tell which collective a step's spans belong to.
@@ -44,6 +49,24 @@ def offsets_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire
     aligned = table + shift
     spread = round(float(np.median(aligned.max(axis=1) - aligned.min(axis=1))))
     return {r: first - base[r] + round(float(shift[c])) for c, r in enumerate(ranks.tolist())}, spread
+
+
+def steps_missing(steps: tuple[wire.Ints, wire.Steps]) -> int:
+    """How many steps to either side have to come to these, so that the ranks share enough collectives.
+
+    Args:
+        steps: Ranks and columns of shape [steps], sorted by step.
+
+    Returns:
+        Zero where numbers have not parted, or by little beside the number of steps.
+    """
+    known = steps[1].collective != wire.UNKNOWN
+    step, collective = steps[1].step[known], steps[1].collective[known]
+    begins = np.flatnonzero(np.diff(step, prepend=wire.UNKNOWN))
+    if not len(begins):
+        return 0
+    apart = int((np.maximum.reduceat(collective, begins) - np.minimum.reduceat(collective, begins)).max())
+    return apart + _SHARED_STEPS if apart and len(begins) < apart + _SHARED_STEPS else 0
 
 
 def _numbered(key: wire.Ints) -> wire.Ints:

@@ -34,7 +34,11 @@ def get_diagnostics(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> Re
 def get_trace(
     run: RunDep, attempt: AttemptDep, reports: ReportsDep, first: FromQuery = None, last: ToQuery = None
 ) -> Response:
-    """Steps as a Chrome trace, all ranks on one clock: open it in Perfetto or chrome://tracing."""
+    """Steps as a Chrome trace, all ranks on one clock: open it in Perfetto or chrome://tracing.
+
+    The latest 50 steps where none are named. A trace holds about 100,000 events, phases and buckets, or one step. Where
+    `from` and `to` ask for more, the answer is 422 and says which steps fit; with an end left open it has fewer steps.
+    """
     try:
         return json_answer(reports.trace(run.run, attempt, first, last))
     except TooMany as error:

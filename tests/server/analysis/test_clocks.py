@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-from ddpobs_server.analysis.clocks import aligned, offsets_ns
+import pytest
+from ddpobs_server.analysis.clocks import aligned, offsets_ns, steps_missing
 
 from ddpobs import wire
 from tests.server.analysis.scenario import changed, spans, steps_of
@@ -68,6 +69,19 @@ def test_offsets_hold_where_step_numbers_part() -> None:
     shifts, noise = offsets_ns(steps_of(rank, local, columns.step), (rank, parted))
     assert shifts == {one: -ahead for one, ahead in AHEAD.items()}
     assert noise == 0
+
+
+@pytest.mark.parametrize(("apart", "steps", "more"), [(0, 1, 0), (1, 1, 5), (7, 1, 11), (7, 10, 11), (7, 11, 0)])
+def test_a_window_is_widened_where_step_numbers_have_parted_by_more_than_it_holds(
+    apart: int, steps: int, more: int
+) -> None:
+    rank, step = np.tile([0, 1], steps), np.repeat(np.arange(steps), 2)
+    assert steps_missing(steps_of(rank, step, step + apart * rank)) == more
+
+
+def test_steps_without_a_collective_say_nothing_of_numbers_that_part() -> None:
+    assert steps_missing(steps_of(np.array([0, 1]), np.array([3, 3]), np.array([wire.UNKNOWN, 3]))) == 0
+    assert steps_missing(steps_of(np.array([0]), np.array([3]), np.array([wire.UNKNOWN]))) == 0
 
 
 def test_spans_of_steps_that_are_not_there_count_for_nothing() -> None:
