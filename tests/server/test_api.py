@@ -54,6 +54,13 @@ def test_a_run_says_what_is_known_of_it(shared: Collector, run: str) -> None:
     assert told["modules"] == [{"module": 0, "name": "model"}]
 
 
+def test_a_run_has_no_steps_until_a_rank_has_finished_one(shared: Collector, run: str) -> None:
+    put(shared.url, batch(run, hello=hello(), pulse=wire.Pulse(at_ns=5, phase="data", step=0)))
+    assert get(shared.url, f"/runs/{run}")["steps"] == 0
+    put(shared.url, batch(run, rank=1, steps=steps(0, 1)))
+    assert get(shared.url, f"/runs/{run}")["steps"] == 1
+
+
 def test_ranks_tell_their_process_counts_and_mean_phases(shared: Collector, run: str) -> None:
     fill(shared.url, run)
     pulse = wire.Pulse(at_ns=5, phase="forward", step=4)

@@ -15,6 +15,7 @@ import pytest
 
 from ddpobs import wire
 from tests.collector import collector
+from tests.server import batches
 
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -101,7 +102,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def put(url: str, sent: wire.Batch, **headers: str) -> None:
     answer = httpx.put(
-        f"{url}/api/v1/runs/{sent.run}/sources/{sent.source}/batches/0",
+        f"{url}/api/v1/runs/{sent.run}/sources/{sent.source}/batches/{sent.seq}",
         content=wire.encode(sent),
         headers={"Content-Type": wire.MSGPACK, **headers},
     )
@@ -136,6 +137,19 @@ class Visit:
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
         self.page.goto(address)
+
+    def reads(self) -> int:
+        """How often it asked the REST: a request of ours is told of after all that came before."""
+        self.page.evaluate("fetch('/healthz').then(() => 0)")
+        return sum("/api/v1/" in address for address in self.requests)
+
+
+def held(browser: Any) -> Visit:
+    """A visit that has not begun, with a clock that only the test moves."""
+    visit = Visit(browser, "about:blank")
+    visit.page.clock.install(time=0)
+    visit.page.clock.pause_at(1000)
+    return visit
 
 
 def test_the_list_names_the_run_and_its_worst_finding(browser: Any, url: str) -> None:
@@ -186,6 +200,83 @@ def test_a_click_on_the_heat_map_shows_that_steps_buckets(browser: Any, url: str
     visit.page.locator("#timeline rect.comm").first.wait_for()
     visit.page.locator("#heat rect.cell").first.click()
     visit.page.wait_for_function("document.getElementById('step').value === '1'")
+
+
+def test_the_heat_map_compares_a_rank_with_the_others(browser: Any, url: str) -> None:
+    assert first_cell(browser, f"{url}/runs/picture") == (
+        "rank 0, step 1\n30.0 ms shorter than the other ranks",
+        "#0072b2",
+    )
+
+
+def test_the_heat_map_of_one_rank_says_nothing_of_others(browser: Any, url: str) -> None:
+    put(url, msgspec.structs.replace(batch("alone", 0, slow=False, host="node"), world_size=1))
+    assert first_cell(browser, f"{url}/runs/alone") == ("rank 0, step 1", "#888888")
+
+
+def first_cell(browser: Any, address: str) -> tuple[str, str]:
+    """What the heat map's first cell says when pointed at, and its colour."""
+    visit = Visit(browser, address)
+    cell = visit.page.locator("#heat rect.cell").first
+    cell.hover()
+    assert visit.complaints == []
+    return visit.page.locator("#tip").inner_text(), cell.get_attribute("fill")
+
+
+@pytest.mark.parametrize(("state", "every_s"), [("running", 5), ("stalled", 5), ("lost", 15)])
+def test_a_run_is_asked_for_until_it_is_finished(browser: Any, tmp_path: Path, state: str, every_s: int) -> None:
+    limit = {} if state == "running" else {f"{state}_after_s": 0.001}
+    with collector(tmp_path, **limit) as running:
+        put(running.url, batch("long", 0, slow=False, host="node"))
+        visit = held(browser)
+        visit.page.goto(f"{running.url}/runs/long")
+        visit.page.locator("#timeline rect.comm").first.wait_for()
+        facts = visit.page.locator("#facts")
+        assert facts.inner_text().startswith(state)
+        put(running.url, batches.batch("long", seq=1, events=[wire.Event(kind="goodbye", at_ns=0)]))
+        reads = visit.reads()
+        visit.page.clock.run_for(every_s * 1000 - 1)
+        assert visit.reads() == reads
+        with visit.page.expect_response("**/spans*"):  # What it asks for last.
+            visit.page.clock.run_for(1)
+        assert facts.inner_text().startswith("finished")
+        reads = visit.reads()
+        visit.page.clock.run_for(60_000)
+        assert visit.reads() == reads
+        assert visit.complaints == []
+
+
+@pytest.mark.parametrize("where", ["", "/runs/picture"])
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        ({"status": 503, "json": {"title": "Storage unavailable", "detail": "x"}}, "Storage unavailable"),
+        ({"status": 429, "json": {"title": "Too many wrong tokens"}}, "Too many wrong tokens"),
+        ({"status": 502, "body": "<h1>Bad Gateway</h1>", "content_type": "text/html"}, "HTTP 502"),
+    ],
+)
+def test_an_answer_that_says_not_now_is_told_and_asked_for_again(
+    browser: Any, url: str, where: str, answer: dict[str, Any], said: str
+) -> None:
+    visit = held(browser)
+    visit.page.route("**/api/v1/**", lambda route: route.fulfill(**answer))
+    visit.page.goto(url + where)
+    visit.page.get_by_text(f"{said}; trying again.").wait_for()
+    visit.page.unroute_all()
+    visit.page.clock.run_for(15_000)
+    visit.page.get_by_text("Rank 1 is slow in backward").wait_for()
+    visit.page.locator("#notice").wait_for(state="hidden")
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_refusal_is_told_and_ends_the_asking(browser: Any, url: str, status: int) -> None:
+    visit = held(browser)
+    visit.page.route("**/api/v1/**", lambda route: route.fulfill(status=status, json={"detail": "not for you"}))
+    visit.page.goto(url)
+    visit.page.get_by_text("not for you", exact=True).wait_for()
+    reads = visit.reads()
+    visit.page.clock.run_for(60_000)
+    assert visit.reads() == reads
 
 
 def test_names_that_clients_chose_are_text_and_nothing_else(browser: Any, url: str) -> None:

@@ -133,8 +133,8 @@ def _add_ranks(families: _Families, runs: dict[str, Run], found: Aggregates) -> 
     for key, rank, step, at_ns, dropped in found.last_seen:
         if key in runs:
             labels = (rank, runs[key].name)
-            families.add("last_step", labels, step)
             if at_ns:  # Else it has no step yet.
+                families.add("last_step", labels, step)
                 families.add("last_step_timestamp_seconds", labels, at_ns / 1e9)
             families.add("telemetry_dropped", labels, dropped)
     for key, total in found.peers:

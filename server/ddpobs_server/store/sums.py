@@ -45,15 +45,16 @@ def before(workspace: str, cursor: tuple[int, str] | None) -> Conditions:
 def runs(connection: Connection, which: Conditions, limit: int | None = None) -> list[Run]:
     """Runs, newest first, each with the sums over its latest attempt's sources."""
     p = select(schema.runs).where(*which).order_by(_r.created_ns.desc(), _r.run_id).limit(limit).subquery().c
+    stepped = _s.last_step_seen_ns > 0
     # A source that has not stepped yet counts from when it was first seen.
-    active_ns = case((_s.last_step_seen_ns > 0, _s.last_step_seen_ns), else_=_s.first_seen_ns)
+    active_ns = case((stepped, _s.last_step_seen_ns), else_=_s.first_seen_ns)
     plain = (p.run_id, p.attempt, p.created_ns, p.last_seen_ns, p.commits)
     query = (
         select(
             *plain,
             func.coalesce(func.max(_s.world_size), 0),
             func.count(_s.source),
-            func.coalesce(func.max(_s.last_step) + 1, 0),
+            func.coalesce(func.max(case((stepped, _s.last_step + 1), else_=0)), 0),
             func.coalesce(added(_s.emitted), 0),
             func.coalesce(added(_s.dropped), 0),
             func.coalesce(func.max(active_ns), 0),
@@ -157,7 +158,7 @@ def histograms(connection: Connection, of: CTE) -> dict[str, list[int]]:
 
 
 def last_seen(connection: Connection, of: CTE) -> list[tuple[str, int, int, int, int]]:
-    """(run, rank, last step, when it was seen, records dropped) of each rank."""
+    """(run, rank, last step, when it was seen, records dropped) of each rank; both zero where it has no step yet."""
     keys = (of.c.run_id, of.c.rank)
     query = (
         select(*keys, func.max(_s.last_step), func.max(_s.last_step_seen_ns), added(_s.dropped))

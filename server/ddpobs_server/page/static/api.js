@@ -2,6 +2,7 @@
 
 const TOKEN = "ddpobs-token";
 
+// Passes by itself: the collector is away, or says that it cannot answer now.
 export class Unreachable extends Error {}
 
 export async function get(path) {
@@ -28,7 +29,7 @@ async function ask(address) {
   try {
     answer = await fetch(address, { headers: headers() });
   } catch {
-    throw new Unreachable("The collector does not answer; trying again.");
+    throw new Unreachable("The collector does not answer");
   }
   if (answer.status === 401) {
     const token = window.prompt("This collector wants its token:");
@@ -38,8 +39,10 @@ async function ask(address) {
     }
   }
   if (!answer.ok) {
-    const problem = await answer.json();
-    throw new Error(problem.detail || problem.title || `HTTP ${answer.status}`);
+    const problem = await answer.json().catch(() => ({}));  // A proxy's own page is no problem document.
+    const title = problem.title || `HTTP ${answer.status}`;
+    if (answer.status >= 500 || answer.status === 429) throw new Unreachable(title);
+    throw new Error(problem.detail || title);
   }
   return answer;
 }
@@ -84,15 +87,18 @@ export function ago(ns) {
   return new Date(ns / 1e6).toISOString().slice(0, 16).replace("T", " ");
 }
 
-// Calls again while the page is visible; errors are shown and do not end it.
+// Calls again while the page is visible, after `seconds` or those that the task returns. It ends with a task that
+// returns false, and with a refusal; what passes by itself is shown and tried again.
 export async function refresh(task, seconds) {
+  let wait = seconds;
   try {
-    const goOn = await task();
+    wait = (await task()) ?? seconds;
     notice("");
-    if (goOn === false) return;
+    if (wait === false) return;
   } catch (error) {
-    notice(error.message);
-    if (!(error instanceof Unreachable)) return;
+    const passes = error instanceof Unreachable;
+    notice(passes ? `${error.message}; trying again.` : error.message);
+    if (!passes) return;
   }
-  setTimeout(() => (document.hidden ? document.addEventListener("visibilitychange", () => refresh(task, seconds), { once: true }) : refresh(task, seconds)), seconds * 1000);
+  setTimeout(() => (document.hidden ? document.addEventListener("visibilitychange", () => refresh(task, seconds), { once: true }) : refresh(task, seconds)), wait * 1000);
 }

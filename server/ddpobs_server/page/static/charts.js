@@ -65,9 +65,10 @@ export function phases(place, points) {
   place.replaceChildren(picture);
 }
 
-// Each rank's own time above the median of the others, a row a step.
+// Each rank's own time above the median of the others, a row a step; zero where there are no others.
 export function above(own_ns) {
   return own_ns.map((row) => {
+    if (row.length < 2) return row.map(() => 0);
     const others = medianOfOthers(row);
     return row.map((value, place) => value - others[place]);
   });
@@ -84,13 +85,16 @@ export function heat(place, { steps, ranks: all_ranks }, excess, shown, chosen, 
     const rows = excess.slice(column * merged, (column + 1) * merged);
     return places.map((one) => rows.reduce((sum, row) => sum + row[one], 0) / rows.length);
   });
+  const alone = all_ranks.length < 2;
+  const colour = (value) => (alone ? "#888888" : value >= 0 ? "#d55e00" : "#0072b2");
+  const compared = (value) => (alone ? "" : `\n${value >= 0 ? ms(value) + " longer" : ms(-value) + " shorter"} than the other ranks`);
   const all = table.flat().map(Math.abs).sort((a, b) => a - b);
   const scale = Math.max(1e5, all[Math.floor(all.length * 0.95)] || 0);
   table.forEach((row, column) => row.forEach((value, rank) => {
     const strength = Math.min(1, Math.max(0, value / scale));
-    const box = svg("rect", { class: "cell", x: LEFT + column * width, y: rank * cell, width: width + 0.3, height: cell - 1, fill: value >= 0 ? "#d55e00" : "#0072b2", "fill-opacity": value >= 0 ? 0.06 + 0.94 * strength : 0.06 });
+    const box = svg("rect", { class: "cell", x: LEFT + column * width, y: rank * cell, width: width + 0.3, height: cell - 1, fill: colour(value), "fill-opacity": value >= 0 ? 0.06 + 0.94 * strength : 0.06 });
     const step = steps[column * merged];
-    explain(box, () => `rank ${ranks[rank]}, step ${step}${merged > 1 ? ` and ${merged - 1} more` : ""}\n${value >= 0 ? ms(value) + " longer" : ms(-value) + " shorter"} than the other ranks`);
+    explain(box, () => `rank ${ranks[rank]}, step ${step}${merged > 1 ? ` and ${merged - 1} more` : ""}${compared(value)}`);
     box.addEventListener("click", () => choose(step));
     picture.append(box);
   }));

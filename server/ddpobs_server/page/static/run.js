@@ -114,7 +114,8 @@ async function show() {
   await showPhases();
   showUnused(unused);
   await choose(chosen ?? straggler.steps.at(Math.floor(straggler.steps.length / 2)) ?? Math.max(0, about.steps - 1));
-  return about.state === "running";
+  // Only goodbyes are an end: what is stalled may step again, and what is lost come back under its id.
+  return { finished: false, lost: 15 }[about.state];
 }
 
 by("rank").addEventListener("change", showPhases);
