@@ -125,7 +125,12 @@ class Alarm:
         """
         key = str(self._number if number is None else number)
         count = self._store.add(key, 0)
-        told = [json.loads(self._store.get(f"{key}/{place}")) for place in range(1, count + 1)]
+        places = [f"{key}/{place}" for place in range(1, count + 1)]
+        told = [json.loads(self._store.get(place)) for place in places]
+        if told and self._store.add(f"{key}/read", 1) == self._group.size():
+            # The store may outlive the group, whose successor of the same name counts from the beginning again.
+            for done in (*places, f"{key}/read", key):
+                self._store.delete_key(done)
         told.sort(key=lambda said: said["rank"])
         missing: dict[str, list[int]] = {}
         for said in told:

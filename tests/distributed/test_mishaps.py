@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddpobs import DistributedDataParallel, telemetry
+from ddpobs import DistributedDataParallel, alarm, telemetry
 from ddpobs.errors import ConfigError, ReducerError
 from tests.distributed.compare import batch, net, outcome, train, verdicts
 from tests.distributed.launch import run_ranks
@@ -478,3 +478,24 @@ def reduced_twice(rank: int, world_size: int) -> list[str]:
 
 def test_torchs_compiled_reducer_beside_ours_is_refused() -> None:
     assert run_ranks(reduced_twice, 1) == [["torch._dynamo.config.optimize_ddp", "python_reducer"]]
+
+
+def in_two_groups(rank: int, _world_size: int) -> list[list[str]]:
+    """A fault, then NaN gradients in what counts as a second group of the same name, with the same store."""
+    raised: list[list[str]] = []
+    for leaves_out in (True, False):
+        alarm._numbers.clear()  # As torchrun's store outlives the group, and its successor begins to count anew.
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        ddp = DistributedDataParallel(model)
+        if leaves_out and rank == 1:
+            model.forward = model[0].forward  # type: ignore[method-assign]
+        raised.append([])
+        try:
+            ddp(torch.full((2, 4), 1.0 if leaves_out else float("nan"))).sum().backward()
+        except ReducerError as error:
+            raised[-1].append(type(error).__name__)
+    return raised
+
+
+def test_a_fault_of_an_earlier_group_is_not_told_again() -> None:
+    assert run_ranks(in_two_groups, 2) == [[["UnusedParametersError"], []]] * 2
