@@ -8,17 +8,17 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, finalize
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import HorovodError, StepOrderError
 from ddpobs.horovod.collectives import Average, Sum, check_op
 from ddpobs.horovod.compression import Compression, Compressor, way_of
+from ddpobs.horovod.forwards import Model, watch
 from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
 from ddpobs.horovod.reduction import OptimizerReducer
 from ddpobs.models import check_same_everywhere
@@ -82,7 +82,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     limit = _fusion_threshold()
     config = resolve(telemetry, os.environ)
     if config is not None:
-        made._model = _Model(parameters)
+        made._model = Model(parameters)
         recorder = _observe(made, group, config, backward_passes_per_step)
     made._reducer = OptimizerReducer(
         parameters,
@@ -259,36 +259,11 @@ def _fusion_threshold() -> int:
     return int(given)
 
 
-# ---------------------------------------------------------------------- telemetry
-
-
-class _Model(torch.nn.Module):
-    """Stands for the model, which an optimizer does not know, until its first forward shows it."""
-
-    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
-        super().__init__()
-        self.trained = torch.nn.ParameterList(parameters)
-
-
 def _observe(optimizer: Any, group: dist.ProcessGroup, config: TelemetryConfig, passes: int) -> ModuleRecorder:
     from ddpobs import telemetry
 
     settings: dict[str, str | int] = {"reducer": "ddpobs.horovod", "backward_passes_per_step": passes}
     recorder = telemetry.join(optimizer._model, config, group, settings, name=type(optimizer).__name__)
-    _find_model(optimizer._model, recorder)
+    finalize(optimizer, telemetry.forget, recorder).atexit = False
+    watch(optimizer._model, recorder)
     return recorder
-
-
-def _find_model(model: _Model, recorder: ModuleRecorder) -> None:
-    """Watch forwards until one is of a module with these parameters, and that one's from then on."""
-    ours = set(map(id, model.trained))
-
-    def look(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        if not any(id(parameter) in ours for parameter in module.parameters()):
-            return
-        handle.remove()
-        model.module = module
-        recorder.forward_began(inputs)
-        module.register_forward_pre_hook(lambda _, args, kwargs: recorder.forward_began(args, kwargs), with_kwargs=True)
-
-    handle = register_module_forward_pre_hook(look)

@@ -110,7 +110,7 @@ class OptimizerReducer(Reducer):
         return sorted(alike + alone, key=min, reverse=True)
 
     def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        ready, left = super()._hook(index), self._left
+        ready, left, came_sparse = super()._hook(index), self._left, self._came_sparse
 
         def accumulated(parameter: torch.Tensor) -> None:
             if not left[index]:
@@ -120,8 +120,9 @@ class OptimizerReducer(Reducer):
                 )
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
-                self._came_sparse.add(index)
-                parameter.grad = gradient.to_dense()
+                self._make_dense(index)
+            elif came_sparse and left[index] == self._passes:
+                came_sparse.discard(index)
             left[index] -= 1
             if left[index]:
                 return
@@ -139,7 +140,15 @@ class OptimizerReducer(Reducer):
         return self._before
 
     def _put_aside(self, unreached: Sequence[int]) -> None:
-        """Older gradients count, as whatever else is in `.grad`."""
+        """Older gradients count, as whatever else is in `.grad`; `sparse_again` may have left them sparse."""
+        for index in unreached:
+            gradient = self._parameters[index].grad
+            if gradient is not None and gradient.is_sparse:
+                self._make_dense(index)
+
+    def _make_dense(self, index: int) -> None:
+        self._came_sparse.add(index)
+        self._parameters[index].grad = self._parameters[index].grad.to_dense()  # type: ignore[union-attr]
 
     def _launch(self, bucket: Bucket) -> None:
         super()._launch(bucket)
