@@ -113,6 +113,7 @@ class Telemetry:
         self._batches = 0
         self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
         self._identity_key = f"ddpobs/identity/{_generation}"
+        self._draws_at = time.monotonic() + config.flush_s
         self._default_store: Any = dist.distributed_c10d._get_default_store()
         self._exchange: Exchange | None = None
         self._exporter.every(_LOOK_S, self._find_identity)
@@ -188,11 +189,14 @@ class Telemetry:
         return not isinstance(record, RawStep) or self._clock.passed(record.end)
 
     def _find_identity(self) -> object:
-        """Rank 0 draws the run and the attempt and shares them; the others look for them without waiting."""
+        """Rank 0 draws the run and the attempt and shares them; the others look for them without waiting.
+
+        Rank 0 may have no DDP module: where it has drawn none for a while, the first of the others does.
+        """
         store = self._default_store.clone()
-        if self._rank == 0:
+        if self._rank == 0 or time.monotonic() > self._draws_at:
             identity = {"run": self._config.run or _launcher_run() or _made_up_run(), "attempt": secrets.token_hex(8)}
-            store.set(self._identity_key, json.dumps(identity))
+            store.compare_set(self._identity_key, "", json.dumps(identity))
         elif not store.check([self._identity_key]):
             return None
         shared = json.loads(store.get(self._identity_key))
