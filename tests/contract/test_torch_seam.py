@@ -68,6 +68,7 @@ FROM_MODULES = {
         "_new_process_group_helper",
         "_world",
     },
+    "torch.nn.Module": {"_call_impl", "_compiled_call_impl"},
     "torch.nn.parallel.distributed": {"_find_tensors"},
     "torch.utils._pytree": {"tree_leaves", "tree_map_only"},
 }
