@@ -79,9 +79,10 @@ def report(run_id: Annotated[str, typer.Argument(metavar="RUN")], collector: Col
     answer = _get(_config(collector), f"/runs/{run_id}/diagnostics").json()
     typer.echo(f"run {answer['run']}: {answer['steps_seen']} steps seen, {len(answer['findings'])} findings")
     for finding in answer["findings"]:
-        typer.echo(_told(finding))
+        for line in _lines(finding):
+            typer.echo(_printable(line))
     for missing in answer["missing"]:
-        typer.echo(f"not known: {missing}")
+        typer.echo(_printable(f"not known: {missing}"))
 
 
 @main.command()
@@ -99,16 +100,22 @@ def trace(
     output.write_bytes(answer.content)
 
 
-def _told(finding: dict[str, Any]) -> str:
+def _lines(finding: dict[str, Any]) -> list[str]:
     first, last = finding["steps"]
     ranks = f", ranks {', '.join(map(str, finding['ranks']))}" if finding["ranks"] else ""
     lines = [
-        f"\n{finding['severity']}: {finding['title']} (steps {first} to {last}{ranks})",
+        "",
+        f"{finding['severity']}: {finding['title']} (steps {first} to {last}{ranks})",
         f"  do: {finding['remedy']}",
     ]
     if finding["gain"]:
         lines.append(f"  gain: {finding['gain']['step_ns'] / 1e6:.1f} ms a step")
-    return "\n".join(lines)
+    return lines
+
+
+def _printable(line: str) -> str:
+    """A terminal shows it and obeys nothing in it: names are whatever somebody called a parameter."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in line)
 
 
 def _send(sender: Sender, batch: Spooled) -> Answer:

@@ -47,10 +47,10 @@ def test_run_gives_the_child_its_settings() -> None:
     assert done.stdout.startswith(f"http://c:1 x {ROOT / 'ddpobs' / 'autoload'}{os.pathsep}"), done.stderr
 
 
-def test_report_names_the_finding_and_the_remedy() -> None:
+def test_report_names_the_finding_and_the_remedy_and_obeys_no_name() -> None:
     finding = {
         "severity": "warning",
-        "title": "rank 3 is slow",
+        "title": "rank 3 is slow at \x1b[2Ja\nb é",
         "ranks": [3],
         "steps": [1, 9],
         "remedy": "look",
@@ -59,7 +59,7 @@ def test_report_names_the_finding_and_the_remedy() -> None:
     text = json.dumps({"run": "r", "steps_seen": 9, "findings": [finding], "missing": []}).encode()
     with collector(lambda path: (200, {}, text)) as seen:
         done = ddpobs("report", "r", "--collector", seen.url)
-    assert "warning: rank 3 is slow (steps 1 to 9, ranks 3)\n  do: look" in done.stdout
+    assert "warning: rank 3 is slow at \\x1b[2Ja\\nb é (steps 1 to 9, ranks 3)\n  do: look" in done.stdout
 
 
 def test_trace_saves_what_the_collector_gives(tmp_path: Path) -> None:
