@@ -41,7 +41,11 @@ class BucketComm(Protocol):
         ...
 
     def close(self) -> None:
-        """Let go of process groups and threads of its own."""
+        """Let go of what nobody shares with it.
+
+        Called where another process group takes the place of its own, which may be destroyed by then. Not called when
+        the module is collected, as each rank does that at another time.
+        """
         ...
 
 

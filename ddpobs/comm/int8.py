@@ -53,8 +53,7 @@ class Int8:
         return self._stages.run(stages, buffer.device)
 
     def close(self) -> None:
-        """End the stages."""
-        self._stages.close()
+        """Nothing to let go of: the stages' thread and group are the process group's."""
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:

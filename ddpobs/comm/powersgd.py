@@ -76,5 +76,4 @@ class PowerSGD:
             matrices.copy_(torch.where(finite, matrices, fresh))
 
     def close(self) -> None:
-        """End the stages."""
-        self._stages.close()
+        """Nothing to let go of: the stages' thread and group are the process group's."""

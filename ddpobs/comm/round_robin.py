@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from ddpobs.buckets import Bucket
 from ddpobs.comm.all_reduce import AllReduce
+from ddpobs.comm.beside import group_beside
 from ddpobs.comm.face import Pending, Way
-from ddpobs.comm.stages import another_group
 
 
 class RoundRobin:
@@ -26,20 +26,17 @@ class RoundRobin:
         self._group, self._way, self._groups = group, way, groups
         first = way(group)
         self._comms = [first]
-        self._others: list[dist.ProcessGroup] = []
         self.name = f"round_robin:{groups}" + ("" if way is AllReduce else f":{first.name}")
         self.divides, self.carries_nan = first.divides, first.carries_nan
 
     def launch(self, bucket: Bucket, last: bool) -> Pending:
         """Start it in its turn."""
-        if not self._others:  # Not before: a module may be copied on one rank alone.
-            self._others = [another_group(self._group) for _ in range(self._groups - 1)]
-            self._comms += map(self._way, self._others)
+        if len(self._comms) < self._groups:  # Not before: a module may be copied on one rank alone.
+            others = [group_beside(self._group, bucket.buffer.device, place) for place in range(1, self._groups)]
+            self._comms += map(self._way, others)
         return self._comms[bucket.index % self._groups].launch(bucket, last)
 
     def close(self) -> None:
-        """End what each does, and the groups that were made for it."""
+        """End what each does. The groups stay: other modules may use them."""
         for comm in self._comms:
             comm.close()
-        for group in self._others:
-            dist.destroy_process_group(group)

@@ -1,63 +1,55 @@
 """Exchanges of several collectives, where the second needs the first one's result.
 
 Started from the first one's completion they would come in another order on another rank, and then they hang or mix up
-buckets. One thread a process runs them instead, bucket after bucket, over a process group that nobody else uses.
+buckets. One thread runs them instead, bucket after bucket, over a process group that nobody else uses: in the order of
+launch, which is every rank's, also where several modules share the two.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import nullcontext
 from functools import partial
-from itertools import count
 from queue import SimpleQueue
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-_made: defaultdict[str, count[int]] = defaultdict(count)
-"""Groups made beside another one, by its name, numbered as they are first used: in the same order on every rank."""
+from ddpobs.comm.beside import group_beside
 
 _Job = tuple[Callable[[], None], Any, "Future[None]"]
+_Jobs = SimpleQueue[_Job | None]
+
+_jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Jobs] = weakref.WeakKeyDictionary()
+"""What waits for the thread of each process group that stages run over."""
 
 
 class Stages:
     """Runs the later stages of exchanges in the order in which they were handed in.
 
     Args:
-        group: Over whose ranks. At the first exchange a group of its own is made, for the collectives of those stages:
-            a module may be copied on one rank alone.
+        group: Over whose ranks. The first exchange over it makes a group beside it, for the collectives of all such
+            stages: not before, as a module may be copied on one rank alone.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._over = group
-        self._group: dist.ProcessGroup | None = None
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._thread: threading.Thread | None = None
-        weakref.finalize(self, self._jobs.put, None)
+        self._own: dict[torch.device, tuple[dist.ProcessGroup, _Jobs]] = {}
 
     def run(self, stages: Callable[[dist.ProcessGroup], None], device: torch.device) -> Staged:
         """Have `stages` called with the group, without gradients and on the current stream of a CUDA device."""
-        if self._group is None:
-            self._group = another_group(self._over)
-        if self._thread is None:
-            self._thread = threading.Thread(target=_work, args=(self._jobs,), name="ddpobs-comm", daemon=True)
-            self._thread.start()
+        if device not in self._own:
+            made = group_beside(self._over, device, 0)
+            self._own[device] = made, _jobs_of(made)
+        group, jobs = self._own[device]
         stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
         future: Future[None] = Future()
-        self._jobs.put((partial(stages, self._group), stream, future))
+        jobs.put((partial(stages, group), stream, future))
         return Staged(future)
-
-    def close(self) -> None:
-        """End the thread and the group, if there are any."""
-        self._jobs.put(None)
-        if self._group is not None:
-            dist.destroy_process_group(self._group)
 
 
 class Staged:
@@ -77,27 +69,16 @@ class Staged:
         self._future.add_done_callback(told)
 
 
-def another_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group over the same ranks. Every rank of the group calls this, and no other needs to.
-
-    `torch.distributed.new_group` either wants every rank of the world, or (with `use_local_synchronization`) names the
-    group by how many groups a rank has, so that ranks with other groups besides wait for each other for ever.
-    """
-    c10d, ranks = dist.distributed_c10d, dist.get_process_group_ranks(group)
-    made, _ = c10d._new_process_group_helper(
-        len(ranks),
-        group.rank(),
-        ranks,
-        dist.Backend(dist.get_backend(group)),
-        c10d._get_default_store(),
-        group_name=c10d.GroupName(f"{group.group_name}/ddpobs/{next(_made[group.group_name])}"),
-        timeout=c10d._get_default_timeout(dist.get_backend(group)),
-    )
-    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    return made  # type: ignore[no-any-return]
+def _jobs_of(group: dist.ProcessGroup) -> _Jobs:
+    jobs = _jobs.get(group)
+    if jobs is None:
+        jobs = _jobs[group] = SimpleQueue()
+        threading.Thread(target=_work, args=(jobs,), name="ddpobs-comm", daemon=True).start()
+        weakref.finalize(group, jobs.put, None)
+    return jobs
 
 
-def _work(jobs: SimpleQueue[_Job | None]) -> None:
+def _work(jobs: _Jobs) -> None:
     while (job := jobs.get()) is not None:
         stages, stream, future = job
         try:

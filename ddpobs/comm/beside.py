@@ -1,0 +1,71 @@
+"""Process groups made beside another one, over the same ranks, for whoever needs connections of its own there.
+
+To make or destroy one takes all of its ranks, and when a module is collected differs from rank to rank. So they belong
+to the group that they were made beside: all modules of that group share them, and they stay for as long as it does.
+"""
+
+from __future__ import annotations
+
+import secrets
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from ddpobs.collectives import broadcast, wait
+
+_Use = tuple["weakref.ref[dist.ProcessGroup]", torch.device, int]
+
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, _Use] = weakref.WeakKeyDictionary()
+"""What each was made for. Torch holds those that are not destroyed; one held here would keep a store, and its port."""
+
+
+def group_beside(group: dist.ProcessGroup, device: torch.device, place: int) -> dist.ProcessGroup:
+    """The process group for one use over the same ranks, the same one for whoever asks.
+
+    Every rank of the group calls this for its uses in the same order, and no other needs to. The first call for a use
+    makes it, and destroys those whose own group was destroyed.
+
+    Args:
+        group: A process group that torch knows.
+        device: Whose tensors it is for: several devices' backward passes run at once, in another order on every rank.
+        place: Tells several for one device apart.
+    """
+    use = (weakref.ref(group), device, place)
+    for made, its in list(_made.items()):
+        if its == use:
+            return made
+    _destroy_left()
+    made = _another(group, device)
+    _made[made] = use
+    return made
+
+
+def _destroy_left() -> None:
+    known = dist.distributed_c10d._world.pg_map
+    for made, (group, *_) in list(_made.items()):  # One beside another of these comes after it.
+        if made in known and group() not in known:
+            dist.destroy_process_group(made)
+
+
+def _another(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Over the same ranks, and called on all of them.
+
+    `torch.distributed.new_group` either wants every rank of the world, or (with `use_local_synchronization`) names the
+    group by how many groups a rank has, so that ranks with other groups besides wait for each other for ever.
+    """
+    # Its first rank names it: a group may have a rank that has made none before, and a name that an earlier one had.
+    name = torch.tensor([secrets.randbits(62)], device=device)
+    wait(broadcast(group, [name]))
+    c10d, ranks = dist.distributed_c10d, dist.get_process_group_ranks(group)
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        group.rank(),
+        ranks,
+        dist.Backend(dist.get_backend(group)),
+        c10d._get_default_store(),
+        group_name=c10d.GroupName(f"{group.group_name}/ddpobs/{name.item():x}"),
+        timeout=c10d._get_default_timeout(dist.get_backend(group)),
+    )
+    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    return made  # type: ignore[no-any-return]
