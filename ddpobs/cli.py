@@ -7,6 +7,7 @@ import random
 import time
 from collections import Counter
 from dataclasses import replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -94,9 +95,11 @@ def trace(
 ) -> None:
     """Save the steps' Chrome trace, for Perfetto or chrome://tracing."""
     first, colon, last = steps.partition(":")
-    if not (colon and first.isdecimal() and last.isdecimal()):
-        _fail(f"--steps: expected A:B, got {steps!r}", 2)
+    if not (colon and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+        _fail(f"--steps: expected A:B with A up to B, got {steps!r}", 2)
     answer = _get(_config(collector), f"/runs/{run_id}/trace", {"from": first, "to": last})
+    if not answer.json()["traceEvents"]:
+        _fail(f"run {run_id} has none of the steps {first} to {last}", 1)
     output.write_bytes(answer.content)
 
 
@@ -144,10 +147,20 @@ def _get(config: TelemetryConfig, path: str, query: dict[str, str] | None = None
         )
         answer.raise_for_status()
     except httpx.HTTPStatusError as error:
-        _fail(f"{url}: HTTP {error.response.status_code}: {error.response.text[:300]}", 1)
+        _fail(f"{url}: HTTP {error.response.status_code}: {_problem(error.response)}", 1)
     except httpx.HTTPError as error:
-        _fail(f"{url}: {error}", 1)
+        _fail(f"{url}: {error}: is this the collector? --collector or DDPOBS_TELEMETRY names it", 1)
     return answer
+
+
+def _problem(answer: httpx.Response) -> str:
+    """What the collector says in its problem document; a proxy's own answer is none."""
+    try:
+        problem = answer.json()
+        said = f"{problem['title']}: {problem['detail']}"
+    except (ValueError, KeyError, TypeError):
+        said = answer.text[:300]
+    return _printable(said) + (": set DDPOBS_TOKEN" if answer.status_code == HTTPStatus.UNAUTHORIZED else "")
 
 
 def _config(collector: str | None) -> TelemetryConfig:

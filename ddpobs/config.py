@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from ddpobs.errors import ConfigError
 
 DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
+_NUMBERS_END = 10**9
 _RUN_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 
 
@@ -41,7 +42,7 @@ class TelemetryConfig:
     collector: str = DEFAULT_COLLECTOR
     run: str | None = None
     token: str | None = None
-    spool: Path | None = None
+    spool: str | Path | None = None
     spool_mb: float = 256.0
     queue_records: int = 4096
     batch_spans: int = 5000
@@ -65,8 +66,10 @@ class TelemetryConfig:
             raise ConfigError("run", "1 to 128 of A-Z a-z 0-9 . _ -, and neither . nor ..", self.run)
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, (int, float)) and not value > 0:
-                raise ConfigError(field.name, "a number above zero", value)
+            if isinstance(field.default, (int, float)) and not (
+                isinstance(value, (int, float)) and 0 < value < _NUMBERS_END
+            ):
+                raise ConfigError(field.name, f"a number above zero and below {_NUMBERS_END:,}", value)
 
 
 def resolve(telemetry: bool | str | TelemetryConfig | None, environ: Mapping[str, str]) -> TelemetryConfig | None:
@@ -104,7 +107,6 @@ def from_environment(environ: Mapping[str, str]) -> TelemetryConfig:
         name = f"DDPOBS_{field.name.upper()}"
         if field.name != "collector" and (text := environ.get(name)):
             settings[field.name] = _parse(name, text, type(field.default))
-    settings["spool"] = Path(str(settings["spool"])) if "spool" in settings else None
     try:
         return TelemetryConfig(**settings)  # type: ignore[arg-type]
     except ConfigError as error:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 
 from ddpobs.config import TelemetryConfig
 from ddpobs.sender import Answer, Outcome, Sender, pause_s
@@ -65,7 +66,7 @@ class Delivery:
 
     def __init__(self, config: TelemetryConfig, lost: Callable[[int], None], warn: Once) -> None:
         self._config, self._lost, self._warn = config, lost, warn
-        self._spool = Spool(config.spool or default_folder(), int(config.spool_mb * 1e6))
+        self._spool = Spool(Path(config.spool or default_folder()), int(config.spool_mb * 1e6))
         self._changed = threading.Condition()
         """Guards the fields below; held for moments only, never over a request or the disk."""
         self._waiting: deque[Encoded] = deque()
@@ -131,8 +132,9 @@ class Delivery:
             self._keep(batch)
         kept = self._on_disk or bool(self._backlog)
         if kept:
-            folder = self._spool.folder
-            _log.warning("ddpobs: batches are kept in %s: send them with `ddpobs push %s`", folder, folder)
+            folder, collector = self._spool.folder, self._config.collector
+            how = f"ddpobs push {folder} --collector {collector}"
+            _log.warning("ddpobs: batches are kept in %s: send all that is there with `%s`", folder, how)
         return kept
 
     def _run(self, sender: Sender) -> None:

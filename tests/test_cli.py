@@ -63,7 +63,29 @@ def test_report_names_the_finding_and_the_remedy_and_obeys_no_name() -> None:
 
 
 def test_trace_saves_what_the_collector_gives(tmp_path: Path) -> None:
-    with collector(lambda path: (200, {}, path.encode())) as seen:
+    with collector(lambda path: (200, {}, json.dumps({"traceEvents": [path]}).encode())) as seen:
         done = ddpobs("trace", "r", "--steps", "2:5", "-o", str(tmp_path / "t"), "--collector", seen.url)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "t").read_text() == "/api/v1/runs/r/trace?from=2&to=5"
+    assert json.loads((tmp_path / "t").read_text()) == {"traceEvents": ["/api/v1/runs/r/trace?from=2&to=5"]}
+
+
+def test_trace_saves_nothing_where_there_is_nothing(tmp_path: Path) -> None:
+    with collector(lambda path: (200, {}, b'{"traceEvents": []}')) as seen:
+        for steps, code, said in ("20:10", 2, "A up to B"), ("20:30", 1, "none of the steps 20 to 30"):
+            done = ddpobs("trace", "r", "--steps", steps, "-o", str(tmp_path / "t"), "--collector", seen.url)
+            assert done.returncode == code
+            assert said in done.stderr
+    assert not (tmp_path / "t").exists()
+
+
+def test_what_the_collector_refuses_is_said_in_its_words_with_what_to_do() -> None:
+    problem = json.dumps({"title": "Token needed", "detail": "send one"}).encode()
+    with collector(lambda path: (401, {}, problem)) as seen:
+        refused = ddpobs("report", "r", "--collector", seen.url)
+    with collector(lambda path: (502, {}, b"<h1>Bad gateway</h1>")) as seen:
+        broken = ddpobs("report", "r", "--collector", seen.url)
+    away = ddpobs("report", "r", "--collector", absent())
+    assert refused.stderr.endswith("HTTP 401: Token needed: send one: set DDPOBS_TOKEN\n")
+    assert broken.stderr.endswith("HTTP 502: <h1>Bad gateway</h1>\n")
+    assert "--collector or DDPOBS_TELEMETRY" in away.stderr
+    assert (refused.returncode, broken.returncode, away.returncode) == (1, 1, 1)

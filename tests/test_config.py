@@ -1,0 +1,77 @@
+"""Settings of the training side: where they come from, what goes before what, and what is refused."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ddpobs import TelemetryConfig
+from ddpobs.config import DEFAULT_COLLECTOR, from_environment, resolve
+from ddpobs.errors import ConfigError
+
+ELSEWHERE = "http://elsewhere:1"
+
+
+@pytest.mark.parametrize(
+    ("telemetry", "flag", "collector"),
+    [
+        (None, None, None),
+        (None, "", None),
+        (None, "0", None),
+        (None, "1", DEFAULT_COLLECTOR),
+        (None, ELSEWHERE, ELSEWHERE),
+        (False, ELSEWHERE, None),
+        (True, None, DEFAULT_COLLECTOR),
+        (True, "0", DEFAULT_COLLECTOR),
+        (True, ELSEWHERE, ELSEWHERE),
+        ("http://here:2", ELSEWHERE, "http://here:2"),
+        (TelemetryConfig(collector="http://here:2"), "0", "http://here:2"),
+    ],
+)
+def test_the_argument_goes_before_the_environment(telemetry: Any, flag: str | None, collector: str | None) -> None:
+    found = resolve(telemetry, {} if flag is None else {"DDPOBS_TELEMETRY": flag})
+    assert (found and found.collector) == collector
+
+
+def test_settings_made_in_code_are_joined_by_nothing_of_the_environment() -> None:
+    given = TelemetryConfig(run="mine")
+    assert resolve(given, {"DDPOBS_RUN": "theirs", "DDPOBS_FLUSH_S": "9"}) is given
+
+
+def test_every_field_has_its_variable() -> None:
+    environ = {"RUN": "r", "TOKEN": "t", "SPOOL": "/s", "SPOOL_MB": "1.5", "QUEUE_RECORDS": "7", "FLUSH_S": "0.5"}
+    found = from_environment({f"DDPOBS_{name}": value for name, value in environ.items()})
+    assert found == TelemetryConfig(run="r", token="t", spool="/s", spool_mb=1.5, queue_records=7, flush_s=0.5)
+
+
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, 10**12, "1", None])
+@pytest.mark.parametrize("setting", ["spool_mb", "queue_records", "timeout_s", "exit_s", "peers_every"])
+def test_a_number_that_is_none_is_refused_where_the_settings_are_made(setting: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        TelemetryConfig(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("DDPOBS_SPOOL_MB", "inf"),
+        ("DDPOBS_QUEUE_RECORDS", "1.5"),
+        ("DDPOBS_FLUSH_S", "soon"),
+        ("DDPOBS_RUN", "a/b"),
+        ("DDPOBS_RUN", ".."),
+        ("DDPOBS_TELEMETRY", "yes"),
+        ("DDPOBS_TELEMETRY", "ftp://here"),
+    ],
+)
+def test_what_a_variable_cannot_hold_is_said_with_its_name(variable: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=variable) as refused:
+        from_environment({variable: value})
+    assert value in str(refused.value)
+
+
+def test_a_spool_may_be_named_by_a_path_or_a_string() -> None:
+    assert TelemetryConfig(spool="/tmp/x").spool == "/tmp/x"
+    assert TelemetryConfig(spool=Path("/tmp/x")).spool == Path("/tmp/x")
