@@ -35,10 +35,10 @@ from benchmarks.source import digest
 from ddpobs import exporter, stragglers, telemetry, wire
 from ddpobs.clocks import HostClock
 from ddpobs.config import TelemetryConfig
-from ddpobs.delivery import Encoded
 from ddpobs.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
 from ddpobs.recorder import Backward
 from ddpobs.sender import Outcome, Sender
+from ddpobs.spool import Encoded
 from ddpobs.summary import Summariser
 
 STEP_S, BUCKETS = 0.5, 40

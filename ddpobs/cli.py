@@ -20,7 +20,7 @@ from ddpobs.errors import ConfigError
 from ddpobs.sender import Answer, Outcome, Sender, pause_s
 from ddpobs.spool import Spool, Spooled
 
-main = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__)
+main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 _TRIES = 3
 CollectorOption = Annotated[
@@ -126,6 +126,8 @@ def _send(sender: Sender, batch: Spooled) -> Answer:
     for tries in range(_TRIES):
         try:
             body = batch.body()
+        except FileNotFoundError:  # Another push, or the training itself, sent it meanwhile.
+            return Answer(Outcome.REPEATED)
         except OSError as error:
             return Answer(Outcome.REFUSED, f"{batch.path}: {error.strerror}")
         answer = sender.send(batch.run, batch.source, batch.seq, body)
@@ -146,10 +148,13 @@ def _get(config: TelemetryConfig, path: str, query: dict[str, str] | None = None
             url, params=query, headers=headers, timeout=config.timeout_s, trust_env=False, verify=trusted
         )
         answer.raise_for_status()
+        answer.json()
     except httpx.HTTPStatusError as error:
         _fail(f"{url}: HTTP {error.response.status_code}: {_problem(error.response)}", 1)
     except httpx.HTTPError as error:
         _fail(f"{url}: {error}: is this the collector? --collector or DDPOBS_TELEMETRY names it", 1)
+    except ValueError:
+        _fail(f"{url}: no answer of a collector's: {_printable(answer.text[:300])}", 1)
     return answer
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ddpobs.errors import ConfigError
 
 DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
+_TOKEN = re.compile(r"[\x21-\x7e]+")
 _NUMBERS_END = 10**9
 _RUN_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 
@@ -41,7 +42,7 @@ class TelemetryConfig:
 
     collector: str = DEFAULT_COLLECTOR
     run: str | None = None
-    token: str | None = None
+    token: str | None = field(default=None, repr=False)
     spool: str | Path | None = None
     spool_mb: float = 256.0
     queue_records: int = 4096
@@ -59,17 +60,18 @@ class TelemetryConfig:
         Raises:
             ConfigError: Names the field.
         """
-        parts = urlsplit(self.collector)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
+        if not _is_address(self.collector):
             raise ConfigError("collector", "an http:// or https:// address", self.collector)
+        if self.token is not None and not _TOKEN.fullmatch(self.token):
+            raise ConfigError("token", "letters, digits and signs of ASCII, and no space or line end", "something else")
         if self.run is not None and not _RUN_ID.fullmatch(self.run):
             raise ConfigError("run", "1 to 128 of A-Z a-z 0-9 . _ -, and neither . nor ..", self.run)
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(field.default, (int, float)) and not (
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            if isinstance(setting.default, (int, float)) and not (
                 isinstance(value, (int, float)) and 0 < value < _NUMBERS_END
             ):
-                raise ConfigError(field.name, f"a number above zero and below {_NUMBERS_END:,}", value)
+                raise ConfigError(setting.name, f"a number above zero and below {_NUMBERS_END:,}", value)
 
 
 def resolve(telemetry: bool | str | TelemetryConfig | None, environ: Mapping[str, str]) -> TelemetryConfig | None:
@@ -103,15 +105,23 @@ def from_environment(environ: Mapping[str, str]) -> TelemetryConfig:
     flag = environ.get("DDPOBS_TELEMETRY", "1").strip()
     if flag not in ("", "0", "1"):
         settings["collector"] = flag
-    for field in fields(TelemetryConfig):
-        name = f"DDPOBS_{field.name.upper()}"
-        if field.name != "collector" and (text := environ.get(name)):
-            settings[field.name] = _parse(name, text, type(field.default))
+    for setting in fields(TelemetryConfig):
+        name = f"DDPOBS_{setting.name.upper()}"
+        if setting.name != "collector" and (text := environ.get(name, "").strip()):
+            settings[setting.name] = _parse(name, text, type(setting.default))
     try:
         return TelemetryConfig(**settings)  # type: ignore[arg-type]
     except ConfigError as error:
         name = "DDPOBS_TELEMETRY" if error.setting == "collector" else f"DDPOBS_{error.setting.upper()}"
         raise ConfigError(name, error.expected, error.came) from None
+
+
+def _is_address(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # Of brackets that do not close, or a port that is none.
+        return False
 
 
 def _parse(name: str, text: str, kind: type) -> object:

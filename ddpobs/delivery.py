@@ -11,13 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
 from ddpobs.config import TelemetryConfig
 from ddpobs.sender import Answer, Outcome, Sender, pause_s
-from ddpobs.spool import Spool, Spooled, default_folder
+from ddpobs.spool import Encoded, Spool, Spooled, default_folder
 
 _log = logging.getLogger("ddpobs")
 WAITING_BATCHES = 16
@@ -28,18 +27,6 @@ _SPOOLED_PAUSE_S = 0.1
 FORBIDDEN_PAUSE_S = 60.0
 """After a token was not taken: collectors count wrong ones by address, where many ranks may be."""
 _OFF_OUR_HANDS = (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED)
-
-
-@dataclass(frozen=True)
-class Encoded:
-    """A batch as it is sent; `kept` where it comes from the spool."""
-
-    run: str
-    source: str
-    seq: int
-    records: int
-    body: bytes
-    kept: Spooled | None = None
 
 
 class Once:
@@ -77,6 +64,8 @@ class Delivery:
         self._attempts = 0
         self._on_disk = False
         self._backlog: deque[Spooled] = deque()
+        self._done_with: set[Path] = set()
+        """Files that were sent or given up, and could not be removed."""
         self._source = ""
         self._jitter = random.Random()
         self._thread: threading.Thread | None = None
@@ -139,9 +128,15 @@ class Delivery:
 
     def _run(self, sender: Sender) -> None:
         while self._ready():
-            batch = self._next()
-            if batch is not None:
-                self._settle(batch, self._send(sender, batch))
+            try:
+                batch = self._next()
+                if batch is not None:
+                    self._settle(batch, self._send(sender, batch))
+            except Exception:  # The disk's, say: the next batch may do.
+                self._warn("delivery", "telemetry failed (delivery); training goes on", trace=True)
+                with self._changed:
+                    self._under_way, self._attempts = None, self._attempts + 1
+                    self._quiet_until = time.monotonic() + pause_s(self._attempts, _SPOOLED_PAUSE_S, self._jitter)
         sender.close()
 
     def _ready(self) -> bool:
@@ -165,7 +160,8 @@ class Delivery:
                 return self._under_way
         if not self._backlog:
             self._on_disk = False
-            self._backlog.extend(islice(self._spool.batches(self._source), _SPOOLED_AT_ONCE))
+            left = (kept for kept in self._spool.batches(self._source) if kept.path not in self._done_with)
+            self._backlog.extend(islice(left, _SPOOLED_AT_ONCE))
             self._on_disk = self._on_disk or bool(self._backlog)
         while self._backlog:
             kept = self._backlog[0]
@@ -175,6 +171,7 @@ class Delivery:
                 self._backlog.popleft()  # `ddpobs push` sent it, or it made room for a newer one.
             except OSError as error:
                 self._backlog.popleft().set_aside()
+                self._done_with.add(kept.path)  # It may not have been possible.
                 self._lost(kept.records)
                 self._warn("unreadable", "%s cannot be read and is set aside: %s", kept.path, error)
             else:
@@ -210,7 +207,10 @@ class Delivery:
                     self._quiet_until = time.monotonic() + _SPOOLED_PAUSE_S
         if done and batch.kept is not None:
             self._backlog.popleft()
-            batch.kept.path.unlink(missing_ok=True)
+            try:
+                batch.kept.path.unlink(missing_ok=True)
+            except OSError:
+                self._done_with.add(batch.kept.path)
         if answer.outcome is Outcome.REFUSED:
             self._lost(batch.records)
             self._warn("refused", "the collector refuses a batch, which is lost: %s", answer.detail)
@@ -220,15 +220,17 @@ class Delivery:
             self._warn("away", "the collector does not take batches, they are kept: %s", answer.detail)
 
     def _keep(self, batch: Encoded) -> None:
+        def dropped(run: str, records: int) -> None:
+            self._warn("full", "the spool %s is full (DDPOBS_SPOOL_MB), its oldest batches go", self._spool.folder)
+            if run == batch.run:
+                self._lost(records)
+            else:  # Counted here they would be told as this run's.
+                self._warn(f"full, {run}", "with them batches of run %s, which are counted nowhere", run)
+
         try:
-            lost = self._spool.put(
-                batch.run, batch.source, batch.seq, records=batch.records, body=batch.body, at_ns=time.time_ns()
-            )
+            self._spool.put(batch, time.time_ns(), dropped)
         except OSError as error:
             self._lost(batch.records)
             self._warn("spool", "the spool %s takes nothing: %s", self._spool.folder, error)
             return
-        if lost:
-            self._lost(lost)
-            self._warn("full", "the spool %s is full (DDPOBS_SPOOL_MB), its oldest batches go", self._spool.folder)
         self._on_disk = True

@@ -21,7 +21,8 @@ import zstandard
 from ddpobs import wire
 from ddpobs.clocks import anchor
 from ddpobs.config import TelemetryConfig
-from ddpobs.delivery import Delivery, Encoded, Once
+from ddpobs.delivery import Delivery, Once
+from ddpobs.spool import Encoded
 
 _SLACK_S = 0.02
 """What is due so soon is done at once: the thread wakes up less often."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpcore
 import msgspec
@@ -99,7 +100,9 @@ class Sender:
     def __init__(self, config: TelemetryConfig) -> None:
         self._url = config.collector.rstrip("/")
         self._timeout_s = config.timeout_s
-        self._headers = [("Content-Type", wire.MSGPACK), ("Content-Encoding", "zstd")]
+        # httpcore would leave out the brackets of an IPv6 address.
+        host = urlsplit(self._url).netloc.rpartition("@")[2]
+        self._headers = [("Host", host), ("Content-Type", wire.MSGPACK), ("Content-Encoding", "zstd")]
         if config.token:
             self._headers.append(("Authorization", f"Bearer {config.token}"))
         self._network = _Network()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +39,18 @@ class Spooled:
             self.path.rename(self.path.with_suffix(".unreadable"))
 
 
+@dataclass(frozen=True)
+class Encoded:
+    """A batch as it is sent; `kept` where it comes from the spool."""
+
+    run: str
+    source: str
+    seq: int
+    records: int
+    body: bytes
+    kept: Spooled | None = None
+
+
 class Spool:
     """A folder of batches, oldest first.
 
@@ -53,23 +65,26 @@ class Spool:
         self._total_bytes = 0
         self._until_counted = 0
 
-    def put(self, run: str, source: str, seq: int, *, records: int, body: bytes, at_ns: int) -> int:
+    def put(self, batch: Encoded, at_ns: int, dropped: Callable[[str, int], None]) -> None:
         """Keep a batch; whole or not at all, by a rename.
 
-        Returns:
-            How many records were dropped for it: of older batches, or its own where it alone is too large.
+        Args:
+            batch: Which, and its body.
+            at_ns: Its age, on the wall clock.
+            dropped: Told of run and records of each batch that goes: older ones, or this one where it is too large.
 
         Raises:
             OSError: The disk does not take it.
         """
+        body = batch.body
         if len(body) > self._limit_bytes:
-            return records
-        dropped = 0
+            dropped(batch.run, batch.records)
+            return
         if self._until_counted == 0 or self._total_bytes + len(body) > self._limit_bytes:
-            dropped = self._make_room(len(body))
+            self._make_room(len(body), dropped)
             self._until_counted = _COUNTED_EVERY
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        final = self.folder / f"{at_ns:020d}~{run}~{source}~{seq}~{records}.batch"
+        final = self.folder / f"{at_ns:020d}~{batch.run}~{batch.source}~{batch.seq}~{batch.records}.batch"
         partial = final.with_suffix(f".{os.getpid()}.partial")
         try:
             partial.write_bytes(body)
@@ -78,7 +93,6 @@ class Spool:
             partial.unlink(missing_ok=True)
         self._total_bytes += len(body)
         self._until_counted -= 1
-        return dropped
 
     def batches(self, source: str | None = None) -> Iterator[Spooled]:
         """What is in the spool, oldest first; of one source, or of all. Files that are no batches are passed over."""
@@ -88,22 +102,25 @@ class Spool:
             if found and source in (None, found[3]):
                 yield Spooled(self.folder / name, found[2], found[3], int(found[4]), int(found[5]))
 
-    def _make_room(self, size_bytes: int) -> int:
+    def _make_room(self, size_bytes: int, dropped: Callable[[str, int], None]) -> None:
         """Count what is there, and where it is too much drop the oldest until a tenth is free."""
         kept = list(self.batches())
         sizes = [_size(spooled.path) for spooled in kept]
-        dropped, total = 0, sum(sizes)
+        total = sum(sizes)
         if total + size_bytes > self._limit_bytes:
             for spooled, size in zip(kept, sizes, strict=True):
-                total -= size
-                # Another process may have sent it meanwhile, or dropped and counted it.
-                with suppress(FileNotFoundError):
+                try:
                     spooled.path.unlink()
-                    dropped += spooled.records
+                except FileNotFoundError:  # Another process sent it meanwhile, or dropped and counted it.
+                    total -= size
+                except OSError:  # Another user's, say: it stays.
+                    continue
+                else:
+                    total -= size
+                    dropped(spooled.run, spooled.records)
                 if total + size_bytes <= 0.9 * self._limit_bytes:
                     break
         self._total_bytes = total
-        return dropped
 
 
 def default_folder() -> Path:

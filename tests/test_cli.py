@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ddpobs.spool import Spool
+from ddpobs.spool import Encoded, Spool
 from tests.integration.collectors import absent, acknowledge, collector, status
 
 ROOT = Path(__file__).parents[1]
@@ -20,7 +20,7 @@ def ddpobs(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def spool(folder: Path) -> None:
     for seq in range(2):
-        Spool(folder, 10**6).put("r", "b" * 16, seq, records=1, body=b"x", at_ns=seq)
+        Spool(folder, 10**6).put(Encoded("r", "b" * 16, seq, 1, b"x"), seq, lambda *_: None)
 
 
 def test_push_sends_a_spool_and_empties_it(tmp_path: Path) -> None:

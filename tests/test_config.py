@@ -64,6 +64,9 @@ def test_a_number_that_is_none_is_refused_where_the_settings_are_made(setting: s
         ("DDPOBS_RUN", ".."),
         ("DDPOBS_TELEMETRY", "yes"),
         ("DDPOBS_TELEMETRY", "ftp://here"),
+        ("DDPOBS_TELEMETRY", "http://[::1"),
+        ("DDPOBS_TELEMETRY", "http://here:99999"),
+        ("DDPOBS_TELEMETRY", "http://here:abc"),
     ],
 )
 def test_what_a_variable_cannot_hold_is_said_with_its_name(variable: str, value: str) -> None:
@@ -75,3 +78,12 @@ def test_what_a_variable_cannot_hold_is_said_with_its_name(variable: str, value:
 def test_a_spool_may_be_named_by_a_path_or_a_string() -> None:
     assert TelemetryConfig(spool="/tmp/x").spool == "/tmp/x"
     assert TelemetryConfig(spool=Path("/tmp/x")).spool == Path("/tmp/x")
+
+
+def test_a_token_is_taken_without_its_line_end_and_shown_nowhere() -> None:
+    found = from_environment({"DDPOBS_TOKEN": "s3cret\n"})
+    assert found.token == "s3cret"
+    assert "s3cret" not in repr(found)
+    with pytest.raises(ConfigError, match="token") as refused:
+        TelemetryConfig(token="s3cret\n")
+    assert "s3cret" not in str(refused.value)

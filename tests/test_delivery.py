@@ -15,7 +15,7 @@ from benchmarks.broken import FAULTS, broken
 from ddpobs import delivery
 from ddpobs.config import TelemetryConfig
 from ddpobs.sender import Answer, Outcome, Sender
-from ddpobs.spool import Spool
+from ddpobs.spool import Encoded, Spool
 from tests.integration.collectors import absent, acknowledge, collector, status
 from tests.test_exporter import event, exporter, kinds, until
 
@@ -168,3 +168,61 @@ def test_a_sender_that_cannot_be_made_leaves_training_alone(tmp_path: Path, monk
     sent.offer(event())
     sent.close()
     assert (kept(tmp_path), sent.dropped) == (1, 0)
+
+
+@pytest.mark.parametrize("fault", ["unlink", "read_bytes"])
+def test_a_disk_that_fails_ends_no_delivery_and_is_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """What was sent cannot be removed, or cannot be read nor renamed: the next ones are sent all the same."""
+    monkeypatch.setattr(delivery, "WAITING_BATCHES", 1)
+    broken_path: list[str] = []
+    works = {name: getattr(Path, name) for name in ("unlink", "read_bytes", "rename")}
+
+    def failing(name: str) -> Any:
+        def call(path: Path, *args: Any, **kwargs: Any) -> Any:
+            if path.suffix == ".batch" and (not broken_path or path.name in broken_path):
+                broken_path[:] = [path.name]
+                raise OSError(5, "Input/output error")
+            return works[name](path, *args, **kwargs)
+
+        return call
+
+    with collector(status(500), status(503), acknowledge) as seen:
+        sent = exporter(seen.url, tmp_path, batch_spans=1)
+        for name in {"unlink": ("unlink",), "read_bytes": ("read_bytes", "rename")}[fault]:
+            monkeypatch.setattr(Path, name, failing(name))
+        for number in range(8):
+            sent.offer(event(str(number)))
+        until(lambda: len(set(kinds(seen.puts[2:])) & set(map(str, range(8)))) == (8 if fault == "unlink" else 7))
+        sent.offer(event("last"))
+        until(lambda: "last" in kinds(seen.puts[2:]))
+        sent.close()
+    assert sent.dropped == (0 if fault == "unlink" else 1)
+
+
+def test_what_another_run_left_in_a_full_spool_is_no_loss_of_this_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Spool(tmp_path, 10**9).put(Encoded("earlier", "c" * 16, 0, 1000, b"x" * 1900), 0, lambda *_: None)
+    sent = exporter(absent(), tmp_path, spool_mb=0.002, exit_s=0.2)
+    sent.offer(event())
+    sent.close()
+    assert (kept(tmp_path), sent.dropped) == (1, 0)
+    assert "run earlier" in caplog.text
+
+
+def test_an_address_of_ipv6_keeps_its_brackets() -> None:
+    """As proxies demand: httpcore by itself leaves them out."""
+    with socket.create_server(("::1", 0), family=socket.AF_INET6) as server:
+        port = server.getsockname()[1]
+        asked: list[bytes] = []
+
+        def answer() -> None:
+            line, _ = server.accept()
+            with line:
+                asked.append(line.recv(65536))
+
+        threading.Thread(target=answer, daemon=True).start()
+        send(f"http://[::1]:{port}", 2.0)
+    assert f"\r\nHost: [::1]:{port}\r\n".encode() in asked[0]

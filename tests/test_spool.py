@@ -1,19 +1,25 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest.mock import Mock
 
-from ddpobs.spool import Spool
+import pytest
+
+from ddpobs.spool import Encoded, Spool
 
 SOURCE = "b" * 16
 
 
-def put(spool: Spool, seq: int, size: int = 10) -> int:
-    return spool.put("r", SOURCE, seq, records=5, body=b"x" * size, at_ns=seq)
+def put(spool: Spool, seq: int, size: int = 10, run: str = "r") -> list[tuple[str, int]]:
+    """Run and records of each batch that was dropped for it."""
+    dropped: list[tuple[str, int]] = []
+    spool.put(Encoded(run, SOURCE, seq, 5, b"x" * size), seq, lambda run, records: dropped.append((run, records)))
+    return dropped
 
 
 def test_a_full_spool_drops_its_oldest_and_counts_their_records(tmp_path: Path) -> None:
     spool = Spool(tmp_path, 25)
-    assert [put(spool, seq) for seq in range(3)] == [0, 0, 5]
+    assert [put(spool, seq) for seq in range(3)] == [[], [], [("r", 5)]]
     assert [kept.seq for kept in spool.batches()] == [1, 2]
 
 
@@ -36,5 +42,34 @@ def test_batches_of_other_processes_count_before_long(tmp_path: Path) -> None:
 
 def test_a_batch_larger_than_the_spool_drives_nothing_out(tmp_path: Path) -> None:
     spool = Spool(tmp_path, 25)
-    assert [put(spool, 0), put(spool, 1, size=26)] == [0, 5]
+    assert [put(spool, 0), put(spool, 1, size=26)] == [[], [("r", 5)]]
     assert [kept.seq for kept in spool.batches()] == [0]
+
+
+def test_what_another_run_loses_is_told_with_its_name_even_if_the_disk_then_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spool = Spool(tmp_path, 25)
+    put(spool, 0, run="earlier")
+    put(spool, 1)
+    monkeypatch.setattr(Path, "write_bytes", Mock(side_effect=OSError(28, "no room")))
+    dropped: list[tuple[str, int]] = []
+    with pytest.raises(OSError, match="no room"):
+        spool.put(Encoded("r", SOURCE, 2, 5, b"x" * 10), 2, lambda run, records: dropped.append((run, records)))
+    assert dropped == [("earlier", 5)]
+
+
+def test_a_file_that_may_not_be_removed_stays_and_another_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool = Spool(tmp_path, 25)
+    put(spool, 0, run="theirs")
+    put(spool, 1)
+    remove = Path.unlink
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        if "theirs" in path.name:
+            raise PermissionError(path)
+        remove(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    assert put(spool, 2) == [("r", 5)]
+    assert [kept.seq for kept in spool.batches()] == [0, 2]
