@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -11,6 +13,8 @@ import torch
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
 from ddpobs.journal import Journal, harmless
+
+_NAMES_A_BATCH = 2_000
 
 
 class Backward:
@@ -74,6 +78,8 @@ class ModuleRecorder:
         self._parameters = 0
         self._backwards = 0
         self._unused: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
+        self._names_told = 0
+        self._waiting: deque[wire.Unused] = deque(maxlen=1)
         journal.modules += 1
 
     @harmless
@@ -126,15 +132,33 @@ class ModuleRecorder:
 
     @harmless
     def unused(self, locally: Iterable[str], globally: Iterable[str]) -> None:
-        """Names of the parameters that the backward left out; travels when the set changes."""
+        """Names of the parameters that the backward left out; travels when the set changes.
+
+        Where it changes all the time (experts, layers that are dropped) a batch would be made of names, and be refused:
+        of those beyond `_NAMES_A_BATCH` only the latest set travels, with the next batch.
+        """
         found = (tuple(locally), tuple(globally))
-        if found != self._unused:
-            self._unused = found
-            self._offer(
-                wire.Unused(
-                    step=self._journal.number, module=self.index, locally=list(found[0]), globally=list(found[1])
-                )
-            )
+        if found == self._unused:
+            return
+        self._unused = found
+        told = wire.Unused(
+            step=self._journal.number, module=self.index, locally=list(found[0]), globally=list(found[1])
+        )
+        self._waiting.clear()
+        if self._names_told < _NAMES_A_BATCH:
+            self._tell(told)
+        else:
+            self._waiting.append(told)
+
+    def batch_cut(self) -> None:
+        """What was told so far is in a batch; called on the telemetry thread."""
+        self._names_told = 0
+        with suppress(IndexError):
+            self._tell(self._waiting.pop())
+
+    def _tell(self, unused: wire.Unused) -> None:
+        self._names_told += len(unused.locally) + len(unused.globally)
+        self._offer(unused)
 
     @harmless
     def forward_began(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:

@@ -10,6 +10,7 @@ import platform
 import re
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from multiprocessing.util import Finalize
@@ -161,7 +162,9 @@ class Telemetry:
         self._collectives.remove()
         self._journal.finish()
         self._loaders.look()
-        self._event("goodbye", self._journal.number, {})
+        for recorder in self._recorders:
+            recorder.batch_cut()
+        self._event("goodbye" if (error := _died_of()) is None else "failed", self._journal.number, error or {})
         self._exporter.close()
 
     @harmless
@@ -240,6 +243,8 @@ class Telemetry:
             self._exporter.offer(peers)
 
     def _encode(self, records: Sequence[object], envelope: Envelope) -> wire.Batch:
+        for recorder in tuple(self._recorders):
+            recorder.batch_cut()
         raws = [record for record in records if isinstance(record, RawStep)]
         records = [record for record in records if not isinstance(record, RawStep)]
         summary = self._summariser.summarise(raws) if raws else None
@@ -288,6 +293,12 @@ def _hello(device: torch.device, backend: str, settings: Mapping[str, wire.Scala
         versions={"ddpobs": ddpobs.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
         settings=dict(settings),
     )
+
+
+def _died_of() -> dict[str, wire.Scalar] | None:
+    """The error that nobody caught, at the exit of a script; an interactive session lives on after one."""
+    error = getattr(sys, "last_value", None)
+    return None if error is None or hasattr(sys, "ps1") else {"error": type(error).__name__}
 
 
 def _device(module: torch.nn.Module) -> torch.device:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import weakref
 from typing import Any
@@ -15,6 +16,7 @@ import ddpobs
 from ddpobs import DistributedDataParallel, collectives
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
+from tests.distributed.sent import sending
 
 
 def attached(module: torch.nn.Module) -> Any:
@@ -76,3 +78,20 @@ def contexts_of(model: Any, rank: int) -> int:
             model(batch(rank, step)).sum().backward()
     assert len(works) >= len(contexts) == 3
     return sum(context() is not None for context in contexts)
+
+
+def dies(rank: int, _: int) -> list[str]:
+    """What is told of a script that an error ended, and of an interactive session in which there was one."""
+    told = []
+    for interactive in (False, True):
+        with mock.patch.object(sys, "last_value", KeyError("x"), create=True), sending() as sent:
+            if interactive:
+                sys.ps1 = ">"
+            ddp = DistributedDataParallel(net(), telemetry=sent.config)
+            ddp(batch(rank, 0)).sum().backward()
+        told.append(sent.events[-1])
+    return told
+
+
+def test_a_script_that_died_of_an_error_says_no_goodbye() -> None:
+    assert run_ranks(dies, 2) == [["failed", "goodbye"]] * 2
