@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from ddpobs_server.store.schema import STEP_BOUNDS_S
 from grafana_foundation_sdk.builders import dashboard, table
 
 from dashboards.panels import SOURCE, Row, bars, board, lines, number, query, stacked, variable
 
 OF_RUN = 'run=~"$run"'
 OF_RANK = f'{OF_RUN},rank=~"$rank"'
+_MEAN_STEP = (
+    f"sum by (run) (rate(ddpobs_step_duration_seconds_sum{{{OF_RUN}}}[1m])) "
+    f"/ sum by (run) (rate(ddpobs_step_duration_seconds_count{{{OF_RUN}}}[1m]))"
+)
 
 
 def run_overview() -> dashboard.Dashboard:
@@ -30,8 +35,8 @@ def _rows() -> list[Row]:
             "At a glance",
             [
                 _findings(),
-                number("Steps a second", f"sum by (run) (rate(ddpobs_steps_total{{{OF_RUN}}}[1m]))", "short", 4),
-                number("Step time, median", _quantile(0.5), "s", 4),
+                number("Steps a second", f"avg by (run) (rate(ddpobs_steps_total{{{OF_RUN}}}[1m]))", "short", 4),
+                number("Step time, mean", _MEAN_STEP, "s", 4),
                 number(
                     "Exposed communication",
                     _share("ddpobs_comm_exposed_seconds_total", "ddpobs_phase_seconds_total"),
@@ -43,7 +48,14 @@ def _rows() -> list[Row]:
         (
             "Steps",
             [
-                lines("Step time", [(_quantile(0.5), "median"), (_quantile(0.95), "95th percentile")], "s"),
+                lines(
+                    "Step time: mean, and quantiles as a histogram estimates them",
+                    [(_MEAN_STEP, "mean"), (_quantile(0.5), "median"), (_quantile(0.95), "95th percentile")],
+                    "s",
+                ).description(
+                    "The mean is exact. A quantile may be anywhere between two of the histogram's bounds: "
+                    f"{', '.join(f'{bound:g}' for bound in STEP_BOUNDS_S)} s."
+                ),
                 stacked(
                     "Where a step's time goes",
                     f"sum by (phase) (rate(ddpobs_phase_seconds_total{{{OF_RANK}}}[1m])) "
@@ -58,20 +70,21 @@ def _rows() -> list[Row]:
             [
                 lines(
                     "Delay that a rank caused, per step",
-                    [(_per_step("ddpobs_rank_delay_seconds_total", OF_RANK), "rank {{rank}}")],
+                    [(_per_compared_step("ddpobs_rank_delay_seconds_total"), "rank {{rank}}")],
                     "s",
                 ),
                 lines(
                     "Waiting for the last rank, per step",
-                    [(_per_step("ddpobs_comm_wait_seconds_total", OF_RANK), "rank {{rank}}")],
+                    [(_per_compared_step("ddpobs_comm_wait_seconds_total"), "rank {{rank}}")],
                     "s",
                 ),
                 stacked(
-                    "Steps in which a rank was late, a second",
-                    f"sum by (rank, phase) (rate(ddpobs_straggler_steps_total{{{OF_RANK}}}[1m])) > 0 "
+                    "Share of steps in which a rank was late",
+                    f"sum by (rank, phase) (rate(ddpobs_straggler_steps_total{{{OF_RANK}}}[1m])) "
+                    f"/ on (rank) group_left () sum by (rank) (rate(ddpobs_compared_steps_total{{{OF_RANK}}}[1m])) > 0 "
                     f"or sum by (rank, phase) (ddpobs_straggler_steps_total{{{OF_RANK}}}) * 0",
                     "rank {{rank}}, {{phase}}",
-                    "short",
+                    "percentunit",
                 ),
                 lines(
                     "Seconds since a rank's last step",
@@ -86,8 +99,8 @@ def _rows() -> list[Row]:
                 lines(
                     "Communication, per step",
                     [
-                        (_per_step("ddpobs_comm_seconds_total", OF_RANK), "rank {{rank}}"),
-                        (_per_step("ddpobs_comm_exposed_seconds_total", OF_RANK), "rank {{rank}}, exposed"),
+                        (_per_step("ddpobs_comm_seconds_total"), "rank {{rank}}"),
+                        (_per_step("ddpobs_comm_exposed_seconds_total"), "rank {{rank}}, exposed"),
                     ],
                     "s",
                 ),
@@ -136,8 +149,12 @@ def _share(part: str, whole: str) -> str:
     return f"sum(rate({part}{{{OF_RANK}}}[1m])) / sum(rate({whole}{{{OF_RANK}}}[1m]))"
 
 
-def _per_step(metric: str, labels: str) -> str:
-    return f"rate({metric}{{{labels}}}[1m]) / rate(ddpobs_steps_total{{{labels}}}[1m])"
+def _per_step(metric: str, steps: str = "ddpobs_steps_total") -> str:
+    return f"rate({metric}{{{OF_RANK}}}[1m]) / rate({steps}{{{OF_RANK}}}[1m])"
+
+
+def _per_compared_step(metric: str) -> str:
+    return _per_step(metric, "ddpobs_compared_steps_total")
 
 
 def _findings() -> table.Panel:

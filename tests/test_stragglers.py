@@ -66,5 +66,16 @@ def test_ranks_meet_through_the_store_and_a_missing_rank_holds_nobody_up() -> No
     assert exchanges[1].gather() is None, "only rank 0 tells"
 
 
+def test_of_more_steps_than_are_exchanged_the_statistics_tell_how_many_they_are_of() -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    exchanges = [Exchange(dist.PrefixStore("many", store.clone()), rank, 2, 4) for rank in range(2)]
+    for exchange, backward in zip(exchanges, (40, 90), strict=True):
+        exchange.add(steps(2000, backward))
+        exchange.publish()
+    peers = exchanges[0].gather()
+    assert peers is not None
+    assert (peers.steps, peers.delay_ns.tolist()) == (512, [0, 512 * 50])
+
+
 def test_a_row_is_as_wide_as_its_columns() -> None:
     assert len(row(0)) == COLUMNS

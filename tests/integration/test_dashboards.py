@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -97,6 +99,42 @@ def test_no_panel_is_empty(prometheus: str) -> None:
     assert empty == []
 
 
+IN_15_S = {
+    **{f'ddpobs_steps_total{{run="{RUN}",rank="{rank}"}}': 60 for rank in range(4)},
+    f'ddpobs_step_duration_seconds_sum{{run="{RUN}"}}': 4 * 60 * 0.25,
+    f'ddpobs_step_duration_seconds_count{{run="{RUN}"}}': 4 * 60,
+    f'ddpobs_compared_steps_total{{run="{RUN}",rank="1"}}': 24,
+    f'ddpobs_rank_delay_seconds_total{{run="{RUN}",rank="1"}}': 24 * 0.0625,
+    f'ddpobs_comm_wait_seconds_total{{run="{RUN}",rank="1"}}': 24 * 0.125,
+    f'ddpobs_straggler_steps_total{{run="{RUN}",rank="1",phase="backward"}}': 12,
+}
+"""Four ranks at four steps a second, all of a quarter of a second; fast enough that not all of them are compared."""
+
+
+@pytest.mark.parametrize(
+    ("panel", "labels", "value"),
+    [
+        ("Steps a second", f'run="{RUN}"', 4),
+        ("Step time, mean", f'run="{RUN}"', 0.25),
+        ("Delay that a rank caused, per step", f'run="{RUN}", rank="1"', 0.0625),
+        ("Waiting for the last rank, per step", f'run="{RUN}", rank="1"', 0.125),
+        ("Share of steps in which a rank was late", 'rank="1", phase="backward"', 0.5),
+    ],
+)
+def test_a_panel_shows_what_its_title_says(tmp_path: Path, panel: str, labels: str, value: float) -> None:
+    asked = {
+        "expr": filled(dict(queries())[panel]),
+        "eval_time": "10m",
+        "exp_samples": [{"labels": f"{{{labels}}}", "value": value}],
+    }
+    series = [{"series": name, "values": f"0+{grown}x60"} for name, grown in IN_15_S.items()]
+    test = {"interval": "15s", "input_series": series, "promql_expr_test": [asked]}
+    (tmp_path / "test.yml").write_text(json.dumps({"tests": [test]}))
+    command = [need("promtool", "prometheus"), "test", "rules", tmp_path / "test.yml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 def test_every_variable_has_values(prometheus: str) -> None:
     variables = [variable for dashboard in dashboards() for variable in dashboard["templating"]["list"]]
     asked = [variable for variable in variables if variable["type"] == "query"]
@@ -125,6 +163,22 @@ def test_rules_and_alerts_pass_promtools_tests() -> None:
     for command in (["check", "config", "prometheus.yml"], ["test", "rules", "tests.yml", "collector_tests.yml"]):
         done = subprocess.run([promtool, *command], cwd=folder, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_guides_scrapes_are_a_configuration_and_each_has_a_token_and_the_name_that_alerts_look_for(
+    tmp_path: Path,
+) -> None:
+    guide = (ROOT / "docs" / "operations.md").read_text()
+    (snippet,) = re.findall(r"^    scrape_configs:\n(?:     .*\n)+", guide, re.MULTILINE)
+    (tmp_path / "prometheus.yml").write_text(textwrap.dedent(snippet))
+    command = [need("promtool", "prometheus"), "check", "config", "--syntax-only", tmp_path / "prometheus.yml"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    scrapes = yaml.safe_load(snippet)["scrape_configs"]
+    assert {scrape["params"]["only"][0] for scrape in scrapes} == {"runs", "collector"}
+    for scrape in scrapes:
+        assert scrape["job_name"].startswith("ddpobs")
+        assert scrape["authorization"]["credentials_file"]
 
 
 def test_every_alert_is_tested_where_it_is_told() -> None:

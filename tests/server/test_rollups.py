@@ -34,10 +34,11 @@ def rows(draw: st.DrawFn) -> list[Row]:
 def test_sums_by_bucket_are_those_of_a_loop_over_rows(batches: list[list[Row]]) -> None:
     expected: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for batch, found in enumerate(batches):
-        for _, group in groupby(found, key=lambda row: row[:3]):
-            before, together = None, sorted(group, key=lambda row: row[4])
-            for _, module, revision, bucket, ready, launched, done in together:
-                exposed = max(0, done - max(launched, together[-1][4]))
+        last_ready = {row[0]: row[4] for row in sorted(found, key=lambda row: row[4])}
+        for (step, *_), group in groupby(found, key=lambda row: row[:3]):
+            before = None
+            for _, module, revision, bucket, ready, launched, done in sorted(group, key=lambda row: row[4]):
+                exposed = max(0, done - max(launched, last_ready[step]))
                 own = (1, 0 if before is None else ready - before, done - launched, exposed)
                 _count(expected[batch, module, revision, bucket], own)
                 before = ready
@@ -47,6 +48,13 @@ def test_sums_by_bucket_are_those_of_a_loop_over_rows(batches: list[list[Row]]) 
     for row in zip(*(sums[name] for name in _KEY + _SUMS), strict=True):
         _count(got[row[:4]], row[4:])
     assert got == expected
+
+
+def test_one_modules_backward_hides_anothers_communication() -> None:
+    """The decoder's, ready at 10 and reduced at 40, under the encoder's, whose gradient comes at 80."""
+    found = [row for step in range(3) for row in ((step, 0, 0, 0, 10, 10, 40), (step, 1, 0, 0, 80, 80, 85))]
+    sums = rollups.bucket_sums(*rollups.join([_spans(found)]))
+    assert dict(zip(sums["module"], sums["exposed_ns"], strict=True)) == {0: 0, 1: 3 * 5}
 
 
 def test_steps_that_alternate_are_not_taken_one_by_one() -> None:

@@ -29,6 +29,7 @@ _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("bucket_ready_seconds", "From the previous bucket's readiness to this one's.", ("bucket", "run")),
     ("bucket_comm_seconds", "From launch to completion.", ("bucket", "run")),
     ("bucket_exposed_seconds", "Communication after the step's last gradient.", ("bucket", "run")),
+    ("compared_steps", "Steps in which the ranks were compared: those that delay, waiting and lateness are of.", _RANK),
     ("rank_delay_seconds", "Delay that this rank caused while it was last.", _RANK),
     ("straggler_steps", "Steps in which this rank was late by more than a tenth.", ("phase", *_RANK)),
     ("telemetry_dropped", "Records lost before they reached the collector.", _RANK),
@@ -140,6 +141,7 @@ def _add_ranks(families: _Families, runs: dict[str, Run], found: Aggregates) -> 
     for key, total in found.peers:
         if key in runs:
             labels = (total.rank, runs[key].name)
+            families.add("compared_steps", labels, total.steps)
             families.add("rank_delay_seconds", labels, total.delay_ns / 1e9)
             families.add("comm_wait_seconds", labels, total.wait_ns / 1e9)
             for phase, steps in total.straggler_steps.items():

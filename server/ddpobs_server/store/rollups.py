@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -58,8 +59,9 @@ def step_durations(steps: wire.Steps, batch: wire.Ints) -> Sums:
 def bucket_sums(spans: wire.Spans, batch: wire.Ints) -> Sums:
     """By batch and bucket: compute (previous bucket's readiness to its own), communication, what is exposed of it.
 
-    Exposed is what lies after the step's last readiness. A batch holds whole steps, and a module's spans of one
-    together, so one batch suffices. A bucket that comes twice in a step gives two rows.
+    Exposed is what lies after the step's last readiness, whichever module's: one's backward hides another's
+    communication. A batch holds whole steps, and a module's spans of one together, so one batch suffices. A bucket that
+    comes twice in a step gives two rows.
     """
     names = ("batch", "module", "revision", "bucket", "steps", "compute_ns", "comm_ns", "exposed_ns")
     found: list[Sums] = []
@@ -69,17 +71,19 @@ def bucket_sums(spans: wire.Spans, batch: wire.Ints) -> Sums:
         of = batch[rows][::width]
         first = np.flatnonzero(_changes(of))
         begins = np.flatnonzero(_changes(own[0]) | _changes(own[1])).tolist()
-        for begin, end in zip(begins, [*begins[1:], width], strict=True):
-            sums = _grid_sums(ready[:, begin:end], launched[:, begin:end], done[:, begin:end], first)
+        modules = list(zip(begins, [*begins[1:], width], strict=True))
+        computes, lasts = zip(*(_compute(ready[:, begin:end]) for begin, end in modules), strict=True)
+        last_ready = reduce(np.maximum, lasts)
+        for compute, (begin, end) in zip(computes, modules, strict=True):
+            sums = _grid_sums(compute, launched[:, begin:end], done[:, begin:end], last_ready, first)
             keys = np.tile(own[:, begin:end], len(first))
             found.append(_sums(names, np.repeat(of[first], end - begin), *keys, *sums))
     return found[0] if len(found) == 1 else {name: [value for sums in found for value in sums[name]] for name in names}
 
 
-def _grid_sums(ready: wire.Ints, launched: wire.Ints, done: wire.Ints, first: wire.Ints) -> list[wire.Ints]:
-    """Steps, compute, communication and what is exposed of it, summed from each first step to the next."""
-    steps, width = ready.shape
-    plain, launched, done = ready.ravel(), launched.ravel(), done.ravel()
+def _compute(ready: wire.Ints) -> tuple[wire.Ints, wire.Ints]:
+    """From the previous bucket's readiness to each one's own, and each step's last readiness."""
+    plain = ready.ravel()
     compute = np.empty(ready.shape, np.int64)
     np.subtract(plain[1:], plain[:-1], out=compute.reshape(-1)[1:])
     compute[:, 0] = 0
@@ -89,11 +93,20 @@ def _grid_sums(ready: wire.Ints, launched: wire.Ints, done: wire.Ints, first: wi
         in_order = np.take_along_axis(ready, order, axis=1)
         np.put_along_axis(compute, order, np.diff(in_order, axis=1, prepend=in_order[:, :1]), axis=1)
         last_ready = in_order[:, -1]
+    return compute, last_ready
+
+
+def _grid_sums(
+    compute: wire.Ints, launched: wire.Ints, done: wire.Ints, last_ready: wire.Ints, first: wire.Ints
+) -> list[wire.Ints]:
+    """Steps, compute, communication and what is exposed of it, summed from each first step to the next."""
+    steps, width = compute.shape
+    launched, done = launched.ravel(), done.ravel()
     exposed = np.repeat(last_ready, width)
     np.maximum(launched, exposed, out=exposed)
     np.subtract(done, exposed, out=exposed)
     np.maximum(exposed, 0, out=exposed)
-    grids = (compute, (done - launched).reshape(ready.shape), exposed.reshape(ready.shape))
+    grids = (compute, (done - launched).reshape(compute.shape), exposed.reshape(compute.shape))
     counts = np.repeat(np.diff(first, append=steps), width)
     return [counts, *(np.add.reduceat(grid, first).ravel() for grid in grids)]
 
