@@ -6,6 +6,7 @@ computes. A rank that is late, out of data or dead costs the others nothing.
 
 from __future__ import annotations
 
+from collections import deque
 from datetime import timedelta
 from typing import Any
 
@@ -14,6 +15,10 @@ import numpy.typing as npt
 
 from ddpobs import wire
 
+_ROWS, _FEWEST = 8192, 32
+"""Of all ranks, and of one."""
+_BATCHES = 2
+"""A rank's table holds the steps of so many of its batches: ranks cut theirs at different times, and share one's."""
 COLUMNS = 2 + len(wire.OWN_PHASES)
 """Of a published row: collective, the step's wall time, own time by phase; all in ns but the first."""
 ALARM_SHARE = 0.1
@@ -28,13 +33,15 @@ class Exchange:
         store: A `torch.distributed.Store` of its own (a clone), under a prefix that this attempt alone uses.
         rank: This process's rank.
         world_size: How many ranks publish.
-        every: Fewest new steps worth an exchange.
+        every: Fewest new steps worth an exchange; where the table holds less than twice as many, half of these.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, every: int) -> None:
-        self._store, self._rank, self._world_size, self._every = store, rank, world_size, every
+        self._store, self._rank, self._world_size = store, rank, world_size
         self._rows = np.empty((0, COLUMNS), np.int64)
-        self._most = max(32, min(512, 8192 // world_size))
+        self._most = max(_FEWEST, _ROWS // world_size)
+        self._every = min(every, self._most // 2)
+        self._added: deque[int] = deque(maxlen=_BATCHES)
         self._fresh = 0
         self._seen = -1
         store.set_timeout(_READ_TIMEOUT)
@@ -43,7 +50,9 @@ class Exchange:
         """Take in finished steps; one without own time is left out, and so drops out of the join."""
         own = [getattr(steps, f"own_{name}_ns") for name in wire.OWN_PHASES]
         rows = np.stack([steps.collective, steps.end_ns - steps.start_ns, *own], axis=1)[steps.own_ns != wire.UNKNOWN]
-        self._rows = np.concatenate([self._rows, rows])[-self._most :]
+        self._added.append(len(rows))
+        kept = min(self._most, max(_FEWEST, 2 * self._every, sum(self._added)))
+        self._rows = np.concatenate([self._rows, rows])[-kept:]
         self._fresh += len(rows)
 
     def publish(self) -> None:

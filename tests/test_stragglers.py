@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch.distributed as dist
 
 from ddpobs import wire
@@ -52,8 +53,8 @@ def test_ranks_are_joined_by_the_collective_and_not_by_their_row() -> None:
 
 
 def test_ranks_meet_through_the_store_and_a_missing_rank_holds_nobody_up() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    exchanges = [Exchange(dist.PrefixStore("a", store.clone()), rank, 2, 4) for rank in range(2)]
+    store = dist.HashStore()
+    exchanges = [Exchange(dist.PrefixStore("a", store), rank, 2, 4) for rank in range(2)]
     exchanges[0].add(steps(4))
     exchanges[0].publish()
     assert exchanges[0].gather() is None
@@ -67,14 +68,43 @@ def test_ranks_meet_through_the_store_and_a_missing_rank_holds_nobody_up() -> No
 
 
 def test_of_more_steps_than_are_exchanged_the_statistics_tell_how_many_they_are_of() -> None:
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    exchanges = [Exchange(dist.PrefixStore("many", store.clone()), rank, 2, 4) for rank in range(2)]
+    store = dist.HashStore()
+    exchanges = [Exchange(dist.PrefixStore("many", store), rank, 2, 4) for rank in range(2)]
     for exchange, backward in zip(exchanges, (40, 90), strict=True):
-        exchange.add(steps(2000, backward))
+        exchange.add(steps(5000, backward))
         exchange.publish()
     peers = exchanges[0].gather()
     assert peers is not None
-    assert (peers.steps, peers.delay_ns.tolist()) == (512, [0, 512 * 50])
+    assert (peers.steps, peers.delay_ns.tolist()) == (4096, [0, 4096 * 50])
+
+
+@pytest.mark.parametrize(("world_size", "every"), [(2, 5000), (512, 33), (1024, 16)])
+def test_an_exchange_takes_place_however_many_steps_are_asked_for(world_size: int, every: int) -> None:
+    store = dist.HashStore()
+    exchanges = [Exchange(dist.PrefixStore("rare", store), rank, world_size, every) for rank in (0, 1)]
+    for exchange in exchanges:
+        exchange._world_size = 2
+        for first in range(0, 6000, 3):
+            one = steps(first + 3)
+            exchange.add(wire.Steps(**{name: getattr(one, name)[-3:] for name in one.names}))
+        exchange.publish()
+    assert exchanges[0].gather() is not None
+
+
+def test_fast_steps_are_all_compared_though_ranks_cut_their_batches_at_different_times() -> None:
+    store = dist.HashStore()
+    exchanges = [Exchange(dist.PrefixStore("fast", store), rank, 2, 4) for rank in range(2)]
+    whole, sent, compared = steps(12_000), [0, 0], 0
+    for second in range(12):
+        for rank, exchange in enumerate(exchanges):
+            if second % 4 == 3 * rank:  # Each four seconds, of a thousand steps each.
+                until = 1000 * (second + 1)
+                exchange.add(wire.Steps(**{name: getattr(whole, name)[sent[rank] : until] for name in whole.names}))
+                sent[rank] = until
+                exchange.publish()
+        peers = exchanges[0].gather()
+        compared += peers.steps if peers is not None else 0
+    assert compared == min(sent)
 
 
 def test_a_row_is_as_wide_as_its_columns() -> None:
