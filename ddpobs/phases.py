@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddpobs.clocks import Stamp
-from ddpobs.wire import PHASES
+from ddpobs.wire import COMM_KINDS, PHASES
 
 DATA, FORWARD, BACKWARD, EXPOSED_COMM, OPTIMIZER, OTHER = range(len(PHASES))
+_UNUSED_MAP = COMM_KINDS.index("unused_map")
 _MOST_SWITCHES = 100_000
 """A step in which nothing is ever synchronised begins anew then, after some 10,000 micro-batches."""
 
@@ -84,6 +85,7 @@ class StepTracker:
         self._clean = False
         self._collective = -1
         self._evaluated = self._stale = False
+        self._comms_switched = 0
 
     @property
     def phase(self) -> int:
@@ -240,9 +242,16 @@ class StepTracker:
         self._clean = False
 
     def finished(self) -> None:
-        """Training is over: the open step counts if it synchronised anything."""
-        if self._step and self._step.segments:
-            self._close()
+        """Training is over: the open step counts if it synchronised anything, until its last switch.
+
+        What follows that is no training: an evaluation, an upload, the wait for the exit.
+        """
+        step = self._step
+        if step is None or not step.segments:
+            return
+        after = step.comms[self._comms_switched :]
+        step.comms[self._comms_switched :] = [comm for comm in after if comm[1] == _UNUSED_MAP]  # Told when it is done.
+        self._close(max(1, len(step.switches) - 1))
 
     # ------------------------------------------------------------------ what follows from it
 
@@ -288,6 +297,7 @@ class StepTracker:
         if len(step.switches) >= _MOST_SWITCHES:
             step.switches, step.comms, self._clean = [], [], False
         step.switches.append((self.phase, self.at))
+        self._comms_switched = len(step.comms)
 
     def _open(self) -> RawStep:
         if self._step is None:

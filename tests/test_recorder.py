@@ -162,6 +162,7 @@ def plain_step(training: Training, **ns: int) -> None:
 def test_phases_add_up_to_the_wall_time(training: Training) -> None:
     for _ in range(3):
         plain_step(training, tail=2)
+    training.fetch(10)
     for step in training.steps():
         assert phases(step) == {
             "data": 10,

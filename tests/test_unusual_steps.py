@@ -352,3 +352,31 @@ def test_a_function_that_saves_can_be_sent_to_a_process_that_does(training: Trai
     finally:
         hooks.remove()
     assert torch.save is torch.serialization.save is original
+
+
+def test_what_follows_the_last_step_is_no_part_of_it(training: Training) -> None:
+    for _ in range(3):
+        plain_step(training)
+    training.spend(12_000)  # An upload, or the wait for the exit.
+    training.journal.communicated(0, wire.COMM_KINDS.index("user"), training.clock.at, training.clock.at + 500)
+    training.spend(500)
+    training.journal.finish()
+    _, second, last = training.steps()
+    assert (phases(second).pop("other"), phases(last)) == (3, {k: v for k, v in phases(second).items() if k != "other"})
+    assert sum(last.phases_ns) == last.end_ns - last.start_ns
+    assert (own(last), last.comm_ns) == (own(second), second.comm_ns)
+
+
+def test_unused_sets_that_change_all_the_time_do_not_fill_a_batch(training: Training) -> None:
+    """A collector takes so many names a batch, and no more."""
+    names = [f"layer.{number}" for number in range(1500)]
+    for step in range(20):
+        training.recorder.unused(names[step:], [])
+    told = [one for one in training.told if isinstance(one, wire.Unused)]
+    assert [one.locally[0] for one in told] == ["layer.0", "layer.1"]
+    training.recorder.batch_cut()
+    training.recorder.batch_cut()
+    told = [one for one in training.told if isinstance(one, wire.Unused)]
+    assert [one.locally[0] for one in told][2:] == ["layer.19"]
+    training.recorder.unused([], [])
+    assert getattr(training.told[-1], "locally", None) == []

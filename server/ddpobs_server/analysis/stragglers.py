@@ -24,6 +24,12 @@ MIN_COST_SHARE = 0.05
 CHANCE = 0.01
 RECENT_STEPS = 1024
 """What is judged: who was slow long ago is not slow now."""
+SUDDEN = {128: 0.1, 64: 0.2}
+"""So many of the latest steps are judged by themselves, too: who has just become slow is not slow in all quarters.
+A burst of noise may fill so few: in each of their quarters a rank is late in `_SUDDEN_LATE_SHARE`, and costs this."""
+_SUDDEN_LATE_SHARE = 0.8
+_MOST_MEDIANS = 4.0
+"""No step counts for more than so many median ones: one that holds an upload is as long as thousands."""
 _BLOCK = 4
 _PARTS = 4
 _PERMUTATIONS = 400
@@ -52,6 +58,10 @@ class Lateness:
     def cost_ns(self) -> Floats:
         """What a step loses to each rank where it is late, were all the others in time; shape [steps, ranks]."""
         return np.where(self.late, self.excess_ns, 0.0)
+
+    def latest(self, count: int) -> Lateness:
+        """Of the last so many steps."""
+        return Lateness(self.excess_ns[-count:], self.delay_ns[-count:], self.last[-count:], self.late[-count:])
 
 
 def lateness(joined: Joined) -> Lateness:
@@ -97,18 +107,44 @@ def _rotated_most(counts: wire.Ints, random: np.random.Generator) -> wire.Ints:
     return np.array([np.bincount((rank + turn[block]) % ranks, weights, ranks).max() for turn in turns], np.int64)
 
 
-def recurring(joined: Joined, late: Lateness) -> list[int]:
+def weights(step_ns: Floats) -> Floats:
+    """By how much each step counts, at most 1, so that none counts for more than `_MOST_MEDIANS` median ones."""
+    return np.minimum(1.0, _MOST_MEDIANS * np.median(step_ns) / step_ns)
+
+
+def cost_shares(joined: Joined, late: Lateness, rows: wire.Ints) -> Floats:
+    """What these steps lose to each rank, as a share of them; shape [ranks], each from 0 to 1."""
+    step_ns = joined.step_ns[rows]
+    counts = weights(step_ns)
+    return np.asarray(counts @ late.cost_ns[rows] / (counts @ step_ns))
+
+
+def recurring(joined: Joined, late: Lateness, least_late: float = 0.0, least_cost: float = MIN_COST_SHARE) -> list[int]:
     """Indices of the ranks that stand out in each quarter of the steps, not in one burst of noise.
 
     In each such a rank is late at least half as often as the one that is late most, at least twice as often as the
-    others' median, and costs `MIN_COST_SHARE`.
+    others' median and in the share `least_late` of the steps, and costs `least_cost`.
     """
     stand_out = np.ones(len(joined.ranks), bool)
     for rows in np.array_split(np.arange(len(joined)), _PARTS):
         shares = late.late[rows].mean(axis=0)
         stand_out &= (shares >= 0.5 * shares.max()) & (shares >= 2 * median_of_others(shares[None])[0])
-        stand_out &= late.cost_ns[rows].mean(axis=0) >= MIN_COST_SHARE * joined.step_ns[rows].mean()
+        stand_out &= (shares >= least_late) & (cost_shares(joined, late, rows) >= least_cost)
     return np.flatnonzero(stand_out).tolist()
+
+
+def onset(late: npt.NDArray[np.bool_], share: float) -> int:
+    """Since when a rank is late about as often as it is now, and no more as seldom as before.
+
+    Args:
+        late: Of one rank, shape [steps].
+        share: In which it is late now.
+
+    Returns:
+        Index of the step since which the excess over half of that share adds up to most.
+    """
+    since_each = np.cumsum(late[::-1] - 0.5 * share)[::-1]
+    return int(since_each.argmax())
 
 
 def causes(joined: Joined, rank: int, rows: wire.Ints) -> list[tuple[str, float]]:
@@ -138,14 +174,15 @@ def backward_began_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Int
 
     Args:
         steps: Rank of each row, and columns, sorted by step and rank.
-        spans: Likewise; of one module and layout revision, not empty.
+        spans: Likewise, or rank by rank; of all modules that a step has, not empty.
 
     Returns:
         For each span, on its rank's clock; `wire.UNKNOWN` where it is not known.
     """
     (step_rank, step), (span_rank, span) = steps, spans
-    whole = np.flatnonzero((step.micro_steps == 1) & (step.step >= span.step[0]) & (step.step <= span.step[-1]))
-    origin, width = span.step[0], max(int(span_rank.max()), int(step_rank.max(initial=0))) + 1
+    origin, final = span.step.min(), span.step.max()
+    whole = np.flatnonzero((step.micro_steps == 1) & (step.step >= origin) & (step.step <= final))
+    width = max(int(span_rank.max()), int(step_rank.max(initial=0))) + 1
     known = (step.step[whole] - origin) * width + step_rank[whole]
     wanted = (span.step - origin) * width + span_rank
     begins = np.flatnonzero(np.diff(wanted, prepend=wanted[0] - 1))
@@ -158,49 +195,64 @@ def backward_began_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Int
     return np.repeat(began, np.diff(begins, append=len(wanted)))
 
 
-def first_late_bucket(rank: int, row_rank: wire.Ints, spans: wire.Spans, began_ns: wire.Ints) -> int | None:
-    """The bucket at which a slow backward shows: at least half of the whole lag arises there, not evenly over all.
+def late_collectives(joined: Joined, rank: int, first: int) -> wire.Ints:
+    """Those of the steps from `first` on in which a rank was late."""
+    late = lateness(joined).late[:, np.searchsorted(joined.ranks, rank)]
+    return joined.collective[late & (joined.step >= first)]
+
+
+def late_bucket(
+    rank: int, row_rank: wire.Ints, spans: wire.Spans, began_ns: wire.Ints, excess_ns: float
+) -> tuple[int, int, int] | None:
+    """The bucket at which a slow backward shows: at least half of the rank's excess arises there, not evenly over all.
+
+    A bucket's compute span begins at the readiness before its own, of whichever module: a lag shows only where it
+    arises. Of several buckets it is the one whose lag adds up to most, for one late step may be a spike anywhere.
 
     Args:
         rank: The slow rank.
         row_rank: Rank of each span.
-        spans: Of one module and layout revision.
+        spans: Of the steps in which it was late, of all modules.
         began_ns: When backward began, of each span, on that rank's clock; `wire.UNKNOWN` where it is not known.
+        excess_ns: What the rank takes longer than the others in such a step.
 
     Returns:
-        The bucket's index, or None where the ranks' buckets do not compare.
+        Its module, the layout's revision and its index, or None where the ranks' buckets do not compare.
     """
-    known = began_ns >= 0
-    since = spans.ready_ns - began_ns
-    buckets = np.unique(spans.bucket)
-    lags = []
-    for bucket in buckets:
-        of_bucket = known & (spans.bucket == bucket)
-        mine, others = since[of_bucket & (row_rank == rank)], since[of_bucket & (row_rank != rank)]
-        if not len(mine) or not len(others):
-            return None
-        lags.append(float(np.median(mine) - np.median(others)))
-    if not lags or max(lags) <= 0:
-        return None
-    growth = np.diff(lags, prepend=0.0)
-    return int(buckets[growth.argmax()]) if growth.max() >= 0.5 * max(lags) else None
+    order = np.lexsort((spans.ready_ns, row_rank, spans.step))
+    order = order[began_ns[order] >= 0]
+    of, cut = row_rank[order], spans.at(order)
+    first = (np.diff(cut.step, prepend=-1) != 0) | (np.diff(of, prepend=-1) != 0)
+    compute_ns = cut.ready_ns - np.where(first, began_ns[order], np.roll(cut.ready_ns, 1))
+    lags: dict[tuple[int, int, int], tuple[float, float]] = {}
+    places, place = np.unique(np.stack([cut.module, cut.revision, cut.bucket]), axis=1, return_inverse=True)
+    for index, (module, revision, bucket) in enumerate(places.T.tolist()):
+        of_bucket = place.reshape(-1) == index
+        mine, others = compute_ns[of_bucket & (of == rank)], compute_ns[of_bucket & (of != rank)]
+        if len(mine) and len(others):
+            lag_ns = float(np.median(mine) - np.median(others))
+            lags[module, revision, bucket] = lag_ns * len(mine), lag_ns
+    most = max(lags, key=lags.__getitem__, default=None)
+    return most if most is not None and lags[most][1] >= max(1.0, 0.5 * excess_ns) else None
 
 
 def gain(joined: Joined, late: Lateness, rank: int) -> Gain:
     """What a step would save were this rank as fast as the others' median.
 
     T - T_ideal of S = T / T_ideal (arXiv 2505.05713) with this one rank brought to the others' median: where it was
-    last, the step then waits for the next to last. The error is the standard deviation over resampled blocks of steps.
+    last, the step then waits for the next to last. Steps count by their `weights`. The error is the standard deviation
+    over resampled blocks of steps.
     """
+    counts = weights(joined.step_ns)
     next_to_last = np.sort(joined.own_ns, axis=1)[:, -2]
-    saved = np.where(late.last == rank, joined.own_ns.max(axis=1) - next_to_last, 0.0)
+    saved = counts * np.where(late.last == rank, joined.own_ns.max(axis=1) - next_to_last, 0.0)
     blocks = max(1, len(saved) // _BLOCK)
     means = saved[: blocks * _BLOCK].reshape(blocks, -1).mean(axis=1)
     resampled = np.random.default_rng(0).choice(means, (200, blocks)).mean(axis=1)
     step_ns = float(saved.mean())
     return Gain(
         step_ns=round(step_ns),
-        ratio=round(step_ns / float(joined.step_ns.mean()), 4),
+        ratio=round(step_ns / float((counts * joined.step_ns).mean()), 4),
         error_ratio=round(float(resampled.std()) / step_ns, 4) if step_ns else 0.0,
     )
 
@@ -240,44 +292,63 @@ def straggler_findings(joined: Joined, hosts: dict[int, str]) -> list[Finding] |
         return Missing("straggler", f"{len(joined)} of {MIN_STEPS} steps in which every rank's own time is known")
     joined = joined.latest(RECENT_STEPS)
     late = lateness(joined)
-    suspects = recurring(joined, late)
+    habits = _beyond_chance(late, recurring(joined, late))
+    found = [_finding(joined, late, index, chance, hosts) for index, chance in habits.items()]
+    return found + _sudden_findings(joined, late, set(habits), hosts)
+
+
+def _sudden_findings(joined: Joined, late: Lateness, known: set[int], hosts: dict[int, str]) -> list[Finding]:
+    """A finding for each other rank that has become slow of late, of the steps since then."""
+    found = []
+    for count, least_cost in SUDDEN.items():
+        if len(joined) <= count:
+            continue
+        now, late_now = joined.latest(count), late.latest(count)
+        suspects = set(recurring(now, late_now, _SUDDEN_LATE_SHARE, least_cost)) - known
+        for index, chance in _beyond_chance(late_now, sorted(suspects)).items():
+            steps = len(joined) - onset(late.late[:, index], float(late_now.late[:, index].mean()))
+            found.append(_finding(joined.latest(steps), late.latest(steps), index, chance, hosts, sudden=True))
+            known |= {index}
+    return found
+
+
+def _beyond_chance(late: Lateness, suspects: list[int]) -> dict[int, float]:
+    """Those that are late more often than chance, and how often chance would do it."""
     if not suspects:
-        return []  # Chance takes longer to work out than all the rest.
+        return {}  # Chance takes longer to work out than all the rest.
     chance = chance_of(late.late)
-    return [
-        _finding(joined, late, index, int(joined.ranks[index]), float(chance[index]), hosts)
-        for index in suspects
-        if chance[index] <= CHANCE
-    ]
+    return {index: float(chance[index]) for index in suspects if chance[index] <= CHANCE}
 
 
 def _finding(  # noqa: PLR0917 - the facts of one rank
-    joined: Joined, late: Lateness, index: int, rank: int, chance: float, hosts: dict[int, str]
+    joined: Joined, late: Lateness, index: int, chance: float, hosts: dict[int, str], sudden: bool = False
 ) -> Finding:
-    rows = np.flatnonzero(late.late[:, index])
+    rank, rows = int(joined.ranks[index]), np.flatnonzero(late.late[:, index])
     named = causes(joined, index, rows)
     phase = named[0][0] if named else "other"
     share = len(rows) / len(joined)
     excess_ns = float(np.median(late.excess_ns[rows, index]))
-    step_ns = float(joined.step_ns.mean())
+    step_ns = float(np.median(joined.step_ns))
     saved = gain(joined, late, index)
-    lost_share = float(late.cost_ns[:, index].mean()) / step_ns
+    lost_share = float(cost_shares(joined, late, np.arange(len(joined)))[index])
     kind = "persistent" if share >= 0.6 else "intermittent"
     when = "in every step" if share > 0.98 else f"in {share:.0%} of the steps"
+    first, last = int(joined.step[0]), int(joined.step[-1])
     return Finding(
         code="straggler",
         severity=severity_of(lost_share),
         title=(
-            f"Rank {rank} is slow in {phase}: {excess_ns / 1e6:.1f} ms more than the other ranks {when}, "
-            f"of a step of {step_ns / 1e6:.1f} ms"
+            f"Rank {rank} is slow in {phase}: {excess_ns / 1e6:.1f} ms more than the other ranks {when}"
+            f"{f' since step {first}' if sudden else ''}, of a step of {step_ns / 1e6:.1f} ms"
         ),
         remedy=_REMEDIES[phase] + (_NOT_ALONE if saved.ratio < 0.5 * lost_share else ""),
-        steps=(int(joined.step[0]), int(joined.step[-1])),
+        steps=(first, last),
         ranks=[rank],
         phase=phase,
         evidence={
             "kind": kind,
             "host": hosts.get(rank),
+            "since_step": first if sudden else None,
             "late_share": round(share, 4),
             "lost_share": round(lost_share, 4),
             "chance": round(chance, 4),

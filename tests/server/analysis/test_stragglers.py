@@ -10,8 +10,8 @@ from ddpobs_server.analysis.joins import join
 from ddpobs_server.analysis.stragglers import (
     backward_began_ns,
     chance_of,
-    first_late_bucket,
     gain,
+    late_bucket,
     lateness,
     straggler_findings,
 )
@@ -201,7 +201,8 @@ def lags(per_bucket: list[int]) -> int | None:
                 rank.append(r)
                 began.append(base)
                 rows.append((step, bucket, ready, ready, ready + MS))
-    return first_late_bucket(1, *spans(rank, rows), np.array(began))
+    found = late_bucket(1, *spans(rank, rows), np.array(began), max(per_bucket) * MS)
+    return None if found is None else found[2]
 
 
 @pytest.mark.parametrize("late", [0, 1, 3])
@@ -215,3 +216,95 @@ def test_no_bucket_is_named_without_a_lag() -> None:
 
 def test_no_bucket_is_named_when_the_whole_backward_is_slow() -> None:
     assert lags([5 * (bucket + 1) for bucket in range(8)]) is None
+
+
+def with_tail(own: wire.Ints, tail_s: float) -> tuple[wire.Ints, wire.Steps]:
+    """The last step lasts so much longer on every rank, as where an upload follows it."""
+    rank, steps = columns(own)
+    return rank, changed(steps, end_ns=steps.end_ns + np.where(steps.step == len(own) - 1, round(tail_s * 1e9), 0))
+
+
+@pytest.mark.parametrize("steps", [32, 200])
+@pytest.mark.parametrize("tail_s", [12, 600])
+def test_one_long_step_takes_nothing_from_what_is_said_of_a_slow_rank(steps: int, tail_s: float) -> None:
+    own = exact({1: ("backward", 40)}, steps=steps)
+    (plain,), (finding,) = found(own), straggler_findings(join(*with_tail(own, tail_s)), {})  # type: ignore[misc]
+    assert (finding.ranks, finding.severity) == ([1], plain.severity)
+    assert (finding.title.split()[-2], finding.evidence["step_ns"]) == ("118.0", 118 * MS)
+    assert finding.evidence["lost_share"] == pytest.approx(plain.evidence["lost_share"], rel=0.15)
+    assert finding.gain.ratio == pytest.approx(plain.gain.ratio, rel=0.15)  # type: ignore[union-attr]
+
+
+def test_a_long_stall_of_one_step_is_no_gain() -> None:
+    own = exact({1: ("backward", 40)}, steps=200)
+    own[77, 1, wire.OWN_PHASES.index("other")] += 60_000 * MS
+    joined = join(*columns(own))
+    assert gain(joined, lateness(joined), 1).step_ns == pytest.approx(40 * MS, rel=0.06)
+
+
+def test_a_checkpoint_of_one_rank_every_hundred_steps_is_no_straggler() -> None:
+    own = exact({}, steps=1000)
+    own[50::100, 0, wire.OWN_PHASES.index("other")] += 10_000 * MS
+    assert found(own) == []
+
+
+@pytest.mark.parametrize("since", [70, 100, 256, 500, 700])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_becomes_slow_is_named_with_the_step_since_which_it_is(ranks: int, since: int) -> None:
+    own = own_times(1500 + since, ranks, seed=since)
+    own[1500:, 1, wire.OWN_PHASES.index("backward")] += 40 * MS
+    (finding,) = found(own)
+    assert (finding.ranks, finding.phase, finding.evidence["kind"]) == ([1], "backward", "persistent")
+    assert finding.steps == (pytest.approx(1500, abs=5), 1499 + since)
+    assert finding.evidence["since_step"] == finding.steps[0]
+    assert f"since step {finding.steps[0]}" in finding.title
+
+
+def test_a_rank_that_is_slow_all_the_time_is_named_once_and_since_no_step() -> None:
+    (finding,) = found(own_times(600, 4, seed=0, slow=(Slow(2, "backward"),)))
+    assert (finding.steps, finding.evidence["since_step"]) == ((0, 599), None)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("burst_steps", [0, 10, 20, 50])
+def test_noise_in_bursts_does_not_make_a_rank_slow_of_late(ranks: int, burst_steps: float) -> None:
+    alarms = [found(own_times(200, ranks, seed, burst_steps=burst_steps)) for seed in range(SEEDS)]
+    assert np.mean([any(f.evidence["since_step"] is not None for f in named) for named in alarms]) <= FALSE_ALARMS
+
+
+def test_one_late_step_of_another_module_does_not_name_that_ones_bucket() -> None:
+    """Module 0 lags by 40 ms at its bucket 1 in 8 steps; module 1 by a spike of 90 ms in one of its own."""
+    rank, rows, began, module = [], [], [], []
+    for step in range(9):
+        for r in (0, 1):
+            for bucket in (0, 1):
+                lag = r * (90 if step == 8 else 40 * bucket)
+                rank.append(r)
+                began.append(step * 1000 * MS)
+                module.append(int(step == 8))
+                rows.append((step, bucket, (step * 1000 + 10 * (bucket + 1) + lag) * MS, 0, 0))
+    of, cut = spans(rank, rows)
+    cut = changed(cut, module=np.array(module))
+    assert late_bucket(1, of, cut, np.array(began), 40 * MS) == (0, 0, 1)
+
+
+def test_of_two_modules_in_one_backward_the_one_in_which_the_lag_arises_is_named() -> None:
+    """Module 1's bucket lags by 40 ms, and so all of module 0 that follows is as late."""
+    rank, rows, module = [], [], []
+    for step in range(4):
+        for r in (0, 1):
+            for place, of in enumerate((1, 0, 0)):
+                rank.append(r)
+                module.append(of)
+                rows.append((step, max(0, place - 1), (step * 1000 + 10 * (place + 1) + 40 * r) * MS, 0, 0))
+    ranks, cut = spans(rank, rows)
+    cut = changed(cut, module=np.array(module))
+    assert late_bucket(1, ranks, cut, cut.step * 1000 * MS, 40 * MS) == (1, 0, 0)
+
+
+def test_no_bucket_is_named_that_holds_less_than_half_of_the_excess() -> None:
+    rank, rows = [0, 1] * 4, [(step, 0, (step * 1000 + 10 + 15 * r) * MS, 0, 0) for step in range(4) for r in (0, 1)]
+    of, cut = spans(rank, rows)
+    began = cut.step * 1000 * MS
+    assert late_bucket(1, of, cut, began, 40 * MS) is None
+    assert late_bucket(1, of, cut, began, 30 * MS) == (0, 0, 0)
