@@ -65,6 +65,7 @@ def join(
     global _process, _generation  # noqa: PLW0603 - one telemetry a process is the point
     if _process is None:
         _generation += 1
+        settings = {**settings, "group_ranks": process_group.size()}
         _process = Telemetry(config, _device(module), dist.get_backend(process_group), settings)
     return _process.recorder(module, name)
 
