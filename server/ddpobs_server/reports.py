@@ -15,8 +15,8 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis import clocks, stragglers, trace
 from ddpobs_server.analysis.catalogue import CATALOGUE, Evidence
-from ddpobs_server.analysis.findings import Finding, Missing, ordered
-from ddpobs_server.analysis.joins import join, mean_over_ranks
+from ddpobs_server.analysis.findings import Finding, Missing, named, ordered
+from ddpobs_server.analysis.joins import Joined, fallen_behind, join, mean_over_ranks
 from ddpobs_server.analysis.stragglers import lateness_table
 from ddpobs_server.cache import Cache
 from ddpobs_server.problems import Problem
@@ -28,6 +28,8 @@ _STEPS, _FEWEST_STEPS, _ROWS = 2048, 512, 500_000
 """A diagnosis looks at the latest steps: so many, or as many as make so many rows, but not fewer than the fewest."""
 _MOST_ROWS = 1_000_000
 """Fewer even than these, where they have more rows."""
+_PARTINGS = 16
+"""Ranks whose step numbers have parted are read apart, in so many reads at most."""
 _BUCKET_STEPS, _BUCKET_RANKS = 200, 8
 """The bucket at which a slow backward shows is sought in the latest steps of the slow rank and some others."""
 _TRACE_STEPS, _TRACE_EVENTS = 50, 100_000
@@ -121,7 +123,7 @@ class Reports:
         """
         end = None
         if first is None and last is None:
-            rank, steps = self._recent_steps(run, attempt, self._store.sources(run, attempt))
+            rank, steps = _keeping_up(*self._recent_steps(run, attempt, self._store.sources(run, attempt)))
         else:
             end = self._store.page_end("steps", run, attempt, first=first, last=last, rows=_ROWS)
             rank, steps = self._store.steps(run, attempt, None, first, last if end is None else end)
@@ -235,31 +237,39 @@ class Reports:
 
     def _diagnose(self, run: str, attempt: str) -> dict[str, Any]:
         sources = self._store.sources(run, attempt)
-        missing = _silent(sources)
+        settings = next((s.hello.settings for s in sources if s.hello), {})
+        apart = _apart(sources, settings)
+        missing = []
         try:
             rank, steps = self._recent_steps(run, attempt, sources)
+            rank, steps = (rank, steps) if apart else _keeping_up(rank, steps)
         except TooManyRowsError as error:
             rank, steps = np.zeros(0, np.int64), wire.Steps.of(np.zeros((len(wire.Steps.names), 0), np.int64))
             missing.append(Missing("steps", str(error)))
         joined = join(rank, steps)
+        unheard, behind = _absent(sources, joined.ranks)
+        missing += _not_judged(unheard, behind, apart)
         evidence = Evidence(
             rank=rank,
             steps=steps,
             joined=joined,
             unused=self._store.latest_unused(run, attempt),
-            settings=next((s.hello.settings for s in sources if s.hello), {}),
+            settings=settings,
             emitted={s.rank: s.emitted for s in sources},
             dropped={s.rank: s.dropped for s in sources},
             # A gap may still be under way while the source lives.
             missing_batches={s.rank: s.missing_batches if s.goodbye else 0 for s in sources},
             events=self._store.first_events(run, attempt),
             ahead_ns={s.rank: s.anchor.wall_ns - s.last_seen_ns for s in sources},
+            absent=sorted(unheard + behind),
+            apart=apart,
         )
         hosts = {s.rank: s.hello.host for s in sources if s.hello}
-        judged = [stragglers.straggler_findings(joined, hosts), *(find(evidence) for find in CATALOGUE)]
+        slow = Missing("straggler", apart) if apart else stragglers.straggler_findings(joined, hosts)
+        judged = [slow, *(find(evidence) for find in CATALOGUE)]
         findings = [f for found in judged if not isinstance(found, Missing) for f in found]
         try:
-            findings = self._with_buckets(findings, run, attempt, (rank, steps))
+            findings = self._with_buckets(findings, run, attempt, (rank, steps), joined)
         except TooManyRowsError as error:
             missing.append(Missing("buckets", str(error)))
         return {
@@ -271,31 +281,42 @@ class Reports:
         }
 
     def _with_buckets(
-        self, findings: list[Finding], run: str, attempt: str, steps: tuple[wire.Ints, wire.Steps]
+        self, findings: list[Finding], run: str, attempt: str, steps: tuple[wire.Ints, wire.Steps], joined: Joined
     ) -> list[Finding]:
         """Name the bucket at which a slow backward first shows, and its parameters; of the first few that are slow."""
-        beside = {f.ranks[0]: _beside(f.ranks[0], np.unique(steps[0])) for f in findings
-                  if f.code == "straggler" and f.phase == "backward"}  # fmt: skip
-        beside = dict(list(beside.items())[:_BUCKET_RANKS])
-        layouts = self._store.layouts(run, attempt) if beside else []
-        if not layouts:
-            return findings
-        layout, looked_at = layouts[-1], next(f.steps for f in findings if f.code == "straggler")
-        read = sorted(set().union(*beside.values()))
-        first = max(looked_at[0], looked_at[1] - _BUCKET_STEPS)
-        ranks, spans = self._store.spans(run, attempt, read, first, looked_at[1])
-        of_layout = (spans.module == layout.module) & (spans.revision == layout.revision)
+        slow = [f for f in findings if f.code == "straggler" and f.phase == "backward"][:_BUCKET_RANKS]
+        told = self._store.layouts(run, attempt) if slow else []
+        layouts = {(layout.module, layout.revision): layout for layout in told}
         found = {}
-        for slow, compared in beside.items():
-            rows = of_layout & np.isin(ranks, compared)
-            if rows.any():
-                some = spans.at(rows)
-                began = stragglers.backward_began_ns(steps, (ranks[rows], some))
-                found[slow] = stragglers.first_late_bucket(slow, ranks[rows], some, began)
-        return [
-            _with_bucket(f, found.get(f.ranks[0]) if f.phase == "backward" and f.ranks else None, layout)
-            for f in findings
-        ]
+        for finding in slow if layouts else []:
+            rank, evidence = finding.ranks[0], finding.evidence
+            ranks, spans = self._late_spans(finding, run, attempt, steps, joined)
+            if len(ranks):
+                began = stragglers.backward_began_ns(steps, (ranks, spans))
+                excess_ns = min(evidence["excess_ns"], evidence["phase_excess_ns"]["backward"])
+                late = stragglers.late_bucket(rank, ranks, spans, began, excess_ns)
+                found[rank] = _with_bucket(finding, late, layouts)
+        return [found.get(f.ranks[0], f) if f.code == "straggler" else f for f in findings]
+
+    def _late_spans(
+        self, finding: Finding, run: str, attempt: str, steps: tuple[wire.Ints, wire.Steps], joined: Joined
+    ) -> tuple[wire.Ints, wire.Spans]:
+        """Spans of a slow rank and some others, of the steps in which it was late among the latest."""
+        slow, (of, rows) = finding.ranks[0], steps
+        late = stragglers.late_collectives(joined.latest(_BUCKET_STEPS), slow, finding.steps[0])
+        wanted = np.isin(of, _beside(slow, joined.ranks)) & np.isin(rows.collective, late)
+        of, number = of[wanted], rows.step[wanted]
+        together: dict[tuple[int, int], list[int]] = {}  # With uneven inputs the ranks' step numbers part.
+        for rank in np.unique(of).tolist():
+            own = number[of == rank]
+            together.setdefault((int(own.min()), int(own.max())), []).append(rank)
+        read = [self._store.spans(run, attempt, ranks, *ends) for ends, ranks in together.items()]
+        if not read:
+            return of, wire.Spans.of(np.zeros((len(wire.Spans.names), 0), np.int64))
+        ranks, spans = np.concatenate([part for part, _ in read]), wire.Spans.joined([part for _, part in read])
+        width = int(joined.ranks.max()) + 1
+        kept = np.isin(spans.step * width + ranks, number * width + of)
+        return ranks[kept], spans.at(kept)
 
     def _noise_ns(self, run: str, attempt: str, last: int) -> int:
         """How far apart the ranks end one all-reduce on aligned clocks, by some of the latest spans."""
@@ -306,22 +327,44 @@ class Reports:
         return clocks.offsets_ns(steps, self._store.spans(run, attempt, None, first, upto))[1]
 
     def _recent_steps(self, run: str, attempt: str, sources: list[Source]) -> tuple[wire.Ints, wire.Steps]:
-        last = max((source.last_step for source in sources), default=0)
+        """Each rank's latest steps by its own numbers: with uneven inputs these part."""
+        last = {one.rank: one.last_step for one in sorted(sources, key=lambda one: one.last_step)} or {0: 0}
         window = max(_FEWEST_STEPS, min(_STEPS, _ROWS // max(1, len(sources))))
-        held = self._store.rows_held
-        while window > 1 and (rows := held("steps", run, attempt, last - window + 1, last)) > _MOST_ROWS:
+        while window > 1 and (rows := self._rows_of(run, attempt, last, window)) > _MOST_ROWS:
             window = max(1, int(0.9 * window * _MOST_ROWS / rows))
-        return self._store.steps(run, attempt, None, max(0, last - window + 1), last)
+        parts = _side_by_side(last, window)
+        if len(parts) == 1:
+            rank, steps = self._store.steps(run, attempt, None, *parts[0][1:])
+        else:
+            read = [self._store.steps(run, attempt, *part) for part in parts]
+            rank, steps = np.concatenate([ranks for ranks, _ in read]), wire.Steps.joined([rows for _, rows in read])
+            order = np.lexsort((rank, steps.step))
+            rank, steps = rank[order], steps.at(order)
+        ranks, place = np.unique(rank, return_inverse=True)
+        begins = np.array([last.get(one, 0) - window for one in ranks.tolist()], np.int64)
+        within = steps.step > begins[place]
+        return (rank, steps) if within.all() else (rank[within], steps.at(within))
+
+    def _rows_of(self, run: str, attempt: str, last: dict[int, int], window: int) -> int:
+        """About how many rows that window has, as if each rank had as many in the same steps."""
+        held = self._store.rows_held
+        parts = _side_by_side(last, window)
+        return sum(held("steps", run, attempt, first, final) * len(ranks) // len(last) for ranks, first, final in parts)
 
     def _last_step(self, run: str, attempt: str) -> int:
         return max((source.last_step for source in self._store.sources(run, attempt)), default=0)
 
 
-def _with_bucket(finding: Finding, bucket: int | None, layout: wire.Layout) -> Finding:
-    if finding.code != "straggler" or bucket is None or bucket >= len(layout.buckets):
+def _with_bucket(
+    finding: Finding, place: tuple[int, int, int] | None, layouts: dict[tuple[int, int], wire.Layout]
+) -> Finding:
+    """The finding with this bucket of a module's layout, where it is known."""
+    layout = layouts.get(place[:2]) if place else None
+    if place is None or layout is None or place[2] >= len(layout.buckets):
         return finding
-    names = [parameter.name for parameter in layout.buckets[bucket].parameters]
-    return replace(finding, buckets=[bucket], parameters=names[:50])
+    names = [parameter.name for parameter in layout.buckets[place[2]].parameters]
+    evidence = finding.evidence | {"module": layout.module}
+    return replace(finding, buckets=[place[2]], parameters=names[:50], evidence=evidence)
 
 
 def _beside(slow: int, ranks: wire.Ints) -> list[int]:
@@ -331,9 +374,54 @@ def _beside(slow: int, ranks: wire.Ints) -> list[int]:
     return [slow, *others[few].tolist()]
 
 
-def _silent(sources: list[Source]) -> list[Missing]:
-    """Ranks of the world that have not reported: the slow one may be among them."""
+def _side_by_side(last: dict[int, int], window: int) -> list[tuple[list[int], int, int]]:
+    """Ranks whose last steps lie close together, and the steps that hold the window of each; the latest first.
+
+    Args:
+        last: Each rank's last step, by its own numbers.
+        window: How many steps of each rank are looked at.
+    """
+    parts: list[tuple[list[int], int, int]] = []
+    for rank, step in sorted(last.items(), key=lambda item: -item[1]):
+        if not parts or step < parts[-1][2] - window // 4:
+            parts.append(([], 0, step))
+        ranks, _, final = parts[-1]
+        ranks.append(rank)
+        parts[-1] = ranks, max(0, step - window + 1), final
+    return parts[:_PARTINGS]
+
+
+def _keeping_up(rank: wire.Ints, steps: wire.Steps) -> tuple[wire.Ints, wire.Steps]:
+    """Without the ranks that fell silent: with them no late step could be compared."""
+    rows = ~np.isin(rank, fallen_behind(rank, steps))
+    return (rank, steps) if rows.all() else (rank[rows], steps.at(rows))
+
+
+def _absent(sources: list[Source], compared: wire.Ints) -> tuple[list[int], list[int]]:
+    """Ranks of the world of which nothing was heard, and those of which nothing was heard lately."""
+    heard = {source.rank for source in sources}
     world = max((source.world_size for source in sources), default=0)
-    silent = sorted(set(range(world)) - {source.rank for source in sources})
-    shown = ", ".join(map(str, silent[:20])) + (", ..." if len(silent) > 20 else "")
-    return [Missing("straggler", f"nothing was heard of rank {shown}")] if silent else []
+    return sorted(set(range(world)) - heard), sorted(heard - set(compared.tolist())) if len(compared) else []
+
+
+def _apart(sources: list[Source], settings: dict[str, wire.Scalar]) -> str:
+    """Why ranks do not wait for each other: the module's process group is a part of the world."""
+    world, ranks = max((source.world_size for source in sources), default=0), settings.get("group_ranks")
+    if type(ranks) is not int or not 0 < ranks < world:
+        return ""
+    return f"DDP over {ranks} of {world} ranks: ranks of different process groups do not wait for each other"
+
+
+def _not_judged(unheard: list[int], behind: list[int], apart: str) -> list[Missing]:
+    """What cannot be said without these ranks: the slow one may be among them."""
+    missing = []
+    if unheard:
+        missing.append(Missing("straggler", f"nothing was heard of rank {named(unheard)}"))
+    if behind:
+        gone = f"nothing was heard lately of rank {named(behind)}: the steps told end far behind those of the others"
+        missing.append(Missing("straggler", gone))
+    if apart:
+        missing.append(Missing("comm-bound", f"waiting cannot be told from moving: {apart}"))
+    elif absent := sorted(unheard + behind):
+        missing.append(Missing("comm-bound", f"waiting cannot be told from moving without rank {named(absent)}"))
+    return missing

@@ -13,10 +13,11 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
+from ddpobs_server.analysis.catalogue import LATEST_SETS
 from ddpobs_server.api import runs
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Store, reading
+from ddpobs_server.store import Arrival, Store, reading, sums
 from fastapi.testclient import TestClient
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -231,8 +232,11 @@ def test_metrics_and_diagnoses_read_the_latest_unused_sets_and_each_kind_of_even
             store.ingest([Arrival(sent, bytes([rank, seq]), 1, seq)])
     latest = [unused(9, 1), unused(9, 1, "9"), unused(18, 0), unused(19, 0, evil)]
     told = msgspec.to_builtins([("run", rank, one) for rank in range(2) for one in latest])
-    assert msgspec.to_builtins([("run", *one) for one in store.latest_unused("run", ATTEMPT)]) == told
     assert msgspec.to_builtins(store.aggregates(0).unused) == told
+    assert sums.UNUSED_JUDGED >= LATEST_SETS
+    judged = [one for rank, one in store.latest_unused("run", ATTEMPT) if rank == 1]
+    assert [one.step for one in judged if one.module == 0] == list(range(20 - 2 * LATEST_SETS, 20))
+    assert [one.step for one in judged if one.module == 1] == [*np.repeat(range(10 - LATEST_SETS, 10), 2)]
     first = store.first_events("run", ATTEMPT)
     assert [(rank, event.kind, event.step) for rank, event in first] == [
         (rank, kind, 0) for rank in range(2) for kind in ("rebuilt", "drawn")

@@ -204,6 +204,70 @@ def test_ranks_that_have_not_reported_are_said(store: Store) -> None:
     assert any("2" in what for what in Reports(store).diagnostics(RUN, ATTEMPT)["missing"])
 
 
+def slow_third(store: Store, count: int, *, ends: int | None = None, fewer: float = 0.0, **settings: int) -> None:
+    """Three ranks, the last 60 ms slow; its telemetry ends early, or it has a share fewer inputs in each 100 steps."""
+    rank, steps = columns(own_times(count, RANKS, seed=1, slow=(Slow(2, "backward", 60),)))
+    inputs, ends = round(100 * (1 - fewer)), count if ends is None else ends
+    told = (rank != 2) | ((steps.step % 100 < inputs) & (steps.step < ends))
+    own = np.where(rank == 2, steps.step // 100 * inputs + steps.step % 100, steps.step)
+    steps = changed(steps, step=own)
+    hello = wire.Hello(host="node", pid=1, device="cpu", backend="gloo", versions={}, settings=dict(settings))
+    for one in range(RANKS):
+        for seq, rows in enumerate(np.array_split(np.flatnonzero(told & (rank == one)), 10)):
+            if len(rows):
+                ingest(store, batch(one, seq, steps=half(steps, rows), hello=hello if seq == 0 else None))
+
+
+def judged(store: Store) -> tuple[dict[str, Any], dict[str, str]]:
+    """Findings by code, and what is missing by code, joined."""
+    told = Reports(store).diagnostics(RUN, ATTEMPT)
+    missing: dict[str, str] = {}
+    for what in told["missing"]:
+        code, _, reason = what.partition(": ")
+        missing[code] = missing.get(code, "") + reason
+    return {finding["code"]: finding for finding in told["findings"]}, missing
+
+
+@pytest.mark.parametrize(("ends", "said"), [(0, "nothing was heard of rank 2"), (100, "heard lately of rank 2")])
+def test_waiting_for_a_rank_that_is_silent_is_not_told_as_moving_bytes(store: Store, ends: int, said: str) -> None:
+    slow_third(store, 300, ends=ends)
+    found, missing = judged(store)
+    assert set(found) == {"comm-bound"}
+    assert found["comm-bound"]["severity"] == "info"
+    assert "rank 2" in found["comm-bound"]["remedy"]
+    assert said in missing["straggler"]
+    assert "rank 2" in missing["comm-bound"]
+    assert Reports(store).stragglers(RUN, ATTEMPT, None, None)["ranks"] == [0, 1]
+
+
+def test_ranks_are_compared_where_uneven_inputs_part_their_numbers_beyond_the_window(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpobs_server.reports._STEPS", 200)
+    monkeypatch.setattr("ddpobs_server.reports._FEWEST_STEPS", 200)
+    slow_third(store, 1500, fewer=0.2)
+    found, missing = judged(store)
+    assert (found["straggler"]["ranks"], found["straggler"]["severity"]) == ([2], "critical")
+    assert "waiting" in found["comm-bound"]["title"]
+    assert missing == {}
+    rank, steps = Reports(store)._recent_steps(RUN, ATTEMPT, store.sources(RUN, ATTEMPT))
+    assert np.bincount(rank).tolist() == [200] * RANKS
+    assert (np.lexsort((rank, steps.step)) == np.arange(len(rank))).all()
+
+
+def test_ranks_of_different_process_groups_are_not_compared(store: Store) -> None:
+    slow_third(store, 60, group_ranks=2)
+    found, missing = judged(store)
+    assert "straggler" not in found
+    assert "2 of 3 ranks" in missing["straggler"]
+    assert "waiting_ns" not in found["comm-bound"]["evidence"]
+
+
+def test_ranks_of_the_one_process_group_are_compared(store: Store) -> None:
+    slow_third(store, 60, group_ranks=3)
+    assert judged(store)[0]["straggler"]["ranks"] == [2]
+
+
 @pytest.mark.parametrize("slow", [(), (Slow(1, "backward", 60),), (Slow(0, "data", 90, share=0.5),)])
 def test_a_diagnosis_says_what_all_columns_together_say(store: Store, slow: tuple[Slow, ...]) -> None:
     fill(store, 120, slow)
@@ -284,3 +348,29 @@ def test_the_last_diagnosis_is_told_while_a_new_one_is_made(store: Store, monkey
         time.sleep(0.01)
     reports.close()
     assert reports.last_diagnosis(run)[1]
+
+
+@pytest.mark.parametrize("turns", [True, False])
+def test_the_late_bucket_is_that_of_the_module_that_is_slow_in_the_steps_that_are_late(
+    store: Store, turns: bool
+) -> None:
+    """Two modules take turns and only the first is slow; or one is slow in a third of the steps."""
+    own = own_times(240, RANKS, seed=1)
+    own[:: 2 if turns else 3, 1, wire.OWN_PHASES.index("backward")] += 60 * MS
+    rank, steps = columns(own)
+    ready = steps.end_ns - steps.exposed_comm_ns
+    ready = np.stack([ready - 10 * MS, ready], axis=1).reshape(-1)
+    spans = changed(spans_of(steps), ready_ns=ready, launched_ns=ready, done_ns=np.repeat(steps.end_ns, 2))
+    spans = changed(spans, module=spans.step % 2 if turns else spans.module)
+    layouts = []
+    for module in range(2):
+        held = [[wire.Parameter(name=f"{module}.{bucket}", size=1)] for bucket in range(2)]
+        buckets = [wire.Bucket(size_bytes=4, dtype="float32", parameters=parameters) for parameters in held]
+        layouts.append(wire.Layout(module=module, name="m", revision=0, comm="", buckets=buckets))
+    for one in range(RANKS):
+        of_rank = changed(spans, **{name: getattr(spans, name)[np.repeat(rank, 2) == one] for name in spans.names})
+        sent = half(steps, np.flatnonzero(rank == one))
+        ingest(store, batch(one, 0, steps=sent, spans=of_rank, layouts=layouts))
+    (finding,) = (f for f in Reports(store).diagnostics(RUN, ATTEMPT)["findings"] if f["code"] == "straggler")
+    assert (finding["ranks"], finding["buckets"], finding["parameters"]) == ([1], [0], ["0.0"])
+    assert finding["evidence"]["module"] == 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Store, compacting, removing, schema
+from ddpobs_server.store import Arrival, Store, compacting, removing, schema, sums
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, func, select, text
 
@@ -56,6 +56,7 @@ def test_old_unused_sets_and_events_go_but_not_those_that_are_read(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(removing, "_CHUNKS", 2)
+    monkeypatch.setattr(sums, "UNUSED_JUDGED", 4)
     for seq in range(10):
         sets = [wire.Unused(step=seq, module=module, locally=["a"], globally=[]) for module in range(2)]
         event = wire.Event(kind="rebuilt", at_ns=0, step=seq)
@@ -67,7 +68,8 @@ def test_old_unused_sets_and_events_go_but_not_those_that_are_read(
 
     before = read()
     tidy(store, day=10, keep_spans_days=3)
-    assert [(one.step, one.module) for _, one in store.unused("run", ATTEMPT)] == [(2, 1), (7, 0), (8, 0), (9, 0)]
+    kept = [(0, 1), (1, 1), (2, 1), (6, 0), (7, 0), (8, 0), (9, 0)]
+    assert [(one.step, one.module) for _, one in store.unused("run", ATTEMPT)] == kept
     assert read() == before
     with store._engine.connect() as connection:
         held = connection.execute(select(schema.events.c.seq).where(schema.events.c.run_id == "run")).scalars()

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.findings import Finding, Missing, severity_of
-from ddpobs_server.analysis.joins import Joined
+from ddpobs_server.analysis.findings import Finding, Missing, named, severity_of
+from ddpobs_server.analysis.joins import Floats, Joined
 
 MIN_STEPS = 20
 COMM_SHARE = 0.3
 """Exposed communication above this share of the step is an alarm."""
 DATA_SHARE = 0.3
+_FIFTHS = 5
+LATEST_SETS = 8
+"""Of each rank's unused sets of a module so many of the latest tell one that stays from those that alternate."""
 _SHOWN = 50
 _AHEAD_NS = 60 * 10**9
 
@@ -27,13 +32,15 @@ class Evidence:
         rank: Of each row of `steps`.
         steps: The steps looked at, all ranks.
         joined: Those in which all ranks can be compared.
-        unused: (rank, unused set) as told.
+        unused: (rank, unused set) as told: the last of those that name parameters, if any, and `LATEST_SETS`.
         settings: The reducer's settings.
         emitted: Records emitted, by rank.
         dropped: Records dropped, by rank.
         missing_batches: Gaps in the sequence numbers, by rank.
         events: (rank, event) as told.
         ahead_ns: How far each rank's wall clock is ahead of the collector's.
+        absent: Ranks of the world that are not among the joined ones.
+        apart: Why the ranks do not wait for each other, empty where they do.
     """
 
     rank: wire.Ints
@@ -46,11 +53,21 @@ class Evidence:
     missing_batches: dict[int, int]
     events: list[tuple[int, wire.Event]] = field(default_factory=list)
     ahead_ns: dict[int, int] = field(default_factory=dict)
+    absent: list[int] = field(default_factory=list)
+    apart: str = ""
 
     @property
     def seen(self) -> tuple[int, int]:
         """First and last step looked at."""
         return (int(self.steps.step.min()), int(self.steps.step.max())) if len(self.steps.step) else (0, 0)
+
+    @cached_property
+    def last_steps(self) -> dict[int, int]:
+        """Each rank's last step, by its own numbers."""
+        ranks, place = np.unique(self.rank, return_inverse=True)
+        last = np.full(len(ranks), wire.UNKNOWN, np.int64)
+        np.maximum.at(last, place, self.steps.step)
+        return dict(zip(ranks.tolist(), last.tolist(), strict=True))
 
 
 Judgement = list[Finding] | Missing
@@ -65,6 +82,8 @@ def comm_bound(evidence: Evidence) -> Judgement:
     if share <= COMM_SHARE:
         return []
     exposed_ns = float(joined.exposed_ns.mean())
+    if evidence.absent or evidence.apart:
+        return [_unsplit(evidence, share, exposed_ns)]
     waits = joined.own_ns.max(axis=1, keepdims=True) - joined.own_ns
     waiting_ns = float(np.minimum(waits, joined.exposed_ns).mean())
     mostly_waiting = waiting_ns > exposed_ns / 2
@@ -93,23 +112,43 @@ def comm_bound(evidence: Evidence) -> Judgement:
     ]
 
 
+def _unsplit(evidence: Evidence, share: float, exposed_ns: float) -> Finding:
+    """Waiting for a rank that is not seen looks like moving bytes: neither is claimed."""
+    one_by_one = "Look at each process group by itself: what a rank waits for is not seen across groups."
+    telemetry_first = (
+        f"Get the telemetry of rank {named(evidence.absent)} first: waiting for a rank that is not seen looks like "
+        "moving bytes."
+    )
+    return Finding(
+        code="comm-bound",
+        severity="info",
+        title=f"{share:.0%} of every step is exposed communication; whether a rank is waited for cannot be told",
+        remedy=one_by_one if evidence.apart else telemetry_first,
+        steps=evidence.seen,
+        phase="exposed_comm",
+        evidence={
+            "exposed_share": round(share, 4),
+            "exposed_ns": round(exposed_ns),
+            "steps_used": len(evidence.joined),
+        },
+    )
+
+
 def input_bound(evidence: Evidence) -> Judgement:
-    """The data phase is the largest, and above 30 % of the step, on the median rank."""
+    """The data phase is the largest, and above 30 % of the time, on the median rank and in most of the run."""
     steps = evidence.steps
     if len(np.unique(steps.step)) < MIN_STEPS:
         return Missing("input-bound", f"fewer than {MIN_STEPS} steps")
-    ranks, place = np.unique(evidence.rank, return_inverse=True)
-    sums = np.stack([np.bincount(place, getattr(steps, f"{phase}_ns")) for phase in wire.PHASES], axis=1)
-    shares = sums / np.maximum(1.0, sums.sum(axis=1, keepdims=True))
+    shares = _phase_shares(evidence.rank, steps)
     # The lower median: of two ranks both must be held up, else it is one rank's trouble and a straggler's.
-    middle = shares[np.argsort(shares[:, 0])[(len(ranks) - 1) // 2]]
+    middle = shares[np.argsort(shares[:, 0])[(len(shares) - 1) // 2]]
     if middle[0] <= DATA_SHARE or middle.argmax() != 0:
         return []
     return [
         Finding(
             code="input-bound",
             severity=severity_of(float(middle[0])),
-            title=f"{middle[0]:.0%} of every step is spent waiting for data",
+            title=f"{middle[0]:.0%} of the time is spent waiting for data",
             remedy="Give the loader more workers (num_workers, prefetch_factor), or make samples cheaper to prepare.",
             steps=evidence.seen,
             phase="data",
@@ -118,36 +157,89 @@ def input_bound(evidence: Evidence) -> Judgement:
     ]
 
 
+def _phase_shares(rank: wire.Ints, steps: wire.Steps) -> Floats:
+    """What share of the time each phase takes on each rank: the median over fifths of its steps.
+
+    One slow fetch, as the first is, changes one fifth; workers that deliver in bursts, whose median step waits for
+    nothing, count in all of them.
+
+    Returns:
+        Shape [ranks, phases].
+    """
+    ranks, place, counts = np.unique(rank, return_inverse=True, return_counts=True)
+    order = np.argsort(place, kind="stable")
+    number = np.arange(len(rank)) - np.repeat(np.cumsum(counts) - counts, counts)
+    part = place[order] * _FIFTHS + number * _FIFTHS // counts[place[order]]
+    times = [getattr(steps, f"{phase}_ns")[order] for phase in wire.PHASES]
+    sums = np.stack([np.bincount(part, ns, len(ranks) * _FIFTHS) for ns in times], axis=1)
+    shares = sums / np.maximum(1.0, sums.sum(axis=1, keepdims=True))
+    return np.asarray(np.median(shares.reshape(len(ranks), _FIFTHS, -1), axis=1))
+
+
 def unused_parameters(evidence: Evidence) -> Judgement:
-    """Parameters that some backward left out, by name."""
-    latest = {(rank, record.module): record for rank, record in evidence.unused}
+    """Parameters that some backward left out, by name; those left out always are told apart."""
+    told: dict[int, dict[int, list[wire.Unused]]] = {}
+    for rank, record in evidence.unused:
+        told.setdefault(record.module, {}).setdefault(rank, []).append(record)
     findings = []
-    for module in sorted({module for _, module in latest}):
-        records = {rank: record for (rank, of), record in latest.items() if of == module and record.locally}
-        if not records:
-            continue
-        locally = {rank: set(record.locally) for rank, record in records.items()}
-        everyone = len(records) == len(np.unique(evidence.rank))
-        nobody = set.intersection(*locally.values()) if everyone else set()
-        names = sorted(set().union(*locally.values()))
-        where = "on every rank" if nobody == set(names) else f"on rank {', '.join(map(str, sorted(records)))}"
-        findings.append(
-            Finding(
-                code="unused-parameters",
-                severity="warning" if nobody else "info",
-                title=f"{len(names)} parameters get no gradient {where}, {names[0]} among them",
-                remedy=(
-                    "Freeze or remove what no rank uses: it is reduced for nothing."
-                    if nobody
-                    else "Some ranks skip a branch: find_unused_parameters=True is needed, and costs an all-reduce."
-                ),
-                steps=(min(record.step for record in records.values()), evidence.seen[1]),
-                ranks=sorted(records),
-                parameters=names[:_SHOWN],
-                evidence={"module": module, "globally": sorted(nobody)[:_SHOWN], "locally": len(names)},
-            )
-        )
+    for module, by_rank in sorted(told.items()):
+        lately = {
+            rank: _in_force(records, evidence.last_steps.get(rank, evidence.seen[1]))
+            for rank, records in by_rank.items()
+        }
+        lately = {rank: records for rank, records in lately.items() if any(record.locally for record in records)}
+        if lately:
+            findings.append(_left_out(module, lately, evidence))
     return findings
+
+
+def _left_out(module: int, lately: dict[int, list[wire.Unused]], evidence: Evidence) -> Finding:
+    """What the sets of some ranks say of a module, each rank's not all empty."""
+    sets = {rank: [set(record.locally) for record in records] for rank, records in lately.items()}
+    always = {rank: set.intersection(*of_rank) for rank, of_rank in sets.items()}
+    ever = {rank: set.union(*of_rank) for rank, of_rank in sets.items()}
+    everyone = sets.keys() >= evidence.last_steps.keys()
+    nobody = set.intersection(*always.values()) if everyone else set()
+    names = sorted(set().union(*ever.values()))
+    sometimes = sorted(set().union(*(ever[rank] - always[rank] for rank in sets)))
+    where = "on every rank" if nobody == set(names) else f"on rank {', '.join(map(str, sorted(sets)))}"
+    when = " in some steps" if len(sometimes) == len(names) else ""
+    skip = "Some steps skip" if sometimes else "Some ranks skip"
+    return Finding(
+        code="unused-parameters",
+        severity="warning" if nobody else "info",
+        title=f"{len(names)} parameters get no gradient {where}{when}, {names[0]} among them",
+        remedy=(
+            "Freeze or remove what no rank uses: it is reduced for nothing."
+            if nobody
+            else f"{skip} a branch: find_unused_parameters=True is needed, and costs an all-reduce."
+        ),
+        steps=(min(one.step for records in lately.values() for one in records if one.locally), evidence.seen[1]),
+        ranks=sorted(sets),
+        parameters=names[:_SHOWN],
+        evidence={
+            "module": module,
+            "globally": sorted(nobody)[:_SHOWN],
+            "locally": len(names),
+            "sometimes": sometimes[:_SHOWN],
+        },
+    )
+
+
+def _in_force(told: list[wire.Unused], last: int) -> list[wire.Unused]:
+    """The sets that held in the latest steps: in `MIN_STEPS`, or twice as many as an earlier set held.
+
+    So a set that comes back is not taken for one that stays, however long a turn is.
+
+    Args:
+        told: One rank's sets of a module in the order in which it told them, each valid until the next.
+        last: The rank's last step.
+    """
+    told = told[-LATEST_SETS:]
+    turns = [following.step - record.step for record, following in pairwise(told)]
+    first = last + 1 - max([MIN_STEPS, *(2 * turn for turn in turns)])
+    earlier = [record for record, following in pairwise(told) if following.step > first]
+    return [*earlier, told[-1]]
 
 
 def find_unused_needless(evidence: Evidence) -> Judgement:

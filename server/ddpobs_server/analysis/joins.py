@@ -82,6 +82,18 @@ def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
     )
 
 
+def fallen_behind(rank: wire.Ints, steps: wire.Steps) -> wire.Ints:
+    """Ranks without a row in the later half of all collectives looked at: nothing tells what they do now."""
+    ranks, place = np.unique(rank, return_inverse=True)
+    known = steps.collective >= 0
+    if not known.any():
+        return ranks[:0]
+    last = np.full(len(ranks), wire.UNKNOWN, np.int64)
+    np.maximum.at(last, place[known], steps.collective[known])
+    ahead = steps.collective[known & (last == last.max())[place]]
+    return np.asarray(ranks[last < (int(ahead.min()) + int(ahead.max())) // 2])
+
+
 def median_of_others(values: Floats) -> Floats:
     """For each rank the median over all the other ranks.
 

@@ -72,9 +72,9 @@ def _expire_told(engine: Engine, table: Table, run: str, before_ns: int) -> None
     """Remove a run's unused sets or events of before then, but not those that metrics and diagnoses read."""
     c = table.c
     key = (c.source, c.seq, c.position)
-    number = sums.unused_number() if table is schema.unused else sums.event_number()
+    number, read = (sums.unused_number(), sums.UNUSED_JUDGED) if table is schema.unused else (sums.event_number(), 1)
     n = select(*key, number).where(c.run_id == run).subquery().c
-    old = select(n.source, n.seq, n.position).where(n.number > 1, _came_before(run, before_ns, n.source, n.seq))
+    old = select(n.source, n.seq, n.position).where(n.number > read, _came_before(run, before_ns, n.source, n.seq))
     with engine.connect() as connection:
         if connection.execute(old.limit(1)).first() is None:
             return

@@ -291,9 +291,10 @@ class Store:
             return [row[1:] for row in sums.unused(connection, of, module=module, limit=limit)]
 
     def latest_unused(self, run: str, attempt: str) -> list[tuple[int, wire.Unused]]:
-        """Likewise: of each source and module the latest set that names parameters, and the latest that names none."""
+        """Likewise: of each source and module the latest few sets that name parameters, and those that name none."""
         with self._engine.connect() as connection:
-            return [row[1:] for row in sums.unused(connection, sums.of_attempt(run, attempt))]
+            of = sums.of_attempt(run, attempt)
+            return [row[1:] for row in sums.unused(connection, of, latest=sums.UNUSED_JUDGED)]
 
     def first_events(self, run: str, attempt: str) -> list[tuple[int, wire.Event]]:
         """(rank, event), of each source and kind the first."""

@@ -16,6 +16,9 @@ _r, _s = schema.runs.c, schema.sources.c
 _SOURCE = (_s.run_id, _s.source, _s.rank)
 _EVENTS = 10_000
 """Most events that a diagnosis looks at: their kinds are the client's."""
+UNUSED_JUDGED = 8
+"""A diagnosis reads so many of each source's latest unused sets of a module, of those that name parameters and those
+that name none: its latest are among them, whichever they are."""
 Conditions = list[ColumnElement[bool]]
 
 
@@ -208,11 +211,11 @@ def layouts(connection: Connection, of: CTE) -> list[tuple[str, wire.Layout]]:
 
 
 def unused(
-    connection: Connection, of: CTE, *, module: int | None = None, limit: int | None = None
+    connection: Connection, of: CTE, *, module: int | None = None, limit: int | None = None, latest: int = 1
 ) -> list[tuple[str, int, wire.Unused]]:
     """(run, rank, unused set) in the order in which each rank told them.
 
-    Those that `unused_number` counts as 1; or, with a limit, so many of the latest of all ranks.
+    Those that `unused_number` counts up to `latest`; or, with a limit, so many of the latest of all ranks.
     """
     c = schema.unused.c
     numbered = (
@@ -223,7 +226,7 @@ def unused(
     )
     n = numbered.c
     some = select(numbered)
-    some = some.where(n.number == 1) if limit is None else some.order_by(n.number, n.rank).limit(limit)
+    some = some.where(n.number <= latest) if limit is None else some.order_by(n.number, n.rank).limit(limit)
     told = some.subquery().c
     same = [told[name] == c[name] for name in ("run_id", "source", "seq", "position")]
     query = select(c.run_id, told.rank, c.body).join(told.run_id.table, and_(*same))

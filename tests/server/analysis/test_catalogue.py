@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from ddpobs_server.analysis.catalogue import (
+    LATEST_SETS,
     Evidence,
     Judgement,
     comm_bound,
@@ -20,7 +22,7 @@ from ddpobs_server.analysis.findings import Finding, Missing, ordered, severity_
 from ddpobs_server.analysis.joins import join
 
 from ddpobs import wire
-from tests.server.analysis.scenario import BASE_MS, MS, columns
+from tests.server.analysis.scenario import BASE_MS, MS, columns, own_times
 
 
 def evidence(extra_ms: list[dict[str, float]], moving_ms: float = 3.0, steps: int = 40) -> Evidence:
@@ -68,11 +70,38 @@ def test_waiting_for_a_slow_rank_does_not_blame_the_network() -> None:
     assert finding.evidence["moving_ns"] == 3 * MS
 
 
+@pytest.mark.parametrize("unseen", [{"absent": [4, 7]}, {"apart": "DDP over 2 of 4 ranks"}])
+def test_neither_waiting_nor_moving_is_claimed_where_the_slow_rank_may_be_unseen(unseen: dict[str, Any]) -> None:
+    finding = one(comm_bound(replace(evidence([{}, {}], moving_ms=50), **unseen)))
+    assert (finding.severity, finding.evidence["exposed_share"]) == ("info", pytest.approx(0.4))
+    assert not {"waiting_ns", "moving_ns"} & set(finding.evidence)
+    assert "moving bytes" not in finding.title
+    assert "Compress" not in finding.remedy
+    assert ("rank 4, 7" in finding.remedy) == ("absent" in unseen)
+
+
 def test_waiting_for_data_on_every_rank_is_input_bound() -> None:
     # 95 ms of data in a step of 168 ms.
     finding = one(input_bound(evidence([{"data": 90}, {"data": 90}])))
     assert finding.phase == "data"
     assert finding.evidence["shares"]["data"] == pytest.approx(95 / 168, abs=1e-4)
+
+
+@pytest.mark.parametrize("steps", [20, 30, 200])
+def test_one_slow_first_fetch_is_not_input_bound(steps: int) -> None:
+    own = own_times(steps, 4, seed=0)
+    own[0, :, 0] += 8_000 * MS
+    rank, rows = columns(own)
+    assert input_bound(replace(evidence([{}]), rank=rank, steps=rows)) == []
+
+
+def test_workers_that_deliver_in_bursts_are_input_bound_though_most_steps_wait_for_nothing() -> None:
+    own = own_times(40, 4, seed=0)
+    own[::4, :, 0] += 400 * MS
+    rank, rows = columns(own)
+    finding = one(input_bound(replace(evidence([{}]), rank=rank, steps=rows)))
+    assert finding.evidence["shares"]["data"] == pytest.approx(0.5, abs=0.1)
+    assert "of the time" in finding.title
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
@@ -113,6 +142,42 @@ def test_what_some_ranks_skip_is_named_with_those_ranks() -> None:
 
 def test_a_set_that_became_empty_again_is_no_longer_unused() -> None:
     assert unused_parameters(replace(evidence([{}, {}]), unused=[told(0, 1, ["a"]), told(0, 2, [])])) == []
+
+
+def alternating(steps: int, turn: int, *sets: list[str], until: int | None = None) -> Evidence:
+    """Two ranks whose unused set is another after each turn."""
+    turns = [(step, sets[step // turn % len(sets)]) for step in range(0, steps if until is None else until, turn)]
+    unused = [told(rank, step, names) for rank in range(2) for step, names in turns]
+    return replace(evidence([{}, {}], steps=steps), unused=unused)
+
+
+@pytest.mark.parametrize("sets", [(["a"], ["b"]), (["a"], []), ([], ["a"]), (["a", "b"], ["b", "c"], ["a", "c"])])
+@pytest.mark.parametrize("turn", [1, 100])
+def test_what_is_trained_in_some_steps_is_not_to_be_frozen(sets: tuple[list[str], ...], turn: int) -> None:
+    finding = one(unused_parameters(alternating(6 * turn + turn // 2 + 1, turn, *sets)))
+    assert (finding.severity, finding.evidence["globally"]) == ("info", [])
+    assert "in some steps" in finding.title
+    assert "find_unused_parameters=True is needed" in finding.remedy
+    assert finding.parameters == finding.evidence["sometimes"] == sorted(set().union(*sets))
+
+
+def test_what_no_step_uses_is_told_apart_from_what_some_steps_use() -> None:
+    finding = one(unused_parameters(alternating(201, 1, ["a", "never"], ["b", "never"])))
+    assert (finding.severity, finding.evidence["globally"]) == ("warning", ["never"])
+    assert finding.evidence["sometimes"] == ["a", "b"]
+
+
+def test_what_changed_in_the_first_steps_and_then_stayed_is_unused() -> None:
+    finding = one(unused_parameters(alternating(40, 1, ["a", "b"], ["a"], [], until=8)))
+    assert (finding.severity, finding.parameters, finding.evidence["sometimes"]) == ("warning", ["a"], [])
+
+
+def test_a_set_from_before_the_latest_ones_is_not_taken_for_one_that_held_until_then() -> None:
+    # The store gives the last empty set, however old it is.
+    sets = [(5, []), *((192 + turn, ["a", "b"][: 1 + turn % 2]) for turn in range(LATEST_SETS))]
+    unused = [told(rank, step, names) for rank in range(2) for step, names in sets]
+    finding = one(unused_parameters(replace(evidence([{}, {}], steps=200), unused=unused)))
+    assert (finding.severity, finding.evidence["globally"], finding.evidence["sometimes"]) == ("warning", ["a"], ["b"])
 
 
 def test_nothing_told_is_nothing_unused() -> None:

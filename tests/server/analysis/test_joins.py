@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from ddpobs_server.analysis.joins import join, mean_over_ranks, median_of_others
+from ddpobs_server.analysis.joins import fallen_behind, join, mean_over_ranks, median_of_others
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -59,6 +59,18 @@ def test_a_step_is_left_out_when_one_rank_has_no_clean_start_or_no_row() -> None
 def test_nothing_in_common_is_an_empty_join() -> None:
     rank, steps = columns(own_times(2, 2, seed=0))
     assert len(join(*kept(rank, steps, steps.step == rank))) == 0
+
+
+def test_a_rank_without_a_row_in_the_later_half_has_fallen_behind_whatever_its_own_numbers_are() -> None:
+    rank, steps = columns(own_times(100, 3, seed=0))
+    steps = changed(steps, step=steps.step + 1000 * (rank == 2))
+    for last, behind in ((60, []), (40, [2])):
+        some = kept(rank, steps, (rank != 2) | (steps.collective < last))
+        assert fallen_behind(*some).tolist() == behind
+    silent = changed(steps, collective=np.where(rank == 1, wire.UNKNOWN, steps.collective))
+    assert fallen_behind(rank, silent).tolist() == [1]
+    nothing = changed(steps, collective=np.full(len(rank), wire.UNKNOWN))
+    assert fallen_behind(rank, nothing).tolist() == []
 
 
 @given(arrays.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 9)), elements=st.integers(0, 9)))
