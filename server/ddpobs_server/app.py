@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,7 +16,6 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
-from sqlalchemy import make_url
 
 import ddpobs
 from ddpobs_server import api, checks, ingest, logs, metrics, page, problems, serving
@@ -26,7 +26,7 @@ from ddpobs_server.ingest import Writer
 from ddpobs_server.limits import Admission, UnderWay
 from ddpobs_server.reports import Reports
 from ddpobs_server.retention import Keeper
-from ddpobs_server.settings import Settings
+from ddpobs_server.settings import Settings, unknown
 from ddpobs_server.store import Store
 from ddpobs_server.watching import Watch
 
@@ -57,8 +57,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.watch = Watch(store, app.state.registry)
         await run_in_threadpool(app.state.watch.start)
         lag = asyncio.create_task(app.state.watch.measure_lag())
-        where = make_url(settings.database_url).render_as_string()
-        _log.info("collector started", extra={"version": ddpobs.__version__, "database": where})
+        _log.info("collector started", extra={"version": ddpobs.__version__, "database": settings.database})
         yield
         lag.cancel()
         state = app.state
@@ -113,9 +112,13 @@ def serve(
     """
     settings = Settings(**{name: value for name, value in locals().items() if value is not None})
     logs.configure(settings.log_level, settings.log_format)
-    _no_open_door(settings)
+    for line in unknown(os.environ):
+        _log.warning(line)
     if (wrong := checks.tls_problem(settings)) is not None:
         raise _refusal(wrong)
+    _no_open_door(settings)
+    if (wrong := serving.address_problem(settings.host, settings.port)) is not None:
+        raise _refusal(wrong, 1)
     serving.run(
         create_app(settings),
         host=settings.host,
@@ -133,23 +136,18 @@ def serve(
     )
 
 
-def _refusal(why: str) -> typer.Exit:
+def _refusal(why: str, code: int = 2) -> typer.Exit:
     say(why)
-    return typer.Exit(2)
+    return typer.Exit(code)
 
 
 def _no_open_door(settings: Settings) -> None:
     """Look into the database before a server is started: what is wrong with it is then said in a line, too."""
-    store = open_store(settings.database_url)
-    doorkeeper = Doorkeeper(settings, store)
-    doorkeeper.look()
+    store = open_store(settings)
+    wrong = checks.open_door(settings, bool(store.tokens()))
     store.close()
-    if doorkeeper.unguarded and not settings.on_loopback:
-        raise _refusal(
-            f"host {settings.host} is not loopback or has a proxy before it, and there is no token: anyone could read "
-            "and write. Set --token (DDPOBS_SERVER_TOKEN), make tokens with `ddpobs-server token create`, or listen "
-            "on 127.0.0.1 without trusted proxies"
-        )
+    if wrong is not None:
+        raise _refusal(wrong)
 
 
 def main() -> None:

@@ -6,9 +6,11 @@ name, one of another workspace under `workspace/run`; outside of this file and t
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
+import re
 import secrets
 import threading
 import time
@@ -17,10 +19,12 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from ipaddress import ip_address
+from typing import Annotated
 from urllib.parse import urlsplit
 
-from fastapi import Request
+from fastapi import Depends, Request
 from fastapi.concurrency import run_in_threadpool
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from ddpobs_server.problems import Problem
 from ddpobs_server.settings import Settings
@@ -33,6 +37,10 @@ DEFAULT = "default"
 _KEY_LENGTH = 128
 _KNOWN_S = 5.0
 """How long a token may still work after it was revoked."""
+_NEW_S = 1.0
+"""For a token that is not known the database is asked no more often."""
+_OURS = re.compile(r"(?i:bearer) ddpobs_([0-9a-f]{8})_[A-Za-z0-9_-]{32}")
+"""The header with a token of `new_token`'s making."""
 _WRONG_TOKENS, _WITHIN_S = 20, 60.0
 """So many wrong tokens from one address within so long, and it has to wait."""
 _ADDRESSES = 10_000
@@ -60,6 +68,12 @@ class Caller:
 
 
 EVERYTHING = Caller(DEFAULT, frozenset(SCOPES))
+BEARER = HTTPBearer(
+    scheme_name="token",
+    description="As `ddpobs-server token create` prints it. A collector on loopback without tokens wants none.",
+    auto_error=False,
+)
+"""For the OpenAPI document alone: who may call is for the `Doorkeeper` to say."""
 
 
 def new_token(name: str, workspace: str, scopes: list[str]) -> tuple[str, Token]:
@@ -81,28 +95,29 @@ class Doorkeeper:
         self._settings, self._store = settings, store
         self._lock = threading.Lock()
         self._tokens: dict[str, Token] | None = None
-        self._any_made = False
         self._read_at = float("-inf")
+        self._looking = asyncio.Lock()
         self._wrong: OrderedDict[str, deque[float]] = OrderedDict()
 
     def look(self) -> None:
-        """Read the tokens that work. Where that fails, those known before go on working.
+        """Read the tokens. Where that fails, those known before go on working.
 
         Raises:
             Problem: 503, where none were ever read.
         """
+        began = time.monotonic()
         try:
-            made = self._store.tokens()
-            self._tokens = {token.token_id: token for token in made if token.revoked_ns is None}
-            self._any_made = bool(made)
+            self._tokens = {token.token_id: token for token in self._store.tokens()}
         except Exception as error:
             _log.warning("tokens cannot be read: %s: %s", type(error).__name__, error)
             if self._tokens is None:
                 raise Problem(503, "Not ready", "the database does not answer", {"Retry-After": "1"}) from error
-        self._read_at = time.monotonic()
+        self._read_at = began
 
-    async def look_again(self) -> None:
-        """Look where the last time was long ago; one request does, the others go on with what is known meanwhile.
+    async def look_again(self, authorization: str) -> None:
+        """Look where the last time was long ago, or before this header came and its token is not known: it may be new.
+
+        Where it was long ago one request looks, and the others go on with what is known meanwhile.
 
         Raises:
             Problem: As `look`.
@@ -112,16 +127,16 @@ class Doorkeeper:
             if self._tokens is not None:
                 self._read_at = now
             await run_in_threadpool(self.look)
-
-    @property
-    def unguarded(self) -> bool:
-        """Whether no token was ever made: to revoke the last one opens nothing."""
-        return self._settings.token is None and not self._any_made
+        elif self._may_be_new(authorization):
+            async with self._looking:
+                if self._read_at < now:  # Else one look answered all who waited for it.
+                    await asyncio.sleep(self._read_at + _NEW_S - time.monotonic())
+                    await run_in_threadpool(self.look)
 
     @property
     def open(self) -> bool:
-        """Whether nobody needs a token."""
-        return self.unguarded and self._settings.on_loopback
+        """Whether nobody needs a token: none was ever made. To revoke the last one opens nothing."""
+        return self._settings.token is None and not self._tokens and self._settings.on_loopback
 
     def caller(self, authorization: str, address: str) -> Caller:
         """Who sends this `Authorization` header.
@@ -148,6 +163,11 @@ class Doorkeeper:
             {"WWW-Authenticate": "Bearer"},
         )
 
+    def _may_be_new(self, authorization: str) -> bool:
+        found = _OURS.fullmatch(authorization)
+        known = self._tokens or {}
+        return found is not None and found[1] not in known and not self._is_settings_token(authorization.split()[1])
+
     def _is_settings_token(self, given: str) -> bool:
         wanted = self._settings.token
         return wanted is not None and hmac.compare_digest(_digest(given), _digest(wanted.get_secret_value()))
@@ -156,7 +176,7 @@ class Doorkeeper:
         prefix, _, rest = given.partition("_")
         token_id, _, secret = rest.partition("_")
         token = (self._tokens or {}).get(token_id) if prefix == "ddpobs" else None
-        if token is None or not hmac.compare_digest(_digest(secret), token.digest):
+        if token is None or token.revoked_ns is not None or not hmac.compare_digest(_digest(secret), token.digest):
             return None
         return Caller(token.workspace, frozenset(SCOPES if "admin" in token.scopes else token.scopes))
 
@@ -191,13 +211,16 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
         scope: One of `SCOPES`.
     """
 
-    async def allowed(request: Request) -> Caller:
+    async def allowed(
+        request: Request, _documented: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)] = None
+    ) -> Caller:
         doorkeeper: Doorkeeper = request.app.state.doorkeeper
-        await doorkeeper.look_again()
+        authorization = request.headers.get("Authorization", "")
+        await doorkeeper.look_again(authorization)
         if doorkeeper.open:
             _check_host(request.headers.get("Host", ""), request.app.state.settings.host)
         address = request.client.host if request.client else "unknown"
-        caller = doorkeeper.caller(request.headers.get("Authorization", ""), address)
+        caller = doorkeeper.caller(authorization, address)
         if scope not in caller.scopes:
             raise Problem(
                 403, "Not allowed", f"this token may {', '.join(sorted(caller.scopes))}, and this needs {scope}"

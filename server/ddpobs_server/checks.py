@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from sqlalchemy import make_url
-
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 
@@ -38,9 +36,7 @@ def run(settings: Settings, integrity: bool = True) -> Iterator[Finding]:
         settings: Whose database and TLS files are looked at.
         integrity: Whether to read a whole SQLite file, which takes as long as reading it does.
     """
-    url = make_url(settings.database_url)
-    shown = url.render_as_string()
-    file = Path(url.database).resolve() if url.get_backend_name() == "sqlite" and url.database else None
+    shown, file = settings.database, settings.database_file
     if settings.tls_cert is not None:
         wrong = tls_problem(settings)
         yield Finding("tls", "fail" if wrong else "ok", wrong or f"{settings.tls_cert} and its key fit")
@@ -52,15 +48,17 @@ def run(settings: Settings, integrity: bool = True) -> Iterator[Finding]:
         yield _synchronised()
         if not file.exists():
             yield Finding("database", "ok", f"{shown} is not there yet: the first start makes it")
+            yield from _access(settings, None)
             return
     store = Store(settings.database_url)
     try:
-        yield from _database(store, shown, file is not None and integrity)
+        yield from _database(settings, store, file is not None and integrity)
     finally:
         store.close()
 
 
-def _database(store: Store, shown: str, integrity: bool) -> Iterator[Finding]:
+def _database(settings: Settings, store: Store, integrity: bool) -> Iterator[Finding]:
+    shown = settings.database
     try:
         store.ready()
     except Exception as error:
@@ -73,7 +71,9 @@ def _database(store: Store, shown: str, integrity: bool) -> Iterator[Finding]:
         yield Finding("integrity", "fail" if wrong else "ok", detail)
         if wrong:
             return
-    yield _schema(store)
+    yield (schema := _schema(store))
+    if schema.state == "ok":
+        yield from _access(settings, store)
     try:
         store.try_write()
     except Exception as error:
@@ -84,6 +84,29 @@ def _database(store: Store, shown: str, integrity: bool) -> Iterator[Finding]:
         skew_s = store.now_ns() / 1e9 - time.time()
         detail = f"{skew_s:+.1f} s between the database's and this machine's"
         yield Finding("clock", "ok" if abs(skew_s) < _SKEW_S else "fail", detail)
+
+
+def open_door(settings: Settings, tokens: bool) -> str | None:
+    """Why nobody may be served with these settings: other machines could call, and need no token; else None.
+
+    Args:
+        settings: Where the collector listens, and a token it may have.
+        tokens: Whether its database has any, revoked ones too.
+    """
+    if settings.on_loopback or settings.token is not None or tokens:
+        return None
+    return (
+        f"host {settings.host} is not loopback or has a proxy before it, and there is no token: anyone could read "
+        "and write. Set --token (DDPOBS_SERVER_TOKEN), make tokens with `ddpobs-server token create`, or listen "
+        "on 127.0.0.1 without trusted proxies"
+    )
+
+
+def _access(settings: Settings, store: Store | None) -> Iterator[Finding]:
+    if not settings.on_loopback:
+        tokens = store is not None and store.revisions()[0] is not None and bool(store.tokens())
+        wrong = open_door(settings, tokens)
+        yield Finding("access", "fail" if wrong else "ok", wrong or "other machines may call, with a token")
 
 
 def tls_problem(settings: Settings) -> str | None:

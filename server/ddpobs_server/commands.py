@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from datetime import UTC, datetime
@@ -11,13 +12,12 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
-from sqlalchemy import make_url
 from sqlalchemy.exc import SQLAlchemyError
 from typer.core import TyperGroup
 
 from ddpobs_server import backups, checks
 from ddpobs_server.auth import DEFAULT, SCOPES, new_token
-from ddpobs_server.settings import Settings
+from ddpobs_server.settings import Settings, unknown
 from ddpobs_server.store import Store, UnavailableError, UnusableError
 
 
@@ -80,23 +80,26 @@ def create_token(
     if not re.fullmatch(r"[a-z0-9-]{1,32}", workspace):
         raise typer.BadParameter(f"workspace: expected 1 to 32 of a-z, 0-9 and -, got {workspace!r}")
     token, kept = new_token(name[:128], workspace, scopes)
-    url = _settings(database_url).database_url
-    store = open_store(url)
+    settings = _settings(database_url)
+    store = open_store(settings)
     store.add_token(kept)
     store.close()
-    say(f"made for {', '.join(scopes)} in workspace {workspace}, kept in {make_url(url).render_as_string()}")
+    say(f"made for {', '.join(scopes)} in workspace {workspace}, kept in {settings.database}")
     typer.echo(token)
 
 
 @tokens.command("list")
 def list_tokens(database_url: DatabaseOption = None) -> None:
     """Show every token but its secret."""
-    store = open_store(_settings(database_url).database_url)
-    for token in store.tokens():
+    settings = _settings(database_url)
+    store = _open_existing(settings)
+    found = store.tokens()
+    store.close()
+    say(f"{'tokens' if found else 'no tokens'} kept in {settings.database}")
+    for token in found:
         made = datetime.fromtimestamp(token.created_ns / 1e9, UTC).isoformat(timespec="seconds")
         ended = " revoked" if token.revoked_ns is not None else ""
         typer.echo(f"{token.token_id}  {token.workspace}  {','.join(token.scopes)}  {made}  {token.name}{ended}")
-    store.close()
 
 
 @tokens.command("revoke")
@@ -104,12 +107,14 @@ def revoke_token(
     token_id: Annotated[str, typer.Argument(help="As `token list` shows it.")], database_url: DatabaseOption = None
 ) -> None:
     """Have a token work no more, within five seconds."""
-    store = open_store(_settings(database_url).database_url)
+    settings = _settings(database_url)
+    store = _open_existing(settings)
     found = store.revoke_token(token_id, time.time_ns())
     store.close()
     if not found:
-        say(f"no token {token_id} that works")
+        say(f"no token {token_id} that works in {settings.database}")
         raise typer.Exit(1)
+    say(f"revoked {token_id} in {settings.database}")
 
 
 @cli.command()
@@ -119,7 +124,9 @@ def check(
     integrity: Annotated[bool, typer.Option(help="Read a whole SQLite file for damage.")] = True,
 ) -> None:
     """Say whether a collector could run here: database, schema, rights, disk, clock, files. Ends with 1 where not."""
-    found = list(checks.run(_settings(database_url), integrity))
+    settings = _settings(database_url)
+    found = [*(checks.Finding("settings", "warn", line) for line in unknown(os.environ))]
+    found += checks.run(settings, integrity)
     failed = any(finding.state == "fail" for finding in found)
     if as_json:
         typer.echo(json.dumps({"ok": not failed, "checks": [vars(finding) for finding in found]}))
@@ -189,18 +196,24 @@ def distribute(
     store.close()
 
 
-def open_store(url: str) -> Store:
-    """The store, its schema this version's.
+def open_store(settings: Settings) -> Store:
+    """The store, its schema this version's; SQLite's file is made where there is none.
 
     Raises:
         UnusableError: Says which database it is, and why it cannot be had.
     """
-    store = Store(url)
+    store = Store(settings.database_url)
     try:
         store.migrate()
     except (UnavailableError, UnusableError, SQLAlchemyError) as error:
-        raise UnusableError(f"{make_url(url).render_as_string()}: {_reason(error)}") from error
+        raise UnusableError(f"{settings.database}: {_reason(error)}") from error
     return store
+
+
+def _open_existing(settings: Settings) -> Store:
+    if (file := settings.database_file) is not None and not file.exists():
+        raise UnusableError(f"no database {file}")
+    return open_store(settings)
 
 
 def _settings(database_url: str | None) -> Settings:

@@ -11,14 +11,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 from anyio import CapacityLimiter, to_thread
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ddpobs import wire
 from ddpobs_server import decoding, limits, problems
-from ddpobs_server.auth import needs
+from ddpobs_server.auth import BEARER, needs
 from ddpobs_server.decoding import Upload
 from ddpobs_server.problems import Problem
 from ddpobs_server.store import Arrival, Outcome, Store, UnavailableError, Unstorable
@@ -188,6 +188,7 @@ def _settle(answers: list[tuple[_Answer, Outcome | Exception]]) -> None:
 @router.put(
     _ROUTE,
     status_code=201,
+    dependencies=[Depends(BEARER)],
     responses={200: {"description": "Stored before."}, 409: {"description": "Another batch has this key."}},
     openapi_extra={
         "parameters": [

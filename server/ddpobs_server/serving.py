@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -29,6 +30,20 @@ _KEPT_BYTES = 2**25 - 2**16
 """Below glibc's most, 32 MiB."""
 
 
+def address_problem(host: str, port: int) -> str | None:
+    """Why no server could listen there; None where one could."""
+
+    async def bind() -> None:
+        loop = asyncio.get_running_loop()
+        (await loop.create_server(asyncio.Protocol, host, port, start_serving=False)).close()
+
+    try:
+        asyncio.run(bind())
+    except (OSError, UnicodeError) as error:
+        return f"cannot listen on {host}, port {port}: {getattr(error, 'strerror', None) or error}"
+    return None
+
+
 def run(app: FastAPI, **settings: Any) -> None:
     """`uvicorn.run` until SIGTERM or Ctrl-C; what was accepted is then written, and the process may end with 0.
 
@@ -39,7 +54,7 @@ def run(app: FastAPI, **settings: Any) -> None:
         **settings: uvicorn's.
 
     Raises:
-        SystemExit: Not with 0, where the application did not start.
+        SystemExit: With 1, where the application did not start.
     """
     # A connection is an open file, and each rank has one: the usual soft limit is 1,024, for programs that use select.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -48,7 +63,7 @@ def run(app: FastAPI, **settings: Any) -> None:
     server = _Server(uvicorn.Config(app, **settings))
     # uvicorn raises the signal again once it has ended, for whoever had a handler before.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with suppress(KeyboardInterrupt):
+    with suppress(KeyboardInterrupt, SystemExit):  # uvicorn's own: with 3, where it did not start.
         server.run()
     if not server.started:
         sys.exit(1)

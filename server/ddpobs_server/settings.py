@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from difflib import get_close_matches
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from pathlib import Path
@@ -14,13 +16,14 @@ from sqlalchemy.exc import ArgumentError
 
 _DAYS = 36_500
 """A century: times are held in 64 bits of nanoseconds."""
+_PREFIX = "DDPOBS_SERVER_"
 _DRIVERS = ("sqlite", "postgresql+psycopg")
 
 
 class Settings(BaseSettings):
     """What an operator may set."""
 
-    model_config = SettingsConfigDict(env_prefix="DDPOBS_SERVER_", frozen=True, allow_inf_nan=False)
+    model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, allow_inf_nan=False)
 
     host: str = Field("127.0.0.1", description="Address to listen on; without a token only loopback is allowed.")
     port: int = Field(8321, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
@@ -99,6 +102,30 @@ class Settings(BaseSettings):
     def on_loopback(self) -> bool:
         """Whether only this machine can reach it: no proxy that is known of hands requests on."""
         return _is_loopback(self.host) and not self.trusted_proxies
+
+    @property
+    def database_file(self) -> Path | None:
+        """SQLite's file, with its whole path; None with another database."""
+        url = make_url(self.database_url)
+        return Path(url.database).resolve() if url.get_backend_name() == "sqlite" and url.database else None
+
+    @property
+    def database(self) -> str:
+        """The database's URL to show: no password, and SQLite's file with its whole path."""
+        url, file = make_url(self.database_url), self.database_file
+        return (url if file is None else url.set(database=str(file))).render_as_string()
+
+
+def unknown(environ: Iterable[str]) -> list[str]:
+    """A line for each name that would be a setting and is none, as those of other versions and misspelled ones."""
+    known = [name.upper() for name in Settings.model_fields]
+    lines = []
+    for name in sorted(environ):
+        given = name.upper().removeprefix(_PREFIX)
+        if given != name.upper() and given not in known:
+            near = "".join(f"; {_PREFIX}{one} is" for one in get_close_matches(given, known, 1))
+            lines.append(f"{name} is no setting of this version{near}")
+    return lines
 
 
 @lru_cache

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import socket
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
@@ -59,6 +61,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture
+def taken() -> Iterator[str]:
+    """A port where somebody else listens."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        yield str(other.getsockname()[1])
+
+
 @pytest.mark.parametrize("database", [away, no_folder, no_database, newer, locked])
 def test_a_database_that_cannot_be_used_is_said_in_a_line(tmp_path: Path, database: Callable[[Path], str]) -> None:
     url = database(tmp_path)
@@ -94,3 +103,45 @@ def test_a_server_says_so_before_it_starts(tmp_path: Path, database: Callable[[P
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
     assert done.stderr.startswith("ddpobs-server: ")
     assert "s3cret" not in done.stderr
+
+
+def serve(*arguments: str, command: tuple[str, ...] = (SERVER,)) -> tuple[int, list[str]]:
+    """How a server ends that cannot begin, and its lines."""
+    told = [*command, "serve", "--log-level", "warning", *arguments]
+    done = subprocess.run(told, capture_output=True, text=True, check=False, timeout=60)
+    return done.returncode, done.stderr.splitlines()
+
+
+def test_a_server_whose_port_is_taken_says_so_in_a_line(taken: str) -> None:
+    code, (line,) = serve("--port", taken)
+    assert code == 1
+    assert line.startswith(f"ddpobs-server: cannot listen on 127.0.0.1, port {taken}: ")
+
+
+@pytest.mark.parametrize("host", ["nowhere.invalid", "a..b", "203.0.113.1"])
+def test_an_address_that_is_not_this_machines_is_said_in_a_line(host: str) -> None:
+    code, (line,) = serve("--host", host, "--token", "s3cret")
+    assert code == 1
+    assert line.startswith(f"ddpobs-server: cannot listen on {host}, port 8321: ")
+
+
+def test_a_port_that_was_taken_meanwhile_ends_it_with_1_too(taken: str) -> None:
+    late = "from ddpobs_server import app, serving; serving.address_problem = lambda *_: None; app.main()"
+    assert serve("--port", taken, command=(sys.executable, "-c", late))[0] == 1
+
+
+def test_a_name_that_is_no_setting_is_warned_of(taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPOBS_SERVER_KEEP_SPANS", "3")
+    monkeypatch.setenv("DDPOBS_SERVER_XYZZY", "s3cret")
+    monkeypatch.setenv("ddpobs_server_access_log", "true")
+    said = [
+        "DDPOBS_SERVER_KEEP_SPANS is no setting of this version; DDPOBS_SERVER_KEEP_SPANS_DAYS is",
+        "DDPOBS_SERVER_XYZZY is no setting of this version",
+    ]
+    checked = CliRunner().invoke(commands.cli, ["check"])
+    assert [line for line in checked.stdout.splitlines() if "settings: " in line] == [
+        f"warn  settings: {one}" for one in said
+    ]
+    assert checked.exit_code == 0
+    *warned, _ = serve("--port", taken)[1]
+    assert [(line["level"], line["event"]) for line in map(json.loads, warned)] == [("warning", one) for one in said]

@@ -14,6 +14,7 @@ from pathlib import Path
 import httpx
 import pytest
 from ddpobs_server import bench, commands, watching
+from ddpobs_server.auth import new_token
 from ddpobs_server.store import Store
 from prometheus_client import CollectorRegistry
 from sqlalchemy import create_engine, inspect
@@ -122,6 +123,27 @@ def test_check_says_what_is_wrong_and_no_password(tmp_path: Path) -> None:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
     assert "which a newer version made" in check(url)[1]["schema"][1]
     engine.dispose()
+
+
+@pytest.mark.parametrize("exposed", [{"HOST": "0.0.0.0"}, {"TRUSTED_PROXIES": "10.0.0.7"}])
+def test_check_finds_what_serve_would_refuse(
+    fresh: databases.Fresh, tmp_path: Path, exposed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((name, value),) = exposed.items()
+    monkeypatch.setenv(f"DDPOBS_SERVER_{name}", value)
+    url = fresh(tmp_path)
+    code, found = check(url)
+    assert (code, found["access"][0], "there is no token" in found["access"][1]) == (1, "fail", True)
+    Store(url).migrate()
+    assert check(url)[0] == 1
+    with monkeypatch.context() as with_token:
+        with_token.setenv("DDPOBS_SERVER_TOKEN", "s3cret")
+        assert check(url)[0] == 0
+    store = Store(url)
+    store.add_token(new_token("x", "default", ["read"])[1])
+    store.close()
+    code, found = check(url)
+    assert (code, found["access"]) == (0, ("ok", "other machines may call, with a token"))
 
 
 def test_check_finds_a_damaged_file(tmp_path: Path) -> None:

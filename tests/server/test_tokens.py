@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 from ddpobs_server.app import create_app
-from ddpobs_server.auth import Doorkeeper, new_token
+from ddpobs_server.auth import Caller, Doorkeeper, new_token
 from ddpobs_server.commands import cli
 from ddpobs_server.problems import Problem
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Store
+from ddpobs_server.store import Store, Token
 from starlette.routing import Mount, Route
 from typer.testing import CliRunner
 
@@ -26,6 +29,7 @@ from tests.collector import collector
 from tests.databases import Fresh
 from tests.server.batches import assert_problem, batch, path, put, steps
 
+ROOT = Path(__file__).parents[2]
 CALLS = {
     "ingest": [("PUT", path(batch("a-run", seq=1)))],
     "read": [
@@ -132,6 +136,16 @@ def test_every_route_is_in_the_table() -> None:
     assert [name for name, pattern in patterns.items() if not any(re.fullmatch(pattern, one) for one in called)] == []
 
 
+def test_the_document_asks_for_a_token_where_one_is_needed() -> None:
+    document = create_app(Settings()).openapi()
+    ((name, scheme),) = document["components"]["securitySchemes"].items()
+    assert (document["openapi"], scheme["type"], scheme["scheme"]) == ("3.0.3", "http", "bearer")
+    anyone = {where for _, where in CALLS[""]}
+    for where, item in document["paths"].items():
+        for method, operation in item.items():
+            assert operation.get("security") == (None if where in anyone else [{name: []}]), (method, where)
+
+
 def test_workspaces_see_their_own_runs_alone(guarded: dict[str, Any]) -> None:
     url, mine, theirs = guarded["url"], guarded["admin"], guarded["other"]
     assert put(url, batch("both-have-it", steps=steps(0, 2)), **mine).status_code == 201
@@ -162,6 +176,15 @@ def test_workspaces_see_their_own_runs_alone(guarded: dict[str, Any]) -> None:
     assert "at most 121" in long["detail"]
 
 
+def test_a_run_id_that_the_wires_document_allows_in_every_workspace_is_allowed() -> None:
+    said = re.search(r"no more than (\d+) is safe", (ROOT / "docs" / "wire.md").read_text())
+    assert said is not None
+    longest = Caller("w" * 32, frozenset()).key("r" * int(said[1]))
+    with pytest.raises(Problem, match=f"at most {said[1]} characters"):
+        Caller("w" * 32, frozenset()).key("r" * (int(said[1]) + 1))
+    assert len(longest) == 128
+
+
 def test_only_a_hash_is_kept_and_the_list_shows_no_secret(guarded: dict[str, Any]) -> None:
     listed = command(guarded["database"], "list")
     assert "vision  admin" in listed
@@ -185,6 +208,99 @@ def test_a_revoked_token_stops_working_within_seconds(fresh: Fresh, tmp_path: Pa
             time.sleep(0.2)
         headers = {"Authorization": f"Bearer {first}"}
         assert kept_alive.get("/api/v1/runs", headers=headers).status_code == 200
+
+
+def test_a_new_token_works_at_once_for_all_who_come_with_it(fresh: Fresh, tmp_path: Path) -> None:
+    database = fresh(tmp_path)
+    kept(database, "first", "default", "read")
+    with collector(tmp_path, database_url=database) as running, ThreadPoolExecutor(8) as ranks:
+        assert_problem(httpx.get(f"{running.url}/api/v1/runs"), 401)
+        for name in "ab":  # The second comes when the collector has just looked.
+            headers = {"Authorization": f"Bearer {kept(database, name, 'default', 'ingest')}"}
+            sent = [batch(name, seq=seq) for seq in range(8)]
+            answers = ranks.map(lambda one, headers=headers: put(running.url, one, **headers).status_code, sent)
+            assert list(answers) == [201] * 8
+
+
+class Watched(Store):
+    """Notes when it is asked for the tokens."""
+
+    asked: ClassVar[list[float]] = []
+
+    def tokens(self) -> list[Token]:
+        self.asked.append(time.monotonic())
+        return super().tokens()
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """When that was; none yet."""
+    monkeypatch.setattr(Watched, "asked", [])
+    return Watched.asked
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> str:
+    return databases.sqlite(tmp_path)
+
+
+@pytest.fixture
+def doorkeeper(database: str, asked: list[float]) -> Iterator[Doorkeeper]:
+    """One that has read its tokens: s3cret, and one of the database's."""
+    kept(database, "first", "default", "read")
+    store = Watched(database)
+    made = Doorkeeper(Settings(database_url=database, token="s3cret"), store)
+    made.look()
+    yield made
+    store.close()
+
+
+@pytest.fixture
+def statuses(doorkeeper: Doorkeeper) -> Iterator[Callable[..., set[int]]]:
+    """What the bearers of some tokens are told who come at the same time, all from one address."""
+
+    async def call(token: str) -> int:
+        await doorkeeper.look_again(f"Bearer {token}")
+        try:
+            doorkeeper.caller(f"Bearer {token}", "here")
+        except Problem as refused:
+            return int(refused.document["status"])
+        return 200
+
+    async def call_all(tokens: tuple[str, ...]) -> set[int]:
+        return set(await asyncio.gather(*map(call, tokens)))
+
+    with asyncio.Runner() as loop:
+        yield lambda *tokens: loop.run(call_all(tokens))
+
+
+def test_a_flood_of_wrong_tokens_asks_the_database_once_a_second(
+    statuses: Callable[..., set[int]], asked: list[float]
+) -> None:
+    for _ in range(2):
+        wrong = [new_token("", "", [])[0] for _ in range(100)]
+        assert statuses(*wrong) <= {401, 429}
+    assert len(asked) == 3
+    assert min(later - earlier for earlier, later in pairwise(asked)) > 0.9
+
+
+def test_what_can_be_no_new_token_asks_nothing(
+    statuses: Callable[..., set[int]], doorkeeper: Doorkeeper, asked: list[float], database: str
+) -> None:
+    store = Store(database)
+    revoked, known = new_token("gone", "default", ["read"])
+    store.add_token(known)
+    store.revoke_token(known.token_id, time.time_ns())
+    store.close()
+    doorkeeper.look()
+    assert statuses(revoked, revoked[:-1] + "!", "guess", "ddpobs_0_0") == {401}
+    assert len(asked) == 2
+
+
+def test_a_token_that_turns_out_right_was_no_wrong_one(statuses: Callable[..., set[int]], database: str) -> None:
+    new = kept(database, "new", "default", "read")
+    assert statuses(*[new] * 30) == {200}
+    assert statuses("s3cret") == {200}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
@@ -237,3 +353,28 @@ def test_whoever_makes_a_token_is_told_where_it_is_kept(tmp_path: Path) -> None:
     assert url in made.stderr
     assert "ingest, read in workspace default" in made.stderr
     assert len(made.stdout.split()) == 1
+
+
+def test_every_command_says_which_database_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    url = "sqlite:///x.db"
+
+    def run(*arguments: str) -> tuple[int, list[str], str]:
+        done = CliRunner().invoke(cli, ["token", *arguments, "--database-url", url])
+        where = f"sqlite:///{tmp_path}/x.db"
+        assert (where in done.stderr, done.stderr.count("\n")) == (True, 1), done.stderr
+        return done.exit_code, done.stdout.split(), done.stderr
+
+    code, (token,), _ = run("create", "x")
+    token_id = token.split("_")[1]
+    assert (code, run("list")[1][0]) == (0, token_id)
+    assert run("revoke", token_id)[0] == 0
+    code, _, said = run("revoke", token_id)
+    assert (code, f"no token {token_id} that works" in said) == (1, True)
+
+
+@pytest.mark.parametrize("arguments", [("list",), ("revoke", "abcd")])
+def test_where_no_database_is_none_is_made(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(cli, ["token", *arguments, "--database-url", f"sqlite:///{tmp_path}/x.db"])
+    assert (done.exit_code, done.stderr) == (1, f"ddpobs-server: no database {tmp_path}/x.db\n")
+    assert list(tmp_path.iterdir()) == []
