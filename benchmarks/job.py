@@ -67,6 +67,7 @@ class Rank(telemetry.Telemetry):
             host=f"node{rank // 8}", pid=1000 + rank, device="cpu", backend="gloo", versions={"ddpobs": "benchmark"}
         )
         self._layouts: dict[int, wire.Layout] = {}
+        self._recorders = []
         self._batches, self._exchange = 0, None
         self._config, self._now_ns, self._number, self._ranks = config, now_ns, rank, ranks
         self._random = np.random.default_rng(rank)

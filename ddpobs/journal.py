@@ -146,9 +146,9 @@ class Journal:
 
     def backward_ended(self) -> None:
         """The outermost backward returned or raised."""
-        self._in_backward = False
         if self.on_backward_end:
             self._tell_backward_ended()
+        self._in_backward = False
         self._note(self._tracker.backward_ended)
 
     def waiting_began(self) -> bool:

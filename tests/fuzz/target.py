@@ -78,7 +78,7 @@ def store_and_read(batch: wire.Batch) -> None:
         read(*key)
     store.aggregates(since_ns=0)
     answers = (reports.diagnostics(*key), reports.stragglers(*key, None, None), reports.trace(*key, None, None))
-    json.dumps(answers, allow_nan=False)
+    json.dumps(msgspec.to_builtins(answers), allow_nan=False)
     store.delete(batch.run)
 
 
