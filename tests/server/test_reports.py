@@ -14,6 +14,7 @@ from ddpobs_server.analysis.catalogue import CATALOGUE, Evidence
 from ddpobs_server.analysis.findings import Missing, ordered
 from ddpobs_server.analysis.joins import join
 from ddpobs_server.analysis.stragglers import straggler_findings
+from ddpobs_server.diagnosis import Diagnosis
 from ddpobs_server.reports import Reports
 from ddpobs_server.store import Arrival, Store
 
@@ -243,14 +244,14 @@ def test_waiting_for_a_rank_that_is_silent_is_not_told_as_moving_bytes(store: St
 def test_ranks_are_compared_where_uneven_inputs_part_their_numbers_beyond_the_window(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpobs_server.reports._STEPS", 200)
-    monkeypatch.setattr("ddpobs_server.reports._FEWEST_STEPS", 200)
+    monkeypatch.setattr("ddpobs_server.diagnosis._STEPS", 200)
+    monkeypatch.setattr("ddpobs_server.diagnosis._FEWEST_STEPS", 200)
     slow_third(store, 1500, fewer=0.2)
     found, missing = judged(store)
     assert (found["straggler"]["ranks"], found["straggler"]["severity"]) == ([2], "critical")
     assert "waiting" in found["comm-bound"]["title"]
     assert missing == {}
-    rank, steps = Reports(store)._recent_steps(RUN, ATTEMPT, store.sources(RUN, ATTEMPT))
+    rank, steps = Diagnosis(store).recent_steps(RUN, ATTEMPT, store.sources(RUN, ATTEMPT))
     assert np.bincount(rank).tolist() == [200] * RANKS
     assert (np.lexsort((rank, steps.step)) == np.arange(len(rank))).all()
 
@@ -283,8 +284,8 @@ def test_a_diagnosis_says_what_all_columns_together_say(store: Store, slow: tupl
 
 
 def test_a_diagnosis_of_a_long_run_looks_at_its_latest_steps(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs_server.reports._STEPS", 40)
-    monkeypatch.setattr("ddpobs_server.reports._FEWEST_STEPS", 40)
+    monkeypatch.setattr("ddpobs_server.diagnosis._STEPS", 40)
+    monkeypatch.setattr("ddpobs_server.diagnosis._FEWEST_STEPS", 40)
     fill(store, 120, (Slow(1, "data", 60),))
     told = Reports(store).diagnostics(RUN, ATTEMPT)
     assert told["steps_seen"] == 120
@@ -294,7 +295,7 @@ def test_a_diagnosis_of_a_long_run_looks_at_its_latest_steps(store: Store, monke
 def test_a_diagnosis_looks_at_fewer_steps_where_these_have_too_many_rows(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpobs_server.reports._MOST_ROWS", 40 * RANKS)
+    monkeypatch.setattr("ddpobs_server.diagnosis._MOST_ROWS", 40 * RANKS)
     fill(store, 120, (Slow(1, "data", 60),))
     first, last = Reports(store).diagnostics(RUN, ATTEMPT)["findings"][0]["steps"]
     assert last == 119
@@ -317,7 +318,7 @@ def test_the_late_bucket_is_found_by_some_ranks_as_by_all(store: Store, monkeypa
     ingest(store, batch(0, 2, layouts=[wire.Layout(module=0, name="m", revision=0, comm="", buckets=buckets)]))
     found = []
     for ranks in (2, 8):
-        monkeypatch.setattr("ddpobs_server.reports._BUCKET_RANKS", ranks)
+        monkeypatch.setattr("ddpobs_server.diagnosis._BUCKET_RANKS", ranks)
         found.append(Reports(store).diagnostics(RUN, ATTEMPT)["findings"][0])
     assert found[0] == found[1]
     assert found[0]["parameters"] == ["a"]
