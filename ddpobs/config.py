@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Integral, Real
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from ddpobs.errors import ConfigError
 
 DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
 _TOKEN = re.compile(r"[\x21-\x7e]+")
-_NUMBERS_END = 10**9
+_NUMBERS = {int: (Integral, "a whole number"), float: (Real, "a number")}
+_END = 10**9
 _RUN_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 
 
@@ -67,11 +70,12 @@ class TelemetryConfig:
         if self.run is not None and not _RUN_ID.fullmatch(self.run):
             raise ConfigError("run", "1 to 128 of A-Z a-z 0-9 . _ -, and neither . nor ..", self.run)
         for setting in fields(self):
-            value = getattr(self, setting.name)
-            if isinstance(setting.default, (int, float)) and not (
-                isinstance(value, (int, float)) and 0 < value < _NUMBERS_END
+            value: Any = getattr(self, setting.name)
+            kind = _NUMBERS.get(type(setting.default))
+            if kind is not None and (
+                type(value) is bool or not isinstance(value, kind[0]) or not 0 < float(value) < _END
             ):
-                raise ConfigError(setting.name, f"a number above zero and below {_NUMBERS_END:,}", value)
+                raise ConfigError(setting.name, f"{kind[1]} above zero and below {_END:,}", value)
 
 
 def resolve(telemetry: bool | str | TelemetryConfig | None, environ: Mapping[str, str]) -> TelemetryConfig | None:

@@ -135,7 +135,7 @@ class Delivery:
             except Exception:  # The disk's, say: the next batch may do.
                 self._warn("delivery", "telemetry failed (delivery); training goes on", trace=True)
                 with self._changed:
-                    self._under_way, self._attempts = None, self._attempts + 1
+                    self._under_way, self._on_disk, self._attempts = None, True, self._attempts + 1
                     self._quiet_until = time.monotonic() + pause_s(self._attempts, _SPOOLED_PAUSE_S, self._jitter)
         sender.close()
 

@@ -80,6 +80,7 @@ class Journal:
         self._thread = 0
         self._begun = False
         self._in_backward = self._waiting = False
+        self._learns: set[int] = set()
         self._blocked = False
         self._optimizers = 0
         self._trained = self._told = False
@@ -99,10 +100,12 @@ class Journal:
             return  # Checkpointing runs it again, inside backward.
         if not training:
             self._trained, evaluates = False, self._evaluates()
-            if evaluates or self.modules == 1 or self.trains_in_eval:
+            if evaluates or self.modules == 1 or self.trains_in_eval or module in self._learns:
                 self._note(self._tracker.evaluation_began, evaluates)
             return  # Or it is a teacher of one that is trained, and part of the step.
-        self._thread = get_ident()
+        self._learns.add(module)
+        if not self._thread or torch.is_grad_enabled():  # Else it may be somebody who asks a model beside training.
+            self._thread = get_ident()
         self._begun, self._trained = True, not self.trains_in_eval
         if self._optimizers:
             self._look_for_failed_optimizer()

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -79,7 +78,8 @@ class ModuleRecorder:
         self._backwards = 0
         self._unused: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
         self._names_told = 0
-        self._waiting: deque[wire.Unused] = deque(maxlen=1)
+        self._waiting: wire.Unused | None = None
+        self._telling = threading.Lock()
         journal.modules += 1
 
     @harmless
@@ -144,17 +144,20 @@ class ModuleRecorder:
         told = wire.Unused(
             step=self._journal.number, module=self.index, locally=list(found[0]), globally=list(found[1])
         )
-        self._waiting.clear()
-        if self._names_told < _NAMES_A_BATCH:
-            self._tell(told)
-        else:
-            self._waiting.append(told)
+        with self._telling:
+            self._waiting = None
+            if self._names_told < _NAMES_A_BATCH:
+                self._tell(told)
+            else:
+                self._waiting = told
 
     def batch_cut(self) -> None:
         """What was told so far is in a batch; called on the telemetry thread."""
-        self._names_told = 0
-        with suppress(IndexError):
-            self._tell(self._waiting.pop())
+        with self._telling:
+            self._names_told = 0
+            waiting, self._waiting = self._waiting, None
+            if waiting is not None:
+                self._tell(waiting)
 
     def _tell(self, unused: wire.Unused) -> None:
         self._names_told += len(unused.locally) + len(unused.globally)

@@ -13,7 +13,9 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from multiprocessing.util import Finalize
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +38,8 @@ from ddpobs.summary import Summariser
 
 _log = logging.getLogger("ddpobs")
 _LOOK_S = 0.2
+_BELIEVED_S = 60.0
+"""After so long an identity that seems to be older than this process is believed: the clocks of two hosts differ."""
 _RESOLUTION_NS = 1000
 """Stamps are not better than that: a callback may come tens of microseconds late."""
 _REPEAT_HELLO = 30
@@ -115,7 +119,7 @@ class Telemetry:
         self._batches = 0
         self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
         self._identity_key = f"ddpobs/identity/{_generation}"
-        self._draws_at = time.monotonic() + config.flush_s
+        self._began = time.monotonic()
         self._default_store: Any = dist.distributed_c10d._get_default_store()
         self._exchange: Exchange | None = None
         self._exporter.every(_LOOK_S, self._find_identity)
@@ -195,15 +199,16 @@ class Telemetry:
     def _find_identity(self) -> object:
         """Rank 0 draws the run and the attempt and shares them; the others look for them without waiting.
 
-        Rank 0 may have no DDP module: where it has drawn none for a while, the first of the others does.
+        Rank 0 may have no DDP module: where it has drawn none for a while, the first of the others does. A launcher's
+        store may hold what was drawn before a restart: then this process began later.
         """
-        store = self._default_store.clone()
-        if self._rank == 0 or time.monotonic() > self._draws_at:
-            identity = {"run": self._config.run or _launcher_run() or _made_up_run(), "attempt": secrets.token_hex(8)}
-            store.compare_set(self._identity_key, "", json.dumps(identity))
-        elif not store.check([self._identity_key]):
-            return None
-        shared = json.loads(store.get(self._identity_key))
+        store, waited_s = self._default_store.clone(), time.monotonic() - self._began
+        known = store.get(self._identity_key).decode() if store.check([self._identity_key]) else ""
+        if not known or (json.loads(known)["drawn_ns"] < _process_began_ns() and waited_s < _BELIEVED_S):
+            if self._rank != 0 and (known or waited_s < self._config.flush_s):
+                return None
+            known = store.compare_set(self._identity_key, known, json.dumps(self._draw())).decode()
+        shared = json.loads(known)
         prefix = PrefixStore(f"ddpobs/{shared['attempt']}", store)
         if self._world_size > 1:
             self._exchange = Exchange(prefix, self._rank, self._world_size, self._config.peers_every)
@@ -219,6 +224,10 @@ class Telemetry:
         if self._rank == 0:
             _log.info("ddpobs: run %s reports to %s", shared["run"], self._config.collector)
         return DONE
+
+    def _draw(self) -> dict[str, str | int]:
+        run = self._config.run or _launcher_run() or _made_up_run()
+        return {"run": run, "attempt": secrets.token_hex(8), "drawn_ns": time.time_ns()}
 
     def _pulse(self) -> None:
         for recorder in self._recorders:
@@ -294,6 +303,14 @@ def _hello(device: torch.device, backend: str, settings: Mapping[str, wire.Scala
         versions={"ddpobs": ddpobs.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
         settings=dict(settings),
     )
+
+
+@cache
+def _process_began_ns() -> int:
+    """On the wall clock: before any rank could draw, as they meet first."""
+    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(1e9 * age_s)
 
 
 def _died_of() -> dict[str, wire.Scalar] | None:

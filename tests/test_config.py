@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ddpobs import TelemetryConfig
@@ -47,7 +48,7 @@ def test_every_field_has_its_variable() -> None:
     assert found == TelemetryConfig(run="r", token="t", spool="/s", spool_mb=1.5, queue_records=7, flush_s=0.5)
 
 
-@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, 10**12, "1", None])
+@pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, 10**12, "1", None, True])
 @pytest.mark.parametrize("setting", ["spool_mb", "queue_records", "timeout_s", "exit_s", "peers_every"])
 def test_a_number_that_is_none_is_refused_where_the_settings_are_made(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=setting):
@@ -73,6 +74,13 @@ def test_what_a_variable_cannot_hold_is_said_with_its_name(variable: str, value:
     with pytest.raises(ConfigError, match=variable) as refused:
         from_environment({variable: value})
     assert value in str(refused.value)
+
+
+def test_numbers_of_numpy_are_numbers_and_counts_are_whole() -> None:
+    assert TelemetryConfig(peers_every=np.int64(20), flush_s=np.float32(2)).peers_every == 20
+    assert TelemetryConfig(flush_s=2).flush_s == 2
+    with pytest.raises(ConfigError, match="whole number"):
+        TelemetryConfig(peers_every=20.0)  # type: ignore[arg-type]
 
 
 def test_a_spool_may_be_named_by_a_path_or_a_string() -> None:

@@ -380,3 +380,42 @@ def test_unused_sets_that_change_all_the_time_do_not_fill_a_batch(training: Trai
     assert [one.locally[0] for one in told][2:] == ["layer.19"]
     training.recorder.unused([], [])
     assert getattr(training.told[-1], "locally", None) == []
+
+
+def test_a_look_at_a_module_that_is_trained_is_no_teacher_s(training: Training) -> None:
+    """One rank alone samples from its generator, say: what that takes is not its own time."""
+    other = ModuleRecorder(
+        1, torch.nn.Linear(2, 2), training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+    training.journal.evaluating = lambda: False
+    for _ in range(3):
+        plain_step(training)
+        other.forward_began((torch.zeros(4, 2),))
+    training.module.eval()
+    with torch.no_grad():
+        training.recorder.forward_began((torch.zeros(4, 2),))
+    training.spend(700)
+    plain_step(training)
+    training.journal.finish()
+    assert bool(training.steps()[-1].flags & wire.NO_ORIGIN)
+
+
+def test_a_thread_that_asks_a_model_takes_the_training_from_nobody(training: Training) -> None:
+    asked = ModuleRecorder(
+        1, torch.nn.Linear(2, 2), training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+
+    def ask() -> None:
+        with torch.no_grad():
+            asked.forward_began((torch.zeros(4, 2),))
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            training.fetch(10)
+            training.forward(20)
+            pool.submit(ask).result()
+            training.backward(40, 30)
+            training.optimizer(5)
+    training.journal.finish()
+    assert [phases(step)["backward"] for step in training.steps()] == [40] * 3
+    assert [phases(step)["optimizer"] for step in training.steps()] == [5] * 3

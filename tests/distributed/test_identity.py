@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 
 import torch.distributed as dist
@@ -30,3 +31,22 @@ def test_telemetry_of_ranks_without_rank_0_is_sent() -> None:
     assert nothing == 0
     assert steps > 0
     assert dropped == 0
+
+
+def after_a_restart(rank: int, _world_size: int) -> str:
+    """The launcher's store still has what the attempt before drew."""
+    before = {"run": "job", "attempt": "dead", "drawn_ns": time.time_ns() - 3600 * 10**9}
+    generation = f"ddpobs/identity/{telemetry._generation + 1}"
+    if rank == 0:
+        dist.distributed_c10d._get_default_store().set(generation, json.dumps(before))
+    dist.barrier()
+    with sending() as sent:
+        ddp = DistributedDataParallel(net(), telemetry=sent.config)
+        for step in range(3):
+            ddp(batch(rank, step)).sum().backward()
+    return sent.batches[0].attempt
+
+
+def test_a_restart_is_an_attempt_of_its_own() -> None:
+    first, second = run_ranks(after_a_restart, 2)
+    assert first == second != "dead"
