@@ -114,13 +114,13 @@ class Doorkeeper:
                 raise Problem(503, "Not ready", "the database does not answer", {"Retry-After": "1"}) from error
         self._read_at = began
 
-    async def look_again(self, authorization: str) -> None:
+    async def look_again(self, authorization: str, address: str) -> None:
         """Look where the last time was long ago, or before this header came and its token is not known: it may be new.
 
         Where it was long ago one request looks, and the others go on with what is known meanwhile.
 
         Raises:
-            Problem: As `look`.
+            Problem: As `look`; 429 where it would be waited for and too many wrong tokens came from there.
         """
         now = time.monotonic()
         if now - self._read_at > _KNOWN_S:
@@ -128,6 +128,7 @@ class Doorkeeper:
                 self._read_at = now
             await run_in_threadpool(self.look)
         elif self._may_be_new(authorization):
+            self._check_patience(address)
             async with self._looking:
                 if self._read_at < now:  # Else one look answered all who waited for it.
                     await asyncio.sleep(self._read_at + _NEW_S - time.monotonic())
@@ -204,6 +205,22 @@ class Doorkeeper:
                 self._wrong.popitem(last=False)
 
 
+async def look_for(request: Request) -> None:
+    """Have the doorkeeper look again for a request, once: it may wait, and nothing should be held meanwhile.
+
+    Raises:
+        Problem: As `Doorkeeper.look_again`.
+    """
+    if not getattr(request.state, "looked", False):
+        request.state.looked = True
+        await request.app.state.doorkeeper.look_again(*_whose(request))
+
+
+def _whose(request: Request) -> tuple[str, str]:
+    """The `Authorization` header and the client's address."""
+    return request.headers.get("Authorization", ""), request.client.host if request.client else "unknown"
+
+
 def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
     """A dependency: the caller, if it may do that.
 
@@ -215,12 +232,10 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
         request: Request, _documented: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)] = None
     ) -> Caller:
         doorkeeper: Doorkeeper = request.app.state.doorkeeper
-        authorization = request.headers.get("Authorization", "")
-        await doorkeeper.look_again(authorization)
+        await look_for(request)
         if doorkeeper.open:
             _check_host(request.headers.get("Host", ""), request.app.state.settings.host)
-        address = request.client.host if request.client else "unknown"
-        caller = doorkeeper.caller(authorization, address)
+        caller = doorkeeper.caller(*_whose(request))
         if scope not in caller.scopes:
             raise Problem(
                 403, "Not allowed", f"this token may {', '.join(sorted(caller.scopes))}, and this needs {scope}"

@@ -260,8 +260,8 @@ def statuses(doorkeeper: Doorkeeper) -> Iterator[Callable[..., set[int]]]:
     """What the bearers of some tokens are told who come at the same time, all from one address."""
 
     async def call(token: str) -> int:
-        await doorkeeper.look_again(f"Bearer {token}")
         try:
+            await doorkeeper.look_again(f"Bearer {token}", "here")
             doorkeeper.caller(f"Bearer {token}", "here")
         except Problem as refused:
             return int(refused.document["status"])
@@ -277,11 +277,31 @@ def statuses(doorkeeper: Doorkeeper) -> Iterator[Callable[..., set[int]]]:
 def test_a_flood_of_wrong_tokens_asks_the_database_once_a_second(
     statuses: Callable[..., set[int]], asked: list[float]
 ) -> None:
-    for _ in range(2):
-        wrong = [new_token("", "", [])[0] for _ in range(100)]
+    for count in (10, 100):
+        wrong = [new_token("", "", [])[0] for _ in range(count)]
         assert statuses(*wrong) <= {401, 429}
+    assert statuses(new_token("", "", [])[0]) == {429}
     assert len(asked) == 3
     assert min(later - earlier for earlier, later in pairwise(asked)) > 0.9
+
+
+def test_unknown_tokens_hold_up_no_read_of_a_known_one(tmp_path: Path) -> None:
+    database = f"sqlite:///{tmp_path}/runs.db"
+    headers = {"Authorization": f"Bearer {kept(database, 'known', 'default', 'read')}"}
+    with collector(tmp_path, database_url=database) as running, ThreadPoolExecutor(16) as strangers:
+        url = f"{running.url}/api/v1/runs"
+        assert httpx.get(url, headers=headers).status_code == 200
+
+        def ask(_: int) -> float:
+            httpx.get(url, headers={"Authorization": f"Bearer {new_token('', '', [])[0]}"}, timeout=60)
+            return time.monotonic()
+
+        asked = [strangers.submit(ask, number) for number in range(16)]
+        while not any(one.running() for one in asked):
+            time.sleep(0.001)
+        assert httpx.get(url, headers=headers, timeout=60).status_code == 200
+        answered = time.monotonic()
+        assert sum(one.result() > answered for one in asked) > 4, "more than have turns still wait"
 
 
 def test_what_can_be_no_new_token_asks_nothing(

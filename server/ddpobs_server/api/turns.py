@@ -9,6 +9,8 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 
+from ddpobs_server.auth import look_for
+
 _AT_ONCE = 4
 
 
@@ -25,6 +27,7 @@ class InTurn(APIRoute):
         handle = super().get_route_handler()
 
         async def in_turn(request: Request) -> Response:
+            await look_for(request)
             async with request.app.state.turns:
                 return await handle(request)
 
