@@ -18,6 +18,8 @@ _STEPS, _FEWEST_STEPS, _ROWS = 2048, 512, 500_000
 """A diagnosis looks at the latest steps: so many, or as many as make so many rows, but not fewer than the fewest."""
 _MOST_ROWS = 1_000_000
 """Fewer even than these, where they have more rows."""
+_SILENT_NS = 15 * 10**9
+"""A rank whose latest steps came so much earlier than others' is silent: more than two flushes."""
 _PARTINGS = 16
 """Ranks whose step numbers have parted are read apart, in so many reads at most."""
 _BUCKET_STEPS, _BUCKET_RANKS = 200, 8
@@ -42,13 +44,13 @@ class Diagnosis:
         missing = []
         try:
             rank, steps = self.recent_steps(run, attempt, sources)
-            rank, steps = (rank, steps) if apart else keeping_up(rank, steps)
+            rank, steps = (rank, steps) if apart else keeping_up(rank, steps, sources)
         except TooManyRowsError as error:
             rank, steps = np.zeros(0, np.int64), wire.Steps.of(np.zeros((len(wire.Steps.names), 0), np.int64))
             missing.append(Missing("steps", str(error)))
         joined = join(rank, steps)
-        unheard, behind = _absent(sources, joined.ranks)
-        missing += _not_judged(unheard, behind, apart)
+        absent = _absent(sources, joined.ranks)
+        missing += _not_judged(absent, apart)
         evidence = Evidence(
             rank=rank,
             steps=steps,
@@ -61,7 +63,7 @@ class Diagnosis:
             missing_batches={s.rank: s.missing_batches if s.goodbye else 0 for s in sources},
             events=self._store.first_events(run, attempt),
             ahead_ns={s.rank: s.anchor.wall_ns - s.last_seen_ns for s in sources},
-            absent=sorted(unheard + behind),
+            absent=sorted(one for ranks in absent.values() for one in ranks),
             apart=apart,
         )
         hosts = {s.rank: s.hello.host for s in sources if s.hello}
@@ -125,9 +127,10 @@ class Diagnosis:
         while window > 1 and (rows := self._rows_of(run, attempt, last, window)) > _MOST_ROWS:
             window = max(1, int(0.9 * window * _MOST_ROWS / rows))
         parts = _side_by_side(last, window)
-        if len(parts) == 1:
-            rank, steps = self._store.steps(run, attempt, None, *parts[0][1:])
-        else:
+        whole = min(first for _, first, _ in parts), parts[0][2]
+        if len(parts) == 1 or self._store.rows_held("steps", run, attempt, *whole) <= _MOST_ROWS:
+            rank, steps = self._store.steps(run, attempt, None, *whole)
+        else:  # Each is read by itself, from chunks that hold all of them.
             read = [self._store.steps(run, attempt, *part) for part in parts]
             rank, steps = np.concatenate([ranks for ranks, _ in read]), wire.Steps.joined([rows for _, rows in read])
             order = np.lexsort((rank, steps.step))
@@ -180,17 +183,26 @@ def _side_by_side(last: dict[int, int], window: int) -> list[tuple[list[int], in
     return parts[:_PARTINGS]
 
 
-def keeping_up(rank: wire.Ints, steps: wire.Steps) -> tuple[wire.Ints, wire.Steps]:
+def keeping_up(rank: wire.Ints, steps: wire.Steps, sources: list[Source]) -> tuple[wire.Ints, wire.Steps]:
     """Without the ranks that fell silent: with them no late step could be compared."""
-    rows = ~np.isin(rank, fallen_behind(rank, steps))
+    newest_ns = max((source.last_step_seen_ns for source in sources), default=0)
+    silent = {source.rank for source in sources if newest_ns - source.last_step_seen_ns > _SILENT_NS}
+    gone = [one for one in fallen_behind(rank, steps).tolist() if one in silent]
+    rows = ~np.isin(rank, gone)
     return (rank, steps) if rows.all() else (rank[rows], steps.at(rows))
 
 
-def _absent(sources: list[Source], compared: wire.Ints) -> tuple[list[int], list[int]]:
-    """Ranks of the world of which nothing was heard, and those of which nothing was heard lately."""
-    heard = {source.rank for source in sources}
+def _absent(sources: list[Source], compared: wire.Ints) -> dict[str, list[int]]:
+    """Ranks of the world that are not among those compared, by what is known of them."""
     world = max((source.world_size for source in sources), default=0)
-    return sorted(set(range(world)) - heard), sorted(heard - set(compared.tolist())) if len(compared) else []
+    stepped = {source.rank: source.last_step_seen_ns > 0 for source in sources}
+    return {
+        "nothing was heard of rank {}": sorted(set(range(world)) - stepped.keys()),
+        "no step has ended on rank {}": sorted(rank for rank, has in stepped.items() if not has),
+        "nothing was heard lately of rank {}: the steps told end far behind those of the others": sorted(
+            {rank for rank, has in stepped.items() if has} - set(compared.tolist()) if len(compared) else []
+        ),
+    }
 
 
 def _apart(sources: list[Source], settings: dict[str, wire.Scalar]) -> str:
@@ -201,16 +213,12 @@ def _apart(sources: list[Source], settings: dict[str, wire.Scalar]) -> str:
     return f"DDP over {ranks} of {world} ranks: ranks of different process groups do not wait for each other"
 
 
-def _not_judged(unheard: list[int], behind: list[int], apart: str) -> list[Missing]:
+def _not_judged(absent: dict[str, list[int]], apart: str) -> list[Missing]:
     """What cannot be said without these ranks: the slow one may be among them."""
-    missing = []
-    if unheard:
-        missing.append(Missing("straggler", f"nothing was heard of rank {named(unheard)}"))
-    if behind:
-        gone = f"nothing was heard lately of rank {named(behind)}: the steps told end far behind those of the others"
-        missing.append(Missing("straggler", gone))
+    missing = [Missing("straggler", why.format(named(ranks))) for why, ranks in absent.items() if ranks]
+    without = sorted(one for ranks in absent.values() for one in ranks)
     if apart:
         missing.append(Missing("comm-bound", f"waiting cannot be told from moving: {apart}"))
-    elif absent := sorted(unheard + behind):
-        missing.append(Missing("comm-bound", f"waiting cannot be told from moving without rank {named(absent)}"))
+    elif without:
+        missing.append(Missing("comm-bound", f"waiting cannot be told from moving without rank {named(without)}"))
     return missing

@@ -115,7 +115,8 @@ class Reports:
         """
         end = None
         if first is None and last is None:
-            rank, steps = keeping_up(*self._diagnosis.recent_steps(run, attempt, self._store.sources(run, attempt)))
+            sources = self._store.sources(run, attempt)
+            rank, steps = keeping_up(*self._diagnosis.recent_steps(run, attempt, sources), sources)
         else:
             end = self._store.page_end("steps", run, attempt, first=first, last=last, rows=_ROWS)
             rank, steps = self._store.steps(run, attempt, None, first, last if end is None else end)

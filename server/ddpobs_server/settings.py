@@ -117,12 +117,15 @@ class Settings(BaseSettings):
 
 
 def unknown(environ: Iterable[str]) -> list[str]:
-    """A line for each name that would be a setting and is none, as those of other versions and misspelled ones."""
+    """A line for each name that would be a setting and is none, as those of other versions and misspelled ones.
+
+    Kubernetes gives every container names of a service `ddpobs-server`: those are nobody's settings.
+    """
     known = [name.upper() for name in Settings.model_fields]
     lines = []
     for name in sorted(environ):
         given = name.upper().removeprefix(_PREFIX)
-        if given != name.upper() and given not in known:
+        if given != name.upper() and given not in known and not given.startswith(("SERVICE_", "PORT_")):
             near = "".join(f"; {_PREFIX}{one} is" for one in get_close_matches(given, known, 1))
             lines.append(f"{name} is no setting of this version{near}")
     return lines

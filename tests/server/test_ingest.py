@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
+from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
 from tests.collector import Collector, collector
@@ -239,6 +240,23 @@ def test_an_attempt_that_waited_in_a_spool_does_not_take_the_run_over(shared: Co
     put(shared.url, batch(run, rank=1, seq=1, anchor=at(0), steps=steps(7, 1), **waited))
     put(shared.url, batch(run, rank=1, seq=1, anchor=at(1), steps=steps(3, 1), **live))
     assert get(shared.url, f"/runs/{run}")["attempt"] == waited["attempt"]
+
+
+@pytest.mark.parametrize("first", ["b", "c"])
+def test_of_attempts_that_come_in_one_transaction_the_later_one_is_the_run_s(store: Store, first: str) -> None:
+    hours = {"b": 5, "c": 3}
+
+    def arrival(attempt: str, seq: int) -> Arrival:
+        anchor = wire.Anchor(wall_ns=10**18 + hours[attempt] * 3600 * 10**9, monotonic_ns=0)
+        sent = batch("job", seq=seq, attempt=attempt * 16, source=attempt * 16, anchor=anchor, steps=steps(seq, 1))
+        return Arrival(sent, bytes(32), 1, 10**18)
+
+    second = "c" if first == "b" else "b"
+    store.ingest([arrival(first, 0), arrival(second, 0)])
+    store.ingest([arrival("b", 1), arrival("c", 1)])
+    told = store.run("job")
+    assert told is not None
+    assert told.attempt == "b" * 16
 
 
 def test_a_restart_under_the_same_run_is_a_new_attempt_and_the_latest_stays_so(shared: Collector, run: str) -> None:

@@ -42,11 +42,11 @@ def batch(rank: int, seq: int, **records: object) -> wire.Batch:
     )
 
 
-def ingest(store: Store, *batches: wire.Batch) -> None:
+def ingest(store: Store, *batches: wire.Batch, received_ns: int = 1) -> None:
     arrivals = []
     for one in batches:
         body = wire.encode(one)
-        arrivals.append(Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), 1))
+        arrivals.append(Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), received_ns))
     store.ingest(arrivals)
 
 
@@ -216,7 +216,9 @@ def slow_third(store: Store, count: int, *, ends: int | None = None, fewer: floa
     for one in range(RANKS):
         for seq, rows in enumerate(np.array_split(np.flatnonzero(told & (rank == one)), 10)):
             if len(rows):
-                ingest(store, batch(one, seq, steps=half(steps, rows), hello=hello if seq == 0 else None))
+                sent = half(steps, rows)
+                told_at_ns = int(sent.collective[-1]) * 10**8
+                ingest(store, batch(one, seq, steps=sent, hello=hello if seq == 0 else None), received_ns=told_at_ns)
 
 
 def judged(store: Store) -> tuple[dict[str, Any], dict[str, str]]:
@@ -239,6 +241,24 @@ def test_waiting_for_a_rank_that_is_silent_is_not_told_as_moving_bytes(store: St
     assert said in missing["straggler"]
     assert "rank 2" in missing["comm-bound"]
     assert Reports(store).stragglers(RUN, ATTEMPT, None, None)["ranks"] == [0, 1]
+
+
+def test_a_rank_whose_batch_is_still_to_come_is_compared(store: Store) -> None:
+    """Ranks send theirs at different times, and of fast steps one holds many."""
+    rank, steps = columns(own_times(300, RANKS, seed=1, slow=(Slow(2, "backward", 60),)))
+    for one in range(RANKS):
+        rows = np.flatnonzero((rank == one) & (steps.step < (100 if one == 2 else 300)))
+        ingest(store, batch(one, 0, steps=half(steps, rows)), received_ns=(5 if one == 2 else 10) * 10**9)
+    found, missing = judged(store)
+    assert found["straggler"]["ranks"] == [2]
+    assert missing == {}
+
+
+def test_a_rank_that_has_only_said_hello_has_no_step_yet(store: Store) -> None:
+    slow_third(store, 60, ends=0)
+    hello = wire.Hello(host="node", pid=1, device="cpu", backend="gloo", versions={}, settings={})
+    ingest(store, batch(2, 0, hello=hello))
+    assert judged(store)[1]["straggler"] == "no step has ended on rank 2"
 
 
 def test_ranks_are_compared_where_uneven_inputs_part_their_numbers_beyond_the_window(

@@ -202,7 +202,8 @@ def _left_out(module: int, lately: dict[int, list[wire.Unused]], evidence: Evide
     nobody = set.intersection(*always.values()) if everyone else set()
     names = sorted(set().union(*ever.values()))
     sometimes = sorted(set().union(*(ever[rank] - always[rank] for rank in sets)))
-    where = "on every rank" if nobody == set(names) else f"on rank {', '.join(map(str, sorted(sets)))}"
+    all_alike = everyone and all(of_rank == set(names) for of_rank in ever.values())
+    where = "on every rank" if all_alike else f"on rank {named(sorted(sets))}"
     when = " in some steps" if len(sometimes) == len(names) else ""
     skip = "Some steps skip" if sometimes else "Some ranks skip"
     return Finding(
@@ -227,9 +228,9 @@ def _left_out(module: int, lately: dict[int, list[wire.Unused]], evidence: Evide
 
 
 def _in_force(told: list[wire.Unused], last: int) -> list[wire.Unused]:
-    """The sets that held in the latest steps: in `MIN_STEPS`, or twice as many as an earlier set held.
+    """The sets that held in the latest steps: in `MIN_STEPS`, or where sets come back in twice as many as one held.
 
-    So a set that comes back is not taken for one that stays, however long a turn is.
+    So a set whose turn it is, however long that is, is not taken for one that stays.
 
     Args:
         told: One rank's sets of a module in the order in which it told them, each valid until the next.
@@ -237,7 +238,8 @@ def _in_force(told: list[wire.Unused], last: int) -> list[wire.Unused]:
     """
     told = told[-LATEST_SETS:]
     turns = [following.step - record.step for record, following in pairwise(told)]
-    first = last + 1 - max([MIN_STEPS, *(2 * turn for turn in turns)])
+    come_back = len({tuple(record.locally) for record in told}) < len(told)
+    first = last + 1 - max([MIN_STEPS, *(2 * turn for turn in turns if come_back)])
     earlier = [record for record, following in pairwise(told) if following.step > first]
     return [*earlier, told[-1]]
 

@@ -137,7 +137,7 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
                 row = {"run_id": run, "attempt": attempt, "ordinal": ordinals[attempt]}
                 row["first_seen_ns"] = arrival.received_ns
                 _execute(connection, _unless_there(dialect, schema.attempts), [row])
-            if ordinals[attempt] > ordinals[latest] and _takes_over(connection, arrival.batch, latest):
+            if ordinals[attempt] > ordinals[latest] and _takes_over(connection, arrival.batch, latest, batches):
                 latest = attempt
         now = max(arrival.received_ns for arrival in batches)
         row = {
@@ -152,7 +152,7 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
         _execute(connection, _touching_run(dialect, latest != before), [row])
 
 
-def _takes_over(connection: Connection, batch: wire.Batch, latest: str) -> bool:
+def _takes_over(connection: Connection, batch: wire.Batch, latest: str, beside: Sequence[Arrival]) -> bool:
     """Whether a batch of an attempt seen after the run's latest was made after it, too, and not waited in a spool.
 
     By the clock of the same rank, which mostly is the same host's. One that is behind takes over as much later.
@@ -161,7 +161,9 @@ def _takes_over(connection: Connection, batch: wire.Batch, latest: str) -> bool:
     same_rank = case((c.rank == batch.rank, 0), else_=1)
     told = select(c.wall_ns).where(c.run_id == batch.run, c.attempt == latest).order_by(same_rank, c.wall_ns.desc())
     wall_ns = connection.execute(told.limit(1)).scalar()
-    return wall_ns is None or batch.anchor.wall_ns >= wall_ns
+    if wall_ns is None:  # It came in the same transaction.
+        wall_ns = max((one.batch.anchor.wall_ns for one in beside if one.batch.attempt == latest), default=0)
+    return batch.anchor.wall_ns >= wall_ns
 
 
 def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:

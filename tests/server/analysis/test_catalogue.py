@@ -167,6 +167,15 @@ def test_what_no_step_uses_is_told_apart_from_what_some_steps_use() -> None:
     assert finding.evidence["sometimes"] == ["a", "b"]
 
 
+def test_what_was_frozen_in_a_warm_up_is_used_since() -> None:
+    unused = [told(rank, step, names) for rank in range(2) for step, names in ((0, ["head"]), (1000, []))]
+    assert unused_parameters(replace(evidence([{}, {}], steps=1100), unused=unused)) == []
+
+
+def test_what_every_rank_leaves_out_in_some_steps_is_said_without_their_numbers() -> None:
+    assert "on every rank in some steps" in one(unused_parameters(alternating(20, 1, ["a"], ["b"]))).title
+
+
 def test_what_changed_in_the_first_steps_and_then_stayed_is_unused() -> None:
     finding = one(unused_parameters(alternating(40, 1, ["a", "b"], ["a"], [], until=8)))
     assert (finding.severity, finding.parameters, finding.evidence["sometimes"]) == ("warning", ["a"], [])
