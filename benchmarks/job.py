@@ -32,13 +32,12 @@ import numpy as np
 from ddpobs_server import bench
 
 from benchmarks.source import digest
-from ddpobs import exporter, stragglers, telemetry, wire
+from ddpobs import delivery, exporter, stragglers, telemetry, wire
 from ddpobs.clocks import HostClock
 from ddpobs.config import TelemetryConfig
 from ddpobs.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
 from ddpobs.recorder import Backward
 from ddpobs.sender import Outcome, Sender
-from ddpobs.spool import Encoded
 from ddpobs.summary import Summariser
 
 STEP_S, BUCKETS = 0.5, 40
@@ -145,7 +144,7 @@ def raw_step(number: int, end_ns: int, random: np.random.Generator, sampled: boo
 
 
 class Due(msgspec.Struct, array_like=True):
-    """A batch in a file: its place there, and when the exporter cut it, in seconds since the job's start."""
+    """A batch in a file: its place there, and when it is to be sent, in seconds since the job's start."""
 
     source: str
     seq: int
@@ -173,20 +172,17 @@ def prepare(ranks: Sequence[int], of: int, seconds: float, bodies: Path) -> Prep
     """Make all batches of these ranks, in simulated time."""
     now_s = 0.0
     origin_ns, wall_ns = time.monotonic_ns(), time.time_ns()
-    taken: list[Encoded] = []
 
     def now_ns() -> int:
         return origin_ns + round(1e9 * now_s)
 
     simulated = SimpleNamespace(
-        monotonic=lambda: now_s, monotonic_ns=now_ns, time_ns=time.time_ns, sleep=lambda _: None
+        time=lambda: now_s, monotonic=lambda: now_s, monotonic_ns=now_ns, time_ns=time.time_ns, sleep=lambda _: None
     )
-    delivery = SimpleNamespace(put=taken.append, idle=True)
     found = Prepared(bodies.name, [], 0)
     with ExitStack() as stack:
-        for module in (exporter, telemetry):
+        for module in (exporter, delivery, telemetry):
             stack.enter_context(patch.object(module, "time", simulated))
-        stack.enter_context(patch.object(exporter, "Delivery", lambda *_: delivery))
         anchored = lambda: wire.Anchor(wall_ns=wall_ns + round(1e9 * now_s), monotonic_ns=now_ns())  # noqa: E731
         stack.enter_context(patch.object(exporter, "anchor", anchored))
         out = stack.enter_context(bodies.open("wb"))
@@ -202,21 +198,21 @@ def prepare(ranks: Sequence[int], of: int, seconds: float, bodies: Path) -> Prep
                     rank.exporter._tick()
                     rank.exporter._cut_due()
                     wakes_s = now_s + rank.exporter._pause_s()
-                dues += kept(taken, now_s, out)
+                dues += kept(rank.exporter._delivery, out)
             rank.end()
-            dues += kept(taken, now_s, out)
+            dues += kept(rank.exporter._delivery, out, now_s)
             found.ranks.append(dues)
             found.spans += rank.steps * BUCKETS
     return found
 
 
-def kept(taken: list[Encoded], at_s: float, out: BinaryIO) -> list[Due]:
-    """What the exporter handed on, written down."""
+def kept(sent: delivery.Delivery, out: BinaryIO, at_s: float | None = None) -> list[Due]:
+    """What waits to be sent, written down; at the end of a run it waits no more."""
     dues = []
-    for one in taken:
-        dues.append(Due(one.source, one.seq, out.tell(), len(one.body), at_s))
+    for one in sent._waiting:
+        dues.append(Due(one.source, one.seq, out.tell(), len(one.body), sent._spread_until if at_s is None else at_s))
         out.write(one.body)
-    taken.clear()
+    sent._waiting.clear()
     return dues
 
 

@@ -137,11 +137,10 @@ def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
     journal.catch_up()
     records = (exporter.emitted - emitted) / 2
     per_s = 1 / turn.variants / step_s.item()
-    # Drawn, so that ranks do not cut theirs together. Whether it is time is found out by a pulse.
-    cut_at = round(records * (exporter._flush_s - config.pulse_s / 2) * per_s)
+    # Whether it is time is found out by a pulse.
+    cut_at = round(records * (config.flush_s - config.pulse_s / 2) * per_s)
     exporter._config = replace(config, batch_spans=min(config.batch_spans, max(1, cut_at)))
-    exporter._flush_s = math.inf
-    exporter._drawn_flush_s = lambda: math.inf  # type: ignore[method-assign]
+    exporter._flush_due = math.inf
     if extra := round(turn.phase * config.flush_s * per_s):
         steps(extra)
 

@@ -34,8 +34,8 @@ class TelemetryConfig:
         spool_mb: Most that the spool may hold, in MB (10^6 bytes).
         queue_records: Most finished steps waiting for the telemetry thread; more are dropped and counted.
         batch_spans: A batch is sent when it holds this many records (steps, bucket spans and the like),
-        flush_s: or when its first record is this old, in seconds, or up to half as much again: ranks that end their
-            steps together do not all send at once.
+        flush_s: or every so many seconds, at the same moments on every rank. It is sent within half as long again, so
+            that ranks do not all send at once.
         timeout_s: How long one request to the collector may take, in seconds.
         exit_s: How long the flush at exit may take, in seconds.
         peers_every: Straggler statistics are exchanged among the ranks every so many steps.

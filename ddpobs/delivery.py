@@ -21,6 +21,9 @@ from ddpobs.spool import Encoded, Spool, Spooled, default_folder
 _log = logging.getLogger("ddpobs")
 WAITING_BATCHES = 16
 """Batches held in memory, besides the one under way, while the collector is away; more go to the spool."""
+_SPREAD = 0.5
+"""A batch waits for up to so much of the time since the one before, or of a flush, drawn anew: ranks cut theirs
+together, and would send them together."""
 _SPOOLED_AT_ONCE = 256
 _SPOOLED_PAUSE_S = 0.1
 """Between batches of a backlog, so that sending it costs training next to nothing."""
@@ -61,6 +64,7 @@ class Delivery:
         self._deadline: float | None = None
         self._abandoned = False
         self._quiet_until = 0.0
+        self._put_last, self._spread_until = 0.0, 0.0
         self._attempts = 0
         self._on_disk = False
         self._backlog: deque[Spooled] = deque()
@@ -93,14 +97,22 @@ class Delivery:
 
     def put(self, batch: Encoded) -> None:
         """Take a batch. Waits for no network; for the disk where memory holds enough."""
+        now = time.monotonic()
         with self._changed:
             self._source = batch.source
+            if not self._waiting:
+                self._spread_until = now + self.spread_s(now - self._put_last)
+            self._put_last = now
             self._waiting.append(batch)
             most = 0 if self._abandoned else WAITING_BATCHES
             surplus = [self._waiting.popleft() for _ in range(len(self._waiting) - most)]
             self._changed.notify()
         for one in surplus:
             self._keep(one)
+
+    def spread_s(self, since_s: float) -> float:
+        """How long a batch waits that came so many seconds after the one before."""
+        return self._jitter.uniform(0.0, _SPREAD * min(since_s, self._config.flush_s))
 
     def close(self, deadline: float) -> bool:
         """Send what is left until `deadline` (`time.monotonic`), then keep the rest on disk, the one under way too.
@@ -146,9 +158,10 @@ class Delivery:
                 now, work = time.monotonic(), bool(self._waiting or self._on_disk or self._backlog)
                 if self._deadline is not None and not self._worth_trying(work, now, self._deadline):
                     return False
-                if work and now >= self._quiet_until:
+                due = self._quiet_until if self._deadline is not None else max(self._quiet_until, self._spread_until)
+                if work and now >= due:
                     return True
-                self._changed.wait(self._quiet_until - now if work else None)
+                self._changed.wait(due - now if work else None)
 
     def _worth_trying(self, work: bool, now: float, deadline: float) -> bool:
         return work and self._attempts < 2 and max(now, self._quiet_until) < deadline - 0.05

@@ -2,12 +2,16 @@
 
 `offer` never blocks. The thread turns what was offered into batches and hands them to the delivery, which has a thread
 of its own for what may hang. Whatever is lost is counted, and the count travels with every batch.
+
+While the thread works a hook of the training's may wait for the interpreter, and with this rank every other one: what
+the ranks' threads did each at its own time would be the sum of all of them in a step's time. So they work together, at
+whole multiples of a period by the wall clock, as do the parallel systems of Petrini, Kerbyson and Pakin, "The case of
+the missing supercomputer performance" (SC 2003).
 """
 
 from __future__ import annotations
 
 import os
-import random
 import threading
 import time
 import weakref
@@ -26,9 +30,6 @@ from ddpobs.spool import Encoded
 
 _SLACK_S = 0.02
 """What is due so soon is done at once: the thread wakes up less often."""
-_SPREAD = 0.5
-"""A flush waits for up to so much of `flush_s` longer, drawn anew: ranks end their steps together, and would send their
-batches together."""
 _RECORDS_A_BATCH = 1024
 _REST_S = 0.25
 """How long a fork waits for the thread to come to rest."""
@@ -87,11 +88,8 @@ class Exporter:
         self._config, self._encoder, self._ready = config, encoder, ready
         self._queue: deque[tuple[object, int]] = deque()
         self._weight = 0
-        self._oldest = 0.0
         self._latest: object = None
-        self._last_cut = 0.0
-        self._jitter = random.Random()
-        self._flush_s = self._drawn_flush_s()
+        self._flush_due = _next(config.flush_s)
         self._identity: Identity | None = None
         self._periodic: list[_Periodic] = []
         self._seq = 0
@@ -134,8 +132,6 @@ class Exporter:
             if len(self._queue) >= self._config.queue_records:
                 self.dropped += weight
                 return False
-            if not self._queue:
-                self._oldest = time.monotonic()
             self._queue.append((record, weight))
             self._weight += weight
         if self._weight >= self._config.batch_spans:
@@ -147,9 +143,9 @@ class Exporter:
         self._latest = record
 
     def every(self, seconds: float, call: Callable[[], object]) -> None:
-        """Have the telemetry thread call this about every so many seconds, until it returns `DONE`.
+        """Have the telemetry thread call this every so many seconds, when other ranks do, until it returns `DONE`.
 
-        Its errors are told once, and no more.
+        The first time is at once. Its errors are told once, and no more.
         """
         self._periodic.append(_Periodic(seconds, call, time.monotonic()))
 
@@ -205,29 +201,28 @@ class Exporter:
 
     def _pause_s(self) -> float:
         """Until something is due; never nothing, for a fork may be waiting for the thread to rest."""
-        now = time.monotonic()
-        dues = [now + self._config.flush_s, *(periodic.due for periodic in self._periodic)]
-        if self._queue and self._identity is not None and self._ready(self._queue[0][0]):
-            dues.append(self._oldest + self._flush_s)
-        return max(_SLACK_S / 2, min(dues) - now)
+        due = min([self._flush_due, *(periodic.due for periodic in self._periodic)])
+        return max(_SLACK_S / 2, due - time.monotonic())
 
     def _tick(self) -> None:
         soon = time.monotonic() + _SLACK_S
         for periodic in [one for one in self._periodic if one.due <= soon]:
-            periodic.due = soon - _SLACK_S + periodic.seconds
+            periodic.due = _next(periodic.seconds)
             if self._try(f"periodic {periodic.call}", periodic.call) is DONE:
                 self._periodic.remove(periodic)
 
     def _cut_due(self) -> None:
-        while self._identity is not None and self._due():
+        flushes = self._flush_due <= time.monotonic() + _SLACK_S
+        if flushes:
+            self._flush_due = _next(self._config.flush_s)
+        while self._identity is not None and self._due(flushes):
             self._cut_batch(self._identity)
 
-    def _due(self) -> bool:
-        now, flush_s = time.monotonic(), self._flush_s
+    def _due(self, flushes: bool) -> bool:
         if self._queue and self._ready(self._queue[0][0]):
-            return self._weight >= self._config.batch_spans or now - self._oldest >= flush_s
+            return flushes or self._weight >= self._config.batch_spans
         # News alone wait until the collector has taken the news before.
-        return self._latest is not None and now - self._last_cut >= flush_s and self._delivery.idle
+        return flushes and self._latest is not None and self._delivery.idle
 
     def _cut_everything(self) -> None:
         while self._identity is not None and self._queue and self._ready(self._queue[0][0]):
@@ -254,8 +249,6 @@ class Exporter:
         if self._latest is not None:
             taken.append(self._latest)
             self._latest = None
-        self._oldest = self._last_cut = time.monotonic()
-        self._flush_s = self._drawn_flush_s()
         envelope = Envelope(
             **vars(identity), seq=self._seq, emitted=self.emitted, dropped=self.dropped, anchor=anchor()
         )
@@ -268,9 +261,6 @@ class Exporter:
             self._warn("batch", "telemetry failed (batch); training goes on", trace=True)
             return
         self._delivery.put(Encoded(identity.run, identity.source, envelope.seq, weight, body))
-
-    def _drawn_flush_s(self) -> float:
-        return self._config.flush_s * (1 + self._jitter.uniform(0.0, _SPREAD))
 
     def _finish(self) -> None:
         """The last batches, once it is known whose they are and the device got to the last step's end."""
@@ -308,6 +298,12 @@ class Exporter:
         self._closed, self._thread = True, None
         self._queue.clear()
         self._counting, self._working = threading.RLock(), threading.RLock()
+
+
+def _next(seconds: float) -> float:
+    """When (`time.monotonic`) the wall clock is at a multiple of so many seconds next; not what is at hand already."""
+    soon = time.time() + _SLACK_S
+    return time.monotonic() + _SLACK_S + seconds - soon % seconds
 
 
 _exporters: weakref.WeakSet[Exporter] = weakref.WeakSet()

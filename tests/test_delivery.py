@@ -8,6 +8,7 @@ import threading
 import time
 from email.utils import formatdate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -48,6 +49,26 @@ def test_exit_is_bounded_and_loses_nothing_whatever_the_collector_does(tmp_path:
         sent.close()
         assert time.monotonic() - began < 20.0, "bounded by exit_s, not by timeout_s"
     assert (kept(tmp_path), sent.dropped) == (7, 0)
+
+
+def test_batches_that_ranks_cut_together_are_not_sent_together(tmp_path: Path) -> None:
+    """Each waits its own time, for longer where they come seldom; at the end nothing waits."""
+    with collector(acknowledge) as seen:
+        config = TelemetryConfig(collector=seen.url, spool=tmp_path, flush_s=40.0)
+        made = delivery.Delivery(config, lambda _: None, delivery.Once())
+        spread = [made.spread_s(100.0) for _ in range(64)]
+        assert min(spread) >= 0
+        assert max(spread) <= 20
+        assert max(spread) - min(spread) > 5
+        assert max(made.spread_s(0.1) for _ in range(64)) <= 0.05
+        made._jitter = SimpleNamespace(uniform=lambda _, most: most)  # type: ignore[assignment]
+        made.start()
+        for seq in range(3):
+            made.put(Encoded("r", "b" * 16, seq, 1, b"x"))
+        time.sleep(0.2)
+        assert (len(seen.puts), len(made.held)) == (0, 3)
+        made.close(time.monotonic() + 20)
+        assert [path.rpartition("/")[2] for path, *_ in seen.puts] == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -171,15 +172,31 @@ def test_the_last_flush_waits_a_moment_for_whose_records_these_are(tmp_path: Pat
     assert time.monotonic() - began < TelemetryConfig().exit_s
 
 
-def test_ranks_that_step_together_do_not_flush_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now_s = 0.0
-    monkeypatch.setattr("ddpobs.exporter.time", SimpleNamespace(monotonic=lambda: now_s))
-    ranks = [Exporter(TelemetryConfig(spool=tmp_path, flush_s=2.0), encode) for _ in range(64)]
-    for rank in ranks:
-        rank.offer(event())
-    due = {}
-    for now_s in (1.9, 2.5, 3.1):
-        due[now_s] = sum(rank._due() for rank in ranks)
-    assert due[1.9] == 0
-    assert 8 <= due[2.5] <= 56
-    assert due[3.1] == 64
+def test_ranks_that_began_at_different_times_work_at_the_same_moments(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What each did at its own time would hold up all the others."""
+    now_s, booted_s, worked, cut = 0.0, 0.0, defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
+    clocks = SimpleNamespace(monotonic=lambda: now_s - booted_s, time=lambda: now_s)
+    monkeypatch.setattr("ddpobs.exporter.time", clocks)
+
+    def live(rank: int, began_s: float) -> None:
+        nonlocal now_s, booted_s
+        now_s, booted_s = began_s, 7.7 * rank
+        made = Exporter(TelemetryConfig(spool=tmp_path, flush_s=2.0), encode)
+        made.identify(IDENTITY)
+        made._delivery.put = lambda _: cut[rank].append(round(now_s, 1))  # type: ignore[method-assign]
+        made.every(0.5, lambda: worked[rank].append(round(now_s, 1)))
+        while now_s < 9.0:
+            made.offer(event())
+            made._tick()
+            made._cut_due()
+            now_s += made._pause_s()
+
+    live(0, 0.0)
+    live(1, 1.3)
+    live(2, 1.95)
+    assert cut[0] == [2.0, 4.0, 6.0, 8.0]
+    assert cut[1] == cut[2] == cut[0]
+    assert worked[1][1:] == [one / 2 for one in range(3, 18)]
+    assert worked[2][1:] == worked[0][-len(worked[2]) + 1 :]

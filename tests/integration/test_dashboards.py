@@ -70,7 +70,7 @@ def _wait_for(prometheus: str, query: str, seconds: float = 90) -> None:
         try:
             if ask(prometheus, query):
                 return
-        except httpx.TransportError:
+        except (httpx.TransportError, json.JSONDecodeError):  # Prometheus is not there yet, or not ready.
             pass
         time.sleep(0.5)
     raise AssertionError(f"{query} stayed empty for {seconds} s")
