@@ -38,11 +38,6 @@ class Ratio:
     high: float
     median: float
 
-    @property
-    def half_width(self) -> float:
-        """Half of the interval's width."""
-        return (self.high - self.low) / 2
-
     def __str__(self) -> str:
         return f"{self.total:.3f} [{self.low:.3f}, {self.high:.3f}]"
 

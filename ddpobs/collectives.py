@@ -20,9 +20,7 @@ import torch.distributed as dist
 
 from ddpobs.journal import Journal
 from ddpobs.patching import Patches, plain
-from ddpobs.wire import COMM_KINDS
 
-_USER = COMM_KINDS.index("user")
 _ALL_REDUCE = plain(dist.ProcessGroup.allreduce)
 _BROADCAST = plain(dist.ProcessGroup.broadcast)
 _WAIT = plain(dist.Work.wait)
@@ -97,7 +95,7 @@ class CollectiveHooks:
             try:
                 return original(*args, **kwargs)
             finally:
-                journal.blocking_ended(0, _USER, began)
+                journal.blocking_ended(began)
 
         return timed
 

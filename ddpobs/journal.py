@@ -23,6 +23,7 @@ import torch
 
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.phases import RawStep, StepTracker
+from ddpobs.wire import COMM_KINDS
 
 _log = logging.getLogger("ddpobs")
 _P = ParamSpec("_P")
@@ -32,6 +33,7 @@ _MOST = 4096
 _MOST_HELD = 16 * _MOST
 """Where a replay hangs, in somebody's finalizer, the oldest go."""
 _WAIT_S = 0.1
+_USER = COMM_KINDS.index("user")
 
 
 def harmless(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
@@ -194,10 +196,10 @@ class Journal:
         return self._now()
 
     @harmless
-    def blocking_ended(self, module: int, kind: int, began: Stamp) -> None:
+    def blocking_ended(self, began: Stamp) -> None:
         """The wait is over."""
         self._blocked = False
-        self._note_fact(self._tracker.communicated, module, kind, began, self._now())
+        self._note_fact(self._tracker.communicated, 0, _USER, began, self._now())
 
     def shadowed(self) -> None:
         """This rank only took part in a synchronised backward of the others, and waited for them unnoted."""

@@ -24,6 +24,7 @@ from ddpobs.layout import Layout
 from ddpobs.unused import Dynamic, Participation, Required, Static, UsedMap
 
 if TYPE_CHECKING:
+    from ddpobs.clocks import Stamp
     from ddpobs.recorder import Backward, ModuleRecorder
 
 
@@ -83,6 +84,7 @@ class Readiness:
         self._used = bytearray(len(names))
         self._fired = bytearray(b"\1" * len(names))
         """By parameter, whether this backward awaits it no more; none is awaited while there is no backward."""
+        self._now: Callable[[], Stamp] = recorder.now if recorder is not None else int
         self._record: Backward | None = None
         self._stamps: list[Any] | None = None
         self._notes = False
@@ -313,7 +315,7 @@ class Readiness:
     def _note(self, index: int) -> None:
         """Note what only some backward passes do: when the gradient came, and after which others."""
         if self._stamps is not None:
-            self._stamps[self._position_of[index]] = self._recorder.now()  # type: ignore[union-attr]
+            self._stamps[self._position_of[index]] = self._now()
         if self._order is not None:
             self._order.append(index)
 

@@ -24,6 +24,7 @@ from ddpobs.readiness import Readiness, Settings
 from ddpobs.unused import UsedMap
 
 if TYPE_CHECKING:
+    from ddpobs.clocks import Stamp
     from ddpobs.recorder import ModuleRecorder
 
 
@@ -87,7 +88,7 @@ class Reducer(Readiness):
 
     def _ready(self, bucket: Bucket) -> None:
         if self._record is not None:
-            self._record.ready_ns[bucket.index] = self._recorder.now()  # type: ignore[union-attr]
+            self._record.ready_ns[bucket.index] = self._now()
         self._launch_ready()
 
     def _launch_ready(self, final: bool = False) -> None:
@@ -102,7 +103,7 @@ class Reducer(Readiness):
                 if wanted is None:
                     return
                 if not wanted:
-                    self._leave_out(bucket)
+                    self._pending.append(Nothing())
                     continue
             self._launch(bucket)
 
@@ -114,22 +115,22 @@ class Reducer(Readiness):
         bucket.fill(self._used)
         if self._aside:
             self._bring_back(bucket)
-        index = bucket.index
-        if self._alarm.fault is not None and self._in_band and index == len(self._buckets) - 1:
+        index, last, record = bucket.index, bucket is self._buckets[-1], self._record
+        if last and self._alarm.fault is not None and self._in_band:
             self._alarm.mark(bucket.buffer)
-        record = self._record
-        if record is None:
-            self._pending.append(self._comm.launch(bucket, index == len(self._buckets) - 1))
-            return
-        now = self._recorder.now  # type: ignore[union-attr]
-        record.launched_ns[index] = now()
-        pending = self._comm.launch(bucket, index == len(self._buckets) - 1)
+        if record is not None:
+            record.launched_ns[index] = self._now()
+        pending = self._comm.launch(bucket, last)
         self._pending.append(pending)
-        if self._tells_duration and (work := getattr(pending, "work", None)) is not None:
-            record.works[index] = work
-        if index == len(self._buckets) - 1 and self._sees_last:
-            return
-        done_ns = record.done_ns
+        if record is not None:
+            if self._tells_duration and (work := getattr(pending, "work", None)) is not None:
+                record.works[index] = work
+            if not (last and self._sees_last):
+                self._follow(pending, index, record.done_ns)
+
+    def _follow(self, pending: Pending, index: int, done_ns: list[Stamp]) -> None:
+        """Note when a bucket's communication completes."""
+        now = self._now
 
         def done(_: object) -> None:
             done_ns[index] = now()
@@ -144,11 +145,6 @@ class Reducer(Readiness):
             if gradient is not None and not self._used[index] and not bucket.sparse:
                 view = bucket.views[self._place_of[index]]
                 self._aside[index] = gradient.clone() if gradient is view else gradient
-
-    def _leave_out(self, bucket: Bucket) -> None:
-        self._pending.append(Nothing())
-        if self._record is not None:
-            self._record.ready_ns[bucket.index] = 0
 
     def _bring_back(self, bucket: Bucket) -> None:
         for member in bucket.members:
@@ -165,7 +161,7 @@ class Reducer(Readiness):
             self._launch_the_rest()
             if record is not None and self._sees_last:
                 self._pending[-1].wait()
-                record.done_ns[-1] = recorder.now()  # type: ignore[union-attr]
+                record.done_ns[-1] = self._now()
             for pending in self._pending:
                 pending.wait()
             self._listen(self._buckets[-1])

@@ -175,7 +175,6 @@ class ModuleReducer(Reducer):
         self._group, self._ranks, self._divisor = group, group.size(), group.size()
         self._alarm = Alarm(group)
         if not isinstance(self._comm, CommHook):
-            self._comm.close()
             self.set_comm(self._way(group))
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:

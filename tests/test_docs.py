@@ -13,6 +13,7 @@ from ddpobs_server import app
 from ddpobs_server.settings import Settings
 from typer.main import get_command
 
+import ddpobs.horovod
 from ddpobs import TelemetryConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -45,6 +46,12 @@ def test_the_operators_guide_has_every_setting_command_and_alert_of_the_collecto
     wanted += [f"`{rule['alert']}`" for group in rules for rule in group["rules"]]
     wanted += [f"ddpobs-server {command}" for command in get_command(app.cli).commands if command != "serve"]  # type: ignore[attr-defined]
     assert [pattern for pattern in wanted if not re.search(pattern, guide)] == []
+
+
+def test_the_table_for_those_who_come_from_horovod_has_every_name() -> None:
+    table = (ROOT / "docs" / "horovod.md").read_text().partition("## What runs")[2].partition("\n## ")[0]
+    named = set(re.findall(r"\w+", table)) | {f"grouped_{name}" for name in re.findall(r"allreduce\w*", table)}
+    assert set(ddpobs.horovod.__all__) - named == set()
 
 
 def test_the_guides_own_links_lead_to_its_headings() -> None:

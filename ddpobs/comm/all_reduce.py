@@ -29,9 +29,6 @@ class AllReduce:
             return _PendingSparse(all_reduce(self._group, [gradient]), bucket)
         return _Pending(all_reduce(self._group, [bucket.buffer]))
 
-    def close(self) -> None:
-        """Nothing to let go of."""
-
 
 class _Pending:
     __slots__ = ("work",)

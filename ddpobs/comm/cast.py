@@ -33,9 +33,6 @@ class _Cast:
         narrow = buffer.to(self.dtype)
         return OnFuture(all_reduce(self._group, [narrow]).get_future().then(_into(buffer, narrow)))
 
-    def close(self) -> None:
-        """Nothing to let go of."""
-
 
 def _into(buffer: torch.Tensor, narrow: torch.Tensor) -> Callable[[torch.futures.Future[object]], None]:
     def widen(reduced: torch.futures.Future[object]) -> None:

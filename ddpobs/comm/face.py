@@ -40,14 +40,6 @@ class BucketComm(Protocol):
         """Start it. Must not block; called in the same order on every rank."""
         ...
 
-    def close(self) -> None:
-        """Let go of what nobody shares with it.
-
-        Called where another process group takes the place of its own, which may be destroyed by then. Not called when
-        the module is collected, as each rank does that at another time.
-        """
-        ...
-
 
 Way = Callable[[dist.ProcessGroup], BucketComm]
 """Makes what handles the buckets of one process group: a class of this package, `functools.partial` of one, or a

@@ -65,9 +65,6 @@ class CommHook:
         """The hook's future; also for a rank that has run out of data and only takes part."""
         return self._hook(self._state, bucket)
 
-    def close(self) -> None:
-        """The hook and its state are the user's."""
-
 
 class _Pending:
     __slots__ = ("_bucket", "_future")

@@ -52,9 +52,6 @@ class Int8:
 
         return self._stages.run(stages, buffer.device)
 
-    def close(self) -> None:
-        """Nothing to let go of: the stages' thread and group are the process group's."""
-
 
 def encode(values: torch.Tensor) -> torch.Tensor:
     """Float32 rows as bytes: the scales of all blocks, then one byte for each value.

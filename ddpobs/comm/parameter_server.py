@@ -35,6 +35,3 @@ class ParameterServer:
             wait(dist.broadcast(buffer, group=own, group_src=0, async_op=True))
 
         return self._stages.run(stages, buffer.device)
-
-    def close(self) -> None:
-        """Nothing to let go of: the stages' thread and group are the process group's."""

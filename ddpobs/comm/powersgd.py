@@ -74,6 +74,3 @@ class PowerSGD:
             drawn = torch.Generator().manual_seed(int(state.rng.randint(1_000_000_000)))
             fresh = torch.randn(matrices.shape, generator=drawn).to(matrices)
             matrices.copy_(torch.where(finite, matrices, fresh))
-
-    def close(self) -> None:
-        """Nothing to let go of: the stages' thread and group are the process group's."""

@@ -35,8 +35,3 @@ class RoundRobin:
             others = [group_beside(self._group, bucket.buffer.device, place) for place in range(1, self._groups)]
             self._comms += map(self._way, others)
         return self._comms[bucket.index % self._groups].launch(bucket, last)
-
-    def close(self) -> None:
-        """End what each does. The groups stay: other modules may use them."""
-        for comm in self._comms:
-            comm.close()

@@ -54,6 +54,3 @@ class TopK:
                 buffer.index_add_(0, chosen[0], chosen[1].view(torch.float32).to(buffer.dtype))
 
         return OnFuture(work.get_future().then(add_up))
-
-    def close(self) -> None:
-        """Nothing to let go of."""

@@ -94,6 +94,3 @@ class _Compressed:
             bucket.buffer.copy_(self._compressor.decompress(small, context))
 
         return back
-
-    def close(self) -> None:
-        """Nothing to let go of."""

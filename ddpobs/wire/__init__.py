@@ -8,11 +8,9 @@ from ddpobs.wire.checks import LONGEST_NS, check
 from ddpobs.wire.coding import JSON, MSGPACK, acknowledgement, decode, encode, encode_json, pack, pack_json, unpack
 from ddpobs.wire.schema import (
     COMM_KINDS,
-    FOREIGN_COLLECTIVE,
     NO_ORIGIN,
     OWN_PHASES,
     PHASES,
-    RESTING,
     SYNCHRONISED,
     UNKNOWN,
     VERSION,
@@ -39,14 +37,12 @@ from ddpobs.wire.tables import pack_spans, pack_steps, unpack_spans, unpack_step
 
 __all__ = [
     "COMM_KINDS",
-    "FOREIGN_COLLECTIVE",
     "JSON",
     "LONGEST_NS",
     "MSGPACK",
     "NO_ORIGIN",
     "OWN_PHASES",
     "PHASES",
-    "RESTING",
     "SYNCHRONISED",
     "UNKNOWN",
     "VERSION",

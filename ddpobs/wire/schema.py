@@ -20,9 +20,8 @@ OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
 COMM_KINDS = ("buffers", "unused_map", "user")
 """What `Comms.kind` counts into: communication other than gradient buckets."""
 
-SYNCHRONISED, NO_ORIGIN, FOREIGN_COLLECTIVE, RESTING = 1, 2, 4, 8
-"""Bits of `Steps.flags`: gradients were reduced; no clean start to measure own time from; something else
-synchronised in mid-step; telemetry was off on purpose, to measure its own cost."""
+SYNCHRONISED, NO_ORIGIN = 1, 2
+"""Bits of `Steps.flags`: gradients were reduced; no clean start to measure own time from."""
 
 UNKNOWN = -1
 

@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import Counter
 from starlette.exceptions import HTTPException
 
-from ddpobs_server.store import UnavailableError
+from ddpobs_server.store import TooManyRowsError, UnavailableError
 
 MEDIA_TYPE = "application/problem+json"
 _SCHEMA = {
@@ -96,6 +96,11 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(UnavailableError)
     async def _known(request: Request, error: Problem | UnavailableError) -> JSONResponse:
         return answer(request, error)
+
+    @app.exception_handler(TooManyRowsError)
+    async def _too_many(request: Request, error: TooManyRowsError) -> JSONResponse:
+        detail = f"{error}; ask for fewer steps, or for one rank's where you may"
+        return answer(request, Problem(422, "Too many rows", detail))
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,7 @@ from ddpobs_server.analysis.joins import join, mean_over_ranks
 from ddpobs_server.analysis.stragglers import lateness_table
 from ddpobs_server.cache import Cache
 from ddpobs_server.diagnosis import Diagnosis, keeping_up
-from ddpobs_server.problems import Problem
-from ddpobs_server.store import Run, Store, TooManyRowsError
+from ddpobs_server.store import Run, Store
 
 _log = logging.getLogger(__name__)
 
@@ -40,19 +37,6 @@ class TooMany(ValueError):  # noqa: N818 - what is wrong with what was asked for
     def __init__(self, fits_until: int) -> None:
         super().__init__(f"one answer holds the steps until {fits_until}")
         self.fits_until = fits_until
-
-
-@contextmanager
-def one_answer() -> Iterator[None]:
-    """Around reads of columns for an answer.
-
-    Raises:
-        Problem: 422, where a step that is asked for has more rows than are read at once.
-    """
-    try:
-        yield
-    except TooManyRowsError as error:
-        raise Problem(422, "Too many rows", f"{error}; ask for fewer steps, or for one rank's where you may") from None
 
 
 class Reports:
@@ -106,7 +90,6 @@ class Reports:
         """Begin no more diagnoses."""
         self._later.shutdown(wait=False, cancel_futures=True)
 
-    @one_answer()
     def stragglers(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         """Own times of all ranks by step, who was last, and each rank's share and excess.
 
@@ -138,7 +121,6 @@ class Reports:
             answer["noise_ns"] = self._noise_ns(run, attempt, int(joined.step[-1]))
         return answer
 
-    @one_answer()
     def mean_steps(
         self, run: str, attempt: str, first: int | None, last: int | None
     ) -> tuple[dict[str, wire.Ints], int | None]:
@@ -147,7 +129,6 @@ class Reports:
         _, steps = self._store.steps(run, attempt, None, first, last if end is None else end)
         return mean_over_ranks(steps), None if end is None else end + 1
 
-    @one_answer()
     def aligned_spans(
         self,
         run: str,
@@ -170,7 +151,6 @@ class Reports:
             columns[f"aligned_{name}_ns"] = clocks.aligned(ranks, offsets, columns[f"{name}_ns"])
         return {name: values[wanted] for name, values in columns.items()}
 
-    @one_answer()
     def trace(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         """Chrome trace of the steps asked for; where an end is left open, of `_TRACE_STEPS`, or as many as fit.
 

@@ -288,9 +288,6 @@ class Rank0Alone:
     def launch(self, bucket: Bucket, last: bool) -> OnFuture:
         return OnFuture(dist.broadcast(bucket.buffer, 0, self._group, async_op=True).get_future())
 
-    def close(self) -> None:
-        pass
-
 
 def own_way(rank: int, world_size: int) -> bool:
     local = net()

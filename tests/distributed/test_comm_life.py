@@ -208,9 +208,6 @@ class Fails:
 
         return self._stages.run(stages, bucket.buffer.device)
 
-    def close(self) -> None:
-        pass
-
 
 def after_a_fault(rank: int, world_size: int) -> tuple[bool, bool]:
     """Whether a module's stages failed, and another one over the same group trained on as if nothing had been."""

@@ -13,8 +13,8 @@ import httpx
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from ddpobs_server.api.runs import state
 from ddpobs_server.settings import Settings
+from ddpobs_server.states import state_of_run
 from ddpobs_server.store import Run, Store, schema
 from sqlalchemy import create_engine
 
@@ -240,7 +240,7 @@ def test_a_run_without_pulses_is_lost_and_without_steps_stalled(now_s: int, last
     counts = dict.fromkeys(("created_ns", "commits", "steps", "emitted", "dropped", "goodbyes"), 0)
     run = Run("r", ATTEMPT, world_size=2, ranks=2, last_seen_ns=100 * SECOND,
               last_step_seen_ns=last_step_s * SECOND, **counts)  # fmt: skip
-    assert state(run, Settings(), now_s * SECOND) == expected
+    assert state_of_run(run, Settings(), now_s * SECOND) == expected
 
 
 def test_with_a_token_only_its_holder_gets_in_and_health_stays_open(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import numpy.typing as npt
 from ddpobs import wire
 
 Floats = npt.NDArray[np.float64]
-_LEFT_OUT = wire.NO_ORIGIN | wire.FOREIGN_COLLECTIVE | wire.RESTING
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class Joined:
         phases_ns: Own time by `wire.OWN_PHASES`, shape [steps, ranks, phases].
         wall_ns: Shape [steps, ranks].
         exposed_ns: Exposed communication, shape [steps, ranks].
-        backward_ns: The step's own backward phase, shape [steps, ranks].
     """
 
     collective: wire.Ints
@@ -36,7 +34,6 @@ class Joined:
     phases_ns: Floats
     wall_ns: Floats
     exposed_ns: Floats
-    backward_ns: Floats
 
     def __len__(self) -> int:
         return len(self.collective)
@@ -60,7 +57,7 @@ def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
         steps: Columns, each of shape [rows].
     """
     known = (steps.own_ns >= 0) & (steps.collective >= 0) & (steps.end_ns > steps.start_ns)
-    usable = np.flatnonzero(((steps.flags & _LEFT_OUT) == 0) & known)
+    usable = np.flatnonzero(((steps.flags & wire.NO_ORIGIN) == 0) & known)
     ranks = np.unique(rank)
     order = usable[np.lexsort((rank[usable], steps.collective[usable]))]
     collective, counts = np.unique(steps.collective[order], return_counts=True)
@@ -78,7 +75,6 @@ def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
         phases_ns=np.stack([matrix(f"own_{phase}_ns") for phase in wire.OWN_PHASES], axis=-1),
         wall_ns=np.asarray((steps.end_ns - steps.start_ns)[rows], np.float64),
         exposed_ns=matrix("exposed_comm_ns"),
-        backward_ns=matrix("backward_ns"),
     )
 
 

@@ -26,8 +26,9 @@ from ddpobs_server.api.deps import (
 )
 from ddpobs_server.api.turns import InTurn
 from ddpobs_server.problems import Problem
-from ddpobs_server.reports import Reports, one_answer
+from ddpobs_server.reports import Reports
 from ddpobs_server.settings import Settings
+from ddpobs_server.states import state_of_rank, state_of_run
 from ddpobs_server.store import Rollup, Run, Source
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=InTurn)
@@ -87,7 +88,7 @@ def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep, settings: Setti
     """Each rank's process, state, counts, mean phases and last pulse."""
     rollups = {rollup.rank: rollup for rollup in store.rollups(run.run, attempt)}
     ranks = [
-        _rank_json(source, rollups.get(source.rank)) | {"state": _rank_state(source, settings, time.time_ns())}
+        _rank_json(source, rollups.get(source.rank)) | {"state": state_of_rank(source, settings, time.time_ns())}
         for source in store.sources(run.run, attempt)
     ]
     return {"run": run.name, "attempt": attempt, "ranks": ranks}
@@ -127,8 +128,7 @@ def get_steps(
     if mean:
         return columns_answer(run.name, attempt, *reports.mean_steps(run.run, attempt, first, last))
     end = store.page_end("steps", run.run, attempt, rank=rank, first=first, last=last, rows=_PAGE_ROWS)
-    with one_answer():
-        ranks, steps = store.steps(run.run, attempt, rank, first, last if end is None else end)
+    ranks, steps = store.steps(run.run, attempt, rank, first, last if end is None else end)
     columns = {"rank": ranks} | steps.by_name()
     return columns_answer(run.name, attempt, columns, None if end is None else end + 1)
 
@@ -144,7 +144,7 @@ def get_spans(
     last: ToQuery = None,
     module: ModuleQuery = None,
 ) -> Response:
-    """Bucket spans in columns, sorted by step and rank, also on rank 0's clock (`aligned_…`); `next` as in steps."""
+    """Bucket spans in columns, sorted by step and rank, also on one rank's clock (`aligned_…`); `next` as in steps."""
     # The other ranks' spans are needed to align one's.
     end = store.page_end("spans", run.run, attempt, first=first, last=last, rows=_PAGE_ROWS)
     columns = reports.aligned_spans(run.run, attempt, rank, first, last if end is None else end, module=module)
@@ -194,7 +194,7 @@ def run_json(run: Run, settings: Settings) -> dict[str, Any]:
     """A run as lists show it."""
     return {
         "run": run.name,
-        "state": state(run, settings, time.time_ns()),
+        "state": state_of_run(run, settings, time.time_ns()),
         "attempt": run.attempt,
         "created_ns": run.created_ns,
         "last_seen_ns": run.last_seen_ns,
@@ -204,27 +204,6 @@ def run_json(run: Run, settings: Settings) -> dict[str, Any]:
         "emitted": run.emitted,
         "dropped": run.dropped,
     }
-
-
-def state(run: Run, settings: Settings, now_ns: int) -> str:
-    """Finished: all said goodbye. Lost: no pulses. Stalled: pulses, no steps. Else running.
-
-    What was seen in the future was seen before this machine's clock was set back.
-    """
-    if run.ranks and run.goodbyes >= run.ranks:
-        return "finished"
-    if abs(now_ns - run.last_seen_ns) > settings.lost_after_s * 1e9:
-        return "lost"
-    if abs(now_ns - run.last_step_seen_ns) > settings.stalled_after_s * 1e9:
-        return "stalled"
-    return "running"
-
-
-def _rank_state(source: Source, settings: Settings, now_ns: int) -> str:
-    """Finished: it said goodbye. Lost: no pulses. Else running."""
-    if source.goodbye:
-        return "finished"
-    return "lost" if abs(now_ns - source.last_seen_ns) > settings.lost_after_s * 1e9 else "running"
 
 
 def _rank_json(source: Source, rollup: Rollup | None) -> dict[str, Any]:

@@ -100,11 +100,7 @@ def run_metrics(state: Any, workspace: str, render: Render) -> bytes:
     now_ns = time.time_ns()
     quiet_ns = int(state.settings.quiet_after_s * 1e9)
     found = state.store.aggregates(now_ns - quiet_ns, now_ns + quiet_ns, workspace)  # Clocks are set back, too.
-    runs = {
-        run.run: run
-        for run in found.runs
-        if not (run.ranks > 0 and run.goodbyes >= run.ranks) or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS
-    }
+    runs = {run.run: run for run in found.runs if not run.finished or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS}
     families = _Families()
     _add_ranks(families, runs, found)
     _add_buckets(families, runs, found)

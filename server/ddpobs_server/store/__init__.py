@@ -1,4 +1,4 @@
-"""What is kept: one compressed chunk of columns a batch, and plain rows beside it for what is filtered and sorted by.
+"""What is kept: compressed chunks of columns, and plain rows beside it for what is filtered and sorted by.
 
 Every query is within one run, or over the runs, and then each join and each sum keeps to one run by its `run_id`.
 """

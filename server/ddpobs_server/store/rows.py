@@ -32,6 +32,11 @@ class Run:
         """What its own workspace calls it."""
         return self.run.rpartition("/")[2]
 
+    @property
+    def finished(self) -> bool:
+        """Whether every source said goodbye."""
+        return 0 < self.ranks <= self.goodbyes
+
 
 @dataclass(frozen=True)
 class Token:

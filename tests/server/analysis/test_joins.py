@@ -48,7 +48,7 @@ def test_a_step_is_left_out_when_one_rank_has_no_clean_start_or_no_row() -> None
     rank, steps = columns(own_times(5, 2, seed=0))
     flags = steps.flags.copy()
     flags[2 * 0 + 1] |= wire.NO_ORIGIN
-    flags[2 * 1] |= wire.FOREIGN_COLLECTIVE
+    flags[2 * 1] |= wire.NO_ORIGIN
     own = steps.own_ns.copy()
     own[2 * 2] = wire.UNKNOWN
     rows = np.arange(10) != 2 * 3 + 1

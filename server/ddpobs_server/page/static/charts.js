@@ -116,11 +116,11 @@ function medianOfOthers(values) {
 export function timeline(place, spans, layouts) {
   if (!spans.length) return place.replaceChildren("No bucket spans of this step.");
   const ranks = [...new Set(spans.map((span) => span.rank))].sort((a, b) => a - b);
-  const rows = ranks.flatMap((rank) => spans.filter((span) => span.rank === rank).sort((a, b) => a.bucket - b.bucket));
+  const rows = ranks.flatMap((rank) => spans.filter((span) => span.rank === rank).sort((a, b) => a.module - b.module || a.bucket - b.bucket));
   const bar = 13, gap = 10, height = rows.length * bar + ranks.length * gap + 24, picture = canvas(height);
   const begin = Math.min(...rows.map((span) => span.ready)), end = Math.max(...rows.map((span) => span.done));
   const pad = (end - begin) * 0.06, x = (ns) => LEFT + 66 + ((WIDTH - LEFT - 70) * (ns - begin + pad)) / (end - begin + pad || 1);
-  let y = 0, previous = null, rank = null;
+  let y = 0, previous = null, rank = null, module = null;
   for (const span of rows) {
     if (span.rank !== rank) {
       if (rank !== null) y += gap;
@@ -128,12 +128,15 @@ export function timeline(place, spans, layouts) {
       rank = span.rank;
       previous = null;
     }
-    picture.append(svg("text", { x: LEFT + 60, y: y + bar - 3, "text-anchor": "end" }, `bucket ${span.bucket}`));
+    if (span.module !== module) previous = null;
+    module = span.module;
+    const name = `bucket ${module ? `${module}.` : ""}${span.bucket}`;
+    picture.append(svg("text", { x: LEFT + 60, y: y + bar - 3, "text-anchor": "end" }, name));
     const from = previous === null ? begin - pad : Math.min(previous, span.ready);
     const compute = svg("rect", { class: "compute", x: x(from), y: y + 1, width: Math.max(1, x(span.ready) - x(from)), height: bar - 3, rx: 2 });
     const comm = svg("rect", { class: "comm", x: x(span.launched), y: y + 1, width: Math.max(1, x(span.done) - x(span.launched)), height: bar - 3, rx: 2 });
     const bucket = layouts.find((layout) => layout.module === span.module && layout.revision === span.revision)?.buckets[span.bucket];
-    const about = () => `rank ${span.rank}, bucket ${span.bucket}\nall-reduce ${ms(span.done - span.launched)}${bucket ? `\n${(bucket.size_bytes / 1e6).toFixed(2)} MB ${bucket.dtype}, ${bucket.parameters.length} parameters\n${bucket.parameters.slice(0, 8).map((parameter) => parameter.name).join("\n")}${bucket.parameters.length > 8 ? "\n…" : ""}` : ""}`;
+    const about = () => `rank ${span.rank}, ${name}\nall-reduce ${ms(span.done - span.launched)}${bucket ? `\n${(bucket.size_bytes / 1e6).toFixed(2)} MB ${bucket.dtype}, ${bucket.parameters.length} parameters\n${bucket.parameters.slice(0, 8).map((parameter) => parameter.name).join("\n")}${bucket.parameters.length > 8 ? "\n…" : ""}` : ""}`;
     explain(compute, about);
     explain(comm, about);
     picture.append(compute, comm);
