@@ -197,18 +197,11 @@ class Telemetry:
         return not isinstance(record, RawStep) or self._clock.passed(record.end)
 
     def _find_identity(self) -> object:
-        """Rank 0 draws the run and the attempt and shares them; the others look for them without waiting.
-
-        Rank 0 may have no DDP module: where it has drawn none for a while, the first of the others does. A launcher's
-        store may hold what was drawn before a restart: then this process began later.
-        """
-        store, waited_s = self._default_store.clone(), time.monotonic() - self._began
-        known = store.get(self._identity_key).decode() if store.check([self._identity_key]) else ""
-        if not known or (json.loads(known)["drawn_ns"] < _process_began_ns() and waited_s < _BELIEVED_S):
-            if self._rank != 0 and (known or waited_s < self._config.flush_s):
-                return None
-            known = store.compare_set(self._identity_key, known, json.dumps(self._draw())).decode()
-        shared = json.loads(known)
+        """Take what the ranks share, once it is there."""
+        store = self._default_store.clone()
+        shared = self._shared_identity(store)
+        if shared is None:
+            return None
         prefix = PrefixStore(f"ddpobs/{shared['attempt']}", store)
         if self._world_size > 1:
             self._exchange = Exchange(prefix, self._rank, self._world_size, self._config.peers_every)
@@ -224,6 +217,22 @@ class Telemetry:
         if self._rank == 0:
             _log.info("ddpobs: run %s reports to %s", shared["run"], self._config.collector)
         return DONE
+
+    def _shared_identity(self, store: Any) -> dict[str, Any] | None:
+        """Rank 0 draws the run and the attempt and shares them; the others look for them without waiting.
+
+        Rank 0 may have no DDP module: where it has drawn none for a while, the first of the others does. A launcher's
+        store may hold what was drawn before a restart: then this process began later.
+        """
+        waited_s = time.monotonic() - self._began
+        told = store.get(self._identity_key).decode() if store.check([self._identity_key]) else ""
+        shared: dict[str, Any] | None = json.loads(told) if told else None
+        if shared is not None and (shared["drawn_ns"] >= _process_began_ns() or waited_s >= _BELIEVED_S):
+            return shared
+        if self._rank != 0 and (told or waited_s < self._config.flush_s):
+            return None
+        drawn: dict[str, Any] = json.loads(store.compare_set(self._identity_key, told, json.dumps(self._draw())))
+        return drawn
 
     def _draw(self) -> dict[str, str | int]:
         run = self._config.run or _launcher_run() or _made_up_run()
