@@ -28,12 +28,11 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
 from ddpobs_server.problems import Problem
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Store, Token
+from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token
 
 _log = logging.getLogger(__name__)
 SCOPES = ("ingest", "read", "admin")
 """Sending batches; reading everything; deleting runs, and all that the others may."""
-DEFAULT = "default"
 _KEY_LENGTH = 128
 _KNOWN_S = 5.0
 """How long a token may still work after it was revoked."""
@@ -59,7 +58,7 @@ class Caller:
         Raises:
             Problem: 422, where both names together are too long.
         """
-        key = run if self.workspace == DEFAULT else f"{self.workspace}/{run}"
+        key = run if self.workspace == DEFAULT_WORKSPACE else f"{self.workspace}/{run}"
         if len(key) > _KEY_LENGTH:
             raise Problem(
                 422, "Run id too long", f"at most {_KEY_LENGTH - len(self.workspace) - 1} characters in this workspace"
@@ -67,7 +66,7 @@ class Caller:
         return key
 
 
-EVERYTHING = Caller(DEFAULT, frozenset(SCOPES))
+EVERYTHING = Caller(DEFAULT_WORKSPACE, frozenset(SCOPES))
 BEARER = HTTPBearer(
     scheme_name="token",
     description="As `ddpobs-server token create` prints it. A collector on loopback without tokens wants none.",

@@ -16,9 +16,9 @@ from sqlalchemy.exc import SQLAlchemyError
 from typer.core import TyperGroup
 
 from ddpobs_server import backups, checks
-from ddpobs_server.auth import DEFAULT, SCOPES, new_token
+from ddpobs_server.auth import SCOPES, new_token
 from ddpobs_server.settings import Settings, unknown
-from ddpobs_server.store import Store, UnavailableError, UnusableError
+from ddpobs_server.store import DEFAULT_WORKSPACE, Store, UnavailableError, UnusableError
 
 
 class Commands(TyperGroup):
@@ -70,7 +70,7 @@ def create_token(
     scope: Annotated[
         list[str] | None, typer.Option(help=f"Of {', '.join(SCOPES)}; may be repeated. Without: ingest and read.")
     ] = None,
-    workspace: Annotated[str, typer.Option(help="Whose runs: 1 to 32 of a-z, 0-9 and -.")] = DEFAULT,
+    workspace: Annotated[str, typer.Option(help="Whose runs: 1 to 32 of a-z, 0-9 and -.")] = DEFAULT_WORKSPACE,
     database_url: DatabaseOption = None,
 ) -> None:
     """Make a token and print it, this once: only its hash is kept."""

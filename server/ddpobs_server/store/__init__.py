@@ -8,10 +8,12 @@ from __future__ import annotations
 from ddpobs_server.store.faults import UnavailableError, UnusableError
 from ddpobs_server.store.reading import TooManyRowsError
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
+from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.store import Store, Unstorable
 from ddpobs_server.store.writing import Arrival, Outcome
 
 __all__ = [
+    "DEFAULT_WORKSPACE",
     "Aggregates",
     "Arrival",
     "Attempt",

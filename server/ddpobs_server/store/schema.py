@@ -10,6 +10,9 @@ from ddpobs import wire
 
 metadata = MetaData()
 
+DEFAULT_WORKSPACE = "default"
+"""Its runs are kept under their bare name, those of others under `WORKSPACE/NAME`."""
+
 ROLLUP_STEPS = 64
 """Steps in one window of `rollups`."""
 STEP_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)

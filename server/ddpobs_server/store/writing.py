@@ -146,7 +146,7 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
             "created_ns": now,
             "last_seen_ns": now,
             "commits": len(batches),
-            "workspace": run.rpartition("/")[0] or "default",
+            "workspace": run.rpartition("/")[0] or schema.DEFAULT_WORKSPACE,
             "chunk_bytes": size_bytes[run],
         }
         _execute(connection, _touching_run(dialect, latest != before), [row])
