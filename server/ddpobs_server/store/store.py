@@ -14,6 +14,7 @@ from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
 from ddpobs_server.store import compacting, connecting, migrating, reading, removing, schema, sums, writing
+from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.faults import UnusableError
 from ddpobs_server.store.reading import Part
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
@@ -165,7 +166,7 @@ class Store:
             connection.execute(_TRIED.insert(), {"run_id": ""})
             connection.rollback()
 
-    def runs(self, limit: int, before: tuple[int, str] | None = None, workspace: str = schema.DEFAULT_WORKSPACE) -> list[Run]:
+    def runs(self, limit: int, before: tuple[int, str] | None = None, workspace: str = DEFAULT_WORKSPACE) -> list[Run]:
         """A workspace's runs, newest first; `before` is (created_ns, run) of the last one had."""
         with self._engine.connect() as connection:
             return sums.runs(connection, sums.before(workspace, before), limit)
@@ -184,7 +185,7 @@ class Store:
             row = connection.execute(select(func.count(), mine).where(c.run_id == run)).one()
         return row[0], bool(row[1])
 
-    def aggregates(self, since_ns: int, until_ns: int = 2**63 - 1, workspace: str = schema.DEFAULT_WORKSPACE) -> Aggregates:
+    def aggregates(self, since_ns: int, until_ns: int = 2**63 - 1, workspace: str = DEFAULT_WORKSPACE) -> Aggregates:
         """What metrics tell of the runs last heard of in that time, in a few statements for all of them."""
         which = sums.active(workspace, since_ns, until_ns)
         of = sums.of_latest(which)
