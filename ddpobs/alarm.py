@@ -124,6 +124,8 @@ class Alarm:
             ReducerError: Another fault.
         """
         key = str(self._number if number is None else number)
+        if not self._store.check([key]):  # Whoever tells does so before any rank can see the NaN.
+            return
         count = self._store.add(key, 0)
         places = [f"{key}/{place}" for place in range(1, count + 1)]
         told = [json.loads(self._store.get(place)) for place in places]

@@ -6,6 +6,7 @@ Nobody waits for that thread: a request that hangs, or a name that does not reso
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
@@ -67,6 +68,7 @@ class Delivery:
         self._put_last, self._spread_until = 0.0, 0.0
         self._attempts = 0
         self._on_disk = False
+        self._disk_failed, self._disk_quiet_until = 0, 0.0
         self._backlog: deque[Spooled] = deque()
         self._done_with: set[Path] = set()
         """Files that were sent or given up, and could not be removed."""
@@ -147,24 +149,27 @@ class Delivery:
             except Exception:  # The disk's, say: the next batch may do.
                 self._warn("delivery", "telemetry failed (delivery); training goes on", trace=True)
                 with self._changed:
-                    self._under_way, self._on_disk, self._attempts = None, True, self._attempts + 1
-                    self._quiet_until = time.monotonic() + pause_s(self._attempts, _SPOOLED_PAUSE_S, self._jitter)
+                    self._under_way, self._on_disk, self._disk_failed = None, True, self._disk_failed + 1
+                    pause = pause_s(self._disk_failed, _SPOOLED_PAUSE_S, self._jitter)
+                    self._disk_quiet_until = time.monotonic() + pause
         sender.close()
 
     def _ready(self) -> bool:
         """Wait until something may be sent (True) or nothing more will be (False)."""
         with self._changed:
             while True:
-                now, work = time.monotonic(), bool(self._waiting or self._on_disk or self._backlog)
-                if self._deadline is not None and not self._worth_trying(work, now, self._deadline):
+                now, due = time.monotonic(), self._due()
+                if self._deadline is not None and not (self._attempts < 2 and max(now, due) < self._deadline - 0.05):
                     return False
-                due = self._quiet_until if self._deadline is not None else max(self._quiet_until, self._spread_until)
-                if work and now >= due:
+                if now >= due:
                     return True
-                self._changed.wait(due - now if work else None)
+                self._changed.wait(None if due == math.inf else due - now)
 
-    def _worth_trying(self, work: bool, now: float, deadline: float) -> bool:
-        return work and self._attempts < 2 and max(now, self._quiet_until) < deadline - 0.05
+    def _due(self) -> float:
+        """When the next batch is to be sent: never, where there is none."""
+        if self._waiting:
+            return self._quiet_until if self._deadline is not None else max(self._quiet_until, self._spread_until)
+        return max(self._quiet_until, self._disk_quiet_until) if self._on_disk or self._backlog else math.inf
 
     def _next(self) -> Encoded | None:
         with self._changed:
@@ -175,7 +180,7 @@ class Delivery:
             self._on_disk = False
             left = (kept for kept in self._spool.batches(self._source) if kept.path not in self._done_with)
             self._backlog.extend(islice(left, _SPOOLED_AT_ONCE))
-            self._on_disk = self._on_disk or bool(self._backlog)
+            self._on_disk, self._disk_failed = self._on_disk or bool(self._backlog), 0
         while self._backlog:
             kept = self._backlog[0]
             try:

@@ -100,14 +100,15 @@ class Journal:
         """A DDP module's forward was called."""
         if self._backward_goes_on() or self.paused:
             return  # Checkpointing runs it again, inside backward.
+        if self._thread and self._thread != get_ident() and not torch.is_grad_enabled():
+            return  # Somebody asks a model beside training.
         if not training:
             self._trained, evaluates = False, self._evaluates()
             if evaluates or self.modules == 1 or self.trains_in_eval or module in self._learns:
                 self._note(self._tracker.evaluation_began, evaluates)
             return  # Or it is a teacher of one that is trained, and part of the step.
         self._learns.add(module)
-        if not self._thread or torch.is_grad_enabled():  # Else it may be somebody who asks a model beside training.
-            self._thread = get_ident()
+        self._thread = get_ident()
         self._begun, self._trained = True, not self.trains_in_eval
         if self._optimizers:
             self._look_for_failed_optimizer()

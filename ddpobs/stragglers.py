@@ -6,6 +6,7 @@ computes. A rank that is late, out of data or dead costs the others nothing.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from datetime import timedelta
 from typing import Any
@@ -18,7 +19,7 @@ from ddpobs import wire
 _ROWS, _FEWEST = 8192, 32
 """Of all ranks, and of one."""
 _BATCHES = 2
-"""A rank's table holds the steps of so many of its batches: ranks cut theirs at different times, and share one's."""
+"""A rank's table reaches back over so many of its batches: ranks cut theirs at different times, and share one's."""
 COLUMNS = 2 + len(wire.OWN_PHASES)
 """Of a published row: collective, the step's wall time, own time by phase; all in ns but the first."""
 ALARM_SHARE = 0.1
@@ -42,17 +43,24 @@ class Exchange:
         self._most = max(_FEWEST, _ROWS // world_size)
         self._every = min(every, self._most // 2)
         self._added: deque[int] = deque(maxlen=_BATCHES)
+        self._apart = 1
         self._fresh = 0
         self._seen = -1
         store.set_timeout(_READ_TIMEOUT)
 
     def add(self, steps: wire.Steps) -> None:
-        """Take in finished steps; one without own time is left out, and so drops out of the join."""
+        """Take in finished steps; one without own time is left out, and so drops out of the join.
+
+        Where the table does not hold all, it holds every second, fourth or eighth collective: all ranks the same ones.
+        """
         own = [getattr(steps, f"own_{name}_ns") for name in wire.OWN_PHASES]
         rows = np.stack([steps.collective, steps.end_ns - steps.start_ns, *own], axis=1)[steps.own_ns != wire.UNKNOWN]
         self._added.append(len(rows))
+        self._apart = 1 << max(0, math.ceil(math.log2(max(1, sum(self._added)) / self._most)))
+        rows = rows[rows[:, 0] % self._apart == 0]
+        held = self._rows[self._rows[:, 0] % self._apart == 0]
         kept = min(self._most, max(_FEWEST, 2 * self._every, sum(self._added)))
-        self._rows = np.concatenate([self._rows, rows])[-kept:]
+        self._rows = np.concatenate([held, rows])[-kept:]
         self._fresh += len(rows)
 
     def publish(self) -> None:

@@ -13,9 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import cache
 from multiprocessing.util import Finalize
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +29,7 @@ from ddpobs.exporter import DONE, Envelope, Exporter, Identity
 from ddpobs.hooks import ProcessHooks
 from ddpobs.journal import Journal, harmless
 from ddpobs.loaders import LoaderHooks
+from ddpobs.meeting import Drawn, Meeting
 from ddpobs.phases import RawStep
 from ddpobs.recorder import ModuleRecorder
 from ddpobs.stragglers import Exchange
@@ -38,8 +37,8 @@ from ddpobs.summary import Summariser
 
 _log = logging.getLogger("ddpobs")
 _LOOK_S = 0.2
-_BELIEVED_S = 60.0
-"""After so long an identity that seems to be older than this process is believed: the clocks of two hosts differ."""
+_ASKING_S = 60.0
+"""For so long ranks that ask whose records theirs are are answered at the next look, and later at the next pulse."""
 _RESOLUTION_NS = 1000
 """Stamps are not better than that: a callback may come tens of microseconds late."""
 _REPEAT_HELLO = 30
@@ -118,15 +117,17 @@ class Telemetry:
         self._modules = 0
         self._batches = 0
         self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
-        self._identity_key = f"ddpobs/identity/{_generation}"
         self._began = time.monotonic()
-        self._default_store: Any = dist.distributed_c10d._get_default_store()
+        self._store: Any = None
+        self._meeting: Meeting | None = None
+        self._identified = False
         self._exchange: Exchange | None = None
+        self._meet_others()
         self._exporter.every(_LOOK_S, self._find_identity)
         self._exporter.every(min(config.pulse_s, config.flush_s / 2), self._journal.catch_up)
         self._exporter.every(config.pulse_s, self._pulse)
         # What one batch tells is met before the next, and not a whole flush later: a short run has few.
-        self._exporter.every(config.flush_s / 2, self._meet)
+        self._exporter.every(config.flush_s / 2, self._compare)
         self._exporter.every(config.pulse_s, self._loaders.look)
         self._exporter.start()
         self._hooks.install()
@@ -134,7 +135,7 @@ class Telemetry:
         self._collectives.install()
         atexit.register(self.close)
         # A process that multiprocessing forked runs no atexit.
-        self._at_exit = Finalize(None, self.close, exitpriority=0)
+        self._at_exit = Finalize(None, self._close_in_child, exitpriority=0)
 
     def recorder(self, module: torch.nn.Module, name: str | None = None) -> ModuleRecorder:
         """A recorder for one more DDP module."""
@@ -158,8 +159,11 @@ class Telemetry:
             self._journal.modules -= 1
         return not self._recorders
 
-    def close(self) -> None:
-        """Say goodbye, flush within `config.exit_s`, and take the hooks out. Never raises; more calls do nothing."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Say goodbye, or of which error the process dies; flush within `config.exit_s`, and take the hooks out.
+
+        Never raises; more calls do nothing.
+        """
         atexit.unregister(self.close)
         self._at_exit.cancel()
         self._hooks.remove()
@@ -169,8 +173,15 @@ class Telemetry:
         self._loaders.look()
         for recorder in self._recorders:
             recorder.batch_cut()
-        self._event("goodbye" if (error := _died_of()) is None else "failed", self._journal.number, error or {})
+        error = error or _uncaught()
+        told: dict[str, wire.Scalar] = {"error": type(error).__name__} if error else {}
+        self._event("failed" if error else "goodbye", self._journal.number, told)
         self._exporter.close()
+
+    def _close_in_child(self) -> None:
+        """There nobody hears of an error that ends the process: it is still on its way."""
+        error = sys.exc_info()[1]
+        self.close(error.__context__ if isinstance(error, SystemExit) else error)
 
     @harmless
     def _evaluating(self) -> bool:
@@ -196,14 +207,30 @@ class Telemetry:
         """Whether the device got to a step's end: one that hangs holds up its steps, and not the thread."""
         return not isinstance(record, RawStep) or self._clock.passed(record.end)
 
+    @harmless
+    def _meet_others(self) -> None:
+        """Ask before the first backward, which no rank ends without this one: whoever answers is still there then."""
+        default: Any = dist.distributed_c10d._get_default_store()
+        self._store = default.clone()
+        prefix = PrefixStore(f"ddpobs/meeting/{_generation}", self._store)
+        self._meeting = Meeting(prefix, self._rank, self._draw)
+
     def _find_identity(self) -> object:
-        """Take what the ranks share, once it is there."""
-        store = self._default_store.clone()
-        shared = self._shared_identity(store)
-        if shared is None:
-            return None
-        prefix = PrefixStore(f"ddpobs/{shared['attempt']}", store)
+        """Take what the ranks share, once it is known here; whoever has drawn it goes on to answer for a while."""
+        if self._meeting is None:
+            return DONE
+        if not self._identified:
+            shared = self._meeting.look()
+            if shared is None:
+                return None
+            self._identify(shared)
+        self._meeting.answer()
+        return None if self._meeting.draws and time.monotonic() - self._began < _ASKING_S else DONE
+
+    def _identify(self, shared: Drawn) -> None:
+        self._identified = True
         if self._world_size > 1:
+            prefix = PrefixStore(f"ddpobs/{shared['attempt']}", self._store)
             self._exchange = Exchange(prefix, self._rank, self._world_size, self._config.peers_every)
         self._exporter.identify(
             Identity(
@@ -216,27 +243,10 @@ class Telemetry:
         )
         if self._rank == 0:
             _log.info("ddpobs: run %s reports to %s", shared["run"], self._config.collector)
-        return DONE
 
-    def _shared_identity(self, store: Any) -> dict[str, Any] | None:
-        """Rank 0 draws the run and the attempt and shares them; the others look for them without waiting.
-
-        Rank 0 may have no DDP module: where it has drawn none for a while, the first of the others does. A launcher's
-        store may hold what was drawn before a restart: then this process began later.
-        """
-        waited_s = time.monotonic() - self._began
-        told = store.get(self._identity_key).decode() if store.check([self._identity_key]) else ""
-        shared: dict[str, Any] | None = json.loads(told) if told else None
-        if shared is not None and (shared["drawn_ns"] >= _process_began_ns() or waited_s >= _BELIEVED_S):
-            return shared
-        if self._rank != 0 and (told or waited_s < self._config.flush_s):
-            return None
-        drawn: dict[str, Any] = json.loads(store.compare_set(self._identity_key, told, json.dumps(self._draw())))
-        return drawn
-
-    def _draw(self) -> dict[str, str | int]:
+    def _draw(self) -> Drawn:
         run = self._config.run or _launcher_run() or _made_up_run()
-        return {"run": run, "attempt": secrets.token_hex(8), "drawn_ns": time.time_ns()}
+        return {"run": run, "attempt": secrets.token_hex(8)}
 
     def _pulse(self) -> None:
         for recorder in self._recorders:
@@ -250,10 +260,12 @@ class Telemetry:
             bucket=self._last_bucket[1],
         )
         self._exporter.offer_latest(pulse)
+        if self._meeting is not None:
+            self._meeting.answer()
         if self._exchange is not None:
             self._exchange.say(json.dumps([pulse.phase, pulse.step, *self._last_bucket]).encode())
 
-    def _meet(self) -> None:
+    def _compare(self) -> None:
         if self._exchange is None:
             return
         self._exchange.publish()
@@ -314,18 +326,9 @@ def _hello(device: torch.device, backend: str, settings: Mapping[str, wire.Scala
     )
 
 
-@cache
-def _process_began_ns() -> int:
-    """On the wall clock: before any rank could draw, as they meet first."""
-    ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return time.time_ns() - int(1e9 * age_s)
-
-
-def _died_of() -> dict[str, wire.Scalar] | None:
+def _uncaught() -> BaseException | None:
     """The error that nobody caught, at the exit of a script; an interactive session lives on after one."""
-    error = getattr(sys, "last_value", None)
-    return None if error is None or hasattr(sys, "ps1") else {"error": type(error).__name__}
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 
 def _device(module: torch.nn.Module) -> torch.device:

@@ -75,7 +75,7 @@ def test_of_more_steps_than_are_exchanged_the_statistics_tell_how_many_they_are_
         exchange.publish()
     peers = exchanges[0].gather()
     assert peers is not None
-    assert (peers.steps, peers.delay_ns.tolist()) == (4096, [0, 4096 * 50])
+    assert (peers.steps, peers.delay_ns.tolist()) == (2500, [0, 2500 * 50])
 
 
 @pytest.mark.parametrize(("world_size", "every"), [(2, 5000), (512, 33), (1024, 16)])
@@ -91,20 +91,22 @@ def test_an_exchange_takes_place_however_many_steps_are_asked_for(world_size: in
     assert exchanges[0].gather() is not None
 
 
-def test_fast_steps_are_all_compared_though_ranks_cut_their_batches_at_different_times() -> None:
+@pytest.mark.parametrize(("ranks", "per_s", "share"), [(2, 100, 1), (2, 1000, 2), (64, 20, 2), (256, 10, 4)])
+def test_ranks_that_cut_their_batches_at_different_times_share_steps(ranks: int, per_s: int, share: int) -> None:
+    """Of more steps than the tables hold, all ranks share every second, fourth or eighth."""
     store = dist.HashStore()
-    exchanges = [Exchange(dist.PrefixStore("fast", store), rank, 2, 4) for rank in range(2)]
-    whole, sent, compared = steps(12_000), [0, 0], 0
-    for second in range(12):
+    exchanges = [Exchange(dist.PrefixStore("fast", store), rank, ranks, 4) for rank in range(ranks)]
+    whole, sent, compared = steps(24 * per_s), [0] * ranks, 0
+    for second in range(24):
         for rank, exchange in enumerate(exchanges):
-            if second % 4 == 3 * rank:  # Each four seconds, of a thousand steps each.
-                until = 1000 * (second + 1)
+            if second % 4 == rank % 4:
+                until = per_s * (second + 1)
                 exchange.add(wire.Steps(**{name: getattr(whole, name)[sent[rank] : until] for name in whole.names}))
                 sent[rank] = until
                 exchange.publish()
         peers = exchanges[0].gather()
         compared += peers.steps if peers is not None else 0
-    assert compared == min(sent)
+    assert compared >= 0.8 * min(sent) / share
 
 
 def test_a_row_is_as_wide_as_its_columns() -> None:

@@ -401,8 +401,9 @@ def test_a_look_at_a_module_that_is_trained_is_no_teacher_s(training: Training) 
 
 
 def test_a_thread_that_asks_a_model_takes_the_training_from_nobody(training: Training) -> None:
+    module = torch.nn.Linear(2, 2)
     asked = ModuleRecorder(
-        1, torch.nn.Linear(2, 2), training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+        1, module, training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
     )
 
     def ask() -> None:
@@ -411,11 +412,20 @@ def test_a_thread_that_asks_a_model_takes_the_training_from_nobody(training: Tra
 
     with ThreadPoolExecutor(1) as pool:
         for _ in range(3):
-            training.fetch(10)
+            training.journal.fetch_began()
+            training.spend(10)
+            pool.submit(ask).result()
+            training.spend(90)
+            training.journal.fetch_ended()
             training.forward(20)
             pool.submit(ask).result()
             training.backward(40, 30)
             training.optimizer(5)
+            training.spend(7)
+            pool.submit(ask).result()
     training.journal.finish()
-    assert [phases(step)["backward"] for step in training.steps()] == [40] * 3
-    assert [phases(step)["optimizer"] for step in training.steps()] == [5] * 3
+    found = [phases(step) for step in training.steps()]
+    assert [(step["data"], step["forward"], step["backward"], step["optimizer"]) for step in found] == [
+        (100, 20, 40, 5)
+    ] * 3
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False]

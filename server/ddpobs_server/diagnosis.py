@@ -128,7 +128,8 @@ class Diagnosis:
             window = max(1, int(0.9 * window * _MOST_ROWS / rows))
         parts = _side_by_side(last, window)
         whole = min(first for _, first, _ in parts), parts[0][2]
-        if len(parts) == 1 or self._store.rows_held("steps", run, attempt, *whole) <= _MOST_ROWS:
+        few = min(_MOST_ROWS, 2 * self._rows_of(run, attempt, last, window))
+        if len(parts) == 1 or self._store.rows_held("steps", run, attempt, *whole) <= few:
             rank, steps = self._store.steps(run, attempt, None, *whole)
         else:  # Each is read by itself, from chunks that hold all of them.
             read = [self._store.steps(run, attempt, *part) for part in parts]

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from ipaddress import ip_address, ip_network
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -31,7 +31,7 @@ class Settings(BaseSettings):
     token: SecretStr | None = Field(None, description="Bearer token asked for under /api and /metrics.")
     max_body_mb: float = Field(16, gt=0, description="Largest request body, in MB (10^6 bytes).")
     max_batch_mb: float = Field(16, gt=0, description="Largest batch after decompression, in MB.")
-    max_under_way_mb: float = Field(512, gt=0, description="Memory of batches from arrival to commit, in MB.")
+    max_under_way_mb: float = Field(512, gt=0, le=10**9, description="Memory of batches from arrival to commit, in MB.")
     upload_timeout_s: float = Field(60, gt=0, description="A body that takes longer to arrive is answered 408.")
     queue_batches: int = Field(1024, gt=0, description="Batches that may wait for the writer; more are answered 503.")
     max_records: int = Field(100_000, gt=0, description="Records of a batch: rows of columns, and all others.")
@@ -61,6 +61,13 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least serious lines written.")
     log_format: Literal["auto", "json", "text"] = Field("auto", description="`auto`: text on a terminal, else JSON.")
     access_log: bool = Field(False, description="A line for every request, not for errors and refusals alone.")
+
+    @field_validator("port", mode="before")
+    @classmethod
+    def _no_address_of_a_service(cls, given: Any) -> Any:
+        """Kubernetes gives every container the address of a service `ddpobs-server` under this very name."""
+        service = isinstance(given, str) and given.startswith(("tcp://", "udp://"))
+        return cls.model_fields["port"].default if service else given
 
     @field_validator("database_url")
     @classmethod

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import json
 import time
+from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
 
-from ddpobs import DistributedDataParallel, telemetry
+from ddpobs import DistributedDataParallel, meeting, telemetry
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
+
+
+def train_until_known(ddp: DistributedDataParallel, rank: int) -> None:
+    """As long as it takes to find out whose records these are; as many steps on each rank."""
+    ends, group = time.monotonic() + 30, ddp.process_group
+    while True:
+        ddp(batch(rank, 0)).sum().backward()
+        assert telemetry._process is not None
+        known = torch.tensor(telemetry._process._exporter._identity is not None)
+        dist.all_reduce(known, dist.ReduceOp.MIN, group=group)
+        if known or time.monotonic() > ends:
+            return
 
 
 def without_rank_0(rank: int, _world_size: int) -> tuple[int, int]:
@@ -18,11 +33,9 @@ def without_rank_0(rank: int, _world_size: int) -> tuple[int, int]:
     alone = dist.new_group([1])
     with sending() as sent:
         if rank == 1:
-            ddp = DistributedDataParallel(net(), process_group=alone, telemetry=sent.config)
-            assert telemetry._process is not None
-            exporter, ends = telemetry._process._exporter, time.monotonic() + 30
-            while exporter._identity is None and time.monotonic() < ends:
-                ddp(batch(rank, 0)).sum().backward()
+            with patch.object(meeting, "PATIENCE_S", 0.5):
+                ddp = DistributedDataParallel(net(), process_group=alone, telemetry=sent.config)
+                train_until_known(ddp, rank)
     return len(sent.steps("step")), sum(one.dropped for one in sent.batches)
 
 
@@ -35,18 +48,32 @@ def test_telemetry_of_ranks_without_rank_0_is_sent() -> None:
 
 def after_a_restart(rank: int, _world_size: int) -> str:
     """The launcher's store still has what the attempt before drew."""
-    before = {"run": "job", "attempt": "dead", "drawn_ns": time.time_ns() - 3600 * 10**9}
-    generation = f"ddpobs/identity/{telemetry._generation + 1}"
     if rank == 0:
-        dist.distributed_c10d._get_default_store().set(generation, json.dumps(before))
+        left = PrefixStore(f"ddpobs/meeting/{telemetry._generation + 1}", dist.distributed_c10d._get_default_store())
+        left.set("drawn", json.dumps({"run": "job", "attempt": "dead"}))
+        left.add("asks", 3)
+        left.set("asks/1", "of-the-dead")
     dist.barrier()
-    with sending() as sent:
+    with sending() as sent, patch.object(meeting, "PATIENCE_S", 0.5):
         ddp = DistributedDataParallel(net(), telemetry=sent.config)
-        for step in range(3):
-            ddp(batch(rank, step)).sum().backward()
+        train_until_known(ddp, rank)
     return sent.batches[0].attempt
 
 
 def test_a_restart_is_an_attempt_of_its_own() -> None:
     first, second = run_ranks(after_a_restart, 2)
     assert first == second != "dead"
+
+
+def with_clocks_apart(rank: int, _world_size: int) -> str:
+    """Two hosts whose clocks are an hour apart."""
+    now_ns = time.time_ns
+    with sending() as sent, patch("time.time_ns", lambda: now_ns() + rank * 3600 * 10**9):
+        ddp = DistributedDataParallel(net(), telemetry=sent.config)
+        train_until_known(ddp, rank)
+    return sent.batches[0].attempt
+
+
+def test_no_clock_says_whose_records_they_are() -> None:
+    first, second = run_ranks(with_clocks_apart, 2)
+    assert first == second

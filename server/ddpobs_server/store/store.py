@@ -14,10 +14,10 @@ from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
 from ddpobs_server.store import compacting, connecting, migrating, reading, removing, schema, sums, writing
-from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.faults import UnusableError
 from ddpobs_server.store.reading import Part
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
+from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.totals import PhaseTotals
 from ddpobs_server.store.writing import Arrival, Outcome
 

@@ -20,6 +20,8 @@ _EVENTS = 10_000
 UNUSED_JUDGED = 8
 """A diagnosis reads so many of each source's latest unused sets of a module, of those that name parameters and those
 that name none: its latest are among them, whichever they are."""
+_UNUSED_NAMES = 200_000
+"""In the sets before the latest ones: where sets change all the time, ranks times names would fill the memory."""
 Conditions = list[ColumnElement[bool]]
 
 
@@ -216,19 +218,26 @@ def unused(
 ) -> list[tuple[str, int, wire.Unused]]:
     """(run, rank, unused set) in the order in which each rank told them.
 
-    Those that `unused_number` counts up to `latest`; or, with a limit, so many of the latest of all ranks.
+    Those that `unused_number` counts up to `latest`, and of what comes after the first as many as hold
+    `_UNUSED_NAMES`; or, with a limit, so many of the latest of all ranks.
     """
     c = schema.unused.c
     numbered = (
-        select(of.c.rank, c.run_id, c.source, c.seq, c.position, unused_number())
+        select(of.c.rank, c.run_id, c.source, c.seq, c.position, c.names, unused_number())
         .join(*_joined(schema.unused, of))
         .where(*([] if module is None else [c.module == module]))
         .subquery()
     )
     n = numbered.c
-    some = select(numbered)
-    some = some.where(n.number <= latest) if limit is None else some.order_by(n.number, n.rank).limit(limit)
-    told = some.subquery().c
+    if limit is not None:
+        told = select(numbered).order_by(n.number, n.rank).limit(limit).subquery().c
+    elif latest == 1:
+        told = select(numbered).where(n.number == 1).subquery().c
+    else:
+        in_turn = (n.number, n.rank, n.source)
+        so_far = func.sum(n.names).over(partition_by=n.run_id, order_by=in_turn).label("so_far")
+        some = select(numbered, so_far).where(n.number <= latest).subquery()
+        told = select(some).where((some.c.number == 1) | (some.c.so_far <= _UNUSED_NAMES)).subquery().c
     same = [told[name] == c[name] for name in ("run_id", "source", "seq", "position")]
     query = select(c.run_id, told.rank, c.body).join(told.run_id.table, and_(*same))
     query = query.order_by(c.run_id, told.rank, c.seq, c.position)

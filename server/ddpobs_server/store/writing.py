@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Dialect, Insert, Select, Table, bindparam, case, func, or_, select, text
+from sqlalchemy import Connection, Dialect, Insert, Select, Table, bindparam, case, func, or_, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ddpobs import wire
@@ -126,10 +126,20 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
     dialect = connection.dialect.name
     known_sql, by_place = _known_attempts(connection.dialect)
     for run, batches in sorted(by_run.items()):
+        now, first = max(arrival.received_ns for arrival in batches), batches[0].batch.attempt
+        row = {
+            "run_id": run,
+            "attempt": first,
+            "created_ns": now,
+            "last_seen_ns": now,
+            "commits": len(batches),
+            "workspace": run.rpartition("/")[0] or schema.DEFAULT_WORKSPACE,
+            "chunk_bytes": size_bytes[run],
+        }
+        _execute(connection, _touching_run(dialect), [row])  # And hold it: collectors number its attempts in turn.
         known = connection.exec_driver_sql(known_sql, (run,) if by_place else {"run": run}).all()
         ordinals = {attempt: ordinal for attempt, ordinal, _ in known}
-        before = known[0][2] if known else None
-        latest = before or batches[0].batch.attempt
+        latest = before = known[0][2] if known else first
         for arrival in batches:
             attempt = arrival.batch.attempt
             if attempt not in ordinals:
@@ -139,17 +149,8 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
                 _execute(connection, _unless_there(dialect, schema.attempts), [row])
             if ordinals[attempt] > ordinals[latest] and _takes_over(connection, arrival.batch, latest, batches):
                 latest = attempt
-        now = max(arrival.received_ns for arrival in batches)
-        row = {
-            "run_id": run,
-            "attempt": latest,
-            "created_ns": now,
-            "last_seen_ns": now,
-            "commits": len(batches),
-            "workspace": run.rpartition("/")[0] or schema.DEFAULT_WORKSPACE,
-            "chunk_bytes": size_bytes[run],
-        }
-        _execute(connection, _touching_run(dialect, latest != before), [row])
+        if latest != before:
+            connection.execute(update(schema.runs).where(schema.runs.c.run_id == run).values(attempt=latest))
 
 
 def _takes_over(connection: Connection, batch: wire.Batch, latest: str, beside: Sequence[Arrival]) -> bool:
@@ -355,16 +356,14 @@ def _unless_there(dialect: str, table: Table) -> Any:
 
 
 @cache
-def _touching_run(dialect: str, new_attempt: bool) -> Any:
+def _touching_run(dialect: str) -> Any:
     statement, c = _new(dialect, schema.runs), schema.runs.c
     new = statement.excluded
-    changes: dict[str, Any] = {
+    changes = {
         "last_seen_ns": new.last_seen_ns,  # Not the greatest: a clock that was ahead for a while is set back.
         "commits": c.commits + new.commits,
         "chunk_bytes": c.chunk_bytes + new.chunk_bytes,
     }
-    if new_attempt:
-        changes["attempt"] = new.attempt
     return statement.on_conflict_do_update(index_elements=["run_id"], set_=changes)
 
 
