@@ -121,7 +121,8 @@ class Journal:
         self._begun = True
         if self._optimizers:
             self._look_for_failed_optimizer()
-        self._note(self._tracker.fetch_began, self._evaluates())
+        # Some validate with the model left in training mode.
+        self._note(self._tracker.fetch_began, not torch.is_grad_enabled() or self._evaluates())
         return True
 
     def fetch_ended(self) -> None:

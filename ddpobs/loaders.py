@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpobs import wire
@@ -87,7 +88,7 @@ class LoaderHooks:
     @harmless
     def _note(self, sampler: Any) -> None:
         self.look()
-        if self._said or not sampler.shuffle or self._journal.evaluating():
+        if self._said or not sampler.shuffle or self._journal.evaluating() or not torch.is_grad_enabled():
             return
         epoch, step = sampler.epoch, self._journal.number
         last = self._drawn_last.get(sampler)

@@ -14,6 +14,8 @@ from ddpobs.clocks import Stamp
 from ddpobs.wire import COMM_KINDS, PHASES
 
 DATA, FORWARD, BACKWARD, EXPOSED_COMM, OPTIMIZER, OTHER = range(len(PHASES))
+NO_STEP = -1
+"""What lies between steps."""
 _UNUSED_MAP = COMM_KINDS.index("unused_map")
 _MOST_SWITCHES = 100_000
 """A step in which nothing is ever synchronised begins anew then, after some 10,000 micro-batches."""
@@ -50,6 +52,7 @@ class RawStep:
         comms: (module, kind, launched, done) of communication that is not a gradient bucket.
         samples: Rows of the inputs' batch dimension, summed over its micro-steps.
         micro_steps: Calls of backward.
+        holes: Places in `switches` where an evaluation began between two of its micro-steps; the next switch ended it.
     """
 
     number: int
@@ -59,6 +62,7 @@ class RawStep:
     comms: list[tuple[int, int, Stamp, Stamp]] = field(default_factory=list)
     samples: int = 0
     micro_steps: int = 0
+    holes: list[int] = field(default_factory=list)
 
 
 class StepTracker:
@@ -85,6 +89,7 @@ class StepTracker:
         self._clean = False
         self._collective = -1
         self._evaluated = self._stale = False
+        self._hole: tuple[int, int] | None = None
         self._comms_switched = 0
 
     @property
@@ -117,7 +122,7 @@ class StepTracker:
         step = self._open()
         if self._stale:
             self._begin_anew(step)
-        self._evaluated = False
+        self._evaluated, self._hole = False, None
         step.samples += samples
         if nested and self._stack[-1] == OPTIMIZER:
             self._push(FORWARD)
@@ -132,6 +137,7 @@ class StepTracker:
             self._evaluated = self._stale = True
             if self._step and self._step.segments:
                 self._close()
+            self._begin_hole()
 
     def fetch_began(self, evaluating: bool) -> None:
         """The loader was asked for a batch."""
@@ -140,6 +146,7 @@ class StepTracker:
         step = self._open()
         if evaluating:
             self._clean, self._evaluated = False, True
+            self._begin_hole()
         if self._evaluated and not self._stack:
             self._begin_anew(step)
         self._base = OTHER
@@ -237,7 +244,7 @@ class StepTracker:
         """The open step ends without a result: the capture of a CUDA graph begins or has ended."""
         self._number = self.number
         self._step, self._stack, self._base = None, [], OTHER
-        self._records, self._closure_ran, self._closure_begins = [], False, None
+        self._records, self._closure_ran, self._closure_begins, self._hole = [], False, None, None
         self._modules_done.clear()
         self._clean = False
 
@@ -280,6 +287,18 @@ class StepTracker:
         self._stale = False
         if not step.micro_steps:
             step.switches, step.comms = [(OTHER, self.at)], []
+        elif self._hole is not None:
+            switches, comms = self._hole
+            del step.switches[switches + 1 :], step.comms[comms:]
+            step.switches.append((OTHER, self.at))
+
+    def _begin_hole(self) -> None:
+        """An evaluation between two micro-steps of one step takes none of its time."""
+        step = self._step
+        if step and step.micro_steps and self._hole is None:
+            self._hole = len(step.switches), len(step.comms)
+            step.holes.append(len(step.switches))
+            step.switches.append((NO_STEP, self.at))
 
     def _push(self, phase: int) -> None:
         self._stack.append(phase)
@@ -295,7 +314,7 @@ class StepTracker:
         if step is None:
             return
         if len(step.switches) >= _MOST_SWITCHES:
-            step.switches, step.comms, self._clean = [], [], False
+            step.switches, step.comms, step.holes, self._hole, self._clean = [], [], [], None, False
         step.switches.append((self.phase, self.at))
         self._comms_switched = len(step.comms)
 
@@ -315,5 +334,5 @@ class StepTracker:
         self._step = RawStep(step.number + 1, [(OTHER, step.end), *later])
         self._modules_done.clear()
         self._optimizer_ran = self._closure_ran = False
-        self._closure_begins = None
+        self._closure_begins = self._hole = None
         self._told(step)

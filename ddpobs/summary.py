@@ -14,14 +14,12 @@ import numpy.typing as npt
 
 from ddpobs import wire
 from ddpobs.clocks import Clock, HostClock, Stamp
-from ddpobs.phases import BACKWARD, EXPOSED_COMM, OTHER, RawStep, Segment
+from ddpobs.phases import BACKWARD, EXPOSED_COMM, NO_STEP, OTHER, RawStep, Segment
 from ddpobs.wire import Ints
 
 _BLOCKING = [wire.COMM_KINDS.index(kind) for kind in ("buffers", "user")]
 """Kinds of communication that training waits for where they are; the unused map travels under backward."""
 _PHASES = len(wire.PHASES)
-_NO_STEP = -1
-"""The phase of what lies between two steps; as an index, the last one."""
 _MOST_CARRIED = 2**16
 _OWN = [wire.PHASES.index(phase) for phase in wire.OWN_PHASES]
 
@@ -138,10 +136,17 @@ class Summariser:
         return times - times % self._resolution_ns
 
     def _switches(self, raws: Sequence[RawStep]) -> tuple[Ints, Ints, Ints]:
-        """Times and phases of all switches, a step's end among them, and where in these each step's end is."""
-        switches = [switch for raw in raws for switch in (*raw.switches, (_NO_STEP, raw.end))]
+        """Times and phases of all switches, a step's end among them, and where in these each step's end is.
+
+        What a step did before an evaluation in its middle is told as if that had come before the step.
+        """
+        switches = [switch for raw in raws for switch in (*raw.switches, (NO_STEP, raw.end))]
         ends = np.cumsum([len(raw.switches) + 1 for raw in raws]) - 1
         times = self._times([stamp for _, stamp in switches])
+        for raw, end in zip(raws, ends.tolist(), strict=True):
+            for hole in raw.holes:
+                first = end - len(raw.switches)
+                times[first : first + hole + 1] += times[first + hole + 1] - times[first + hole]
         return np.maximum.accumulate(times), _ints([phase for phase, _ in switches]), ends
 
     def _comms(self, raws: Sequence[RawStep], numbers: Ints) -> tuple[Ints, wire.Comms]:
@@ -285,7 +290,7 @@ def _timeline(switches_ns: Ints, phases: Ints, blocked: tuple[Ints, Ints], windo
     if len(blocked[0]):
         begun = np.searchsorted(np.sort(blocked[0]), at_ns, side="right")
         ended = np.searchsorted(np.sort(blocked[1]), at_ns, side="right")
-        phase = np.where((begun > ended) & (phase != _NO_STEP), EXPOSED_COMM, phase)
+        phase = np.where((begun > ended) & (phase != NO_STEP), EXPOSED_COMM, phase)
     lasts_ns = np.zeros((len(at_ns), _PHASES + 1), np.int64)
     lasts_ns[np.arange(1, len(at_ns)), phase[:-1]] = np.diff(at_ns)
     return _Timeline(at_ns, phase, np.cumsum(lasts_ns, axis=0))

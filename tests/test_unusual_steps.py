@@ -84,6 +84,46 @@ def test_an_evaluation_of_such_a_model_is_part_of_no_step(training: Training) ->
     assert bool(training.steps()[2].flags & wire.NO_ORIGIN)
 
 
+def validate(training: Training, *, mode: bool) -> None:
+    with torch.no_grad():
+        for _ in range(2):
+            training.module.train(mode)
+            training.fetch(100)
+            training.forward(500, training=mode)
+    training.spend(50)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_validation_without_gradients_is_part_of_no_step(training: Training, mode: bool) -> None:
+    """Some leave the model in training mode."""
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        plain_step(training)
+        plain_step(training)
+        validate(training, mode=mode)
+    steps = training.steps()
+    assert [phases(step)["data"] for step in steps] == [10] * 6
+    assert {step.end_ns - step.start_ns for step in steps} == {10 + 20 + 70 + 5 + 3}
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_validation_between_two_micro_steps_takes_none_of_the_steps_time(training: Training, mode: bool) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        for last in (False, False, True):
+            training.fetch(10)
+            training.forward(20)
+            training.backward(40, 30, synchronised=last)
+            if not last:
+                validate(training, mode=mode)
+        training.optimizer(5)
+    steps = training.steps()
+    assert [step.micro_steps for step in steps] == [3] * 3
+    for step in steps:
+        assert phases(step) == {"data": 30, "forward": 60, "backward": 120, "exposed_comm": 30, "optimizer": 5}
+        assert step.end_ns - step.start_ns == 245
+
+
 def test_a_backward_of_something_else_opens_no_step(training: Training) -> None:
     assert not training.journal.backward_began()
     training.journal.catch_up()
