@@ -76,16 +76,18 @@ Judgement = list[Finding] | Missing
 def comm_bound(evidence: Evidence) -> Judgement:
     """Exposed communication above 30 % of the step; waiting for a late rank is told apart from moving bytes."""
     joined = evidence.joined
-    if len(joined) < MIN_STEPS:
-        return Missing("comm-bound", f"{len(joined)} of {MIN_STEPS} steps in which all ranks can be compared")
-    share = float(np.median(joined.exposed_ns.sum(axis=0) / joined.wall_ns.sum(axis=0)))
+    # What a step's end waits for, as at a barrier, shows in the own times of the step after it.
+    rows = np.flatnonzero(joined.followed)
+    if len(rows) < MIN_STEPS:
+        return Missing("comm-bound", f"{len(rows)} of {MIN_STEPS} steps in which all ranks can be compared")
+    exposed, wall = joined.exposed_ns[rows], joined.wall_ns[rows]
+    share = float(np.median(exposed.sum(axis=0) / wall.sum(axis=0)))
     if share <= COMM_SHARE:
         return []
-    exposed_ns = float(joined.exposed_ns.mean())
+    exposed_ns = float(exposed.mean())
     if evidence.absent or evidence.apart:
         return [_unsplit(evidence, share, exposed_ns)]
-    waits = joined.own_ns.max(axis=1, keepdims=True) - joined.own_ns
-    waiting_ns = float(np.minimum(waits, joined.exposed_ns).mean())
+    waiting_ns = float(_waiting_ns(joined, rows).mean())
     mostly_waiting = waiting_ns > exposed_ns / 2
     reason = "most of it waiting for the last rank" if mostly_waiting else "most of it moving bytes"
     remedy = (
@@ -96,7 +98,7 @@ def comm_bound(evidence: Evidence) -> Judgement:
     return [
         Finding(
             code="comm-bound",
-            severity=severity_of(share - waiting_ns / float(joined.wall_ns.mean())) if not mostly_waiting else "info",
+            severity=severity_of(share - waiting_ns / float(wall.mean())) if not mostly_waiting else "info",
             title=f"{share:.0%} of every step is exposed communication, {reason}",
             remedy=remedy,
             steps=evidence.seen,
@@ -106,10 +108,21 @@ def comm_bound(evidence: Evidence) -> Judgement:
                 "exposed_ns": round(exposed_ns),
                 "waiting_ns": round(waiting_ns),
                 "moving_ns": round(exposed_ns - waiting_ns),
-                "steps_used": len(joined),
+                "steps_used": len(rows),
             },
         )
     ]
+
+
+def _waiting_ns(joined: Joined, rows: wire.Ints) -> Floats:
+    """How much of these steps' exposed communication is waiting for the last rank, shape [steps, ranks].
+
+    In a step's own, and what is left of it where the next step's own does not hold what that waits.
+    """
+    waits = joined.own_ns.max(axis=1, keepdims=True) - joined.own_ns
+    within = np.minimum(waits, joined.exposed_ns)
+    left, beyond = joined.exposed_ns - within, waits - within
+    return np.asarray(within[rows] + np.minimum(left[rows], beyond[rows + 1]))
 
 
 def _unsplit(evidence: Evidence, share: float, exposed_ns: float) -> Finding:

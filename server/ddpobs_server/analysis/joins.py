@@ -48,6 +48,23 @@ class Joined:
         """Each step's wall time, the median over ranks, shape [steps]."""
         return np.median(self.wall_ns, axis=1)
 
+    @cached_property
+    def followed(self) -> npt.NDArray[np.bool_]:
+        """Whether the collective after each one is among these, too; shape [steps]."""
+        return np.append(np.diff(self.collective) == 1, False)[: len(self)]
+
+    @cached_property
+    def window_ns(self) -> Floats:
+        """From one synchronisation to the next, as own times are measured, shape [steps].
+
+        A step ends later than its synchronisation. Where ranks wait in between for one that is late, as at a barrier,
+        that wait is in the wall time of the step before the one whose own time shows it.
+        """
+        last_own_ns = self.own_ns.max(axis=1)
+        before_ns = np.maximum(0.0, last_own_ns - self.step_ns)
+        after_ns = np.where(self.followed, np.append(before_ns[1:], 0.0)[: len(self)], 0.0)
+        return np.maximum(self.step_ns + before_ns - after_ns, last_own_ns)
+
 
 def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
     """The collectives that every rank has, without steps that took no time or whose own time has no clean origin.

@@ -107,16 +107,16 @@ def _rotated_most(counts: wire.Ints, random: np.random.Generator) -> wire.Ints:
     return np.array([np.bincount((rank + turn[block]) % ranks, weights, ranks).max() for turn in turns], np.int64)
 
 
-def weights(step_ns: Floats) -> Floats:
+def weights(window_ns: Floats) -> Floats:
     """By how much each step counts, at most 1, so that none counts for more than `_MOST_MEDIANS` median ones."""
-    return np.minimum(1.0, _MOST_MEDIANS * np.median(step_ns) / step_ns)
+    return np.minimum(1.0, _MOST_MEDIANS * np.median(window_ns) / window_ns)
 
 
 def cost_shares(joined: Joined, late: Lateness, rows: wire.Ints) -> Floats:
     """What these steps lose to each rank, as a share of them; shape [ranks], each from 0 to 1."""
-    step_ns = joined.step_ns[rows]
-    counts = weights(step_ns)
-    return np.asarray(counts @ late.cost_ns[rows] / (counts @ step_ns))
+    window_ns = joined.window_ns[rows]
+    counts = weights(window_ns)
+    return np.asarray(counts @ late.cost_ns[rows] / (counts @ window_ns))
 
 
 def recurring(joined: Joined, late: Lateness, least_late: float = 0.0, least_cost: float = MIN_COST_SHARE) -> list[int]:
@@ -243,7 +243,7 @@ def gain(joined: Joined, late: Lateness, rank: int) -> Gain:
     last, the step then waits for the next to last. Steps count by their `weights`. The error is the standard deviation
     over resampled blocks of steps.
     """
-    counts = weights(joined.step_ns)
+    counts = weights(joined.window_ns)
     next_to_last = np.sort(joined.own_ns, axis=1)[:, -2]
     saved = counts * np.where(late.last == rank, joined.own_ns.max(axis=1) - next_to_last, 0.0)
     blocks = max(1, len(saved) // _BLOCK)
@@ -252,7 +252,7 @@ def gain(joined: Joined, late: Lateness, rank: int) -> Gain:
     step_ns = float(saved.mean())
     return Gain(
         step_ns=round(step_ns),
-        ratio=round(step_ns / float((counts * joined.step_ns).mean()), 4),
+        ratio=round(step_ns / float((counts * joined.window_ns).mean()), 4),
         error_ratio=round(float(resampled.std()) / step_ns, 4) if step_ns else 0.0,
     )
 

@@ -46,12 +46,23 @@ def own_times(
     return (own * MS).astype(np.int64)
 
 
-def columns(own: wire.Ints, moving_ms: float = 3.0) -> tuple[wire.Ints, wire.Steps]:
-    """The steps of a synchronous run with these own times: who is early waits in exposed communication."""
+def columns(own: wire.Ints, moving_ms: float = 3.0, barrier: bool = False) -> tuple[wire.Ints, wire.Steps]:
+    """The steps of a synchronous run with these own times: who is early waits in exposed communication.
+
+    With a barrier, after what a rank does between two steps, its wait is in the step before.
+    """
     count, ranks, _ = own.shape
     total = own.sum(axis=2)
-    exposed = total.max(axis=1, keepdims=True) - total + int(moving_ms * MS)
+    moving = int(moving_ms * MS)
+    exposed = total.max(axis=1, keepdims=True) - total + moving
     wall = total + exposed
+    if barrier:
+        between = own[:, :, wire.OWN_PHASES.index("other")]
+        waited = between.max(axis=1, keepdims=True) - between
+        exposed -= np.minimum(waited, exposed - moving)
+        exposed[:-1] += waited[1:]
+        wall = total - between + exposed
+        wall[:-1] += between[1:]
     # Ranks were started at different times, so their clocks differ by hours.
     end = np.cumsum(wall, axis=0) + np.arange(ranks) * 3_600_000 * MS
     number = np.repeat(np.arange(count), ranks)

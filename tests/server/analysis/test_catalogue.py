@@ -22,13 +22,16 @@ from ddpobs_server.analysis.findings import Finding, Missing, ordered, severity_
 from ddpobs_server.analysis.joins import join
 
 from ddpobs import wire
-from tests.server.analysis.scenario import BASE_MS, MS, columns, own_times
+from tests.server.analysis.scenario import BASE_MS, MS, changed, columns, own_times
 
 
 def evidence(extra_ms: list[dict[str, float]], moving_ms: float = 3.0, steps: int = 40) -> Evidence:
     """Noiseless steps of one rank per entry: base own times and what is extra."""
     own = np.array([[BASE_MS[phase] + extra.get(phase, 0) for phase in wire.OWN_PHASES] for extra in extra_ms])
-    rank, rows = columns((np.tile(own, (steps, 1, 1)) * MS).astype(np.int64), moving_ms)
+    return of(*columns((np.tile(own, (steps, 1, 1)) * MS).astype(np.int64), moving_ms))
+
+
+def of(rank: wire.Ints, rows: wire.Steps) -> Evidence:
     return Evidence(
         rank=rank,
         steps=rows,
@@ -68,6 +71,20 @@ def test_waiting_for_a_slow_rank_does_not_blame_the_network() -> None:
     assert "network would not help" in finding.remedy
     assert finding.evidence["waiting_ns"] == 75 * MS * 3 // 4
     assert finding.evidence["moving_ns"] == 3 * MS
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_waiting_at_a_barrier_after_the_step_does_not_blame_the_network(checkpoint: bool) -> None:
+    """One rank saves every fourth step and all meet: as a checkpoint is told, or as anything else that takes time."""
+    own = np.tile(np.array([BASE_MS[phase] for phase in wire.OWN_PHASES]), (120, 2, 1))
+    own[::4, 1, wire.OWN_PHASES.index("other")] += 300
+    rank, rows = columns((own * MS).astype(np.int64), barrier=True)
+    if checkpoint:
+        rows = changed(rows, flags=rows.flags | wire.NO_ORIGIN * ((rows.step % 4 == 0) & (rank == 1)))
+    found = comm_bound(of(rank, rows))
+    assert isinstance(found, list)
+    assert not checkpoint or found == []
+    assert [finding.severity for finding in found if finding.severity != "info"] == []
 
 
 @pytest.mark.parametrize("unseen", [{"absent": [4, 7]}, {"apart": "DDP over 2 of 4 ranks"}])

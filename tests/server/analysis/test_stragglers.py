@@ -308,3 +308,16 @@ def test_no_bucket_is_named_that_holds_less_than_half_of_the_excess() -> None:
     began = cut.step * 1000 * MS
     assert late_bucket(1, of, cut, began, 40 * MS) is None
     assert late_bucket(1, of, cut, began, 30 * MS) == (0, 0, 0)
+
+
+def test_a_rank_that_naps_before_a_barrier_costs_less_than_everything() -> None:
+    """The others wait in the step before, whose time is long; the step after is as short as any."""
+    own = exact({}, steps=160)
+    own[::4, 1, wire.OWN_PHASES.index("other")] += 1200 * MS
+    joined = join(*columns(own, barrier=True))
+    assert joined.window_ns.sum() == pytest.approx(joined.step_ns.sum(), rel=0.05)
+    (finding,) = straggler_findings(joined, {})
+    assert finding.ranks == [1]
+    assert finding.gain is not None
+    assert 0.2 < finding.gain.ratio < 0.8
+    assert 0.2 < finding.evidence["lost_share"] < 0.8
