@@ -34,26 +34,53 @@ def rows(draw: st.DrawFn) -> list[Row]:
 def test_sums_by_bucket_are_those_of_a_loop_over_rows(batches: list[list[Row]]) -> None:
     expected: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for batch, found in enumerate(batches):
-        last_ready = {row[0]: row[4] for row in sorted(found, key=lambda row: row[4])}
-        for (step, *_), group in groupby(found, key=lambda row: row[:3]):
+        last_ready = _last_ready(found)
+        for key, group in groupby(found, key=lambda row: row[:3]):
             before = None
             for _, module, revision, bucket, ready, launched, done in sorted(group, key=lambda row: row[4]):
-                exposed = max(0, done - max(launched, last_ready[step]))
+                exposed = max(0, done - max(launched, last_ready[key]))
                 own = (1, 0 if before is None else ready - before, done - launched, exposed)
                 _count(expected[batch, module, revision, bucket], own)
                 before = ready
 
     got: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    sums = rollups.bucket_sums(*rollups.join([_spans(found) for found in batches]))
+    sums = rollups.bucket_sums(*rollups.join([_spans(found) for found in batches]), [None] * len(batches))
     for row in zip(*(sums[name] for name in _KEY + _SUMS), strict=True):
         _count(got[row[:4]], row[4:])
     assert got == expected
 
 
+def _numbered(*collective: int) -> wire.Steps:
+    zeros = {name: np.zeros(len(collective), np.int64) for name in wire.Steps.names}
+    return wire.Steps(**zeros | {"collective": np.array(collective)})
+
+
+def _last_ready(found: list[Row]) -> dict[tuple[int, ...], int]:
+    """Of the modules that are reduced together: one that begins when all before it are done is not among these."""
+    last: dict[tuple[int, ...], int] = {}
+    for _, rows_of_step in groupby(found, key=lambda row: row[0]):
+        modules = [list(group) for _, group in groupby(rows_of_step, key=lambda row: row[:3])]
+        together: list[list[Row]] = []
+        for module in sorted(modules, key=lambda module: min(row[4] for row in module)):
+            if together and min(row[4] for row in module) >= max(row[6] for one in together for row in one):
+                together = []
+            together.append(module)
+            for one in together:
+                last[one[0][:3]] = max(row[4] for other in together for row in other)
+    return last
+
+
+def test_a_backward_after_anothers_hides_nothing_of_it() -> None:
+    """A GAN's: the discriminator's bucket, ready at 10 and reduced at 40; then the generator's, ready at 80."""
+    found = [row for step in range(3) for row in ((step, 0, 0, 0, 10, 10, 40), (step, 1, 0, 0, 80, 80, 85))]
+    sums = rollups.bucket_sums(*rollups.join([_spans(found)]), [_numbered(1, 3, 5)])
+    assert dict(zip(sums["module"], sums["exposed_ns"], strict=True)) == {0: 3 * 30, 1: 3 * 5}
+
+
 def test_one_modules_backward_hides_anothers_communication() -> None:
     """The decoder's, ready at 10 and reduced at 40, under the encoder's, whose gradient comes at 80."""
     found = [row for step in range(3) for row in ((step, 0, 0, 0, 10, 10, 40), (step, 1, 0, 0, 80, 80, 85))]
-    sums = rollups.bucket_sums(*rollups.join([_spans(found)]))
+    sums = rollups.bucket_sums(*rollups.join([_spans(found)]), [_numbered(1, 2, 3)])
     assert dict(zip(sums["module"], sums["exposed_ns"], strict=True)) == {0: 0, 1: 3 * 5}
 
 

@@ -63,7 +63,7 @@ class Joined:
         last_own_ns = self.own_ns.max(axis=1)
         before_ns = np.maximum(0.0, last_own_ns - self.step_ns)
         after_ns = np.where(self.followed, np.append(before_ns[1:], 0.0)[: len(self)], 0.0)
-        return np.maximum(self.step_ns + before_ns - after_ns, last_own_ns)
+        return np.asarray(np.maximum(self.step_ns + before_ns - after_ns, last_own_ns))
 
 
 def join(rank: wire.Ints, steps: wire.Steps) -> Joined:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import reduce
 from typing import Any, TypeVar
 
 import numpy as np
@@ -56,12 +55,17 @@ def step_durations(steps: wire.Steps, batch: wire.Ints) -> Sums:
     return _sums(("batch", "bound", "steps"), found // bounds, found % bounds, counts[found])
 
 
-def bucket_sums(spans: wire.Spans, batch: wire.Ints) -> Sums:
+def bucket_sums(spans: wire.Spans, batch: wire.Ints, steps: Sequence[wire.Steps | None]) -> Sums:
     """By batch and bucket: compute (previous bucket's readiness to its own), communication, what is exposed of it.
 
-    Exposed is what lies after the step's last readiness, whichever module's: one's backward hides another's
-    communication. A batch holds whole steps, and a module's spans of one together, so one batch suffices. A bucket that
-    comes twice in a step gives two rows.
+    Exposed is what lies after the last readiness of the modules that have one backward: a part of it hides the
+    communication of another. A batch holds whole steps, and a module's spans of one together, so one batch suffices. A
+    bucket that comes twice in a step gives two rows.
+
+    Args:
+        spans: Of some batches.
+        batch: Which one each span is of.
+        steps: Each batch's.
     """
     names = ("batch", "module", "revision", "bucket", "steps", "compute_ns", "comm_ns", "exposed_ns")
     found: list[Sums] = []
@@ -73,8 +77,12 @@ def bucket_sums(spans: wire.Spans, batch: wire.Ints) -> Sums:
         begins = np.flatnonzero(_changes(own[0]) | _changes(own[1])).tolist()
         modules = list(zip(begins, [*begins[1:], width], strict=True))
         computes, lasts = zip(*(_compute(ready[:, begin:end]) for begin, end in modules), strict=True)
-        last_ready = reduce(np.maximum, lasts)
-        for compute, (begin, end) in zip(computes, modules, strict=True):
+        if len(modules) > 1:
+            firsts = [ready[:, begin:end].min(axis=1) for begin, end in modules]
+            dones = [done[:, begin:end].max(axis=1) for begin, end in modules]
+            several = np.array([_several_backwards(steps[one]) for one in range(of[-1] + 1)])[of]
+            lasts = tuple(_last_of_backward(np.stack(firsts), np.stack(lasts), np.stack(dones), several))
+        for compute, last_ready, (begin, end) in zip(computes, lasts, modules, strict=True):
             sums = _grid_sums(compute, launched[:, begin:end], done[:, begin:end], last_ready, first)
             keys = np.tile(own[:, begin:end], len(first))
             found.append(_sums(names, np.repeat(of[first], end - begin), *keys, *sums))
@@ -94,6 +102,34 @@ def _compute(ready: wire.Ints) -> tuple[wire.Ints, wire.Ints]:
         np.put_along_axis(compute, order, np.diff(in_order, axis=1, prepend=in_order[:, :1]), axis=1)
         last_ready = in_order[:, -1]
     return compute, last_ready
+
+
+def _several_backwards(steps: wire.Steps | None) -> bool:
+    """Whether a step may have several, as a GAN's: their sequence numbers tell, where there are two steps."""
+    numbers = steps.collective[steps.collective >= 0] if steps is not None else ()
+    return len(numbers) < 2 or bool(np.diff(numbers).max() > 1)
+
+
+def _last_of_backward(first: wire.Ints, last: wire.Ints, done: wire.Ints, several: Any) -> wire.Ints:
+    """When the last gradient came of the backward that each module is reduced in, shape [modules, steps].
+
+    Args:
+        first: Each module's first readiness, shape [modules, steps].
+        last: Its last one.
+        done: When its last bucket was done.
+        several: In which steps there may be several: one begins with a module that begins when all before it are done.
+    """
+    order = np.argsort(first, axis=0)
+    first, together, done = (np.take_along_axis(times, order, axis=0) for times in (first, last, done))
+    apart = several & (first[1:] >= np.maximum.accumulate(done, axis=0)[:-1])
+    for place in reversed(range(len(apart))):
+        latest = np.maximum(together[place], together[place + 1])
+        together[place] = np.where(apart[place], together[place], latest)
+    for place, new in enumerate(apart):
+        together[place + 1] = np.where(new, together[place + 1], together[place])
+    found = np.empty_like(together)
+    np.put_along_axis(found, order, together, axis=0)
+    return found
 
 
 def _grid_sums(

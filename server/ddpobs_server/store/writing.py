@@ -274,7 +274,10 @@ def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
 
 def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> None:
     told = [arrival.batch for arrival in arrivals if arrival.batch.peers]
-    buckets = ((batches, rollups.bucket_sums(spans, of)) for batches, spans, of in _joined("spans", arrivals))
+    buckets = (
+        (batches, rollups.bucket_sums(spans, of, [batch.steps for batch in batches]))
+        for batches, spans, of in _joined("spans", arrivals)
+    )
     _add(connection, schema.rollups, ((batches, rollups.step_windows(record, of)) for batches, record, of in steps))
     _add(
         connection,
