@@ -34,11 +34,11 @@ def rows(draw: st.DrawFn) -> list[Row]:
 def test_sums_by_bucket_are_those_of_a_loop_over_rows(batches: list[list[Row]]) -> None:
     expected: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for batch, found in enumerate(batches):
-        last_ready = _last_ready(found)
-        for key, group in groupby(found, key=lambda row: row[:3]):
+        groups = [list(group) for _, group in groupby(found, key=lambda row: row[:3])]
+        for group, last_ready in zip(groups, _last_ready(groups), strict=True):
             before = None
             for _, module, revision, bucket, ready, launched, done in sorted(group, key=lambda row: row[4]):
-                exposed = max(0, done - max(launched, last_ready[key]))
+                exposed = max(0, done - max(launched, last_ready))
                 own = (1, 0 if before is None else ready - before, done - launched, exposed)
                 _count(expected[batch, module, revision, bucket], own)
                 before = ready
@@ -55,18 +55,21 @@ def _numbered(*collective: int) -> wire.Steps:
     return wire.Steps(**zeros | {"collective": np.array(collective)})
 
 
-def _last_ready(found: list[Row]) -> dict[tuple[int, ...], int]:
-    """Of the modules that are reduced together: one that begins when all before it are done is not among these."""
-    last: dict[tuple[int, ...], int] = {}
-    for _, rows_of_step in groupby(found, key=lambda row: row[0]):
-        modules = [list(group) for _, group in groupby(rows_of_step, key=lambda row: row[:3])]
-        together: list[list[Row]] = []
-        for module in sorted(modules, key=lambda module: min(row[4] for row in module)):
-            if together and min(row[4] for row in module) >= max(row[6] for one in together for row in one):
+def _last_ready(groups: list[list[Row]]) -> list[int]:
+    """Of each module's backward: one that begins when all before it in its step are done begins another."""
+    last = [0] * len(groups)
+    for step in {group[0][0] for group in groups}:
+        together: list[int] = []
+        for place in sorted(range(len(groups)), key=lambda place: min(row[4] for row in groups[place])):
+            if groups[place][0][0] != step:
+                continue
+            if min(row[4] for row in groups[place]) >= max(
+                (row[6] for one in together for row in groups[one]), default=0
+            ):
                 together = []
-            together.append(module)
+            together.append(place)
             for one in together:
-                last[one[0][:3]] = max(row[4] for other in together for row in other)
+                last[one] = max(row[4] for other in together for row in groups[other])
     return last
 
 
