@@ -223,6 +223,32 @@ def test_a_disk_that_fails_ends_no_delivery_and_is_counted_once(
     assert sent.dropped == (0 if fault == "unlink" else 1)
 
 
+def test_a_disk_that_fails_does_not_hold_up_what_is_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be neither listed nor written, as a stale handle of NFS."""
+    monkeypatch.setattr(delivery, "WAITING_BATCHES", 1)
+    listed, wrote = os.listdir, Path.write_bytes
+
+    def stale(works: Any) -> Any:
+        def call(path: Any = ".", *args: Any) -> Any:
+            if tmp_path in (Path(path), Path(path).parent):
+                raise OSError(116, "Stale file handle")
+            return works(path, *args)
+
+        return call
+
+    with collector(status(500), status(500), acknowledge) as seen:
+        sent = exporter(seen.url, tmp_path, batch_spans=1)
+        for number in range(4):
+            sent.offer(event(str(number)))
+        until(lambda: list(tmp_path.glob("*.batch")))
+        monkeypatch.setattr(os, "listdir", stale(listed))
+        monkeypatch.setattr(Path, "write_bytes", stale(wrote))
+        until(lambda: sent._delivery._disk_failed > 3)
+        sent.offer(event("last"))
+        until(lambda: "last" in kinds(seen.puts[2:]), 10.0)
+        sent.close()
+
+
 def test_what_another_run_left_in_a_full_spool_is_no_loss_of_this_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
-from ddpobs import DistributedDataParallel, collectives
+from ddpobs import DistributedDataParallel, collectives, telemetry
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
@@ -95,3 +95,42 @@ def dies(rank: int, _: int) -> list[str]:
 
 def test_a_script_that_died_of_an_error_says_no_goodbye() -> None:
     assert run_ranks(dies, 2) == [["failed", "goodbye"]] * 2
+
+
+def raises_in_child(rank: int, _: int) -> list[str]:
+    """What `torch.multiprocessing.spawn` makes of an error: a message for its parent, and an exit."""
+    with sending() as sent:
+        ddp = DistributedDataParallel(net(), telemetry=sent.config)
+        ddp(batch(rank, 0)).sum().backward()
+        assert telemetry._process is not None
+        try:
+            try:
+                raise KeyError("x")
+            except KeyError:
+                sys.exit(1)
+        except SystemExit:
+            telemetry._process._at_exit()
+    return sent.events[-1:]
+
+
+def test_a_spawned_rank_that_died_of_an_error_says_no_goodbye() -> None:
+    assert run_ranks(raises_in_child, 2) == [["failed"]] * 2
+
+
+def keys_of_nan(rank: int, _: int) -> list[int]:
+    """How many keys the store has, after steps whose gradients are NaN, and after more of them."""
+    store = torch.distributed.distributed_c10d._get_default_store()
+    ddp, found = DistributedDataParallel(net()), []
+    for _ in range(3):
+        for step in range(5):
+            (ddp(batch(rank, step)).sum() * float("nan")).backward()
+            ddp.zero_grad()
+        torch.distributed.barrier()
+        found.append(store.num_keys())
+        torch.distributed.barrier()
+    return found
+
+
+def test_gradients_that_are_nan_leave_nothing_in_the_store() -> None:
+    for first, *later in run_ranks(keys_of_nan, 2):
+        assert later == [first, first]

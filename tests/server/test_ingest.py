@@ -16,9 +16,10 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
-from ddpobs_server.store import Arrival, Store
+from ddpobs_server.store import Arrival, Store, removing, writing
 
 from ddpobs import wire
+from tests import databases
 from tests.collector import Collector, collector
 from tests.server.batches import ATTEMPT, assert_problem, batch, get, hello, path, put, source_of, spans, steps
 
@@ -269,3 +270,53 @@ def test_a_restart_under_the_same_run_is_a_new_attempt_and_the_latest_stays_so(s
     assert told["attempt"] == "b" * 16
     assert stored_steps(shared.url, run) == [0, 1]
     assert get(shared.url, f"/runs/{run}/steps", attempt=ATTEMPT)["columns"]["step"] == [0, 1, 2, 3]
+
+
+def test_two_collectors_number_attempts_that_come_at_the_same_moment_in_turn(
+    postgresql: databases.Fresh, tmp_path: Path
+) -> None:
+    """Each in a transaction of its own: the second waits for the first, and does not count without it."""
+    url, second_ns = postgresql(tmp_path), 10**9
+    one, two = Store(url), Store(url)
+    one.migrate()
+
+    def arrival(attempt: str, ago: int) -> Arrival:
+        anchor = wire.Anchor(wall_ns=(10_000 - ago) * second_ns, monotonic_ns=0)
+        sent = batch("run", attempt=attempt * 16, source=attempt * 16, anchor=anchor, steps=steps(0, 3))
+        return Arrival(sent, attempt.encode() * 32, 1, time.time_ns())
+
+    one.ingest([arrival("a", 7200)])
+    with one._engine.begin() as connection, ThreadPoolExecutor(1) as pool:
+        writing.write(connection, [arrival("c", 3600)])  # As one that waited in a spool does.
+        restart = pool.submit(two.ingest, [arrival("b", 0)])
+        time.sleep(0.3)
+        connection.commit()
+        restart.result(30)
+    attempts = {found.attempt[0]: found.ordinal for found in one.attempts("run")}
+    run = one.run("run")
+    one.close()
+    two.close()
+    assert attempts == {"a": 0, "c": 1, "b": 2}
+    assert run is not None
+    assert run.attempt[0] == "b"
+
+
+def test_a_run_that_is_deleted_while_its_batch_arrives_keeps_that_ones_attempt(
+    postgresql: databases.Fresh, tmp_path: Path
+) -> None:
+    store = Store(postgresql(tmp_path))
+    store.migrate()
+
+    def arrival(seq: int) -> Arrival:
+        return Arrival(batch("run", seq=seq, steps=steps(3 * seq, 3)), bytes([seq]) * 32, 1, time.time_ns())
+
+    store.ingest([arrival(0)])
+    with store._engine.connect() as connection, ThreadPoolExecutor(1) as pool:
+        removing.delete_rows(connection, "run")
+        later = pool.submit(store.ingest, [arrival(1)])
+        time.sleep(0.3)
+        connection.commit()
+        later.result(30)
+    attempts = [found.attempt for found in store.attempts("run")]
+    store.close()
+    assert attempts == [ATTEMPT]

@@ -243,6 +243,17 @@ def test_metrics_and_diagnoses_read_the_latest_unused_sets_and_each_kind_of_even
     ]
 
 
+def test_sets_of_many_names_are_judged_by_fewer_of_each_rank(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sums, "_UNUSED_NAMES", 20)
+    for rank in range(4):
+        for seq in range(6):
+            sent = batch("run", seq, rank, unused=[unused(seq, 0, *(f"{seq}.{name}" for name in range(2)))])
+            store.ingest([Arrival(sent, bytes([rank, seq]), 1, seq)])
+    judged = store.latest_unused("run", ATTEMPT)
+    assert sum(len(one.locally) for _, one in judged) == 20
+    assert [rank for rank, one in judged if one.step == 5] == [0, 1, 2, 3]
+
+
 def test_unused_sets_are_told_up_to_a_limit_the_latest_first_of_all(tmp_path: Path) -> None:
     with client(sqlite(tmp_path)) as to:
         for rank in range(2):
