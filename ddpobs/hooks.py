@@ -59,9 +59,12 @@ class ProcessHooks:
             if not journal.backward_began():
                 return original(*args, **kwargs)
             try:
-                return original(*args, **kwargs)
-            finally:
-                journal.backward_ended()
+                result = original(*args, **kwargs)
+            except BaseException:
+                journal.backward_ended(raised=True)
+                raise
+            journal.backward_ended()
+            return result
 
         return backward
 

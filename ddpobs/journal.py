@@ -65,7 +65,7 @@ class Journal:
     Attributes:
         modules: How many DDP modules there are.
         paused: A CUDA graph is being captured: nothing runs, and no time means anything.
-        on_backward_end: Called when the outermost backward has returned or raised.
+        on_backward_end: Called when the outermost backward has returned.
         trains_in_eval: Gradients were reduced last while every module was in evaluation mode: the mode says nothing
             here.
         evaluating: Tells whether every module is in evaluation mode.
@@ -151,9 +151,9 @@ class Journal:
         self._note(self._tracker.backward_began)
         return True
 
-    def backward_ended(self) -> None:
+    def backward_ended(self, raised: bool = False) -> None:
         """The outermost backward returned or raised."""
-        if self.on_backward_end:
+        if self.on_backward_end and not raised:
             self._tell_backward_ended()
         self._in_backward = False
         self._note(self._tracker.backward_ended)

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddpobs import DistributedDataParallel, alarm, telemetry
+from ddpobs import DistributedDataParallel, alarm, attach, telemetry
 from ddpobs.errors import ConfigError, ReducerError
 from tests.distributed.compare import batch, net, outcome, train, verdicts
 from tests.distributed.launch import run_ranks
@@ -499,3 +500,32 @@ def in_two_groups(rank: int, _world_size: int) -> list[list[str]]:
 
 def test_a_fault_of_an_earlier_group_is_not_told_again() -> None:
     assert run_ranks(in_two_groups, 2) == [[["UnusedParametersError"], []]] * 2
+
+
+def reduction_that_fails(rank: int, _world_size: int) -> list[int]:
+    """The gradients of the last of three steps are never reduced, as where a peer has died."""
+
+    def hook(fails: list[bool], bucket: Any) -> Any:
+        work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
+
+        def done(_: object) -> torch.Tensor:
+            if fails:
+                raise ConnectionError
+            return bucket.buffer()
+
+        return work.then(done)
+
+    fails: list[bool] = []
+    with sending() as sent:
+        ddp = TorchDDP(net())
+        attach(ddp, sent.config)
+        ddp.register_comm_hook(fails, hook)
+        for step in range(3):
+            fails[:] = [True] * (step == 2)
+            with suppress(Exception):
+                ddp(batch(rank, step)).sum().backward()
+    return sent.steps("step")
+
+
+def test_a_reduction_that_failed_ends_no_step() -> None:
+    assert run_ranks(reduction_that_fails, 2) == [[0, 1]] * 2
