@@ -505,7 +505,7 @@ def test_a_fault_of_an_earlier_group_is_not_told_again() -> None:
 def reduction_that_fails(rank: int, _world_size: int) -> list[int]:
     """The gradients of the last of three steps are never reduced, as where a peer has died."""
 
-    def hook(fails, bucket):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN202 - torch checks annotations
+    def hook(fails, bucket):  # type: ignore[no-untyped-def]
         work = dist.all_reduce(bucket.buffer(), async_op=True).get_future()
 
         def done(_: object) -> torch.Tensor:
