@@ -261,8 +261,13 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=192)
     parser.add_argument("--only", nargs="*", help="variants to run, the plain one among them")
     parser.add_argument("--json", type=Path, help="where to write what was measured")
+    parser.add_argument("--table", action="store_true", help="measure nothing, print what the file holds")
     parser.add_argument("--smoke", action="store_true", help="the smallest run that goes through everything")
     options = parser.parse_args()
+    if options.table:
+        found = json.loads(options.json.read_text())
+        print(report(found, argparse.Namespace(**found["options"])))
+        return
     if options.smoke:
         options.width, options.batch, options.minutes = 64, 8, 0.0
     rank = os.environ.get("DDPOBS_BENCH_RANK")
