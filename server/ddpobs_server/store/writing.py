@@ -123,34 +123,47 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
     size_bytes = dict.fromkeys(by_run, 0)
     for chunk in chunks:
         size_bytes[chunk["run_id"]] += len(chunk["payload"])
-    dialect = connection.dialect.name
-    known_sql, by_place = _known_attempts(connection.dialect)
     for run, batches in sorted(by_run.items()):
-        now, first = max(arrival.received_ns for arrival in batches), batches[0].batch.attempt
-        row = {
-            "run_id": run,
-            "attempt": first,
-            "created_ns": now,
-            "last_seen_ns": now,
-            "commits": len(batches),
-            "workspace": run.rpartition("/")[0] or schema.DEFAULT_WORKSPACE,
-            "chunk_bytes": size_bytes[run],
-        }
-        _execute(connection, _touching_run(dialect), [row])  # And hold it: collectors number its attempts in turn.
-        known = connection.exec_driver_sql(known_sql, (run,) if by_place else {"run": run}).all()
-        ordinals = {attempt: ordinal for attempt, ordinal, _ in known}
-        latest = before = known[0][2] if known else first
+        _hold_run(connection, run, batches, size_bytes[run])
+        before, ordinals = _attempts_of(connection, run)
+        latest = before or batches[0].batch.attempt
         for arrival in batches:
             attempt = arrival.batch.attempt
             if attempt not in ordinals:
                 ordinals[attempt] = len(ordinals)
-                row = {"run_id": run, "attempt": attempt, "ordinal": ordinals[attempt]}
-                row["first_seen_ns"] = arrival.received_ns
-                _execute(connection, _unless_there(dialect, schema.attempts), [row])
+                _add_attempt(connection, arrival, ordinals[attempt])
             if ordinals[attempt] > ordinals[latest] and _takes_over(connection, arrival.batch, latest, batches):
                 latest = attempt
         if latest != before:
             connection.execute(update(schema.runs).where(schema.runs.c.run_id == run).values(attempt=latest))
+
+
+def _hold_run(connection: Connection, run: str, batches: Sequence[Arrival], size_bytes: int) -> None:
+    """Touch the run's row, and hold it until the transaction ends: collectors number its attempts in turn."""
+    now = max(arrival.received_ns for arrival in batches)
+    row = {
+        "run_id": run,
+        "attempt": batches[0].batch.attempt,
+        "created_ns": now,
+        "last_seen_ns": now,
+        "commits": len(batches),
+        "workspace": run.rpartition("/")[0] or schema.DEFAULT_WORKSPACE,
+        "chunk_bytes": size_bytes,
+    }
+    _execute(connection, _touching_run(connection.dialect.name), [row])
+
+
+def _attempts_of(connection: Connection, run: str) -> tuple[str | None, dict[str, int]]:
+    """The run's latest attempt, None where it has none yet, and the ordinals of all."""
+    sql, by_place = _known_attempts(connection.dialect)
+    known = connection.exec_driver_sql(sql, (run,) if by_place else {"run": run}).all()
+    return known[0][2] if known else None, {attempt: ordinal for attempt, ordinal, _ in known}
+
+
+def _add_attempt(connection: Connection, arrival: Arrival, ordinal: int) -> None:
+    key = {"run_id": arrival.batch.run, "attempt": arrival.batch.attempt}
+    row = {**key, "ordinal": ordinal, "first_seen_ns": arrival.received_ns}
+    _execute(connection, _unless_there(connection.dialect.name, schema.attempts), [row])
 
 
 def _takes_over(connection: Connection, batch: wire.Batch, latest: str, beside: Sequence[Arrival]) -> bool:
