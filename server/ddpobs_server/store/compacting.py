@@ -9,10 +9,8 @@ import numpy as np
 from sqlalchemy import Engine, Row, bindparam, case, func, select
 
 from ddpobs import wire
-from ddpobs.wire import packing
-from ddpobs_server.store import schema
+from ddpobs_server.store import chunks, schema
 
-_KINDS = ("spans", "steps", "comms")
 _ROWS, _CHUNKS = 4096, 256
 """Chunks of fewer rows are small, and are joined until they have as many, or until so many of them are."""
 
@@ -29,7 +27,7 @@ def compact(engine: Engine, run: str) -> Iterator[int]:
     alike = (c.attempt, c.kind, c.rank, case((c.rank == wire.UNKNOWN, ""), else_=c.source))
     enough = (func.sum(c.rows) >= _ROWS) | (func.count() >= _CHUNKS)
     with engine.connect() as connection:
-        query = select(*alike).where(*small, c.kind.in_(_KINDS)).group_by(*alike).having(enough)
+        query = select(*alike).where(*small, c.kind.in_(chunks.RECORDS)).group_by(*alike).having(enough)
         groups = connection.execute(query).all()
     # Group by group: a run of a thousand ranks has tens of thousands of small chunks.
     for attempt, kind, rank, source in groups:
@@ -66,22 +64,10 @@ def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> in
     if not found.keys() >= set(keys):
         return 0
     read = [found[key] for key in keys]
-    payloads = [one.payload for one in read]
-    packed, step = _joined(kind, payloads)
-    row = {
-        "run_id": run,
-        "source": part[-1].source,
-        "kind": kind,
-        "seq": part[-1].seq,
-        "first_step": int(step.min()),
-        "last_step": int(step.max()),
-        "rows": len(step),
-        "payload": packed,
-        "attempt": part[0].attempt,
-        "rank": rank,
-    }
+    rows, step = _joined(kind, rank, [one.payload for one in read])
+    row = chunks.row((run, *keys[-1]), attempt=part[0].attempt, kind=kind, rank=rank, step=step, payload=rows)
     with engine.connect() as connection:
-        saved = sum(map(len, payloads)) - len(packed)
+        saved = sum(len(one.payload) for one in read) - len(rows)
         less = schema.runs.update().where(runs.run_id == run).values(chunk_bytes=runs.chunk_bytes - saved)
         connection.execute(less)  # The run's own row first, as whoever deletes it does.
         # Under a key that another collector joined some to there are more rows than were read.
@@ -102,14 +88,8 @@ def _join(engine: Engine, run: str, part: Sequence[Row[*tuple[Any, ...]]]) -> in
     return len(part) - 1
 
 
-def _joined(kind: str, payloads: Sequence[bytes]) -> tuple[bytes, wire.Ints]:
+def _joined(kind: str, rank: int, payloads: Sequence[bytes]) -> tuple[bytes, wire.Ints]:
     """The payload of all rows, and their steps."""
-    if kind == "spans":
-        whole = wire.Spans.joined([wire.unpack_spans(payload) for payload in payloads])
-        return wire.pack_spans(whole), whole.step
-    parts = [(wire.unpack_steps if kind == "steps" else packing.unpack)(payload) for payload in payloads]
+    parts = [chunks.unpack(kind, rank, payload) for payload in payloads]
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    if kind == "steps":
-        rank = joined.pop("rank")
-        return wire.pack_steps(rank, wire.Steps(**joined)), joined["step"]
-    return packing.pack(joined), joined["step"]
+    return chunks.pack(joined.pop("rank"), chunks.RECORDS[kind](**joined)), joined["step"]

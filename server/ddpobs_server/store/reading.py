@@ -8,23 +8,18 @@ from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
-import zstandard
 from sqlalchemy import ColumnElement, Connection, Double, Row, case, cast, func, select
 
 from ddpobs import wire
-from ddpobs.wire import packing
 from ddpobs.wire.columns import Columns
-from ddpobs_server.store import schema
+from ddpobs_server.store import chunks, schema
 from ddpobs_server.store.rows import Attempt, Source
 
-_OLD_FORM = "-1"
-"""Ends the kind of chunks that the first schema wrote."""
 _PAGE_CHUNKS = 20_000
 """Most chunks that one page is made of."""
-_ANY_SIZE = 2**62
-"""Of a chunk, unpacked: what it holds was within the limits when it came, and these are the operator's."""
 _MOST_BYTES = 200_000_000
 """Most that the columns of one read take in memory, before they are sorted."""
+_NONE = np.zeros(0, np.int64)
 _Columns = TypeVar("_Columns", bound=Columns)
 
 
@@ -49,8 +44,7 @@ class Part:
     def overlapping(self) -> list[ColumnElement[bool]]:
         """Which chunks may hold some of it."""
         c = schema.chunks.c
-        kinds = [self.kind, f"{self.kind}{_OLD_FORM}"]
-        conditions = [c.run_id == self.run, c.attempt == self.attempt, c.kind.in_(kinds)]
+        conditions = [c.run_id == self.run, c.attempt == self.attempt, c.kind.in_(chunks.kinds(self.kind))]
         if self.ranks is not None:
             conditions.append(c.rank.in_([*self.ranks, wire.UNKNOWN]))
         if self.first is not None:
@@ -71,7 +65,7 @@ def columns(connection: Connection, kind: type[_Columns], part: Part) -> tuple[w
     parts = []
     size_bytes = 0
     for chunk in connection.execute(select(c.kind, c.rank, c.payload).where(*part.overlapping())):
-        found = _unpacked(kind, *chunk)
+        found = chunks.unpack(*chunk)
         among = (found["step"] >= lowest) & (found["step"] <= highest)
         if part.ranks is not None and chunk.rank == wire.UNKNOWN:
             among &= np.isin(found["rank"], list(part.ranks))
@@ -129,17 +123,6 @@ def page_end(connection: Connection, part: Part, rows: int) -> int | None:
     return max(int(at[0]), int(at[place] + (rows - before[place]) / slope[place]) - 1)
 
 
-def _unpacked(struct: type[_Columns], kind: str, rank: int, payload: bytes) -> dict[str, wire.Ints]:
-    """A chunk's columns, that of its ranks among them."""
-    if kind.endswith(_OLD_FORM):
-        found: Any = wire.unpack(zstandard.decompress(payload), struct)
-    elif kind == "spans":
-        found = wire.unpack_spans(payload, _ANY_SIZE)
-    else:
-        return (wire.unpack_steps if struct is wire.Steps else packing.unpack)(payload, _ANY_SIZE)
-    return {"rank": np.full(len(found), rank, np.int64), **found.by_name()}
-
-
 def attempts(connection: Connection, run_id: str) -> list[Attempt]:
     """The run's attempts, oldest first."""
     c = schema.attempts.c
@@ -156,9 +139,6 @@ def sources(connection: Connection, run_id: str, attempt: str) -> list[Source]:
     missing = select(b.source, func.max(b.seq) + 1 - func.count()).where(b.run_id == run_id, b.source.in_(gone))
     gaps = {row[0]: int(row[1]) for row in connection.execute(missing.group_by(b.source))}
     return [_source(row, gaps.get(row.source, 0)) for row in connection.execute(query)]
-
-
-_NONE = np.zeros(0, np.int64)
 
 
 def _source(row: Row[Any], missing: int) -> Source:

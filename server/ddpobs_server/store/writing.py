@@ -16,9 +16,7 @@ from sqlalchemy import Connection, Dialect, Insert, Select, Table, bindparam, ca
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ddpobs import wire
-from ddpobs.wire import packing
-from ddpobs.wire.columns import Columns
-from ddpobs_server.store import rollups, schema
+from ddpobs_server.store import chunks, rollups, schema
 
 _MERGED = ("steps", "comms")
 """Kinds whose rows share a chunk for all batches of a transaction."""
@@ -75,10 +73,10 @@ def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
     stored = list(fresh.values())
     if stored:
         joined = {kind: list(_joined(kind, stored)) for kind in _MERGED}
-        chunks = _chunks(stored, joined)
-        _touch_runs(connection, stored, chunks)
+        rows = _chunks(stored, joined)
+        _touch_runs(connection, stored, rows)
         _touch_sources(connection, stored)
-        _insert(connection, schema.chunks, chunks)
+        _insert(connection, schema.chunks, rows)
         _write_told(connection, stored)
         _write_sums(connection, stored, joined["steps"])
     return outcomes
@@ -219,40 +217,25 @@ def _joined(kind: str, arrivals: Sequence[Arrival]) -> Iterator[Joined]:
 
 
 def _chunks(arrivals: Sequence[Arrival], joined: Mapping[str, Sequence[Joined]]) -> list[dict[str, Any]]:
-    chunks = []
+    rows = []
     for arrival in arrivals:
         batch = arrival.batch
         if batch.spans is not None and len(batch.spans):
             assert batch.packed_spans is not None
-            chunks.append(_chunk(batch, "spans", batch.spans.step, batch.packed_spans, batch.rank))
+            rows.append(_chunk(batch, "spans", batch.spans.step, batch.packed_spans, batch.rank))
         for index, readiness in enumerate(batch.readiness):
             payload = zstandard.compress(wire.pack(readiness), 1)
-            chunks.append(_chunk(batch, f"readiness-{index}", np.array([readiness.step]), payload, batch.rank))
+            rows.append(_chunk(batch, f"readiness-{index}", np.array([readiness.step]), payload, batch.rank))
     for kind, found in joined.items():
         for batches, record, place in found:
             rank = np.array([batch.rank for batch in batches])[place]
-            packed = wire.pack_steps(rank, record) if kind == "steps" else _pack(rank, record)
-            chunks.append(_chunk(batches[0], kind, record.step, packed, wire.UNKNOWN))
-    return chunks
-
-
-def _pack(rank: wire.Ints, record: Columns) -> bytes:
-    return packing.pack({"rank": rank, **record.by_name()})
+            rows.append(_chunk(batches[0], kind, record.step, chunks.pack(rank, record), wire.UNKNOWN))
+    return rows
 
 
 def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: int) -> dict[str, Any]:
-    return {
-        "run_id": batch.run,
-        "source": batch.source,
-        "kind": kind,
-        "seq": batch.seq,
-        "first_step": int(step.min()),
-        "last_step": int(step.max()),
-        "rows": len(step),
-        "payload": payload,
-        "attempt": batch.attempt,
-        "rank": rank,
-    }
+    key = (batch.run, batch.source, batch.seq)
+    return chunks.row(key, attempt=batch.attempt, kind=kind, rank=rank, step=step, payload=payload)
 
 
 def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
