@@ -167,6 +167,57 @@ def test_the_list_asks_for_no_diagnosis_that_it_knows(browser: Any, url: str) ->
     assert not [address for address in visit.requests if "diagnostics" in address]
 
 
+@pytest.fixture(scope="module")
+def many_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with collector(tmp_path_factory.mktemp("many")) as running:
+        for number in range(70):
+            put(running.url, batches.batch(f"run-{number}"))
+        yield running.url
+
+
+def with_older_runs(browser: Any, address: str) -> Visit:
+    """A visit to the list with its second page, for which the button was clicked twice at once."""
+    visit = held(browser)
+    visit.page.goto(address)
+    visit.page.get_by_role("button", name="Older runs").wait_for()
+    visit.page.evaluate("for (const _ of [1, 2]) document.getElementById('more').click()")
+    visit.page.locator("#runs tbody tr").nth(59).wait_for()
+    return visit
+
+
+def listed(visit: Visit) -> list[str]:
+    links: list[str] = visit.page.locator("#runs tbody a").all_inner_texts()
+    return links
+
+
+def test_older_runs_come_once_and_stay_with_a_refresh(browser: Any, many_runs: str) -> None:
+    visit = with_older_runs(browser, many_runs)
+    newest_first = [f"run-{number}" for number in range(69, -1, -1)]
+    assert listed(visit) == newest_first[:60]
+    put(many_runs, batches.batch("run-69", seq=1, steps=batches.steps(0, 3)))
+    visit.page.clock.run_for(15_000)
+    visit.page.locator("#runs tbody tr").first.get_by_text("3", exact=True).wait_for()
+    assert listed(visit) == newest_first[:60]
+    visit.page.get_by_role("button", name="Older runs").click()
+    visit.page.locator("#runs tbody tr").nth(69).wait_for()
+    assert listed(visit) == newest_first
+    assert visit.page.locator("#more").is_hidden()
+    assert visit.complaints == []
+
+
+def test_older_runs_that_do_not_come_are_told_and_can_be_asked_for_again(browser: Any, many_runs: str) -> None:
+    visit = with_older_runs(browser, many_runs)
+    visit.page.route("**/api/v1/runs?*", lambda route: route.fulfill(status=503, json={"title": "Not ready"}))
+    visit.page.get_by_role("button", name="Older runs").click()
+    visit.page.get_by_text("Not ready", exact=True).wait_for()
+    assert len(listed(visit)) == 60
+    visit.page.unroute_all()
+    visit.page.get_by_role("button", name="Older runs").click()
+    visit.page.locator("#runs tbody tr").nth(69).wait_for()
+    assert visit.page.locator("#notice").is_hidden()
+    assert not [complaint for complaint in visit.complaints if "503" not in complaint]
+
+
 def test_the_run_page_names_the_slow_rank_and_draws_it(browser: Any, url: str) -> None:
     visit = Visit(browser, f"{url}/runs/picture")
     visit.page.get_by_role("heading", name="Rank 1 is slow in backward").wait_for()

@@ -87,6 +87,16 @@ export function ago(ns) {
   return new Date(ns / 1e6).toISOString().slice(0, 16).replace("T", " ");
 }
 
+// For what a click or a choice asks for: what goes wrong is shown, and not tried again.
+export async function tell(task) {
+  try {
+    await task();
+    notice("");
+  } catch (error) {
+    notice(error.message);
+  }
+}
+
 // Calls again while the page is visible, after `seconds` or those that the task returns. It ends with a task that
 // returns false, and with a refusal; what passes by itself is shown and tried again.
 export async function refresh(task, seconds) {

@@ -1,10 +1,11 @@
 // The list of runs, newest first.
 
-import { ago, element, get, refresh, saveWithToken } from "./api.js";
+import { ago, element, get, refresh, saveWithToken, tell } from "./api.js";
 
+const PAGE = 30, MOST_AT_ONCE = 500;
 const table = document.getElementById("runs");
 const more = document.getElementById("more");
-let cursor = null, unsure = [];
+let shown = PAGE, unsure = [];
 
 function row(run) {
   const finding = element("td", { class: "muted" }, run.diagnosis ? worst(run.diagnosis.worst) : "…");
@@ -36,26 +37,35 @@ async function diagnose() {
   }
 }
 
-async function show() {
-  const page = await get("/runs?limit=30");
+async function newest(count) {
+  let runs = [], next = null;
+  do {
+    const from = next === null ? "" : `&cursor=${encodeURIComponent(next)}`;
+    const page = await get(`/runs?limit=${Math.min(MOST_AT_ONCE, count - runs.length)}${from}`);
+    runs = [...runs, ...page.runs];
+    next = page.next;
+  } while (next !== null && runs.length < count);
+  return { runs, next };
+}
+
+async function show(count = shown) {
+  const { runs, next } = await newest(count);
+  if (count < shown) return;  // Meanwhile more were asked for, and came.
+  shown = count;
   document.getElementById("command").textContent =
     `ddpobs run --collector ${location.origin} -- torchrun --nproc-per-node 8 train.py`;
-  document.getElementById("empty").hidden = page.runs.length > 0;
-  table.hidden = page.runs.length === 0;
+  document.getElementById("empty").hidden = runs.length > 0;
+  table.hidden = runs.length === 0;
   unsure = [];
-  table.tBodies[0].replaceChildren(...page.runs.map(row));
-  cursor = page.next;
-  more.hidden = cursor === null;
+  table.tBodies[0].replaceChildren(...runs.map(row));
+  more.hidden = next === null;
   diagnose();
 }
 
 more.addEventListener("click", async () => {
-  const page = await get(`/runs?limit=30&cursor=${encodeURIComponent(cursor)}`);
-  unsure = [...unsure];
-  table.tBodies[0].append(...page.runs.map(row));
-  cursor = page.next;
-  more.hidden = cursor === null;
-  diagnose();
+  more.disabled = true;
+  await tell(() => show(shown + PAGE));
+  more.disabled = false;
 });
 
 saveWithToken(document.getElementById("metrics"), "metrics.txt");
