@@ -167,6 +167,16 @@ def test_the_list_asks_for_no_diagnosis_that_it_knows(browser: Any, url: str) ->
     assert not [address for address in visit.requests if "diagnostics" in address]
 
 
+def test_of_a_run_without_steps_nothing_is_said_to_be_found(browser: Any, tmp_path: Path) -> None:
+    with collector(tmp_path) as running:
+        put(running.url, batches.batch("begun"))
+        for _ in range(2):  # As it is asked for, and as the list knows it.
+            visit = Visit(browser, running.url)
+            visit.page.locator("#runs td").get_by_text("not judged yet").wait_for()
+        visit.page.get_by_role("link", name="begun").click()
+        visit.page.get_by_role("heading", name="No step to judge yet.").wait_for()
+
+
 @pytest.fixture(scope="module")
 def many_runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with collector(tmp_path_factory.mktemp("many")) as running:

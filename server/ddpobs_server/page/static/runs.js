@@ -8,8 +8,8 @@ const more = document.getElementById("more");
 let shown = PAGE, unsure = [];
 
 function row(run) {
-  const finding = element("td", { class: "muted" }, run.diagnosis ? worst(run.diagnosis.worst) : "…");
-  if (!run.diagnosis?.current) unsure.push([run.run, finding]);
+  const finding = element("td", { class: "muted" }, run.diagnosis ? worst(run, run.diagnosis.worst) : "…");
+  if (!run.diagnosis?.current) unsure.push([run, finding]);
   return element("tr", {},
     element("td", {}, element("a", { href: `/runs/${encodeURIComponent(run.run)}` }, run.run)),
     element("td", {}, element("span", { class: `state ${run.state}` }, run.state)),
@@ -19,8 +19,8 @@ function row(run) {
     element("td", { class: "muted" }, ago(run.last_seen_ns)));
 }
 
-function worst(title) {
-  return title ?? "nothing found";
+function worst(run, title) {
+  return title ?? (run.steps ? "nothing found" : "not judged yet");
 }
 
 // Diagnoses that the list does not know yet are asked for one after the other.
@@ -29,8 +29,8 @@ async function diagnose() {
   while (asked === unsure && asked.length) {
     const [run, place] = asked.shift();
     try {
-      const { findings } = await get(`/runs/${encodeURIComponent(run)}/diagnostics`);
-      place.textContent = worst(findings[0]?.title);
+      const { findings } = await get(`/runs/${encodeURIComponent(run.run)}/diagnostics`);
+      place.textContent = worst(run, findings[0]?.title);
     } catch {
       place.textContent = "–";
     }
