@@ -16,6 +16,7 @@ import pytest
 from ddpobs import wire
 from tests.collector import collector
 from tests.server import batches
+from tests.server.test_tokens import kept
 
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -126,17 +127,23 @@ def browser() -> Iterator[Any]:
 
 
 class Visit:
-    """A page, what it asked for and what it complained of; asked for a token, it gives one."""
+    """A page, what it asked for and what it complained of; asked for a token, it gives the next of these."""
 
-    def __init__(self, browser: Any, address: str, token: str = "") -> None:
+    def __init__(self, browser: Any, address: str, *tokens: str) -> None:
         self.page = browser.new_page(viewport={"width": 1280, "height": 1000})
         self.requests: list[str] = []
         self.complaints: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("dialog", lambda dialog: dialog.accept(token))
+        self.asked: list[str] = []
+        self._tokens = iter(tokens)
+        self.page.on("dialog", self._give_token)
         self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
         self.page.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
         self.page.goto(address)
+
+    def _give_token(self, dialog: Any) -> None:
+        self.asked.append(dialog.message)
+        dialog.accept(next(self._tokens, ""))
 
     def reads(self) -> int:
         """How often it asked the REST: a request of ours is told of after all that came before."""
@@ -357,12 +364,26 @@ def test_with_a_token_a_link_saves_what_it_leads_to(
 ) -> None:
     with collector(tmp_path, token="s3cret") as guarded:
         put(guarded.url, batch("kept", 0, slow=False, host="node"), Authorization="Bearer s3cret")
-        visit = Visit(browser, guarded.url + where, token="s3cret")
+        visit = Visit(browser, guarded.url + where, "s3cret")
         visit.page.get_by_text("kept").first.wait_for()
         with visit.page.expect_download() as saved:
             visit.page.get_by_role("link", name=link).click()
         assert holds in saved.value.path().read_text()
         assert not [complaint for complaint in visit.complaints if "401" not in complaint]
+
+
+def test_a_token_that_may_not_read_is_forgotten_and_another_one_asked_for(browser: Any, tmp_path: Path) -> None:
+    with collector(tmp_path, token="s3cret") as guarded:
+        put(guarded.url, batch("kept", 0, slow=False, host="node"), Authorization="Bearer s3cret")
+        database = f"sqlite:///{guarded.database}"
+        visit = Visit(browser, guarded.url, kept(database, "ranks", "default", "ingest"))
+        visit.page.get_by_text("this token may ingest, and this needs read", exact=True).wait_for()
+        assert "this token may ingest" in visit.asked[1]
+        visit = Visit(browser, guarded.url, "wrong", kept(database, "more", "default", "ingest"), "s3cret")
+        visit.page.get_by_role("link", name="kept").wait_for()
+        visit.page.reload()
+        visit.page.get_by_role("link", name="kept").wait_for()
+        assert len(visit.asked) == 3
 
 
 def test_an_unknown_run_says_so(browser: Any, url: str) -> None:

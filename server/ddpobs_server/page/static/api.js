@@ -25,31 +25,28 @@ export function saveWithToken(link, name) {
 }
 
 async function ask(address) {
+  const token = sessionStorage.getItem(TOKEN);
   let answer;
   try {
-    answer = await fetch(address, { headers: headers() });
+    answer = await fetch(address, { headers: token ? { Authorization: `Bearer ${token}` } : {} });
   } catch {
     throw new Unreachable("The collector does not answer");
   }
-  if (answer.status === 401) {
-    const token = window.prompt("This collector wants its token:");
-    if (token) {
-      sessionStorage.setItem(TOKEN, token);
-      return ask(address);
-    }
-  }
-  if (!answer.ok) {
-    const problem = await answer.json().catch(() => ({}));  // A proxy's own page is no problem document.
-    const title = problem.title || `HTTP ${answer.status}`;
-    if (answer.status >= 500 || answer.status === 429) throw new Unreachable(title);
-    throw new Error(problem.detail || title);
-  }
-  return answer;
+  if (answer.ok) return answer;
+  const problem = await answer.json().catch(() => ({}));  // A proxy's own page is no problem document.
+  const title = problem.title || `HTTP ${answer.status}`;
+  if ((answer.status === 401 || answer.status === 403) && another(token, problem.detail || title)) return ask(address);
+  if (answer.status >= 500 || answer.status === 429) throw new Unreachable(title);
+  throw new Error(problem.detail || title);
 }
 
-function headers() {
-  const token = sessionStorage.getItem(TOKEN);
-  return token ? { Authorization: `Bearer ${token}` } : {};
+// Whether there is a token other than the refused one, which is forgotten: kept, it would shut the page for this tab.
+function another(refused, why) {
+  if (sessionStorage.getItem(TOKEN) !== refused) return true;  // Typed while this answer was under way.
+  sessionStorage.removeItem(TOKEN);
+  const token = window.prompt(`${why}\nThis collector wants a token that may read:`);
+  if (token) sessionStorage.setItem(TOKEN, token);
+  return Boolean(token);
 }
 
 // Text is only ever set as text: names come from clients.
