@@ -408,6 +408,16 @@ def test_the_page_forbids_what_it_does_not_need(url: str) -> None:
     assert "unsafe" not in policy
 
 
+@pytest.mark.parametrize("where", ["/", "/runs/picture", "/static/run.js", "/swagger/swagger-ui.css", "/docs"])
+def test_the_pages_files_are_asked_about_before_they_are_used_again(url: str, where: str) -> None:
+    assert httpx.get(url + where).headers["Cache-Control"] == "no-cache"
+
+
+@pytest.mark.parametrize("where", ["/api/v1/runs", "/api/v1/runs/picture/ranks", "/api/v1/runs/nobody", "/metrics"])
+def test_nobody_keeps_what_is_told_of_runs(url: str, where: str) -> None:
+    assert httpx.get(url + where).headers["Cache-Control"] == "no-store"
+
+
 def test_a_page_without_runs_says_how_to_start_one(browser: Any, tmp_path: Path) -> None:
     with collector(tmp_path) as empty:
         visit = Visit(browser, empty.url)

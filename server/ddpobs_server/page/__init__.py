@@ -27,11 +27,14 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _PAIRS = [(name.lower().encode(), value.encode()) for name, value in _HEADERS.items()]
+_CACHE = b"cache-control"
+_RUNS = ("/api/", "/metrics")
+"""Answers about runs are kept by nobody; files may be kept, but are asked about each time: an upgrade changes them."""
 _INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 
 
 class _Headers:
-    """Puts `_HEADERS` on every answer that has none of its own; costs a batch next to nothing."""
+    """Puts `_HEADERS`, and who may keep it, on every answer that has none of its own; costs a batch next to nothing."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -42,7 +45,9 @@ class _Headers:
         async def secured(message: Message) -> None:
             if message["type"] == "http.response.start":
                 given = {name for name, _ in message["headers"]}
-                message["headers"] = [*message["headers"], *(pair for pair in _PAIRS if pair[0] not in given)]
+                kept = (_CACHE, b"no-store" if scope["path"].startswith(_RUNS) else b"no-cache")
+                pairs = (pair for pair in (*_PAIRS, kept) if pair[0] not in given)
+                message["headers"] = [*message["headers"], *pairs]
             await send(message)
 
         await self._app(scope, receive, secured if scope["type"] == "http" else send)
