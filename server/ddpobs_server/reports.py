@@ -110,6 +110,7 @@ class Reports:
             "steps": joined.step.tolist(),
             "ranks": joined.ranks.tolist(),
             "own_ns": joined.own_ns.astype(np.int64).tolist(),
+            "excess_ns": np.zeros(joined.own_ns.shape, np.int64).tolist(),  # Of a rank alone, which exceeds nobody.
             "delay_ns": [],
             "last_rank": [],
             "noise_ns": 0,

@@ -134,11 +134,21 @@ def test_the_straggler_table_has_a_row_a_step_and_a_column_a_rank(store: Store) 
     assert told["steps"] == list(range(10, 30))
     assert told["ranks"] == [0, 1, 2]
     assert np.array(told["own_ns"]).shape == (20, RANKS)
+    own, excess = np.array(told["own_ns"]), np.array(told["excess_ns"])
+    assert (np.abs(excess[:, 0] - own[:, 0] + np.median(own[:, 1:], axis=1)) < 2).all()
     assert len(told["delay_ns"]) == len(told["last_rank"]) == 20
     slowest = told["per_rank"][0]
     assert slowest["last_share"] > 0.9
     assert max(slowest["excess_ns"], key=slowest["excess_ns"].get) == "backward"
     assert sum(rank["last_share"] for rank in told["per_rank"]) == pytest.approx(1, abs=1e-3)
+
+
+def test_a_rank_alone_exceeds_nobody(store: Store) -> None:
+    sent = columns(own_times(20, 1, seed=1))[1]
+    ingest(store, batch(0, 0, steps=sent))
+    told = Reports(store).stragglers(RUN, ATTEMPT, None, None)
+    assert np.array(told["own_ns"]).min() > 0
+    assert told["excess_ns"] == [[0]] * len(told["steps"])
 
 
 def test_spans_of_one_rank_come_aligned_with_all_ranks(store: Store) -> None:

@@ -258,7 +258,7 @@ def gain(joined: Joined, late: Lateness, rank: int) -> Gain:
 
 
 def lateness_table(joined: Joined) -> dict[str, Any]:
-    """Delay and last rank by step, and each rank's shares, delay, own time and excess, as the REST gives it."""
+    """Excess, delay and last rank by step, and each rank's shares, delay, own time and excess, as the REST gives it."""
     late = lateness(joined)
     medians = np.median(joined.phases_ns, axis=0)
     excess = medians - median_of_others(medians[None])[0]
@@ -278,6 +278,7 @@ def lateness_table(joined: Joined) -> dict[str, Any]:
         for index, rank in enumerate(joined.ranks.tolist())
     ]
     return {
+        "excess_ns": late.excess_ns.astype(np.int64).tolist(),
         "delay_ns": late.delay_ns.astype(np.int64).tolist(),
         "last_rank": joined.ranks[late.last].tolist(),
         "per_rank": per_rank,

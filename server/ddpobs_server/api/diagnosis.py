@@ -17,7 +17,7 @@ router = APIRouter(prefix="/api/v1/runs/{run}", tags=["diagnosis"], route_class=
 def get_stragglers(
     run: RunDep, attempt: AttemptDep, reports: ReportsDep, first: FromQuery = None, last: ToQuery = None
 ) -> Response:
-    """Own time of each rank in each step, who was last, and by how much.
+    """Own time of each rank in each step, how far that is above the other ranks' median, who was last, and by how much.
 
     Of the latest steps where none are named. `next` is where to go on from, where one answer does not hold all.
     """

@@ -65,24 +65,15 @@ export function phases(place, points) {
   place.replaceChildren(picture);
 }
 
-// Each rank's own time above the median of the others, a row a step; zero where there are no others.
-export function above(own_ns) {
-  return own_ns.map((row) => {
-    if (row.length < 2) return row.map(() => 0);
-    const others = medianOfOthers(row);
-    return row.map((value, place) => value - others[place]);
-  });
-}
-
 // Rows are the ranks at these places, columns steps (neighbours merged where there are more than fit); colour is own time above the others.
-export function heat(place, { steps, ranks: all_ranks }, excess, shown, chosen, choose) {
+export function heat(place, { steps, ranks: all_ranks, excess_ns }, shown, chosen, choose) {
   if (!steps.length) return place.replaceChildren("No step yet in which all ranks can be compared.");
   const places = [...shown].sort((a, b) => a - b), ranks = places.map((one) => all_ranks[one]);
   const merged = Math.ceil(steps.length / 200), columns = Math.ceil(steps.length / merged);
   const cell = Math.max(4, Math.min(26, 420 / ranks.length)), height = cell * ranks.length + 24;
   const picture = canvas(height), width = (WIDTH - LEFT) / columns;
   const table = Array.from({ length: columns }, (_, column) => {
-    const rows = excess.slice(column * merged, (column + 1) * merged);
+    const rows = excess_ns.slice(column * merged, (column + 1) * merged);
     return places.map((one) => rows.reduce((sum, row) => sum + row[one], 0) / rows.length);
   });
   const alone = all_ranks.length < 2;
@@ -103,13 +94,6 @@ export function heat(place, { steps, ranks: all_ranks }, excess, shown, chosen, 
   const place_of = steps.findIndex((step) => step >= chosen);
   if (place_of >= 0) picture.append(svg("rect", { class: "chosen", x: LEFT + Math.floor(place_of / merged) * width, y: 0, width, height: cell * ranks.length - 1 }));
   place.replaceChildren(picture);
-}
-
-// For each value the median of all the others: one sort for a thousand ranks.
-function medianOfOthers(values) {
-  const sorted = [...values].sort((a, b) => a - b), others = values.length - 1;
-  const nth = (value, place) => (value > sorted[place] ? sorted[place] : sorted[place + 1]);
-  return values.map((value) => (nth(value, (others - 1) >> 1) + nth(value, others >> 1)) / 2);
 }
 
 // spans: rows of one step; layouts name sizes and parameters.

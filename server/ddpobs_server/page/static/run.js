@@ -1,13 +1,13 @@
 // One run: findings first, then where the time went.
 
 import { ago, element, get, ms, refresh, saveWithToken } from "./api.js";
-import { above, heat, PHASES, phases, timeline } from "./charts.js";
+import { heat, PHASES, phases, timeline } from "./charts.js";
 
 const SHOWN_STEPS = 500, SHOWN_RANKS = 32, SHOWN_SPANS = 200;
 const run = decodeURIComponent(location.pathname.split("/").at(-1));
 const base = `/runs/${encodeURIComponent(run)}`;
 const by = (id) => document.getElementById(id);
-let range = "", straggler = null, excess = [], slowest = [], layouts = [], chosen = null;
+let range = "", straggler = null, slowest = [], layouts = [], chosen = null;
 
 by("title").textContent = run;
 document.title = `${run} · ddpobs`;
@@ -71,9 +71,9 @@ function showUnused({ unused }) {
 }
 
 // Places of ranks: first those that findings name, then those that kept the others waiting most.
-function bySlowness({ ranks }, findings) {
+function bySlowness({ ranks, excess_ns }, findings) {
   const named = new Set(findings.flatMap((found) => found.ranks));
-  const sums = ranks.map((_, place) => excess.reduce((sum, row) => sum + row[place], 0));
+  const sums = ranks.map((_, place) => excess_ns.reduce((sum, row) => sum + row[place], 0));
   return ranks.map((_, place) => place).sort((a, b) => named.has(ranks[b]) - named.has(ranks[a]) || sums[b] - sums[a]);
 }
 
@@ -86,7 +86,7 @@ async function choose(step) {
   chosen = step;
   by("step").value = step;
   const shown = slowest.slice(0, SHOWN_RANKS);
-  heat(by("heat"), straggler, excess, shown, chosen, choose);
+  heat(by("heat"), straggler, shown, chosen, choose);
   by("heat-shown").textContent = few(shown.length, slowest.length);
   const { columns } = await get(`${base}/spans?from=${step}&to=${step}`);
   const spans = columns.rank.map((rank, row) => ({
@@ -104,7 +104,7 @@ async function show() {
   range = `?from=${Math.max(0, about.steps - SHOWN_STEPS)}&to=${about.steps}`;
   const [diagnostics, ranks, layout, stragglers, unused] = await Promise.all([
     get(`${base}/diagnostics`), get(`${base}/ranks`), get(`${base}/layout`), get(`${base}/stragglers${range}`), get(`${base}/unused`)]);
-  [straggler, layouts, excess] = [stragglers, layout.layouts, above(stragglers.own_ns)];
+  [straggler, layouts] = [stragglers, layout.layouts];
   slowest = bySlowness(stragglers, diagnostics.findings);
   const facts = [about.state, `${about.ranks} of ${about.world_size} ranks`, `${about.steps} steps`, `attempt ${about.attempts.length}`,
     about.modules.map((module) => module.name).join(", "), `last heard of ${ago(about.last_seen_ns)}`];
