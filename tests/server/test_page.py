@@ -231,7 +231,7 @@ def test_older_runs_that_do_not_come_are_told_and_can_be_asked_for_again(browser
     visit.page.unroute_all()
     visit.page.get_by_role("button", name="Older runs").click()
     visit.page.locator("#runs tbody tr").nth(69).wait_for()
-    assert visit.page.locator("#notice").is_hidden()
+    visit.page.locator("#notice").wait_for(state="hidden")
     assert not [complaint for complaint in visit.complaints if "503" not in complaint]
 
 
@@ -268,6 +268,47 @@ def test_a_click_on_the_heat_map_shows_that_steps_buckets(browser: Any, url: str
     visit.page.locator("#timeline rect.comm").first.wait_for()
     visit.page.locator("#heat rect.cell").first.click()
     visit.page.wait_for_function("document.getElementById('step').value === '1'")
+
+
+def drawn(browser: Any, address: str) -> Visit:
+    """A visit to a run whose pictures are drawn, and which is not refreshed."""
+    visit = held(browser)
+    visit.page.goto(address)
+    visit.page.locator("#timeline rect.comm").first.wait_for()
+    return visit
+
+
+def choose_step(visit: Visit, step: str) -> None:
+    visit.page.locator("#step").fill(step)
+    visit.page.locator("#step").press("Enter")
+
+
+@pytest.mark.parametrize("step", ["", "-5", "1.5", "1e20"])
+def test_what_is_no_step_is_told_and_the_one_shown_stays(browser: Any, url: str, step: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    shown = visit.page.locator("#step").input_value()
+    choose_step(visit, step)
+    visit.page.get_by_text("A step is a whole number").wait_for()
+    assert visit.page.locator("#step").input_value() == shown
+    assert visit.complaints == []
+
+
+def test_what_does_not_come_is_told_and_nothing_else_is_in_its_place(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    visit.page.route("**/api/v1/**", lambda route: route.fulfill(status=503, json={"title": "Not ready"}))
+    notice = visit.page.get_by_text("Not ready", exact=True)
+    choose_step(visit, "7")
+    notice.wait_for()
+    assert visit.page.locator("#timeline rect").count() == 0
+    visit.page.evaluate("document.getElementById('notice').textContent = ''")
+    visit.page.locator("#rank").select_option("1")
+    notice.wait_for()
+    assert visit.page.locator("#phases polygon").count() == 0
+    visit.page.unroute_all()
+    visit.page.locator("#rank").select_option("0")
+    visit.page.locator("#phases polygon").first.wait_for()
+    visit.page.locator("#notice").wait_for(state="hidden")
+    assert not [complaint for complaint in visit.complaints if "503" not in complaint]
 
 
 def test_the_heat_map_compares_a_rank_with_the_others(browser: Any, url: str) -> None:

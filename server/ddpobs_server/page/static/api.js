@@ -84,12 +84,14 @@ export function ago(ns) {
   return new Date(ns / 1e6).toISOString().slice(0, 16).replace("T", " ");
 }
 
-// For what a click or a choice asks for: what goes wrong is shown, and not tried again.
-export async function tell(task) {
+// For what a click or a choice asks for: what goes wrong is shown, and not tried again. These places then hold
+// nothing, for what they held was asked for by another choice.
+export async function tell(task, ...places) {
   try {
     await task();
     notice("");
   } catch (error) {
+    for (const place of places) place.replaceChildren();
     notice(error.message);
   }
 }

@@ -1,6 +1,6 @@
 // One run: findings first, then where the time went.
 
-import { ago, element, get, ms, refresh, saveWithToken } from "./api.js";
+import { ago, element, get, ms, notice, refresh, saveWithToken, tell } from "./api.js";
 import { heat, PHASES, phases, timeline } from "./charts.js";
 
 const SHOWN_STEPS = 500, SHOWN_RANKS = 32, SHOWN_SPANS = 200;
@@ -42,6 +42,7 @@ function showFindings({ findings, missing, steps_seen }) {
 async function showPhases() {
   const rank = by("rank").value, wanted = rank === "mean" || !rank ? "mean=true" : `rank=${rank}`;
   const { columns } = await get(`${base}/steps${range}&${wanted}`);
+  if (by("rank").value !== rank) return;  // Another was chosen meanwhile.
   phases(by("phases"), columns.step.map((step, row) => ({
     step, wall: columns.wall_ns?.[row] ?? columns.end_ns[row] - columns.start_ns[row],
     ...Object.fromEntries(PHASES.map((phase) => [phase, columns[`${phase}_ns`][row]])),
@@ -86,9 +87,10 @@ async function choose(step) {
   chosen = step;
   by("step").value = step;
   const shown = slowest.slice(0, SHOWN_RANKS);
-  heat(by("heat"), straggler, shown, chosen, choose);
+  heat(by("heat"), straggler, shown, chosen, pick);
   by("heat-shown").textContent = few(shown.length, slowest.length);
   const { columns } = await get(`${base}/spans?from=${step}&to=${step}`);
+  if (step !== chosen) return;
   const spans = columns.rank.map((rank, row) => ({
     rank, module: columns.module[row], revision: columns.revision[row], bucket: columns.bucket[row],
     ready: columns.aligned_ready_ns[row], launched: columns.aligned_launched_ns[row], done: columns.aligned_done_ns[row],
@@ -97,6 +99,12 @@ async function choose(step) {
   const drawn = new Set((order.length ? order : [...told]).slice(0, Math.max(2, Math.floor((SHOWN_SPANS * told.size) / spans.length))));
   timeline(by("timeline"), spans.filter((span) => drawn.has(span.rank)), layouts);
   by("timeline-shown").textContent = few(drawn.size, told.size);
+}
+
+function pick(step) {
+  if (Number.isSafeInteger(step) && step >= 0) return tell(() => choose(step), by("timeline"), by("timeline-shown"));
+  by("step").value = chosen;
+  notice("A step is a whole number, from 0 on.");
 }
 
 async function show() {
@@ -118,6 +126,6 @@ async function show() {
   return { finished: false, lost: 15 }[about.state];
 }
 
-by("rank").addEventListener("change", showPhases);
-by("step").addEventListener("change", (event) => choose(Number(event.target.value)));
+by("rank").addEventListener("change", () => tell(showPhases, by("phases")));
+by("step").addEventListener("change", (event) => pick(event.target.valueAsNumber));
 refresh(show, 5);
