@@ -101,8 +101,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield running.url
 
 
-def put(url: str, sent: wire.Batch, **headers: str) -> None:
-    answer = httpx.put(
+def put(url: str, sent: wire.Batch, client: Any = httpx, **headers: str) -> None:
+    answer = client.put(
         f"{url}/api/v1/runs/{sent.run}/sources/{sent.source}/batches/{sent.seq}",
         content=wire.encode(sent),
         headers={"Content-Type": wire.MSGPACK, **headers},
@@ -261,6 +261,24 @@ def test_of_many_ranks_those_that_matter_are_drawn(browser: Any, url: str) -> No
     assert visit.page.locator("#timeline-shown").inner_text().startswith(f"100 of {many} ranks")
     assert visit.page.locator("#ranks tbody tr").count() == many
     assert visit.complaints == []
+
+
+def test_of_more_steps_than_an_answer_holds_the_latest_are_drawn(browser: Any, tmp_path: Path) -> None:
+    many, last = 1024, 499
+    with collector(tmp_path) as running, httpx.Client() as client:
+        told = batches.steps(0, last + 1)
+        for rank in range(many):
+            put(running.url, batches.batch("large", rank=rank, world_size=many, steps=told), client)
+        visit = held(browser)
+        visit.page.goto(f"{running.url}/runs/large")
+        visit.page.locator("#heat rect.cell").last.hover()
+        assert "step 498 and 1 more" in visit.page.locator("#tip").inner_text()
+        phases = visit.page.locator("#phases rect")
+        phases.hover(position={"x": phases.bounding_box()["width"] - 1, "y": 1})
+        assert f"step {last}:" in visit.page.locator("#tip").inner_text()
+        for picture in ("#phases-shown", "#heat-shown"):
+            assert "The latest 390 steps" in visit.page.locator(picture).inner_text()
+        assert visit.complaints == []
 
 
 def test_a_click_on_the_heat_map_shows_that_steps_buckets(browser: Any, url: str) -> None:

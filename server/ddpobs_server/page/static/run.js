@@ -3,11 +3,11 @@
 import { ago, element, get, ms, notice, refresh, saveWithToken, tell } from "./api.js";
 import { heat, PHASES, phases, timeline } from "./charts.js";
 
-const SHOWN_STEPS = 500, SHOWN_RANKS = 32, SHOWN_SPANS = 200;
+const SHOWN_STEPS = 500, SHOWN_ROWS = 400_000, SHOWN_RANKS = 32, SHOWN_SPANS = 200;
 const run = decodeURIComponent(location.pathname.split("/").at(-1));
 const base = `/runs/${encodeURIComponent(run)}`;
 const by = (id) => document.getElementById(id);
-let range = "", straggler = null, slowest = [], layouts = [], chosen = null;
+let range = "", fewer = "", straggler = null, slowest = [], layouts = [], chosen = null;
 
 by("title").textContent = run;
 document.title = `${run} · ddpobs`;
@@ -43,6 +43,7 @@ async function showPhases() {
   const rank = by("rank").value, wanted = rank === "mean" || !rank ? "mean=true" : `rank=${rank}`;
   const { columns } = await get(`${base}/steps${range}&${wanted}`);
   if (by("rank").value !== rank) return;  // Another was chosen meanwhile.
+  by("phases-shown").textContent = fewer;
   phases(by("phases"), columns.step.map((step, row) => ({
     step, wall: columns.wall_ns?.[row] ?? columns.end_ns[row] - columns.start_ns[row],
     ...Object.fromEntries(PHASES.map((phase) => [phase, columns[`${phase}_ns`][row]])),
@@ -78,6 +79,13 @@ function bySlowness({ ranks, excess_ns }, findings) {
   return ranks.map((_, place) => place).sort((a, b) => named.has(ranks[b]) - named.has(ranks[a]) || sums[b] - sums[a]);
 }
 
+// The collector ends an answer that would be too long before the latest step: fewer are asked for.
+function limit({ ranks, steps }) {
+  const count = Math.min(SHOWN_STEPS, Math.max(2, Math.floor(SHOWN_ROWS / ranks)));
+  range = `?from=${Math.max(0, steps - count)}&to=${steps}`;
+  fewer = count < Math.min(SHOWN_STEPS, steps) ? `The latest ${count} steps, for there are many ranks.` : "";
+}
+
 function few(shown, all) {
   return shown < all ? `${shown} of ${all} ranks: those that findings name, then those that kept the others waiting most.` : "";
 }
@@ -88,7 +96,7 @@ async function choose(step) {
   by("step").value = step;
   const shown = slowest.slice(0, SHOWN_RANKS);
   heat(by("heat"), straggler, shown, chosen, pick);
-  by("heat-shown").textContent = few(shown.length, slowest.length);
+  by("heat-shown").textContent = `${fewer} ${few(shown.length, slowest.length)}`;
   const { columns } = await get(`${base}/spans?from=${step}&to=${step}`);
   if (step !== chosen) return;
   const spans = columns.rank.map((rank, row) => ({
@@ -109,7 +117,7 @@ function pick(step) {
 
 async function show() {
   const about = await get(base);
-  range = `?from=${Math.max(0, about.steps - SHOWN_STEPS)}&to=${about.steps}`;
+  limit(about);
   const [diagnostics, ranks, layout, stragglers, unused] = await Promise.all([
     get(`${base}/diagnostics`), get(`${base}/ranks`), get(`${base}/layout`), get(`${base}/stragglers${range}`), get(`${base}/unused`)]);
   [straggler, layouts] = [stragglers, layout.layouts];
