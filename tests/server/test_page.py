@@ -16,6 +16,7 @@ import pytest
 from ddpobs import wire
 from tests.collector import collector
 from tests.server import batches
+from tests.server.analysis.scenario import changed
 from tests.server.test_tokens import kept
 
 FLAGS = (
@@ -182,6 +183,8 @@ def test_of_a_run_without_steps_nothing_is_said_to_be_found(browser: Any, tmp_pa
             visit.page.locator("#runs td").get_by_text("not judged yet").wait_for()
         visit.page.get_by_role("link", name="begun").click()
         visit.page.get_by_role("heading", name="No step to judge yet.").wait_for()
+        visit.page.get_by_text("No bucket spans of this step.").wait_for()
+        assert visit.page.get_by_text("Nothing here of").count() == 0
 
 
 @pytest.fixture(scope="module")
@@ -279,6 +282,37 @@ def test_of_more_steps_than_an_answer_holds_the_latest_are_drawn(browser: Any, t
         for picture in ("#phases-shown", "#heat-shown"):
             assert "The latest 390 steps" in visit.page.locator(picture).inner_text()
         assert visit.complaints == []
+
+
+def moved(sent: wire.Batch, by: int) -> wire.Batch:
+    """The batch of a rank whose own step numbers are so much higher: it had more inputs before."""
+    steps, spans = (changed(columns, step=columns.step + by) for columns in (sent.steps, sent.spans) if columns)
+    return msgspec.structs.replace(sent, steps=steps, spans=spans)
+
+
+def test_ranks_whose_step_numbers_are_far_apart_are_compared_and_drawn(browser: Any, url: str) -> None:
+    for rank, by in enumerate((2000, 500, 2000)):
+        put(url, moved(msgspec.structs.replace(batch("uneven", rank, rank == 2, "node"), world_size=3), by))
+    visit = drawn(browser, f"{url}/runs/uneven")
+    assert visit.page.locator("#heat").get_by_text("rank 1", exact=True).count() == 1
+    assert visit.page.locator("#heat rect.cell").count() == 3 * (STEPS - 1)
+    assert visit.page.locator("#heat-shown").inner_text() == ""
+    for picture in ("#phases-shown", "#timeline-shown"):
+        assert visit.page.locator(picture).inner_text() == "Nothing here of rank 1."
+    visit.page.locator("#rank").select_option("1")
+    visit.page.locator("#phases").get_by_text("510", exact=True).wait_for()
+    assert visit.page.locator("#phases-shown").inner_text() == ""
+    assert visit.complaints == []
+
+
+def test_a_rank_without_steps_is_named_where_it_is_missing(browser: Any, url: str) -> None:
+    for rank in range(2):
+        put(url, msgspec.structs.replace(batch("two", rank, slow=False, host="node"), world_size=3))
+    put(url, batches.batch("two", rank=2, world_size=3, attempt="a" * 16))
+    visit = drawn(browser, f"{url}/runs/two")
+    for picture in ("#phases-shown", "#heat-shown", "#timeline-shown"):
+        assert visit.page.locator(picture).inner_text() == "Nothing here of rank 2."
+    assert visit.page.locator("#heat rect.cell").count() == 2 * (STEPS - 1)
 
 
 def test_a_click_on_the_heat_map_shows_that_steps_buckets(browser: Any, url: str) -> None:

@@ -3,11 +3,11 @@
 import { ago, element, get, ms, notice, refresh, saveWithToken, tell } from "./api.js";
 import { heat, PHASES, phases, timeline } from "./charts.js";
 
-const SHOWN_STEPS = 500, SHOWN_ROWS = 400_000, SHOWN_RANKS = 32, SHOWN_SPANS = 200;
+const SHOWN_STEPS = 500, SHOWN_ROWS = 400_000, SHOWN_RANKS = 32, SHOWN_SPANS = 200, NAMED_RANKS = 12;
 const run = decodeURIComponent(location.pathname.split("/").at(-1));
 const base = `/runs/${encodeURIComponent(run)}`;
 const by = (id) => document.getElementById(id);
-let range = "", fewer = "", straggler = null, slowest = [], layouts = [], chosen = null;
+let ranks = [], last = 0, count = SHOWN_STEPS, straggler = null, slowest = [], layouts = [], chosen = null;
 
 by("title").textContent = run;
 document.title = `${run} · ddpobs`;
@@ -40,17 +40,19 @@ function showFindings({ findings, missing, steps_seen }) {
 }
 
 async function showPhases() {
-  const rank = by("rank").value, wanted = rank === "mean" || !rank ? "mean=true" : `rank=${rank}`;
-  const { columns } = await get(`${base}/steps${range}&${wanted}`);
+  const rank = by("rank").value, one = ranks.find((known) => String(known.rank) === rank);
+  const wanted = one ? `${until(one.last_step)}&rank=${rank}` : `${until(last)}&mean=true`;
+  const { columns } = await get(`${base}/steps?${wanted}`);
   if (by("rank").value !== rank) return;  // Another was chosen meanwhile.
-  by("phases-shown").textContent = fewer;
+  const abreast = ranks.filter((known) => known.steps && known.last_step > last - count);
+  say("phases-shown", fewer(), one ? "" : without(abreast.map((known) => known.rank)));
   phases(by("phases"), columns.step.map((step, row) => ({
     step, wall: columns.wall_ns?.[row] ?? columns.end_ns[row] - columns.start_ns[row],
     ...Object.fromEntries(PHASES.map((phase) => [phase, columns[`${phase}_ns`][row]])),
   })));
 }
 
-function showRanks({ ranks }) {
+function showRanks() {
   const select = by("rank"), before = select.value || "mean";
   select.replaceChildren(element("option", { value: "mean" }, "mean of all"), ...ranks.map((rank) => element("option", { value: rank.rank }, `rank ${rank.rank}`)));
   select.value = before;
@@ -80,10 +82,34 @@ function bySlowness({ ranks, excess_ns }, findings) {
 }
 
 // The collector ends an answer that would be too long before the latest step: fewer are asked for.
-function limit({ ranks, steps }) {
-  const count = Math.min(SHOWN_STEPS, Math.max(2, Math.floor(SHOWN_ROWS / ranks)));
-  range = `?from=${Math.max(0, steps - count)}&to=${steps}`;
-  fewer = count < Math.min(SHOWN_STEPS, steps) ? `The latest ${count} steps, for there are many ranks.` : "";
+function limit() {
+  last = Math.max(0, ...ranks.map((rank) => rank.last_step));
+  count = Math.min(SHOWN_STEPS, Math.max(2, Math.floor(SHOWN_ROWS / ranks.length)));
+}
+
+function fewer() {
+  return count < Math.min(SHOWN_STEPS, last + 1) ? `The latest ${count} steps, for there are many ranks.` : "";
+}
+
+function until(step) {
+  return `from=${Math.max(0, step - count + 1)}&to=${step}`;
+}
+
+// With uneven inputs the ranks' own step numbers part, until no range holds the latest steps of all.
+function apart() {
+  const ends = ranks.filter((rank) => rank.steps).map((rank) => rank.last_step);
+  return Math.max(...ends) - Math.min(...ends) > count / 4;
+}
+
+function say(place, ...sentences) {
+  by(place).textContent = sentences.filter(Boolean).join(" ");
+}
+
+function without(present) {
+  const shown = new Set(present), absent = ranks.map(({ rank }) => rank).filter((rank) => !shown.has(rank));
+  if (!shown.size || !absent.length) return "";
+  const more = absent.length - NAMED_RANKS;
+  return `Nothing here of rank ${absent.slice(0, NAMED_RANKS).join(", ")}${more > 0 ? ` and ${more} more` : ""}.`;
 }
 
 function few(shown, all) {
@@ -94,9 +120,17 @@ async function choose(step) {
   if (!straggler) return;
   chosen = step;
   by("step").value = step;
+  showHeat();
+  await showBuckets(step);
+}
+
+function showHeat() {
   const shown = slowest.slice(0, SHOWN_RANKS);
   heat(by("heat"), straggler, shown, chosen, pick);
-  by("heat-shown").textContent = `${fewer} ${few(shown.length, slowest.length)}`;
+  say("heat-shown", apart() ? "" : fewer(), few(shown.length, slowest.length), without(straggler.ranks));
+}
+
+async function showBuckets(step) {
   const { columns } = await get(`${base}/spans?from=${step}&to=${step}`);
   if (step !== chosen) return;
   const spans = columns.rank.map((rank, row) => ({
@@ -106,7 +140,7 @@ async function choose(step) {
   const told = new Set(columns.rank), order = slowest.map((place) => straggler.ranks[place]).filter((rank) => told.has(rank));
   const drawn = new Set((order.length ? order : [...told]).slice(0, Math.max(2, Math.floor((SHOWN_SPANS * told.size) / spans.length))));
   timeline(by("timeline"), spans.filter((span) => drawn.has(span.rank)), layouts);
-  by("timeline-shown").textContent = few(drawn.size, told.size);
+  say("timeline-shown", few(drawn.size, told.size), without(told));
 }
 
 function pick(step) {
@@ -117,19 +151,21 @@ function pick(step) {
 
 async function show() {
   const about = await get(base);
-  limit(about);
-  const [diagnostics, ranks, layout, stragglers, unused] = await Promise.all([
-    get(`${base}/diagnostics`), get(`${base}/ranks`), get(`${base}/layout`), get(`${base}/stragglers${range}`), get(`${base}/unused`)]);
+  ({ ranks } = await get(`${base}/ranks`));
+  limit();
+  const within = apart() ? "" : `?${until(last)}`;  // Without a range each rank's latest steps are compared.
+  const [diagnostics, layout, stragglers, unused] = await Promise.all([
+    get(`${base}/diagnostics`), get(`${base}/layout`), get(`${base}/stragglers${within}`), get(`${base}/unused`)]);
   [straggler, layouts] = [stragglers, layout.layouts];
   slowest = bySlowness(stragglers, diagnostics.findings);
   const facts = [about.state, `${about.ranks} of ${about.world_size} ranks`, `${about.steps} steps`, `attempt ${about.attempts.length}`,
     about.modules.map((module) => module.name).join(", "), `last heard of ${ago(about.last_seen_ns)}`];
   by("facts").textContent = facts.filter(Boolean).join(" · ");
   showFindings(diagnostics);
-  showRanks(ranks);
+  showRanks();
   await showPhases();
   showUnused(unused);
-  await choose(chosen ?? straggler.steps.at(Math.floor(straggler.steps.length / 2)) ?? Math.max(0, about.steps - 1));
+  await choose(chosen ?? straggler.steps.at(Math.floor(straggler.steps.length / 2)) ?? last);
   // Only goodbyes are an end: what is stalled may step again, and what is lost come back under its id.
   return { finished: false, lost: 15 }[about.state];
 }
