@@ -172,16 +172,16 @@ def test_a_runs_oldest_columns_make_room_and_no_more_of_them_than_has_to_go(
     monkeypatch.setattr(removing, "_CHUNKS_FOR_ROOM", 1)
     empty = store.used_bytes()
     for seq in range(5, 10):
-        arrive(store, "running", day=9, seq=seq, count=2000)
+        arrive(store, "running", day=9, seq=seq, count=5000)
     old = store.used_bytes()
     for seq in range(5):
-        arrive(store, "running", day=9, seq=seq, count=2000, attempt="b" * 16, source="b" * 16)
+        arrive(store, "running", day=9, seq=seq, count=5000, attempt="b" * 16, source="b" * 16)
     limit = (empty + old) // 2 + store.used_bytes() - old
     tidy(store, day=9, keep_gb=limit / 1e9)
     kept = store.spans("running", ATTEMPT)[1].step
-    assert 10_000 < kept[0] < kept[-1] == 19_999
-    assert len(kept) == 2 * (20_000 - kept[0])
-    assert len(store.spans("running", "b" * 16)[0]) == 20_000
+    assert 25_000 < kept[0] < kept[-1] == 49_999
+    assert len(kept) == 2 * (50_000 - kept[0])
+    assert len(store.spans("running", "b" * 16)[0]) == 50_000
     assert limit - (old - empty) / 5 < store.used_bytes() <= limit
 
 
@@ -211,6 +211,7 @@ def test_silent_runs_go_before_a_live_ones_columns_while_it_is_their_rows_that_t
     whole = store.used_bytes()
     tidy(store, day=now / DAY_NS, keep_gb=0.95 * whole / 1e9)
     assert [store.run(run) is not None for run in ("older", "old", "live")] == [True, False, True]
+    assert rows(store, "older") == (256, 0, 256), "its columns are too small to make room"
     assert rows(store, "live") == (600, 1200, 600)
     assert store.used_bytes() <= 0.95 * whole
     store.close()

@@ -148,7 +148,7 @@ def expire_runs(engine: Engine, before_ns: int) -> int:
 def shrink(engine: Engine, limit_bytes: int) -> tuple[int, int]:
     """Make room until what is used is below the limit: columns of silent runs, the oldest first, then of any.
 
-    On SQLite silent runs go altogether before a live one's columns do, while it is the rows that take more room.
+    On SQLite silent runs go altogether instead, while rows take more room than columns, which would be lost in vain.
 
     Returns:
         How many chunks, and how many runs.
@@ -161,9 +161,8 @@ def shrink(engine: Engine, limit_bytes: int) -> tuple[int, int]:
     while (used := used_bytes(engine)) > limit_bytes:
         with engine.connect() as connection:
             columns = connection.execute(_COLUMN_BYTES).scalar_one()
-            run = connection.execute(holding.where(silent)).scalar()
-            whole = None if run is not None or used < 2 * columns else connection.execute(oldest.where(silent)).scalar()
-            run = run or connection.execute(holding).scalar()
+            whole = connection.execute(oldest.where(silent)).scalar() if used >= 2 * columns else None
+            run = connection.execute(holding.where(silent)).scalar() or connection.execute(holding).scalar()
         if whole is not None:
             gone = int(delete_run(engine, whole, [silent]))
             removed_runs += gone
