@@ -1,4 +1,7 @@
-"""What comes beside a request's body is bounded too, in size and in time: nobody needs a token to send it."""
+"""What comes beside a request's body is bounded too, in size and in time: nobody needs a token to send it.
+
+So is how long an answer waits for its reader: until it is read it takes memory.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,22 @@ from ddpobs_server.problems import MEDIA_TYPE, Problem
 MOST_BYTES, MOST_S = 65_536, 30.0
 REST_S = 10.0
 """How long what is left of a request is read after its answer: many clients read that only once they have sent all."""
+UNREAD_S = 30.0
+"""How long a client may read nothing of an answer, or not enough for its next piece."""
 
 
 class BoundedHead(HttpToolsProtocol):
-    """uvicorn's connection; one is closed whose requests are, beside their bodies, too long or too slow to come."""
+    """uvicorn's connection; one is closed whose requests are, beside their bodies, too long or too slow to come.
+
+    One whose answers are not read is aborted: to close it would wait for its reader.
+    """
 
     _bytes = 0
     """Of the head or the trailers that have begun; none while a body comes."""
     _in_head, _took_body = True, False
     _timer: asyncio.TimerHandle | None = None
+    _unread: asyncio.TimerHandle | None = None
+    """Runs while more waits to be read than the transport likes to hold."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first head."""
@@ -31,7 +41,19 @@ class BoundedHead(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         """Wait no more."""
         self._end()
+        self._end_unread()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Wait for the reader, but not for ever."""
+        super().pause_writing()
+        self._end_unread()
+        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        """The client has read enough."""
+        self._end_unread()
+        super().resume_writing()
 
     def on_message_begin(self) -> None:
         """A head begins."""
@@ -69,7 +91,7 @@ class BoundedHead(HttpToolsProtocol):
         if self._in_head:
             self._await_head()
         else:
-            self._timer = self.loop.call_later(REST_S, self.transport.close)
+            self._timer = self.loop.call_later(REST_S, self._close)
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; those beside a body are counted."""
@@ -90,13 +112,24 @@ class BoundedHead(HttpToolsProtocol):
             self._timer.cancel()
             self._timer = None
 
+    def _end_unread(self) -> None:
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
+
     def _refuse(self, problem: Problem) -> None:
+        if not self.transport.is_closing() and self._in_head and (self.cycle is None or self.cycle.response_complete):
+            self._answer(problem)  # Else another answer is under way.
+        self._close()
+
+    def _answer(self, problem: Problem) -> None:
+        body = msgspec.json.encode(problem.document)
+        fields: dict[str, Any] = {"Content-Type": MEDIA_TYPE, "Content-Length": len(body), "Connection": "close"}
+        head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+        self.transport.write(f"HTTP/1.1 {problem.status} {problem.document['title']}\r\n{head}\r\n".encode() + body)
+
+    def _close(self) -> None:
+        """Close once all is read, which may be never."""
         self._end()
-        if self.transport.is_closing():
-            return
-        if self._in_head and (self.cycle is None or self.cycle.response_complete):  # No answer is under way.
-            body = msgspec.json.encode(problem.document)
-            fields: dict[str, Any] = {"Content-Type": MEDIA_TYPE, "Content-Length": len(body), "Connection": "close"}
-            head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
-            self.transport.write(f"HTTP/1.1 {problem.status} {problem.document['title']}\r\n{head}\r\n".encode() + body)
         self.transport.close()
+        self._timer = self.loop.call_later(UNREAD_S, self.transport.abort)

@@ -20,12 +20,17 @@ import pytest
 import uvicorn
 import zstandard
 from ddpobs_server import heads
+from ddpobs_server.api import turns
+from ddpobs_server.api.turns import InTurn
+from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
+from fastapi import APIRouter, Response
 from starlette.applications import Starlette
 
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.sender import Outcome, Sender
+from tests import databases
 from tests.collector import Collector, collector
 from tests.server.batches import assert_problem, batch, get, layout, path, put, source_of, spans, steps
 
@@ -276,10 +281,13 @@ def test_a_request_with_all_headers_that_are_allowed_is_answered(small: Collecto
 
 
 @contextmanager
-def served() -> Iterator[tuple[str, int]]:
-    """The address of a server without an application: every request is answered 404 before its body has come."""
+def served(app: Starlette | None = None) -> Iterator[tuple[str, int]]:
+    """The address of a server; without an application every request is answered 404 before its body has come."""
     listening = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(Starlette(), http=heads.BoundedHead, ws="none", log_config=None))
+    listening.setsockopt(
+        socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
+    )  # What the system holds is no harm, nor bounded here.
+    server = uvicorn.Server(uvicorn.Config(app or Starlette(), http=heads.BoundedHead, ws="none", log_config=None))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
@@ -348,3 +356,67 @@ def test_after_a_request_the_next_is_waited_for_as_the_first(monkeypatch: pytest
         assert first.startswith(b"HTTP/1.1 404 ")
         client.sendall(body or b"\r\n")
         assert answered(client).startswith("HTTP/1.1 408 ")
+
+
+SMALL_BYTES, LARGE_BYTES = 50_000, 10_000_000
+
+
+@contextmanager
+def zeros_served(folder: Path) -> Iterator[tuple[str, int]]:
+    """A collector that answers with as much as it is asked for, and takes turns as for any read."""
+    router = APIRouter(route_class=InTurn)
+
+    @router.get("/zeros/{count}")
+    def zeros(count: int) -> Response:
+        return Response(bytes(count))
+
+    app = create_app(Settings(database_url=databases.sqlite(folder)))
+    app.include_router(router)
+    with served(app) as address:
+        yield address
+
+
+@contextmanager
+def asking(address: tuple[str, int], target: str = f"/zeros/{LARGE_BYTES}") -> Iterator[socket.socket]:
+    """Someone who asks, and whose system holds little that was not read."""
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(60)
+        client.connect(address)
+        client.sendall(f"GET {target} HTTP/1.1\r\nHost: here\r\n\r\n".encode())
+        yield client
+
+
+@pytest.mark.parametrize("count", [SMALL_BYTES, LARGE_BYTES])
+def test_a_reader_who_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(heads, "MOST_S", 0.3)
+    monkeypatch.setattr(heads, "UNREAD_S", 0.3)
+    with zeros_served(tmp_path) as address, asking(address, f"/zeros/{count}") as client:
+        time.sleep(1.5)
+        assert len(answered(client)) < count
+
+
+def test_a_slow_reader_gets_the_whole_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "UNREAD_S", 0.5)
+    with zeros_served(tmp_path) as address, asking(address) as client:
+        began, came = time.monotonic(), 0
+        while came < LARGE_BYTES:
+            came += len(client.recv(2**20))
+            time.sleep(max(0.0, began + 2 * came / LARGE_BYTES - time.monotonic()))
+    assert time.monotonic() - began > 1.5
+
+
+def test_so_many_answers_are_under_way_and_those_that_nobody_reads_make_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "_UNSENT", 2)
+    monkeypatch.setattr(heads, "UNREAD_S", 1.5)
+    with zeros_served(tmp_path) as address, asking(address), asking(address):
+        time.sleep(0.5)
+        with asking(address, "/api/v1/runs") as third:
+            third.settimeout(0.3)
+            with pytest.raises(TimeoutError):
+                third.recv(1)
+            assert httpx.get(f"http://{address[0]}:{address[1]}/healthz").status_code == 200
+            third.settimeout(60)
+            assert third.recv(65536).startswith(b"HTTP/1.1 200 ")

@@ -6,6 +6,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ddpobs_server.api import diagnosis, health, runs, turns
+from ddpobs_server.api.pieces import InPieces
 
 
 class _Head:
@@ -24,6 +25,7 @@ class _Head:
 def install(app: FastAPI) -> None:
     """Add the routes."""
     app.add_middleware(_Head)
+    app.add_middleware(InPieces)
     turns.install(app)
     for module in (health, runs, diagnosis):
         app.include_router(module.router)
