@@ -16,6 +16,7 @@ from anyio import CapacityLimiter
 from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 import ddpobs
 from ddpobs_server import api, checks, ingest, logs, metrics, page, problems, serving
@@ -35,6 +36,12 @@ _DRAIN_S = 10
 """How long open requests may take after SIGTERM."""
 _CLOSE_S, _STORE_S = 12, 1
 """And then all that writes or reads on its own, and the store's connections."""
+
+
+class _Collector(FastAPI):
+    def build_middleware_stack(self) -> ASGIApp:
+        """FastAPI's own, with headers on what is answered to an error of ours too, which no middleware sees."""
+        return page.Headers(super().build_middleware_stack())
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -65,7 +72,7 @@ def create_app(settings: Settings) -> FastAPI:
         serving.close(_STORE_S, store.close)
         _log.info("collector ended: what was accepted is written")
 
-    app = FastAPI(
+    app = _Collector(
         title="ddpobs collector",
         version=ddpobs.__version__,
         lifespan=lifespan,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from http.client import HTTPConnection
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,12 +12,16 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
+from ddpobs_server.app import create_app
+from ddpobs_server.settings import Settings
+from fastapi.testclient import TestClient
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as prometheus
 
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import ConfigError
+from tests import databases
 from tests.collector import Collector
 from tests.server.batches import ATTEMPT, assert_problem, batch, get, layout, path, put, spans, steps
 from tests.test_wire import GOLDEN
@@ -185,6 +190,15 @@ def test_every_answer_tells_a_browser_what_it_may_do(shared: Collector, where: s
     assert "frame-ancestors 'none'" in policy
     assert "unsafe" not in policy
     assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+def test_an_error_of_the_collectors_own_tells_a_browser_too(tmp_path: Path) -> None:
+    app = create_app(Settings(database_url=databases.sqlite(tmp_path)))
+    app.add_api_route("/broken", lambda: 1 // 0)
+    answer = TestClient(app, raise_server_exceptions=False).get("/broken")
+    assert_problem(answer, 500)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
 def test_a_browser_is_not_told_that_other_sites_may_write(shared: Collector) -> None:

@@ -35,6 +35,22 @@ def test_what_passes_in_postgresql_asks_to_try_again(
     assert told.value.full is full
 
 
+def test_a_postgresql_that_takes_no_writing_asks_to_try_again_and_is_looked_for_anew(
+    postgresql: databases.Fresh, tmp_path: Path
+) -> None:
+    store = Store(postgresql(tmp_path))
+    store.migrate()
+    with store._engine.connect() as connection:
+        session: Any = connection.connection.driver_connection
+        connection.exec_driver_sql("SET default_transaction_read_only = on")  # As where another server took over.
+        connection.commit()
+    with pytest.raises(UnavailableError, match="read-only"):
+        store.delete("any")
+    assert session.closed
+    assert not store.delete("any")
+    store.close()
+
+
 def test_a_sqlite_file_that_another_process_holds_asks_to_try_again(tmp_path: Path) -> None:
     url = databases.sqlite(tmp_path)
     with engine(url).connect() as holder, engine(url, timeout=0.1).connect() as other:

@@ -20,8 +20,8 @@ _PASSING = frozenset(
         sqlite3.SQLITE_PROTOCOL,
     }
 )
-_DISK_FULL = "53100"
-"""SQLSTATE of PostgreSQL."""
+_DISK_FULL, _READ_ONLY = "53100", "25006"
+"""SQLSTATEs of PostgreSQL."""
 
 
 class UnavailableError(Exception):
@@ -45,6 +45,8 @@ def translate(context: ExceptionContext) -> UnavailableError | None:
     error: Any = context.original_exception
     if context.is_pre_ping:
         return None  # The pool then connects anew by itself.
+    if _sqlstate(error) == _READ_ONLY:
+        context.is_disconnect = True  # A server that another took over from stays so: the pool is to find the other.
     full = is_full(error)
     if not (full or context.is_disconnect or _passes(error)):
         return None
@@ -68,7 +70,7 @@ class Pool(QueuePool):
 
 def is_full(error: Any) -> bool:
     """Whether a driver's error says that there is no room."""
-    return _sqlite_code(error) == sqlite3.SQLITE_FULL or getattr(error, "sqlstate", None) == _DISK_FULL
+    return _sqlite_code(error) == sqlite3.SQLITE_FULL or _sqlstate(error) == _DISK_FULL
 
 
 def _passes(error: Any) -> bool:
@@ -76,6 +78,10 @@ def _passes(error: Any) -> bool:
         return _sqlite_code(error) in _PASSING
     # psycopg's word for a server that is away, ending, starting, out of memory, or that undid a deadlock.
     return any(kind.__name__ == "OperationalError" for kind in type(error).__mro__)
+
+
+def _sqlstate(error: Any) -> str | None:
+    return getattr(error, "sqlstate", None)
 
 
 def _sqlite_code(error: Any) -> int:
