@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from grafana_foundation_sdk.builders import dashboard
 
-from dashboards.panels import Row, board, lines, number, stacked, variable
+from dashboards.panels import OVER, Row, board, lines, number, stacked, variable
 
 OF = 'instance=~"$instance"'
 NAMED = "{{instance}}"
@@ -120,8 +120,8 @@ def _rows() -> list[Row]:
 
 
 def _rate(metric: str, by: str) -> str:
-    return f"sum by ({by}) (rate({metric}{{{OF}}}[1m]))"
+    return f"sum by ({by}) (rate({metric}{{{OF}}}[{OVER}]))"
 
 
 def _quantile(q: float, what: str) -> str:
-    return f"histogram_quantile({q}, sum by (le) (rate(ddpobs_server_{what}_seconds_bucket{{{OF}}}[1m])))"
+    return f"histogram_quantile({q}, sum by (le) (rate(ddpobs_server_{what}_seconds_bucket{{{OF}}}[{OVER}])))"

@@ -8,6 +8,8 @@ from grafana_foundation_sdk.models.common import StackingMode
 from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSourceRef
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
+OVER = "5m"
+"""What rates look back on: at least two scrapes, at Prometheus's own interval of a minute too, even where one fails."""
 Row = tuple[str, list[stat.Panel | timeseries.Panel | bargauge.Panel | table.Panel]]
 """A title and the panels under it."""
 

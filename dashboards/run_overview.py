@@ -5,13 +5,13 @@ from __future__ import annotations
 from ddpobs_server.store.schema import STEP_BOUNDS_S
 from grafana_foundation_sdk.builders import dashboard, table
 
-from dashboards.panels import SOURCE, Row, bars, board, lines, number, query, stacked, variable
+from dashboards.panels import OVER, SOURCE, Row, bars, board, lines, number, query, stacked, variable
 
 OF_RUN = 'run=~"$run"'
 OF_RANK = f'{OF_RUN},rank=~"$rank"'
 _MEAN_STEP = (
-    f"sum by (run) (rate(ddpobs_step_duration_seconds_sum{{{OF_RUN}}}[1m])) "
-    f"/ sum by (run) (rate(ddpobs_step_duration_seconds_count{{{OF_RUN}}}[1m]))"
+    f"sum by (run) (rate(ddpobs_step_duration_seconds_sum{{{OF_RUN}}}[{OVER}])) "
+    f"/ sum by (run) (rate(ddpobs_step_duration_seconds_count{{{OF_RUN}}}[{OVER}]))"
 )
 
 
@@ -35,7 +35,7 @@ def _rows() -> list[Row]:
             "At a glance",
             [
                 _findings(),
-                number("Steps a second", f"avg by (run) (rate(ddpobs_steps_total{{{OF_RUN}}}[1m]))", "short", 4),
+                number("Steps a second", f"avg by (run) (rate(ddpobs_steps_total{{{OF_RUN}}}[{OVER}]))", "short", 4),
                 number("Step time, mean", _MEAN_STEP, "s", 4),
                 number(
                     "Exposed communication",
@@ -58,8 +58,8 @@ def _rows() -> list[Row]:
                 ),
                 stacked(
                     "Where a step's time goes",
-                    f"sum by (phase) (rate(ddpobs_phase_seconds_total{{{OF_RANK}}}[1m])) "
-                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RANK}}}[1m])))",
+                    f"sum by (phase) (rate(ddpobs_phase_seconds_total{{{OF_RANK}}}[{OVER}])) "
+                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RANK}}}[{OVER}])))",
                     "{{phase}}",
                     "s",
                 ),
@@ -80,8 +80,9 @@ def _rows() -> list[Row]:
                 ),
                 stacked(
                     "Share of steps in which a rank was late",
-                    f"sum by (rank, phase) (rate(ddpobs_straggler_steps_total{{{OF_RANK}}}[1m])) "
-                    f"/ on (rank) group_left () sum by (rank) (rate(ddpobs_compared_steps_total{{{OF_RANK}}}[1m])) > 0 "
+                    f"sum by (rank, phase) (rate(ddpobs_straggler_steps_total{{{OF_RANK}}}[{OVER}])) "
+                    "/ on (rank) group_left () "
+                    f"sum by (rank) (rate(ddpobs_compared_steps_total{{{OF_RANK}}}[{OVER}])) > 0 "
                     f"or sum by (rank, phase) (ddpobs_straggler_steps_total{{{OF_RANK}}}) * 0",
                     "rank {{rank}}, {{phase}}",
                     "percentunit",
@@ -106,25 +107,25 @@ def _rows() -> list[Row]:
                 ),
                 lines(
                     "Gradient bytes a second",
-                    [(f"rate(ddpobs_allreduce_bytes_total{{{OF_RANK}}}[1m])", "rank {{rank}}")],
+                    [(f"rate(ddpobs_allreduce_bytes_total{{{OF_RANK}}}[{OVER}])", "rank {{rank}}")],
                     "Bps",
                 ),
                 bars(
                     "Communication by bucket",
-                    f"sum by (bucket) (rate(ddpobs_bucket_comm_seconds_total{{{OF_RUN}}}[1m])) "
-                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RUN}}}[1m])))",
+                    f"sum by (bucket) (rate(ddpobs_bucket_comm_seconds_total{{{OF_RUN}}}[{OVER}])) "
+                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RUN}}}[{OVER}])))",
                     "s",
                 ),
                 bars(
                     "Exposed communication by bucket",
-                    f"sum by (bucket) (rate(ddpobs_bucket_exposed_seconds_total{{{OF_RUN}}}[1m])) "
-                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RUN}}}[1m])))",
+                    f"sum by (bucket) (rate(ddpobs_bucket_exposed_seconds_total{{{OF_RUN}}}[{OVER}])) "
+                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RUN}}}[{OVER}])))",
                     "s",
                 ),
                 bars(
                     "Gradients computed by bucket",
-                    f"sum by (bucket) (rate(ddpobs_bucket_ready_seconds_total{{{OF_RUN}}}[1m])) "
-                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RUN}}}[1m])))",
+                    f"sum by (bucket) (rate(ddpobs_bucket_ready_seconds_total{{{OF_RUN}}}[{OVER}])) "
+                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RUN}}}[{OVER}])))",
                     "s",
                 ),
                 bars("Bucket size", f"max by (bucket) (ddpobs_bucket_bytes{{{OF_RUN}}})", "bytes"),
@@ -142,15 +143,15 @@ def _rows() -> list[Row]:
 
 
 def _quantile(q: float) -> str:
-    return f"histogram_quantile({q}, sum by (le) (rate(ddpobs_step_duration_seconds_bucket{{{OF_RUN}}}[1m])))"
+    return f"histogram_quantile({q}, sum by (le) (rate(ddpobs_step_duration_seconds_bucket{{{OF_RUN}}}[{OVER}])))"
 
 
 def _share(part: str, whole: str) -> str:
-    return f"sum(rate({part}{{{OF_RANK}}}[1m])) / sum(rate({whole}{{{OF_RANK}}}[1m]))"
+    return f"sum(rate({part}{{{OF_RANK}}}[{OVER}])) / sum(rate({whole}{{{OF_RANK}}}[{OVER}]))"
 
 
 def _per_step(metric: str, steps: str = "ddpobs_steps_total") -> str:
-    return f"rate({metric}{{{OF_RANK}}}[1m]) / rate({steps}{{{OF_RANK}}}[1m])"
+    return f"rate({metric}{{{OF_RANK}}}[{OVER}]) / rate({steps}{{{OF_RANK}}}[{OVER}])"
 
 
 def _per_compared_step(metric: str) -> str:
