@@ -79,6 +79,8 @@ def create_token(
         raise typer.BadParameter(f"expected some of {', '.join(SCOPES)}, got {', '.join(unknown)}")
     if not re.fullmatch(r"[a-z0-9-]{1,32}", workspace):
         raise typer.BadParameter(f"workspace: expected 1 to 32 of a-z, 0-9 and -, got {workspace!r}")
+    if not name.isprintable():
+        raise typer.BadParameter(f"name: expected what can be printed on a line, got {name!r}")
     token, kept = new_token(name[:128], workspace, scopes)
     settings = _settings(database_url)
     store = open_store(settings)

@@ -350,11 +350,20 @@ def test_who_tries_many_wrong_tokens_has_to_wait(tmp_path: Path) -> None:
         assert 0 < int(refused.headers["retry-after"]) <= 61
 
 
-@pytest.mark.parametrize("arguments", [("--scope", "write"), ("--workspace", "no/slash"), ("--workspace", "")])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("x", "--scope", "write"),
+        ("x", "--workspace", "no/slash"),
+        ("x", "--workspace", ""),
+        ("two\nlines",),
+        ("\x1b[m",),
+    ],
+)
 def test_what_no_token_can_have_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = subprocess.run(
         [
-            *(str(Path(sys.executable).with_name("ddpobs-server")), "token", "create", "x"),
+            *(str(Path(sys.executable).with_name("ddpobs-server")), "token", "create"),
             *(*arguments, "--database-url", f"sqlite:///{tmp_path}/x.db"),
         ],
         capture_output=True,
