@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ddpobs_server import problems
 from ddpobs_server.problems import MEDIA_TYPE, Problem
 
 MOST_BYTES, MOST_S = 65_536, 30.0
@@ -48,7 +49,7 @@ class BoundedHead(HttpToolsProtocol):
         """Wait for the reader, but not for ever."""
         super().pause_writing()
         self._end_unread()
-        self._unread = self.loop.call_later(UNREAD_S, self.transport.abort)
+        self._unread = self.loop.call_later(UNREAD_S, self._give_up)
 
     def resume_writing(self) -> None:
         """The client has read enough."""
@@ -68,8 +69,9 @@ class BoundedHead(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """The head has ended."""
         self._end()
-        self._in_head, self._took_body = False, True
+        self._took_body = True
         super().on_headers_complete()
+        self._in_head = False
 
     def on_body(self, body: bytes) -> None:
         """A part of the body, which `limits` bounds."""
@@ -104,8 +106,7 @@ class BoundedHead(HttpToolsProtocol):
     def _await_head(self) -> None:
         self._end()
         self._bytes, self._in_head = 0, True
-        slow = Problem(408, "Request too slow", f"the headers did not come within {MOST_S:g} s")
-        self._timer = self.loop.call_later(MOST_S, self._refuse, slow)
+        self._timer = self.loop.call_later(MOST_S, self._too_slow)
 
     def _end(self) -> None:
         if self._timer is not None:
@@ -117,10 +118,36 @@ class BoundedHead(HttpToolsProtocol):
             self._unread.cancel()
             self._unread = None
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what the parser cannot read."""
+        self._refuse(Problem(400, "Malformed request", "expected a request of HTTP/1.1, got what is none"))
+
+    def _too_slow(self) -> None:
+        if self._bytes:
+            self._refuse(Problem(408, "Request too slow", f"the headers did not come within {MOST_S:g} s"))
+        else:  # A connection that rests, as browsers keep some, is no request that was refused.
+            self._close()
+
+    def _give_up(self) -> None:
+        self._note(Problem(408, "Answer not read", f"of an answer too little was read within {UNREAD_S:g} s"))
+        self.transport.abort()
+
     def _refuse(self, problem: Problem) -> None:
-        if not self.transport.is_closing() and self._in_head and (self.cycle is None or self.cycle.response_complete):
-            self._answer(problem)  # Else another answer is under way.
+        if not self.transport.is_closing():
+            self._note(problem)
+            if self._unanswered():
+                self._answer(problem)
         self._close()
+
+    def _note(self, problem: Problem) -> None:
+        app: Any = self.config.app
+        problems.note(app, problem, client=self.client[0] if self.client else "unknown")
+
+    def _unanswered(self) -> bool:
+        """Whether the request at hand has no answer yet, and no other's is under way."""
+        if self._in_head:
+            return self.cycle is None or self.cycle.response_complete
+        return not (self.cycle.response_started or self.pipeline)
 
     def _answer(self, problem: Problem) -> None:
         body = msgspec.json.encode(problem.document)
@@ -132,4 +159,4 @@ class BoundedHead(HttpToolsProtocol):
         """Close once all is read, which may be never."""
         self._end()
         self.transport.close()
-        self._timer = self.loop.call_later(UNREAD_S, self.transport.abort)
+        self._timer = self.loop.call_later(UNREAD_S, self._give_up)

@@ -130,12 +130,17 @@ def answer(request: Request, error: Problem | UnavailableError) -> JSONResponse:
 
 
 def _note(request: Request, problem: Problem, request_id: str) -> None:
-    status, title = problem.status, problem.document["title"]
     method = request.method if request.method in _METHODS else "other"
-    request.app.state.problems.labels(method, status, title).inc()
-    facts: dict[str, object] = {name: request.path_params[name] for name in _KEY if name in request.path_params}
-    facts |= {"path": request.url.path, "detail": problem.document["detail"], "method": method, "problem": title}
-    facts |= {"request": request_id, "client": request.client.host if request.client else "unknown"}
+    key = {name: request.path_params[name] for name in _KEY if name in request.path_params}
+    client = request.client.host if request.client else "unknown"
+    note(request.app, problem, method, **key, path=request.url.path, request=request_id, client=client)
+
+
+def note(app: FastAPI, problem: Problem, method: str = "other", **facts: object) -> None:
+    """Log and count a problem; `facts` say whose it is."""
+    status, title = problem.status, problem.document["title"]
+    app.state.problems.labels(method, status, title).inc()
+    facts |= {"detail": problem.document["detail"], "method": method, "problem": title}
     shown = {name: str(value)[:_SHOWN] for name, value in facts.items()}
     _log.log(_level(status), "request refused", extra={**shown, "status": status, "kind": title})
 

@@ -19,13 +19,13 @@ import numpy as np
 import pytest
 import uvicorn
 import zstandard
-from ddpobs_server import heads
+from ddpobs_server import heads, problems
 from ddpobs_server.api import turns
 from ddpobs_server.api.turns import InTurn
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
-from fastapi import APIRouter, Response
-from starlette.applications import Starlette
+from fastapi import APIRouter, FastAPI, Response
+from prometheus_client import CollectorRegistry
 
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
@@ -280,14 +280,22 @@ def test_a_request_with_all_headers_that_are_allowed_is_answered(small: Collecto
     assert_problem(httpx.get(small.url, headers={"X-Long": "x" * 400_000}), 431)
 
 
+def empty() -> FastAPI:
+    app = FastAPI(openapi_url=None)
+    app.state.registry = CollectorRegistry()
+    problems.install(app)
+    return app
+
+
 @contextmanager
-def served(app: Starlette | None = None) -> Iterator[tuple[str, int]]:
-    """The address of a server; without an application every request is answered 404 before its body has come."""
+def served(app: FastAPI | None = None) -> Iterator[tuple[str, int]]:
+    """The address of a server; of its own it answers every request 404 before its body has come."""
+    app = app or empty()
     listening = socket.create_server(("127.0.0.1", 0))
     listening.setsockopt(
         socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
     )  # What the system holds is no harm, nor bounded here.
-    server = uvicorn.Server(uvicorn.Config(app or Starlette(), http=heads.BoundedHead, ws="none", log_config=None))
+    server = uvicorn.Server(uvicorn.Config(app, http=heads.BoundedHead, ws="none", log_config=None))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:
@@ -351,11 +359,39 @@ def test_after_a_request_the_next_is_waited_for_as_the_first(monkeypatch: pytest
     with served() as address, socket.create_connection(address, 3) as client:
         client.sendall(b"PUT / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(body))
         first = b""
-        while not first.endswith(b"Not Found"):
+        while not first.endswith(b"}"):
             first += client.recv(65536)
         assert first.startswith(b"HTTP/1.1 404 ")
         client.sendall(body or b"\r\n")
-        assert answered(client).startswith("HTTP/1.1 408 ")
+        assert answered(client)[:12] == ("" if body else "HTTP/1.1 408"), "closed, and told why where one had begun"
+
+
+NO_REQUESTS = {
+    "a method that nobody knows": b"NONE / HTTP/1.1\r\n",
+    "two lengths": b"PUT / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n",
+    "a length below zero": b"PUT / HTTP/1.1\r\nContent-Length: -1\r\n",
+    "a path beyond ASCII": b"GET /\xff HTTP/1.1\r\n",
+    "a piece of no length": b"PUT / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
+}
+
+
+@pytest.mark.parametrize("what", NO_REQUESTS)
+def test_what_is_no_request_is_told_so_by_a_problem_and_counted(small: Collector, what: str) -> None:
+    before = malformed(small.url)
+    address = urlsplit(small.url)
+    with socket.create_connection((address.hostname, address.port), 60) as client:
+        client.sendall(NO_REQUESTS[what] + b"\r\n")
+        head, _, body = answered(client).partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 400 ")
+    assert "Content-Type: application/problem+json" in head
+    assert msgspec.json.decode(body)["title"] == "Malformed request"
+    assert malformed(small.url) == before + 1
+
+
+def malformed(url: str) -> float:
+    seen = httpx.get(f"{url}/metrics").text
+    found = re.search(r'^ddpobs_server_problems_total{.*"Malformed request",status="400"} (.+)$', seen, re.MULTILINE)
+    return float(found[1]) if found else 0.0
 
 
 SMALL_BYTES, LARGE_BYTES = 50_000, 10_000_000
