@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from ddpobs_server.auth import look_for
 
-_AT_ONCE, _UNSENT = 4, 8
+_AT_ONCE, _UNSENT = 4, 16
 """Reads that have a turn, and those whose answer is being made or sent: a large one takes 16 MB."""
 
 
