@@ -42,6 +42,7 @@ class Bucket:
         "_as_views",
         "_copied",
         "_never_lent",
+        "_pointers",
         "_references",
         "_storage",
         "_uses",
@@ -85,9 +86,22 @@ class Bucket:
         self.head = self.buffer[:1]
         self.views = [] if self.sparse else _views(self.buffer, self.parameters, self._as_views)
         self._references = list(map(sys.getrefcount, self.views))
+        self._pointers = list(map(torch.Tensor.data_ptr, self.views))
         self._storage = self.buffer.untyped_storage()._cdata
         self._uses = torch._C._storage_Use_Count(self._storage)
         self._never_lent = set(range(len(self.views)))
+
+    def reclaim(self) -> None:
+        """Make fresh views where `grad.data = ...` or `grad.set_(...)` led one to memory that nobody reduces.
+
+        Each is asked, at 0.06 µs: the storage's uses do not tell, as who keeps the older gradient's data adds what the
+        view took away.
+        """
+        if list(map(torch.Tensor.data_ptr, self.views)) == self._pointers:
+            return
+        for place, fresh in enumerate(_views(self.buffer, self.parameters, self._as_views)):
+            if self.views[place].data_ptr() != self._pointers[place]:
+                self.views[place] = fresh
 
     def renew(self) -> None:
         """Take fresh memory where someone still holds a gradient of the last backward and may read it yet.

@@ -227,6 +227,7 @@ class Readiness:
         scale = self._scale()
         for bucket in self._buckets:
             bucket.scale = scale
+            bucket.reclaim()
             if not self._settings.as_views:
                 bucket.renew()
         self._fired[:] = bytes(len(self._fired))

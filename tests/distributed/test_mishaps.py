@@ -296,6 +296,29 @@ def stepping_on_aliases(kind: Any, rank: int) -> Any:
     return outcome(ddp)
 
 
+def leading_away(keeps: bool, set_to_none: bool, lead: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
+    """Gradients are given other memory after each step, as by old ways to clip them; what was theirs may be kept."""
+
+    def case(kind: Any, rank: int) -> Any:
+        ddp, kept, found = kind(net(), **CAP), [], []
+        for step in range(4):
+            ddp.zero_grad(set_to_none=set_to_none)
+            ddp(batch(rank, step)).sum().backward()
+            found.append(outcome(ddp))
+            older = [p.grad.data for p in ddp.parameters()]
+            for parameter, gradient in zip(ddp.parameters(), older, strict=True):
+                lead(parameter.grad, gradient * 0.5)
+            kept.append(older if keeps else [])
+            del older, gradient
+        return [found, kept[0], outcome(ddp)]
+
+    return case
+
+
+def by_data(gradient: torch.Tensor, other: torch.Tensor) -> None:
+    gradient.data = other
+
+
 def clamps(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.clamp_(-0.01, 0.01)
@@ -351,6 +374,11 @@ SAME = {
     "gradients kept beside accumulated ones": keeping(lambda gradient: gradient, accumulates=True),
     "gradients kept by detach beside accumulated ones": keeping(torch.Tensor.detach, accumulates=True),
     "stepping on aliases of gradients": stepping_on_aliases,
+    "gradients led away": leading_away(False, True, by_data),
+    "gradients led away, zeroed in place": leading_away(False, False, by_data),
+    "gradients led away, kept": leading_away(True, True, by_data),
+    "gradients led away, kept, zeroed in place": leading_away(True, False, by_data),
+    "gradients led away by set_, zeroed in place": leading_away(False, False, torch.Tensor.set_),
     "reached without a gradient": reached(4),
     "reached without a gradient, large": reached(LARGE),
     "reached without a gradient, accumulated": reached(LARGE, accumulates=True),
