@@ -92,6 +92,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         trains = torch.is_grad_enabled() and self.reducer is not None
         if trains:
             self.reducer.prepare(self.require_backward_grad_sync)
+        elif self.reducer is not None:  # Buffers are broadcast here too, behind what the others still wait for.
+            self.reducer.end_interrupted()
         output = super().forward(*inputs, **kwargs)
         if trains and self.require_backward_grad_sync:
             self.reducer.watch(list(_find_tensors(output)))

@@ -177,14 +177,15 @@ class Readiness:
         self._expected = synchronises
         self._outputs = []
         self._come_last()
-        self._end_interrupted()
+        self.end_interrupted()
 
     def arm(self) -> None:
         """The next backward synchronises, whatever its forward was told."""
         self._expected = True
-        self._end_interrupted()
+        self.end_interrupted()
 
-    def _end_interrupted(self) -> None:
+    def end_interrupted(self) -> None:
+        """Bring a backward that an error ended to its end, before anything else is said to the other ranks."""
         # Inside a backward it is checkpointing that runs the module again: that backward is not interrupted.
         if self._active and torch._C._current_graph_task_id() < 0:
             self._abandon()

@@ -108,6 +108,30 @@ def test_a_batch_whose_backward_fails_can_be_dropped(when: Breaks, ranks: int) -
                 assert all(text.startswith("rank 1: an error interrupted") for text in answer["told"]), name
 
 
+def evaluated(rank: int, world_size: int) -> list[list[str]]:
+    """What was raised where an evaluation, whose buffers are broadcast, follows a backward that failed on one rank."""
+    found = []
+    for evaluates in (torch.no_grad, torch.inference_mode):
+        model = nn.Sequential(net(), nn.BatchNorm1d(2), nn.Linear(2, 1))
+        ddp, told = DistributedDataParallel(model, **CAP), []
+        breaks = breaking(ddp, 2)
+        for step in range(4):
+            ddp.zero_grad()
+            breaks[0] = rank == 1 and step == 1
+            try:
+                ddp(batch(rank, step)).sum().backward()
+            except (StopError, ReducerError) as error:
+                told.append(type(error).__name__)
+            with evaluates():
+                ddp(batch(rank, step))
+        found.append(told)
+    return found
+
+
+def test_an_evaluation_may_follow_a_backward_that_failed_on_one_rank() -> None:
+    assert run_ranks(evaluated, 2, timeout_s=20) == [[["ReducerError"]] * 2, [["StopError"]] * 2]
+
+
 def too_late(rank: int, world_size: int, where: tuple[int, ...]) -> list[str]:
     """An error above the model on some ranks, once every gradient of it has come."""
     ddp, told = DistributedDataParallel(net(), **CAP), []
