@@ -107,10 +107,6 @@ class Readiness:
         """The backward is over."""
         raise NotImplementedError
 
-    def _abandon(self) -> None:
-        """The backward was interrupted by an error."""
-        raise NotImplementedError
-
     def _scale(self) -> float | None:
         """What gradients are multiplied by on their way into a bucket; None for nothing."""
         raise NotImplementedError
@@ -186,9 +182,7 @@ class Readiness:
 
     def end_interrupted(self) -> None:
         """Bring a backward that an error ended to its end, before anything else is said to the other ranks."""
-        # Inside a backward it is checkpointing that runs the module again: that backward is not interrupted.
-        if self._active and torch._C._current_graph_task_id() < 0:
-            self._abandon()
+        raise NotImplementedError
 
     def watch(self, outputs: Sequence[torch.Tensor]) -> None:
         """Begin the backward at a forward's outputs: a loss that reaches no parameter fires no parameter's hook."""

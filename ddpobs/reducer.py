@@ -7,7 +7,7 @@ last callback, which launches the last bucket: by then it is known whether the b
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -241,15 +241,18 @@ class Reducer(Readiness):
         self._alarm.began()
         self._participation.abstain()
         try:
-            self._go_along()
+            self._go_along(self._shadows())
             self._participation.settle()
         finally:
             self._participation.forget()
         if self._recorder is not None:
             self._recorder.shadowed()
 
-    def _abandon(self) -> None:
-        """End a backward that an error interrupted: ranks that are still in it get an error too, and none hangs."""
+    def abandon(self) -> Iterator[None]:
+        """End a backward that an error interrupted: ranks that are still in it get an error too, and none hangs.
+
+        First comes what the others launch while they are in the backward; resumed, what they launch at its end.
+        """
         self._alarm.fault = Fault(
             message="an error interrupted its backward, so that this one has no result on any rank. Drop the batch "
             "(zero_grad) on every rank, or stop"
@@ -257,7 +260,11 @@ class Reducer(Readiness):
         reduced = [bucket for bucket, _ in zip(self._buckets, self._pending, strict=False) if not bucket.sparse]
         try:
             self._participation.end(self._used, [i for i, fired in enumerate(self._fired) if not fired])
-            self._go_along()
+            shadows = self._shadows()
+            if not (self._participation.holds or self._settings.skip_unused):
+                self._pending += [self._comm.launch(bucket, False) for bucket in shadows[len(self._pending) : -1]]
+            yield
+            self._go_along(shadows)
         except ReducerError:
             pass  # Each rank's own, or what every other rank raises.
         finally:
@@ -267,16 +274,17 @@ class Reducer(Readiness):
             self._reset()
             self._used[:] = bytes(len(self._used))
 
+    def _shadows(self) -> list[Bucket]:
+        return [bucketing.shadow(bucket) for bucket in self._buckets]
+
     def _order_at_least(self) -> None:
         """Every rank rebuilds its buckets next, also one where no gradient came."""
         if self._order is not None and not self._order:
             self._order = list(reversed(range(len(self._parameters))))
 
-    def _go_along(self) -> None:
+    def _go_along(self, shadows: Sequence[Bucket]) -> None:
         """Launch what is not launched yet with zeros in it, and wait for all."""
-        participation, shadows = self._participation, [bucketing.shadow(bucket) for bucket in self._buckets]
-        rest = shadows[len(self._pending) :]
-        last = shadows[-1]
+        participation, rest, last = self._participation, shadows[len(self._pending) :], shadows[-1]
         if self._alarm.fault is not None and self._in_band:
             self._alarm.mark(last.buffer)
         self._alarm.tell()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,9 @@ from ddpobs.comm import AllReduce, CommHook, GradBucket
 from ddpobs.errors import ReducerError
 from ddpobs.reducer import Reducer
 
+_begun: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[ModuleReducer]]] = weakref.WeakKeyDictionary()
+"""Each group's reducers with a backward under way, in the order in which those began, and end on every rank."""
+
 
 class ModuleReducer(Reducer):
     """The reducer of a DDP module: waits for the module's forward, and rebuilds its buckets once."""
@@ -25,6 +29,7 @@ class ModuleReducer(Reducer):
     _waits: tuple[Any, ...] = ()
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._itself = weakref.ref(self)
         super().__init__(*args, **kwargs)
         # As torch's: a backward that no forward of the DDP module came before is the user's own affair.
         self._expected = False
@@ -52,7 +57,24 @@ class ModuleReducer(Reducer):
             self._divisor = float(ranks.item())
             self._forward_work = None
         self.timings.backward_began()
+        _begun.setdefault(self._group, []).append(self._itself)
         super().begin()
+
+    def _reset(self) -> None:
+        super()._reset()
+        if self._itself in (begun := _begun.get(self._group, [])):
+            begun.remove(self._itself)
+
+    def end_interrupted(self) -> None:
+        """As the reducer's, with all others of the group: one backward may go through several modules."""
+        # Inside a backward it is checkpointing that runs a module again: that backward is not interrupted.
+        if not _begun.get(self._group) or torch._C._current_graph_task_id() >= 0:
+            return
+        interrupted = [reducer for itself in _begun.pop(self._group) if (reducer := itself()) is not None]
+        endings = [reducer.abandon() for reducer in interrupted]
+        for _ in range(2):
+            for ending in endings:
+                next(ending, None)
 
     def _refuse(self) -> None:
         """On every rank alike, before anything is launched."""

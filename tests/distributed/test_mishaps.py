@@ -132,6 +132,33 @@ def test_an_evaluation_may_follow_a_backward_that_failed_on_one_rank() -> None:
     assert run_ranks(evaluated, 2, timeout_s=20) == [[["ReducerError"]] * 2, [["StopError"]] * 2]
 
 
+def in_a_chain(rank: int, world_size: int, ways: list[dict[str, Any]]) -> list[Any]:
+    """Two modules in one backward, which fails on one rank after both have begun; then gradients as they should be."""
+    found = []
+    for way in ways:
+        first = DistributedDataParallel(net(), **way)
+        torch.manual_seed(1)
+        second = DistributedDataParallel(nn.Sequential(nn.Linear(2, 3), nn.Tanh(), nn.Linear(3, 1)), **way)
+        breaks, told = breaking(first, 2), []
+        for step in range(4):
+            first.zero_grad()
+            second.zero_grad()
+            breaks[0] = rank == 1 and step == 1
+            try:
+                second(first(batch(rank, step))).pow(2).sum().backward()
+            except (StopError, ReducerError) as error:
+                told.append(type(error).__name__)
+        found.append([told, [p.grad.sum().item() for p in (*first.parameters(), *second.parameters())]])
+    return found
+
+
+def test_a_backward_through_two_modules_may_fail_on_one_rank() -> None:
+    one, other = run_ranks(in_a_chain, 2, [{}, CAP, {"bucket_cap_mb": 1e-5}], timeout_s=30)
+    assert [told for told, _ in one] == [["ReducerError"]] * 3
+    assert [told for told, _ in other] == [["StopError"]] * 3
+    assert [sums for _, sums in one] == [sums for _, sums in other]
+
+
 def too_late(rank: int, world_size: int, where: tuple[int, ...]) -> list[str]:
     """An error above the model on some ranks, once every gradient of it has come."""
     ddp, told = DistributedDataParallel(net(), **CAP), []
