@@ -26,16 +26,15 @@ def leave_context() -> None:
     _forget("context")
 
 
-def watch(outputs: Sequence[torch.Tensor], begins: Callable[[], None]) -> list[Node]:
-    """Have `begins` called when a backward gets to one of the outputs.
+def watch(outputs: Sequence[torch.Tensor], begins: Callable[[Node], None]) -> int:
+    """Have `begins` called with an output's node when a backward gets to it; how many of them can be differentiated.
 
-    Returns:
-        Their nodes, to be held elsewhere: a hook that held its own node would keep the graph alive for ever.
+    The node is asked of the engine by then: who holds it from the forward on keeps all activations alive.
     """
-    for output in outputs:
-        if output.grad_fn is not None:
-            output.register_hook(lambda _: begins())
-    return [output.grad_fn for output in outputs if output.grad_fn is not None]
+    differentiable = [output for output in outputs if output.grad_fn is not None]
+    for output in differentiable:
+        output.register_hook(lambda _: begins(torch._C._current_autograd_node()))
+    return len(differentiable)
 
 
 def unreached(nodes: Sequence[Node]) -> list[int]:
@@ -44,7 +43,7 @@ def unreached(nodes: Sequence[Node]) -> list[int]:
     return [index for index, node in enumerate(nodes) if not will_execute(node)]
 
 
-def concerns(nodes: Sequence[Node], outputs: Sequence[Node]) -> bool:
+def concerns(nodes: Sequence[Node], output: Node) -> bool:
     """Whether the running backward accumulates into parameters, or would but reaches none.
 
     `torch.autograd.grad` and `backward(inputs=...)` pass through the outputs too, for a gradient penalty say, and leave
@@ -52,14 +51,14 @@ def concerns(nodes: Sequence[Node], outputs: Sequence[Node]) -> bool:
 
     Args:
         nodes: The parameters' AccumulateGrad nodes.
-        outputs: Nodes of the forward's outputs.
+        output: The node of the forward's output that the backward has got to.
     """
     try:
         if any(map(torch._C._will_engine_execute_node, nodes)):
             return True
     except RuntimeError:  # The gradient of a parameter is asked for and not accumulated.
         return False
-    ahead = list(outputs)
+    ahead = [output]
     ours, seen = set(nodes), set(ahead)
     while ahead:
         node = ahead.pop()

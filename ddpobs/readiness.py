@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
+from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
 from ddpobs import buckets as bucketing
@@ -80,7 +81,7 @@ class Readiness:
         self._order: list[int] | None = [] if self._rebuilds else None
         self._expected = True
         self._active = False
-        self._outputs: list[torch.autograd.graph.Node] = []
+        self._watches = False
         self._used = bytearray(len(names))
         self._fired = bytearray(b"\1" * len(names))
         """By parameter, whether this backward awaits it no more; none is awaited while there is no backward."""
@@ -171,7 +172,7 @@ class Readiness:
         """A forward that can be differentiated was called; a backward that an error ended is brought to its end."""
         self._alarm.look_again()
         self._expected = synchronises
-        self._outputs = []
+        self._watches = False
         self._come_last()
         self.end_interrupted()
 
@@ -188,23 +189,24 @@ class Readiness:
         """Begin the backward at a forward's outputs: a loss that reaches no parameter fires no parameter's hook."""
         reducer = weakref.ref(self)
 
-        def begin() -> None:
+        def begin(output: Node) -> None:
             alive = reducer()
             if alive is not None:
-                alive.begin_at_output()
+                alive.begin_at_output(output)
 
-        self._outputs = engine.watch(outputs, begin)
-        self._next_handle += len(self._outputs)
+        watched = engine.watch(outputs, begin)
+        self._watches = watched > 0
+        self._next_handle += watched
 
-    def begin_at_output(self) -> None:
+    def begin_at_output(self, output: Node) -> None:
         """An output got a gradient: the backward begins, unless it is one that wants no parameter's gradient."""
-        if not self._active and self._concerns_parameters():
+        if not self._active and self._concerns_parameters(output):
             self._come_last()
             self.begin()
 
-    def _concerns_parameters(self) -> bool:
+    def _concerns_parameters(self, output: Node) -> bool:
         """Frozen for now they are not concerned, as a discriminator is while its generator trains."""
-        return any(p.requires_grad for p in self._parameters) and engine.concerns(self._nodes, self._outputs)
+        return any(p.requires_grad for p in self._parameters) and engine.concerns(self._nodes, output)
 
     def begin(self) -> None:
         """The first sign of a backward. Decides who will take part and starts what can be started at once."""
@@ -237,7 +239,7 @@ class Readiness:
 
     def _await_end(self) -> None:
         """Have `_finish` called when the engine is done with this backward."""
-        if self._outputs:
+        if self._watches:
             Variable._execution_engine.queue_callback(self._finish)
         else:  # They hide in something that nobody can look into, and this may be a checkpoint's own backward.
             engine.at_end(self._finish)
@@ -334,7 +336,7 @@ class Readiness:
 
     def _reset(self) -> None:
         self._active = False
-        self._outputs = []
+        self._watches = False
         self._record = self._stamps = None
         self._fired[:] = b"\1" * len(self._fired)
         self._alarm.forget()

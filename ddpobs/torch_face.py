@@ -118,7 +118,7 @@ class ModuleReducer(Reducer):
         Pipeline stages, Accelerate's `trigger_sync_in_backward` and Lightning's manual optimisation call it themselves.
         """
         self.arm()
-        if outputs and not self._outputs:
+        if outputs and not self._watches:
             self.watch(outputs)
 
     def _rebuild_buckets(self) -> bool:

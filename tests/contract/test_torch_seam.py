@@ -52,7 +52,12 @@ ON_THE_REDUCER = {"_remove_autograd_hooks", "_set_static_graph", "_update_proces
 
 FROM_MODULES = {
     "torch": {"_foreach_copy_", "_foreach_mul_"},
-    "torch._C": {"_will_engine_execute_node", "_current_graph_task_id", "_storage_Use_Count"},
+    "torch._C": {
+        "_current_autograd_node",
+        "_current_graph_task_id",
+        "_storage_Use_Count",
+        "_will_engine_execute_node",
+    },
     "torch._C._distributed_c10d": {
         "GradBucket",
         "HashStore",
@@ -166,6 +171,14 @@ def test_the_engine_says_beforehand_which_parameters_it_will_reach() -> None:
     (reached * 2).sum().backward()
     (both.sum() * 2).backward()
     assert answers == [[True, False], [True, True], [True, True]]
+
+
+def test_a_tensors_hook_is_told_the_node_that_made_the_tensor() -> None:
+    made = nn.Parameter(torch.ones(2)) * 2
+    told: list[Any] = []
+    made.register_hook(lambda _: told.append(torch._C._current_autograd_node()))  # type: ignore[no-untyped-call]
+    made.sum().backward()
+    assert told == [made.grad_fn]
 
 
 def test_a_queued_callback_runs_once_after_the_last_gradient() -> None:

@@ -523,6 +523,51 @@ def test_no_sync_holds_after_a_forward_that_had_no_backward() -> None:
     assert run_ranks(forward_alone, 2) == [[False, True]] * 2
 
 
+class Holding(torch.autograd.Function):
+    """Nothing but a hold on something, as activations are held."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, held: Any) -> torch.Tensor:
+        ctx.held = held
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, slope: torch.Tensor) -> Any:  # type: ignore[override]
+        return slope, None
+
+
+def held(rank: int, world_size: int) -> list[bool]:
+    """Whether a graph is gone with its output: without a backward, and after one that failed."""
+    gone = []
+    for fails in (False, True):
+        ddp = DistributedDataParallel(Activated(), **CAP)
+        breaking(ddp, 0)[0] = fails
+        activations = nn.Module()
+        alive = weakref.ref(activations)
+        output = ddp(batch(rank), activations)
+        if fails:
+            with pytest.raises(StopError):
+                output.sum().backward()
+        del output, activations
+        gone.append(alive() is None)
+    return gone
+
+
+class Activated(nn.Sequential):
+    """Its graph holds what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__(*net())
+
+    def forward(self, x: torch.Tensor, activations: Any) -> torch.Tensor:  # type: ignore[override]
+        return Holding.apply(super().forward(x), activations)  # type: ignore[no-any-return]
+
+
+def test_a_graph_without_a_backward_is_gone_with_its_output() -> None:
+    """Or what a script frees after it ran out of memory would not be free."""
+    assert run_ranks(held, 2) == [[True, True]] * 2
+
+
 def each_reduced(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
     """By way of going backward twice, whether gradients are the mean over the ranks."""
     found = {}
