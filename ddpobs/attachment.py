@@ -168,7 +168,7 @@ class Attachment:
             work.get_future().add_done_callback(self._map_noted(launched))
             return
         seen.launches += 1
-        size = tensor.numel()
+        size = _reals(tensor)
         left = range(seen.next, len(self._elements))
         index = next((i for i in left if self._elements[i] == size and self._reduces(i)), None)
         if index is None:
@@ -308,7 +308,7 @@ class Attachment:
 
     def _lay(self, members: list[list[int]]) -> None:
         self._members = members
-        self._elements = [sum(self._parameters[i].numel() for i in bucket) for bucket in members]
+        self._elements = [sum(_reals(self._parameters[i]) for i in bucket) for bucket in members]
         self._tell_layout()
 
     def _tell_layout(self) -> None:
@@ -345,6 +345,11 @@ def _current_layout(
         static_graph=model.static_graph, find_unused_parameters=model.find_unused_parameters
     )
     return bucketing.assign(parameters, limits, sparse)
+
+
+def _reals(tensor: torch.Tensor) -> int:
+    """Real numbers in a tensor: a bucket of complex ones is reduced as these, or as it is by a hook."""
+    return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 def _stamper(places: list[Any], index: int, now: Callable[[], Any]) -> Callable[[Any], None]:

@@ -193,6 +193,34 @@ def test_a_hook_that_cannot_be_seen_is_said_and_the_steps_are_kept(found: list[d
         assert records["exposed"] > 0
 
 
+class Mixed(nn.Module):
+    """A bucket of complex numbers, and one with as many reals as that one has real and imaginary parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reals, self.few = nn.Parameter(torch.ones(16)), nn.Parameter(torch.ones(5))
+        self.complexes = nn.Parameter(torch.ones(8, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.sum() * self.reals.sum() + self.few.sum() + self.complexes.abs().sum()
+
+
+def with_complex_ones(rank: int, world_size: int, hook: bool) -> list[tuple[int, int]]:
+    with sending() as sent:
+        ddp = TorchDDP(Mixed(), bucket_cap_mb=1e-6)
+        ddpobs.attach(ddp, telemetry=sent.config)
+        if hook:
+            ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+        for step in range(4):
+            ddp(batch(rank, step)).backward()
+    return sorted(zip(sent.spans("step"), sent.spans("bucket"), strict=True))[-6:]
+
+
+@pytest.mark.parametrize("hook", [False, True])
+def test_buckets_of_complex_numbers_are_seen_as_what_they_are(hook: bool) -> None:
+    assert run_ranks(with_complex_ones, 2, hook) == [[(step, bucket) for step in (2, 3) for bucket in range(3)]] * 2
+
+
 def unused(rank: int, world_size: int) -> dict[str, Any]:
     class Branching(nn.Module):
         def __init__(self) -> None:
