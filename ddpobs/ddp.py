@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,10 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
 
+from ddpobs import models
 from ddpobs.comm import Way, choose
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import ConfigError, DataParallelError
-from ddpobs.models import check_same_everywhere
 from ddpobs.patching import skip_in_dynamo
 from ddpobs.readiness import Settings
 from ddpobs.torch_face import Logger, ModuleReducer
@@ -55,7 +55,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         ConfigError: A telemetry setting, `comm`, `round_robin_groups` or `torch._dynamo.config.optimize_ddp` holds a
             value that it cannot have.
         DataParallelError: The module is a `torch.nn.DataParallel`.
-        ModelsDifferError: On every rank, where the ranks' parameters differ in number, shape, strides or dtype.
+        ModelsDifferError: On every rank, where the ranks' parameters, buffers or flags differ.
         UnusedParametersError: From backward, on every rank, where a parameter got no gradient on some rank and
             `find_unused_parameters` is off.
     """
@@ -80,9 +80,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._telemetry_config = resolve(telemetry, os.environ)
         self._way = choose(comm, round_robin_groups)
         self._recorder: ModuleRecorder | None = None
-        self._checks_models = _ARGUMENTS.bind(self, module, *args, **kwargs).arguments.get("init_sync", True)
+        self._arguments: dict[str, Any] | None = _ARGUMENTS.bind(self, module, *args, **kwargs).arguments
         super().__init__(module, *args, **kwargs)
-        self._checks_models = False  # A copy, which only one rank may make, is the same as its original.
+        self._arguments = None  # A copy, which only one rank may make, is the same as its original.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the module, then have the reducer told by the outputs' gradients that a backward begins."""
@@ -127,9 +127,31 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         """As torch's, which compares the ranks' parameters next, and dies of a difference without naming it."""
         parameters, expect_sparse = super()._build_params_for_reducer()
-        if self._checks_models:
-            check_same_everywhere(_names(self.module, parameters), parameters, self.process_group)
+        if self._arguments is not None and self._arguments.get("init_sync", True):
+            facts = self._facts(self._arguments, parameters, expect_sparse)
+            device = parameters[0].device
+            # Buckets are cut as on rank 0, which torch does too.
+            config = models.check_same_everywhere(facts, self._bucket_config, self.process_group, device)
+            self._bucket_config, self.bucket_bytes_cap = config, config.bucket_bytes_cap
         return parameters, expect_sparse
+
+    def _facts(
+        self, arguments: Mapping[str, Any], parameters: list[torch.nn.Parameter], expect_sparse: list[bool]
+    ) -> models.Facts:
+        """What every rank must have the same: whatever a collective's order or size follows from."""
+        settings = {
+            "find_unused_parameters": bool(self.find_unused_parameters),
+            "static_graph": bool(arguments.get("static_graph")),
+            "skip_all_reduce_unused_params": bool(self.skip_all_reduce_unused_params),
+            "forward_sync_buffers": bool(self.forward_sync_buffers),
+            "mixed_precision": self.mixed_precision,
+        }
+        syncs_buffers = self.forward_sync_buffers or arguments.get("forward_sync_buffers") is not None
+        return {
+            models.SETTINGS: [(name, str(value)) for name, value in settings.items()],
+            "parameters": models.parameters(_names(self.module, parameters), parameters, expect_sparse),
+            "buffers": models.buffers(self.named_module_buffers if syncs_buffers else {}),
+        }
 
     def _ddp_init_helper(
         self,

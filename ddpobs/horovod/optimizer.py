@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from ddpobs import models
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import HorovodError, StepOrderError
 from ddpobs.horovod.collectives import Average, Sum, check_op
@@ -21,7 +22,6 @@ from ddpobs.horovod.compression import Compression, Compressor, way_of
 from ddpobs.horovod.forwards import Model, watch
 from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
 from ddpobs.horovod.reduction import OptimizerReducer
-from ddpobs.models import check_same_everywhere
 from ddpobs.patching import skip_in_dynamo
 from ddpobs.readiness import Settings
 from ddpobs.recorder import ModuleRecorder
@@ -77,7 +77,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if not process_set.included() or not parameters:
         return made
     group = process_set.group
-    check_same_everywhere(names, parameters, group)
+    dense = [False] * len(parameters)
+    facts = {"parameters": models.parameters(names, parameters, dense)}
+    models.check_same_everywhere(facts, None, group, parameters[0].device)
     recorder = None
     limit = _fusion_threshold()
     config = resolve(telemetry, os.environ)
@@ -87,7 +89,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     made._reducer = OptimizerReducer(
         parameters,
         names,
-        [False] * len(parameters),
+        dense,
         group=group,
         way=way_of(compression),
         settings=Settings(

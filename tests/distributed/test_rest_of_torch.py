@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -199,6 +200,71 @@ def test_ranks_that_built_different_models_get_the_same_message() -> None:
     assert "2 parameters on rank 0, 1 but 4 parameters on rank 2" in counts
     assert "float64" in dtypes
     assert "strides [36, 1, 12, 4]" in strides
+
+
+def normed(counts: bool) -> nn.Module:
+    """With buffers or without."""
+    return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, track_running_stats=counts))
+
+
+def with_buffer(size: int) -> nn.Module:
+    module = net()
+    module.register_buffer("scale", torch.zeros(size))
+    return module
+
+
+def otherwise_different(rank: int, world_size: int) -> list[str]:
+    """What differs on rank 1 besides the parameters' shapes."""
+    odd = rank == 1
+    builds: list[Callable[[], Any]] = [
+        lambda: DistributedDataParallel(nn.Sequential(nn.Embedding(9, 4, sparse=odd))),
+        lambda: DistributedDataParallel(normed(not odd)),
+        lambda: DistributedDataParallel(with_buffer(3 + odd)),
+        lambda: DistributedDataParallel(net(), find_unused_parameters=odd),
+        lambda: DistributedDataParallel(net(), static_graph=odd),
+        lambda: DistributedDataParallel(net(), find_unused_parameters=True, skip_all_reduce_unused_params=odd),
+        lambda: DistributedDataParallel(net(), forward_sync_buffers=odd),
+    ]
+    told = []
+    for build in builds:
+        with pytest.raises(ModelsDifferError) as error:
+            build()
+        told.append(str(error.value).removeprefix("the ranks built different models: ").split(". Build")[0])
+    return told
+
+
+def test_ranks_that_differ_in_anything_that_collectives_follow_from_are_told_in_what() -> None:
+    expected = [
+        "parameter 0 is 0.weight [9, 4] float32 (strides [4, 1]) on rank 0 but "
+        "0.weight [9, 4] float32 (strides [4, 1], sparse gradients) on rank 1",
+        "the model is 3 buffers on rank 0 but 0 buffers on rank 1",
+        "buffer 0 is scale [3] float32 on rank 0 but scale [4] float32 on rank 1",
+        *(
+            f"{flag} is False on rank 0 but True on rank 1"
+            for flag in (
+                "find_unused_parameters",
+                "static_graph",
+                "skip_all_reduce_unused_params",
+                "forward_sync_buffers",
+            )
+        ),
+    ]
+    assert run_ranks(otherwise_different, 2, timeout_s=30) == [expected] * 2
+
+
+def capped_differently(rank: int, world_size: int) -> dict[str, str]:
+    def case(kind: Any, rank: int) -> Any:
+        return train(kind(net(), bucket_cap_mb=1e-5 if rank else 0.05), rank)
+
+    def own_buffers(kind: Any, rank: int) -> Any:
+        """Which nobody compares where nobody sends them."""
+        return train(kind(with_buffer(3 + rank), broadcast_buffers=False), rank)
+
+    return verdicts({"caps": case, "buffers": own_buffers}, rank)
+
+
+def test_ranks_may_differ_in_what_torch_takes_from_rank_0_or_does_not_send() -> None:
+    assert run_ranks(capped_differently, 2, timeout_s=30) == [{"caps": "equal", "buffers": "equal"}] * 2
 
 
 def debugged(rank: int, world_size: int) -> str:
