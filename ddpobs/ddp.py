@@ -184,6 +184,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             parameters,
             _names(self.module, parameters),
             expect_sparse_gradient or [False] * len(parameters),
+            module=self.module,
             group=self.process_group,
             way=self._way,
             settings=settings,

@@ -182,13 +182,17 @@ class Reducer(Readiness):
             for bucket in self._buckets:
                 bucket.pending -= 1
         missing = [i for bucket in self._buckets if bucket.pending > 0 for i in bucket.members if not self._fired[i]]
-        self._alarm.note(participation.end(self._used, missing))
+        self._alarm.note(self._explained(participation.end(self._used, missing)))
         self._alarm.tell()
         self._put_aside(missing)
         if self._settings.skip_unused:
             participation.share()
         self._launch_ready(final=True)
         participation.share()
+
+    def _explained(self, fault: Fault | None) -> Fault | None:
+        """The fault, or what is behind it."""
+        return fault
 
     @property
     def _sees_last(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpobs.alarm import Alarm
+from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
 from ddpobs.collectives import all_reduce, wait
 from ddpobs.comm import AllReduce, CommHook, GradBucket
@@ -23,13 +23,19 @@ _begun: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[ModuleRedu
 
 
 class ModuleReducer(Reducer):
-    """The reducer of a DDP module: waits for the module's forward, and rebuilds its buckets once."""
+    """The reducer of a DDP module: waits for the module's forward, and rebuilds its buckets once.
+
+    Args:
+        *args: As the reducer's.
+        module: Whose parameters these are.
+        **kwargs: As the reducer's.
+    """
 
     _forward_work: Any = None
     _waits: tuple[Any, ...] = ()
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._itself = weakref.ref(self)
+    def __init__(self, *args: Any, module: torch.nn.Module, **kwargs: Any) -> None:
+        self._itself, self._module = weakref.ref(self), weakref.ref(module)
         super().__init__(*args, **kwargs)
         # As torch's: a backward that no forward of the DDP module came before is the user's own affair.
         self._expected = False
@@ -90,6 +96,20 @@ class ModuleReducer(Reducer):
                 f"parameter {self._names[0]} was {was.dtype} on {was.device} when DistributedDataParallel was built, "
                 f"and is {now.dtype} on {now.device} now: convert the module first, then wrap it"
             )
+
+    def _explained(self, fault: Fault | None) -> Fault | None:
+        module = self._module()
+        if fault is None or module is None:
+            return fault
+        ours, theirs = dict(zip(self._names, self._parameters, strict=True)), dict(module.named_parameters())
+        replaced = [name for name in fault.missing if theirs.get(name, ours[name]) is not ours[name]]
+        if not replaced:
+            return fault
+        return Fault(
+            message=f"{len(replaced)} parameters, {replaced[0]} first, were replaced after DistributedDataParallel was "
+            "built, and nobody reduces the new ones: replace them first (load_state_dict(..., assign=True) does), "
+            "then wrap the module"
+        )
 
     def _launch(self, bucket: Bucket) -> None:
         if not self._pending:

@@ -478,18 +478,20 @@ def test_a_wrapper_that_is_gone_leaves_nothing_on_its_module_nor_in_telemetry() 
 
 
 def mistaken(rank: int, world_size: int) -> list[str]:
-    """Each mistake's error; the last one's is shared by a rank that has a copy besides."""
+    """Each mistake's error; the last ones' are shared by a rank that has a copy besides."""
     told = []
     first = DistributedDataParallel(net())
     if rank == 0:
         copy.deepcopy(first)
-    for mistake in ("create_graph", "converted", "unused"):
+    for mistake in ("create_graph", "converted", "unused", "replaced"):
         ddp = DistributedDataParallel(net(), **CAP)
         if mistake == "converted":
             ddp.double()
         inputs = batch(rank).to(next(ddp.parameters()).dtype)
         if mistake == "unused" and rank == 0:
             ddp.module[4].bias = None
+        if mistake == "replaced":
+            ddp.load_state_dict(copy.deepcopy(ddp.state_dict()), assign=True)
         with pytest.raises(ReducerError) as error:
             ddp(inputs).sum().backward(create_graph=mistake == "create_graph")
         told.append(str(error.value))
@@ -499,10 +501,12 @@ def mistaken(rank: int, world_size: int) -> list[str]:
 def test_what_cannot_be_reduced_is_the_same_clear_error_on_every_rank() -> None:
     first, second = run_ranks(mistaken, 2)
     assert first == second
-    higher, converted, unused = first
+    higher, converted, unused, replaced = first
     assert "torch.autograd.grad" in higher
     assert "0.weight was torch.float32 on cpu" in converted
     assert "4.bias (rank 0)" in unused
+    assert "rank 0: 6 parameters, " in replaced
+    assert "were replaced after DistributedDataParallel was built" in replaced
 
 
 def forward_alone(rank: int, world_size: int) -> list[bool]:
