@@ -162,6 +162,9 @@ class Bucket:
         """Bring one gradient into the buffer, times `scale` in the same pass, and make `.grad` the view of it."""
         gradient, view, scale = parameter.grad, self.views[place], self.scale
         if scale is None or gradient is None or gradient is view:
+            if gradient is view and view.data_ptr() != self._pointers[place]:  # By a hook of the user's, just now.
+                self.reclaim()
+                view = self.views[place]
             self._place_otherwise(gradient, view, parameter)
         else:
             torch.mul(gradient, scale, out=view)
@@ -175,9 +178,10 @@ class Bucket:
         if gradient is None:
             view.zero_()
             self._answer(parameter, view)
-        elif gradient is not view:
+            return
+        if gradient is not view:
             view.copy_(gradient)
-        elif self.scale is not None:
+        if self.scale is not None:
             view.mul_(self.scale)
 
     def _answer(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
@@ -199,6 +203,7 @@ class Bucket:
         if self.sparse:
             self._fill_sparse(scale)
             return
+        self.reclaim()
         fresh: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
         unscaled: list[torch.Tensor] = []

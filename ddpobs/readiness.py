@@ -224,7 +224,8 @@ class Readiness:
         scale = self._scale()
         for bucket in self._buckets:
             bucket.scale = scale
-            bucket.reclaim()
+            if bucket.at_once:  # The others do so when they are filled.
+                bucket.reclaim()
             if not self._settings.as_views:
                 bucket.renew()
         self._fired[:] = bytes(len(self._fired))

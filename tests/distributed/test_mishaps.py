@@ -382,7 +382,12 @@ def steps_alone(parameter: torch.Tensor) -> None:
     parameter.grad = None
 
 
-def hooking(hook: Callable[[torch.Tensor], None], again: bool = False, **options: Any) -> Any:
+def leads_away(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.data = parameter.grad.data * 0.5
+
+
+def hooking(hook: Callable[[torch.Tensor], None], again: bool = False, set_to_none: bool = True, **options: Any) -> Any:
     """A hook that was registered after wrapping, once or anew for every step."""
 
     def case(kind: Any, rank: int) -> Any:
@@ -392,7 +397,7 @@ def hooking(hook: Callable[[torch.Tensor], None], again: bool = False, **options
                 while handles:
                     handles.pop().remove()
                 handles += [p.register_post_accumulate_grad_hook(hook) for p in ddp.parameters()]
-            ddp.zero_grad()
+            ddp.zero_grad(set_to_none=set_to_none)
             ddp(batch(rank, step)).pow(2).sum().backward()
         return outcome(ddp)
 
@@ -417,6 +422,8 @@ SAME = {
     "a hook of the user's clamps, anew for every step": hooking(clamps, again=True),
     "a hook of the user's clamps, static": hooking(clamps, static_graph=True),
     "a hook of the user's steps": hooking(steps_alone),
+    "a hook of the user's leads gradients away": hooking(leads_away),
+    "a hook of the user's leads gradients away, zeroed in place": hooking(leads_away, set_to_none=False),
     "a hook that comes after the forward": hooking_within,
     "gradients kept": keeping(lambda gradient: gradient),
     "gradients kept by detach": keeping(torch.Tensor.detach),
