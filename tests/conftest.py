@@ -9,7 +9,7 @@ import httpx._transports.default as transports
 import pytest
 from hypothesis import settings
 
-LONGEST = ("test_benchmarks.py", "test_faults.py", "test_frameworks.py", "test_run.py", "test_comm.py")
+LONGEST = ("test_benchmarks.py", "test_faults.py", "test_frameworks.py", "test_page.py", "test_run.py", "test_comm.py")
 """Files that take the longest, which come first: where files run side by side, nobody waits for the last of them."""
 
 # Machines are noisy: no test fails for being slow.
