@@ -127,6 +127,9 @@ export function timeline(place, spans, layouts) {
     previous = span.ready;
     y += bar;
   }
-  for (const value of ticks(0, (end - begin) / 1e6, 8)) picture.append(svg("text", { x: x(begin + value * 1e6), y: height - 6, "text-anchor": "middle" }, `${+value.toPrecision(3)} ms`));
+  for (const value of ticks(0, (end - begin) / 1e6, 8)) {
+    const at = x(begin + value * 1e6), anchor = at > WIDTH - 24 ? "end" : "middle";
+    picture.append(svg("text", { x: at, y: height - 6, "text-anchor": anchor }, `${+value.toPrecision(3)} ms`));
+  }
   place.replaceChildren(picture);
 }
