@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -220,6 +221,7 @@ def memory(rank: int, world_size: int) -> dict[str, int]:
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             [p.grad.untyped_storage().nbytes() for p in ddp.parameters()]
             optimizer.step()
+            time.sleep(0.02)  # A thread of the process group's lets go of a bucket a moment after it was waited for.
             places.append([bucket.buffer.data_ptr() for bucket in ddp.reducer._buckets])
         taken[name] = sum(before != after for before, after in pairwise(places[2:]))
     return taken
@@ -244,9 +246,7 @@ LOOPS: dict[str, Any] = {
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 def test_a_training_in_which_nobody_keeps_gradients_stays_in_the_memory_it_has() -> None:
-    """But for one step of three: a thread of the process group's may hold a bucket for a moment longer."""
-    for moved in run_ranks(memory, 2):
-        assert {name for name, steps in moved.items() if steps > 1} == set()
+    assert run_ranks(memory, 2) == [dict.fromkeys(LOOPS, 0)] * 2
 
 
 class Extra(nn.Module):
