@@ -181,7 +181,9 @@ class Telemetry:
     def _close_in_child(self) -> None:
         """There nobody hears of an error that ends the process: it is still on its way."""
         error = sys.exc_info()[1]
-        self.close(error.__context__ if isinstance(error, SystemExit) else error)
+        if isinstance(error, SystemExit):  # With a code it may tell a parent of an error that was caught.
+            error = error.__context__ if error.code else None
+        self.close(error)
 
     @harmless
     def _evaluating(self) -> bool:
@@ -217,8 +219,9 @@ class Telemetry:
 
     def _find_identity(self) -> object:
         """Take what the ranks share, once it is known here; whoever has drawn it goes on to answer for a while."""
-        if self._meeting is None:
-            return DONE
+        if self._meeting is None:  # The store was away.
+            self._meet_others()
+            return None
         if not self._identified:
             shared = self._meeting.look()
             if shared is None:

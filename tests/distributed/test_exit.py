@@ -8,6 +8,7 @@ import weakref
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -97,7 +98,7 @@ def test_a_script_that_died_of_an_error_says_no_goodbye() -> None:
     assert run_ranks(dies, 2) == [["failed", "goodbye"]] * 2
 
 
-def raises_in_child(rank: int, _: int) -> list[str]:
+def raises_in_child(rank: int, _: int, code: int) -> list[str]:
     """What `torch.multiprocessing.spawn` makes of an error: a message for its parent, and an exit."""
     with sending() as sent:
         ddp = DistributedDataParallel(net(), telemetry=sent.config)
@@ -107,14 +108,15 @@ def raises_in_child(rank: int, _: int) -> list[str]:
             try:
                 raise KeyError("x")
             except KeyError:
-                sys.exit(1)
+                sys.exit(code)
         except SystemExit:
             telemetry._process._at_exit()
     return sent.events[-1:]
 
 
-def test_a_spawned_rank_that_died_of_an_error_says_no_goodbye() -> None:
-    assert run_ranks(raises_in_child, 2) == [["failed"]] * 2
+@pytest.mark.parametrize(("code", "said"), [(1, "failed"), (0, "goodbye")])
+def test_a_spawned_rank_that_died_of_an_error_says_no_goodbye(code: int, said: str) -> None:
+    assert run_ranks(raises_in_child, 2, code) == [[said]] * 2
 
 
 def keys_of_nan(rank: int, _: int) -> list[int]:
