@@ -83,6 +83,7 @@ def _rank(  # noqa: PLR0917
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
+        dist.barrier()  # A rank that ends at once would close its connections while the others still make theirs.
         pipe.send((True, function(rank, world_size, *args)))
         dist.destroy_process_group()
     except BaseException:

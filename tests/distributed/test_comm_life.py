@@ -48,6 +48,7 @@ def restart(rank: int, world_size: int, store: Path) -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    dist.barrier()  # As in `launch`.
 
 
 def modules_that_go(rank: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
