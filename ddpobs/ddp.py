@@ -15,7 +15,7 @@ from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
 
 from ddpobs import models
-from ddpobs.comm import Way, choose
+from ddpobs.comm import Way, choose, name_of
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import ConfigError, DataParallelError
 from ddpobs.patching import skip_in_dynamo
@@ -80,7 +80,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._telemetry_config = resolve(telemetry, os.environ)
         self._way = choose(comm, round_robin_groups)
         self._recorder: ModuleRecorder | None = None
-        self._arguments: dict[str, Any] | None = _ARGUMENTS.bind(self, module, *args, **kwargs).arguments
+        self._arguments: dict[str, Any] | None = {
+            **_ARGUMENTS.bind(self, module, *args, **kwargs).arguments,
+            "comm": comm,
+            "round_robin_groups": round_robin_groups,
+        }
         super().__init__(module, *args, **kwargs)
         self._arguments = None  # A copy, which only one rank may make, is the same as its original.
 
@@ -145,6 +149,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "skip_all_reduce_unused_params": bool(self.skip_all_reduce_unused_params),
             "forward_sync_buffers": bool(self.forward_sync_buffers),
             "mixed_precision": self.mixed_precision,
+            "comm": name_of(arguments["comm"]),
+            "round_robin_groups": arguments["round_robin_groups"],
         }
         syncs_buffers = self.forward_sync_buffers or arguments.get("forward_sync_buffers") is not None
         return {

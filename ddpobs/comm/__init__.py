@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ddpobs.comm.all_reduce import AllReduce
 from ddpobs.comm.cast import Bf16, Fp16
-from ddpobs.comm.choice import choose
+from ddpobs.comm.choice import choose, name_of
 from ddpobs.comm.face import BucketComm, Nothing, OnFuture, Pending, Way
 from ddpobs.comm.hook import CommHook, GradBucket
 from ddpobs.comm.int8 import Int8
@@ -30,4 +30,5 @@ __all__ = [
     "TopK",
     "Way",
     "choose",
+    "name_of",
 ]

@@ -51,6 +51,13 @@ def choose(comm: str | Way | None, round_robin_groups: int) -> Way:
     return way if round_robin_groups == 1 else partial(RoundRobin, way=way, groups=round_robin_groups)
 
 
+def name_of(way: object) -> str:
+    """What the ranks' choices are compared by: a string as it is, what is the user's own by its class or function."""
+    if way is None:
+        return "all_reduce"
+    return way if isinstance(way, str) else str(getattr(way, "__qualname__", type(way).__qualname__))
+
+
 def _named(text: str) -> Way:
     name, colon, number = text.partition(":")
     if not colon and name in _PLAIN:

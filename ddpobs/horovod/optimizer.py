@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs import models
+from ddpobs.comm import name_of
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import HorovodError, StepOrderError
 from ddpobs.horovod.collectives import Average, Sum, check_op
@@ -63,7 +64,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
 
     Raises:
         HorovodError: Arguments that contradict each other or the optimizer.
-        ModelsDifferError: On every rank, where the ranks' parameters differ.
+        ModelsDifferError: On every rank, where the ranks' parameters or arguments differ.
     """
     skip_in_dynamo()
     parameters, names = _named(optimizer, named_parameters)
@@ -78,10 +79,20 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         return made
     group = process_set.group
     dense = [False] * len(parameters)
-    facts = {"parameters": models.parameters(names, parameters, dense)}
-    models.check_same_everywhere(facts, None, group, parameters[0].device)
+    fused = _numbers(groups if groups is not None else num_groups or None, parameters)
+    settings = {
+        "compression": name_of(compression),
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "backward_passes_per_step": backward_passes_per_step,
+        "groups": fused,
+    }
+    facts = {
+        models.SETTINGS: [(name, str(value)) for name, value in settings.items()],
+        "parameters": models.parameters(names, parameters, dense),
+    }
+    limit = models.check_same_everywhere(facts, _fusion_threshold(), group, parameters[0].device)
     recorder = None
-    limit = _fusion_threshold()
     config = resolve(telemetry, os.environ)
     if config is not None:
         made._model = Model(parameters)
@@ -100,7 +111,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         passes=backward_passes_per_step,
         before=before,
         after=after,
-        groups=_numbers(groups if groups is not None else num_groups or None, parameters),
+        groups=fused,
     )
     _reducers.add(made._reducer)
     return made

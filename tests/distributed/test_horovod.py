@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import json
 import time
 import warnings
@@ -179,6 +180,16 @@ def rules(rank: int, ranks: int) -> dict[str, Any]:
         found.setdefault("clear", []).append(name in message)
     other = nn.Linear(3 + rank, 2)
     found["models"] = raised(ModelsDifferError, lambda: hvd.DistributedOptimizer(torch.optim.SGD(other.parameters())))
+    for name, odd in {
+        "compression": {"compression": hvd.Compression.fp16},
+        "op": {"op": hvd.Sum},
+        "gradient_predivide_factor": {"gradient_predivide_factor": 2.0},
+        "backward_passes_per_step": {"backward_passes_per_step": 2},
+        "groups": {"num_groups": 2},
+    }.items():
+        mine = odd if rank else {}
+        message = raised(ModelsDifferError, lambda mine=mine: hvd.DistributedOptimizer(inner, **mine))
+        found.setdefault("differ", []).append(f"models: {name} is " in message)
     return found
 
 
@@ -201,6 +212,7 @@ def test_the_optimizer_keeps_horovods_rules() -> None:
         assert found["state"] == 6
         assert all(found["clear"])
         assert "on rank" in found["models"]
+        assert all(found["differ"])
 
 
 def sparse(rank: int, ranks: int) -> list[Any]:
@@ -339,6 +351,15 @@ def test_the_fusion_threshold_limits_buckets(
     if threshold is not None:
         monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", threshold)
     assert run_ranks(bucket_counts, 2) == [buckets] * 2
+
+
+def differing_thresholds(rank: int, ranks: int) -> int:
+    os.environ["HOROVOD_FUSION_THRESHOLD"] = "10000" if rank else "0"
+    return bucket_counts(rank, ranks)
+
+
+def test_rank_0s_fusion_threshold_counts() -> None:
+    assert run_ranks(differing_thresholds, 2) == [6, 6]
 
 
 def test_a_threshold_that_is_none_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
+from ddpobs.comm import Bf16, Fp16
 from ddpobs.errors import ModelsDifferError
 from tests.distributed.compare import batch, net, outcome, train, verdicts
 from tests.distributed.launch import run_ranks
@@ -224,6 +225,9 @@ def otherwise_different(rank: int, world_size: int) -> list[str]:
         lambda: DistributedDataParallel(net(), static_graph=odd),
         lambda: DistributedDataParallel(net(), find_unused_parameters=True, skip_all_reduce_unused_params=odd),
         lambda: DistributedDataParallel(net(), forward_sync_buffers=odd),
+        lambda: DistributedDataParallel(net(), comm="int8" if odd else None),
+        lambda: DistributedDataParallel(net(), comm=Bf16 if odd else Fp16),
+        lambda: DistributedDataParallel(net(), round_robin_groups=1 + odd),
     ]
     told = []
     for build in builds:
@@ -248,6 +252,9 @@ def test_ranks_that_differ_in_anything_that_collectives_follow_from_are_told_in_
                 "forward_sync_buffers",
             )
         ),
+        "comm is all_reduce on rank 0 but int8 on rank 1",
+        "comm is Fp16 on rank 0 but Bf16 on rank 1",
+        "round_robin_groups is 1 on rank 0 but 2 on rank 1",
     ]
     assert run_ranks(otherwise_different, 2, timeout_s=30) == [expected] * 2
 
