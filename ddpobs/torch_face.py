@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from ddpobs.collectives import all_reduce, wait
 from ddpobs.comm import AllReduce, CommHook, GradBucket
 from ddpobs.errors import ReducerError
 from ddpobs.reducer import Reducer
+from ddpobs.timings import Timings
 
 _begun: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[ModuleReducer]]] = weakref.WeakKeyDictionary()
 """Each group's reducers with a backward under way, in the order in which those began, and end on every rank."""
@@ -62,7 +62,7 @@ class ModuleReducer(Reducer):
             (ranks,) = self._forward_work.get_future().value()
             self._divisor = float(ranks.item())
             self._forward_work = None
-        self.timings.backward_began()
+        self.timings.mark("backward_began")
         _begun.setdefault(self._group, []).append(self._itself)
         super().begin()
 
@@ -113,11 +113,11 @@ class ModuleReducer(Reducer):
 
     def _launch(self, bucket: Bucket) -> None:
         if not self._pending:
-            self.timings.comm_began()
+            self.timings.mark("comm_began")
         super()._launch(bucket)
 
     def _finish(self) -> None:
-        self.timings.backward_ended()
+        self.timings.mark("backward_ended")
         if self._order:
             self.gradient_order = list(self._order)
         try:
@@ -224,75 +224,6 @@ class ModuleReducer(Reducer):
 
     def set_logger(self, _logger: object) -> None:
         """The logger is the module's own."""
-
-
-class Timings:
-    """Host times of the iterations that `_get_ddp_logging_data` samples: the first ten, then one in `every`.
-
-    Coarse beside the telemetry: communication is one interval from the first launch to the last completion.
-    """
-
-    _FIRST = 10
-    _MARKS = ("forward_began", "backward_began", "comm_began", "backward_ended", "comm_ended")
-
-    def __init__(self) -> None:
-        self.every = 100
-        self.iteration = 0
-        self._samples = 0
-        self._open: dict[str, int] | None = None
-        self._last: dict[str, int] = {}
-        self._sums: dict[str, int] = {}
-
-    def forward_began(self) -> None:
-        """A synchronised iteration's forward was called."""
-        self.iteration += 1
-        self._open = {} if self.iteration <= self._FIRST or self.iteration % self.every == 0 else None
-        self._mark(0)
-
-    def backward_began(self) -> None:
-        """The first gradient came."""
-        self._mark(1)
-
-    def comm_began(self) -> None:
-        """The first bucket is launched."""
-        self._mark(2)
-
-    def backward_ended(self) -> None:
-        """The last gradient came."""
-        self._mark(3)
-
-    def comm_ended(self) -> None:
-        """The last bucket was waited for."""
-        self._mark(4)
-        stamps, self._open = self._open, None
-        if stamps is None or len(stamps) < len(self._MARKS):
-            return
-        forward, began, launched, ready, done = (stamps[mark] for mark in self._MARKS)
-        # Buckets that are only launched once all gradients are there overlap with nothing.
-        times = {
-            "forward_compute_time": began - forward,
-            "backward_compute_time": ready - began,
-            "backward_comm_time": done - launched,
-            "backward_compute_comm_overlap_time": max(0, ready - launched),
-        }
-        self._samples += 1
-        for name, took in times.items():
-            self._sums[f"avg_{name}"] = self._sums.get(f"avg_{name}", 0) + took
-        self._last = times | {
-            "forward_compute_time_start": forward,
-            "backward_compute_time_start": began,
-            "backward_compute_time_end": ready,
-            "backward_comm_time_start": launched,
-            "backward_comm_time_end": done,
-        }
-
-    def facts(self) -> dict[str, int]:
-        """The last sampled iteration's times, and means over all sampled ones, in ns."""
-        return self._last | {name: total // self._samples for name, total in self._sums.items()}
-
-    def _mark(self, which: int) -> None:
-        if self._open is not None:
-            self._open.setdefault(self._MARKS[which], time.time_ns())
 
 
 class Logger:
