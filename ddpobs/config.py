@@ -33,12 +33,12 @@ class TelemetryConfig:
         spool: Folder for batches that could not be sent; None keeps them under the system's temporary folder.
         spool_mb: Most that the spool may hold, in MB (10^6 bytes).
         queue_records: Most finished steps waiting for the telemetry thread; more are dropped and counted.
-        batch_spans: A batch is sent when it holds this many records (steps, bucket spans and the like),
-        flush_s: or every so many seconds, at the same moments on every rank. It is sent within half as long again, so
-            that ranks do not all send at once.
+        batch_spans: A batch is closed when it holds this many records (steps, bucket spans and the like).
+        flush_s: And at the latest after this many seconds, at the same moments on every rank. Each sends it at a random
+            time within the next half of that, so that ranks do not all send at once.
         timeout_s: How long one request to the collector may take, in seconds.
         exit_s: How long the flush at exit may take, in seconds.
-        peers_every: Straggler statistics are exchanged among the ranks every so many steps.
+        peers_every: Fewest new steps worth an exchange of straggler statistics among the ranks, tried twice a flush.
         readiness_every: Each parameter's readiness is sent every so many steps.
         pulse_s: Seconds between pulses.
     """
