@@ -1,4 +1,4 @@
-"""The collector itself: is it well, does it keep up, and what does it refuse?"""
+"""The collector itself: health, ingest, latency, what is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def collector() -> dashboard.Dashboard:
     return board(
         "ddpobs: collector",
         "ddpobs-collector",
-        "Whether the collectors are well, keep up with what comes, and what they refuse.",
+        "Health of the collectors, ingest, latency, and what they refuse.",
         [variable("instance", "label_values(ddpobs_server_info, instance)", many=True)],
         _rows(),
     )
@@ -24,7 +24,7 @@ def collector() -> dashboard.Dashboard:
 def _rows() -> list[Row]:
     return [
         (
-            "Is it well?",
+            "Health",
             [
                 number("Database", f"ddpobs_server_database_up{{{OF}}}", "bool_yes_no", 4, NAMED),
                 number("Writer", f"ddpobs_server_writer_alive{{{OF}}}", "bool_yes_no", 4, NAMED),
@@ -35,32 +35,32 @@ def _rows() -> list[Row]:
             ],
         ),
         (
-            "What comes in",
+            "Ingest",
             [
                 stacked("Batches a second", _rate("ddpobs_server_batches_total", "outcome"), "{{outcome}}", "short"),
                 lines("Bucket spans a second", [(_rate("ddpobs_server_spans_total", "instance"), NAMED)], "short"),
                 lines("Bytes a second", [(_rate("ddpobs_server_ingest_bytes_total", "instance"), NAMED)], "Bps"),
                 lines(
                     "Age of batches: long where ranks had to spool",
-                    [(_quantile(0.5, "batch_age"), "median"), (_quantile(0.9, "batch_age"), "nine in ten")],
+                    [(_quantile(0.5, "batch_age"), "median"), (_quantile(0.9, "batch_age"), "p90")],
                     "s",
                 ),
             ],
         ),
         (
-            "Does it keep up?",
+            "Latency and queues",
             [
                 lines(
                     "From arrival to commit",
-                    [(_quantile(0.5, "ingest"), "median"), (_quantile(0.99, "ingest"), "99 in a hundred")],
+                    [(_quantile(0.5, "ingest"), "median"), (_quantile(0.99, "ingest"), "p99")],
                     "s",
                 ),
                 lines(
                     "Commits",
                     [
                         (_quantile(0.5, "commit"), "median"),
-                        (_quantile(0.99, "commit"), "99 in a hundred"),
-                        (f"max(ddpobs_server_writer_busy_seconds{{{OF}}})", "under way"),
+                        (_quantile(0.99, "commit"), "p99"),
+                        (f"max(ddpobs_server_writer_busy_seconds{{{OF}}})", "in flight"),
                     ],
                     "s",
                 ),
@@ -72,11 +72,11 @@ def _rows() -> list[Row]:
                     ],
                     "short",
                 ),
-                lines("Event loop late by", [(_quantile(0.99, "event_loop_lag"), "99 in a hundred")], "s"),
+                lines("Event loop late by", [(_quantile(0.99, "event_loop_lag"), "p99")], "s"),
             ],
         ),
         (
-            "What it refuses",
+            "Refused and dropped",
             [
                 stacked(
                     "Requests refused a second",

@@ -85,7 +85,7 @@ class Diagnosis:
     def _with_buckets(
         self, findings: list[Finding], run: str, attempt: str, steps: tuple[wire.Ints, wire.Steps], joined: Joined
     ) -> list[Finding]:
-        """Name the bucket at which a slow backward first shows, and its parameters; of the first few that are slow."""
+        """Name the bucket at which most of a slow backward arises, and its parameters; of the first few that are slow."""
         slow = [f for f in findings if f.code == "straggler" and f.phase == "backward"][:_BUCKET_RANKS]
         told = self._store.layouts(run, attempt) if slow else []
         layouts = {(layout.module, layout.revision): layout for layout in told}

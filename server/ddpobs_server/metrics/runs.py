@@ -31,7 +31,7 @@ _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("bucket_exposed_seconds", "Communication after the step's last gradient.", ("bucket", "run")),
     ("compared_steps", "Steps in which the ranks were compared: those that delay, waiting and lateness are of.", _RANK),
     ("rank_delay_seconds", "Delay that this rank caused while it was last.", _RANK),
-    ("straggler_steps", "Steps in which this rank was late by more than a tenth.", ("phase", *_RANK)),
+    ("straggler_steps", "Steps in which this rank was last by more than a tenth of the step.", ("phase", *_RANK)),
     ("telemetry_dropped", "Records lost before they reached the collector.", _RANK),
 )
 _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (

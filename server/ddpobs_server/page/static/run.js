@@ -22,7 +22,7 @@ function finding(found) {
     element("h3", {}, found.title),
     element("p", {}, found.remedy));
   if (found.gain) card.append(element("p", {}, `Would gain ${ms(found.gain.step_ns)} a step, ${(100 * found.gain.ratio).toFixed(0)} % of it (± ${(100 * found.gain.ratio * found.gain.error_ratio).toFixed(1)} %).`));
-  if (found.buckets.length) card.append(element("p", { class: "muted" }, `It first shows at bucket ${found.buckets.join(", ")}: ${found.parameters.slice(0, 6).join(", ")}${found.parameters.length > 6 ? ", …" : ""}`));
+  if (found.buckets.length) card.append(element("p", { class: "muted" }, `Most of it arises at bucket ${found.buckets.join(", ")}: ${found.parameters.slice(0, 6).join(", ")}${found.parameters.length > 6 ? ", …" : ""}`));
   card.append(element("details", {}, element("summary", {}, `Evidence, steps ${found.steps[0]} to ${found.steps[1]}`), element("dl", {}, ...evidence)));
   return card;
 }
