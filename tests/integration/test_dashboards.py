@@ -28,11 +28,15 @@ RUN = "on-the-dashboard"
 
 
 @pytest.fixture(scope="module")
-def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A Prometheus that scrapes the collector every second while a training with a slow rank goes on."""
+def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+    """A Prometheus that scraped the collector every second while a training with a slow rank went on; asked of its end.
+
+    A run that has ended leaves the metrics after a minute.
+    """
     program = need("prometheus", "prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
     address = f"127.0.0.1:{free_port()}"
+    client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=60)
     target = url.removeprefix("http://")
     (folder / "prometheus.yml").write_text(
         json.dumps(
@@ -48,23 +52,25 @@ def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
     training = threading.Thread(target=train, args=(url, RUN), kwargs={"slow_rank": SLOW_RANK, "steps": 150})
     training.start()
     try:
-        _wait_for(f"http://{address}", f'ddpobs_straggler_steps_total{{run="{RUN}"}} > 20')
+        _wait_for(client, f'ddpobs_straggler_steps_total{{run="{RUN}"}} > 20')
         training.join()
         time.sleep(2)
-        yield f"http://{address}"
+        client.params = client.params.set("time", time.time())
+        yield client
     finally:
         training.join()
         process.terminate()
         process.wait(30)
+        client.close()
 
 
-def ask(prometheus: str, query: str) -> list[Any]:
-    answer = httpx.get(f"{prometheus}/api/v1/query", params={"query": query}, timeout=30).json()
+def ask(prometheus: httpx.Client, query: str) -> list[Any]:
+    answer = prometheus.get("/query", params={"query": query}).json()
     assert answer["status"] == "success", f"{query}: {answer}"
     return answer["data"]["result"]  # type: ignore[no-any-return]
 
 
-def _wait_for(prometheus: str, query: str, seconds: float = 90) -> None:
+def _wait_for(prometheus: httpx.Client, query: str, seconds: float = 90) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -93,7 +99,7 @@ def filled(expr: str) -> str:
     return expr.replace("$run", RUN).replace("$rank", ".*").replace("$instance", ".*")
 
 
-def test_no_panel_is_empty(prometheus: str) -> None:
+def test_no_panel_is_empty(prometheus: httpx.Client) -> None:
     empty = [title for title, expr in queries() if not ask(prometheus, filled(expr))]
     assert len(queries()) > 50
     assert empty == []
@@ -136,7 +142,7 @@ def test_a_panel_shows_what_its_title_says(tmp_path: Path, panel: str, labels: s
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_every_variable_has_values(prometheus: str) -> None:
+def test_every_variable_has_values(prometheus: httpx.Client) -> None:
     variables = [variable for dashboard in dashboards() for variable in dashboard["templating"]["list"]]
     asked = [variable for variable in variables if variable["type"] == "query"]
     assert {variable["name"] for variable in asked} == {"run", "rank", "instance"}
@@ -148,7 +154,7 @@ def test_every_variable_has_values(prometheus: str) -> None:
         assert ask(prometheus, filled(found[1]))
 
 
-def test_the_slow_rank_stands_out_in_prometheus(prometheus: str) -> None:
+def test_the_slow_rank_stands_out_in_prometheus(prometheus: httpx.Client) -> None:
     query = f'topk(1, ddpobs_rank_delay_seconds_total{{run="{RUN}"}})'
     assert [series["metric"]["rank"] for series in ask(prometheus, query)] == [str(SLOW_RANK)]
 
@@ -195,10 +201,10 @@ def test_every_alert_is_tested_where_it_is_told() -> None:
     assert {rule["alert"] for group in groups for rule in group["rules"]} == set(tested)
 
 
-def test_every_metric_that_dashboard_and_rules_name_exists(prometheus: str) -> None:
+def test_every_metric_that_dashboard_and_rules_name_exists(prometheus: httpx.Client) -> None:
     texts = [expr for _, expr in queries()] + [
         path.read_text() for path in (ROOT / "dashboards" / "prometheus").glob("*s.yml") if "tests" not in path.name
     ]
     names = set(re.findall(r"(?<![:\w])ddpobs_\w+", " ".join(texts))) - {"ddpobs_exposed_comm", "ddpobs_data"}
-    known = set(httpx.get(f"{prometheus}/api/v1/label/__name__/values", timeout=30).json()["data"])
+    known = set(prometheus.get("/label/__name__/values").json()["data"])
     assert names - known == set()

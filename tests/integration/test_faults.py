@@ -110,7 +110,7 @@ def test_a_database_that_stops_is_waited_for(server: Any, tmp_path: Path) -> Non
                 assert retryable(httpx.get(f"{collector.url}/api/v1/runs"), 503)["title"] == "Storage unavailable"
                 assert httpx.get(f"{collector.url}/readyz").status_code == 503
                 assert httpx.get(f"{collector.url}/healthz").status_code == 200
-                server.ensure_postgres_running()
+                databases.start(server)
             collector.until_batches(20)
         push(ranks.spool, collector.url)
         assert_once(collector.url, "waited", ranks.steps)
@@ -129,8 +129,8 @@ def test_sigterm_ends_it_well_and_soon_where_the_database_hangs(server: Any, tmp
             answers = [pool.submit(ask) for ask in asked]
             until(lambda: waiting_for_a_lock(store) == 3, 20)
             began = time.monotonic()
-            collector.end(signal.SIGTERM)
-            assert time.monotonic() - began < 27
+            collector.end(signal.SIGTERM)  # With 0, and so not by the alarm that would end it after 30 s.
+            assert time.monotonic() - began < 30
         assert not [answer for answer in answers if answer.exception() is None and answer.result().status_code < 500]
         holder.rollback()
     store.dispose()

@@ -17,7 +17,9 @@ import pytest
 from ddpobs import wire
 from tests import patience
 from tests.integration.test_whole_way import get
-from tests.integration.training import ROOT
+from tests.integration.training import PATIENT, ROOT
+
+pytestmark = pytest.mark.timeout(500)
 
 SCRIPTS = Path(__file__).with_name("scripts")
 BIN = Path(sys.executable).parent
@@ -86,7 +88,7 @@ def launched(run: str, url: str, folder: Path) -> subprocess.CompletedProcess[st
     script = RUNS[run]
     path = SCRIPTS / script.name
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DDPOBS_", "HF_"))}
-    environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SCRIPTS}"}
+    environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SCRIPTS}"} | PATIENT
     command = [str(BIN / "ddpobs"), "run", "--collector", url, "--run", run, "--"]
     if script.reducer.startswith("ddpobs"):
         text = path.read_text()
@@ -97,7 +99,7 @@ def launched(run: str, url: str, folder: Path) -> subprocess.CompletedProcess[st
     return patience.run(
         [*command, *script.launch, str(path), *script.arguments, str(folder / run)],
         environ=environ,
-        timeout_s=150,
+        timeout_s=400,
         cwd=folder,
     )
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.collector import running_collector
 from tests.integration.faults import until
-from tests.integration.training import ROOT
+from tests.integration.training import PATIENT, ROOT
 from tests.ports import free_port
 from tests.server.batches import get
 
@@ -77,7 +77,7 @@ def _rank(rank: int, port: int, url: str, folder: Path) -> subprocess.Popen[byte
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environ |= {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "killed", "DDPOBS_FLUSH_S": "0.2", "DDPOBS_SPOOL": str(folder)}
-    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | PATIENT
     command = [sys.executable, "-c", _SCRIPT, str(folder / f"steps-{rank}")]
     with (folder / f"rank-{rank}.log").open("wb") as log:
         return subprocess.Popen(command, env=environ, stdout=log, stderr=log)

@@ -17,7 +17,7 @@ import ddpobs
 from ddpobs.errors import DataParallelError
 from tests import patience
 from tests.integration.test_whole_way import get
-from tests.integration.training import ROOT
+from tests.integration.training import PATIENT, ROOT
 
 NOBODY = "http://127.0.0.1:9"
 SPAWNING = Path(__file__).with_name("scripts") / "spawning.py"
@@ -27,7 +27,7 @@ def command(*arguments: object, url: str = NOBODY, run: str = "r") -> dict[str, 
     """`ddpobs run` around Python, as subprocess takes it."""
     whole = [sys.executable, "-c", "from ddpobs.cli import main; main()", "run", "--collector", url, "--run", run, "--"]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({} if url == NOBODY else PATIENT)
     return {"args": [*whole, sys.executable, *map(str, arguments)], "env": environ, "text": True}
 
 

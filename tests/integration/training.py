@@ -14,6 +14,8 @@ from tests.ports import free_port
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 RANKS = 2
+PATIENT = {"DDPOBS_EXIT_S": "30"}
+"""For ranks whose last batch must come: two seconds may be too few on a full machine."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
 
 
@@ -44,7 +46,7 @@ def train(
         AssertionError: The training failed or took more than two minutes.
     """
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DDPOBS_FLUSH_S": str(flush_s)}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DDPOBS_FLUSH_S": str(flush_s)} | PATIENT
     if "--collector" not in launcher:
         environ |= {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}
     command = [*(launcher or [sys.executable]), script]

@@ -20,7 +20,7 @@ import pytest
 import uvicorn
 import zstandard
 from ddpobs_server import heads, problems
-from ddpobs_server.api import turns
+from ddpobs_server.api import pieces, turns
 from ddpobs_server.api.turns import InTurn
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
@@ -55,6 +55,13 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
     with collector(tmp_path_factory.mktemp("small"), **LIMITS) as running:
         yield running
     assert "Traceback" not in running.log.read_text()
+
+
+@pytest.fixture(scope="module")
+def unhurried(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
+    """As small, but an upload may take its time."""
+    with collector(tmp_path_factory.mktemp("unhurried"), **LIMITS | {"upload_timeout_s": 60}) as running:
+        yield running
 
 
 def named(count: int = 1, length: int = 1) -> list[wire.Unused]:
@@ -189,15 +196,15 @@ def peak_kb(running: Collector) -> int:
     return int(found[1])
 
 
-def test_many_bodies_at_once_are_told_to_come_back(small: Collector, run: str) -> None:
+def test_many_bodies_at_once_are_told_to_come_back(unhurried: Collector, run: str) -> None:
     sent = batch(run)
     body = wire.encode_json(sent) + b" " * 40_000
     other = batch(run, seq=1)
-    with upload(small.url, len(body), path(sent)) as client:
+    with upload(unhurried.url, len(body), path(sent)) as client:
         client.sendall(body[:-1])
-        until(lambda: under_way(small.url) >= 40_000)
+        until(lambda: under_way(unhurried.url) >= 40_000)
         busy = httpx.put(
-            small.url + path(other),
+            unhurried.url + path(other),
             content=wire.encode_json(other) + b" " * 20_000,
             headers={"Content-Type": wire.JSON},
         )
@@ -205,19 +212,20 @@ def test_many_bodies_at_once_are_told_to_come_back(small: Collector, run: str) -
         assert client.recv(65536).startswith(b"HTTP/1.1 201 ")
     assert "DDPOBS_SERVER_MAX_UNDER_WAY_MB" in assert_problem(busy, 503)["detail"]
     assert busy.headers["retry-after"] == "1"
-    assert under_way(small.url) == 0
-    assert put(small.url, other).status_code == 201
+    assert under_way(unhurried.url) == 0
+    assert put(unhurried.url, other).status_code == 201
 
 
-def test_a_client_that_goes_in_the_middle_leaves_nothing_behind(small: Collector) -> None:
-    with upload(small.url, 1000) as client:
+def test_a_client_that_goes_in_the_middle_leaves_nothing_behind(unhurried: Collector) -> None:
+    with upload(unhurried.url, 1000) as client:
         client.sendall(b"{" * 900)
-        until(lambda: under_way(small.url) >= 900)
-    until(lambda: under_way(small.url) == 0)
+        until(lambda: under_way(unhurried.url) >= 900)
+    until(lambda: under_way(unhurried.url) == 0)
 
 
 def under_way(url: str) -> float:
-    found = re.search(r"^ddpobs_server_under_way_bytes (.+)$", httpx.get(f"{url}/metrics").text, re.MULTILINE)
+    seen = httpx.get(f"{url}/metrics", params={"only": "collector"}).text
+    found = re.search(r"^ddpobs_server_under_way_bytes (.+)$", seen, re.MULTILINE)
     assert found is not None
     return float(found[1])
 
@@ -292,9 +300,8 @@ def served(app: FastAPI | None = None) -> Iterator[tuple[str, int]]:
     """The address of a server; of its own it answers every request 404 before its body has come."""
     app = app or empty()
     listening = socket.create_server(("127.0.0.1", 0))
-    listening.setsockopt(
-        socket.SOL_SOCKET, socket.SO_SNDBUF, 4096
-    )  # What the system holds is no harm, nor bounded here.
+    # What the system holds is no harm, nor bounded here.
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     server = uvicorn.Server(uvicorn.Config(app, http=heads.BoundedHead, ws="none", log_config=None))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
@@ -314,13 +321,13 @@ def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("request_line", ["GET / HTTP/1.1", f"PUT {path(batch('trailing'))} HTTP/1.1"])
 @pytest.mark.parametrize("trailers", [b"a: b\r\n" * 1000, b"x" * 6000], ids=["many", "long"])
-def test_trailers_without_end_are_ended(small: Collector, request_line: str, trailers: bytes) -> None:
-    address = urlsplit(small.url)
+def test_trailers_without_end_are_ended(unhurried: Collector, request_line: str, trailers: bytes) -> None:
+    address = urlsplit(unhurried.url)
     head = f"{request_line}\r\nHost: here\r\nContent-Type: {wire.JSON}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
     with socket.create_connection((address.hostname, address.port), 60) as client:
         client.sendall(head.encode())
         with pytest.raises(OSError, match=r"reset|pipe"):
-            send_on(client, trailers, 1.5)  # An upload would be ended after 2 s.
+            send_on(client, trailers, 30)  # An upload would be ended after 60 s.
 
 
 def send_on(client: socket.socket, data: bytes, seconds: float) -> None:
@@ -344,19 +351,19 @@ def test_a_trailer_is_no_header(small: Collector, run: str) -> None:
 
 
 def test_a_body_that_goes_on_after_its_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "REST_S", 0.5)
+    monkeypatch.setattr(heads, "REST_S", 3.0)
     with served() as address, socket.create_connection(address, 60) as client:
         client.sendall(b"PUT / HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000\r\n\r\n")
         send_on(client, b"x", 0.2)
         assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
         with pytest.raises(OSError, match=r"reset|pipe"):
-            send_on(client, b"x", 5)
+            send_on(client, b"x", 60)
 
 
 @pytest.mark.parametrize("body", [b"", b"x"], ids=["answered after it", "answered before its end"])
 def test_after_a_request_the_next_is_waited_for_as_the_first(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-    monkeypatch.setattr(heads, "MOST_S", 0.5)
-    with served() as address, socket.create_connection(address, 3) as client:
+    monkeypatch.setattr(heads, "MOST_S", 2.0)
+    with served() as address, socket.create_connection(address, 60) as client:
         client.sendall(b"PUT / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(body))
         first = b""
         while not first.endswith(b"}"):
@@ -389,12 +396,12 @@ def test_what_is_no_request_is_told_so_by_a_problem_and_counted(small: Collector
 
 
 def malformed(url: str) -> float:
-    seen = httpx.get(f"{url}/metrics").text
+    seen = httpx.get(f"{url}/metrics", params={"only": "collector"}).text
     found = re.search(r'^ddpobs_server_problems_total{.*"Malformed request",status="400"} (.+)$', seen, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
-SMALL_BYTES, LARGE_BYTES = 50_000, 10_000_000
+SMALL_BYTES, SLOW_BYTES, LARGE_BYTES = 50_000, 2_000_000, 10_000_000
 
 
 @contextmanager
@@ -433,20 +440,23 @@ def test_a_reader_who_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_slow_reader_gets_the_whole_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "UNREAD_S", 0.5)
-    with zeros_served(tmp_path) as address, asking(address) as client:
+    monkeypatch.setattr(pieces, "_PIECE_BYTES", 2**14)
+    monkeypatch.setattr(heads, "UNREAD_S", 2.0)
+    with zeros_served(tmp_path) as address, asking(address, f"/zeros/{SLOW_BYTES}") as client:
         began, came = time.monotonic(), 0
-        while came < LARGE_BYTES:
-            came += len(client.recv(2**20))
-            time.sleep(max(0.0, began + 2 * came / LARGE_BYTES - time.monotonic()))
-    assert time.monotonic() - began > 1.5
+        while came < SLOW_BYTES:
+            chunk = client.recv(2**20)
+            assert chunk, "cut off"
+            came += len(chunk)
+            time.sleep(max(0.0, began + 3 * came / SLOW_BYTES - time.monotonic()))
+    assert time.monotonic() - began > 2.5
 
 
 def test_so_many_answers_are_under_way_and_those_that_nobody_reads_make_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(turns, "_UNSENT", 2)
-    monkeypatch.setattr(heads, "UNREAD_S", 1.5)
+    monkeypatch.setattr(heads, "UNREAD_S", 6.0)
     with zeros_served(tmp_path) as address, asking(address), asking(address):
         time.sleep(0.5)
         with asking(address, "/api/v1/runs") as third:

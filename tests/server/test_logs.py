@@ -56,8 +56,9 @@ def test_no_text_of_a_clients_begins_a_line_for_people(lines: Callable[[str], li
     assert all(line.isprintable() for line in written)
 
 
+@pytest.mark.parametrize("level", [logging.INFO, logging.WARNING])
 def test_a_kind_of_line_is_written_ten_times_and_then_counted(
-    lines: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch
+    lines: Callable[[str], list[str]], monkeypatch: pytest.MonkeyPatch, level: int
 ) -> None:
     lines("json")
     stream, now = io.StringIO(), time.monotonic()
@@ -65,7 +66,7 @@ def test_a_kind_of_line_is_written_ten_times_and_then_counted(
     logs.configure("info", "json", stream)
 
     def happened(number: int, kind: str = "this") -> None:
-        logging.getLogger("tests").warning(f"it happened: {number}", extra={"kind": kind})
+        logging.getLogger("tests").log(level, f"it happened: {number}", extra={"kind": kind})
 
     for number in range(25):
         happened(number)

@@ -156,7 +156,7 @@ def held(browser: Any) -> Visit:
     """A visit that has not begun, with a clock that only the test moves."""
     visit = Visit(browser, "about:blank")
     visit.page.clock.install(time=0)
-    visit.page.clock.pause_at(1000)
+    visit.page.clock.pause_at(3_600_000)  # The clock goes on until then.
     return visit
 
 

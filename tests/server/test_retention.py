@@ -52,8 +52,13 @@ def test_old_spans_go_and_their_sums_stay(store: Store) -> None:
     assert rows(store, "new") == (200, 400, 200)
 
 
+@pytest.mark.parametrize(
+    ("day", "settings", "events"),
+    [(10, {"keep_spans_days": 3}, [0, 7, 8, 9]), (9.01, {}, list(range(10)))],
+    ids=["by age", "an hour later in any case, and no events"],
+)
 def test_old_unused_sets_and_events_go_but_not_those_that_are_read(
-    store: Store, monkeypatch: pytest.MonkeyPatch
+    store: Store, monkeypatch: pytest.MonkeyPatch, day: float, settings: dict[str, float], events: list[int]
 ) -> None:
     monkeypatch.setattr(removing, "_CHUNKS", 2)
     monkeypatch.setattr(sums, "UNUSED_JUDGED", 4)
@@ -67,13 +72,13 @@ def test_old_unused_sets_and_events_go_but_not_those_that_are_read(
         return msgspec.to_builtins([store.latest_unused("run", ATTEMPT), store.first_events("run", ATTEMPT)])
 
     before = read()
-    tidy(store, day=10, keep_spans_days=3)
+    tidy(store, day, **settings)
     kept = [(0, 1), (1, 1), (2, 1), (6, 0), (7, 0), (8, 0), (9, 0)]
     assert [(one.step, one.module) for _, one in store.unused("run", ATTEMPT)] == kept
     assert read() == before
     with store._engine.connect() as connection:
         held = connection.execute(select(schema.events.c.seq).where(schema.events.c.run_id == "run")).scalars()
-        assert sorted(held) == [0, 7, 8, 9]
+        assert sorted(held) == events
 
 
 def test_runs_that_fell_silent_go_altogether(store: Store) -> None:

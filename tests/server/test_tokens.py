@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import httpx
 import pytest
+from ddpobs_server import auth
 from ddpobs_server.app import create_app
 from ddpobs_server.auth import Caller, Doorkeeper, new_token
 from ddpobs_server.commands import cli
@@ -28,6 +29,7 @@ from tests import databases
 from tests.collector import collector
 from tests.databases import Fresh
 from tests.server.batches import assert_problem, batch, path, put, steps
+from tests.server.test_limits import served
 
 ROOT = Path(__file__).parents[2]
 CALLS = {
@@ -177,7 +179,7 @@ def test_workspaces_see_their_own_runs_alone(guarded: dict[str, Any]) -> None:
 
 
 def test_a_run_id_that_the_wires_document_allows_in_every_workspace_is_allowed() -> None:
-    said = re.search(r"no more than (\d+) is safe", (ROOT / "docs" / "wire.md").read_text())
+    said = re.search(r"(\d+) characters fit into every", (ROOT / "docs" / "wire.md").read_text())
     assert said is not None
     longest = Caller("w" * 32, frozenset()).key("r" * int(said[1]))
     with pytest.raises(Problem, match=f"at most {said[1]} characters"):
@@ -285,11 +287,13 @@ def test_a_flood_of_wrong_tokens_asks_the_database_once_a_second(
     assert min(later - earlier for earlier, later in pairwise(asked)) > 0.9
 
 
-def test_unknown_tokens_hold_up_no_read_of_a_known_one(tmp_path: Path) -> None:
+def test_unknown_tokens_hold_up_no_read_of_a_known_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "_NEW_S", 5.0)
     database = f"sqlite:///{tmp_path}/runs.db"
     headers = {"Authorization": f"Bearer {kept(database, 'known', 'default', 'read')}"}
-    with collector(tmp_path, database_url=database) as running, ThreadPoolExecutor(16) as strangers:
-        url = f"{running.url}/api/v1/runs"
+    app = create_app(Settings(database_url=database))
+    with served(app) as (host, port), ThreadPoolExecutor(16) as strangers:
+        url = f"http://{host}:{port}/api/v1/runs"
         assert httpx.get(url, headers=headers).status_code == 200
 
         def ask(_: int) -> float:

@@ -59,6 +59,13 @@ def test_moving_bytes_for_40_percent_of_the_step_is_comm_bound() -> None:
     assert "network would not help" not in finding.remedy
 
 
+def test_steps_of_two_synchronised_backwards_are_judged_too() -> None:
+    """Each backward has a number, and a step that of its last one."""
+    whole = evidence([{}, {}], moving_ms=50)
+    twice = of(whole.rank, changed(whole.steps, collective=2 * whole.steps.collective + 1))
+    assert one(comm_bound(twice)) == one(comm_bound(whole))
+
+
 def test_a_little_exposed_communication_is_not_comm_bound() -> None:
     assert comm_bound(evidence([{}, {}], moving_ms=30)) == []
 
@@ -92,6 +99,7 @@ def test_neither_waiting_nor_moving_is_claimed_where_the_slow_rank_may_be_unseen
     finding = one(comm_bound(replace(evidence([{}, {}], moving_ms=50), **unseen)))
     assert (finding.severity, finding.evidence["exposed_share"]) == ("info", pytest.approx(0.4))
     assert not {"waiting_ns", "moving_ns"} & set(finding.evidence)
+    assert finding.evidence["steps_used"] == 39, "those that are followed by one"
     assert "moving bytes" not in finding.title
     assert "Compress" not in finding.remedy
     assert ("rank 4, 7" in finding.remedy) == ("absent" in unseen)
