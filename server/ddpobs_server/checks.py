@@ -151,7 +151,9 @@ def _permissions(file: Path) -> Finding:
 def _disk(folder: Path) -> Finding:
     disk = shutil.disk_usage(folder)
     detail = f"{disk.free / 1e9:.1f} of {disk.total / 1e9:.1f} GB free in {folder}"
-    return Finding("disk", "ok" if disk.free > max(_FREE_BYTES, _FREE_RATIO * disk.total) else "fail", detail)
+    if disk.free < _FREE_BYTES:
+        return Finding("disk", "fail", detail)
+    return Finding("disk", "ok" if disk.free > _FREE_RATIO * disk.total else "warn", detail)
 
 
 def _synchronised() -> Finding:

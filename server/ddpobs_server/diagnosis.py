@@ -50,6 +50,7 @@ class Diagnosis:
             missing.append(Missing("steps", str(error)))
         joined = join(rank, steps)
         absent = _absent(sources, joined.ranks)
+        gaps = self._store.missing_batches(run, attempt)
         missing += _not_judged(absent, apart)
         evidence = Evidence(
             rank=rank,
@@ -59,8 +60,7 @@ class Diagnosis:
             settings=settings,
             emitted={s.rank: s.emitted for s in sources},
             dropped={s.rank: s.dropped for s in sources},
-            # A gap may still be under way while the source lives.
-            missing_batches={s.rank: s.missing_batches if s.goodbye else 0 for s in sources},
+            missing_batches={s.rank: gaps.get(s.source, 0) for s in sources},
             events=self._store.first_events(run, attempt),
             ahead_ns={s.rank: s.anchor.wall_ns - s.last_seen_ns for s in sources},
             absent=sorted(one for ranks in absent.values() for one in ranks),
@@ -85,7 +85,7 @@ class Diagnosis:
     def _with_buckets(
         self, findings: list[Finding], run: str, attempt: str, steps: tuple[wire.Ints, wire.Steps], joined: Joined
     ) -> list[Finding]:
-        """Name the bucket at which most of a slow backward arises, and its parameters; of the first few that are slow."""
+        """Name the bucket where most of a slow backward arises, and its parameters; of the first few that are slow."""
         slow = [f for f in findings if f.code == "straggler" and f.phase == "backward"][:_BUCKET_RANKS]
         told = self._store.layouts(run, attempt) if slow else []
         layouts = {(layout.module, layout.revision): layout for layout in told}

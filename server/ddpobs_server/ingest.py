@@ -30,7 +30,8 @@ _GROUP_RECORDS = 2**18
 """Nor does one take another batch once it has so many records: their columns are joined in memory."""
 _CLOSE_S = 10
 _LARGE_BYTES = 1_000_000
-_RETRIED = (408, 429, 503)
+_RETRIED = (400, 408, 429, 503)
+"""400 is a client that went away in the middle of a body."""
 _ROUTE = "/runs/{run}/sources/{source}/batches/{seq}"
 _PATH = compile_path(f"/api/v1{_ROUTE}")[0]
 _may_ingest = needs("ingest")
@@ -107,21 +108,23 @@ class Writer:
         return future
 
     def _run(self) -> None:
+        while self._write_next():
+            pass
+
+    def _write_next(self) -> bool:
+        """Wait for batches and write them; False once the end is among them. Nothing of them is held afterwards."""
+        group: list[tuple[Arrival, _Answer]] = []
+        records = 0
+        # Others come meanwhile: whoever waited for the last commit sends again at once.
         while (item := self._waiting.get()) is not None:
-            group: list[tuple[Arrival, _Answer]] = []
-            records = 0
-            # Others come meanwhile: whoever waited for the last commit sends again at once.
-            while item is not None:
-                for arrival, future in self._decoded(*item):
-                    group.append((arrival, future))
-                    records += wire.records(arrival.batch)
-                if len(group) == _GROUP or records > _GROUP_RECORDS or self._waiting.empty():
-                    break
-                item = self._waiting.get()
-            if group:
-                self._write(group)
-            if item is None:
-                return
+            for arrival, future in self._decoded(*item):
+                group.append((arrival, future))
+                records += wire.records(arrival.batch)
+            if len(group) == _GROUP or records > _GROUP_RECORDS or self._waiting.empty():
+                break
+        if group:
+            self._write(group)
+        return item is not None
 
     def _decoded(self, upload: Upload, future: _Answer) -> Iterator[tuple[Arrival, _Answer]]:
         try:
@@ -145,6 +148,9 @@ class Writer:
                     self._write([item])
                 return
             run, source, seq = group[0][0].key
+            if isinstance(error, Unstorable):
+                self._fail(group, error, "refused")
+                return
             _log.exception("a batch was not written", extra={"run": run, "source": source, "seq": seq})
             self._fail(group, error)
             return
@@ -158,8 +164,8 @@ class Writer:
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
 
-    def _fail(self, group: list[tuple[Arrival, _Answer]], error: Exception) -> None:
-        self.batches.labels("failed").inc(len(group))
+    def _fail(self, group: list[tuple[Arrival, _Answer]], error: Exception, outcome: str = "failed") -> None:
+        self.batches.labels(outcome).inc(len(group))
         self._answer([(future, error) for _, future in group])
 
     def _answer(self, answers: list[tuple[_Answer, Outcome | Exception]]) -> None:

@@ -56,7 +56,7 @@ def configure(level: str, style: str, stream: TextIO = sys.stderr) -> None:
 
 
 class _Limit(logging.Filter):
-    """Lets so many warnings and errors of one kind pass; the next that does says how many did not."""
+    """Lets so many warnings, errors and refusals of one kind pass; the next that does says how many did not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _Limit(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Whether the line is written; those of one place in the code are of a kind, but for their extra `kind`."""
-        if record.levelno < logging.WARNING:
+        if record.levelno < logging.WARNING and not hasattr(record, "kind"):
             return True
         kind = (record.pathname, record.lineno, str(getattr(record, "kind", "")))
         now = time.monotonic()

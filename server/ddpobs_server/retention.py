@@ -16,7 +16,7 @@ _EVERY_S = 60.0
 _CLOSE_S = 5.0
 _REST = 1.0
 """After it joined chunks the keeper rests so many times as long as that took: batches wait for whoever writes."""
-_DAY_NS = 86_400 * 10**9
+_HOUR_NS, _DAY_NS = 3600 * 10**9, 86_400 * 10**9
 
 
 class Keeper:
@@ -63,6 +63,7 @@ class Keeper:
         settings, store, began = self._settings, self._store, time.monotonic()
         if settings.keep_spans_days is not None:
             self._note("chunks", store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
+        store.thin_unused(now_ns - _HOUR_NS)
         if settings.keep_runs_days is not None:
             self._note("runs", store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
         if settings.keep_gb is not None:

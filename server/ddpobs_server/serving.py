@@ -24,6 +24,8 @@ from fastapi import FastAPI
 _log = logging.getLogger(__name__)
 _END_S = 30
 """How long all of the end may take, whatever a client or the database does."""
+_IDLE_S = 30
+"""How long a connection may rest between two requests: longer than a rank does between two batches."""
 _LEFT_S = 1.0
 """How long threads may hold the process once all is closed."""
 _KEPT_BYTES = 2**25 - 2**16
@@ -60,7 +62,7 @@ def run(app: FastAPI, **settings: Any) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):  # Some systems call it endless and do not take that.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    server = _Server(uvicorn.Config(app, **settings))
+    server = _Server(uvicorn.Config(app, timeout_keep_alive=_IDLE_S, **settings))
     # uvicorn raises the signal again once it has ended, for whoever had a handler before.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with suppress(KeyboardInterrupt, SystemExit):  # uvicorn's own: with 3, where it did not start.

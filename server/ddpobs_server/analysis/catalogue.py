@@ -86,7 +86,7 @@ def comm_bound(evidence: Evidence) -> Judgement:
         return []
     exposed_ns = float(exposed.mean())
     if evidence.absent or evidence.apart:
-        return [_unsplit(evidence, share, exposed_ns)]
+        return [_unsplit(evidence, share, exposed_ns, len(rows))]
     waiting_ns = float(_waiting_ns(joined, rows).mean())
     mostly_waiting = waiting_ns > exposed_ns / 2
     reason = "most of it waiting for the last rank" if mostly_waiting else "most of it moving bytes"
@@ -125,7 +125,7 @@ def _waiting_ns(joined: Joined, rows: wire.Ints) -> Floats:
     return np.asarray(within[rows] + np.minimum(left[rows], beyond[rows + 1]))
 
 
-def _unsplit(evidence: Evidence, share: float, exposed_ns: float) -> Finding:
+def _unsplit(evidence: Evidence, share: float, exposed_ns: float, steps_used: int) -> Finding:
     """Waiting for a rank that is not seen looks like moving bytes: neither is claimed."""
     one_by_one = "Look at each process group by itself: what a rank waits for is not seen across groups."
     telemetry_first = (
@@ -142,7 +142,7 @@ def _unsplit(evidence: Evidence, share: float, exposed_ns: float) -> Finding:
         evidence={
             "exposed_share": round(share, 4),
             "exposed_ns": round(exposed_ns),
-            "steps_used": len(evidence.joined),
+            "steps_used": steps_used,
         },
     )
 

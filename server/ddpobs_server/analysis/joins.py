@@ -50,8 +50,8 @@ class Joined:
 
     @cached_property
     def followed(self) -> npt.NDArray[np.bool_]:
-        """Whether the collective after each one is among these, too; shape [steps]."""
-        return np.append(np.diff(self.collective) == 1, False)[: len(self)]
+        """Whether the step after each one is among these, too; shape [steps]. A step may have several collectives."""
+        return np.append(np.diff(self.step) == 1, False)[: len(self)]
 
     @cached_property
     def window_ns(self) -> Floats:

@@ -233,7 +233,7 @@ def _diagnosis_json(reports: Reports, run: Run) -> dict[str, Any] | None:
     if told is None:
         return None
     worst = told["findings"][0]["title"] if told["findings"] else None
-    return {"worst": worst, "findings": len(told["findings"]), "current": current}
+    return {"worst": worst, "findings": len(told["findings"]), "missing": len(told["missing"]), "current": current}
 
 
 def _to_cursor(run: Run) -> str:

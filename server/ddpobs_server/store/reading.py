@@ -132,16 +132,23 @@ def attempts(connection: Connection, run_id: str) -> list[Attempt]:
 
 def sources(connection: Connection, run_id: str, attempt: str) -> list[Source]:
     """The attempt's sources, by rank."""
-    c, b = schema.sources.c, schema.batches.c
+    c = schema.sources.c
     query = select(schema.sources).where(c.run_id == run_id, c.attempt == attempt).order_by(c.rank, c.first_seen_ns)
-    # A gap may still be under way while the source lives; to count a long run's batches takes long.
+    return [_source(row) for row in connection.execute(query)]
+
+
+def missing_batches(connection: Connection, run_id: str, attempt: str) -> dict[str, int]:
+    """By source that has said goodbye, gaps in its sequence numbers: while it lives one may still be under way.
+
+    All of the attempt's batches are counted: of a long run that takes long.
+    """
+    c, b = schema.sources.c, schema.batches.c
     gone = select(c.source).where(c.run_id == run_id, c.attempt == attempt, c.goodbye)
-    missing = select(b.source, func.max(b.seq) + 1 - func.count()).where(b.run_id == run_id, b.source.in_(gone))
-    gaps = {row[0]: int(row[1]) for row in connection.execute(missing.group_by(b.source))}
-    return [_source(row, gaps.get(row.source, 0)) for row in connection.execute(query)]
+    gaps = select(b.source, func.max(b.seq) + 1 - func.count()).where(b.run_id == run_id, b.source.in_(gone))
+    return {source: int(count) for source, count in connection.execute(gaps.group_by(b.source))}
 
 
-def _source(row: Row[Any], missing: int) -> Source:
+def _source(row: Row[Any]) -> Source:
     return Source(
         source=row.source,
         attempt=row.attempt,
@@ -156,5 +163,4 @@ def _source(row: Row[Any], missing: int) -> Source:
         hello=msgspec.json.decode(row.hello, type=wire.Hello) if row.hello else None,
         pulse=msgspec.json.decode(row.pulse, type=wire.Pulse) if row.pulse else None,
         goodbye=row.goodbye,
-        missing_batches=missing,
     )

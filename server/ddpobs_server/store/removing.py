@@ -16,6 +16,7 @@ _CHUNKS_FOR_ROOM = 500
 """Removed at once to make room: not much more goes than has to."""
 _PAUSE_S = 0.1
 """As long as SQLite lets a writer sleep before it tries again."""
+_DAY_NS = 86_400 * 10**9
 _LATELY_NS = 600 * 10**9
 """A run heard of since then may be running, and is not removed altogether to make room."""
 _COLUMN_BYTES = select(func.coalesce(func.sum(schema.runs.c.chunk_bytes), 0))
@@ -49,8 +50,10 @@ def expire_chunks(engine: Engine, before_ns: int) -> int:
         How many chunks.
     """
     runs, c = schema.runs.c, schema.chunks.c
+    # Of a run without columns that was silent a day before then, all went that is to go.
+    left = (runs.chunk_bytes > 0) | (runs.last_seen_ns > before_ns - _DAY_NS)
     with engine.connect() as connection:
-        older = connection.execute(select(runs.run_id).where(runs.created_ns < before_ns)).scalars().all()
+        older = connection.execute(select(runs.run_id).where(runs.created_ns < before_ns, left)).scalars().all()
     removed = 0
     for run in older:
         came_before = _came_before(run, before_ns, c.source, c.seq).correlate(schema.chunks)
@@ -61,6 +64,18 @@ def expire_chunks(engine: Engine, before_ns: int) -> int:
         for table in (schema.unused, schema.events):
             _expire_told(engine, table, run, before_ns)
     return removed
+
+
+def thin_unused(engine: Engine, before_ns: int) -> None:
+    """Remove unused sets of before then that neither metrics nor diagnoses read any more.
+
+    A model whose set changes in every step tells one a step and rank, and both look through all that there are.
+    """
+    runs = schema.runs.c
+    with engine.connect() as connection:
+        active = connection.execute(select(runs.run_id).where(runs.last_seen_ns > before_ns)).scalars().all()
+    for run in active:
+        _expire_told(engine, schema.unused, run, before_ns)
 
 
 def _came_before(run: str, before_ns: int, source: Any, seq: Any) -> Exists:

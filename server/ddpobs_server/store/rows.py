@@ -62,7 +62,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Source:
-    """One process of one attempt. `missing_batches` counts gaps in the sequence numbers once it has said goodbye."""
+    """One process of one attempt."""
 
     source: str
     attempt: str
@@ -77,7 +77,6 @@ class Source:
     hello: wire.Hello | None
     pulse: wire.Pulse | None
     goodbye: bool
-    missing_batches: int
 
 
 @dataclass(frozen=True)

@@ -109,6 +109,10 @@ class Store:
             removing.give_back(self._engine)
         return removed
 
+    def thin_unused(self, before_ns: int) -> None:
+        """Remove unused sets of before then that neither metrics nor diagnoses read any more."""
+        removing.thin_unused(self._engine, before_ns)
+
     def expire_runs(self, before_ns: int) -> int:
         """Remove runs that were last heard of before then, and return their space; how many."""
         removed = removing.expire_runs(self._engine, before_ns)
@@ -237,6 +241,11 @@ class Store:
         """The attempt's sources, by rank."""
         with self._engine.connect() as connection:
             return reading.sources(connection, run, attempt)
+
+    def missing_batches(self, run: str, attempt: str) -> dict[str, int]:
+        """By source that has said goodbye, gaps in its sequence numbers."""
+        with self._engine.connect() as connection:
+            return reading.missing_batches(connection, run, attempt)
 
     def layouts(self, run: str, attempt: str) -> list[wire.Layout]:
         """Each module's layouts, by revision, as the lowest rank that told them told them."""

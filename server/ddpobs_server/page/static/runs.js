@@ -8,7 +8,7 @@ const more = document.getElementById("more");
 let shown = PAGE, unsure = [];
 
 function row(run) {
-  const finding = element("td", { class: "muted" }, run.diagnosis ? worst(run, run.diagnosis.worst) : "…");
+  const finding = element("td", { class: "muted" }, run.diagnosis ? worst(run, run.diagnosis.worst, run.diagnosis.missing) : "…");
   if (!run.diagnosis?.current) unsure.push([run, finding]);
   return element("tr", {},
     element("td", {}, element("a", { href: `/runs/${encodeURIComponent(run.run)}` }, run.run)),
@@ -19,8 +19,9 @@ function row(run) {
     element("td", { class: "muted" }, ago(run.last_seen_ns)));
 }
 
-function worst(run, title) {
-  return title ?? (run.steps ? "nothing found" : "not judged yet");
+function worst(run, title, missing) {
+  if (!run.steps) return "not judged yet";
+  return title ?? (missing ? `nothing found, ${missing} not judged` : "nothing found");
 }
 
 // Diagnoses that the list does not know yet are asked for one after the other.
@@ -29,8 +30,8 @@ async function diagnose() {
   while (asked === unsure && asked.length) {
     const [run, place] = asked.shift();
     try {
-      const { findings } = await get(`/runs/${encodeURIComponent(run.run)}/diagnostics`);
-      place.textContent = worst(run, findings[0]?.title);
+      const { findings, missing } = await get(`/runs/${encodeURIComponent(run.run)}/diagnostics`);
+      place.textContent = worst(run, findings[0]?.title, missing.length);
     } catch {
       place.textContent = "–";
     }
