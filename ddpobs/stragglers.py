@@ -25,6 +25,8 @@ COLUMNS = 2 + len(wire.OWN_PHASES)
 ALARM_SHARE = 0.1
 """A rank straggles in a step when its delay is above this share of the step."""
 _READ_TIMEOUT = timedelta(seconds=1)
+_GOLDEN = 2_654_435_761
+"""2^32 over the golden ratio (Knuth, The Art of Computer Programming 3, section 6.4)."""
 
 
 class Exchange:
@@ -51,14 +53,14 @@ class Exchange:
     def add(self, steps: wire.Steps) -> None:
         """Take in finished steps; one without own time is left out, and so drops out of the join.
 
-        Where the table does not hold all, it holds every second, fourth or eighth collective: all ranks the same ones.
+        Where the table does not hold all, it holds a half, a quarter or an eighth of the collectives, on all ranks the
+        same ones.
         """
         own = [getattr(steps, f"own_{name}_ns") for name in wire.OWN_PHASES]
         rows = np.stack([steps.collective, steps.end_ns - steps.start_ns, *own], axis=1)[steps.own_ns != wire.UNKNOWN]
         self._added.append(len(rows))
         self._apart = 1 << max(0, math.ceil(math.log2(max(1, sum(self._added)) / self._most)))
-        rows = rows[rows[:, 0] % self._apart == 0]
-        held = self._rows[self._rows[:, 0] % self._apart == 0]
+        rows, held = self._sample(rows), self._sample(self._rows)
         kept = min(self._most, max(_FEWEST, 2 * self._every, sum(self._added)))
         self._rows = np.concatenate([held, rows])[-kept:]
         self._fresh += len(rows)
@@ -87,6 +89,13 @@ class Exchange:
             return None
         self._seen = int(joined[-1, 0, 0])
         return statistics(joined)
+
+    def _sample(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Evenly spread, by how many so ever a step's number is above the one before (multiplicative hashing).
+
+        Those of a smaller share are among those of a larger one.
+        """
+        return rows[rows[:, 0] * _GOLDEN % 2**32 * self._apart < 2**32]
 
     def _news(self, table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Rows that no statistics were made of."""

@@ -16,10 +16,15 @@ def row(collective: int, wall: int = 100, **slow: int) -> list[int]:
     return [collective, wall, *[(QUIET | slow)[name] for name in wire.OWN_PHASES]]
 
 
-def steps(collectives: int, backward: int = 40) -> wire.Steps:
+def steps(collectives: int, backward: int = 40, backwards: int = 1) -> wire.Steps:
+    """Each of so many synchronised backwards, and with the number of the last one."""
     zeros = np.zeros(collectives, np.int64)
     own = {f"own_{name}_ns": zeros + ns for name, ns in (QUIET | {"backward": backward}).items()}
-    known = own | {"collective": np.arange(collectives), "end_ns": zeros + 100, "own_ns": zeros + 1}
+    known = own | {
+        "collective": np.arange(collectives) * backwards + backwards - 1,
+        "end_ns": zeros + 100,
+        "own_ns": zeros + 1,
+    }
     return wire.Steps(**{name: known.get(name, zeros) for name in wire.Steps.names})
 
 
@@ -75,7 +80,8 @@ def test_of_more_steps_than_are_exchanged_the_statistics_tell_how_many_they_are_
         exchange.publish()
     peers = exchanges[0].gather()
     assert peers is not None
-    assert (peers.steps, peers.delay_ns.tolist()) == (2500, [0, 2500 * 50])
+    assert abs(peers.steps - 2500) < 5
+    assert peers.delay_ns.tolist() == [0, peers.steps * 50]
 
 
 @pytest.mark.parametrize(("world_size", "every"), [(2, 5000), (512, 33), (1024, 16)])
@@ -91,12 +97,15 @@ def test_an_exchange_takes_place_however_many_steps_are_asked_for(world_size: in
     assert exchanges[0].gather() is not None
 
 
+@pytest.mark.parametrize("backwards", [1, 2, 4])
 @pytest.mark.parametrize(("ranks", "per_s", "share"), [(2, 100, 1), (2, 1000, 2), (64, 20, 2), (256, 10, 4)])
-def test_ranks_that_cut_their_batches_at_different_times_share_steps(ranks: int, per_s: int, share: int) -> None:
-    """Of more steps than the tables hold, all ranks share every second, fourth or eighth."""
+def test_ranks_that_cut_their_batches_at_different_times_share_steps(
+    ranks: int, per_s: int, share: int, backwards: int
+) -> None:
+    """Of more steps than the tables hold, all ranks share a half, a quarter or an eighth."""
     store = dist.HashStore()
     exchanges = [Exchange(dist.PrefixStore("fast", store), rank, ranks, 4) for rank in range(ranks)]
-    whole, sent, compared = steps(24 * per_s), [0] * ranks, 0
+    whole, sent, compared = steps(24 * per_s, backwards=backwards), [0] * ranks, 0
     for second in range(24):
         for rank, exchange in enumerate(exchanges):
             if second % 4 == rank % 4:
