@@ -10,6 +10,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -74,6 +75,16 @@ def test_check_says_that_all_is_well_and_changes_nothing(fresh: databases.Fresh,
     assert code == 0
     assert found["schema"] == ("ok", f"at {newest}, this version's")
     assert inspect(create_engine(url)).get_table_names() == tables
+
+
+@pytest.mark.parametrize(("free_gb", "said"), [(0.5, "fail"), (100, "warn"), (900, "ok")])
+def test_a_large_disk_with_much_room_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gb: float, said: str
+) -> None:
+    disk = SimpleNamespace(free=int(free_gb * 1e9), total=10**13)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    code, found = check(f"sqlite:///{tmp_path}/x.db")
+    assert (code, found["disk"][0]) == (int(said == "fail"), said)
 
 
 def test_a_disk_that_cannot_be_read_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

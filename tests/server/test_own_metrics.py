@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import sqlite3
 import threading
 import time
@@ -10,12 +11,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import httpx
+import pytest
+from ddpobs_server.app import create_app
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import writing
 from prometheus_client.parser import text_string_to_metric_families
 
 from ddpobs import wire
 from tests import databases
 from tests.collector import Collector, collector
 from tests.server.batches import assert_problem, batch, path, put, steps
+from tests.server.test_limits import served
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 
@@ -69,6 +75,25 @@ def test_what_is_refused_is_counted_by_the_reason(tmp_path: Path) -> None:
         assert (seen("writer_alive"), seen("database_up"), seen("queue_limit")) == (1, 1, 1024)
         assert 0 < seen("disk_bytes", what="free") < seen("disk_bytes", what="all")
         until(running.url, lambda seen: seen("event_loop_lag_seconds_count") > 0, **mine)
+
+
+def test_what_a_client_broke_off_is_busy_and_what_no_database_holds_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: object) -> None:
+        raise OverflowError("too large")
+
+    app = create_app(Settings(database_url=databases.sqlite(tmp_path)))
+    with served(app) as (host, port):
+        url = f"http://{host}:{port}"
+        with socket.create_connection((host, port), 60) as client:
+            head = f"PUT {path(batch('cut'))} HTTP/1.1\r\nHost: here\r\nContent-Type: {wire.JSON}\r\n"
+            client.sendall(f"{head}Content-Length: 99\r\n\r\n{{".encode())
+        until(url, lambda seen: seen("batches_total", outcome="busy") == 1)
+        monkeypatch.setattr(writing, "write", too_large)
+        assert_problem(put(url, batch("a-run")), 422)
+        seen = metrics(url)
+        assert [seen("batches_total", outcome=of) for of in ("busy", "refused", "failed")] == [1, 1, 0]
 
 
 def test_a_database_that_hangs_and_a_full_queue_are_seen(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -185,6 +186,14 @@ def test_of_a_run_without_steps_nothing_is_said_to_be_found(browser: Any, tmp_pa
         visit.page.get_by_role("heading", name="No step to judge yet.").wait_for()
         visit.page.get_by_text("No bucket spans of this step.").wait_for()
         assert visit.page.get_by_text("Nothing here of").count() == 0
+
+
+def test_of_a_run_too_short_to_judge_the_list_says_so(browser: Any, tmp_path: Path) -> None:
+    with collector(tmp_path) as running:
+        put(running.url, batches.batch("short", steps=batches.steps(0, 10)))
+        for _ in range(2):
+            visit = Visit(browser, running.url)
+            visit.page.locator("#runs td").get_by_text(re.compile(r"^nothing found, \d not judged$")).wait_for()
 
 
 @pytest.fixture(scope="module")
