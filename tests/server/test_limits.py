@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,22 +16,15 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
-import uvicorn
 import zstandard
-from ddpobs_server import heads, problems
-from ddpobs_server.api import pieces, turns
-from ddpobs_server.api.turns import InTurn
-from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
-from fastapi import APIRouter, FastAPI, Response
-from prometheus_client import CollectorRegistry
 
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.sender import Outcome, Sender
-from tests import databases
 from tests.collector import Collector, collector
 from tests.server.batches import assert_problem, batch, get, layout, path, put, source_of, spans, steps
+from tests.server.serving import answered
 
 LIMITS = {
     "max_body_mb": 0.2,
@@ -128,11 +120,6 @@ def upload(url: str, size: int, target: str = path(batch("slow"))) -> Iterator[s
         head = f"PUT {target} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: {wire.JSON}\r\n"
         client.sendall(f"{head}Content-Length: {size}\r\n\r\n".encode())
         yield client
-
-
-def answered(client: socket.socket) -> str:
-    """Everything until the collector closes the connection."""
-    return b"".join(iter(lambda: client.recv(65536), b"")).decode()
 
 
 def test_an_upload_that_does_not_end_is_ended(small: Collector) -> None:
@@ -272,197 +259,3 @@ def test_every_limit_is_documented_with_its_default() -> None:
     known = {name: Settings.model_fields[name].default for name in (*LIMITS, "max_runs", "queue_batches")}
     found = {name.lower(): float(value.replace(",", "")) for name, value in documented.items()}
     assert {name: found.get(name) for name in known} == known
-
-
-def test_headers_without_end_are_ended(small: Collector) -> None:
-    address = urlsplit(small.url)
-    with socket.create_connection((address.hostname, address.port), 60) as client:
-        client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\nX-Long: ")
-        with pytest.raises(OSError, match=r"reset|pipe"):
-            send_on(client, b"x" * 10_000, 5)
-
-
-def test_a_request_with_all_headers_that_are_allowed_is_answered(small: Collector, run: str) -> None:
-    answer = put(small.url, batch(run, steps=steps(0, 40)), **{"X-Long": "x" * 50_000})
-    assert answer.status_code == 201
-    assert_problem(httpx.get(small.url, headers={"X-Long": "x" * 400_000}), 431)
-
-
-def empty() -> FastAPI:
-    app = FastAPI(openapi_url=None)
-    app.state.registry = CollectorRegistry()
-    problems.install(app)
-    return app
-
-
-@contextmanager
-def served(app: FastAPI | None = None) -> Iterator[tuple[str, int]]:
-    """The address of a server; of its own it answers every request 404 before its body has come."""
-    app = app or empty()
-    listening = socket.create_server(("127.0.0.1", 0))
-    # What the system holds is no harm, nor bounded here.
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    server = uvicorn.Server(uvicorn.Config(app, http=heads.BoundedHead, ws="none", log_config=None))
-    thread = threading.Thread(target=server.run, args=([listening],))
-    thread.start()
-    try:
-        yield listening.getsockname()
-    finally:
-        server.should_exit = True
-        thread.join(60)
-
-
-def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "MOST_S", 0.2)
-    with served() as address, socket.create_connection(address, 60) as client:
-        client.sendall(b"GET / HTTP/1.1\r\n")
-        assert answered(client).startswith("HTTP/1.1 408 ")
-
-
-@pytest.mark.parametrize("request_line", ["GET / HTTP/1.1", f"PUT {path(batch('trailing'))} HTTP/1.1"])
-@pytest.mark.parametrize("trailers", [b"a: b\r\n" * 1000, b"x" * 6000], ids=["many", "long"])
-def test_trailers_without_end_are_ended(unhurried: Collector, request_line: str, trailers: bytes) -> None:
-    address = urlsplit(unhurried.url)
-    head = f"{request_line}\r\nHost: here\r\nContent-Type: {wire.JSON}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
-    with socket.create_connection((address.hostname, address.port), 60) as client:
-        client.sendall(head.encode())
-        with pytest.raises(OSError, match=r"reset|pipe"):
-            send_on(client, trailers, 30)  # An upload would be ended after 60 s.
-
-
-def send_on(client: socket.socket, data: bytes, seconds: float) -> None:
-    """Send it again and again."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        client.sendall(data)
-        time.sleep(0.01)
-
-
-def test_a_trailer_is_no_header(small: Collector, run: str) -> None:
-    sent = batch(run, steps=steps(0, 1))
-    body = wire.encode_json(sent)
-    head = f"PUT {path(sent)} HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
-    address = urlsplit(small.url)
-    with socket.create_connection((address.hostname, address.port), 60) as client:
-        client.sendall(
-            head.encode() + b"%x\r\n%b\r\n0\r\nContent-Type: %b\r\n\r\n" % (len(body), body, wire.JSON.encode())
-        )
-        assert client.recv(65536).startswith(b"HTTP/1.1 415 ")
-
-
-def test_a_body_that_goes_on_after_its_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "REST_S", 3.0)
-    with served() as address, socket.create_connection(address, 60) as client:
-        client.sendall(b"PUT / HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000\r\n\r\n")
-        send_on(client, b"x", 0.2)
-        assert client.recv(65536).startswith(b"HTTP/1.1 404 ")
-        with pytest.raises(OSError, match=r"reset|pipe"):
-            send_on(client, b"x", 60)
-
-
-@pytest.mark.parametrize("body", [b"", b"x"], ids=["answered after it", "answered before its end"])
-def test_after_a_request_the_next_is_waited_for_as_the_first(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-    monkeypatch.setattr(heads, "MOST_S", 2.0)
-    with served() as address, socket.create_connection(address, 60) as client:
-        client.sendall(b"PUT / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(body))
-        first = b""
-        while not first.endswith(b"}"):
-            first += client.recv(65536)
-        assert first.startswith(b"HTTP/1.1 404 ")
-        client.sendall(body or b"\r\n")
-        assert answered(client)[:12] == ("" if body else "HTTP/1.1 408"), "closed, and told why where one had begun"
-
-
-NO_REQUESTS = {
-    "a method that nobody knows": b"NONE / HTTP/1.1\r\n",
-    "two lengths": b"PUT / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n",
-    "a length below zero": b"PUT / HTTP/1.1\r\nContent-Length: -1\r\n",
-    "a path beyond ASCII": b"GET /\xff HTTP/1.1\r\n",
-    "a piece of no length": b"PUT / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
-}
-
-
-@pytest.mark.parametrize("what", NO_REQUESTS)
-def test_what_is_no_request_is_told_so_by_a_problem_and_counted(small: Collector, what: str) -> None:
-    before = malformed(small.url)
-    address = urlsplit(small.url)
-    with socket.create_connection((address.hostname, address.port), 60) as client:
-        client.sendall(NO_REQUESTS[what] + b"\r\n")
-        head, _, body = answered(client).partition("\r\n\r\n")
-    assert head.startswith("HTTP/1.1 400 ")
-    assert "Content-Type: application/problem+json" in head
-    assert msgspec.json.decode(body)["title"] == "Malformed request"
-    assert malformed(small.url) == before + 1
-
-
-def malformed(url: str) -> float:
-    seen = httpx.get(f"{url}/metrics", params={"only": "collector"}).text
-    found = re.search(r'^ddpobs_server_problems_total{.*"Malformed request",status="400"} (.+)$', seen, re.MULTILINE)
-    return float(found[1]) if found else 0.0
-
-
-SMALL_BYTES, SLOW_BYTES, LARGE_BYTES = 50_000, 2_000_000, 10_000_000
-
-
-@contextmanager
-def zeros_served(folder: Path) -> Iterator[tuple[str, int]]:
-    """A collector that answers with as much as it is asked for, and takes turns as for any read."""
-    router = APIRouter(route_class=InTurn)
-
-    @router.get("/zeros/{count}")
-    def zeros(count: int) -> Response:
-        return Response(bytes(count))
-
-    app = create_app(Settings(database_url=databases.sqlite(folder)))
-    app.include_router(router)
-    with served(app) as address:
-        yield address
-
-
-@contextmanager
-def asking(address: tuple[str, int], target: str = f"/zeros/{LARGE_BYTES}") -> Iterator[socket.socket]:
-    """Someone who asks, and whose system holds little that was not read."""
-    with socket.socket() as client:
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        client.settimeout(60)
-        client.connect(address)
-        client.sendall(f"GET {target} HTTP/1.1\r\nHost: here\r\n\r\n".encode())
-        yield client
-
-
-@pytest.mark.parametrize("count", [SMALL_BYTES, LARGE_BYTES])
-def test_a_reader_who_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(heads, "MOST_S", 0.3)
-    monkeypatch.setattr(heads, "UNREAD_S", 0.3)
-    with zeros_served(tmp_path) as address, asking(address, f"/zeros/{count}") as client:
-        time.sleep(1.5)
-        assert len(answered(client)) < count
-
-
-def test_a_slow_reader_gets_the_whole_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pieces, "_PIECE_BYTES", 2**14)
-    monkeypatch.setattr(heads, "UNREAD_S", 2.0)
-    with zeros_served(tmp_path) as address, asking(address, f"/zeros/{SLOW_BYTES}") as client:
-        began, came = time.monotonic(), 0
-        while came < SLOW_BYTES:
-            chunk = client.recv(2**20)
-            assert chunk, "cut off"
-            came += len(chunk)
-            time.sleep(max(0.0, began + 3 * came / SLOW_BYTES - time.monotonic()))
-    assert time.monotonic() - began > 2.5
-
-
-def test_so_many_answers_are_under_way_and_those_that_nobody_reads_make_room(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(turns, "_UNSENT", 2)
-    monkeypatch.setattr(heads, "UNREAD_S", 6.0)
-    with zeros_served(tmp_path) as address, asking(address), asking(address):
-        time.sleep(0.5)
-        with asking(address, "/api/v1/runs") as third:
-            third.settimeout(0.3)
-            with pytest.raises(TimeoutError):
-                third.recv(1)
-            assert httpx.get(f"http://{address[0]}:{address[1]}/healthz").status_code == 200
-            third.settimeout(60)
-            assert third.recv(65536).startswith(b"HTTP/1.1 200 ")

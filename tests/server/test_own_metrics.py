@@ -21,7 +21,7 @@ from ddpobs import wire
 from tests import databases
 from tests.collector import Collector, collector
 from tests.server.batches import assert_problem, batch, path, put, steps
-from tests.server.test_limits import served
+from tests.server.serving import served
 
 GUIDE = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
 

@@ -29,7 +29,7 @@ from tests import databases
 from tests.collector import collector
 from tests.databases import Fresh
 from tests.server.batches import assert_problem, batch, path, put, steps
-from tests.server.test_limits import served
+from tests.server.serving import served
 
 ROOT = Path(__file__).parents[2]
 CALLS = {

@@ -1,0 +1,42 @@
+"""The application served by a thread of this process, so that a test may change its times."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+from ddpobs_server import heads, problems
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+
+def empty() -> FastAPI:
+    app = FastAPI(openapi_url=None)
+    app.state.registry = CollectorRegistry()
+    problems.install(app)
+    return app
+
+
+@contextmanager
+def served(app: FastAPI | None = None) -> Iterator[tuple[str, int]]:
+    """The address of a server; of its own it answers every request 404 before its body has come."""
+    app = app or empty()
+    listening = socket.create_server(("127.0.0.1", 0))
+    # What the system holds is no harm, nor bounded here.
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    server = uvicorn.Server(uvicorn.Config(app, http=heads.BoundedHead, ws="none", log_config=None))
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        yield listening.getsockname()
+    finally:
+        server.should_exit = True
+        thread.join(60)
+
+
+def answered(client: socket.socket) -> str:
+    """Everything until the collector closes the connection."""
+    return b"".join(iter(lambda: client.recv(65536), b"")).decode()
