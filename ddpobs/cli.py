@@ -6,6 +6,7 @@ import os
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
@@ -23,6 +24,8 @@ from ddpobs.spool import Spool, Spooled
 main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 _TRIES = 3
+_SHOWN = 8
+"""Of ranks, buckets or parameters, in a line."""
 CollectorOption = Annotated[
     str | None, typer.Option("--collector", help="Address; else DDPOBS_TELEMETRY, else http://127.0.0.1:8321.")
 ]
@@ -78,12 +81,15 @@ def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: Coll
 def report(run_id: Annotated[str, typer.Argument(metavar="RUN")], collector: CollectorOption = None) -> None:
     """Say in plain words what the collector finds wrong with a run."""
     answer = _get(_config(collector), f"/runs/{run_id}/diagnostics").json()
-    typer.echo(f"run {answer['run']}: {answer['steps_seen']} steps seen, {len(answer['findings'])} findings")
+    count = len(answer["findings"])
+    typer.echo(f"run {answer['run']}: {answer['steps_seen']} steps seen, {count} finding{'s' * (count != 1)}")
     for finding in answer["findings"]:
         for line in _lines(finding):
             typer.echo(_printable(line))
+    if answer["missing"]:
+        typer.echo()
     for missing in answer["missing"]:
-        typer.echo(_printable(f"not known: {missing}"))
+        typer.echo(_printable(f"not judged: {missing}"))
 
 
 @main.command()
@@ -105,15 +111,21 @@ def trace(
 
 def _lines(finding: dict[str, Any]) -> list[str]:
     first, last = finding["steps"]
-    ranks = f", ranks {', '.join(map(str, finding['ranks']))}" if finding["ranks"] else ""
-    lines = [
-        "",
-        f"{finding['severity']}: {finding['title']} (steps {first} to {last}{ranks})",
-        f"  do: {finding['remedy']}",
-    ]
-    if finding["gain"]:
-        lines.append(f"  gain: {finding['gain']['step_ns'] / 1e6:.1f} ms a step")
+    where = [f"steps {first} to {last}"]
+    where += [f"{what} {_some(finding[f'{what}s'])}" for what in ("rank", "bucket") if finding[f"{what}s"]]
+    lines = ["", f"{finding['severity']}: {finding['title']}", f"  where: {', '.join(where)}"]
+    if finding["parameters"]:
+        lines.append(f"  parameters: {_some(finding['parameters'])}")
+    lines.append(f"  do: {finding['remedy']}")
+    if gain := finding["gain"]:
+        error = gain["ratio"] * gain["error_ratio"]
+        lines.append(f"  gain: {gain['step_ns'] / 1e6:.1f} ms a step, {gain['ratio']:.0%} of it (± {error:.1%})")
     return lines
+
+
+def _some(values: Sequence[object]) -> str:
+    more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
+    return ", ".join(map(str, values[:_SHOWN])) + more
 
 
 def _printable(line: str) -> str:

@@ -52,14 +52,24 @@ def test_report_names_the_finding_and_the_remedy_and_obeys_no_name() -> None:
         "severity": "warning",
         "title": "rank 3 is slow at \x1b[2Ja\nb é",
         "ranks": [3],
+        "buckets": [2],
+        "parameters": [f"layer.{number}" for number in range(11)],
         "steps": [1, 9],
         "remedy": "look",
-        "gain": None,
+        "gain": {"step_ns": 12_750_000, "ratio": 0.25, "error_ratio": 0.02},
     }
-    text = json.dumps({"run": "r", "steps_seen": 9, "findings": [finding], "missing": []}).encode()
+    text = json.dumps({"run": "r", "steps_seen": 9, "findings": [finding], "missing": ["epochs: none seen"]}).encode()
     with collector(lambda path: (200, {}, text)) as seen:
         done = ddpobs("report", "r", "--collector", seen.url)
-    assert "warning: rank 3 is slow at \\x1b[2Ja\\nb é (steps 1 to 9, ranks 3)\n  do: look" in done.stdout
+    assert done.stdout == (
+        "run r: 9 steps seen, 1 finding\n\n"
+        "warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
+        "  where: steps 1 to 9, rank 3, bucket 2\n"
+        "  parameters: layer.0, layer.1, layer.2, layer.3, layer.4, layer.5, layer.6, layer.7 and 3 more\n"
+        "  do: look\n"
+        "  gain: 12.8 ms a step, 25% of it (± 0.5%)\n\n"
+        "not judged: epochs: none seen\n"
+    )
 
 
 def test_trace_saves_what_the_collector_gives(tmp_path: Path) -> None:
