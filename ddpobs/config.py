@@ -34,8 +34,8 @@ class TelemetryConfig:
         spool_mb: Most that the spool may hold, in MB (10^6 bytes).
         queue_records: Most finished steps waiting for the telemetry thread; more are dropped and counted.
         batch_spans: A batch is closed when it holds this many records (steps, bucket spans and the like).
-        flush_s: And at the latest after this many seconds, at the same moments on every rank. Each sends it at a random
-            time within the next half of that, so that ranks do not all send at once.
+        flush_s: And at the latest after this many seconds, at the same moments on every rank. Each sends it at a moment
+            of its own before the next is cut, so that ranks do not all send at once.
         timeout_s: How long one request to the collector may take, in seconds.
         exit_s: How long the flush at exit may take, in seconds.
         peers_every: Fewest new steps worth an exchange of straggler statistics among the ranks, tried twice a flush.

@@ -22,9 +22,6 @@ from ddpobs.spool import Encoded, Spool, Spooled, default_folder
 _log = logging.getLogger("ddpobs")
 WAITING_BATCHES = 16
 """Batches held in memory, besides the one under way, while the collector is away; more go to the spool."""
-_SPREAD = 0.5
-"""A batch waits for up to so much of the time since the one before, or of a flush, drawn anew: ranks cut theirs
-together, and would send them together."""
 _SPOOLED_AT_ONCE = 256
 _SPOOLED_PAUSE_S = 0.1
 """Between batches of a backlog, so that sending it costs training next to nothing."""
@@ -74,6 +71,8 @@ class Delivery:
         """Files that were sent or given up, and could not be removed."""
         self._source = ""
         self._jitter = random.Random()
+        self._phase = self._jitter.random()
+        """The part of a flush after which this process sends: ranks cut theirs together, and would send them so."""
         self._thread: threading.Thread | None = None
 
     @property
@@ -114,7 +113,7 @@ class Delivery:
 
     def spread_s(self, since_s: float) -> float:
         """How long a batch waits that came so many seconds after the one before."""
-        return self._jitter.uniform(0.0, _SPREAD * min(since_s, self._config.flush_s))
+        return self._phase * min(since_s, self._config.flush_s)
 
     def close(self, deadline: float) -> bool:
         """Send what is left until `deadline` (`time.monotonic`), then keep the rest on disk, the one under way too.
