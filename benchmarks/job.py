@@ -168,7 +168,7 @@ class Prepared:
     spans: int
 
 
-def prepare(ranks: Sequence[int], of: int, seconds: float, bodies: Path) -> Prepared:
+def prepare(ranks: Sequence[int], of: int, seconds: float, flush_s: float, bodies: Path) -> Prepared:
     """Make all batches of these ranks, in simulated time."""
     now_s = 0.0
     origin_ns, wall_ns = time.monotonic_ns(), time.time_ns()
@@ -188,7 +188,7 @@ def prepare(ranks: Sequence[int], of: int, seconds: float, bodies: Path) -> Prep
         out = stack.enter_context(bodies.open("wb"))
         for number in ranks:
             now_s, dues = 0.0, list[Due]()
-            rank = Rank(TelemetryConfig(flush_s=bench.JOB_FLUSH_S), number, of, now_ns)
+            rank = Rank(TelemetryConfig(flush_s=flush_s), number, of, now_ns)
             wakes_s = 0.0
             while rank.steps < round(seconds / STEP_S):
                 now_s = min(wakes_s, STEP_S * (rank.steps + 1))
@@ -219,11 +219,12 @@ def kept(sent: delivery.Delivery, out: BinaryIO, at_s: float | None = None) -> l
 def prepared(client: int, options: argparse.Namespace, folder: Path) -> Prepared:
     """This client's batches: made, or found where the same were made before."""
     made_by = digest("ddpobs", "benchmarks/job.py")
-    name = f"{made_by}-{options.ranks}-{options.seconds:g}-{client}-of-{options.clients}"
+    name = f"{made_by}-{options.ranks}-{options.seconds:g}-{options.flush_s:g}-{client}-of-{options.clients}"
     bodies, index = folder / f"{name}.bodies", folder / f"{name}.index"
     if index.exists():
         return msgspec.msgpack.decode(index.read_bytes(), type=Prepared)
-    found = prepare(range(client, options.ranks, options.clients), options.ranks, options.seconds, bodies)
+    ranks = range(client, options.ranks, options.clients)
+    found = prepare(ranks, options.ranks, options.seconds, options.flush_s, bodies)
     index.write_bytes(msgspec.msgpack.encode(found))
     return found
 
@@ -283,6 +284,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024, help="default: %(default)s")
     parser.add_argument("--seconds", type=float, default=600, help="of training; default: %(default)s")
+    parser.add_argument("--flush-s", type=float, default=TelemetryConfig().flush_s, help="default: %(default)s")
     parser.add_argument("--clients", type=int, default=4, help="processes that send; default: %(default)s")
     parser.add_argument("--prepared", type=Path, help="keep the batches in this folder, or take them from it")
     parser.add_argument("--only-prepare", action="store_true", help="send nothing")
@@ -290,9 +292,10 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="the smallest job that touches everything")
     options = parser.parse_args()
     if options.smoke:
-        options.ranks, options.seconds, options.clients = 4, 8.0, 2
-    if options.seconds < 8:
-        parser.error(f"--seconds: expected 8 at least, for a first, a last and other batches, got {options.seconds:g}")
+        options.ranks, options.seconds, options.flush_s, options.clients = 4, 8.0, 2.0, 2
+    if options.seconds < (least := 4 * options.flush_s):
+        said = f"--seconds: expected {least:g} at least, for a first, a last and other batches"
+        parser.error(f"{said}, got {options.seconds:g}")
     with TemporaryDirectory(prefix="ddpobs-benchmark-") as name:
         folder = options.prepared or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
