@@ -20,8 +20,8 @@ function row(run) {
 }
 
 function worst(run, title, missing) {
-  if (!run.steps) return "not judged yet";
-  return title ?? (missing ? `nothing found, ${missing} not judged` : "nothing found");
+  const nothing = missing ? `nothing found, ${missing} not judged` : "nothing found";
+  return title ?? (run.steps ? nothing : "not judged yet");
 }
 
 // Diagnoses that the list does not know yet are asked for one after the other.
