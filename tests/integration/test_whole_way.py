@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import httpx
@@ -45,12 +44,12 @@ def test_backward_walls_alone_would_have_named_nobody(url: str, slow_run: str) -
     """The backward call lasts equally long everywhere; only own time tells the ranks apart."""
     columns = get(url, slow_run, "/steps")["columns"]
     walls: dict[int, list[int]] = {0: [], 1: []}
-    for rank, backward, exposed in zip(
-        columns["rank"], columns["backward_ns"], columns["exposed_comm_ns"], strict=True
-    ):
-        walls[rank].append(backward + exposed)
-    medians = [median(values) for values in walls.values()]
-    assert max(medians) < 1.25 * min(medians)
+    names = ("rank", "step", "backward_ns", "exposed_comm_ns")
+    for rank, step, backward, exposed in zip(*(columns[name] for name in names), strict=True):
+        if step >= 5:  # In the first one the ranks wait for each other's reading of the text.
+            walls[rank].append(backward + exposed)
+    means = [sum(values) / len(values) for values in walls.values()]
+    assert max(means) < 1.25 * min(means)
     assert [f["ranks"] for f in stragglers(url, slow_run)] == [[SLOW_RANK]]
 
 
