@@ -11,9 +11,9 @@ from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
 from ddpobs import wire
 
 AT_ONCE = 4_096
-"""Elements of a gradient that goes into its bucket as soon as it is there, still warm in the cache. Smaller ones go
-together when the bucket is full: between two of them matrix products have emptied the caches of all that a call needs,
-which is more than they are."""
+"""Elements of a bucket's parameters on average, from which each gradient goes into the bucket as soon as it is there,
+still warm in the cache; between smaller ones little time passes, and they go together when the bucket is full, in
+fewer calls."""
 _KEPT = 2**20
 """Elements from which a gradient's memory is kept for a step."""
 
@@ -29,7 +29,7 @@ class Bucket:
         head: The first of them, where there is one.
         views: Each parameter's part of the buffer, in the parameter's own shape and strides.
         pending: Parameters whose gradient this backward still owes.
-        at_once: Some gradient goes in as it comes (`goes_at_once`).
+        at_once: Gradients go in one by one, as they come.
         placed: By place in the bucket, whether the gradient did so in this backward.
         residual: What a lossy communication has yet to send of this bucket, flat as the buffer; None where it owes
             nothing.
@@ -70,12 +70,12 @@ class Bucket:
         self.adopts = True
         self.residual: torch.Tensor | None = None
         self._scale: float | None = None
-        self._factor = torch.ones((), dtype=torch.float64)
+        self._factor: torch.Tensor | None = None
         self._as_views = as_views
         first = parameters[0]
         self.placed = bytearray(len(members))
         self._allocate(first.dtype)
-        self.at_once = any(goes_at_once(parameter, sparse) for parameter in parameters)
+        self.at_once = not sparse and self.elements >= AT_ONCE * len(members)
         # On the host very large gradients that are freed at once make the allocator give pages back and fault them in
         # again, a tenth of a step of a wide MLP. Each is kept until its successor comes: what torch's default holds.
         # Smaller ones are better freed: the next one is then written where the cache still is.
@@ -101,8 +101,9 @@ class Bucket:
     def scale(self, scale: float | None) -> None:
         if scale != self._scale:
             self._scale = scale
-            # Torch makes a tensor of a number at each call, which takes as long as to multiply a small gradient by it.
-            self._factor = torch.tensor(1.0 if scale is None else scale, dtype=torch.float64)
+            # Torch makes a tensor of a number at each call, which takes as long as to multiply a thousand elements. It
+            # counts as a number beside whatever has dimensions, and on the host, wherever tensors are made by default.
+            self._factor = None if scale is None else torch.tensor(scale, dtype=torch.float64, device="cpu")
 
     def reclaim(self) -> None:
         """Make fresh views where `grad.data = ...` or `grad.set_(...)` led one to memory that nobody reduces.
@@ -173,14 +174,14 @@ class Bucket:
 
     def place(self, place: int, parameter: torch.Tensor) -> None:
         """Bring one gradient into the buffer, times `scale` in the same pass, and make `.grad` the view of it."""
-        gradient, view = parameter.grad, self.views[place]
-        if self._scale is None or gradient is None or gradient is view:
+        gradient, view, factor = parameter.grad, self.views[place], self._factor
+        if factor is None or gradient is None or gradient is view or not gradient.dim():
             if gradient is view and view.data_ptr() != self._pointers[place]:  # By a hook of the user's, just now.
                 self.reclaim()
                 view = self.views[place]
             self._place_otherwise(gradient, view, parameter)
         else:
-            torch.mul(gradient, self._factor, out=view)
+            torch.mul(gradient, factor, out=view)
             if self._copied is not None and gradient.numel() >= _KEPT:
                 self._copied[place] = gradient
         if self.adopts and gradient is not None:
@@ -194,8 +195,8 @@ class Bucket:
             return
         if gradient is not view:
             view.copy_(gradient)
-        if self._scale is not None:
-            view.mul_(self._scale)
+        if self.scale is not None:
+            view.mul_(self.scale)
 
     def _answer(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Give the result also to a parameter that was reached, and got nothing from a function of the user's own."""
@@ -212,59 +213,46 @@ class Bucket:
         """
         if 0 not in self.placed:
             return
+        scale = self.scale
         if self.sparse:
-            self._fill_sparse()
+            self._fill_sparse(scale)
             return
         self.reclaim()
         fresh: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
-        there: list[torch.Tensor] = []
+        unscaled: list[torch.Tensor] = []
         for parameter, view, placed, member in zip(self.parameters, self.views, self.placed, self.members, strict=True):
             if placed:
                 continue
+            unscaled.append(view)
             gradient = parameter.grad
             if gradient is None:
                 view.zero_()
                 if used and used[member]:
                     self._answer(parameter, view)
-            elif gradient is view:
-                there.append(view)
-            else:
+            elif gradient is not view:
                 fresh.append(gradient)
                 places.append(view)
                 if self.adopts:
                     parameter.grad = view
         if fresh:
-            self._copy(fresh, places)
-        if there and self._scale is not None:
-            torch._foreach_mul_([self.buffer] if len(there) == len(self.views) else there, self._scale)
-
-    def _copy(self, gradients: list[torch.Tensor], places: list[torch.Tensor]) -> None:
-        """The gradients, times `scale`, into their places."""
-        if self._scale is not None and self.buffer.device.type == "cpu":
-            # Here the calls for many tensors are loops, too, and these would be two.
-            for gradient, place in zip(gradients, places, strict=True):
-                # A tensor without dimensions counts as a number only beside one that has some.
-                torch.mul(gradient, self._factor if gradient.dim() else self._scale, out=place)
+            torch._foreach_copy_(places, fresh)
+        if scale is None or not unscaled:
             return
-        torch._foreach_copy_(places, gradients)
-        if self._scale is not None:
-            torch._foreach_mul_(places, self._scale)
+        if len(unscaled) == len(self.views):
+            self.buffer.mul_(scale)
+        else:
+            torch._foreach_mul_(unscaled, scale)
 
-    def _fill_sparse(self) -> None:
+    def _fill_sparse(self, scale: float | None) -> None:
         (parameter,) = self.parameters
         gradient = parameter.grad if parameter.grad is not None else no_rows(parameter)
         gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-        parameter.grad = gradient * self._scale if self._scale is not None else gradient
+        parameter.grad = gradient * scale if scale is not None else gradient
 
     def describe(self, names: Sequence[str]) -> wire.Bucket:
         """The bucket as it travels; `names` are of all parameters, by index."""
         return describe(self.parameters, [names[member] for member in self.members])
-
-
-def goes_at_once(parameter: torch.Tensor, sparse: bool) -> bool:
-    """Whether its gradient goes into the bucket as soon as it is there."""
-    return not sparse and parameter.numel() >= AT_ONCE
 
 
 def describe(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> wire.Bucket:

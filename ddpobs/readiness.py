@@ -256,7 +256,6 @@ class Readiness:
         A matmul between two of them leaves nothing of this in the caches, so that every place that is looked at costs.
         """
         bucket_of, place_of, used, fired = self._bucket_of, self._place_of, self._used, self._fired
-        at_once = bucketing.goes_at_once(self._parameters[index], self._expect_sparse[index])
 
         def gradient_ready(parameter: torch.Tensor) -> None:
             if fired[index] and not self._begins_with(index):
@@ -265,7 +264,7 @@ class Readiness:
             if self._notes:
                 self._note(index)
             bucket = bucket_of[index]
-            if at_once:
+            if bucket.at_once:
                 bucket.place(place_of[index], parameter)
             bucket.pending -= 1
             if not bucket.pending:

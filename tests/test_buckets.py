@@ -90,16 +90,21 @@ def test_a_gradient_placed_by_itself_is_not_scaled_again_when_the_bucket_is_full
     assert bucket.buffer.tolist() == [2.0] * 4
 
 
+@pytest.mark.parametrize("placed", [(), (0, 1, 2)], ids=["together", "one by one"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64])
-def test_a_third_of_a_gradient_is_what_torch_makes_of_it_to_the_bit(dtype: torch.dtype) -> None:
+def test_a_third_of_a_gradient_is_what_torch_makes_of_it_to_the_bit(
+    dtype: torch.dtype, placed: tuple[int, ...]
+) -> None:
     torch.manual_seed(0)
     made = [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((), (5,), (70, 70))]
     bucket = bucketing.build(made, [[0, 1, 2]], dense(3))[0]
     for parameter in made:
         parameter.grad = torch.randn_like(parameter)
     expected = [parameter.grad * (1 / 3) for parameter in made if parameter.grad is not None]
-    bucket.scale = 1 / 3
-    bucket.place(2, made[2])
+    with torch.device("meta"):  # Where tensors are made by default has nothing to do with it.
+        bucket.scale = 1 / 3
+    for place in placed:
+        bucket.place(place, made[place])
     bucket.fill()
     assert all(torch.equal(view, result) for view, result in zip(bucket.views, expected, strict=True))
 
