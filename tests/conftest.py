@@ -10,7 +10,15 @@ import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
 
-LONGEST = ("test_benchmarks.py", "test_faults.py", "test_frameworks.py", "test_page.py", "test_run.py", "test_comm.py")
+LONGEST = (
+    "test_benchmarks.py",
+    "test_faults.py",
+    "test_frameworks.py",
+    "test_page.py",
+    "test_page_requests.py",
+    "test_run.py",
+    "test_comm.py",
+)
 """Files that take the longest, which come first: where files run side by side, nobody waits for the last of them."""
 
 # Machines are noisy: no test fails for being slow.

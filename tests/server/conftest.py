@@ -1,15 +1,24 @@
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ddpobs_server.store import Store
 
 from tests import databases
 from tests.collector import Collector, collector
+from tests.server.browsing import EVIL, batch, put
 from tests.server.statements import assert_spreads, recorded
+
+FLAGS = (
+    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync"
+)
 
 
 @pytest.fixture(scope="session")
@@ -68,3 +77,27 @@ def run(request: pytest.FixtureRequest) -> str:
 def _collector_on(fresh: databases.Fresh, folders: pytest.TempPathFactory) -> AbstractContextManager[Collector]:
     folder = folders.mktemp("collector")
     return collector(folder, database_url=fresh(folder))
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with collector(tmp_path_factory.mktemp("page")) as running:
+        for rank in range(2):
+            put(running.url, batch("picture", rank, slow=rank == 1, host=EVIL))
+        yield running.url
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    path = shutil.which("chromium")
+    if path is None:
+        reason = "chromium is not installed: apt-get install chromium"
+        if os.environ.get("CI") == "true":
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with sync_playwright() as playwright:
+        started = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
+        yield started
+        started.close()
