@@ -230,12 +230,18 @@ def _widened(columns: Sequence[_Packed], rows: int) -> Ints:
         table += np.array([column.base for column in columns], np.int64)[:, None]
         return table
     # Of many rows each pass takes longer than its call, and most columns need few.
+    zeros = bytes(rows)
     for row, column in zip(table, columns, strict=True):
-        row[:] = np.frombuffer(column.values, _WIDTHS[column.width])
+        if column.values == zeros:
+            row[:] = column.base
+            continue
+        values = np.frombuffer(column.values, _WIDTHS[column.width])
+        if column.order:
+            np.add.accumulate(values, dtype=np.int64, out=row)
+        else:
+            row[:] = values
         if column.unit != 1:
             np.multiply(row, column.unit, out=row)
-        if column.order:
-            np.add.accumulate(row, out=row)
         if column.base:
             np.add(row, column.base, out=row)
     return table

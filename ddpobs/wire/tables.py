@@ -42,7 +42,8 @@ def unpack_spans(packed: bytes, limit_bytes: int = packing.UNPACKED_BYTES) -> Sp
     never = started == _NEVER
     launched += spans.ready_ns
     done += launched
-    started[:] = np.where(never, UNKNOWN, started + launched)
+    started += launched
+    started[never] = UNKNOWN
     return spans
 
 

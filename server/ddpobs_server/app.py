@@ -85,7 +85,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.registry = CollectorRegistry()
     problems.install(app)
-    for part in (ingest, api, metrics, page):
+    for part in (api, ingest, metrics, page):
         part.install(app)
     return app
 

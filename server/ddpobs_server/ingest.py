@@ -53,7 +53,8 @@ class Writer:
 
     def __init__(self, store: Store, limit: int, registry: CollectorRegistry) -> None:
         self._store = store
-        self._waiting: queue.Queue[tuple[Upload, _Answer] | None] = queue.Queue(limit)
+        self._limit = limit
+        self._waiting: queue.SimpleQueue[tuple[Upload, _Answer] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ddpobs-writer", daemon=True)
         self.batches = Counter("ddpobs_server_batches", "Batches by outcome.", ["outcome"], registry=registry)
         self.spans = Counter("ddpobs_server_spans", "Bucket spans stored.", registry=registry)
@@ -88,8 +89,7 @@ class Writer:
 
     def close(self) -> None:
         """Write what waits, then end the thread. What a database does not take in time was not acknowledged."""
-        with suppress(queue.Full):
-            self._waiting.put(None, timeout=_CLOSE_S)
+        self._waiting.put(None)
         self._thread.join(_CLOSE_S)
 
     def submit(self, upload: Upload) -> _Answer:
@@ -98,13 +98,10 @@ class Writer:
         Raises:
             Problem: 503, where too many wait already.
         """
+        if self._waiting.qsize() >= self._limit:  # Nobody else puts any in.
+            raise Problem(503, "Busy", f"{self._limit} batches wait to be written; try again", {"Retry-After": "1"})
         future: _Answer = self._loop.create_future()
-        try:
-            self._waiting.put_nowait((upload, future))
-        except queue.Full:
-            raise Problem(
-                503, "Busy", f"{self._waiting.maxsize} batches wait to be written; try again", {"Retry-After": "1"}
-            ) from None
+        self._waiting.put((upload, future))
         return future
 
     def _run(self) -> None:
