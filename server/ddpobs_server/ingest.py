@@ -98,7 +98,7 @@ class Writer:
         Raises:
             Problem: 503, where too many wait already.
         """
-        if self._waiting.qsize() >= self._limit:  # Nobody else puts any in.
+        if self._waiting.qsize() >= self._limit:  # Only the event loop puts any in.
             raise Problem(503, "Busy", f"{self._limit} batches wait to be written; try again", {"Retry-After": "1"})
         future: _Answer = self._loop.create_future()
         self._waiting.put((upload, future))
