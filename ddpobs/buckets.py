@@ -40,11 +40,11 @@ class Bucket:
     __slots__ = (
         "_as_views",
         "_copied",
+        "_divisor",
         "_factor",
         "_never_lent",
         "_pointers",
         "_references",
-        "_scale",
         "_storage",
         "_uses",
         "adopts",
@@ -69,7 +69,7 @@ class Bucket:
         self.pending = len(members)
         self.adopts = True
         self.residual: torch.Tensor | None = None
-        self._scale: float | None = None
+        self._divisor: float | None = None
         self._factor: torch.Tensor | None = None
         self._as_views = as_views
         first = parameters[0]
@@ -93,17 +93,17 @@ class Bucket:
         self._never_lent = set(range(len(self.views)))
 
     @property
-    def scale(self) -> float | None:
-        """What gradients are multiplied by on their way in; None for nothing."""
-        return self._scale
+    def divisor(self) -> float | None:
+        """What gradients are divided by on their way in; None for nothing."""
+        return self._divisor
 
-    @scale.setter
-    def scale(self, scale: float | None) -> None:
-        if scale != self._scale:
-            self._scale = scale
+    @divisor.setter
+    def divisor(self, divisor: float | None) -> None:
+        if divisor != self._divisor:
+            self._divisor = divisor
             # Torch makes a tensor of a number at each call, which takes as long as to multiply a thousand elements. It
             # counts as a number beside whatever has dimensions, and on the host, wherever tensors are made by default.
-            self._factor = None if scale is None else torch.tensor(scale, dtype=torch.float64, device="cpu")
+            self._factor = None if divisor is None else torch.tensor(1 / divisor, dtype=torch.float64, device="cpu")
 
     def reclaim(self) -> None:
         """Make fresh views where `grad.data = ...` or `grad.set_(...)` led one to memory that nobody reduces.
@@ -173,7 +173,7 @@ class Bucket:
             self._never_lent = {place for place in self._never_lent if parameters[place].grad is not views[place]}
 
     def place(self, place: int, parameter: torch.Tensor) -> None:
-        """Bring one gradient into the buffer, times `scale` in the same pass, and make `.grad` the view of it."""
+        """Bring one gradient into the buffer, divided in the same pass, and make `.grad` the view of it."""
         gradient, view, factor = parameter.grad, self.views[place], self._factor
         if factor is None or gradient is None or gradient is view or not gradient.dim():
             if gradient is view and view.data_ptr() != self._pointers[place]:  # By a hook of the user's, just now.
@@ -195,15 +195,17 @@ class Bucket:
             return
         if gradient is not view:
             view.copy_(gradient)
-        if self.scale is not None:
-            view.mul_(self.scale)
+        if gradient is view and self._as_views:
+            self._divide([], [view])
+        else:
+            self._divide([view], [])
 
     def _answer(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Give the result also to a parameter that was reached, and got nothing from a function of the user's own."""
         parameter.grad = view if self.adopts else torch.zeros_like(parameter)
 
     def fill(self, used: Sequence[int] = ()) -> None:
-        """Bring every gradient that is not placed yet into the buffer, times `scale`, and make `.grad` the view of it.
+        """Bring every gradient that is not placed yet into the buffer, divided, and make `.grad` the view of it.
 
         A gradient that autograd accumulated in place is there already. A parameter without one counts as zero and
         keeps having none, unless it was reached. A sparse gradient is coalesced and stays where it is.
@@ -213,19 +215,19 @@ class Bucket:
         """
         if 0 not in self.placed:
             return
-        scale = self.scale
         if self.sparse:
-            self._fill_sparse(scale)
+            self._fill_sparse()
             return
         self.reclaim()
         fresh: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
-        unscaled: list[torch.Tensor] = []
+        copied: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
         for parameter, view, placed, member in zip(self.parameters, self.views, self.placed, self.members, strict=True):
             if placed:
                 continue
-            unscaled.append(view)
             gradient = parameter.grad
+            (kept if gradient is view and self._as_views else copied).append(view)
             if gradient is None:
                 view.zero_()
                 if used and used[member]:
@@ -237,18 +239,34 @@ class Bucket:
                     parameter.grad = view
         if fresh:
             torch._foreach_copy_(places, fresh)
-        if scale is None or not unscaled:
-            return
-        if len(unscaled) == len(self.views):
-            self.buffer.mul_(scale)
-        else:
-            torch._foreach_mul_(unscaled, scale)
+        self._divide(copied, kept)
 
-    def _fill_sparse(self, scale: float | None) -> None:
+    def _divide(self, copied: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
+        """Divide views as torch's DDP does, to the last bit: by three is not times a third.
+
+        Args:
+            copied: Torch copies such gradients into its bucket, times the reciprocal.
+            kept: These it finds there, and divides.
+        """
+        divisor = self._divisor
+        if divisor is None:
+            return
+        if len(copied) == len(self.views):
+            self.buffer.mul_(1 / divisor)
+        elif len(kept) == len(self.views):
+            self.buffer.div_(divisor)
+        else:
+            for view in kept:
+                view.div_(divisor)
+            if copied:
+                torch._foreach_mul_(copied, 1 / divisor)
+
+    def _fill_sparse(self) -> None:
         (parameter,) = self.parameters
         gradient = parameter.grad if parameter.grad is not None else no_rows(parameter)
-        gradient = (gradient if gradient.is_sparse else gradient.to_sparse(1)).coalesce()
-        parameter.grad = gradient * scale if scale is not None else gradient
+        gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
+        # Divided first, as torch does: a row that comes twice is a sum of quotients.
+        parameter.grad = (gradient if self._divisor is None else gradient / self._divisor).coalesce()
 
     def describe(self, names: Sequence[str]) -> wire.Bucket:
         """The bucket as it travels; `names` are of all parameters, by index."""

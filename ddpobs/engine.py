@@ -11,6 +11,8 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 from torch.utils.hooks import RemovableHandle
 
+from ddpobs.errors import ReducerError
+
 _CUSTOM_BACKWARD = BackwardCFunction.apply.__code__
 _forget: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda _: None)
 """Not there in every version of torch."""
@@ -35,6 +37,19 @@ def watch(outputs: Sequence[torch.Tensor], begins: Callable[[Node], None]) -> in
     for output in differentiable:
         output.register_hook(lambda _: begins(torch._C._current_autograd_node()))
     return len(differentiable)
+
+
+def refuse_graph(through: str) -> None:
+    """Called in a backward that goes through such a wrapper.
+
+    Raises:
+        ReducerError: It makes a graph of its own gradients.
+    """
+    if torch.is_grad_enabled():
+        raise ReducerError(
+            f"backward(create_graph=True) through {through}: gradients of gradients are not reduced. Take the inner "
+            "derivative with torch.autograd.grad(..., create_graph=True), and the last backward() without"
+        )
 
 
 def unreached(nodes: Sequence[Node]) -> list[int]:

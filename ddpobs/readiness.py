@@ -108,8 +108,8 @@ class Readiness:
         """The backward is over."""
         raise NotImplementedError
 
-    def _scale(self) -> float | None:
-        """What gradients are multiplied by on their way into a bucket; None for nothing."""
+    def _divides_by(self) -> float | None:
+        """What gradients are divided by on their way into a bucket; None for nothing."""
         raise NotImplementedError
 
     def _put_aside(self, unreached: Sequence[int]) -> None:
@@ -221,9 +221,9 @@ class Readiness:
             self._record = self._recorder.backward()
             self._stamps = self._record.parameter_ready_ns if self._record is not None else None
         self._notes = self._order is not None or self._stamps is not None
-        scale = self._scale()
+        divisor = self._divides_by()
         for bucket in self._buckets:
-            bucket.scale = scale
+            bucket.divisor = divisor
             if bucket.at_once:  # The others do so when they are filled.
                 bucket.reclaim()
             if not self._settings.as_views:

@@ -107,8 +107,8 @@ class Reducer(Readiness):
                     continue
             self._launch(bucket)
 
-    def _scale(self) -> float | None:
-        return 1.0 / self._divisor if self._comm.divides else None
+    def _divides_by(self) -> float | None:
+        return self._divisor if self._comm.divides else None
 
     def _launch(self, bucket: Bucket) -> None:
         engine.leave_context()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ddpobs import engine
 from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
 from ddpobs.collectives import all_reduce, wait
@@ -84,12 +85,7 @@ class ModuleReducer(Reducer):
 
     def _refuse(self) -> None:
         """On every rank alike, before anything is launched."""
-        if torch.is_grad_enabled():
-            raise ReducerError(
-                "backward(create_graph=True) through DistributedDataParallel: gradients of gradients are not reduced. "
-                "Take the inner derivative with torch.autograd.grad(..., create_graph=True), and the last backward() "
-                "without"
-            )
+        engine.refuse_graph("DistributedDataParallel")
         now, was = self._parameters[0], self._bucket_of[0].buffer
         if (now.dtype, now.device) != (was.dtype, was.device) and self._layout.dtype is None:
             raise ReducerError(

@@ -59,7 +59,7 @@ def test_gradients_become_views_of_the_buffer_scaled_once() -> None:
     bucket = bucket_of(3, 2)
     for parameter in bucket.parameters:
         parameter.grad = torch.full_like(parameter, 4.0)
-    bucket.scale = 0.5
+    bucket.divisor = 2.0
     bucket.fill()
     assert bucket.buffer.tolist() == [2.0] * 5
     assert all(p.grad is view for p, view in zip(bucket.parameters, bucket.views, strict=True))
@@ -81,7 +81,7 @@ def test_a_gradient_placed_by_itself_is_not_scaled_again_when_the_bucket_is_full
     bucket = bucket_of(2, 2)
     bucket.parameters[1].grad = torch.full((2,), 8.0)
     bucket.parameters[0].grad = bucket.views[0].fill_(8.0) if in_place else torch.full((2,), 8.0)
-    bucket.scale = 0.5
+    bucket.divisor = 2.0
     bucket.place(0, bucket.parameters[0])
     bucket.fill()
     assert bucket.buffer.tolist() == [4.0] * 4
@@ -102,7 +102,7 @@ def test_a_third_of_a_gradient_is_what_torch_makes_of_it_to_the_bit(
         parameter.grad = torch.randn_like(parameter)
     expected = [parameter.grad * (1 / 3) for parameter in made if parameter.grad is not None]
     with torch.device("meta"):  # Where tensors are made by default has nothing to do with it.
-        bucket.scale = 1 / 3
+        bucket.divisor = 3.0
     for place in placed:
         bucket.place(place, made[place])
     bucket.fill()

@@ -252,14 +252,14 @@ def _numbers(
 
 
 def _factors(op: str, predivide: float, ranks: int) -> tuple[float | None, float | None]:
-    """What gradients are multiplied by before the sum over the ranks, and after it."""
+    """What gradients are divided by before the sum over the ranks, and what the sum is multiplied by."""
     if op not in (Average, Sum):
         raise HorovodError(f"DistributedOptimizer: expected op Average or Sum, got {op}")
     if predivide == 1.0:
-        return (1.0 / ranks if op == Average else None), None
+        return (float(ranks) if op == Average else None), None
     if op != Average:
         raise HorovodError("gradient_predivide_factor is only for op=Average")
-    return 1.0 / predivide, predivide / ranks
+    return predivide, predivide / ranks
 
 
 def _fusion_threshold() -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ddpobs import engine
 from ddpobs.buckets import Bucket
 from ddpobs.errors import StepOrderError
 from ddpobs.horovod import timeline
@@ -21,7 +22,7 @@ class OptimizerReducer(Reducer):
     Args:
         *args: As the reducer's.
         passes: Backward passes before gradients are reduced.
-        before: What gradients are multiplied by before the sum, None for nothing.
+        before: What gradients are divided by before the sum, None for nothing.
         after: What the sum is multiplied by.
         groups: Numbers of the parameters that share a bucket, those of no group having one each; None to fill buckets
             by size.
@@ -113,6 +114,7 @@ class OptimizerReducer(Reducer):
         ready, left, came_sparse = super()._hook(index), self._left, self._came_sparse
 
         def accumulated(parameter: torch.Tensor) -> None:
+            engine.refuse_graph("DistributedOptimizer")
             if not left[index]:
                 raise StepOrderError(
                     f"{self._names[index]} got a gradient in more than backward_passes_per_step={self._passes} "
@@ -136,7 +138,7 @@ class OptimizerReducer(Reducer):
     def _await_end(self) -> None:
         """`synchronize` is the end, not the engine."""
 
-    def _scale(self) -> float | None:
+    def _divides_by(self) -> float | None:
         return self._before
 
     def _put_aside(self, unreached: Sequence[int]) -> None:

@@ -47,9 +47,10 @@ def test_parameters_equal_those_of_torch_ddp(name: str, world_size: int) -> None
         assert largest < 1e-5
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_with_the_same_buckets_they_are_equal_bit_for_bit(world_size: int) -> None:
-    options = CAPS | {"find_unused_parameters": True}
+@pytest.mark.parametrize("as_views", [False, True])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_with_the_same_buckets_they_are_equal_bit_for_bit(world_size: int, as_views: bool) -> None:
+    options = CAPS | {"find_unused_parameters": True, "gradient_as_bucket_view": as_views}
     for name in ("transformer", "branches"):
         assert all(equal for equal, _ in chain(*run_ranks(difference, world_size, name, options)))
 
@@ -187,11 +188,12 @@ def sparse(rank: int, world_size: int) -> bool:
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(4):
             optimizer.zero_grad()
-            ddp(torch.tensor([rank, step + 2, 5])).pow(2).mean().backward()
+            ddp(torch.tensor([rank, step + 2, 5, 5])).pow(2).mean().backward()
             optimizer.step()
-        results.append([p.detach().clone() for p in ddp.parameters()])
-    return all(torch.allclose(a, b) for a, b in zip(*results, strict=True))
+        results.append([tensor for p in ddp.parameters() for tensor in (p.detach(), p.grad.to_dense())])
+    return all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def test_sparse_gradients_are_reduced() -> None:
-    assert run_ranks(sparse, 2) == [True, True]
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_sparse_gradients_are_reduced(world_size: int) -> None:
+    assert all(run_ranks(sparse, world_size))

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import ddpobs.horovod as hvd
-from ddpobs.errors import HorovodError, ModelsDifferError, StepOrderError
+from ddpobs.errors import HorovodError, ModelsDifferError, ReducerError, StepOrderError
 from ddpobs.horovod.compression import Compressor
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
@@ -167,6 +167,8 @@ def rules(rank: int, ranks: int) -> dict[str, Any]:
     schedule.step()
     found["scheduled"] = optimizer.param_groups[0]["lr"]
     found["state"] = len(optimizer.state_dict()["state"])
+    optimizer.zero_grad()
+    found["graph"] = raised(ReducerError, lambda: loss(model, rank, 5).backward(create_graph=True))
     for name, wrong in {
         "named_parameters": {"named_parameters": model.parameters()},
         "more than once": {"named_parameters": [("x", p) for p in model.parameters()]},
@@ -210,6 +212,7 @@ def test_the_optimizer_keeps_horovods_rules() -> None:
         assert found["told"] == ["step() after synchronize()"]
         assert found["scheduled"] == 0.125
         assert found["state"] == 6
+        assert "torch.autograd.grad" in found["graph"]
         assert all(found["clear"])
         assert "on rank" in found["models"]
         assert all(found["differ"])
