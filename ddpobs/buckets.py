@@ -123,7 +123,7 @@ class Bucket:
         A gradient that autograd goes on accumulating into is no such case, nor is one that only `.grad` holds.
         """
         references = list(map(sys.getrefcount, self.views))
-        shared = torch._C._storage_Use_Count(self._storage) != self._uses  # As by `detach` and `data`.
+        shared = self.shared
         if not shared and references == self._references:
             return
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
@@ -133,14 +133,32 @@ class Bucket:
                 self._move()
                 return
 
+    @property
+    def shared(self) -> bool:
+        """Whether some tensor besides the gradients has their memory, as by `detach` and `data`."""
+        return bool(torch._C._storage_Use_Count(self._storage) != self._uses)
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether some `.grad` is in the buffer."""
+        return any(p.grad is view for p, view in zip(self.parameters, self.views, strict=False))
+
     def _move(self) -> None:
         older = self.views
         self._allocate(self.buffer.dtype)
         for place, (parameter, gradient) in enumerate(zip(self.parameters, older, strict=True)):
-            if parameter.grad is gradient:  # It is accumulated into, and stays the tensor that the user knows.
-                view = self.views[place].copy_(gradient)
-                gradient.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-                self.views[place] = gradient
+            if parameter.grad is gradient:
+                self.take_over(place, gradient)
+
+    def take_over(self, place: int, gradient: torch.Tensor) -> None:
+        """Give a parameter's gradient its place here. As with torch's DDP it stays the tensor that the user knows."""
+        view = self.views[place].copy_(gradient)
+        if self._as_views:
+            self.parameters[place].grad = view
+        else:
+            gradient.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
+            self.views[place] = gradient
+        self._never_lent.discard(place)
 
     def hold_in(self, dtype: torch.dtype) -> None:
         """Reduce in `dtype`, whatever the parameters' own is; `.grad` is then written by `give_back`."""

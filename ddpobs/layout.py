@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 
 import torch
@@ -10,7 +11,9 @@ import torch.distributed as dist
 from ddpobs import buckets as bucketing
 from ddpobs import wire
 from ddpobs.buckets import Bucket
-from ddpobs.collectives import broadcast, wait
+from ddpobs.collectives import all_reduce, broadcast, wait
+
+_LATE_S = 0.1
 
 
 class Layout:
@@ -69,11 +72,12 @@ class Layout:
         if older.residual is not None:
             bucket.owe(place, older, older_place)
         if not bucket.sparse and parameter.grad is older.views[older_place]:
-            bucket.views[place].copy_(parameter.grad)
-            parameter.grad = bucket.views[place]
+            bucket.take_over(place, parameter.grad)
 
-    def lay_in_order(self, came: Sequence[int], limits_bytes: Sequence[int], group: dist.ProcessGroup) -> None:
+    def lay_in_order(self, came: Sequence[int], limits_bytes: Sequence[int], group: dist.ProcessGroup) -> bool:
         """Build them anew in the order in which gradients came last on rank 0. Every rank calls it alike.
+
+        Where on some rank a tensor besides the gradients has their memory, they stay where they are, and this is False.
 
         Args:
             came: Indices of the parameters as their gradients came here, with repetitions.
@@ -83,8 +87,22 @@ class Layout:
         last = list(dict.fromkeys(reversed(came)))[::-1]
         rest = sorted(set(range(len(self._parameters))) - set(last))
         agreed = torch.tensor(last + rest, dtype=torch.int64, device=self._parameters[0].device)
+        shared = agreed.new_tensor(self._shared())
         wait(broadcast(group, [agreed]))
+        wait(all_reduce(group, [shared]))
+        if shared.item():
+            return False
         self.lay(bucketing.assign_in_order(self._parameters, agreed.tolist(), limits_bytes, self._expect_sparse))
+        return True
+
+    def _shared(self) -> bool:
+        """Whether a gradient that is there has a namesake, as by `data`: an optimizer by hand may go on to use it."""
+        ends = time.monotonic() + _LATE_S
+        while shared := not self._as_views and any(bucket.shared and bucket.holds_gradients for bucket in self.buckets):
+            if time.monotonic() > ends:
+                break
+            time.sleep(_LATE_S / 100)  # Or it is a thread of the process group's that lets go late.
+        return shared
 
     def hold_in(self, dtype: torch.dtype) -> None:
         """Reduce in `dtype` from now on, whatever the parameters' own is."""

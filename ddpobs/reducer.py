@@ -303,13 +303,18 @@ class Reducer(Readiness):
 
     # ------------------------------------------------------------------ layout
 
-    def rebuild(self) -> None:
-        """Lay the buckets anew, in the order in which gradients came last on rank 0. Every rank calls it alike."""
+    def rebuild(self) -> bool:
+        """Lay the buckets anew, in the order in which gradients came last on rank 0. Every rank calls it alike.
+
+        False where they have to stay as they are.
+        """
         came, self._order = self._order or [], None
-        self._layout.lay_in_order(came, self._settings.rebuilt_limits_bytes, self._group)
+        if not self._layout.lay_in_order(came, self._settings.rebuilt_limits_bytes, self._group):
+            return False
         self._tell_layout()
         if self._recorder is not None:
             self._recorder.event("buckets_rebuilt", buckets=len(self._buckets))
+        return True
 
     def _tell_layout(self) -> None:
         if self._recorder is not None:

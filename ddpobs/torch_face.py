@@ -141,9 +141,8 @@ class ModuleReducer(Reducer):
         """Once, after the first backward."""
         if not self._order or self._active:
             return False
-        self.rebuild()
-        self.rebuilt = True
-        return True
+        self.rebuilt = self.rebuild()
+        return self.rebuilt
 
     def _push_all_rebuilt_params(self) -> None:
         """A joined rank computes no gradients: any order will do, as rank 0's is taken."""

@@ -47,8 +47,7 @@ def test_parameters_equal_those_of_torch_ddp(name: str, world_size: int) -> None
         assert largest < 1e-5
 
 
-@pytest.mark.parametrize("as_views", [False, True])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world_size", "as_views"), [(1, False), (2, False), (3, True), (4, False)])
 def test_with_the_same_buckets_they_are_equal_bit_for_bit(world_size: int, as_views: bool) -> None:
     options = CAPS | {"find_unused_parameters": True, "gradient_as_bucket_view": as_views}
     for name in ("transformer", "branches"):

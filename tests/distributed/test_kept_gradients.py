@@ -107,6 +107,25 @@ def stepping_on_aliases(kind: Any, rank: int) -> Any:
     return outcome(ddp)
 
 
+def holding(take: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> Any:
+    """An optimizer by hand that took hold of the first step's gradients, and zeroes these and steps on them."""
+
+    def case(kind: Any, rank: int) -> Any:
+        ddp, held, theirs = kind(net(), **CAP, **options), [], []
+        for step in range(5):
+            for gradient in held:
+                gradient.zero_()
+            ddp(batch(rank, step)).sum().backward()
+            held = held or [take(p.grad) for p in ddp.parameters()]
+            theirs.append([p.grad is gradient for p, gradient in zip(ddp.parameters(), held, strict=True)])
+            with torch.no_grad():
+                for parameter, gradient in zip(ddp.parameters(), held, strict=True):
+                    parameter.sub_(0.01 * gradient)
+        return [theirs, outcome(ddp)]
+
+    return case
+
+
 def leading_away(keeps: bool, set_to_none: bool, lead: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
     """Gradients are given other memory after each step, as by old ways to clip them; what was theirs may be kept."""
 
@@ -189,6 +208,10 @@ SAME = {
     "gradients kept beside accumulated ones": keeping(lambda gradient: gradient, accumulates=True),
     "gradients kept by detach beside accumulated ones": keeping(torch.Tensor.detach, accumulates=True),
     "stepping on aliases of gradients": stepping_on_aliases,
+    "stepping on the first gradients": holding(lambda gradient: gradient),
+    "stepping on the first gradients, static": holding(lambda gradient: gradient, static_graph=True),
+    "stepping on the first gradients' data": holding(lambda gradient: gradient.data),
+    "stepping on a view of the first gradients": holding(lambda gradient: gradient.view(gradient.shape)),
     "gradients led away": leading_away(False, True, by_data),
     "gradients led away, zeroed in place": leading_away(False, False, by_data),
     "gradients led away, kept": leading_away(True, True, by_data),

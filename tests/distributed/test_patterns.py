@@ -163,6 +163,23 @@ def test_gradients_are_those_of_torch_ddp(verdicts: list[dict[str, str]], patter
     assert [verdict[pattern] for verdict in verdicts] == ["equal", "equal"]
 
 
+def asked_of_a_static_graph(rank: int, world_size: int) -> list[bool]:
+    """Whether gradients are those without `static_graph`, by step. With it torch reduces nothing, and says nothing."""
+    found: list[list[list[torch.Tensor]]] = []
+    for static in (False, True):
+        ddp = DistributedDataParallel(net(), **CAP, static_graph=static)
+        found.append([])
+        for step in range(STEPS):
+            ddp.zero_grad()
+            asked_for_parameters(ddp, rank, step)
+            found[-1].append([p.grad.clone() for p in ddp.parameters() if p.grad is not None])
+    return [all(map(torch.equal, *gradients)) for gradients in zip(*found, strict=True)]
+
+
+def test_a_static_graph_may_be_asked_for_gradients_before_its_first_backward() -> None:
+    assert run_ranks(asked_of_a_static_graph, 2) == [[True] * STEPS] * 2
+
+
 def manual(rank: int, world_size: int) -> bool:
     return torch.equal(manual_backwards(DistributedDataParallel, rank), manual_backwards(TorchDDP, rank))
 
