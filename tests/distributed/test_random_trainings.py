@@ -1,0 +1,196 @@
+"""Trainings drawn at random, each on torch's DDP and on ours: what they leave behind is the same, bit for bit."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.distributed.compare import Case, verdicts
+from tests.distributed.launch import run_ranks
+
+SEEDS = range(24)
+WIDTH = 8
+
+
+class Drawn(nn.Module):
+    """Some blocks one after the other; a part may be left out in some steps on some ranks, and another always is."""
+
+    def __init__(self, draw: random.Random, leaves_out: bool) -> None:
+        super().__init__()
+        self.kinds = draw.choices(("linear", "norm", "batch norm", "checkpoint", "frozen", "half", "strided"), k=3)
+        self.blocks = nn.ModuleList(map(_block, self.kinds))
+        self.rows = nn.Embedding(7, WIDTH, sparse=draw.random() < 0.5)
+        self.wide = nn.Linear(WIDTH, WIDTH).double()
+        self.scale = nn.Parameter(torch.tensor(1.1))
+        self.head = nn.Linear(WIDTH, 3)
+        if draw.random() < 0.3:
+            self.head.weight = nn.Parameter(self.head.weight.detach().clone())
+            self.tied = nn.Linear(WIDTH, 3)
+            self.tied.weight = self.head.weight
+        if leaves_out:
+            self.never, self.sometimes = nn.Linear(2, 3), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, rank: int, step: int) -> dict[str, torch.Tensor]:
+        x = x + self.rows(torch.tensor([rank, step, 5, 5]))
+        for kind, block in zip(self.kinds, self.blocks, strict=True):
+            if kind == "checkpoint":
+                x = checkpoint(block, x, use_reentrant=False)
+            elif kind == "half":
+                x = block(x.bfloat16()).float()
+            else:
+                x = block(x).tanh()
+        x = self.wide(x.double()).float() * self.scale
+        if hasattr(self, "sometimes") and (rank + step) % 2:
+            x = x + self.sometimes(x)
+        y = self.head(x)
+        return {"y": y + self.tied(x) if hasattr(self, "tied") else y}
+
+
+def _block(kind: str) -> nn.Module:
+    if kind == "norm":
+        return nn.LayerNorm(WIDTH)
+    if kind == "batch norm":
+        return nn.BatchNorm1d(WIDTH)
+    block = nn.Linear(WIDTH, WIDTH)
+    if kind == "strided":
+        block.weight = nn.Parameter(block.weight.detach().t().contiguous().t())
+    return block.requires_grad_(kind != "frozen").to(torch.bfloat16 if kind == "half" else torch.float32)
+
+
+class Training:
+    """One training, drawn by a seed: on whichever DDP it runs, it does the same."""
+
+    def __init__(self, seed: int, rank: int, kind: Any) -> None:
+        self.draw, self.rank, self.step = random.Random(seed), rank, 0
+        torch.manual_seed(seed)
+        # But for the flag torch cuts other buckets in the first step, and a sum of more than two depends on that.
+        static = self.draw.random() < 0.25 and dist.get_world_size() == 2
+        leaves_out = not static and self.draw.random() < 0.5
+        self.ddp = kind(
+            Drawn(self.draw, leaves_out),
+            bucket_cap_mb=self.draw.choice((25, 0.002, 0.0005, 0.0001)),
+            gradient_as_bucket_view=self.draw.random() < 0.5,
+            static_graph=static,
+            find_unused_parameters=not static,
+        )
+        self.syncs_always = static  # Torch refuses to begin a static graph's training under `no_sync`.
+        self.parameters = [p for p in self.ddp.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.SGD(self.parameters, lr=0.05)
+        self.kept: list[torch.Tensor] = []
+
+    def results(self) -> list[Any]:
+        """Parameters, gradients and buffers after each step, and what was kept of gradients, at the end."""
+        found: list[Any] = []
+        for step in range(self.draw.randint(2, 5)):
+            self.step = step
+            if self.draw.random() < 0.85:
+                self.optimizer.zero_grad(set_to_none=self.draw.random() < 0.6)
+            before, after = self.draw.choice(BEFORE), self.draw.choice(AFTER)
+            before(self)
+            with torch.autocast("cpu", torch.bfloat16, enabled=self.draw.random() < 0.1):
+                loss = self.loss()
+            (loss * self.draw.choice((1, 1, 1, 0))).backward()
+            after(self)
+            found += [None if p.grad is None else p.grad.to_dense().clone() for p in self.parameters]
+            self.optimizer.step()
+            found += [tensor.detach().clone() for tensor in self.ddp.state_dict().values()]
+        return found + [gradient.detach().clone() for gradient in self.kept]
+
+    def loss(self, model: Any = None, salt: int = 0) -> torch.Tensor:
+        inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * self.rank + 10 * self.step + salt))
+        return (model or self.ddp)(inputs, self.rank, self.step)["y"].float().pow(2).mean()
+
+    def dense(self) -> Iterator[torch.nn.Parameter]:
+        """Parameters with a gradient that is not sparse."""
+        return (p for p in self.parameters if p.grad is not None and not p.grad.is_sparse)
+
+    # ------------------------------------------------------------------ before a backward
+
+    def nothing(self) -> None:
+        pass
+
+    def accumulates(self) -> None:
+        for salt in range(0 if self.syncs_always else self.draw.randint(1, 2)):
+            with self.ddp.no_sync():
+                self.loss(salt=1 + salt).backward()
+
+    def evaluates(self) -> None:
+        self.ddp.eval()
+        with torch.no_grad():
+            self.loss(salt=3)
+        self.ddp.train()
+
+    def goes_around(self) -> None:
+        """A backward of the wrapped module itself: its gradients are this rank's own until they are reduced."""
+        if not self.syncs_always:
+            self.loss(self.ddp.module, salt=4).backward()
+
+    def forwards_in_vain(self) -> None:
+        self.loss(salt=5)
+
+    def replaces_gradients(self) -> None:
+        for parameter in self.dense():
+            parameter.grad = 2 * parameter.grad.clone()  # type: ignore[union-attr]
+
+    def loads(self) -> None:
+        self.ddp.load_state_dict({name: tensor.clone() for name, tensor in self.ddp.state_dict().items()})
+
+    # ------------------------------------------------------------------ after it
+
+    def clips(self) -> None:
+        for parameter in self.dense():
+            parameter.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
+
+    def detaches(self) -> None:
+        for parameter in self.dense():
+            parameter.grad = parameter.grad.detach().clone()  # type: ignore[union-attr]
+
+    def forgets_some(self) -> None:
+        for parameter in self.parameters[::2]:
+            parameter.grad = None
+
+    def keeps(self) -> None:
+        """Views of a bucket are the next step's too, by what `gradient_as_bucket_view` says."""
+        if not self.ddp.gradient_as_bucket_view:
+            self.kept += [p.grad for p in self.dense() if p.grad is not None]
+
+
+Action = Callable[[Training], None]
+BEFORE: tuple[Action, ...] = (
+    Training.nothing,
+    Training.accumulates,
+    Training.evaluates,
+    Training.goes_around,
+    Training.forwards_in_vain,
+    Training.replaces_gradients,
+    Training.loads,
+)
+AFTER: tuple[Action, ...] = (
+    Training.nothing,
+    Training.clips,
+    Training.detaches,
+    Training.forgets_some,
+    Training.keeps,
+)
+
+
+def case(seed: int) -> Case:
+    return lambda kind, rank: Training(seed, rank, kind).results()
+
+
+def all_drawn(rank: int, world_size: int) -> dict[str, str]:
+    return verdicts({f"seed {seed}": case(seed) for seed in SEEDS}, rank)
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_a_training_drawn_at_random_is_torchs(world_size: int) -> None:
+    for found in run_ranks(all_drawn, world_size):
+        assert {seed: verdict for seed, verdict in found.items() if verdict != "equal"} == {}
