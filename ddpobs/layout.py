@@ -14,6 +14,7 @@ from ddpobs.buckets import Bucket
 from ddpobs.collectives import all_reduce, broadcast, wait
 
 _LATE_S = 0.1
+"""How long a thread of the process group's may hold a buffer that was waited for."""
 
 
 class Layout:
@@ -77,12 +78,13 @@ class Layout:
     def lay_in_order(self, came: Sequence[int], limits_bytes: Sequence[int], group: dist.ProcessGroup) -> bool:
         """Build them anew in the order in which gradients came last on rank 0. Every rank calls it alike.
 
-        Where on some rank a tensor besides the gradients has their memory, they stay where they are, and this is False.
-
         Args:
             came: Indices of the parameters as their gradients came here, with repetitions.
             limits_bytes: Of the first bucket, the second, ...; the last one holds for the rest.
             group: The process group, which agrees on the order.
+
+        Returns:
+            False where they stay as they are: on some rank another tensor has the memory of a gradient that is there.
         """
         last = list(dict.fromkeys(reversed(came)))[::-1]
         rest = sorted(set(range(len(self._parameters))) - set(last))
@@ -96,12 +98,12 @@ class Layout:
         return True
 
     def _shared(self) -> bool:
-        """Whether a gradient that is there has a namesake, as by `data`: an optimizer by hand may go on to use it."""
+        """Whether memory of a gradient that is there has another tensor too, as by `data`, which may be used again."""
         ends = time.monotonic() + _LATE_S
         while shared := not self._as_views and any(bucket.shared and bucket.holds_gradients for bucket in self.buckets):
             if time.monotonic() > ends:
                 break
-            time.sleep(_LATE_S / 100)  # Or it is a thread of the process group's that lets go late.
+            time.sleep(_LATE_S / 100)
         return shared
 
     def hold_in(self, dtype: torch.dtype) -> None:

@@ -215,7 +215,7 @@ async def put_batch(request: Request) -> Response:
             body = await limits.read_body(request, held, state.settings)
             upload = Upload(run, key, body, content_type, encoding, received_ns, state.settings)
             held.add(limits.memory_bytes(upload.plain_bytes))
-            await state.admission.check(caller.workspace, run, key["source"])
+            await _admit(request.app, caller.workspace, run, key["source"])
             if upload.plain_bytes > _LARGE_BYTES:
                 await _open(upload, state.large_batches)
             outcome = await state.writer.submit(upload)
@@ -230,6 +230,14 @@ async def put_batch(request: Request) -> Response:
     repeated = outcome is Outcome.REPEATED
     answer = wire.Acknowledgement(source=key["source"], seq=int(key["seq"]), repeated=repeated)
     return Response(wire.pack_json(answer), 200 if repeated else 201, media_type=wire.JSON)
+
+
+async def _admit(app: FastAPI, workspace: str, run: str, source: str) -> None:
+    try:
+        await app.state.admission.check(workspace, run, source)
+    except UnavailableError:  # The writer, which counts those that fail there, never sees this one.
+        app.state.writer.batches.labels("failed").inc()
+        raise
 
 
 async def _open(upload: Upload, limiter: CapacityLimiter) -> None:

@@ -132,6 +132,10 @@ def test_without_its_database_a_collector_still_says_what_is_wrong(tmp_path: Pat
         assert whole.status_code == 200
         assert b"before" not in whole.content
         assert metrics(running.url)("scrape_failures_total") >= 1
+        failed = metrics(running.url)("batches_total", outcome="failed")
+        for run in ("before", "never-seen"):  # One waits for the writer, the other to be let in.
+            assert_problem(put(running.url, batch(run, seq=1)), 503)
+        assert metrics(running.url)("batches_total", outcome="failed") == failed + 2
         assert_problem(httpx.get(f"{running.url}/readyz"), 503)
         assert httpx.get(f"{running.url}/healthz").status_code == 200
         assert "the database does not answer" in running.log.read_text()
