@@ -38,6 +38,8 @@ BUCKETS = 2
 WEIGHT = 1 + BUCKETS
 """Records of a step: itself and its bucket spans."""
 _STEP_S = 0.02
+_MOST_SPOOLED = 200
+"""Batches, five seconds of four ranks: by what a slow machine falls behind, the ranks wait for it."""
 
 
 def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
@@ -92,7 +94,8 @@ class Ranks:
 
     def _train(self) -> None:
         while not self._ended.wait(_STEP_S):
-            self.step()
+            if spooled(self) < _MOST_SPOOLED:
+                self.step()
 
 
 def _encode(records: Sequence[object], envelope: Envelope) -> wire.Batch:
