@@ -31,7 +31,6 @@ class Drawn(nn.Module):
         self.scale = nn.Parameter(torch.tensor(1.1))
         self.head = nn.Linear(WIDTH, 3)
         if draw.random() < 0.3:
-            self.head.weight = nn.Parameter(self.head.weight.detach().clone())
             self.tied = nn.Linear(WIDTH, 3)
             self.tied.weight = self.head.weight
         if leaves_out:
