@@ -113,7 +113,7 @@ NO_REQUESTS = {
 
 @pytest.mark.parametrize("what", NO_REQUESTS)
 def test_what_is_no_request_is_told_so_by_a_problem_and_counted(on_sqlite: Collector, what: str) -> None:
-    before = malformed(on_sqlite.url)
+    before = problems_told(on_sqlite.url, 400, "Malformed request")
     address = urlsplit(on_sqlite.url)
     with socket.create_connection((address.hostname, address.port), 60) as client:
         client.sendall(NO_REQUESTS[what] + b"\r\n")
@@ -121,12 +121,12 @@ def test_what_is_no_request_is_told_so_by_a_problem_and_counted(on_sqlite: Colle
     assert head.startswith("HTTP/1.1 400 ")
     assert "Content-Type: application/problem+json" in head
     assert msgspec.json.decode(body)["title"] == "Malformed request"
-    assert malformed(on_sqlite.url) == before + 1
+    assert problems_told(on_sqlite.url, 400, "Malformed request") == before + 1
 
 
-def malformed(url: str) -> float:
+def problems_told(url: str, status: int, title: str) -> float:
     seen = httpx.get(f"{url}/metrics", params={"only": "collector"}).text
-    found = re.search(r'^ddpobs_server_problems_total{.*"Malformed request",status="400"} (.+)$', seen, re.MULTILINE)
+    found = re.search(rf'^ddpobs_server_problems_total{{.*"{title}",status="{status}"}} (.+)$', seen, re.MULTILINE)
     return float(found[1]) if found else 0.0
 
 
@@ -164,7 +164,10 @@ def test_a_reader_who_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(heads, "MOST_S", 0.3)
     monkeypatch.setattr(heads, "UNREAD_S", 0.3)
     with zeros_served(tmp_path) as address, asking(address, f"/zeros/{count}") as client:
-        time.sleep(1.5)
+        deadline = time.monotonic() + 60
+        while not problems_told(f"http://{address[0]}:{address[1]}", 408, "Answer not read"):
+            assert time.monotonic() < deadline, "whoever reads nothing is waited for"
+            time.sleep(0.1)
         assert len(answered(client)) < count
 
 
