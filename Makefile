@@ -9,8 +9,8 @@ demo:
 
 test:
 	@scripts/setup.sh test
-	@$(RUN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder -m "not alone"
-	@$(RUN)/python -m pytest -m alone
+	@$(RUN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder -m "not alone"
+	@$(RUN)/python -m pytest -m alone tests/integration
 
 check:
 	@scripts/setup.sh test

@@ -10,16 +10,23 @@ import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
 
-LONGEST = (
-    "test_benchmarks.py",
+FIRST = (
     "test_faults.py",
+    "test_benchmarks.py",
+    "test_tokens.py",
+    "test_comm_life.py",
+    "test_delivery.py",
+    "test_connections.py",
     "test_frameworks.py",
     "test_page.py",
-    "test_page_requests.py",
     "test_run.py",
+    "test_page_requests.py",
+    "test_equality.py",
+    "test_attach.py",
     "test_comm.py",
 )
-"""Files that take the longest, which come first: where files run side by side, nobody waits for the last of them."""
+"""Files that take the longest: where files run side by side, nobody waits for the last of them. Between those that want
+both cores are some that mostly wait."""
 
 # Machines are noisy: no test fails for being slow.
 settings.register_profile("untimed", deadline=None)
@@ -40,5 +47,8 @@ def _spool(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    order = {name: place for place, name in enumerate(LONGEST)}
+    for item in items:
+        if item.get_closest_marker("alone") and "integration" not in item.path.parts:
+            raise pytest.UsageError(f"{item.nodeid}: `make test` looks for what runs alone in tests/integration only")
+    order = {name: place for place, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))
