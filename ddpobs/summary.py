@@ -91,9 +91,7 @@ class Summariser:
         segments = [(row, segment) for row, raw in enumerate(raws) for segment in raw.segments]
         returned_ns = self._times([segment.end for _, segment in segments])
         span_windows, spans = self._spans(segments, numbers, returned_ns)
-        blocked_until_ns = np.zeros_like(end_ns)
-        np.maximum.at(blocked_until_ns, comm_rows, comms.done_ns)
-        windows = self._windows(segments, returned_ns, span_windows, spans, blocked_until_ns)
+        windows = self._windows(segments, returned_ns, span_windows, spans, (comm_rows, comms))
         blocks = np.isin(comms.kind, _BLOCKING)
         within = start_ns[comm_rows[blocks]], end_ns[comm_rows[blocks]]
         blocked_ns = np.clip(comms.launched_ns[blocks], *within)
@@ -212,9 +210,9 @@ class Summariser:
         returned_ns: Ints,
         span_windows: Ints,
         spans: wire.Spans,
-        blocked_until_ns: Ints,
+        others: tuple[Ints, wire.Comms],
     ) -> _Windows:
-        """Last readiness and last completion of each synchronised backward; `blocked_until_ns` is by step."""
+        """Last readiness and last completion of each synchronised backward, by buckets or `others`, told with rows."""
         row = _ints([row for row, _ in segments])
         unseen = [
             (index, record.last_ready)
@@ -228,7 +226,7 @@ class Summariser:
         np.maximum.at(ready_ns, unseen_windows, self._times([stamp for _, stamp in unseen]))
         ready_ns = np.where(ready_ns == 0, returned_ns, ready_ns)
         np.maximum.at(done_ns, span_windows, spans.done_ns)
-        until_ns = blocked_until_ns[row]
+        until_ns = _until_ns(row, returned_ns, *others)
         done_ns = np.where(until_ns >= ready_ns, np.maximum(done_ns, until_ns), done_ns)
         done_ns = np.minimum(np.maximum(done_ns, ready_ns), returned_ns)
         done_ns[unseen_windows] = returned_ns[unseen_windows]
@@ -269,6 +267,16 @@ class Summariser:
                             )
                         )
         return found
+
+
+def _until_ns(row: Ints, returned_ns: Ints, comm_row: Ints, comms: wire.Comms) -> Ints:
+    """When the last other communication was done that was launched before each backward's return; 0 for none."""
+    until_ns = np.zeros_like(returned_ns)
+    if len(row):
+        window = np.searchsorted(returned_ns, comms.launched_ns, side="right").clip(max=len(row) - 1)
+        inside = (row[window] == comm_row) & (comms.launched_ns < returned_ns[window])
+        np.maximum.at(until_ns, window[inside], comms.done_ns[inside])
+    return until_ns
 
 
 def _timeline(switches_ns: Ints, phases: Ints, blocked: tuple[Ints, Ints], windows: _Windows) -> _Timeline:

@@ -161,6 +161,20 @@ def test_a_bucket_that_was_left_out_has_no_span_and_hides_no_waiting(training: T
     assert [len(step.spans_done_ns) for step in training.steps()] == [1, 1]
 
 
+def test_a_collective_after_the_step_makes_no_communication_of_what_ends_its_backward(training: Training) -> None:
+    for _ in range(2):
+        training.fetch(10)
+        training.forward(20)
+        training.backward(40, 3, tail=15)
+        training.optimizer(5)
+        began = training.clock.now()
+        training.spend(2)
+        training.recorder.communicated("user", began, training.clock.now())
+    first, second = training.steps()
+    assert phases(first) == {"data": 10, "forward": 20, "backward": 40, "exposed_comm": 5, "optimizer": 5, "other": 15}
+    assert own(second) == {"data": 10, "forward": 20, "backward": 40, "optimizer": 5, "other": 15}
+
+
 def test_a_pause_loses_its_step_and_no_number(training: Training) -> None:
     for _ in range(2):
         plain_step(training)
