@@ -49,7 +49,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        store = Store(settings.database_url)
+        store = Store(settings.database_url, keep_free_bytes=int(settings.keep_free_mb * 1e6))
         store.migrate()
         app.state.store = store
         app.state.doorkeeper = Doorkeeper(settings, store)
@@ -77,6 +77,7 @@ def create_app(settings: Settings) -> FastAPI:
         version=ddpobs.__version__,
         lifespan=lifespan,
         docs_url=None,
+        redirect_slashes=False,
         redoc_url=None,
         responses=problems.RESPONSES,
         summary="Which rank is slow, why, and what each remedy would gain.",
@@ -124,7 +125,7 @@ def serve(
     if (wrong := checks.tls_problem(settings)) is not None:
         raise _refusal(wrong)
     _no_open_door(settings)
-    if (wrong := serving.address_problem(settings.host, settings.port)) is not None:
+    if (wrong := checks.address_problem(settings.host, settings.port)) is not None:
         raise _refusal(wrong, 1)
     serving.run(
         create_app(settings),

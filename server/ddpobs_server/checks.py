@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
 import ssl
@@ -37,6 +38,8 @@ def run(settings: Settings, integrity: bool = True) -> Iterator[Finding]:
         integrity: Whether to read a whole SQLite file, which takes as long as reading it does.
     """
     shown, file = settings.database, settings.database_file
+    if (wrong := address_problem(settings.host, 0)) is not None:
+        yield Finding("address", "fail", wrong)
     if settings.tls_cert is not None:
         wrong = tls_problem(settings)
         yield Finding("tls", "fail" if wrong else "ok", wrong or f"{settings.tls_cert} and its key fit")
@@ -107,6 +110,20 @@ def _access(settings: Settings, store: Store | None) -> Iterator[Finding]:
         tokens = store is not None and store.revisions()[0] is not None and bool(store.tokens())
         wrong = open_door(settings, tokens)
         yield Finding("access", "fail" if wrong else "ok", wrong or "other machines may call, with a token")
+
+
+def address_problem(host: str, port: int) -> str | None:
+    """Why no server could listen there; None where one could."""
+
+    async def bind() -> None:
+        loop = asyncio.get_running_loop()
+        (await loop.create_server(asyncio.Protocol, host, port, start_serving=False)).close()
+
+    try:
+        asyncio.run(bind())
+    except (OSError, UnicodeError) as error:
+        return f"cannot listen on {host}, port {port}: {getattr(error, 'strerror', None) or error}"
+    return None
 
 
 def tls_problem(settings: Settings) -> str | None:

@@ -82,6 +82,11 @@ class Writer:
         for outcome in ("stored", "repeated", "conflict", "refused", "busy", "failed"):
             self.batches.labels(outcome)
 
+    @property
+    def alive(self) -> bool:
+        """Whether what is submitted will be written."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
         """Start the thread; its answers go to the event loop that runs here."""
         self._loop = asyncio.get_running_loop()

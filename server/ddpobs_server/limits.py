@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import zstandard
 from fastapi import Request
@@ -21,6 +22,8 @@ from ddpobs_server.store import Store
 _IN_MEMORY = 10
 """Most that a batch takes in memory, against its bytes before decoding."""
 _REMEMBERED = 100_000
+_FACTS = 100
+"""Entries of a mapping that a client fills: each source's is read with all others' of its run."""
 _COUNTED_S = 5.0
 """How long a count of a run's sources is gone by."""
 _DIGITS = 20
@@ -221,16 +224,35 @@ def check_batch(batch: wire.Batch, settings: Settings) -> None:
     if rows > settings.max_records:
         raise _too_many("records", rows, settings.max_records, "MAX_RECORDS")
     for layout in batch.layouts:
-        _at_most("layouts.module", layout.module + 1, settings.max_layouts, "MAX_LAYOUTS")
         _at_most("layouts.revision", layout.revision + 1, settings.max_layouts, "MAX_LAYOUTS")
+        _at_most("layouts.buckets", len(layout.buckets), settings.max_buckets, "MAX_BUCKETS")
+    for field in ("layouts", "unused", "readiness"):
+        for told in getattr(batch, field):
+            _at_most(f"{field}.module", told.module + 1, settings.max_layouts, "MAX_LAYOUTS")
+    for field in ("spans", "comms"):
+        columns = getattr(batch, field)
+        if columns is not None and len(columns):
+            _at_most(f"{field}.module", int(columns.module.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
     if batch.spans is not None and len(batch.spans):
-        _at_most("spans.module", int(batch.spans.module.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
         _at_most("spans.revision", int(batch.spans.revision.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
+        _at_most("spans.bucket", int(batch.spans.bucket.max()) + 1, settings.max_buckets, "MAX_BUCKETS")
+    for field, facts in _facts(batch):
+        if len(facts) > _FACTS:
+            expected = f"at most {_FACTS} entries"
+            detail = f"{field}: expected {expected}, got {len(facts)}"
+            raise Problem(422, "Beyond a limit", detail, field=field, expected=expected, came=str(len(facts)))
     if batch.layouts or batch.unused or batch.events or batch.hello is not None:
         names = list(_names(batch))
         if len(names) > settings.max_names:
             raise _too_many("names", len(names), settings.max_names, "MAX_NAMES")
         _at_most("names", max(map(len, names), default=0), settings.max_name_length, "MAX_NAME_LENGTH")
+
+
+def _facts(batch: wire.Batch) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What a client says of itself and of its events, in words of its own."""
+    if (hello := batch.hello) is not None:
+        yield from (("hello.versions", dict(hello.versions)), ("hello.settings", dict(hello.settings)))
+    yield from (("events.detail", dict(event.detail)) for event in batch.events)
 
 
 def _names(batch: wire.Batch) -> Iterator[str]:

@@ -68,8 +68,8 @@ class Problem(Exception):  # noqa: N818 - the RFC's word
 _FULL = Problem(
     507,
     "Storage full",
-    "the database has no room left and nothing of this was stored: free space on its disk, or have old runs removed "
-    "(DDPOBS_SERVER_KEEP_GB), and send it again; reads go on",
+    "the database has no room left and nothing of this was stored: free space on its disk, delete runs, or have old "
+    "ones removed (DDPOBS_SERVER_KEEP_GB), and send it again; reads go on",
     {"Retry-After": "1"},
 )
 _AWAY = Problem(

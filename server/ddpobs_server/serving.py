@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
 import logging
 import os
@@ -30,20 +29,6 @@ _LEFT_S = 1.0
 """How long threads may hold the process once all is closed."""
 _KEPT_BYTES = 2**25 - 2**16
 """Below glibc's most, 32 MiB."""
-
-
-def address_problem(host: str, port: int) -> str | None:
-    """Why no server could listen there; None where one could."""
-
-    async def bind() -> None:
-        loop = asyncio.get_running_loop()
-        (await loop.create_server(asyncio.Protocol, host, port, start_serving=False)).close()
-
-    try:
-        asyncio.run(bind())
-    except (OSError, UnicodeError) as error:
-        return f"cannot listen on {host}, port {port}: {getattr(error, 'strerror', None) or error}"
-    return None
 
 
 def run(app: FastAPI, **settings: Any) -> None:

@@ -17,6 +17,8 @@ from sqlalchemy.exc import ArgumentError
 _DAYS = 36_500
 """A century: times are held in 64 bits of nanoseconds."""
 _PREFIX = "DDPOBS_SERVER_"
+_SECRETS = ("password", "sslpassword")
+"""What libpq also takes in a URL's query."""
 _DRIVERS = ("sqlite", "postgresql+psycopg")
 
 
@@ -38,6 +40,7 @@ class Settings(BaseSettings):
     max_names: int = Field(200_000, gt=0, description="Names in a batch, such as those of parameters.")
     max_name_length: int = Field(1024, gt=0, le=1024, description="Characters of a name.")
     max_layouts: int = Field(1000, gt=0, description="DDP modules of a process, and layouts of a module.")
+    max_buckets: int = Field(10_000, gt=0, le=2**20, description="Buckets of a DDP module.")
     max_ranks: int = Field(16_384, gt=0, le=2**20, description="Largest world size.")
     max_sources: int = Field(100_000, gt=0, description="Sources of a run: its processes, over all attempts.")
     max_runs: int = Field(10_000, gt=0, description="Runs of a workspace.")
@@ -52,6 +55,12 @@ class Settings(BaseSettings):
     )
     keep_runs_days: float | None = Field(None, gt=0, le=_DAYS, description="Runs silent for so long go altogether.")
     keep_gb: float | None = Field(None, gt=0, description="Most that the database may hold, in GB (10^9 bytes).")
+
+    keep_free_mb: float = Field(
+        100,
+        ge=0,
+        description="With less free on SQLite's disk batches are answered 507: to remove runs takes room, too.",
+    )
 
     tls_cert: Path | None = Field(None, description="Certificate chain, PEM; with it the collector speaks HTTPS alone.")
     tls_key: Path | None = Field(None, description="The certificate's key, PEM, where its own file does not hold it.")
@@ -119,7 +128,7 @@ class Settings(BaseSettings):
     @property
     def database(self) -> str:
         """The database's URL to show: no password, and SQLite's file with its whole path."""
-        url, file = make_url(self.database_url), self.database_file
+        url, file = make_url(self.database_url).difference_update_query(_SECRETS), self.database_file
         return (url if file is None else url.set(database=str(file))).render_as_string()
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from sqlalchemy import Engine, create_engine
 
@@ -34,7 +35,7 @@ from tests.integration.faults import (
     whole,
 )
 from tests.integration.rooms import LARGE, Full, Room, full_disk, full_quota
-from tests.server.batches import assert_problem, batch, get, put, steps
+from tests.server.batches import assert_problem, batch, get, put, spans, steps
 
 
 @pytest.fixture(autouse=True)
@@ -149,6 +150,28 @@ def test_a_full_disk_is_said_and_left_behind(tmp_path: Path, full: Full) -> None
         assert_left_behind(tmp_path, f"sqlite:///{disk}/runs.db", room)
 
 
+def test_on_a_disk_that_batches_filled_there_is_room_to_remove_them(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    with (
+        full_disk(disk),
+        Mortal(tmp_path / "collector", database_url=f"sqlite:///{disk}/runs.db", keep_free_mb=8) as collector,
+    ):
+        for seq in range(1000):
+            sent = spans(seq, 2000, done_ns=spans(seq, 2000).done_ns + noise(seq))
+            answer = put(collector.url, batch("ab"[seq % 2], seq=seq, spans=sent))
+            if answer.status_code != 201:
+                break
+        assert seq > 50, answer.text
+        assert "delete runs" in retryable(answer, 507)["detail"]
+        assert httpx.delete(f"{collector.url}/api/v1/runs/a", timeout=60).status_code == 204
+        assert put(collector.url, batch("c", steps=steps(0, 1))).status_code == 201
+        assert get(collector.url, "/runs/b")["run"] == "b"
+
+
+def noise(seed: int) -> Any:
+    return np.random.default_rng(seed).integers(0, 10**9, 4000)
+
+
 def test_a_full_disk_of_postgresql_is_said_and_left_behind(server: Any, tmp_path: Path) -> None:
     disk = server.pgdata.with_name("disk")
     with full_disk(disk) as room:
@@ -165,7 +188,7 @@ def test_a_full_disk_of_postgresql_is_said_and_left_behind(server: Any, tmp_path
 
 
 def assert_left_behind(tmp_path: Path, database_url: str, room: Room) -> None:
-    with Mortal(tmp_path / "collector", database_url=database_url) as collector:
+    with Mortal(tmp_path / "collector", database_url=database_url, keep_free_mb=0) as collector:
         with Ranks(collector.url, "full", tmp_path / "spool") as ranks:
             for _ in range(2):
                 collector.until_batches(20)

@@ -174,6 +174,7 @@ def test_an_unknown_attempt_a_bad_query_and_an_unknown_path_are_problems(shared:
     assert assert_problem(httpx.get(f"{runs}/{run}/steps", params={"from": "x"}), 422)["field"] == "query.from"
     assert_problem(httpx.get(runs, params={"cursor": "%%%"}), 422)
     assert_problem(httpx.get(f"{shared.url}/api/v1/nothing"), 404)
+    assert_problem(httpx.get(f"{runs}/"), 404)
     assert_problem(httpx.post(runs), 405)
 
 

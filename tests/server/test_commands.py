@@ -126,7 +126,7 @@ def test_an_address_that_is_not_this_machines_is_said_in_a_line(host: str) -> No
 
 
 def test_a_port_that_was_taken_meanwhile_ends_it_with_1_too(taken: str) -> None:
-    late = "from ddpobs_server import app, serving; serving.address_problem = lambda *_: None; app.main()"
+    late = "from ddpobs_server import app, checks; checks.address_problem = lambda *_: None; app.main()"
     assert serve("--port", taken, command=(sys.executable, "-c", late))[0] == 1
 
 

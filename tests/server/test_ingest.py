@@ -243,6 +243,16 @@ def test_an_attempt_that_waited_in_a_spool_does_not_take_the_run_over(shared: Co
     assert get(shared.url, f"/runs/{run}")["attempt"] == waited["attempt"]
 
 
+def test_an_attempt_whose_clock_was_ahead_gives_way_to_the_next(shared: Collector, run: str) -> None:
+    year_ns = 365 * 86_400 * 10**9
+    ahead = wire.Anchor(wall_ns=time.time_ns() + year_ns, monotonic_ns=0)
+    put(shared.url, batch(run, anchor=ahead, steps=steps(0, 3)))
+    now = wire.Anchor(wall_ns=time.time_ns(), monotonic_ns=0)
+    put(shared.url, batch(run, anchor=now, attempt="b" * 16, source="b" * 16, steps=steps(0, 7)))
+    assert get(shared.url, f"/runs/{run}")["attempt"] == "b" * 16
+    assert stored_steps(shared.url, run) == list(range(7))
+
+
 @pytest.mark.parametrize("first", ["b", "c"])
 def test_of_attempts_that_come_in_one_transaction_the_later_one_is_the_run_s(store: Store, first: str) -> None:
     hours = {"b": 5, "c": 3}
@@ -250,7 +260,7 @@ def test_of_attempts_that_come_in_one_transaction_the_later_one_is_the_run_s(sto
     def arrival(attempt: str, seq: int) -> Arrival:
         anchor = wire.Anchor(wall_ns=10**18 + hours[attempt] * 3600 * 10**9, monotonic_ns=0)
         sent = batch("job", seq=seq, attempt=attempt * 16, source=attempt * 16, anchor=anchor, steps=steps(seq, 1))
-        return Arrival(sent, bytes(32), 1, 10**18)
+        return Arrival(sent, bytes(32), 1, 10**18 + 6 * 3600 * 10**9)
 
     second = "c" if first == "b" else "b"
     store.ingest([arrival(first, 0), arrival(second, 0)])

@@ -23,7 +23,7 @@ from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.sender import Outcome, Sender
 from tests.collector import Collector, collector
-from tests.server.batches import assert_problem, batch, get, layout, path, put, source_of, spans, steps
+from tests.server.batches import assert_problem, batch, get, hello, layout, path, put, source_of, spans, steps
 from tests.server.serving import answered
 
 LIMITS = {
@@ -35,6 +35,7 @@ LIMITS = {
     "max_names": 20,
     "max_name_length": 40,
     "max_layouts": 3,
+    "max_buckets": 4,
     "max_ranks": 8,
     "max_sources": 3,
 }
@@ -65,6 +66,10 @@ def of_layout(**changed: Any) -> wire.Layout:
     return msgspec.structs.replace(layout(), **changed)
 
 
+def comms(module: int) -> wire.Comms:
+    return wire.Comms(**{name: np.array([module if name == "module" else 0]) for name in wire.Comms.names})
+
+
 TOO_MUCH: dict[str, tuple[dict[str, Any], int]] = {
     "MAX_RANKS": ({"world_size": 9}, 422),
     "MAX_RECORDS": ({"steps": steps(0, 51)}, 413),
@@ -80,6 +85,15 @@ TOO_MUCH: dict[str, tuple[dict[str, Any], int]] = {
     "MAX_LAYOUTS of a process": ({"layouts": [of_layout(module=3)]}, 422),
     "MAX_LAYOUTS of a module": ({"layouts": [of_layout(revision=3)]}, 422),
     "MAX_LAYOUTS of spans": ({"spans": spans(0, 1, module=np.array([0, 3]))}, 422),
+    "MAX_LAYOUTS of revisions": ({"spans": spans(0, 1, revision=np.array([0, 3]))}, 422),
+    "MAX_LAYOUTS of unused sets": ({"unused": [wire.Unused(step=0, module=3, locally=[], globally=[])]}, 422),
+    "MAX_LAYOUTS of readiness": (
+        {"readiness": [wire.Readiness(step=0, module=3, revision=0, ready_ns=np.arange(1))]},
+        422,
+    ),
+    "MAX_LAYOUTS of comms": ({"comms": comms(module=3)}, 422),
+    "MAX_BUCKETS of a layout": ({"layouts": [of_layout(buckets=layout().buckets[:1] * 5)]}, 422),
+    "MAX_BUCKETS of spans": ({"spans": spans(0, 1, bucket=np.array([0, 4]))}, 422),
 }
 
 
@@ -88,6 +102,20 @@ def test_a_batch_beyond_a_limit_is_refused_and_the_setting_named(small: Collecto
     fields, status = TOO_MUCH[limit]
     document = assert_problem(put(small.url, batch(run, **fields)), status)
     assert f"DDPOBS_SERVER_{limit.split(' ', maxsplit=1)[0]}" in document["detail"]
+
+
+@pytest.mark.parametrize("count", [100, 101])
+def test_what_a_client_says_of_itself_has_so_many_entries(small: Collector, run: str, count: int) -> None:
+    facts = {str(number): number for number in range(count)}
+    for told in (
+        {"hello": msgspec.structs.replace(hello(), settings=facts)},
+        {"events": [wire.Event(kind="e", at_ns=0, detail=facts)]},
+    ):
+        answer = put(small.url, batch(run, **told))
+        if count == 100:
+            assert "names" in assert_problem(answer, 413)["detail"], "the next limit"
+        else:
+            assert f"got {count}" in assert_problem(answer, 422)["detail"]
 
 
 def test_a_batch_at_its_limits_is_taken(small: Collector, run: str) -> None:

@@ -126,6 +126,8 @@ def test_check_says_what_is_wrong_and_no_password(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/x.db"
     code, found = check("postgresql+psycopg://nobody:s3cret@127.0.0.1:9/none")
     assert (code, found["database"][0]) == (1, "fail")
+    in_query = check("postgresql+psycopg://127.0.0.1:9/none?user=nobody&password=s3cret&connect_timeout=1")[1]
+    assert "user=nobody" in in_query["database"][1]
     at_revision(url, "0002")
     state, said = check(url)[1]["schema"]
     assert (state, said.partition(",")[0]) == ("fail", "at 0002; back it up")
@@ -155,6 +157,13 @@ def test_check_finds_what_serve_would_refuse(
     store.close()
     code, found = check(url)
     assert (code, found["access"]) == (0, ("ok", "other machines may call, with a token"))
+
+
+def test_check_finds_an_address_that_is_not_this_machine_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPOBS_SERVER_HOST", "203.0.113.1")
+    monkeypatch.setenv("DDPOBS_SERVER_TOKEN", "s3cret")
+    code, found = check(databases.sqlite(tmp_path))
+    assert (code, found["address"][0]) == (1, "fail")
 
 
 def test_check_finds_a_damaged_file(tmp_path: Path) -> None:

@@ -143,6 +143,15 @@ def test_without_its_database_a_collector_still_says_what_is_wrong(tmp_path: Pat
         started.__exit__(None, None, None)
 
 
+def test_a_collector_that_writes_no_more_is_not_ready(tmp_path: Path) -> None:
+    app = create_app(Settings(database_url=databases.sqlite(tmp_path)))
+    with served(app) as address:
+        url = f"http://{address[0]}:{address[1]}/readyz"
+        assert httpx.get(url).status_code == 200
+        app.state.writer.close()
+        assert "the thread that writes has ended" in assert_problem(httpx.get(url), 503)["detail"]
+
+
 def test_several_collectors_metrics_can_be_had_without_counting_runs_twice(shared: Collector) -> None:
     put(shared.url, batch("once", steps=steps(0, 2)))
     names = {

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import httpx
@@ -28,13 +29,13 @@ RANKS, BATCHES = 4, 40
 
 
 @contextmanager
-def proxy(folder: Path, collectors: list[Collector]) -> Iterator[str]:
+def proxy(folder: Path, collectors: list[str]) -> Iterator[str]:
     """The committed configuration, with addresses of this machine's in it."""
     program = need("nginx", "nginx-light")
     address = f"127.0.0.1:{free_port()}"
     config = CONFIG.read_text().replace("listen 8321", f"listen {address}")
-    for number, running in enumerate(collectors, start=1):
-        config = config.replace(f"collector-{number}:8321", running.url.removeprefix("http://"))
+    for number, url in enumerate(collectors, start=1):
+        config = config.replace(f"collector-{number}:8321", url.removeprefix("http://"))
     kept = "".join(
         f"{what}_temp_path {folder}/{what};" for what in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
@@ -67,7 +68,7 @@ def behind(postgresql: databases.Fresh, tmp_path: Path) -> Iterator[tuple[str, l
             (tmp_path / name).mkdir()
             settings = {"database_url": database, "token": TOKEN, "trusted_proxies": "127.0.0.1"}
             running.append(stack.enter_context(collector(tmp_path / name, **settings)))
-        yield stack.enter_context(proxy(tmp_path, running)), running
+        yield stack.enter_context(proxy(tmp_path, [one.url for one in running])), running
 
 
 def test_one_of_two_is_killed_and_every_batch_is_stored_once(behind: tuple[str, list[Collector]]) -> None:
@@ -109,6 +110,40 @@ def test_one_of_two_is_killed_and_every_batch_is_stored_once(behind: tuple[str, 
         refused = assert_problem(guessing.get("/api/v1/runs", headers=mine), 429)
         assert "127.0.0.2" in refused["detail"]
         assert other.get("/api/v1/runs", headers=mine).status_code == 200
+
+
+class Busy(BaseHTTPRequestHandler):
+    """A collector that takes no batch just now."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(503)
+        self.send_header("Retry-After", "7")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
+
+
+def test_that_both_are_busy_is_for_their_clients_to_wait_out(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        addresses = []
+        for _ in range(2):
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Busy))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            addresses.append(f"http://127.0.0.1:{server.server_port}")
+        url = stack.enter_context(proxy(tmp_path, addresses))
+        for _ in range(12):
+            answer = httpx.put(f"{url}/api/v1/runs/a/sources/{0:016x}/batches/0", content=b"x")
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+        assert httpx.get(f"{url}/healthz").status_code == 200
 
 
 def who(address: str, url: str) -> httpx.Client:

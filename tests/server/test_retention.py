@@ -229,9 +229,15 @@ def test_a_deleted_run_returns_its_space(tmp_path: Path) -> None:
     for seq in range(20):
         arrive(store, "large", day=1, seq=seq, count=2000)
     assert store.size_bytes() > 2 * empty
+    assert on_disk(tmp_path) > 2 * empty
     store.delete("large")
     assert store.size_bytes() <= 1.2 * empty
+    assert on_disk(tmp_path) <= 1.2 * empty, "nor does the log keep it"
     store.close()
+
+
+def on_disk(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.iterdir() if not file.name.endswith("-shm"))
 
 
 def test_batches_get_in_between_while_much_is_removed(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 
 from ddpobs_server.api.deps import StoreDep
 from ddpobs_server.problems import Problem
@@ -17,8 +17,10 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz")
-def readyz(store: StoreDep) -> dict[str, str]:
-    """The database answers too."""
+def readyz(request: Request, store: StoreDep) -> dict[str, str]:
+    """The database answers too, and somebody writes to it."""
+    if not request.app.state.writer.alive:
+        raise Problem(503, "Not ready", "the thread that writes has ended: the log says why; restart the collector")
     try:
         store.ready()
     except Exception as error:

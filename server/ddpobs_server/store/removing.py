@@ -216,3 +216,5 @@ def give_back(engine: Engine) -> None:
             if begin:
                 time.sleep(_PAUSE_S)
             script(f"PRAGMA incremental_vacuum({_PAGES})")
+        if free:  # The log has grown with what was removed, and would keep that room.
+            script("PRAGMA wal_checkpoint(TRUNCATE)")

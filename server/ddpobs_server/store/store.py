@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
 from ddpobs_server.store import compacting, connecting, migrating, reading, removing, schema, sums, writing
-from ddpobs_server.store.faults import UnusableError
+from ddpobs_server.store.faults import UnavailableError, UnusableError
 from ddpobs_server.store.reading import Part
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
@@ -37,10 +38,12 @@ class Store:
 
     Args:
         url: SQLAlchemy's, of SQLite or PostgreSQL.
+        keep_free_bytes: With less room on a SQLite file's disk no batch is stored: to remove some takes room, too.
     """
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, keep_free_bytes: int = 0) -> None:
         self._engine = connecting.engine(url)
+        self._keep_free_bytes = keep_free_bytes if self.folder is not None else 0
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
 
     @property
@@ -82,6 +85,8 @@ class Store:
         Raises:
             Unstorable: A value is one that the database has no room for.
         """
+        if self._keep_free_bytes and (free := shutil.disk_usage(str(self.folder)).free) < self._keep_free_bytes:
+            raise UnavailableError(f"{free} bytes are free, {self._keep_free_bytes} are to stay so", full=True)
         try:
             with self._engine.begin() as connection:
                 return writing.write(connection, arrivals)

@@ -167,11 +167,13 @@ def _add_attempt(connection: Connection, arrival: Arrival, ordinal: int) -> None
 def _takes_over(connection: Connection, batch: wire.Batch, latest: str, beside: Sequence[Arrival]) -> bool:
     """Whether a batch of an attempt seen after the run's latest was made after it, too, and not waited in a spool.
 
-    By the clock of the same rank, which mostly is the same host's. One that is behind takes over as much later.
+    By the clock of the same rank, which mostly is the same host's. One that is behind takes over as much later; of one
+    that was ahead counts when it was heard of.
     """
     c = schema.sources.c
     same_rank = case((c.rank == batch.rank, 0), else_=1)
-    told = select(c.wall_ns).where(c.run_id == batch.run, c.attempt == latest).order_by(same_rank, c.wall_ns.desc())
+    wall = _least(connection.dialect.name, c.wall_ns, c.last_seen_ns)
+    told = select(wall).where(c.run_id == batch.run, c.attempt == latest).order_by(same_rank, wall.desc())
     wall_ns = connection.execute(told.limit(1)).scalar()
     if wall_ns is None:  # It came in the same transaction.
         wall_ns = max((one.batch.anchor.wall_ns for one in beside if one.batch.attempt == latest), default=0)
@@ -393,6 +395,10 @@ def _adding(dialect: str, table: Table) -> Any:
 
 def _new(dialect: str, table: Table) -> Any:
     return (sqlite if dialect == "sqlite" else postgresql).insert(table)
+
+
+def _least(dialect: str, column: Any, value: Any) -> Any:
+    return (func.min if dialect == "sqlite" else func.least)(column, value)
 
 
 def _greatest(dialect: str, column: Any, value: Any) -> Any:
