@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ddpobs.collectives import all_reduce, wait
+from ddpobs.collectives import all_reduce, name_of, wait_for
 from ddpobs.errors import ReducerError, UnusedParametersError
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
@@ -54,7 +54,7 @@ class Alarm:
     def began(self) -> None:
         """One more synchronised backward, on every rank."""
         if self._store is None:
-            name = f"ddpobs/alarm/{self._group.group_name}/{next(_numbers.setdefault(self._group, count()))}"
+            name = f"ddpobs/alarm/{name_of(self._group)}/{next(_numbers.setdefault(self._group, count()))}"
             self._store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         self._number += 1
 
@@ -84,7 +84,7 @@ class Alarm:
     def share(self, device: torch.device) -> torch.Tensor:
         """An element that is NaN where any rank has something to tell, for buckets that cannot carry it."""
         flag = torch.full((1,), float("nan") if self.fault else 0.0, dtype=torch.float32, device=device)
-        wait(all_reduce(self._group, [flag]))
+        wait_for(all_reduce(self._group, [flag]))
         return flag
 
     def listen(self, element: torch.Tensor) -> None:

@@ -33,8 +33,12 @@ def all_reduce(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *optio
     return _ALL_REDUCE(group, list(tensors), *options)
 
 
-def broadcast(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *options: Any) -> Any:
-    """The same for a broadcast."""
+def broadcast_from_first(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *options: Any) -> Any:
+    """The same for a broadcast.
+
+    It is not called as the method is: of a group that is written in Python pybind11 would take such a caller for the
+    method itself, which asks for its parent's.
+    """
     return _BROADCAST(group, list(tensors), *options)
 
 
@@ -44,9 +48,14 @@ def all_gather(group: dist.ProcessGroup, everyone: torch.Tensor, mine: torch.Ten
     return gather(everyone, mine, group=group, async_op=True)
 
 
-def wait(work: Any) -> None:
-    """The work's own wait, not noted."""
+def wait_for(work: Any) -> None:
+    """The work's own wait, not noted; named so for the same reason."""
     _WAIT(work)
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """What every rank calls the group; one that is written in Python does not know it itself."""
+    return str(dist.distributed_c10d._get_process_group_name(group))
 
 
 def time_collectives(group: dist.ProcessGroup, device: torch.device) -> bool:

@@ -6,6 +6,7 @@ import inspect
 import os
 import weakref
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -123,6 +124,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         builtin = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
         self._take_comm_hook(self.process_group, builtin[comm_hook_type.name])
+        self.logger.set_comm_hook(str(comm_hook_type))
 
     def _take_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self.reducer.set_comm_hook(state, hook)
@@ -259,9 +261,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """Done already, with the buckets."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's; the recorder stays with the process and is made anew."""
+        """As torch's; the recorder stays with the process and is made anew, and no file gets to know the token."""
         state: dict[str, Any] = super().__getstate__()
-        return state | {"_recorder": None}
+        config = self._telemetry_config
+        return state | {"_recorder": None, "_telemetry_config": config and replace(config, token=None)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As torch's; the token is this process's own."""
+        config = state["_telemetry_config"]
+        if config is not None:
+            state = state | {"_telemetry_config": replace(config, token=os.environ.get("DDPOBS_TOKEN") or None)}
+        super().__setstate__(state)
 
 
 def _refuse_compiled_reducer() -> None:

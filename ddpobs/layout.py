@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ddpobs import buckets as bucketing
 from ddpobs import wire
 from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_reduce, broadcast, wait
+from ddpobs.collectives import all_reduce, broadcast_from_first, wait_for
 
 _LATE_S = 0.1
 """How long a thread of the process group's may hold a buffer that was waited for."""
@@ -90,8 +90,8 @@ class Layout:
         rest = sorted(set(range(len(self._parameters))) - set(last))
         agreed = torch.tensor(last + rest, dtype=torch.int64, device=self._parameters[0].device)
         shared = agreed.new_tensor(self._shared())
-        wait(broadcast(group, [agreed]))
-        wait(all_reduce(group, [shared]))
+        wait_for(broadcast_from_first(group, [agreed]))
+        wait_for(all_reduce(group, [shared]))
         if shared.item():
             return False
         self.lay(bucketing.assign_in_order(self._parameters, agreed.tolist(), limits_bytes, self._expect_sparse))

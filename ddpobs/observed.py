@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddpobs import engine
-from ddpobs.collectives import all_reduce, broadcast, wait
+from ddpobs.collectives import all_reduce, broadcast_from_first, wait_for
 
 
 class Observer(Protocol):
@@ -56,10 +56,10 @@ class ObservedGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
         """Rank 0's new order of parameters, and how many each bucket has."""
-        work = broadcast(self._inner, tensors, options)
+        work = broadcast_from_first(self._inner, tensors, options)
         told = self._told()
         if told is not None:
-            wait(work)  # As the reducer does next.
+            wait_for(work)  # As the reducer does next.
             told.broadcast(tensors[0])
         return work
 

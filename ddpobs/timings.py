@@ -11,6 +11,10 @@ class Timings:
     Coarse beside the telemetry: communication is one interval from the first launch to the last completion. The marks:
     the forward was called, the first gradient came, the first bucket is launched, the last gradient came, all was
     waited for.
+
+    Attributes:
+        iteration: Synchronised iterations begun so far.
+        told: How many had been at the last sample.
     """
 
     _FIRST = 10
@@ -18,7 +22,7 @@ class Timings:
 
     def __init__(self) -> None:
         self.every = 100
-        self.iteration = 0
+        self.iteration = self.told = 0
         self._samples = 0
         self._open: dict[str, int] | None = None
         self._last: dict[str, int] = {}
@@ -26,9 +30,14 @@ class Timings:
 
     def forward_began(self) -> None:
         """A synchronised iteration's forward was called."""
+        if self._is_sampled(self.iteration):
+            self.told = self.iteration
         self.iteration += 1
-        self._open = {} if self.iteration <= self._FIRST or self.iteration % self.every == 0 else None
+        self._open = {} if self._is_sampled(self.iteration) else None
         self.mark(self._MARKS[0])
+
+    def _is_sampled(self, iteration: int) -> bool:
+        return iteration <= self._FIRST or iteration % self.every == 0
 
     def mark(self, what: str) -> None:
         """One of the marks is reached; what counts is the first time."""

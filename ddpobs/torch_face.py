@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ddpobs import engine
 from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_reduce, wait
+from ddpobs.collectives import all_reduce, wait_for
 from ddpobs.comm import AllReduce, CommHook, GradBucket
 from ddpobs.errors import ReducerError
 from ddpobs.reducer import Reducer
@@ -59,7 +59,7 @@ class ModuleReducer(Reducer):
         """
         self._refuse()
         if self._forward_work is not None:
-            wait(self._forward_work)
+            wait_for(self._forward_work)
             (ranks,) = self._forward_work.get_future().value()
             self._divisor = float(ranks.item())
             self._forward_work = None
@@ -187,6 +187,11 @@ class ModuleReducer(Reducer):
         """Nothing to start: a static graph's first backward waits for its end by itself."""
 
     def _set_static_graph(self) -> None:
+        if self.timings.iteration:
+            raise RuntimeError(
+                "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
+                "constructed."
+            )
         self.be_static()
 
     def _ddp_graph_static(self) -> bool:
@@ -240,7 +245,7 @@ class Logger:
 
     def set_error_and_log(self, message: str) -> None:
         """Keep the last error."""
-        self._facts["error"] = message
+        self._facts |= {"error": message, "has_error": 1}
 
     def _set_static_graph(self) -> None:
         self._facts["static_graph"] = 1
@@ -273,7 +278,7 @@ class Logger:
             "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
             "bucket_sizes": ", ".join(map(str, reducer.first_bucket_bytes)),
             "has_rebuilt_buckets": int(reducer.rebuilt),
-            "iteration": max(0, reducer.timings.iteration - 1),
+            "iteration": reducer.timings.told,
             "num_buckets_reduced": len(reducer.bucket_bytes) if reducer.timings.iteration else 0,
             "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.gradient_order)),
             "unused_parameter_size": reducer.unused_bytes,

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.alarm import Fault
-from ddpobs.collectives import wait
+from ddpobs.collectives import wait_for
 
 if TYPE_CHECKING:
     from ddpobs.recorder import ModuleRecorder
@@ -161,7 +161,7 @@ class UsedMap:
     def wait(self) -> None:
         """Have the current stream wait for the sum."""
         if self._work is not None:
-            wait(self._work)
+            wait_for(self._work)
             self._work = None
             if self._recorder is not None:
                 done_ns = self._done_ns[0] if self._done_ns else self._recorder.now()

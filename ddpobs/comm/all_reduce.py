@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_reduce, wait
+from ddpobs.collectives import all_reduce, wait_for
 
 
 class AllReduce:
@@ -37,7 +37,7 @@ class _Pending:
         self.work = work
 
     def wait(self) -> None:
-        wait(self.work)
+        wait_for(self.work)
 
     def on_done(self, told: Callable[[object], None]) -> None:
         self.work.get_future().add_done_callback(told)
@@ -51,6 +51,6 @@ class _PendingSparse(_Pending):
         self._bucket = bucket
 
     def wait(self) -> None:
-        wait(self.work)
+        wait_for(self.work)
         result: torch.Tensor = self.work.get_future().value()[0]
         self._bucket.parameters[0].grad = result

@@ -12,7 +12,7 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from ddpobs.collectives import broadcast, wait
+from ddpobs.collectives import broadcast_from_first, name_of, wait_for
 
 _Use = tuple["weakref.ref[dist.ProcessGroup]", torch.device, int]
 
@@ -56,7 +56,7 @@ def _another(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
     """
     # Its first rank names it: a group may have a rank that has made none before, and a name that an earlier one had.
     name = torch.tensor([secrets.randbits(62)], device=device)
-    wait(broadcast(group, [name]))
+    wait_for(broadcast_from_first(group, [name]))
     c10d, ranks = dist.distributed_c10d, dist.get_process_group_ranks(group)
     made, _ = c10d._new_process_group_helper(
         len(ranks),
@@ -64,7 +64,7 @@ def _another(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
         ranks,
         dist.Backend(dist.get_backend(group)),
         c10d._get_default_store(),
-        group_name=c10d.GroupName(f"{group.group_name}/ddpobs/{name.item():x}"),
+        group_name=c10d.GroupName(f"{name_of(group)}/ddpobs/{name.item():x}"),
         timeout=c10d._get_default_timeout(dist.get_backend(group)),
     )
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_gather, wait
+from ddpobs.collectives import all_gather, wait_for
 from ddpobs.comm.all_reduce import AllReduce
 from ddpobs.comm.face import Pending
 from ddpobs.comm.stages import Stages
@@ -44,10 +44,10 @@ class Int8:
         scattered = dist.all_to_all_single(got, sent, group=self._group, async_op=True)
 
         def stages(own: dist.ProcessGroup) -> None:
-            wait(scattered)
+            wait_for(scattered)
             part = encode(decode(got).sum(0, keepdim=True))
             parts = torch.empty_like(sent)
-            wait(all_gather(own, parts, part))
+            wait_for(all_gather(own, parts, part))
             buffer.copy_(decode(parts).view(-1)[:size])
 
         return self._stages.run(stages, buffer.device)

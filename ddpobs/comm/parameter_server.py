@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from ddpobs.buckets import Bucket
-from ddpobs.collectives import wait
+from ddpobs.collectives import wait_for
 from ddpobs.comm.all_reduce import AllReduce
 from ddpobs.comm.face import Pending
 from ddpobs.comm.stages import Stages
@@ -31,7 +31,7 @@ class ParameterServer:
         reduced = dist.reduce(buffer, group=self._group, group_dst=0, async_op=True)
 
         def stages(own: dist.ProcessGroup) -> None:
-            wait(reduced)
-            wait(dist.broadcast(buffer, group=own, group_src=0, async_op=True))
+            wait_for(reduced)
+            wait_for(dist.broadcast(buffer, group=own, group_src=0, async_op=True))
 
         return self._stages.run(stages, buffer.device)

@@ -148,7 +148,10 @@ class _Distributed(torch.optim.Optimizer):
             self._reducer.set_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronise and let the optimizer step."""
+        """Synchronise and let the optimizer step; what a closure's backward leaves is reduced after each of its calls.
+
+        Horovod's reduces only before, so that each rank steps by gradients of its own.
+        """
         if self._should_synchronize:
             if self._synchronized:
                 warnings.warn(
@@ -156,9 +159,21 @@ class _Distributed(torch.optim.Optimizer):
                     "optimizer.skip_synchronize():`",
                     stacklevel=2,
                 )
-            self.synchronize()
+            if closure is None:
+                self.synchronize()
+            else:
+                closure = self._synchronising(closure)
         self._synchronized = False
         return super().step(closure)
+
+    def _synchronising(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def synchronising() -> Any:
+            loss = closure()
+            self.synchronize()
+            self._synchronized = False
+            return loss
+
+        return synchronising
 
     step.hooked = True  # type: ignore[attr-defined]  # Or torch would run step hooks here and in the optimizer's own.
 

@@ -70,6 +70,7 @@ FROM_MODULES = {
     "torch.distributed.distributed_c10d": {
         "_get_default_store",
         "_get_default_timeout",
+        "_get_process_group_name",
         "_new_process_group_helper",
         "_world",
     },

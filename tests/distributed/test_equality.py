@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -12,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddpobs import DistributedDataParallel
 from tests.distributed.launch import run_ranks
 from tests.distributed.models import MODELS, build
+from tests.distributed.sent import sending
 
 STEPS = 20
 # Small buckets, so that a model has several; torch begins with one bucket unless it looks for unused parameters.
@@ -125,7 +129,6 @@ def test_a_nan_of_the_models_own_is_not_taken_for_an_unused_parameter() -> None:
 def copies(rank: int, world_size: int) -> list[bool]:
     import copy
     import io
-    import pickle
 
     ddp = DistributedDataParallel(build("transformer"), **CAPS)
     results = [isinstance(ddp, TorchDDP), all(key.startswith("module.") for key in ddp.state_dict())]
@@ -140,6 +143,19 @@ def copies(rank: int, world_size: int) -> list[bool]:
 
 def test_it_is_a_torch_ddp_and_survives_deepcopy_and_pickle() -> None:
     assert run_ranks(copies, 2) == [[True] * 4] * 2
+
+
+def pickled(rank: int, world_size: int) -> list[bool]:
+    with sending() as sent:
+        ddp = DistributedDataParallel(build("transformer"), telemetry=replace(sent.config, token="s3cret"))
+        kept = pickle.dumps(ddp)
+        os.environ["DDPOBS_TOKEN"] = "this-process-s-own"
+        opened = pickle.loads(kept)
+    return [b"s3cret" not in kept, opened._telemetry_config.token == "this-process-s-own"]
+
+
+def test_no_token_is_pickled() -> None:
+    assert run_ranks(pickled, 1) == [[True, True]]
 
 
 def hooked(rank: int, world_size: int) -> bool:

@@ -370,3 +370,34 @@ def test_a_threshold_that_is_none_is_a_clear_error(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "64MB")
     assert "got '64MB'" in raised(HorovodError, _fusion_threshold)
+
+
+def with_closures(rank: int, ranks: int) -> list[bool]:
+    """By optimizer: whether each rank's parameters are those of one that trains on all batches."""
+    hvd.init()
+    inputs = torch.randn(ranks * 4, 8, generator=torch.Generator().manual_seed(0))
+    found = []
+    for kind, settings in ((torch.optim.SGD, {"lr": 0.1}), (torch.optim.LBFGS, {"lr": 0.1, "max_iter": 4})):
+        trained = []
+        for mine in (inputs[rank * 4 : rank * 4 + 4], inputs):
+            torch.manual_seed(1)
+            model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+            optimizer: Any = kind(model.parameters(), **settings)
+            if mine is not inputs:
+                optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+
+            def closure(model: Any = model, optimizer: Any = optimizer, mine: Any = mine) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(mine).pow(2).mean()
+                loss.backward()
+                return loss if mine is inputs else hvd.allreduce(loss.detach())
+
+            for _ in range(3):
+                optimizer.step(closure)
+            trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        found.append(torch.allclose(*trained, rtol=1e-4, atol=1e-6))
+    return found
+
+
+def test_a_closure_s_gradients_are_reduced_before_the_step_that_takes_them() -> None:
+    assert run_ranks(with_closures, 2) == [[True, True]] * 2

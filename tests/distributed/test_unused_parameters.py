@@ -172,9 +172,13 @@ CASES = {
 }
 
 
+CLOSE = {"set_static_later", "static_and_checkpointed", "static_and_reused", "static_with_unused"}
+"""On more than two ranks: the first iteration's buckets are cut finer than torch's, and sums depend on the cut."""
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_gradients_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
-    allowed = {"equal"} if len(found) == 2 else {"equal", "close"}
+    allowed = {"equal", "close"} if case in CLOSE and len(found) > 2 else {"equal"}
     assert {verdict[case] for verdict in found} <= allowed
 
 

@@ -1,0 +1,104 @@
+"""A process group that is written in Python, as some services have: torch's DDP trains over it, and so does ours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+import ddpobs
+from ddpobs import DistributedDataParallel
+from tests.distributed.compare import train, verdict
+from tests.distributed.launch import run_ranks
+from tests.distributed.sent import sending
+
+CAP = {"bucket_cap_mb": 0.05}
+WAYS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "finding unused": {"find_unused_parameters": True},
+    "skipping unused": {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
+    "static": {"static_graph": True},
+    "views": {"gradient_as_bucket_view": True},
+}
+
+
+class Done(dist._Work):
+    """What was waited for already."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__()
+        self._future: Future[Any] = Future()
+        self._future.set_result(result)
+
+    def wait(self, timeout: Any = None) -> bool:
+        return True
+
+    def get_future(self) -> Future[Any]:
+        return self._future
+
+
+class Relay(dist.ProcessGroup):
+    """Hands every collective to gloo, and waits."""
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
+        super().__init__(rank, size)
+        self._gloo = dist.ProcessGroupGloo(dist.PrefixStore("relay", store), rank, size, timeout)
+
+    def getBackendName(self) -> str:  # noqa: N802 - torch's
+        return "relay"
+
+    def allreduce(self, tensors: Any, *options: Any) -> Any:
+        self._gloo.allreduce(tensors, *options).wait()
+        return Done(tensors)
+
+    def broadcast(self, tensors: Any, *options: Any) -> Any:
+        self._gloo.broadcast(tensors, *options).wait()
+        return Done(tensors)
+
+    def allgather(self, gathered: Any, tensors: Any, *options: Any) -> Any:
+        self._gloo.allgather(gathered, tensors, *options).wait()
+        return Done(gathered)
+
+    def barrier(self, *options: Any) -> Any:
+        self._gloo.barrier().wait()
+        return Done([])
+
+
+def net() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(
+        torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 256), torch.nn.Linear(256, 2)
+    )
+
+
+def relayed(rank: int, world_size: int, store: str) -> tuple[dict[str, str], bool]:
+    dist.destroy_process_group()
+    dist.Backend.register_backend("relay", Relay, devices=["cpu"])
+    dist.init_process_group("relay", init_method=f"file://{store}", rank=rank, world_size=world_size)
+    found = {}
+    for way, arguments in WAYS.items():
+        theirs, ours = (train(kind(net(), **CAP, **arguments), rank) for kind in (TorchDDP, DistributedDataParallel))
+        found[way] = verdict(ours, theirs)
+    plain = train(TorchDDP(net(), **CAP), rank)
+    with sending() as sent:
+        found["with telemetry"] = verdict(
+            train(DistributedDataParallel(net(), **CAP, telemetry=sent.config), rank), plain
+        )
+    with sending() as seen:
+        attached = TorchDDP(net(), **CAP)
+        ddpobs.attach(attached, seen.config)
+        found["attached"] = verdict(train(attached, rank), plain)
+    return found, len(sent.spans("step")) > 0 and len(seen.spans("step")) > 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_trainings_over_it_are_torchs_and_are_seen(tmp_path: Path, ranks: int) -> None:
+    for found, seen in run_ranks(relayed, ranks, str(tmp_path / "store")):
+        assert set(found.values()) <= ({"equal"} if ranks == 2 else {"equal", "close"})
+        assert found["attached"] == "equal"
+        assert seen
