@@ -22,6 +22,7 @@ _SILENT_NS = 15 * 10**9
 """A rank whose latest steps came so much earlier than others' is silent: more than two flushes."""
 _PARTINGS = 16
 """Ranks whose step numbers have parted are read apart, in so many reads at most."""
+_USER = wire.COMM_KINDS.index("user")
 _BUCKET_STEPS, _BUCKET_RANKS = 200, 8
 """The bucket at which a slow backward shows is sought in the latest steps of the slow rank and some others."""
 
@@ -93,12 +94,28 @@ class Diagnosis:
         for finding in slow if layouts else []:
             rank, evidence = finding.ranks[0], finding.evidence
             ranks, spans = self._late_spans(finding, run, attempt, steps, joined)
-            if len(ranks):
+            if len(ranks) and not self._waits_between(run, attempt, rank, spans.at(ranks == rank)):
                 began = stragglers.backward_began_ns(steps, (ranks, spans))
                 excess_ns = min(evidence["excess_ns"], evidence["phase_excess_ns"]["backward"])
                 late = stragglers.late_bucket(rank, ranks, spans, began, excess_ns)
                 found[rank] = _with_bucket(finding, late, layouts)
         return [found.get(f.ranks[0], f) if f.code == "straggler" else f for f in findings]
+
+    def _waits_between(self, run: str, attempt: str, rank: int, spans: wire.Spans) -> bool:
+        """Whether a rank waits for a collective of the user's between a step's buckets, as SyncBatchNorm has it do.
+
+        The others' waits for a late rank are then part of their spans, and no bucket stands out for what it is.
+        """
+        steps, place = np.unique(spans.step, return_inverse=True)
+        if not len(steps):
+            return False
+        first, last = np.full(len(steps), spans.ready_ns.max()), np.full(len(steps), spans.ready_ns.min())
+        np.minimum.at(first, place, spans.ready_ns)
+        np.maximum.at(last, place, spans.ready_ns)
+        _, comms = self._store.comms(run, attempt, rank, int(steps[0]), int(steps[-1]))
+        comms = comms.at((comms.kind == _USER) & np.isin(comms.step, steps))
+        of = np.searchsorted(steps, comms.step)
+        return bool(((comms.launched_ns > first[of]) & (comms.launched_ns < last[of])).any())
 
     def _late_spans(
         self, finding: Finding, run: str, attempt: str, steps: tuple[wire.Ints, wire.Steps], joined: Joined

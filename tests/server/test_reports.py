@@ -354,6 +354,23 @@ def test_the_late_bucket_is_found_by_some_ranks_as_by_all(store: Store, monkeypa
     assert found[0]["parameters"] == ["a"]
 
 
+@pytest.mark.parametrize(("after_ms", "named"), [(5, []), (-5, ["a"]), (28, ["a"])])
+def test_no_bucket_is_named_where_ranks_meet_between_two(store: Store, after_ms: int, named: list[str]) -> None:
+    """By a collective of the user's; one in forward, or after the last readiness, is no matter."""
+    fill(store, 60, (Slow(2, "backward", 60),))
+    buckets = [wire.Bucket(size_bytes=4, dtype="float32", parameters=[wire.Parameter(name=n, size=1)]) for n in "ab"]
+    ingest(store, batch(0, 2, layouts=[wire.Layout(module=0, name="m", revision=0, comm="", buckets=buckets)]))
+    for rank in range(RANKS):
+        steps = store.steps(RUN, ATTEMPT, rank)[1]
+        at = steps.end_ns - 30 * MS + after_ms * MS
+        zeros = np.zeros(len(at), np.int64)
+        kind = zeros + wire.COMM_KINDS.index("user")
+        comms = wire.Comms(step=steps.step, module=zeros, kind=kind, launched_ns=at, done_ns=at + MS)
+        ingest(store, batch(rank, 3, comms=comms))
+    finding = Reports(store).diagnostics(RUN, ATTEMPT)["findings"][0]
+    assert (finding["code"], finding["ranks"], finding["parameters"]) == ("straggler", [2], named)
+
+
 def test_the_last_diagnosis_is_told_while_a_new_one_is_made(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(store, 60, (Slow(2, "data", 60),))
     reports = Reports(store)

@@ -12,6 +12,7 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.findings import Finding, Missing, named, severity_of
 from ddpobs_server.analysis.joins import Floats, Joined
+from ddpobs_server.analysis.stragglers import weights
 
 MIN_STEPS = 20
 COMM_SHARE = 0.3
@@ -74,31 +75,44 @@ Judgement = list[Finding] | Missing
 
 
 def comm_bound(evidence: Evidence) -> Judgement:
-    """Exposed communication above 30 % of the step; waiting for a late rank is told apart from moving bytes."""
+    """Exposed communication above 30 % of the steps; waiting for a late rank is told apart from moving bytes.
+
+    Times are means over ranks and steps, none of which counts for more than a few median ones.
+    """
     joined = evidence.joined
     # What a step's end waits for, as at a barrier, shows in the own times of the step after it.
     rows = np.flatnonzero(joined.followed)
     if len(rows) < MIN_STEPS:
         return Missing("comm-bound", f"{len(rows)} of {MIN_STEPS} steps in which all ranks can be compared")
-    exposed, wall = joined.exposed_ns[rows], joined.wall_ns[rows]
-    share = float(np.median(exposed.sum(axis=0) / wall.sum(axis=0)))
+    counts = weights(joined.window_ns[rows])  # One that holds a stall is as long as thousands.
+
+    def mean(times_ns: Floats) -> float:
+        return float(np.average(times_ns.mean(axis=1), weights=counts))
+
+    exposed_ns, wall_ns = mean(joined.exposed_ns[rows]), mean(joined.wall_ns[rows])
+    share = exposed_ns / wall_ns
     if share <= COMM_SHARE:
         return []
-    exposed_ns = float(exposed.mean())
     if evidence.absent or evidence.apart:
         return [_unsplit(evidence, share, exposed_ns, len(rows))]
-    waiting_ns = float(_waiting_ns(joined, rows).mean())
+    waiting_ns = mean(_waiting_ns(joined, rows))
+    moving = (exposed_ns - waiting_ns) / wall_ns
     mostly_waiting = waiting_ns > exposed_ns / 2
     reason = "most of it waiting for the last rank" if mostly_waiting else "most of it moving bytes"
-    remedy = (
-        "Find out why a rank is late: a faster network would not help."
-        if mostly_waiting
-        else "Compress gradients, accumulate over several micro-batches with no_sync, or use a faster link."
+    waits, moves = (
+        "Find out why a rank is late",
+        "Compress gradients, accumulate over several micro-batches with no_sync",
     )
+    if not mostly_waiting:
+        remedy = f"{moves}, or use a faster link."
+    elif moving > COMM_SHARE:
+        remedy = f"{waits}. {moves}, or use a faster link: the bytes alone take {moving:.0%}."
+    else:
+        remedy = f"{waits}: a faster network would not help."
     return [
         Finding(
             code="comm-bound",
-            severity=severity_of(share - waiting_ns / float(wall.mean())) if not mostly_waiting else "info",
+            severity="info" if mostly_waiting and moving <= COMM_SHARE else severity_of(moving),
             title=f"{share:.0%} of every step is exposed communication, {reason}",
             remedy=remedy,
             steps=evidence.seen,
@@ -209,7 +223,7 @@ def unused_parameters(evidence: Evidence) -> Judgement:
 def _left_out(module: int, lately: dict[int, list[wire.Unused]], evidence: Evidence) -> Finding:
     """What the sets of some ranks say of a module, each rank's not all empty."""
     sets = {rank: [set(record.locally) for record in records] for rank, records in lately.items()}
-    always = {rank: set.intersection(*of_rank) for rank, of_rank in sets.items()}
+    always = {rank: _always(of_rank) for rank, of_rank in sets.items()}
     ever = {rank: set.union(*of_rank) for rank, of_rank in sets.items()}
     everyone = sets.keys() >= evidence.last_steps.keys()
     nobody = set.intersection(*always.values()) if everyone else set()
@@ -240,6 +254,17 @@ def _left_out(module: int, lately: dict[int, list[wire.Unused]], evidence: Evide
     )
 
 
+def _always(sets: list[set[str]]) -> set[str]:
+    """What all of a rank's sets name; nothing where one of the others was trained under a single one of them.
+
+    What was drawn once may stand for many that were not drawn yet, as of experts or of heads that take turns: the
+    chance of something new is about the share of what was seen once (Good, Biometrika 40, 1953).
+    """
+    always, ever = set.intersection(*sets), set.union(*sets)
+    once = any(sum(name not in one for one in sets) == 1 for name in ever - always)
+    return set() if once else always
+
+
 def _in_force(told: list[wire.Unused], last: int) -> list[wire.Unused]:
     """The sets that held in the latest steps: in `MIN_STEPS`, or where sets come back in twice as many as one held.
 
@@ -263,8 +288,12 @@ def find_unused_needless(evidence: Evidence) -> Judgement:
         return []
     if len(np.unique(evidence.steps.step)) < MIN_STEPS:
         return Missing("find-unused-needless", f"fewer than {MIN_STEPS} steps")
-    if any(evidence.dropped.values()):
-        return Missing("find-unused-needless", "records were dropped, an unused set perhaps among them")
+    if any(evidence.dropped.values()) or any(evidence.missing_batches.values()):
+        return Missing(
+            "find-unused-needless", "records were dropped, or have not arrived, an unused set perhaps among them"
+        )
+    if evidence.absent:
+        return Missing("find-unused-needless", f"nothing is known of rank {named(evidence.absent)}")
     if any(record.locally for _, record in evidence.unused):
         return []
     return [

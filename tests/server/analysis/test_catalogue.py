@@ -80,6 +80,28 @@ def test_waiting_for_a_slow_rank_does_not_blame_the_network() -> None:
     assert finding.evidence["moving_ns"] == 3 * MS
 
 
+def test_where_bytes_take_long_besides_the_waiting_both_are_to_be_mended() -> None:
+    # Fifteen of sixteen ranks wait 75 ms, and then 70 ms move, of a step of 220 ms.
+    slow = [{"backward": 75.0}] + [{}] * 15
+    finding = one(comm_bound(evidence(slow, moving_ms=70)))
+    assert finding.evidence["waiting_ns"] == 75 * MS * 15 // 16
+    assert finding.evidence["moving_ns"] == 70 * MS
+    assert (finding.severity, "waiting" in finding.title) == ("critical", True)
+    assert "why a rank is late. Compress" in finding.remedy
+    assert "would not help" not in finding.remedy
+
+
+@pytest.mark.parametrize("moving_ms", [3.0, 50.0])
+def test_one_long_stall_does_not_decide(moving_ms: float) -> None:
+    """An upload of a minute by one rank, for which the other waits, in four hundred steps."""
+    own = np.tile(np.array([BASE_MS[phase] for phase in wire.OWN_PHASES]), (400, 2, 1))
+    own[200, 0, wire.OWN_PHASES.index("other")] += 60_000
+    found = comm_bound(of(*columns((own * MS).astype(np.int64), moving_ms)))
+    assert isinstance(found, list)
+    assert [finding.severity for finding in found] == (["critical"] if moving_ms > 30 else [])
+    assert all("most of it moving bytes" in finding.title for finding in found)
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_waiting_at_a_barrier_after_the_step_does_not_blame_the_network(checkpoint: bool) -> None:
     """One rank saves every fourth step and all meet: as a checkpoint is told, or as anything else that takes time."""
@@ -192,6 +214,20 @@ def test_what_no_step_uses_is_told_apart_from_what_some_steps_use() -> None:
     assert finding.evidence["sometimes"] == ["a", "b"]
 
 
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_of_many_that_take_turns_none_is_to_be_frozen(at_once: int) -> None:
+    """Heads in turn, one after the other, or experts of which a few are drawn: the latest sets name most of them."""
+    heads = [f"head{number:02}" for number in range(48)]
+    random = np.random.default_rng(0)
+    used = [{heads[step % 48]} if at_once == 1 else set(random.choice(heads, at_once)) for step in range(200)]
+    sets = [(step, sorted(set(heads) - taken)) for step, taken in enumerate(used)][-LATEST_SETS:]
+    unused = [told(rank, step, names) for rank in range(2) for step, names in sets]
+    finding = one(unused_parameters(replace(evidence([{}, {}], steps=200), unused=unused)))
+    assert (finding.severity, finding.evidence["globally"], finding.evidence["sometimes"]) == ("info", [], heads)
+    assert "in some steps" in finding.title
+    assert "find_unused_parameters=True is needed" in finding.remedy
+
+
 def test_what_was_frozen_in_a_warm_up_is_used_since() -> None:
     unused = [told(rank, step, names) for rank in range(2) for step, names in ((0, ["head"]), (1000, []))]
     assert unused_parameters(replace(evidence([{}, {}], steps=1100), unused=unused)) == []
@@ -238,6 +274,11 @@ def test_no_flag_is_not_needless_and_few_steps_are_said() -> None:
 
 def test_the_flag_cannot_be_judged_where_records_were_dropped() -> None:
     assert isinstance(find_unused_needless(replace(flagged(), dropped={0: 5}, emitted={0: 100})), Missing)
+
+
+@pytest.mark.parametrize("unknown", [{"missing_batches": {0: 0, 1: 2}}, {"absent": [2]}])
+def test_the_flag_cannot_be_judged_where_something_was_not_heard(unknown: dict[str, Any]) -> None:
+    assert isinstance(find_unused_needless(replace(flagged(), **unknown)), Missing)
 
 
 def test_dropped_records_are_always_told() -> None:
