@@ -34,7 +34,7 @@ function readable(name, value) {
 
 function showFindings({ findings, missing, steps_seen }) {
   const cards = findings.map(finding);
-  if (!cards.length) cards.push(element("article", { class: "finding" }, element("h3", {}, steps_seen ? `Nothing found in ${steps_seen} steps.` : "No step to judge yet.")));
+  if (!cards.length) cards.push(element("article", { class: "finding" }, element("h3", {}, steps_seen ? `Nothing found in the latest steps, up to step ${steps_seen - 1}.` : "No step to judge yet.")));
   if (missing.length) cards.push(element("p", { class: "muted" }, `Not judged yet: ${missing.join("; ")}`));
   by("findings").replaceChildren(...cards);
 }
