@@ -160,6 +160,7 @@ def _no_open_door(settings: Settings) -> None:
 
 def main() -> None:
     """Console script; `ddpobs-server --port 0` means `ddpobs-server serve --port 0`."""
+    os.umask(0o077)  # What runs tell, and tokens' digests, are for the collector's user alone.
     if len(sys.argv) > 1 and sys.argv[1].startswith("-") and sys.argv[1] != "--help":
         sys.argv.insert(1, "serve")
     cli()

@@ -196,7 +196,8 @@ def test_a_real_training_comes_to_the_same_loss_by_every_way() -> None:
 
 def names_sent(rank: int, world_size: int) -> list[str]:
     names = []
-    for comm, groups in ((None, 1), ("fp16", 1), ("topk", 1), (None, 3), ("int8", 2)):
+    ways = ("fp16", "bf16", "int8", "topk", "powersgd", "parameter_server")
+    for comm, groups in ((None, 1), *((way, 1) for way in ways), (None, 3), ("int8", 2)):
         with sending() as sent:
             ddp = DistributedDataParallel(net(), comm=comm, round_robin_groups=groups, telemetry=sent.config)
             train(ddp, rank)
@@ -205,7 +206,8 @@ def names_sent(rank: int, world_size: int) -> list[str]:
 
 
 def test_telemetry_names_the_way() -> None:
-    assert run_ranks(names_sent, 2)[0] == ["all_reduce", "fp16", "topk:0.01", "round_robin:3", "round_robin:2:int8"]
+    plain = ["all_reduce", "fp16", "bf16", "int8", "topk:0.01", "powersgd:1", "parameter_server"]
+    assert run_ranks(names_sent, 2)[0] == [*plain, "round_robin:3", "round_robin:2:int8"]
 
 
 def wrong_arguments(rank: int, world_size: int) -> list[str]:

@@ -6,6 +6,7 @@ import json
 import time
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -77,3 +78,16 @@ def with_clocks_apart(rank: int, _world_size: int) -> str:
 def test_no_clock_says_whose_records_they_are() -> None:
     first, second = run_ranks(with_clocks_apart, 2)
     assert first == second
+
+
+@pytest.mark.parametrize(
+    ("told", "run"),
+    [("job-7", "job-7"), ("a b/c", "a-b-c"), ("x" * 200, "x" * 128), ("none", None), ("", None), (None, None)],
+)
+def test_the_launchers_run_id_is_the_runs_where_it_is_a_real_one(
+    told: str | None, run: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if told is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", told)
+    assert telemetry._launcher_run() == run

@@ -60,3 +60,23 @@ def test_the_last_bucket_is_done_when_it_is_and_not_when_an_earlier_one_is() -> 
         assert len(first_ns) == len(last_ns) == STEPS
         # In every step, where nothing delays the machine; once is enough to tell.
         assert any(last < first for first, last in zip(first_ns, last_ns, strict=True))
+
+
+def first_backward(rank: int, world_size: int) -> list[tuple[int, bool]]:
+    """Of the first step, without and with views: how many buckets, and whether all but the last two went early."""
+    found = []
+    for views in (False, True):
+        with sending() as sent:
+            layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
+            settings = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": views, "telemetry": sent.config}
+            ddp = DistributedDataParallel(layers, **settings)
+            ddp(torch.ones(2, 64)).sum().backward()
+        ready_ns, launched_ns = np.array(sent.spans("ready_ns")), np.array(sent.spans("launched_ns"))
+        found.append((len(ready_ns), bool((launched_ns[:-2] < ready_ns[-1]).all())))
+    return found
+
+
+def test_the_first_backward_overlaps_already() -> None:
+    """Torch's has one bucket where every parameter has to take part."""
+    for found in run_ranks(first_backward, 2):
+        assert all(buckets > 3 and early for buckets, early in found), found

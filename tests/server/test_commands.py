@@ -34,6 +34,12 @@ def no_database(folder: Path) -> str:
     return f"sqlite:///{folder}/x.db"
 
 
+def another_s(folder: Path) -> str:
+    with closing(sqlite3.connect(folder / "x.db")) as connection:
+        connection.execute("CREATE TABLE experiments (name TEXT)")
+    return f"sqlite:///{folder}/x.db"
+
+
 def newer(folder: Path) -> str:
     url = f"sqlite:///{folder}/x.db"
     made = Store(url)
@@ -68,11 +74,11 @@ def taken() -> Iterator[str]:
         yield str(other.getsockname()[1])
 
 
-@pytest.mark.parametrize("database", [away, no_folder, no_database, newer, locked])
+@pytest.mark.parametrize("database", [away, no_folder, no_database, another_s, newer, locked])
 def test_a_database_that_cannot_be_used_is_said_in_a_line(tmp_path: Path, database: Callable[[Path], str]) -> None:
     url = database(tmp_path)
     # Whoever copies a file may do so whatever schema it has and while it is written to.
-    able = ["backup copy"] if database in (newer, locked) else []
+    able = ["backup copy"] if database in (another_s, newer, locked) else []
     for command in COMMANDS:
         if command in able:
             continue
@@ -83,6 +89,9 @@ def test_a_database_that_cannot_be_used_is_said_in_a_line(tmp_path: Path, databa
         assert command == "check" or done.stderr.splitlines() == said
     while KEPT:
         KEPT.pop().close()
+    if database is another_s:
+        with closing(sqlite3.connect(tmp_path / "x.db")) as connection:
+            assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("experiments",)]
 
 
 @pytest.mark.parametrize(
@@ -96,7 +105,7 @@ def test_an_address_of_no_such_database_is_refused(url: str) -> None:
         assert "s3cret" not in done.output
 
 
-@pytest.mark.parametrize("database", [away, newer])
+@pytest.mark.parametrize("database", [away, another_s, newer])
 def test_a_server_says_so_before_it_starts(tmp_path: Path, database: Callable[[Path], str]) -> None:
     command = [SERVER, "--port", "0", "--log-level", "error", "--database-url", database(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -145,3 +154,9 @@ def test_a_name_that_is_no_setting_is_warned_of(taken: str, monkeypatch: pytest.
     assert checked.exit_code == 0
     *warned, _ = serve("--port", taken)[1]
     assert [(line["level"], line["event"]) for line in map(json.loads, warned)] == [("warning", one) for one in said]
+
+
+def test_the_files_of_a_database_are_their_user_s_alone(tmp_path: Path) -> None:
+    made = [SERVER, "token", "create", "x", "--database-url", f"sqlite:///{tmp_path}/x.db"]
+    subprocess.run(made, check=True, capture_output=True, timeout=60, umask=0o022)
+    assert {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()} == {"x.db": "0o600"}

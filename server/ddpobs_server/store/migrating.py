@@ -8,7 +8,7 @@ from alembic import command
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
-from sqlalchemy import Engine, func, select
+from sqlalchemy import Connection, Engine, func, inspect, select
 
 from ddpobs_server.store.faults import UnusableError
 
@@ -22,7 +22,7 @@ def migrate(engine: Engine) -> None:
     """Bring the schema to this version's, from whatever earlier one is there.
 
     Raises:
-        UnusableError: A newer version made it.
+        UnusableError: A newer version made it, or it is somebody else's file.
     """
     with engine.begin() as connection:
         # Another collector may start, too; and a step that is cut off leaves nothing behind.
@@ -30,7 +30,7 @@ def migrate(engine: Engine) -> None:
             connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
         else:
             connection.exec_driver_sql("BEGIN IMMEDIATE")  # Python's driver begins for rows, not for tables.
-        here = MigrationContext.configure(connection).get_current_revision()
+        here = _revision(connection)
         if here is not None and here not in earlier_revisions():
             raise UnusableError(f"the schema is at {here}, which a newer version made: upgrade this one")
         config = _alembic()
@@ -41,10 +41,21 @@ def migrate(engine: Engine) -> None:
 
 
 def revisions(engine: Engine) -> tuple[str | None, str | None]:
-    """The schema's revision in the database, and this version's."""
+    """The schema's revision in the database, and this version's.
+
+    Raises:
+        UnusableError: It is somebody else's file.
+    """
     with engine.connect() as connection:
-        here = MigrationContext.configure(connection).get_current_revision()
+        here = _revision(connection)
     return here, ScriptDirectory.from_config(_alembic()).get_current_head()
+
+
+def _revision(connection: Connection) -> str | None:
+    here = MigrationContext.configure(connection).get_current_revision()
+    if here is None and connection.dialect.name == "sqlite" and (others := inspect(connection).get_table_names()):
+        raise UnusableError(f"it holds tables of something else ({', '.join(others[:3])}): give another file")
+    return here
 
 
 def earlier_revisions() -> set[str]:
