@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import GradBucket
+from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpobs import buckets as bucketing
@@ -115,8 +115,10 @@ class Attachment:
         self._stop_listening = self._recorder.on_backward_end(self._backward_ended)
         weakref.finalize(model, _gone, self._handles, self._stop_listening, self._recorder).atexit = False
         if getattr(model, "reducer", None) is not None:
-            self._take_over_hook(model)
+            built_in = self._take_over_hook(model)
             self.observe(model)
+            if built_in is not None:  # It keeps the group that it found.
+                model._register_builtin_comm_hook(built_in)
             self._lay(_current_layout(model, self._parameters, self._sparse))
 
     def detach(self) -> None:
@@ -214,15 +216,20 @@ class Attachment:
 
     # ------------------------------------------------------------------ from what was seen to a record
 
-    def _take_over_hook(self, model: Any) -> None:
-        """A hook that is there already: torch takes one a reducer, so an unused reducer is built anew around it."""
-        if "comm_hook" not in model._get_ddp_logging_data():
-            return
-        if len(model._comm_hooks) != 1 or model._get_ddp_logging_data().get("iteration", 0) > 0:
+    def _take_over_hook(self, model: Any) -> Any:
+        """A hook that is there already: torch takes one a reducer, so an unused reducer is built anew around it.
+
+        Returns:
+            One of torch's own, which is to be registered again; else None.
+        """
+        told, hooks = model._get_ddp_logging_data(), list(model._comm_hooks)
+        if "comm_hook" not in told:
+            return None
+        built_in = getattr(BuiltinCommHookType, told["comm_hook"].rpartition(".")[2], None)
+        if told.get("iteration", 0) > 0 or (len(hooks) != 1 and built_in is None):
             self._unseen = True
             self._recorder.event("comm_hook_unseen", reason="registered before telemetry, and training has begun")
-            return
-        ((hook, state),) = model._comm_hooks
+            return None
         model.reducer._remove_autograd_hooks()
         names = model._build_debug_param_to_name_mapping(self._parameters)
         model._ddp_init_helper(self._parameters, self._sparse, names, model.static_graph)
@@ -232,7 +239,11 @@ class Attachment:
         if model.mixed_precision is not None:
             model.reducer._set_mixed_precision_param_dtype(model.mixed_precision.param_dtype)
         model._comm_hooks.clear()
+        if not hooks:
+            return built_in
+        ((hook, state),) = hooks
         instrumented.register(model, state, hook, self)
+        return None
 
     def _of_this_pass(self) -> _Pass:
         if self._pass is None:

@@ -101,6 +101,11 @@ def hooked_before(ddp: Any) -> Any:
     return ddp
 
 
+def builtin_before(ddp: Any) -> Any:
+    ddp._register_builtin_comm_hook(dist.BuiltinCommHookType.FP16_COMPRESS)
+    return ddp
+
+
 def seen(sent: Sent) -> dict[str, Any]:
     """What a diagnosis needs of a run's records."""
     ordered = zip(sent.spans("ready_ns"), sent.spans("launched_ns"), sent.spans("done_ns"), strict=True)
@@ -127,12 +132,14 @@ def everything(rank: int, world_size: int) -> dict[str, Any]:
             attached = training(ddp, rank)
         found[name] = (equal(attached, theirs), seen(sent))
         del ddp
-    theirs = train(hooked_before(TorchDDP(net(), **CAP)), rank)
-    with sending() as sent:
-        ddp = hooked_before(TorchDDP(net(), **CAP))
-        ddpobs.attach(ddp, sent.config)
-        found["hook before"] = (equal(train(ddp, rank), theirs), seen(sent))
-    found["hook before"] = (found["hook before"][0], seen(sent))
+    for name, hooked in (("hook before", hooked_before), ("built-in before", builtin_before)):
+        theirs = train(hooked(TorchDDP(net(), **CAP)), rank)
+        with sending() as sent:
+            ddp = hooked(TorchDDP(net(), **CAP))
+            ddpobs.attach(ddp, sent.config)
+            attached = train(ddp, rank)
+        found[name] = (equal(attached, theirs), seen(sent))
+        del ddp
     with sending() as sent:
         ddp = hooked_before(TorchDDP(net(), **CAP))
         train(ddp, rank, 2)
@@ -153,12 +160,17 @@ def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(everything, request.param)
 
 
-@pytest.mark.parametrize("name", [*TRAININGS, "hook before"])
+BEFORE = ["hook before", "built-in before"]
+
+
+@pytest.mark.parametrize("name", [*TRAININGS, *BEFORE])
 def test_not_a_bit_of_the_result_changes(found: list[dict[str, Any]], name: str) -> None:
     assert all(answers[name][0] for answers in found)
 
 
-@pytest.mark.parametrize("name", ["plain", "views", "unused", "static", "hook after", "hook before", "PowerSGD after"])
+@pytest.mark.parametrize(
+    "name", ["plain", "views", "unused", "static", "hook after", "built-in after", "PowerSGD after", *BEFORE]
+)
 def test_every_bucket_of_every_step_is_seen(found: list[dict[str, Any]], name: str) -> None:
     for answers in found:
         records = answers[name][1]
