@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -248,11 +248,11 @@ def check_batch(batch: wire.Batch, settings: Settings) -> None:
         _at_most("names", max(map(len, names), default=0), settings.max_name_length, "MAX_NAME_LENGTH")
 
 
-def _facts(batch: wire.Batch) -> Iterator[tuple[str, dict[str, Any]]]:
+def _facts(batch: wire.Batch) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """What a client says of itself and of its events, in words of its own."""
     if (hello := batch.hello) is not None:
-        yield from (("hello.versions", dict(hello.versions)), ("hello.settings", dict(hello.settings)))
-    yield from (("events.detail", dict(event.detail)) for event in batch.events)
+        yield from (("hello.versions", hello.versions), ("hello.settings", hello.settings))
+    yield from (("events.detail", event.detail) for event in batch.events)
 
 
 def _names(batch: wire.Batch) -> Iterator[str]:

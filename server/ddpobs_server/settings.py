@@ -55,7 +55,6 @@ class Settings(BaseSettings):
     )
     keep_runs_days: float | None = Field(None, gt=0, le=_DAYS, description="Runs silent for so long go altogether.")
     keep_gb: float | None = Field(None, gt=0, description="Most that the database may hold, in GB (10^9 bytes).")
-
     keep_free_mb: float = Field(
         100,
         ge=0,

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Store, compacting, removing, schema, sums
+from ddpobs_server.store import Arrival, Store, compacting, connecting, removing, schema, sums
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, func, select, text
 
@@ -233,6 +233,23 @@ def test_a_deleted_run_returns_its_space(tmp_path: Path) -> None:
     store.delete("large")
     assert store.size_bytes() <= 1.2 * empty
     assert on_disk(tmp_path) <= 1.2 * empty, "nor does the log keep it"
+    store.close()
+
+
+def test_for_a_reader_nobody_waits_when_space_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backup reads for minutes: batches would wait for it as long, up to what a writer waits at most."""
+    monkeypatch.setattr(connecting, "_BUSY_S", 100)
+    store = Store(f"sqlite:///{tmp_path}/runs.db")
+    store.migrate()
+    for seq in range(5):
+        arrive(store, "large", day=1, seq=seq, count=2000)
+    with store._engine.connect() as reader:
+        reader.exec_driver_sql("BEGIN")
+        reader.exec_driver_sql("SELECT count(*) FROM chunks").one()
+        began = time.monotonic()
+        assert store.delete("large")
+        arrive(store, "other", day=1, seq=0, count=1)
+        assert time.monotonic() - began < 100
     store.close()
 
 

@@ -216,5 +216,6 @@ def give_back(engine: Engine) -> None:
             if begin:
                 time.sleep(_PAUSE_S)
             script(f"PRAGMA incremental_vacuum({_PAGES})")
-        if free:  # The log has grown with what was removed, and would keep that room.
-            script("PRAGMA wal_checkpoint(TRUNCATE)")
+        if free:  # The log has grown with what was removed, and would keep that room. For a reader nobody waits.
+            (patience,) = connection.exec_driver_sql("PRAGMA busy_timeout").one()
+            script(f"PRAGMA busy_timeout=0; PRAGMA wal_checkpoint(TRUNCATE); PRAGMA busy_timeout={patience}")

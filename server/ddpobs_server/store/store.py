@@ -43,7 +43,7 @@ class Store:
 
     def __init__(self, url: str, keep_free_bytes: int = 0) -> None:
         self._engine = connecting.engine(url)
-        self._keep_free_bytes = keep_free_bytes if self.folder is not None else 0
+        self._keep_free_bytes, self._disk = keep_free_bytes, self.folder
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
 
     @property
@@ -85,7 +85,7 @@ class Store:
         Raises:
             Unstorable: A value is one that the database has no room for.
         """
-        if self._keep_free_bytes and (free := shutil.disk_usage(str(self.folder)).free) < self._keep_free_bytes:
+        if self._disk is not None and (free := shutil.disk_usage(self._disk).free) < self._keep_free_bytes:
             raise UnavailableError(f"{free} bytes are free, {self._keep_free_bytes} are to stay so", full=True)
         try:
             with self._engine.begin() as connection:
