@@ -31,10 +31,10 @@ RunId = Annotated[str, msgspec.Meta(pattern=r"^(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128
 Nonce = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{16}\Z")]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
-Rank = Annotated[int, msgspec.Meta(ge=0, lt=2**20)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=2**20 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
-Index = Annotated[int, msgspec.Meta(ge=UNKNOWN, lt=2**20)]
+Index = Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**20 - 1)]
 Scalar = str | int | float | bool | None
 
 

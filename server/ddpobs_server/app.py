@@ -9,7 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from anyio import CapacityLimiter
@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 import ddpobs
-from ddpobs_server import api, checks, ingest, logs, metrics, page, problems, serving
+from ddpobs_server import api, checks, decoding, ingest, logs, metrics, page, problems, serving
 from ddpobs_server.auth import Doorkeeper
 from ddpobs_server.commands import cli, open_store, say
 from ddpobs_server.heads import BoundedHead
@@ -39,6 +39,12 @@ _CLOSE_S, _STORE_S = 12, 1
 
 
 class _Collector(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """FastAPI's own, with the schemas of what ranks send."""
+        document = super().openapi()
+        document["components"]["schemas"] |= decoding.SCHEMAS
+        return document
+
     def build_middleware_stack(self) -> ASGIApp:
         """FastAPI's own, with headers on what is answered to an error of ours too, which no middleware sees."""
         return page.Headers(super().build_middleware_stack())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from fastapi import Request
 from ddpobs import wire
 from ddpobs.errors import WireError
 from ddpobs.wire import packing
+from ddpobs.wire.columns import Columns
 from ddpobs_server import limits
 from ddpobs_server.problems import Problem
 from ddpobs_server.settings import Settings
@@ -27,7 +29,27 @@ KEY: dict[str, dict[str, Any]] = {
     "seq": {"type": "integer", "minimum": 0, "maximum": 2**48},
 }
 """A batch's natural key as the path's parameters have it, each a JSON schema."""
+_AT = "#/components/schemas/Wire{name}"
 _PATTERNS = {name: re.compile(schema.get("pattern", r"^[0-9]{1,15}$")) for name, schema in KEY.items()}
+
+
+def _documented() -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+    """A batch and its acknowledgement as JSON schemas that refer to others, and those, as OpenAPI 3.0 has them."""
+    kinds = [wire.Batch, wire.Acknowledgement]
+    references, schemas = msgspec.json.schema_components(kinds, schema_hook=_columns, ref_template=_AT)
+    del schemas["Batch"]["properties"]["packed_spans"]  # JSON has them as columns.
+    named = {f"Wire{name}": schema for name, schema in schemas.items()}
+    return references, json.loads(json.dumps(named).replace(r"\\Z", "$"))  # JavaScript knows no \Z.
+
+
+def _columns(kind: Any) -> dict[str, Any]:
+    column = {"type": "array", "items": {"type": "integer"}}
+    if not issubclass(kind, Columns):
+        return column
+    return {"type": "object", "required": list(kind.names), "properties": dict.fromkeys(kind.names, column)}
+
+
+(BATCH, ACKNOWLEDGEMENT), SCHEMAS = _documented()
 
 
 @dataclass(frozen=True)

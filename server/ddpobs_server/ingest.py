@@ -197,14 +197,21 @@ def _settle(answers: list[tuple[_Answer, Outcome | Exception]]) -> None:
     _ROUTE,
     status_code=201,
     dependencies=[Depends(BEARER)],
-    responses={200: {"description": "Stored before."}, 409: {"description": "Another batch has this key."}},
+    responses={
+        201: {"description": "Stored.", "content": {wire.JSON: {"schema": decoding.ACKNOWLEDGEMENT}}},
+        200: {"description": "Stored before.", "content": {wire.JSON: {"schema": decoding.ACKNOWLEDGEMENT}}},
+        409: {"description": "Another batch has this key."},
+    },
     openapi_extra={
         "parameters": [
             {"name": name, "in": "path", "required": True, "schema": decoding.KEY[name]} for name in decoding.KEY
         ],
         "requestBody": {
             "required": True,
-            "content": {wire.MSGPACK: {"schema": {"type": "string", "format": "binary"}}, wire.JSON: {}},
+            "content": {
+                wire.MSGPACK: {"schema": {"type": "string", "format": "binary"}},
+                wire.JSON: {"schema": decoding.BATCH},
+            },
         },
     },
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 from typing import Any
 
 import pytest
@@ -32,6 +34,20 @@ def document(shared: Collector) -> Any:
         told = {"hello": hello(), "layouts": [layout()]}
         put(shared.url, batch("known", rank=rank, steps=steps(0, 40), spans=spans(0, 40), **told))
     return schema
+
+
+def test_every_answer_and_every_json_body_has_a_schema_and_no_reference_leads_nowhere(shared: Collector) -> None:
+    text = requests.get(f"{shared.url}/openapi.json", timeout=60).text
+    described = json.loads(text)
+    for path, operations in described["paths"].items():
+        for method, operation in operations.items():
+            bodies = [operation["requestBody"]] if "requestBody" in operation else []
+            good = [answer for status, answer in operation["responses"].items() if status in ("200", "201")]
+            for told in [*good, *bodies]:
+                as_json = told.get("content", {}).get("application/json", {"schema": path == "/metrics"})
+                assert as_json["schema"], (method, path)
+    names = set(re.findall(r'"#/components/schemas/(\w+)"', text))
+    assert names == set(described["components"]["schemas"])
 
 
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)

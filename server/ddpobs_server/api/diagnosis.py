@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Response
 
+from ddpobs_server.api import schemas
 from ddpobs_server.api.answers import json_answer
 from ddpobs_server.api.deps import AttemptDep, FromQuery, ReportsDep, RunDep, ToQuery
 from ddpobs_server.api.turns import InTurn
@@ -13,7 +14,7 @@ from ddpobs_server.reports import TooMany
 router = APIRouter(prefix="/api/v1/runs/{run}", tags=["diagnosis"], route_class=InTurn)
 
 
-@router.get("/stragglers")
+@router.get("/stragglers", response_model=schemas.Stragglers)
 def get_stragglers(
     run: RunDep, attempt: AttemptDep, reports: ReportsDep, first: FromQuery = None, last: ToQuery = None
 ) -> Response:
@@ -24,13 +25,13 @@ def get_stragglers(
     return json_answer(reports.stragglers(run.run, attempt, first, last) | {"run": run.name})
 
 
-@router.get("/diagnostics")
+@router.get("/diagnostics", response_model=schemas.Diagnostics)
 def get_diagnostics(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> Response:
     """Findings with evidence, remedy and gain; `missing` says what could not be judged, and why."""
     return json_answer(reports.diagnostics(run.run, attempt) | {"run": run.name})
 
 
-@router.get("/trace")
+@router.get("/trace", response_model=schemas.Trace)
 def get_trace(
     run: RunDep, attempt: AttemptDep, reports: ReportsDep, first: FromQuery = None, last: ToQuery = None
 ) -> Response:

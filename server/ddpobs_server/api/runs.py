@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import re
 import time
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Query, Response
 
+from ddpobs_server.api import schemas
 from ddpobs_server.api.answers import columns_answer
 from ddpobs_server.api.deps import (
     Admin,
@@ -28,7 +29,7 @@ from ddpobs_server.api.turns import InTurn
 from ddpobs_server.problems import Problem
 from ddpobs_server.reports import Reports
 from ddpobs_server.settings import Settings
-from ddpobs_server.states import state_of_rank, state_of_run
+from ddpobs_server.states import RunState, state_of_rank, state_of_run
 from ddpobs_server.store import Rollup, Run, Source
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=InTurn)
@@ -46,8 +47,8 @@ def list_runs(
     settings: SettingsDep,
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     cursor: Annotated[str | None, Query(max_length=512)] = None,
-    state: Annotated[str | None, Query(pattern="^(running|finished|stalled|lost)$")] = None,
-) -> dict[str, Any]:
+    state: RunState | None = None,
+) -> schemas.RunPage:
     """Runs, those first seen last coming first, so that none moves while you turn pages.
 
     `next` is the cursor of the next page; `state` filters within a page.
@@ -56,7 +57,9 @@ def list_runs(
     nothing came since.
     """
     page = store.runs(limit, _from_cursor(cursor), caller.workspace)
-    shown = [run_json(run, settings) | {"diagnosis": _diagnosis_json(reports, run)} for run in page]
+    shown: list[schemas.ListedRun] = [
+        {**_run_json(run, settings), "diagnosis": _diagnosis_json(reports, run)} for run in page
+    ]
     return {
         "runs": [run for run in shown if state in (None, run["state"])],
         "next": _to_cursor(page[-1]) if len(page) == limit else None,
@@ -64,13 +67,14 @@ def list_runs(
 
 
 @router.get("/runs/{run}")
-def get_run(run: RunDep, store: StoreDep, settings: SettingsDep) -> dict[str, Any]:
+def get_run(run: RunDep, store: StoreDep, settings: SettingsDep) -> schemas.RunDetails:
     """One run, with its attempts, its modules and what its lowest rank said of itself."""
     sources = store.sources(run.run, run.attempt)
     hello = next((source.hello for source in sources if source.hello), None)
     names = {layout.module: layout.name for layout in store.layouts(run.run, run.attempt)}
-    return run_json(run, settings) | {
-        "attempts": [vars(attempt) for attempt in store.attempts(run.run)],
+    return {
+        **_run_json(run, settings),
+        "attempts": store.attempts(run.run),
         "hello": msgspec.to_builtins(hello),
         "modules": [{"module": module, "name": name} for module, name in sorted(names.items())],
     }
@@ -84,27 +88,30 @@ def delete_run(run: RunDep, _admin: Admin, store: StoreDep) -> Response:
 
 
 @router.get("/runs/{run}/ranks")
-def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep, settings: SettingsDep) -> dict[str, Any]:
+def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep, settings: SettingsDep) -> schemas.Ranks:
     """Each rank's process, state, counts, mean phases and last pulse."""
     rollups = {rollup.rank: rollup for rollup in store.rollups(run.run, attempt)}
-    ranks = [
-        _rank_json(source, rollups.get(source.rank)) | {"state": state_of_rank(source, settings, time.time_ns())}
-        for source in store.sources(run.run, attempt)
-    ]
+    ranks = [_rank_json(source, rollups.get(source.rank), settings) for source in store.sources(run.run, attempt)]
     return {"run": run.name, "attempt": attempt, "ranks": ranks}
 
 
 @router.get("/runs/{run}/layout")
-def get_layout(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> dict[str, Any]:
+def get_layout(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> schemas.Layouts:
     """Which parameters are in which bucket, by module and revision."""
-    layouts = [
+    layouts: list[schemas.Layout] = [
         {
             "module": layout.module,
             "name": layout.name,
             "revision": layout.revision,
             "comm": layout.comm,
             "buckets": [
-                {"bucket": index, **msgspec.to_builtins(bucket)} for index, bucket in enumerate(layout.buckets)
+                {
+                    "bucket": index,
+                    "size_bytes": bucket.size_bytes,
+                    "dtype": bucket.dtype,
+                    "parameters": msgspec.to_builtins(bucket.parameters),
+                }
+                for index, bucket in enumerate(layout.buckets)
             ],
         }
         for layout in store.layouts(run.run, attempt)
@@ -113,7 +120,7 @@ def get_layout(run: RunDep, attempt: AttemptDep, store: StoreDep, module: Module
     return {"run": run.name, "attempt": attempt, "layouts": layouts}
 
 
-@router.get("/runs/{run}/steps")
+@router.get("/runs/{run}/steps", response_model=schemas.Columns)
 def get_steps(
     run: RunDep,
     attempt: AttemptDep,
@@ -133,7 +140,7 @@ def get_steps(
     return columns_answer(run.name, attempt, columns, None if end is None else end + 1)
 
 
-@router.get("/runs/{run}/spans")
+@router.get("/runs/{run}/spans", response_model=schemas.Columns)
 def get_spans(
     run: RunDep,
     attempt: AttemptDep,
@@ -152,10 +159,10 @@ def get_spans(
 
 
 @router.get("/runs/{run}/buckets")
-def get_buckets(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> dict[str, Any]:
+def get_buckets(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> schemas.Buckets:
     """Mean times of each bucket over all ranks and steps."""
     layouts = {(layout.module, layout.revision): layout for layout in store.layouts(run.run, attempt)}
-    buckets = []
+    buckets: list[schemas.Bucket] = []
     for row in store.bucket_rollups(run.run, attempt):
         if module not in (None, row.module):
             continue
@@ -170,7 +177,9 @@ def get_buckets(run: RunDep, attempt: AttemptDep, store: StoreDep, module: Modul
                 "dtype": known.dtype if known else None,
                 "parameters": len(known.parameters) if known else None,
                 "steps": row.steps,
-                **{name: getattr(row, name) // row.steps for name in ("compute_ns", "comm_ns", "exposed_ns")},
+                "compute_ns": row.compute_ns // row.steps,
+                "comm_ns": row.comm_ns // row.steps,
+                "exposed_ns": row.exposed_ns // row.steps,
             }
         )
     return {"run": run.name, "attempt": attempt, "buckets": buckets}
@@ -183,14 +192,23 @@ def get_unused(
     store: StoreDep,
     module: ModuleQuery = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-) -> dict[str, Any]:
+) -> schemas.UnusedSets:
     """Unused parameters by name, each time the set changed; the latest sets, each rank's last one before others'."""
     told = store.unused(run.run, attempt, module, limit)
-    unused = [{"rank": rank, **msgspec.to_builtins(record)} for rank, record in told]
+    unused: list[schemas.UnusedSet] = [
+        {
+            "rank": rank,
+            "step": record.step,
+            "module": record.module,
+            "locally": record.locally,
+            "globally": record.globally,
+        }
+        for rank, record in told
+    ]
     return {"run": run.name, "attempt": attempt, "unused": unused}
 
 
-def run_json(run: Run, settings: Settings) -> dict[str, Any]:
+def _run_json(run: Run, settings: Settings) -> schemas.RunSummary:
     """A run as lists show it."""
     return {
         "run": run.name,
@@ -206,10 +224,11 @@ def run_json(run: Run, settings: Settings) -> dict[str, Any]:
     }
 
 
-def _rank_json(source: Source, rollup: Rollup | None) -> dict[str, Any]:
+def _rank_json(source: Source, rollup: Rollup | None, settings: Settings) -> schemas.Rank:
     hello = source.hello
     return {
         "rank": source.rank,
+        "state": state_of_rank(source, settings, time.time_ns()),
         "source": source.source,
         "host": hello.host if hello else None,
         "device": hello.device if hello else None,
@@ -228,7 +247,7 @@ def _rank_json(source: Source, rollup: Rollup | None) -> dict[str, Any]:
     }
 
 
-def _diagnosis_json(reports: Reports, run: Run) -> dict[str, Any] | None:
+def _diagnosis_json(reports: Reports, run: Run) -> schemas.LastDiagnosis | None:
     told, current = reports.last_diagnosis(run)
     if told is None:
         return None
