@@ -124,11 +124,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _register_builtin_comm_hook(self, comm_hook_type: Any) -> None:
         builtin = {"ALLREDUCE": default_hooks.allreduce_hook, "FP16_COMPRESS": default_hooks.fp16_compress_hook}
         self._take_comm_hook(self.process_group, builtin[comm_hook_type.name])
-        self.logger.set_comm_hook(str(comm_hook_type))
+        self.logger._set_comm_hook_name(str(comm_hook_type))
 
     def _take_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         self.reducer.set_comm_hook(state, hook)
-        self.logger.set_comm_hook(getattr(hook, "__qualname__", type(hook).__name__))
+        self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__name__))
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         """As torch's, which compares the ranks' parameters next, and dies of a difference without naming it."""

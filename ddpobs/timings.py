@@ -15,6 +15,7 @@ class Timings:
     Attributes:
         iteration: Synchronised iterations begun so far.
         told: How many had been at the last sample.
+        ready_after_ns: By parameter, when its gradient came after the first one, in the last sample.
     """
 
     _FIRST = 10
@@ -23,6 +24,7 @@ class Timings:
     def __init__(self) -> None:
         self.every = 100
         self.iteration = self.told = 0
+        self.ready_after_ns: dict[int, int] = {}
         self._samples = 0
         self._open: dict[str, int] | None = None
         self._last: dict[str, int] = {}
@@ -33,7 +35,9 @@ class Timings:
         if self._is_sampled(self.iteration):
             self.told = self.iteration
         self.iteration += 1
-        self._open = {} if self._is_sampled(self.iteration) else None
+        self._open = None
+        if self._is_sampled(self.iteration):
+            self._open, self.ready_after_ns = {}, {}
         self.mark(self._MARKS[0])
 
     def _is_sampled(self, iteration: int) -> bool:
@@ -43,6 +47,16 @@ class Timings:
         """One of the marks is reached; what counts is the first time."""
         if self._open is not None:
             self._open.setdefault(what, time.time_ns())
+
+    @property
+    def sampling(self) -> bool:
+        """Whether the iteration under way is a sample."""
+        return self._open is not None
+
+    def ready(self, index: int) -> None:
+        """A parameter's gradient came."""
+        if self._open is not None:
+            self.ready_after_ns[index] = time.time_ns() - self._open["backward_began"]
 
     def comm_ended(self) -> None:
         """The last bucket was waited for."""

@@ -66,6 +66,11 @@ class ModuleReducer(Reducer):
         self.timings.mark("backward_began")
         _begun.setdefault(self._group, []).append(self._itself)
         super().begin()
+        self._notes = self._notes or self.timings.sampling
+
+    def _note(self, index: int) -> None:
+        super()._note(index)
+        self.timings.ready(index)
 
     def _reset(self) -> None:
         super()._reset()
@@ -174,6 +179,28 @@ class ModuleReducer(Reducer):
         """The plain sum, for torch's hooks that wrap it."""
         return all_reduce(self._group, [bucket.buffer()]).get_future()
 
+    def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        """What is done with a full bucket; without a hook it has been done when the future is given."""
+        if isinstance(self._comm, CommHook):
+            return self._comm.run(bucket)
+        self._comm.launch(bucket.bucket, bucket.is_last()).wait()
+        done: torch.futures.Future[Any] = torch.futures.Future()
+        done.set_result(bucket.buffer())
+        return done
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        """The buckets in launch order, with zeros in them and without the parameters' gradients."""
+        shadows = self._shadows()
+        return [GradBucket(bucket, bucket is shadows[-1]) for bucket in shadows]
+
+    def _get_local_used_map(self) -> torch.Tensor:
+        """How many ranks used each parameter in the last backward that looked; int32, shape [parameters]."""
+        return self._used_map.users()
+
+    def get_backward_stats(self) -> list[int]:
+        """By parameter, when its gradient came, in ns since the first one did, of the last sampled iteration."""
+        return [self.timings.ready_after_ns.get(index, 0) for index in range(len(self._parameters))]
+
     def _autograd_hook(self, _index: int) -> None:
         """Under mixed precision torch's module tells of each gradient; our own hooks know already."""
 
@@ -250,8 +277,7 @@ class Logger:
     def _set_static_graph(self) -> None:
         self._facts["static_graph"] = 1
 
-    def set_comm_hook(self, name: str) -> None:
-        """Name the communication hook."""
+    def _set_comm_hook_name(self, name: str) -> None:
         self._facts["comm_hook"] = name
 
     def _set_uneven_input_join(self) -> None:

@@ -171,6 +171,12 @@ class UsedMap:
         """The sum on the host, after `wait`; waits for the device."""
         return self._map.cpu()
 
+    def users(self) -> torch.Tensor:
+        """By parameter, how many ranks used it when this was shared last, on the device; zeros where it never was."""
+        if not len(self._map):
+            return torch.zeros(self._count, dtype=torch.int32, device=self._device)
+        return self._map[:-1]
+
     def forget(self) -> None:
         """The next backward has one of its own."""
         self._work, self.launched = None, False

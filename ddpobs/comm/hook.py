@@ -13,15 +13,19 @@ Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 class GradBucket:
-    """A bucket as communication hooks see it, with torch's own members."""
+    """A bucket as communication hooks see it, with torch's own members.
+
+    Attributes:
+        bucket: The reducer's.
+    """
 
     def __init__(self, bucket: Bucket, last: bool) -> None:
-        self._bucket, self._last = bucket, last
+        self.bucket, self._last = bucket, last
         self._buffer = bucket.parameters[0].grad if bucket.sparse else bucket.buffer
 
     def index(self) -> int:
         """The bucket's place in launch order."""
-        return self._bucket.index
+        return self.bucket.index
 
     def is_last(self) -> bool:
         """Whether it is the last one launched."""
@@ -38,13 +42,13 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Each parameter's part of the buffer, also of one that was put in its place."""
-        if self._bucket.sparse:
+        if self.bucket.sparse:
             return [self.buffer()]
-        return list(self._bucket.views) if self._buffer is self._bucket.buffer else self._bucket.parts_of(self.buffer())
+        return list(self.bucket.views) if self._buffer is self.bucket.buffer else self.bucket.parts_of(self.buffer())
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the same order."""
-        return list(self._bucket.parameters)
+        return list(self.bucket.parameters)
 
 
 class CommHook:

@@ -146,6 +146,16 @@ def test_ours_answers_whatever_torchs_module_code_asks(attribute: str, ours: typ
     assert asked <= set(dir(ours))
 
 
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(torch.distributed.Reducer, ModuleReducer), (torch.distributed.Logger, Logger)]
+)
+def test_ours_has_whatever_torchs_has(theirs: type, ours: type) -> None:
+    of_construction = {"set_construction_data_and_log"}  # Ours gives the facts to the logger's constructor.
+    face = {name for name in dir(theirs) if not name.startswith(("__", "_pybind11"))} - of_construction
+    assert len(face) > 5
+    assert face <= set(dir(ours))
+
+
 def test_torchs_bucket_limits_are_made_as_we_expect() -> None:
     config = torch_ddp._BucketCapacityConfig.create(None, None, False)
     assert config.compute_bucket_size_limits(static_graph=False, find_unused_parameters=True) == (

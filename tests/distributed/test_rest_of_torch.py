@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -127,6 +128,60 @@ def wrapped_attributes(kind: Any, rank: int) -> Any:
     return [isinstance(ddp, TorchDDP), type(ddp.module).__name__, ddp.device_type, ddp.require_backward_grad_sync]
 
 
+class Forked(nn.Module):
+    """A branch that only some steps take, on some ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, rows: torch.Tensor, both: bool) -> torch.Tensor:
+        rows = self.always(rows)
+        return self.sometimes(rows) if both else rows
+
+
+def used_parameters(kind: Any, rank: int) -> Any:
+    torch.manual_seed(0)
+    ddp = kind(Forked(), find_unused_parameters=True)
+    found = []
+    for step, both in enumerate((True, rank == 0, False, rank > 0)):
+        ddp(batch(rank, step), both).sum().backward()
+        found.append(ddp.reducer._get_local_used_map().clone())
+    return found
+
+
+def buckets_of_zeros(kind: Any, rank: int) -> Any:
+    """What torch's `join` has a rank without data do: the buckets' shapes, and the others' sums."""
+    ddp = kind(net(), bucket_cap_mb=1)
+    train(ddp, rank)
+    found = []
+    for bucket in ddp.reducer._get_zeros_like_grad_buckets():
+        found += [bucket.buffer().clone(), torch.tensor([bucket.index(), bucket.is_last()])]
+        bucket.buffer().fill_(rank + 1.0)
+        value = ddp.reducer._run_comm_hook(bucket).wait()
+        found.append(value[0] if isinstance(value, list) else value)
+    return [*found, outcome(ddp)]
+
+
+def hooked_buckets_of_zeros(kind: Any, rank: int) -> Any:
+    ddp = kind(net(), bucket_cap_mb=1)
+    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    train(ddp, rank)
+    found = []
+    for bucket in ddp.reducer._get_zeros_like_grad_buckets():
+        bucket.buffer().fill_(rank + 0.1)
+        found.append(ddp.reducer._run_comm_hook(bucket).wait())
+    return found
+
+
+def backward_stats(kind: Any, rank: int) -> Any:
+    """When each gradient came: the last layer's first, and all after the first one."""
+    ddp = kind(net())
+    train(ddp, rank)
+    after_ns = ddp.reducer.get_backward_stats()
+    return [len(after_ns), all(ns >= 0 for ns in after_ns), max(after_ns[4:]) < min(after_ns[:2])]
+
+
 def lbfgs(kind: Any, rank: int) -> Any:
     ddp = kind(net(16), **CAP)
     optimizer = torch.optim.LBFGS(ddp.parameters(), max_iter=3)
@@ -156,6 +211,10 @@ CASES = {
         evaluated,
         wrapped_attributes,
         lbfgs,
+        used_parameters,
+        buckets_of_zeros,
+        hooked_buckets_of_zeros,
+        backward_stats,
     )
 }
 
