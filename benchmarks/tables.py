@@ -14,9 +14,9 @@ CLAIMS = [("on", "torch", 1.00), ("on", "views", 1.02), ("on", "off", 1.01)]
 
 
 def tables(settings: dict[str, Any]) -> str:
-    """The claims' table, the one for scale, and what was missing, of all settings that hold launches."""
+    """A table for each set of variants, and what was missing, of all settings that hold launches."""
     parts = []
-    for name, table in (("claims", _claims), ("scale", _scale)):
+    for name, table in (("claims", _claims), ("unused", _unused), ("scale", _scale)):
         found = [setting for setting in settings.values() if setting["set"] == name and setting["launches"]]
         parts += [table(found), _conditions(found)] if found else []
     return "\n".join(parts)
@@ -40,6 +40,14 @@ def _claims(settings: Sequence[dict[str, Any]]) -> str:
             found = compare(setting, of, to)
             row.append("" if found is None else f"{found} {found.verdict(limit)}")
         rows.append(row)
+    return rows_of(head, rows)
+
+
+def _unused(settings: Sequence[dict[str, Any]]) -> str:
+    """What the flag costs: torch's step over torch's, and ours over ours."""
+    pairs = [("again", "torch"), ("torch_finds", "torch"), ("finds", "off"), ("finds", "torch_finds")]
+    head = ["model", "ranks", "torch, ms", *(f"{VARIANTS[of].title} / {VARIANTS[to].title}" for of, to in pairs)]
+    rows = [[*_name(one), *(_shown(compare(one, of, to)) for of, to in pairs)] for one in settings]
     return rows_of(head, rows)
 
 

@@ -250,6 +250,13 @@ VARIANTS: dict[str, Variant] = {
     ),
     "off": Variant("ours, telemetry off", lambda module, _: DistributedDataParallel(module, telemetry=False)),
     "on": Variant("ours, telemetry on", _ours),
+    "torch_finds": Variant(
+        "torch, `find_unused_parameters=True`", lambda module, _: TorchDDP(module, find_unused_parameters=True)
+    ),
+    "finds": Variant(
+        "ours, telemetry off, `find_unused_parameters=True`",
+        lambda module, _: DistributedDataParallel(module, find_unused_parameters=True, telemetry=False),
+    ),
     "collector": Variant("ours, telemetry on, its collector on the same cores", _ours, serve=_collector),
     "attached": Variant("torch, our telemetry attached", _attached),
     "profiler": Variant("torch.profiler always on, traces dropped", _torch, _profiled(written=False)),
@@ -258,5 +265,6 @@ VARIANTS: dict[str, Variant] = {
 }
 SETS: dict[str, list[str]] = {
     "claims": ["torch", "again", "views", "off", "on"],
+    "unused": ["torch", "again", "torch_finds", "off", "finds"],
     "scale": ["torch", "collector", "attached", "profiler", "traces", "traceml"],
 }

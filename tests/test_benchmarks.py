@@ -55,7 +55,7 @@ def test_overhead_compares_every_variant_with_torch(tmp_path: Path) -> None:
     for title in ("torch once more (the noise)", "ours, telemetry on", "telemetry on / torch, at most 1.00"):
         assert title in told
     settings = json.loads((tmp_path / "found.json").read_text())["settings"]
-    assert {setting["set"] for setting in settings.values()} == {"claims", "scale"}
+    assert {setting["set"] for setting in settings.values()} == {"claims", "unused", "scale"}
 
 
 def test_telemetry_is_switched_on_and_off_in_the_same_processes(tmp_path: Path) -> None:
