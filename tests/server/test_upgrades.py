@@ -15,7 +15,7 @@ import zstandard
 from alembic import command
 from alembic.config import Config
 from alembic.operations import Operations
-from ddpobs_server.store import Store, connecting, migrating, schema
+from ddpobs_server.store import BucketRollup, Store, connecting, migrating, schema
 from sqlalchemy import Connection, create_engine, select, text
 
 from ddpobs import wire
@@ -23,8 +23,9 @@ from tests.databases import Fresh
 from tests.server.batches import ATTEMPT, source_of, spans, steps
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-EARLIER = ("0001", "0002", "0003")
+EARLIER = ("0001", "0002", "0003", "0004")
 """Revisions of the schema that databases may still be at."""
+WINDOW = (*(f"{phase}_ns" for phase in wire.PHASES), "comm_ns", "samples", "own_ns", "own_steps")
 
 
 def at_revision(url: str, revision: str) -> None:
@@ -51,7 +52,14 @@ def _fill(connection: Connection, revision: str) -> None:
         insert(connection, "batches", **key, seq=0, digest=bytes(32), received_ns=1, size_bytes=1)
         insert(connection, "step_histogram", **key, bound=3, steps=10)
         body = wire.pack_json(wire.Unused(step=1, module=rank, locally=["a\0"][:rank], globally=[])).decode()
-        insert(connection, "unused", **key, seq=0, position=0, body=body)
+        of_module = {} if revision < "0004" else {"module": rank, "names": rank}
+        insert(connection, "unused", **key, seq=0, position=0, body=body, **of_module)
+        insert(connection, "rollups", **key, step_window=0, steps=10, wall_ns=10**9, **dict.fromkeys(WINDOW, 5))
+        told = {f"straggler_{phase}": 1 for phase in wire.OWN_PHASES}
+        insert(connection, "peer_totals", **key, rank=rank, steps=10, delay_ns=3, wait_ns=4, **told)
+        for bucket in (1, 0):
+            times = {"compute_ns": 10 + rank, "comm_ns": 2**40, "exposed_ns": bucket}
+            insert(connection, "bucket_rollups", **key, module=0, revision=1, bucket=bucket, steps=10, **times)
     for chunk in _first_chunks() if revision == "0001" else _second_chunks():
         insert(connection, "chunks", run_id="old", seq=0, first_step=0, last_step=9, **chunk)
 
@@ -166,6 +174,22 @@ def test_an_upgrade_keeps_the_rows_of_tables_that_it_builds_anew(fresh: Fresh, t
     store.close()
 
 
+@pytest.mark.parametrize("revision", EARLIER)
+def test_an_upgrade_keeps_every_sum(fresh: Fresh, tmp_path: Path, revision: str) -> None:
+    url = fresh(tmp_path)
+    at_revision(url, revision)
+    store = Store(url)
+    store.migrate()
+    found = store.aggregates(0, workspace="default")
+    times = {"steps": 20, "compute_ns": 10 + 11, "comm_ns": 2**41}
+    buckets = [BucketRollup(module=0, revision=1, bucket=bucket, exposed_ns=2 * bucket, **times) for bucket in (0, 1)]
+    assert store.bucket_rollups("old", ATTEMPT) == buckets
+    assert found.buckets == [("old", one) for one in buckets]
+    assert found.phases == {"old": dict.fromkeys((0, 1), (10, *(5,) * (1 + len(wire.PHASES))))}
+    assert [(one.rank, one.steps, one.delay_ns) for _, one in found.peers] == [(0, 10, 3), (1, 10, 3)]
+    store.close()
+
+
 @pytest.mark.parametrize("revision", [None, *EARLIER])
 def test_sqlite_keeps_narrow_rows_by_their_key_alone(tmp_path: Path, revision: str | None) -> None:
     url = f"sqlite:///{tmp_path}/x.db"
@@ -176,5 +200,5 @@ def test_sqlite_keeps_narrow_rows_by_their_key_alone(tmp_path: Path, revision: s
     with store._engine.connect() as connection:
         listed = connection.execute(text("SELECT name, wr FROM pragma_table_list")).all()
     without_rowid = {str(name) for name, without in listed if without}
-    assert without_rowid == {"batches", "rollups", "bucket_rollups", "step_histogram", "peer_totals"}
+    assert without_rowid == {"batches", "rollups", "step_histogram", "peer_totals"}
     store.close()

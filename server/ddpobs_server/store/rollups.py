@@ -9,6 +9,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.wire.columns import Columns
+from ddpobs_server.store import buckets
 from ddpobs_server.store.schema import ROLLUP_STEPS, STEP_BOUNDS_S
 
 Sums = dict[str, list[int]]
@@ -55,20 +56,20 @@ def step_durations(steps: wire.Steps, batch: wire.Ints) -> Sums:
     return _sums(("batch", "bound", "steps"), found // bounds, found % bounds, counts[found])
 
 
-def bucket_sums(spans: wire.Spans, batch: wire.Ints, steps: Sequence[wire.Steps | None]) -> Sums:
-    """By batch and bucket: compute (previous bucket's readiness to its own), communication, what is exposed of it.
+def bucket_sums(
+    spans: wire.Spans, batch: wire.Ints, steps: Sequence[wire.Steps | None]
+) -> dict[tuple[int, int, int], buckets.Table]:
+    """By batch, module and revision: compute (previous bucket's readiness to its own), communication, what is exposed.
 
     Exposed is what lies after the last readiness of the modules that have one backward: a part of it hides the
-    communication of another. A batch holds whole steps, and a module's spans of one together, so one batch suffices. A
-    bucket that comes twice in a step gives two rows.
+    communication of another. A batch holds whole steps, and a module's spans of one together, so one batch suffices.
 
     Args:
         spans: Of some batches.
         batch: Which one each span is of.
         steps: Each batch's.
     """
-    names = ("batch", "module", "revision", "bucket", "steps", "compute_ns", "comm_ns", "exposed_ns")
-    found: list[Sums] = []
+    found: dict[tuple[int, int, int], buckets.Table] = {}
     for rows, width in _alike(spans, batch):
         grids = spans.at(rows).table.reshape(len(spans.names), -1, width)
         own, ready, launched, done = grids[_OWN, 0], grids[_READY], grids[_LAUNCHED], grids[_DONE]
@@ -83,10 +84,12 @@ def bucket_sums(spans: wire.Spans, batch: wire.Ints, steps: Sequence[wire.Steps 
             several = np.array([_several_backwards(steps[one]) for one in range(of[-1] + 1)])[of]
             lasts = tuple(_last_of_backward(np.stack(firsts), np.stack(lasts), np.stack(dones), several))
         for compute, last_ready, (begin, end) in zip(computes, lasts, modules, strict=True):
+            module, revision, bucket = own[:, begin:end]
             sums = _grid_sums(compute, launched[:, begin:end], done[:, begin:end], last_ready, first)
-            keys = np.tile(own[:, begin:end], len(first))
-            found.append(_sums(names, np.repeat(of[first], end - begin), *keys, *sums))
-    return found[0] if len(found) == 1 else {name: [value for sums in found for value in sums[name]] for name in names}
+            for place, one in enumerate(of[first].tolist()):
+                key, table = (one, int(module[0]), int(revision[0])), buckets.table(bucket, sums[:, place])
+                found[key] = buckets.added(found[key], table) if key in found else table
+    return found
 
 
 def _compute(ready: wire.Ints) -> tuple[wire.Ints, wire.Ints]:
@@ -134,8 +137,8 @@ def _last_of_backward(first: wire.Ints, last: wire.Ints, done: wire.Ints, severa
 
 def _grid_sums(
     compute: wire.Ints, launched: wire.Ints, done: wire.Ints, last_ready: wire.Ints, first: wire.Ints
-) -> list[wire.Ints]:
-    """Steps, compute, communication and what is exposed of it, summed from each first step to the next."""
+) -> wire.Ints:
+    """`buckets.SUMS`, from each first step to the next; shape [sums, first steps, buckets]."""
     steps, width = compute.shape
     launched, done = launched.ravel(), done.ravel()
     exposed = np.repeat(last_ready, width)
@@ -143,8 +146,8 @@ def _grid_sums(
     np.subtract(done, exposed, out=exposed)
     np.maximum(exposed, 0, out=exposed)
     grids = (compute, (done - launched).reshape(compute.shape), exposed.reshape(compute.shape))
-    counts = np.repeat(np.diff(first, append=steps), width)
-    return [counts, *(np.add.reduceat(grid, first).ravel() for grid in grids)]
+    counts = np.repeat(np.diff(first, append=steps), width).reshape(-1, width)
+    return np.stack([counts, *(np.add.reduceat(grid, first) for grid in grids)])
 
 
 def _alike(spans: wire.Spans, batch: wire.Ints) -> Iterator[tuple[Any, int]]:

@@ -149,17 +149,16 @@ step_histogram = Table(
     _count("steps"),
     **_BY_KEY,
 )
-bucket_rollups = Table(
-    "bucket_rollups",
+bucket_sums = Table(
+    "bucket_sums",
     metadata,
     _key("run_id", String),
     _key("source", String),
     _key("module", Integer),
     _key("revision", BigInteger),
-    _key("bucket", Integer),
-    *_sums("steps", "compute_ns", "comm_ns", "exposed_ns"),
-    **_BY_KEY,
+    Column("sums", LargeBinary, nullable=False),
 )
+"""`buckets` knows what `sums` hold."""
 peer_totals = Table(
     "peer_totals",
     metadata,

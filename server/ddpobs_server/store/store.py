@@ -14,7 +14,7 @@ from sqlalchemy.exc import DatabaseError, DataError
 from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
-from ddpobs_server.store import compacting, connecting, migrating, reading, removing, schema, sums, writing
+from ddpobs_server.store import buckets, compacting, connecting, migrating, reading, removing, schema, sums, writing
 from ddpobs_server.store.faults import UnavailableError, UnusableError
 from ddpobs_server.store.reading import Part
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
@@ -200,7 +200,8 @@ class Store:
         of = sums.of_latest(which)
         with self._snapshot() as connection:
             runs, histograms = sums.runs(connection, which), sums.histograms(connection, of)
-            layouts, buckets = sums.layouts(connection, of), sums.bucket_rollups(connection, of)
+            layouts = sums.layouts(connection, of)
+            by_bucket, reduced_bytes = buckets.read(connection, of, layouts)
             steps = {run: sum(counts) for run, counts in histograms.items()}
             return Aggregates(
                 runs=runs,
@@ -208,9 +209,9 @@ class Store:
                 last_seen=sums.last_seen(connection, of),
                 hellos=sums.hellos(connection, of),
                 histograms=histograms,
-                buckets=buckets,
+                buckets=by_bucket,
                 layouts=layouts,
-                reduced_bytes=sums.reduced_bytes(connection, of, layouts, buckets),
+                reduced_bytes=reduced_bytes,
                 peers=sums.peer_totals(connection, of),
                 unused=sums.unused(connection, of),
             )
@@ -324,7 +325,7 @@ class Store:
     def bucket_rollups(self, run: str, attempt: str) -> list[BucketRollup]:
         """Sums by bucket, over all ranks."""
         with self._engine.connect() as connection:
-            return [rollup for _, rollup in sums.bucket_rollups(connection, sums.of_attempt(run, attempt))]
+            return [rollup for _, rollup in buckets.read(connection, sums.of_attempt(run, attempt))[0]]
 
     def tokens(self) -> list[Token]:
         """All of them, the revoked ones too, the oldest first."""

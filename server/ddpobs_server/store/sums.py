@@ -11,7 +11,7 @@ from sqlalchemy import CTE, ColumnElement, Connection, Double, and_, case, cast,
 
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.rows import BucketRollup, PeerTotal, Rollup, Run
+from ddpobs_server.store.rows import PeerTotal, Rollup, Run
 
 _r, _s = schema.runs.c, schema.sources.c
 _SOURCE = (_s.run_id, _s.source, _s.rank)
@@ -101,45 +101,6 @@ def rollups(connection: Connection, of: CTE) -> list[tuple[str, Rollup]]:
         by_phase = dict(zip(wire.PHASES, values[len(names) :], strict=True))
         found.append((run, Rollup(rank=rank, phases_ns=by_phase, **plain)))
     return found
-
-
-def bucket_rollups(connection: Connection, of: CTE) -> list[tuple[str, BucketRollup]]:
-    """(run, sums) by bucket over all ranks, by module and revision."""
-    by, names = ("module", "revision", "bucket"), ("steps", "compute_ns", "comm_ns", "exposed_ns")
-    rows = _summed(connection, schema.bucket_rollups, names, of, rank=False, by=by)
-    return [(run, BucketRollup(*map(int, rest))) for run, *rest in rows]
-
-
-def reduced_bytes(
-    connection: Connection,
-    of: CTE,
-    layouts: Iterable[tuple[str, wire.Layout]],
-    buckets: Iterable[tuple[str, BucketRollup]],
-) -> list[tuple[str, int, int]]:
-    """(run, rank, bytes of buckets reduced), with the sizes that the layouts give; one that none gives counts nothing.
-
-    Where the sums tell that a layout's buckets were reduced equally often, as is the rule, its first bucket's row of
-    each rank stands for all: the others' take ten times as long to read.
-    """
-    size_of = {
-        (run, layout.module, layout.revision, index): bucket.size_bytes
-        for run, layout in layouts
-        for index, bucket in enumerate(layout.buckets)
-    }
-    steps: dict[tuple[str, int, int], dict[int, int]] = {}
-    for run, row in buckets:
-        steps.setdefault((run, row.module, row.revision), {})[row.bucket] = row.steps
-    c = schema.bucket_rollups.c
-    query = select(of.c.run_id, of.c.rank, c.module, c.revision, c.bucket, c.steps)
-    query = query.join(*_joined(schema.bucket_rollups, of))
-    if all(0 in by_bucket and len(set(by_bucket.values())) == 1 for by_bucket in steps.values()):
-        size_of = {(*key, 0): sum(size_of.get((*key, bucket), 0) for bucket in steps[key]) for key in steps}
-        modules, revisions = ({key[place] for key in steps} for place in (1, 2))
-        query = query.where(c.module.in_(modules), c.revision.in_(revisions), c.bucket == 0)
-    total: dict[tuple[str, int], int] = {}
-    for run, rank, *bucket, count in connection.execute(query):
-        total[run, rank] = total.get((run, rank), 0) + count * size_of.get((run, *bucket), 0)
-    return [(run, rank, size_bytes) for (run, rank), size_bytes in total.items()]
 
 
 def peer_totals(connection: Connection, of: CTE) -> list[tuple[str, PeerTotal]]:

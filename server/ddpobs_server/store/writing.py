@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Dialect, Insert, Select, Table, bindparam, case, func, or_, select, text, update
-from sqlalchemy.dialects import postgresql, sqlite
+from sqlalchemy import Connection, Dialect, Insert, Table, bindparam, case, func, or_, select, text, update
 
 from ddpobs import wire
-from ddpobs_server.store import chunks, rollups, schema
+from ddpobs_server.store import buckets, chunks, rollups, schema
+from ddpobs_server.store.statements import compiled, insert
 
 _MERGED = ("steps", "comms")
 """Kinds whose rows share a chunk for all batches of a transaction."""
@@ -272,18 +272,20 @@ def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
 
 def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> None:
     told = [arrival.batch for arrival in arrivals if arrival.batch.peers]
-    buckets = (
-        (batches, rollups.bucket_sums(spans, of, [batch.steps for batch in batches]))
-        for batches, spans, of in _joined("spans", arrivals)
-    )
     _add(connection, schema.rollups, ((batches, rollups.step_windows(record, of)) for batches, record, of in steps))
     _add(
         connection,
         schema.step_histogram,
         ((batches, rollups.step_durations(record, of)) for batches, record, of in steps),
     )
-    _add(connection, schema.bucket_rollups, buckets)
     _add(connection, schema.peer_totals, [(told, rollups.peer_sums([batch.peers for batch in told]))])
+    by_bucket: dict[buckets.Key, buckets.Table] = {}
+    for batches, spans, of in _joined("spans", arrivals):
+        sums = rollups.bucket_sums(spans, of, [batch.steps for batch in batches])
+        for (place, module, revision), table in sums.items():
+            key = batches[place].run, batches[place].source, module, revision
+            by_bucket[key] = buckets.added(by_bucket[key], table) if key in by_bucket else table
+    buckets.add(connection, by_bucket)
 
 
 def _add(connection: Connection, table: Table, parts: Iterable[tuple[Sequence[wire.Batch], rollups.Sums]]) -> None:
@@ -302,7 +304,7 @@ def _add(connection: Connection, table: Table, parts: Iterable[tuple[Sequence[wi
         rows += zip(*(columns[name] for name in names), strict=True)
     rows.sort()
     if rows:
-        sql, by_place = _compiled(_adding(connection.dialect.name, table), connection.dialect, names)
+        sql, by_place = compiled(_adding(connection.dialect.name, table), connection.dialect, names)
         connection.exec_driver_sql(sql, rows if by_place else [dict(zip(names, row, strict=True)) for row in rows])
 
 
@@ -313,28 +315,16 @@ def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) ->
 
 def _execute(connection: Connection, statement: Insert, rows: list[dict[str, Any]]) -> None:
     """Run an insert for each of some rows with the same columns."""
-    sql, names = _compiled(statement, connection.dialect, tuple(rows[0]))
+    sql, names = compiled(statement, connection.dialect, tuple(rows[0]))
     values = itemgetter(*names) if names else dict
     connection.exec_driver_sql(sql, list(map(values, rows)))
-
-
-# The statements are made, and turned into SQL, once: to make one takes longer than to run it.
-
-
-@cache
-def _compiled(
-    statement: Insert | Select[Any], dialect: Dialect, columns: tuple[str, ...] = ()
-) -> tuple[str, tuple[str, ...]]:
-    """SQL for the driver, and the order of its values where the driver knows them by place and not by name."""
-    compiled = statement.compile(dialect=dialect, column_keys=list(columns) or None)
-    return str(compiled), tuple(compiled.positiontup or ())
 
 
 @cache
 def _known_attempts(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
     c, r = schema.attempts.c, schema.runs.c
     known = select(c.attempt, c.ordinal, r.attempt).where(c.run_id == r.run_id, r.run_id == bindparam("run"))
-    return _compiled(known, dialect)
+    return compiled(known, dialect)
 
 
 @cache
@@ -347,18 +337,18 @@ def _claiming(dialect: Dialect, count: int) -> tuple[str, tuple[str, ...]]:
     """For so many batches at once; the values of the second are called `run_id_m1`, ..."""
     c = schema.batches.c
     rows = [dict.fromkeys(c.keys()) for _ in range(count)]
-    statement = _new(dialect.name, schema.batches).values(rows).on_conflict_do_nothing()
-    return _compiled(statement.returning(c.run_id, c.source, c.seq), dialect)
+    statement = insert(dialect.name, schema.batches).values(rows).on_conflict_do_nothing()
+    return compiled(statement.returning(c.run_id, c.source, c.seq), dialect)
 
 
 @cache
 def _unless_there(dialect: str, table: Table) -> Any:
-    return _new(dialect, table).on_conflict_do_nothing()
+    return insert(dialect, table).on_conflict_do_nothing()
 
 
 @cache
 def _touching_run(dialect: str) -> Any:
-    statement, c = _new(dialect, schema.runs), schema.runs.c
+    statement, c = insert(dialect, schema.runs), schema.runs.c
     new = statement.excluded
     changes = {
         "last_seen_ns": new.last_seen_ns,  # Not the greatest: a clock that was ahead for a while is set back.
@@ -370,7 +360,7 @@ def _touching_run(dialect: str) -> Any:
 
 @cache
 def _touching_source(dialect: str) -> Any:
-    statement, c = _new(dialect, schema.sources), schema.sources.c
+    statement, c = insert(dialect, schema.sources), schema.sources.c
     new = statement.excluded
     # What was spooled comes after what was made later.
     highest = ("emitted", "dropped", "last_step", "monotonic_ns")
@@ -387,14 +377,10 @@ def _touching_source(dialect: str) -> Any:
 
 @cache
 def _adding(dialect: str, table: Table) -> Any:
-    statement = _new(dialect, table)
+    statement = insert(dialect, table)
     sums = {column.name: column + statement.excluded[column.name] for column in table.columns if not column.primary_key}
     keys = [column.name for column in table.primary_key.columns]
     return statement.on_conflict_do_update(index_elements=keys, set_=sums)
-
-
-def _new(dialect: str, table: Table) -> Any:
-    return (sqlite if dialect == "sqlite" else postgresql).insert(table)
 
 
 def _least(dialect: str, column: Any, value: Any) -> Any:
