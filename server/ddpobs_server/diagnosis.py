@@ -11,7 +11,7 @@ from ddpobs import wire
 from ddpobs_server.analysis import stragglers
 from ddpobs_server.analysis.catalogue import CATALOGUE, Evidence
 from ddpobs_server.analysis.findings import Finding, Missing, named, ordered
-from ddpobs_server.analysis.joins import Joined, fallen_behind, join
+from ddpobs_server.analysis.joins import Joined, fallen_behind, join, ranks_of
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
 _STEPS, _FEWEST_STEPS, _ROWS = 2048, 512, 500_000
@@ -153,7 +153,7 @@ class Diagnosis:
             rank, steps = np.concatenate([ranks for ranks, _ in read]), wire.Steps.joined([rows for _, rows in read])
             order = np.lexsort((rank, steps.step))
             rank, steps = rank[order], steps.at(order)
-        ranks, place = np.unique(rank, return_inverse=True)
+        ranks, place = ranks_of(rank)
         begins = np.array([last.get(one, 0) - window for one in ranks.tolist()], np.int64)
         within = steps.step > begins[place]
         return (rank, steps) if within.all() else (rank[within], steps.at(within))

@@ -11,7 +11,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.findings import Finding, Missing, named, severity_of
-from ddpobs_server.analysis.joins import Floats, Joined
+from ddpobs_server.analysis.joins import Floats, Joined, ranks_of
 from ddpobs_server.analysis.stragglers import weights
 
 MIN_STEPS = 20
@@ -65,7 +65,7 @@ class Evidence:
     @cached_property
     def last_steps(self) -> dict[int, int]:
         """Each rank's last step, by its own numbers."""
-        ranks, place = np.unique(self.rank, return_inverse=True)
+        ranks, place = ranks_of(self.rank)
         last = np.full(len(ranks), wire.UNKNOWN, np.int64)
         np.maximum.at(last, place, self.steps.step)
         return dict(zip(ranks.tolist(), last.tolist(), strict=True))
@@ -193,7 +193,8 @@ def _phase_shares(rank: wire.Ints, steps: wire.Steps) -> Floats:
     Returns:
         Shape [ranks, phases].
     """
-    ranks, place, counts = np.unique(rank, return_inverse=True, return_counts=True)
+    ranks, place = ranks_of(rank)
+    counts = np.bincount(place, minlength=len(ranks))
     order = np.argsort(place, kind="stable")
     number = np.arange(len(rank)) - np.repeat(np.cumsum(counts) - counts, counts)
     part = place[order] * _FIFTHS + number * _FIFTHS // counts[place[order]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ddpobs import wire
+from ddpobs_server.analysis.joins import ranks_of
 
 _MOST_STEPS = 2**40
 _SHARED_STEPS = 4
@@ -28,7 +29,7 @@ def offsets_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire
         Offsets by rank, and the median spread of the aligned ends over ranks, both in ns.
     """
     rank, columns = spans
-    ranks = np.unique(rank)
+    ranks, _ = ranks_of(rank)
     if not len(ranks):
         return {}, 0
     # Relative to the first end: a float holds 53 bits, a clock in ns more.
@@ -90,6 +91,6 @@ def _collectives(steps: tuple[wire.Ints, wire.Steps], rank: wire.Ints, step: wir
 
 def aligned(rank: wire.Ints, offsets: dict[int, int], times_ns: wire.Ints) -> wire.Ints:
     """Times of many ranks on the lowest rank's clock; unknown ones stay unknown."""
-    ranks, place = np.unique(rank, return_inverse=True)
+    ranks, place = ranks_of(rank)
     shift = np.array([offsets.get(r, 0) for r in ranks.tolist()], np.int64)[place]
     return np.where(times_ns == wire.UNKNOWN, times_ns, times_ns + shift)

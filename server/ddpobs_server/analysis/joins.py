@@ -66,6 +66,12 @@ class Joined:
         return np.asarray(np.maximum(self.step_ns + before_ns - after_ns, last_own_ns))
 
 
+def ranks_of(rank: wire.Ints) -> tuple[wire.Ints, wire.Ints]:
+    """The ranks there are, rising, and of each row the place of its own; ranks are small, and need no sorting."""
+    there = np.bincount(rank) > 0
+    return np.flatnonzero(there), (np.cumsum(there) - 1)[rank]
+
+
 def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
     """The collectives that every rank has, without steps that took no time or whose own time has no clean origin.
 
@@ -75,7 +81,7 @@ def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
     """
     known = (steps.own_ns >= 0) & (steps.collective >= 0) & (steps.end_ns > steps.start_ns)
     usable = np.flatnonzero(((steps.flags & wire.NO_ORIGIN) == 0) & known)
-    ranks = np.unique(rank)
+    ranks, _ = ranks_of(rank)
     order = usable[np.lexsort((rank[usable], steps.collective[usable]))]
     collective, counts = np.unique(steps.collective[order], return_counts=True)
     complete = collective[counts == len(ranks)]
@@ -97,7 +103,7 @@ def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
 
 def fallen_behind(rank: wire.Ints, steps: wire.Steps) -> wire.Ints:
     """Ranks without a row in the later half of all collectives looked at: nothing tells what they do now."""
-    ranks, place = np.unique(rank, return_inverse=True)
+    ranks, place = ranks_of(rank)
     known = steps.collective >= 0
     if not known.any():
         return ranks[:0]

@@ -36,6 +36,8 @@ _PERMUTATIONS = 400
 _MANY = 2**12
 """Ranks times blocks above which these are rotated instead of permuted."""
 _EXPLAINED = 0.8
+_BUCKET_BITS = 20
+"""Hold the index of any bucket."""
 
 
 @dataclass(frozen=True)
@@ -225,10 +227,15 @@ def late_bucket(
     first = (np.diff(cut.step, prepend=-1) != 0) | (np.diff(of, prepend=-1) != 0)
     compute_ns = cut.ready_ns - np.where(first, began_ns[order], np.roll(cut.ready_ns, 1))
     lags: dict[tuple[int, int, int], tuple[float, float]] = {}
-    places, place = np.unique(np.stack([cut.module, cut.revision, cut.bucket]), axis=1, return_inverse=True)
-    for index, (module, revision, bucket) in enumerate(places.T.tolist()):
-        of_bucket = place.reshape(-1) == index
-        mine, others = compute_ns[of_bucket & (of == rank)], compute_ns[of_bucket & (of != rank)]
+    revisions, of_revision = np.unique(cut.revision, return_inverse=True)
+    layout = cut.module * len(revisions) + of_revision
+    own = of == rank
+    _, some, place = np.unique(layout << _BUCKET_BITS | cut.bucket, return_index=True, return_inverse=True)
+    for index, (module, revision, bucket) in enumerate(
+        zip(*(column[some].tolist() for column in (cut.module, cut.revision, cut.bucket)), strict=True)
+    ):
+        of_bucket = place == index
+        mine, others = compute_ns[of_bucket & own], compute_ns[of_bucket & ~own]
         if len(mine) and len(others):
             lag_ns = float(np.median(mine) - np.median(others))
             lags[module, revision, bucket] = lag_ns * len(mine), lag_ns

@@ -74,11 +74,16 @@ def columns(connection: Connection, kind: type[_Columns], part: Part) -> tuple[w
         size_bytes += sum(values.nbytes for values in parts[-1].values())
         if size_bytes > _MOST_BYTES:
             raise TooManyRowsError
-    names = ("rank", *kind.names)
-    joined = {name: np.concatenate([found[name] for found in parts] or [_NONE]) for name in names}
-    order = np.lexsort((joined["rank"], joined["step"]))
-    rank = joined.pop("rank")
-    return rank[order], kind(**{name: values[order] for name, values in joined.items()})
+
+    def joined(name: str) -> wire.Ints:
+        return np.concatenate([found[name] for found in parts] or [_NONE])
+
+    rank = joined("rank")
+    order = np.lexsort((rank, joined("step")))
+    table = np.empty((len(kind.names), len(order)), np.int64)
+    for name, row in zip(kind.names, table, strict=True):
+        np.take(joined(name), order, out=row)
+    return rank[order], kind.of(table)
 
 
 def rows_held(connection: Connection, part: Part) -> int:
