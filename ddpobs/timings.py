@@ -54,9 +54,9 @@ class Timings:
         return self._open is not None
 
     def ready(self, index: int) -> None:
-        """A parameter's gradient came."""
-        if self._open is not None:
-            self.ready_after_ns[index] = time.time_ns() - self._open["backward_began"]
+        """A parameter's gradient came; another forward may have been called since the backward began."""
+        if self._open is not None and (began := self._open.get("backward_began")) is not None:
+            self.ready_after_ns[index] = time.time_ns() - began
 
     def comm_ended(self) -> None:
         """The last bucket was waited for."""

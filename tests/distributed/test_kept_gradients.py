@@ -221,14 +221,29 @@ SAME = {
 
 
 def all_same(rank: int, world_size: int) -> dict[str, str]:
+    if world_size > 2:  # Sums over more ranks depend on the layout, and torch's first is one bucket.
+        CAP.clear()
     return verdicts(SAME, rank)
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, str]]:
-    return run_ranks(all_same, 2)
+CLOSE = {
+    "gradients kept by detach beside accumulated ones",
+    "stepping on the first gradients, static",
+    "stepping on the first gradients' data",
+    "stepping on a view of the first gradients",
+    "gradients led away, zeroed in place",
+    "gradients led away by set_, zeroed in place",
+}
+"""On four ranks: ours keeps its first layout where somebody holds a gradient's memory, and torch lays a static graph's
+buckets anew a step later."""
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_ranks(all_same, request.param)
 
 
 @pytest.mark.parametrize("case", SAME)
 def test_results_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
-    assert {verdict[case] for verdict in found} == {"equal"}
+    allowed = {"equal", "close"} if case in CLOSE and len(found) > 2 else {"equal"}
+    assert {verdict[case] for verdict in found} <= allowed

@@ -125,17 +125,24 @@ SAME = {
 
 
 def all_same(rank: int, world_size: int) -> dict[str, str]:
+    if world_size > 2:  # Sums over more ranks depend on the layout, and torch's first is one bucket.
+        CAP.clear()
     return verdicts(SAME, rank)
 
 
-@pytest.fixture(scope="module")
-def found() -> list[dict[str, str]]:
-    return run_ranks(all_same, 2)
+CLOSE = {"reached without a gradient, static"}
+"""On four ranks: torch lays a static graph's buckets anew a step later than ours."""
+
+
+@pytest.fixture(scope="module", params=[2, 4])
+def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_ranks(all_same, request.param)
 
 
 @pytest.mark.parametrize("case", SAME)
 def test_results_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
-    assert {verdict[case] for verdict in found} == {"equal"}
+    allowed = {"equal", "close"} if case in CLOSE and len(found) > 2 else {"equal"}
+    assert {verdict[case] for verdict in found} <= allowed
 
 
 def left_behind(rank: int, world_size: int) -> list[Any]:

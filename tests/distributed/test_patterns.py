@@ -141,6 +141,8 @@ def gradients(ddp: Any, step: Callable[[Any, int, int], None], rank: int) -> tor
 
 
 def all_patterns(rank: int, world_size: int) -> dict[str, str]:
+    if world_size > 2:  # Sums over more ranks depend on the layout, and torch's first is one bucket.
+        CAP.clear()
     return {name: verdict(function, rank) for name, function in PATTERNS.items()}
 
 
@@ -153,14 +155,14 @@ def verdict(step: Callable[[Any, int, int], None], rank: int) -> str:
     return "equal" if torch.equal(ours, theirs) else "different"
 
 
-@pytest.fixture(scope="module")
-def verdicts() -> list[dict[str, str]]:
-    return run_ranks(all_patterns, 2)
+@pytest.fixture(scope="module", params=[2, 4])
+def verdicts(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    return run_ranks(all_patterns, request.param)
 
 
 @pytest.mark.parametrize("pattern", PATTERNS)
 def test_gradients_are_those_of_torch_ddp(verdicts: list[dict[str, str]], pattern: str) -> None:
-    assert [verdict[pattern] for verdict in verdicts] == ["equal", "equal"]
+    assert {verdict[pattern] for verdict in verdicts} == {"equal"}
 
 
 def asked_of_a_static_graph(rank: int, world_size: int) -> list[bool]:
