@@ -18,6 +18,8 @@ MIN_STEPS = 20
 COMM_SHARE = 0.3
 """Exposed communication above this share of the step is an alarm."""
 DATA_SHARE = 0.3
+LOST_SHARE = 0.01
+"""Of the records, or of the batches of ranks that ended: findings may be wrong with more of them lost."""
 _FIFTHS = 5
 LATEST_SETS = 8
 """Of each rank's unused sets of a module so many of the latest tell one that stays from those that alternate."""
@@ -37,7 +39,8 @@ class Evidence:
         settings: The reducer's settings.
         emitted: Records emitted, by rank.
         dropped: Records dropped, by rank.
-        missing_batches: Gaps in the sequence numbers, by rank.
+        missing_batches: How many have not arrived of ranks that said goodbye, by rank.
+        sent_batches: By those ranks together.
         events: (rank, event) as told.
         ahead_ns: How far each rank's wall clock is ahead of the collector's.
         absent: Ranks of the world that are not among the joined ones.
@@ -52,6 +55,7 @@ class Evidence:
     emitted: dict[int, int]
     dropped: dict[int, int]
     missing_batches: dict[int, int]
+    sent_batches: int
     events: list[tuple[int, wire.Event]] = field(default_factory=list)
     ahead_ns: dict[int, int] = field(default_factory=dict)
     absent: list[int] = field(default_factory=list)
@@ -339,10 +343,11 @@ def telemetry_loss(evidence: Evidence) -> Judgement:
         return []
     dropped, emitted = sum(evidence.dropped.values()), max(1, sum(evidence.emitted.values()))
     gaps = sum(evidence.missing_batches.values())
+    lost_share = max(dropped / emitted, gaps / max(1, evidence.sent_batches))
     return [
         Finding(
             code="telemetry-loss",
-            severity="warning" if dropped / emitted > 0.01 else "info",
+            severity="warning" if lost_share > LOST_SHARE else "info",
             title=f"{dropped} of {emitted} records were dropped and {gaps} batches have not arrived",
             remedy="Look at the collector's load; send what is left in a spool with `ddpobs push`.",
             steps=evidence.seen,

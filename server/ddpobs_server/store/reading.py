@@ -142,15 +142,17 @@ def sources(connection: Connection, run_id: str, attempt: str) -> list[Source]:
     return [_source(row) for row in connection.execute(query)]
 
 
-def missing_batches(connection: Connection, run_id: str, attempt: str) -> dict[str, int]:
-    """By source that has said goodbye, gaps in its sequence numbers: while it lives one may still be under way.
+def missing_batches(connection: Connection, run_id: str, attempt: str) -> dict[str, tuple[int, int]]:
+    """By source that has said goodbye, how many batches are missing of those it sent, and how many these are.
+
+    Gaps in its sequence numbers tell: while it lives one may still be under way.
 
     All of the attempt's batches are counted: of a long run that takes long.
     """
     c, b = schema.sources.c, schema.batches.c
     gone = select(c.source).where(c.run_id == run_id, c.attempt == attempt, c.goodbye)
-    gaps = select(b.source, func.max(b.seq) + 1 - func.count()).where(b.run_id == run_id, b.source.in_(gone))
-    return {source: int(count) for source, count in connection.execute(gaps.group_by(b.source))}
+    told = select(b.source, func.max(b.seq) + 1, func.count()).where(b.run_id == run_id, b.source.in_(gone))
+    return {source: (sent - here, sent) for source, sent, here in connection.execute(told.group_by(b.source))}
 
 
 def _source(row: Row[Any]) -> Source:

@@ -248,8 +248,8 @@ class Store:
         with self._engine.connect() as connection:
             return reading.sources(connection, run, attempt)
 
-    def missing_batches(self, run: str, attempt: str) -> dict[str, int]:
-        """By source that has said goodbye, gaps in its sequence numbers."""
+    def missing_batches(self, run: str, attempt: str) -> dict[str, tuple[int, int]]:
+        """By source that has said goodbye, how many batches are missing of those it sent, and how many these are."""
         with self._engine.connect() as connection:
             return reading.missing_batches(connection, run, attempt)
 

@@ -41,6 +41,7 @@ def of(rank: wire.Ints, rows: wire.Steps) -> Evidence:
         emitted={},
         dropped={},
         missing_batches={},
+        sent_batches=0,
     )
 
 
@@ -291,7 +292,9 @@ def test_dropped_records_are_always_told() -> None:
 
 
 def test_batches_that_never_arrived_are_told_too() -> None:
-    assert one(telemetry_loss(replace(evidence([{}, {}]), missing_batches={0: 2, 1: 0}))).ranks == [0]
+    some = replace(evidence([{}, {}]), missing_batches={0: 2, 1: 0})
+    few, many = (one(telemetry_loss(replace(some, sent_batches=sent))) for sent in (200, 199))
+    assert (few.ranks, few.severity, many.severity) == ([0], "info", "warning")
 
 
 def test_no_loss_is_not_told() -> None:
