@@ -303,7 +303,7 @@ def test_ranks_of_the_one_process_group_are_compared(store: Store) -> None:
 def test_a_diagnosis_says_what_all_columns_together_say(store: Store, slow: tuple[Slow, ...]) -> None:
     fill(store, 120, slow)
     rank, steps = store.steps(RUN, ATTEMPT)
-    evidence = Evidence(rank, steps, join(rank, steps), [], {}, dict.fromkeys(range(RANKS), 100), {}, {})
+    evidence = Evidence(rank, steps, join(rank, steps), [], {}, dict.fromkeys(range(RANKS), 100), {}, {}, 0)
     judged = [straggler_findings(evidence.joined, dict.fromkeys(range(RANKS), "node"))]
     judged += [find(evidence) for find in CATALOGUE]
     plainly = ordered([finding for found in judged if not isinstance(found, Missing) for finding in found])
