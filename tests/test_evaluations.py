@@ -1,0 +1,187 @@
+"""Evaluations, and models that are asked beside training: what is part of a step, and what of none."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ddpobs import wire
+from ddpobs.recorder import ModuleRecorder
+from tests.test_recorder import Training, phases, plain_step
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+def test_a_model_that_is_trained_in_evaluation_mode_has_steps(training: Training) -> None:
+    """Without dropout on purpose, or because `train()` was forgotten."""
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(4):
+        training.forward(20, training=False)
+        training.backward(40, 30)
+        training.optimizer(5)
+    training.journal.finish()
+    first, *others = training.steps()
+    assert phases(first)["backward"] == 40
+    assert [phases(step) for step in others] == [
+        {"forward": 20, "backward": 40, "exposed_comm": 30, "optimizer": 5}
+    ] * 3
+    assert [step.samples for step in others] == [4] * 3
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in others] == [False] * 3
+
+
+def test_a_model_goes_on_in_evaluation_mode_and_back_again(training: Training) -> None:
+    """As where normalisation is frozen half-way."""
+    training.journal.evaluating = lambda: not training.module.training
+    for mode in (True, False, True):
+        for _ in range(4):
+            training.forward(20, training=mode)
+            training.backward(40, 30)
+            training.optimizer(5)
+    steps = training.steps()
+    assert len(steps) == 12
+    assert [phases(step)["backward"] for step in steps] == [40] * 12
+    # The first of them in evaluation mode looks like an evaluation until its gradients are reduced.
+    assert [place for place, step in enumerate(steps) if phases(step).get("forward") != 20] == [4]
+
+
+def test_an_evaluation_of_such_a_model_is_part_of_no_step(training: Training) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(2):
+        training.forward(20, training=False)
+        training.backward(40, 30)
+    with torch.no_grad():
+        training.forward(700, training=False)
+    training.forward(20, training=False)
+    training.backward(40, 30)
+    training.journal.finish()
+    assert [phases(step)["backward"] for step in training.steps()] == [40] * 3
+    assert bool(training.steps()[2].flags & wire.NO_ORIGIN)
+
+
+def validate(training: Training, *, mode: bool) -> None:
+    with torch.no_grad():
+        for _ in range(2):
+            training.module.train(mode)
+            training.fetch(100)
+            training.forward(500, training=mode)
+    training.spend(50)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_validation_without_gradients_is_part_of_no_step(training: Training, mode: bool) -> None:
+    """Some leave the model in training mode."""
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        plain_step(training)
+        plain_step(training)
+        validate(training, mode=mode)
+    steps = training.steps()
+    assert [phases(step)["data"] for step in steps] == [10] * 6
+    assert {step.end_ns - step.start_ns for step in steps} == {10 + 20 + 70 + 5 + 3}
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_validation_between_two_micro_steps_takes_none_of_the_steps_time(training: Training, mode: bool) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        for last in (False, False, True):
+            training.fetch(10)
+            training.forward(20)
+            training.backward(40, 30, synchronised=last)
+            if not last:
+                validate(training, mode=mode)
+        training.optimizer(5)
+    steps = training.steps()
+    assert [step.micro_steps for step in steps] == [3] * 3
+    for step in steps:
+        assert phases(step) == {"data": 30, "forward": 60, "backward": 120, "exposed_comm": 30, "optimizer": 5}
+        assert step.end_ns - step.start_ns == 245
+
+
+def test_a_backward_in_an_evaluation_does_not_make_evaluations_training(training: Training) -> None:
+    """An attack on the inputs, say, whose gradients nobody steps on."""
+    training.journal.evaluating = lambda: not training.module.training
+    plain_step(training)
+    training.fetch(10)
+    training.forward(20, training=False)
+    training.backward(40, 30)
+    plain_step(training)
+    plain_step(training)
+    training.fetch(700)
+    with torch.no_grad():
+        training.forward(800, training=False)
+    plain_step(training)
+    training.journal.finish()
+    assert phases(training.steps()[-1])["data"] == 10
+
+
+def test_a_teacher_in_evaluation_mode_is_part_of_the_step(training: Training) -> None:
+    teacher = torch.nn.Linear(2, 2).eval()
+    teaching = ModuleRecorder(
+        1, teacher, training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        training.fetch(10)
+        with torch.no_grad():
+            teaching.forward_began((torch.zeros(4, 2),))
+        training.spend(15)
+        training.forward(20)
+        training.backward(40, 30)
+    training.journal.finish()
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False]
+    assert [step.samples for step in training.steps()] == [4] * 3
+
+
+def test_a_look_at_a_module_that_is_trained_is_no_teacher_s(training: Training) -> None:
+    """One rank alone samples from its generator, say: what that takes is not its own time."""
+    other = ModuleRecorder(
+        1, torch.nn.Linear(2, 2), training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+    training.journal.evaluating = lambda: False
+    for _ in range(3):
+        plain_step(training)
+        other.forward_began((torch.zeros(4, 2),))
+    training.module.eval()
+    with torch.no_grad():
+        training.recorder.forward_began((torch.zeros(4, 2),))
+    training.spend(700)
+    plain_step(training)
+    training.journal.finish()
+    assert bool(training.steps()[-1].flags & wire.NO_ORIGIN)
+
+
+def test_a_thread_that_asks_a_model_takes_the_training_from_nobody(training: Training) -> None:
+    module = torch.nn.Linear(2, 2)
+    asked = ModuleRecorder(
+        1, module, training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+
+    def ask() -> None:
+        with torch.no_grad():
+            asked.forward_began((torch.zeros(4, 2),))
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            training.journal.fetch_began()
+            training.spend(10)
+            pool.submit(ask).result()
+            training.spend(90)
+            training.journal.fetch_ended()
+            training.forward(20)
+            pool.submit(ask).result()
+            training.backward(40, 30)
+            training.optimizer(5)
+            training.spend(7)
+            pool.submit(ask).result()
+    training.journal.finish()
+    found = [phases(step) for step in training.steps()]
+    assert [(step["data"], step["forward"], step["backward"], step["optimizer"]) for step in found] == [
+        (100, 20, 40, 5)
+    ] * 3
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False]
