@@ -22,8 +22,8 @@ from ddpobs_server.store import Store
 _IN_MEMORY = 10
 """Most that a batch takes in memory, against its bytes before decoding."""
 _REMEMBERED = 100_000
-_FACTS = 100
-"""Entries of a mapping that a client fills: each source's is read with all others' of its run."""
+_FACTS, _FACTS_LENGTH = 100, 16_384
+"""Entries of a mapping that a client fills, and characters of them: each source's is read with all others' of its run."""
 _COUNTED_S = 5.0
 """How long a count of a run's sources is gone by."""
 _DIGITS = 20
@@ -237,10 +237,14 @@ def check_batch(batch: wire.Batch, settings: Settings) -> None:
         _at_most("spans.revision", int(batch.spans.revision.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
         _at_most("spans.bucket", int(batch.spans.bucket.max()) + 1, settings.max_buckets, "MAX_BUCKETS")
     for field, facts in _facts(batch):
-        if len(facts) > _FACTS:
-            expected = f"at most {_FACTS} entries"
-            detail = f"{field}: expected {expected}, got {len(facts)}"
-            raise Problem(422, "Beyond a limit", detail, field=field, expected=expected, came=str(len(facts)))
+        for what, limit, came in (
+            ("entries", _FACTS, len(facts)),
+            ("characters", _FACTS_LENGTH, sum(map(len, _texts(facts)))),
+        ):
+            if came > limit:
+                expected = f"at most {limit} {what}"
+                detail = f"{field}: expected {expected}, got {came}"
+                raise Problem(422, "Beyond a limit", detail, field=field, expected=expected, came=str(came))
     if batch.layouts or batch.unused or batch.events or batch.hello is not None:
         names = list(_names(batch))
         if len(names) > settings.max_names:
@@ -274,7 +278,7 @@ def _names(batch: wire.Batch) -> Iterator[str]:
         yield from _texts(event.detail)
 
 
-def _texts(facts: dict[str, str] | dict[str, wire.Scalar]) -> Iterator[str]:
+def _texts(facts: Mapping[str, Any]) -> Iterator[str]:
     yield from facts
     yield from (value for value in facts.values() if isinstance(value, str))
 

@@ -118,6 +118,18 @@ def test_what_a_client_says_of_itself_has_so_many_entries(small: Collector, run:
             assert f"got {count}" in assert_problem(answer, 422)["detail"]
 
 
+@pytest.mark.parametrize(("length", "status"), [(16_384, 201), (16_385, 422)])
+def test_what_a_client_says_of_itself_has_so_many_characters(
+    shared: Collector, run: str, length: int, status: int
+) -> None:
+    facts = {f"{number:02}": "x" * 1000 for number in range(16)} | {"rest": "x" * (length - 16 * 1002 - 4)}
+    told = {"hello": msgspec.structs.replace(hello(), settings=facts)}
+    answer = put(shared.url, batch(run, **told))
+    assert answer.status_code == status
+    if status == 422:
+        assert f"at most 16384 characters, got {length}" in assert_problem(answer, 422)["detail"]
+
+
 def test_a_batch_at_its_limits_is_taken(small: Collector, run: str) -> None:
     full = batch(run, world_size=8, steps=steps(0, 49), unused=named(17, 40), layouts=[])
     assert put(small.url, full).status_code == 201
