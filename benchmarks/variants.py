@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,6 +96,7 @@ class Variant:
     def prepare(self, turn: Turn) -> Steps:
         """Set the training up on this rank, and take some steps: buckets are rebuilt in the second."""
         logging.disable(logging.WARNING)
+        warnings.simplefilter("ignore")  # That a flag is not needed is what is measured.
         model = turn.model
         batch = model.batch()
         wrapped = self.wrap(model.build(), turn)
