@@ -23,7 +23,7 @@ _IN_MEMORY = 10
 """Most that a batch takes in memory, against its bytes before decoding."""
 _REMEMBERED = 100_000
 _FACTS, _FACTS_LENGTH = 100, 16_384
-"""Entries of a mapping that a client fills, and characters of them: each source's is read with all others' of its run."""
+"""Entries of a mapping that a client fills, and its characters: each source's is read with all others' of its run."""
 _COUNTED_S = 5.0
 """How long a count of a run's sources is gone by."""
 _DIGITS = 20
