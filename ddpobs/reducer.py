@@ -33,6 +33,7 @@ class Reducer(Readiness):
 
     Attributes:
         keeps_last: The last bucket is launched when the backward is over, and can tell every rank what was wrong.
+        graph_static: This rank's backwards have left out the same parameters so far.
 
     Args:
         parameters: Those that require a gradient, in the module's order.
@@ -64,6 +65,8 @@ class Reducer(Readiness):
         self._comm: BucketComm = way(group)
         self._tells_duration = recorder is not None and time_collectives(group, parameters[0].device)
         self.unused_bytes = 0
+        self.graph_static = True
+        self._left_out: list[int] | None = None
         self._aside: dict[int, torch.Tensor] = {}
         self._pending: list[Pending] = []
         device = parameters[0].device
@@ -218,6 +221,8 @@ class Reducer(Readiness):
         if found is None:
             return
         locally, nobody = found
+        self.graph_static = self.graph_static and self._left_out in (None, locally)
+        self._left_out = locally
         self.unused_bytes = sum(self._parameters[i].numel() * self._parameters[i].element_size() for i in locally)
         for index in sorted(set(locally) - set(nobody)):
             bucket = self._bucket_of[index]

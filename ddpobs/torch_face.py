@@ -222,7 +222,7 @@ class ModuleReducer(Reducer):
         self.be_static()
 
     def _ddp_graph_static(self) -> bool:
-        return self._settings.static_graph
+        return self.graph_static
 
     def _set_optimizer_in_backward(self) -> None:
         """Optimizers that run as gradients come are the communication hook's affair."""

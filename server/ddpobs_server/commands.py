@@ -189,7 +189,7 @@ def distribute(
     database_url: DatabaseOption = None,
     show: Annotated[bool, typer.Option("--show", help="Print the statements and run none.")] = False,
 ) -> None:
-    """Spread the tables over a Citus cluster by run; once, on its coordinator."""
+    """Spread the tables over a Citus cluster by run, on its coordinator; and new ones after an upgrade."""
     store = Store(_settings(database_url).database_url)
     for statement in store.distribution():
         typer.echo(f"{statement};")

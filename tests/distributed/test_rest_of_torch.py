@@ -144,9 +144,18 @@ def used_parameters(kind: Any, rank: int) -> Any:
     torch.manual_seed(0)
     ddp = kind(Forked(), find_unused_parameters=True)
     found = []
-    for step, both in enumerate((True, rank == 0, False, rank > 0)):
+    for step, both in enumerate((True, rank == 0, rank == 0, False, rank > 0)):
         ddp(batch(rank, step), both).sum().backward()
-        found.append(ddp.reducer._get_local_used_map().clone())
+        found += [ddp.reducer._get_local_used_map().clone(), ddp.reducer._ddp_graph_static()]
+    return found
+
+
+def static_graphs(kind: Any, rank: int) -> Any:
+    found = []
+    for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
+        ddp = kind(net(), **CAP, **options)
+        train(ddp, rank)
+        found.append(ddp.reducer._ddp_graph_static())
     return found
 
 
@@ -212,6 +221,7 @@ CASES = {
         wrapped_attributes,
         lbfgs,
         used_parameters,
+        static_graphs,
         buckets_of_zeros,
         hooked_buckets_of_zeros,
         backward_stats,

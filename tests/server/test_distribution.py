@@ -13,6 +13,7 @@ from ddpobs_server.retention import Keeper
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store, UnusableError, compacting, schema
 from prometheus_client import CollectorRegistry
+from sqlalchemy.exc import SQLAlchemyError
 
 from ddpobs import wire
 from tests import databases
@@ -87,4 +88,33 @@ def test_the_statements_that_distribute_name_every_table(tmp_path: Path) -> None
     assert all("'run_id'" in statement for statement in statements if "tokens" not in statement)
     with pytest.raises(UnusableError, match="expected a PostgreSQL"):
         store.distribute()
+    store.close()
+
+
+CITUS = """
+CREATE TABLE pg_dist_partition (logicalrelid regclass PRIMARY KEY);
+CREATE FUNCTION create_distributed_table(regclass, text) RETURNS void LANGUAGE sql AS
+  'INSERT INTO pg_dist_partition VALUES ($1)';
+CREATE FUNCTION create_reference_table(regclass) RETURNS void LANGUAGE sql AS
+  'INSERT INTO pg_dist_partition VALUES ($1)';
+"""
+"""What Citus calls things; a table that is distributed twice is an error there, too."""
+
+
+def test_tables_that_an_upgrade_brings_are_distributed_by_the_next_call(
+    postgresql: databases.Fresh, tmp_path: Path
+) -> None:
+    store = Store(postgresql(tmp_path))
+    store.migrate()
+    with pytest.raises(SQLAlchemyError, match="pg_dist_partition"):
+        store.distribute()
+    with store._engine.begin() as connection:
+        connection.exec_driver_sql(CITUS)
+        for table in SPREAD - {"bucket_sums"}:
+            connection.exec_driver_sql(f"SELECT create_distributed_table('{table}', 'run_id')")
+    for _ in range(2):
+        store.distribute()
+    with store._engine.connect() as connection:
+        distributed = connection.exec_driver_sql("SELECT logicalrelid::text FROM pg_dist_partition").scalars().all()
+    assert set(distributed) == set(schema.metadata.tables)
     store.close()

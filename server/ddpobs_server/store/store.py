@@ -141,18 +141,20 @@ class Store:
         return [*by_run, "SELECT create_reference_table('tokens')"]
 
     def distribute(self) -> None:
-        """Run `distribution`.
+        """Run `distribution`, for tables that are not distributed yet: an upgrade may bring new ones.
 
         Raises:
             UnusableError: The database is no PostgreSQL.
-            SQLAlchemyError: It has no Citus, or the tables are distributed already.
+            SQLAlchemyError: It has no Citus.
         """
         if self._engine.dialect.name != "postgresql":
             raise UnusableError(f"expected a PostgreSQL database with Citus, got {self._engine.dialect.name}")
         self.migrate()
         with self._engine.begin() as connection:
+            known = connection.exec_driver_sql("SELECT logicalrelid::text FROM pg_dist_partition").scalars().all()
             for statement in self.distribution():
-                connection.exec_driver_sql(statement)
+                if statement.split("'")[1] not in known:
+                    connection.exec_driver_sql(statement)
 
     def now_ns(self) -> int:
         """The database's wall clock."""
