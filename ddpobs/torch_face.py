@@ -183,9 +183,9 @@ class ModuleReducer(Reducer):
         """What is done with a full bucket; without a hook it has been done when the future is given."""
         if isinstance(self._comm, CommHook):
             return self._comm.run(bucket)
-        self._comm.launch(bucket.bucket, bucket.is_last()).wait()
-        done: torch.futures.Future[Any] = torch.futures.Future()
-        done.set_result(bucket.buffer())
+        reduced, done = bucket.bucket, torch.futures.Future[Any]()
+        self._comm.launch(reduced, bucket.is_last()).wait()
+        done.set_result(reduced.parameters[0].grad if reduced.sparse else reduced.buffer)
         return done
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:

@@ -250,6 +250,19 @@ def test_results_are_those_of_torch(found: list[dict[str, str]], case: str) -> N
     assert {verdict[case] for verdict in found} <= allowed
 
 
+def sparse_bucket_of_zeros(rank: int, world_size: int) -> list[list[float]]:
+    """Torch's reducer gives none where gradients are sparse."""
+    ddp = DistributedDataParallel(nn.Embedding(3, 1, sparse=True))
+    (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
+    own = torch.sparse_coo_tensor([[rank]], [[2.0]], (3, 1))
+    bucket.bucket.parameters[0].grad = own
+    return ddp.reducer._run_comm_hook(bucket).wait().to_dense().tolist()  # type: ignore[no-any-return]
+
+
+def test_the_sum_of_a_sparse_bucket_is_given() -> None:
+    assert run_ranks(sparse_bucket_of_zeros, 2) == [[[2.0], [2.0], [0.0]]] * 2
+
+
 def different_models(rank: int, world_size: int) -> list[str]:
     models = [
         nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 3 if rank == 1 else 2)),
