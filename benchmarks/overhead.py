@@ -146,7 +146,7 @@ def main() -> None:
         options.models, options.ranks, options.sets, options.minutes, options.launch_s = (
             "tiny",
             "2",
-            "claims,unused,scale",
+            "claims,scale",
             0.01,
             0.1,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from benchmarks.broken import FAULTS
 from benchmarks.pairs import ratio
 from benchmarks.source import digest, keep, resumed
+from benchmarks.tables import tables
 from ddpobs import TelemetryConfig
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,7 +57,21 @@ def test_overhead_compares_every_variant_with_torch(tmp_path: Path) -> None:
     for title in ("torch once more (the noise)", "ours, telemetry on", "telemetry on / torch, at most 1.00"):
         assert title in told
     settings = json.loads((tmp_path / "found.json").read_text())["settings"]
-    assert {setting["set"] for setting in settings.values()} == {"claims", "unused", "scale"}
+    assert {setting["set"] for setting in settings.values()} == {"claims", "scale"}
+
+
+def test_what_the_flag_costs_is_told_of_each_reducer_by_itself() -> None:
+    seconds = {
+        "torch": [0.1] * 4,
+        "again": [0.1] * 4,
+        "torch_finds": [0.12] * 4,
+        "off": [0.08] * 4,
+        "finds": [0.09] * 4,
+    }
+    launch = {"seconds": seconds, "steps_a_turn": 1, "others_cores": 0.0, "stolen_cores": 0.0}
+    told = tables({"one": {"model": "tiny", "ranks": 2, "set": "unused", "launches": [launch] * 2}})
+    row = next(line for line in told.splitlines() if "400 tiny" in line)
+    assert re.findall(r"(\d\.\d{3}) \[", row) == ["1.000", "1.200", "1.125", "0.750"]
 
 
 def test_telemetry_is_switched_on_and_off_in_the_same_processes(tmp_path: Path) -> None:
