@@ -1,4 +1,4 @@
-"""What each rank's buckets add up to, a row a rank and layout: a row a bucket took forty times as many.
+"""What each rank's buckets add up to, a row a rank and layout: one a bucket would be many times as many.
 
 Sums are packed as float64: whole to 2^53, which is 104 days in ns, and no absurd time overflows them.
 """
