@@ -1,4 +1,4 @@
-"""What 10,000 steps leave behind: resident memory, traced memory, threads, open files.
+"""What 10,000 steps leave behind: resident memory, traced memory, threads, open files; and garbage to be looked for.
 
     python -m benchmarks.endurance [--steps 10000] [--json FILE]
 
@@ -81,6 +81,7 @@ def prepare(case: Case, turn: Turn, traced: bool) -> Steps:
     module = case.wrap(SMALL.build(), turn, traced)
     optimizer = torch.optim.SGD(module.parameters(), lr=1e-4)
     batch = SMALL.batch()
+    collections = Collections()
 
     def steps(count: int) -> dict[str, int]:
         for _ in range(count):
@@ -89,14 +90,30 @@ def prepare(case: Case, turn: Turn, traced: bool) -> Steps:
             optimizer.step()
         if traced:
             time.sleep(3 * TRACED_FLUSH_S)
-        return holds(traced)
+            gc.collect()
+        return holds(traced) | {"collector_ns": collections.took_ns, "full_collections": collections.full}
 
     return steps
 
 
+class Collections:
+    """What Python's garbage collector does in this process from now on."""
+
+    def __init__(self) -> None:
+        self.took_ns = self.full = 0
+        self._began_ns = 0
+        gc.callbacks.append(self._note)
+
+    def _note(self, phase: str, found: dict[str, int]) -> None:
+        if phase == "start":
+            self._began_ns = time.perf_counter_ns()
+        else:
+            self.took_ns += time.perf_counter_ns() - self._began_ns
+            self.full += found["generation"] == 2
+
+
 def holds(traced: bool) -> dict[str, int]:
     """What this process holds: resident bytes, bytes allocated by lines of ddpobs, threads, open files."""
-    gc.collect()
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     of_ddpobs = 0
     if traced:
@@ -127,8 +144,8 @@ def run(case: Case, steps: int, legs: int, traced: bool) -> list[dict[str, int]]
             team.disband()
 
 
-def summarise(held: list[dict[str, int]], traced: list[dict[str, int]], traced_leg: int) -> dict[str, Any]:
-    """Ratios and slopes after warm-up; `traced_leg` is how many steps lie between two of `traced`."""
+def summarise(held: list[dict[str, int]], traced: list[dict[str, int]], leg: int, traced_leg: int) -> dict[str, Any]:
+    """Ratios and slopes after warm-up; the last two are how many steps lie between two of `held`, of `traced`."""
     first, last = held[1], held[-1]
     sizes = [one["ddpobs_bytes"] for one in traced[1:]]
     slope = float(np.polyfit(np.arange(len(sizes)) * traced_leg, sizes, 1)[0])
@@ -136,6 +153,8 @@ def summarise(held: list[dict[str, int]], traced: list[dict[str, int]], traced_l
         "resident_ratio": last["resident_bytes"] / first["resident_bytes"],
         "resident_mb": last["resident_bytes"] / 1e6,
         "ddpobs_bytes_a_step": slope,
+        "collector_us_a_step": (last["collector_ns"] - first["collector_ns"]) / 1e3 / (leg * (len(held) - 2)),
+        "full_collections": last["full_collections"] - first["full_collections"],
         "threads": [first["threads"], last["threads"]],
         "open_files": [first["open_files"], last["open_files"]],
     }
@@ -144,14 +163,16 @@ def summarise(held: list[dict[str, int]], traced: list[dict[str, int]], traced_l
 def table(found: dict[str, dict[str, Any]]) -> str:
     """Markdown."""
     lines = [
-        "| | resident memory, end over start | ddpobs' own memory, bytes a step | threads | open files |",
-        "|---|---|---|---|---|",
+        "| | resident memory, end over start | ddpobs' own memory, bytes a step | threads | open files | "
+        "garbage collector, us a step | full collections |",
+        "|---|---|---|---|---|---|---|",
     ]
     for title, row in found.items():
         threads, files = (" → ".join(map(str, row[name])) for name in ("threads", "open_files"))
         lines.append(
             f"| {title} | {row['resident_ratio']:.4f} of {row['resident_mb']:.0f} MB | "
-            f"{row['ddpobs_bytes_a_step']:.1f} | {threads} | {files} |"
+            f"{row['ddpobs_bytes_a_step']:.1f} | {threads} | {files} | "
+            f"{row['collector_us_a_step']:.1f} | {row['full_collections']} |"
         )
     return "\n".join(lines)
 
@@ -176,7 +197,7 @@ def main() -> None:
         except MissingError as reason:
             print(f"not measured: {case.title}: {reason}", flush=True)
             continue
-        found[case.title] = summarise(held, traced, options.traced_steps // options.legs)
+        found[case.title] = summarise(held, traced, options.steps // options.legs, options.traced_steps // options.legs)
         print(f"{case.title}: {options.steps} steps", flush=True)
     print(f"\n{table(found)}")
     if options.json:

@@ -60,8 +60,9 @@ class Rank(telemetry.Telemetry):
     """
 
     def __init__(self, config: TelemetryConfig, rank: int, ranks: int, now_ns: Callable[[], int]) -> None:
-        self.exporter = self._exporter = exporter.Exporter(config, self._encode)
-        self._summariser = Summariser(HostClock(), telemetry._RESOLUTION_NS)
+        self._clock = HostClock()
+        self.exporter = self._exporter = exporter.Exporter(config, self._encode, join=self._join)
+        self._summariser = Summariser(telemetry._RESOLUTION_NS)
         self._hello = wire.Hello(
             host=f"node{rank // 8}", pid=1000 + rank, device="cpu", backend="gloo", versions={"ddpobs": "benchmark"}
         )

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import zstandard
 
@@ -31,6 +32,8 @@ from ddpobs.spool import Encoded
 _SLACK_S = 0.02
 """What is due so soon is done at once: the thread wakes up less often."""
 _RECORDS_A_BATCH = 1024
+_RECORDS_TOGETHER = 256
+"""So many are joined at most, and not more than a quarter of a batch."""
 _REST_S = 0.25
 """How long a fork waits for the thread to come to rest."""
 DONE = object()
@@ -65,6 +68,14 @@ class _Periodic:
     due: float
 
 
+class _Waiting(NamedTuple):
+    """What is in the queue: for how many records it counts, and how many were joined."""
+
+    record: object
+    weight: int
+    records: int
+
+
 class Exporter:
     """The way out of a training process.
 
@@ -73,6 +84,8 @@ class Exporter:
         encoder: Turns offered records into a batch; runs on the telemetry thread.
         ready: Whether the encoder can do so without waiting for a device; what comes after a record that it cannot
             waits with it.
+        join: One record of the last that waits and a new one, or None: the fewer wait, the less there is for the
+            garbage collector. Called on any thread.
 
     Attributes:
         emitted: Records offered so far.
@@ -84,9 +97,11 @@ class Exporter:
         config: TelemetryConfig,
         encoder: Callable[[Sequence[object], Envelope], wire.Batch],
         ready: Callable[[object], bool] = lambda _: True,
+        join: Callable[[object, object], object] = lambda *_: None,
     ) -> None:
-        self._config, self._encoder, self._ready = config, encoder, ready
-        self._queue: deque[tuple[object, int]] = deque()
+        self._config, self._encoder, self._ready, self._join = config, encoder, ready, join
+        self._queue: deque[_Waiting] = deque()
+        self._records = 0
         self._weight = 0
         self._latest: object = None
         self._flush_due = _next(config.flush_s)
@@ -129,14 +144,27 @@ class Exporter:
             return False
         with self._counting:
             self.emitted += weight
-            if len(self._queue) >= self._config.queue_records:
+            if self._records >= self._config.queue_records:
                 self.dropped += weight
                 return False
-            self._queue.append((record, weight))
+            self._queue.append(self._joined(record, weight))
+            self._records += 1
             self._weight += weight
         if self._weight >= self._config.batch_spans:
             self._wake.set()
         return True
+
+    def _joined(self, record: object, weight: int) -> _Waiting:
+        """What takes the place of the last that waits, or comes after it."""
+        last = self._queue[-1] if self._queue else _Waiting(None, 0, 0)
+        if last.records < _RECORDS_TOGETHER and 4 * (last.weight + weight) <= self._config.batch_spans:
+            joined = None
+            with suppress(Exception):  # The encoder will meet it again, and tell.
+                joined = self._join(last.record, record)
+            if joined is not None:
+                self._queue.pop()
+                return _Waiting(joined, last.weight + weight, last.records + 1)
+        return _Waiting(record, weight, 1)
 
     def offer_latest(self, record: object) -> None:
         """Have a record travel with the next batch, in place of the one given here before; it is not counted."""
@@ -219,13 +247,13 @@ class Exporter:
             self._cut_batch(self._identity)
 
     def _due(self, flushes: bool) -> bool:
-        if self._queue and self._ready(self._queue[0][0]):
+        if self._queue and self._ready(self._queue[0].record):
             return flushes or self._weight >= self._config.batch_spans
         # News alone wait until the collector has taken the news before.
         return flushes and self._latest is not None and self._delivery.idle
 
     def _cut_everything(self) -> None:
-        while self._identity is not None and self._queue and self._ready(self._queue[0][0]):
+        while self._identity is not None and self._queue and self._ready(self._queue[0].record):
             self._cut_batch(self._identity)
         if self._identity is not None and self._latest is not None:
             self._cut_batch(self._identity)
@@ -237,15 +265,17 @@ class Exporter:
 
     def _cut_batch(self, identity: Identity) -> None:
         taken: list[object] = []
-        weight = 0
-        while self._queue and weight < self._config.batch_spans and len(taken) < _RECORDS_A_BATCH:
-            if not self._ready(self._queue[0][0]):
+        weight = records = 0
+        while self._queue and weight < self._config.batch_spans and records < _RECORDS_A_BATCH:
+            if not self._ready(self._queue[0].record):
                 break
-            record, records = self._queue.popleft()
-            taken.append(record)
-            weight += records
-        with self._counting:
-            self._weight -= weight
+            with self._counting:  # Nothing is joined to what was taken.
+                waiting = self._queue.popleft()
+                self._records -= waiting.records
+                self._weight -= waiting.weight
+            taken.append(waiting.record)
+            weight += waiting.weight
+            records += waiting.records
         if self._latest is not None:
             taken.append(self._latest)
             self._latest = None
@@ -274,7 +304,7 @@ class Exporter:
         self._lost(self._weight)
 
     def _held_up(self) -> bool:
-        return self._identity is None or any(not self._ready(record) for record, _ in list(self._queue)[-1:])
+        return self._identity is None or any(not self._ready(waiting.record) for waiting in list(self._queue)[-1:])
 
     def _lost(self, records: int) -> None:
         with self._counting:

@@ -4,6 +4,10 @@ Between two calls of telemetry's a training empties the processor's caches, so t
 places it looks at. On the training thread an entry is a stamp and an append. What it means for the step, which took
 most of the time, is found out for many entries at once by `catch_up`, in `phases.StepTracker`.
 
+What waits is kept in few objects that can hold others: of these the garbage collector counts those that stay, and when
+a quarter more than before have it goes over all that the process has, for some tenths of a second, at another moment on
+every rank.
+
 The journal learns of the loader, of backward and of optimizers from process-wide hooks, so that the user's code stays
 as it is; of forward from the DDP module.
 """
@@ -31,7 +35,9 @@ _T = TypeVar("_T")
 _MOST = 4096
 """Entries, some hundred steps: then the training thread replays them itself. Nothing is lost where nobody else does."""
 _MOST_HELD = 16 * _MOST
-"""Where a replay hangs, in somebody's finalizer, the oldest go."""
+"""Where a replay hangs, in somebody's finalizer, so many go."""
+_PLACES = 3
+"""An entry is what happened, when, and its facts, one after another."""
 _WAIT_S = 0.1
 _USER = COMM_KINDS.index("user")
 
@@ -77,7 +83,7 @@ class Journal:
         self._most = min(most, _MOST)
         self._now = clock.now
         self._tracker = StepTracker(finished)
-        self._entries: deque[tuple[Callable[..., None], Stamp | None, tuple[Any, ...]]] = deque(maxlen=_MOST_HELD)
+        self._entries: deque[Any] = deque()
         self._replaying = Lock()
         self._thread = 0
         self._begun = False
@@ -98,57 +104,59 @@ class Journal:
 
     def forward_began(self, module: int, training: bool, samples: int) -> None:
         """A DDP module's forward was called."""
-        if self._backward_goes_on() or self.paused:
+        if self.paused or (self._in_backward and self._backward_goes_on()):
             return  # Checkpointing runs it again, inside backward.
         if self._thread and self._thread != get_ident() and not torch.is_grad_enabled():
             return  # Somebody asks a model beside training.
         if not training:
             self._trained, evaluates = False, self._evaluates()
             if evaluates or self.modules == 1 or self.trains_in_eval or module in self._learns:
-                self._note(self._tracker.evaluation_began, evaluates)
+                self._note(StepTracker.evaluation_began, evaluates)
             return  # Or it is a teacher of one that is trained, and part of the step.
         self._learns.add(module)
         self._thread = get_ident()
         self._begun, self._trained = True, not self.trains_in_eval
         if self._optimizers:
             self._look_for_failed_optimizer()
-        self._note(self._tracker.forward_began, module, samples)
+        self._note(StepTracker.forward_began, module, samples)
 
     def fetch_began(self) -> bool:
         """The loader was asked for a batch; returns whether it is the training thread that asked."""
-        if self.paused or not self._mine():
+        if self.paused or (get_ident() != self._thread and not self._mine()):
             return False
         self._begun = True
         if self._optimizers:
             self._look_for_failed_optimizer()
         # Some validate with the model left in training mode.
-        self._note(self._tracker.fetch_began, not torch.is_grad_enabled() or self._evaluates())
+        self._note(StepTracker.fetch_began, not torch.is_grad_enabled() or self._evaluates())
         return True
 
     def fetch_ended(self) -> None:
         """It gave one, or had none."""
-        self._note(self._tracker.fetch_ended)
+        self._note(StepTracker.fetch_ended)
 
     def optimizer_began(self, *_: object) -> None:
         """An optimizer's step was called."""
-        if self._mine():
+        if get_ident() == self._thread or self._mine():
             self._optimizers += 1
-            self._note(self._tracker.optimizer_began)
+            self._note(StepTracker.optimizer_began)
 
     def optimizer_ended(self, *_: object) -> None:
         """It returned."""
-        if self._mine():
+        if get_ident() == self._thread or self._mine():
             self._optimizers = max(0, self._optimizers - 1)
-            self._note(self._tracker.optimizer_ended)
+            self._note(StepTracker.optimizer_ended)
 
     def backward_began(self) -> bool:
         """`torch.autograd.backward` was called; False for a nested call (reentrant checkpointing) or a foreign one."""
-        if self._backward_goes_on() or self.paused or not self._mine():
+        if self.paused or (self._in_backward and self._backward_goes_on()):
+            return False
+        if get_ident() != self._thread and not self._mine():
             return False
         if not self._begun and not self._evaluates():  # The first one that is trained in evaluation mode begins a step.
             return False
         self._begun = self._in_backward = True
-        self._note(self._tracker.backward_began)
+        self._note(StepTracker.backward_began)
         return True
 
     def backward_ended(self, raised: bool = False) -> None:
@@ -156,34 +164,34 @@ class Journal:
         if self.on_backward_end and not raised:
             self._tell_backward_ended()
         self._in_backward = False
-        self._note(self._tracker.backward_ended)
+        self._note(StepTracker.backward_ended)
 
     def waiting_began(self) -> bool:
         """Training waits for gradients in a call of its own, as before an optimizer's step; False if not noted."""
         if self.paused or self._in_backward or not self._mine():
             return False
         self._begun = self._waiting = True
-        self._note(self._tracker.waiting_began)
+        self._note(StepTracker.waiting_began)
         return True
 
     def waiting_ended(self) -> None:
         """They are there, or an error ended the wait."""
         self._waiting = False
-        self._note(self._tracker.waiting_ended)
+        self._note(StepTracker.waiting_ended)
 
     def synchronised(self, module: int, record: Any) -> None:
         """A DDP module's gradients were reduced in the backward that is under way."""
         if not self._begun:
             return
         evaluating = not self._trained and bool(self.evaluating())
-        self._note_fact(self._tracker.synchronised, module, record, evaluating and not self.trains_in_eval)
+        self._note_fact(StepTracker.synchronised, module, record, evaluating and not self.trains_in_eval)
         self.trains_in_eval = evaluating
         if not (self._in_backward or self._waiting):
-            self._note(self._tracker.backward_ended_untold)
+            self._note(StepTracker.backward_ended_untold)
 
     def communicated(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
         """Other communication took place in the open step."""
-        self._note_fact(self._tracker.communicated, module, kind, launched, done)
+        self._note_fact(StepTracker.communicated, module, kind, launched, done)
 
     @harmless
     def blocking_began(self, in_graph: bool = False) -> Stamp | None:
@@ -201,21 +209,21 @@ class Journal:
     def blocking_ended(self, began: Stamp) -> None:
         """The wait is over."""
         self._blocked = False
-        self._note_fact(self._tracker.communicated, 0, _USER, began, self._now())
+        self._note_fact(StepTracker.communicated, 0, _USER, began, self._now())
 
     def shadowed(self) -> None:
         """This rank only took part in a synchronised backward of the others, and waited for them unnoted."""
-        self._note_fact(self._tracker.shadowed)
+        self._note_fact(StepTracker.shadowed)
 
     def disturbed(self) -> None:
         """Something that is no part of training took time (a checkpoint)."""
-        self._note_fact(self._tracker.disturbed)
+        self._note_fact(StepTracker.disturbed)
 
     @harmless
     def pause(self, begins: bool) -> None:
         """The capture of a CUDA graph begins or has ended."""
         self.paused, self._begun = begins, False
-        self._note_fact(self._tracker.abandoned)
+        self._note_fact(StepTracker.abandoned)
         self.catch_up()  # What the step held of the device goes now, and not in mid-capture.
         self._clock.capturing(begins)
 
@@ -240,11 +248,11 @@ class Journal:
         entries, tracker = self._entries, self._tracker
         try:
             while entries:
-                happened, at, facts = entries.popleft()
+                happened, at, facts = entries.popleft(), entries.popleft(), entries.popleft()
                 if at is not None:
                     tracker.at = at
                 try:
-                    happened(*facts)
+                    happened(tracker, *facts)
                 except Exception:
                     self._failed(happened)
         finally:
@@ -254,23 +262,28 @@ class Journal:
     def finish(self) -> None:
         """Close the open step if it synchronised anything, at the end of training."""
         if self._begun:
-            self._note(self._tracker.finished)
+            self._note(StepTracker.finished)
         self.catch_up()
 
     def _note(self, happened: Callable[..., None], *facts: Any) -> None:
         """What happened now."""
         try:
-            self._entries.append((happened, self._now(), facts))
-            if len(self._entries) > self._most:
-                self.catch_up(0)
+            self._entries.extend((happened, self._now(), facts))
+            if len(self._entries) > _PLACES * self._most:
+                self._relieve()
         except Exception:
             self._failed(happened)
 
     def _note_fact(self, happened: Callable[..., None], *facts: Any) -> None:
         """What has its own times, or none: a stamp is not for free on every clock."""
-        self._entries.append((happened, None, facts))
-        if len(self._entries) > self._most:
-            self.catch_up(0)
+        self._entries.extend((happened, None, facts))
+        if len(self._entries) > _PLACES * self._most:
+            self._relieve()
+
+    def _relieve(self) -> None:
+        self.catch_up(0)
+        if len(self._entries) > _PLACES * _MOST_HELD:
+            self._entries = deque()
 
     def _failed(self, what: Callable[..., object]) -> None:
         if not self._told:
@@ -286,7 +299,7 @@ class Journal:
         """Torch tells of an optimizer's step that began, and not that an error ended it."""
         if not self.stepping():
             self._optimizers = 0
-            self._note(self._tracker.optimizer_failed)
+            self._note(StepTracker.optimizer_failed)
 
     def _backward_goes_on(self) -> bool:
         """Whether this is inside of a backward; an interrupt may have come before the end of one could be told."""
@@ -298,6 +311,7 @@ class Journal:
         return not self.trains_in_eval and bool(self.evaluating())
 
     def _mine(self) -> bool:
+        """Whether this is the training thread; what comes every step looks for itself first, and calls nothing."""
         thread = get_ident()
         if not self._thread and thread == main_thread().ident:
             self._thread = thread

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
-from ddpobs.clocks import Clock, HostClock, Stamp
-from ddpobs.phases import BACKWARD, EXPOSED_COMM, NO_STEP, OTHER, RawStep, Segment
+from ddpobs.phases import BACKWARD, EXPOSED_COMM, NO_STEP, OTHER
+from ddpobs.rawsteps import RawSteps
 from ddpobs.wire import Ints
 
 _BLOCKING = [wire.COMM_KINDS.index(kind) for kind in ("buffers", "user")]
@@ -68,30 +69,28 @@ class Summariser:
     """Turns raw steps into times, in order; carries what they leave for the next one's own time.
 
     Args:
-        clock: What the stamps are of.
         resolution_ns: Times are multiples of it, rounded down: digits that mean nothing take most of the space.
     """
 
-    def __init__(self, clock: Clock, resolution_ns: int = 1) -> None:
-        self._clock, self._resolution_ns = clock, resolution_ns
+    def __init__(self, resolution_ns: int = 1) -> None:
+        self._resolution_ns = resolution_ns
         self._origin_ns: int | None = None
         self._carried: tuple[Ints, Ints] = (_ints([]), _ints([]))
 
-    def summarise(self, raws: Sequence[RawStep]) -> Summary:
+    def summarise(self, raws: RawSteps) -> Summary:
         """The steps' phases, spans and own time.
 
         Phases: the tracker's switches, over which exposed communication is laid: from a backward's last readiness to
         its last completion, and every blocking collective. Own time: what was not exposed communication between the
         end of the last full synchronisation and the last readiness (domain: stragglers without a common clock).
         """
-        numbers = _ints([raw.number for raw in raws])
-        switches_ns, phases, ends = self._switches(raws)
+        numbers = _ints(raws.number)
+        switches_ns, phases = np.maximum.accumulate(self._times(raws.since_ns)), _ints(raws.phase)
+        ends = np.cumsum(_ints(raws.switches)) - 1
         start_ns, end_ns = switches_ns[np.append(0, ends[:-1] + 1)], switches_ns[ends]
         comm_rows, comms = self._comms(raws, numbers)
-        segments = [(row, segment) for row, raw in enumerate(raws) for segment in raw.segments]
-        returned_ns = self._times([segment.end for _, segment in segments])
-        span_windows, spans = self._spans(segments, numbers, returned_ns)
-        windows = self._windows(segments, returned_ns, span_windows, spans, (comm_rows, comms))
+        span_windows, spans = self._spans(raws, numbers)
+        windows = self._windows(raws, span_windows, spans, (comm_rows, comms))
         blocks = np.isin(comms.kind, _BLOCKING)
         within = start_ns[comm_rows[blocks]], end_ns[comm_rows[blocks]]
         blocked_ns = np.clip(comms.launched_ns[blocks], *within)
@@ -100,15 +99,15 @@ class Summariser:
             np.append(self._carried[0], switches_ns), np.append(self._carried[1], phases), blocked, windows
         )
         phases_ns = timeline.between(start_ns, end_ns)
-        own_ns, clean = self._own(timeline, windows, len(raws))
+        own_ns, clean = self._own(timeline, windows, len(numbers))
         communicating = (
             np.append(windows.row[span_windows], comm_rows),
             np.append(spans.launched_ns, comms.launched_ns),
             np.append(spans.done_ns, comms.done_ns),
         )
-        collective = np.full(len(raws), wire.UNKNOWN)
-        collective[windows.row] = _ints([segment.collective for _, segment in segments])
-        synchronised = np.zeros(len(raws), bool)
+        collective = np.full(len(numbers), wire.UNKNOWN)
+        collective[windows.row] = raws.collective
+        synchronised = np.zeros(len(numbers), bool)
         synchronised[windows.row] = True
         steps = wire.Steps(
             step=numbers,
@@ -116,123 +115,80 @@ class Summariser:
             start_ns=start_ns,
             end_ns=end_ns,
             own_ns=np.where(clean, own_ns[:, _OWN].sum(axis=1), wire.UNKNOWN),
-            comm_ns=_union_ns(*communicating, len(raws)),
-            micro_steps=_ints([raw.micro_steps for raw in raws]),
-            samples=_ints([raw.samples for raw in raws]),
+            comm_ns=_union_ns(*communicating, len(numbers)),
+            micro_steps=_ints(raws.micro_steps),
+            samples=_ints(raws.samples),
             flags=wire.NO_ORIGIN * ~clean + wire.SYNCHRONISED * synchronised,
             **{f"{name}_ns": phases_ns[:, index] for index, name in enumerate(wire.PHASES)},
             **{f"own_{wire.PHASES[index]}_ns": np.where(clean, own_ns[:, index], wire.UNKNOWN) for index in _OWN},
         )
-        return Summary(steps, spans, comms, self._readiness(raws))
+        return Summary(steps, spans, comms, [self._readiness(one) for one in raws.readiness])
 
-    def _times(self, stamps: Sequence[Stamp]) -> Ints:
+    def _times(self, times_ns: Sequence[int]) -> Ints:
         """Nanoseconds, rounded down; a stamp that was not taken is 0."""
-        if type(self._clock) is not HostClock:
-            at = self._clock.nanoseconds
-            stamps = [at(stamp) if stamp else 0 for stamp in stamps]
-        times = _ints(stamps)
+        times = _ints(times_ns)
         return times - times % self._resolution_ns
 
-    def _switches(self, raws: Sequence[RawStep]) -> tuple[Ints, Ints, Ints]:
-        """Times and phases of all switches, a step's end among them, and where in these each step's end is.
-
-        What a step did before an evaluation in its middle is told as if that had come before the step.
-        """
-        switches = [switch for raw in raws for switch in (*raw.switches, (NO_STEP, raw.end))]
-        ends = np.cumsum([len(raw.switches) + 1 for raw in raws]) - 1
-        times = self._times([stamp for _, stamp in switches])
-        for raw, end in zip(raws, ends.tolist(), strict=True):
-            for hole in raw.holes:
-                first = end - len(raw.switches)
-                times[first : first + hole + 1] += times[first + hole + 1] - times[first + hole]
-        return np.maximum.accumulate(times), _ints([phase for phase, _ in switches]), ends
-
-    def _comms(self, raws: Sequence[RawStep], numbers: Ints) -> tuple[Ints, wire.Comms]:
-        found = [(row, *comm) for row, raw in enumerate(raws) for comm in raw.comms]
-        rows, module, kind, launched, done = zip(*found, strict=True) if found else ((),) * 5
-        return _ints(rows), wire.Comms(
-            step=numbers[_ints(rows)],
-            module=_ints(module),
-            kind=_ints(kind),
-            launched_ns=self._times(launched),
-            done_ns=self._times(done),
+    def _comms(self, raws: RawSteps, numbers: Ints) -> tuple[Ints, wire.Comms]:
+        rows = _rows(raws.comms)
+        return rows, wire.Comms(
+            step=numbers[rows],
+            module=_ints(raws.comm_module),
+            kind=_ints(raws.comm_kind),
+            launched_ns=self._times(raws.comm_launched_ns),
+            done_ns=self._times(raws.comm_done_ns),
         )
 
-    def _spans(
-        self, segments: Sequence[tuple[int, Segment]], numbers: Ints, returned_ns: Ints
-    ) -> tuple[Ints, wire.Spans]:
+    def _spans(self, raws: RawSteps, numbers: Ints) -> tuple[Ints, wire.Spans]:
         """Which segment each span is of, and times that make sense.
 
         A completion seen late by its callback is cut at backward's return. A bucket that no rank used was not launched,
         and has no span.
         """
-        records = [(index, record) for index, (_, segment) in enumerate(segments) for record in segment.records]
-        buckets = [len(record.ready_ns) for _, record in records]
-        segment = np.repeat(_ints([index for index, _ in records]), buckets)
-        latest_ns = returned_ns[segment]
-        launched_ns = self._times([stamp for _, record in records for stamp in record.launched_ns])
+        backward = _rows(raws.buckets)
+        segment = _rows(raws.backwards)[backward]
+        latest_ns = self._times(raws.end_ns)[segment]
+        launched_ns = self._times(raws.launched_ns)
         launched = launched_ns != 0
-        ready_ns = self._times([stamp for _, record in records for stamp in record.ready_ns])
+        ready_ns = self._times(raws.ready_ns)
         ready_ns = np.where(ready_ns == 0, launched_ns, np.minimum(ready_ns, launched_ns))
-        done_ns = self._times([stamp for _, record in records for stamp in record.done_ns])
+        done_ns = self._times(raws.done_ns)
         done_ns = np.where(done_ns == 0, latest_ns, np.minimum(done_ns, latest_ns))
         done_ns = np.maximum(done_ns, launched_ns)
-        first = np.cumsum([0, *buckets])
-        started_ns = np.full(len(segment), wire.UNKNOWN)
-        for begin, (_, record) in zip(first, records, strict=False):
-            for bucket, work in record.works.items():
-                place = begin + bucket
-                started_ns[place] = self._started(work, int(launched_ns[place]), int(done_ns[place]))
+        took_ns = _ints(raws.took_ns)
+        started_ns = np.maximum(launched_ns, done_ns - took_ns)
+        started_ns -= started_ns % self._resolution_ns
+        first = np.cumsum(_ints(raws.buckets)) - _ints(raws.buckets)
         spans = wire.Spans(
-            step=numbers[_ints([row for row, _ in segments])[segment]],
-            module=np.repeat(_ints([record.module for _, record in records]), buckets),
-            revision=np.repeat(_ints([record.revision for _, record in records]), buckets),
-            bucket=np.arange(len(segment)) - np.repeat(first[:-1], buckets),
+            step=numbers[_rows(raws.segments)[segment]],
+            module=_ints(raws.module)[backward],
+            revision=_ints(raws.revision)[backward],
+            bucket=np.arange(len(backward)) - first[backward],
             ready_ns=ready_ns,
             launched_ns=launched_ns,
-            started_ns=started_ns,
+            started_ns=np.where(took_ns == wire.UNKNOWN, wire.UNKNOWN, started_ns),
             done_ns=done_ns,
         )
         return segment[launched], wire.Spans.of(spans.table[:, launched])
 
-    def _started(self, work: Any, launched_ns: int, done_ns: int) -> int:
-        """When the collective began moving: its end less its duration, which NCCL's works know (domain: spans)."""
-        try:
-            took_ns: int = round(work._get_duration() * 1e6)
-        except (RuntimeError, AttributeError):
-            return wire.UNKNOWN
-        began_ns = max(launched_ns, done_ns - took_ns)
-        return began_ns - began_ns % self._resolution_ns
-
     def _windows(
-        self,
-        segments: Sequence[tuple[int, Segment]],
-        returned_ns: Ints,
-        span_windows: Ints,
-        spans: wire.Spans,
-        others: tuple[Ints, wire.Comms],
+        self, raws: RawSteps, span_windows: Ints, spans: wire.Spans, others: tuple[Ints, wire.Comms]
     ) -> _Windows:
         """Last readiness and last completion of each synchronised backward, by buckets or `others`, told with rows."""
-        row = _ints([row for row, _ in segments])
-        unseen = [
-            (index, record.last_ready)
-            for index, (_, segment) in enumerate(segments)
-            for record in segment.records
-            if record.last_ready
-        ]
-        unseen_windows = _ints([index for index, _ in unseen])
+        row, returned_ns = _rows(raws.segments), self._times(raws.end_ns)
+        last_ready_ns = self._times(raws.last_ready_ns)
+        unseen = last_ready_ns != 0
+        unseen_windows = _rows(raws.backwards)[unseen]
         ready_ns, done_ns = np.zeros_like(returned_ns), np.zeros_like(returned_ns)
         np.maximum.at(ready_ns, span_windows, spans.ready_ns)
-        np.maximum.at(ready_ns, unseen_windows, self._times([stamp for _, stamp in unseen]))
+        np.maximum.at(ready_ns, unseen_windows, last_ready_ns[unseen])
         ready_ns = np.where(ready_ns == 0, returned_ns, ready_ns)
         np.maximum.at(done_ns, span_windows, spans.done_ns)
         until_ns = _until_ns(row, returned_ns, *others)
         done_ns = np.where(until_ns >= ready_ns, np.maximum(done_ns, until_ns), done_ns)
         done_ns = np.minimum(np.maximum(done_ns, ready_ns), returned_ns)
         done_ns[unseen_windows] = returned_ns[unseen_windows]
-        clean = np.array([segment.clean for _, segment in segments], bool)
-        waited = np.array([segment.waited for _, segment in segments], bool)
-        return _Windows(row, ready_ns, done_ns, returned_ns, clean, waited)
+        return _Windows(row, ready_ns, done_ns, returned_ns, np.array(raws.clean, bool), np.array(raws.waited, bool))
 
     def _own(self, timeline: _Timeline, windows: _Windows, steps: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
         """Own time by phase, shape [steps, phases], and in which steps every window has a clean origin."""
@@ -253,20 +209,14 @@ class Summariser:
             self._carried = timeline.at_ns[since:], timeline.phase[since:]
         return own_ns, ~unclean
 
-    def _readiness(self, raws: Sequence[RawStep]) -> list[wire.Readiness]:
-        found = []
-        for raw in raws:
-            for segment in raw.segments:
-                for record in segment.records:
-                    if record.parameter_ready_ns is not None:
-                        times = self._times(record.parameter_ready_ns)
-                        times[times == 0] = wire.UNKNOWN
-                        found.append(
-                            wire.Readiness(
-                                step=raw.number, module=record.module, revision=record.revision, ready_ns=times
-                            )
-                        )
-        return found
+    def _readiness(self, told: wire.Readiness) -> wire.Readiness:
+        ready_ns = told.ready_ns - told.ready_ns % self._resolution_ns
+        return msgspec.structs.replace(told, ready_ns=np.where(ready_ns == 0, wire.UNKNOWN, ready_ns))
+
+
+def _rows(counts: Sequence[int]) -> Ints:
+    """Of what each thing there is: [2, 0, 1] has the rows [0, 0, 2]."""
+    return np.repeat(np.arange(len(counts)), _ints(counts))
 
 
 def _until_ns(row: Ints, returned_ns: Ints, comm_row: Ints, comms: wire.Comms) -> Ints:

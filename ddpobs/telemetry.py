@@ -31,6 +31,7 @@ from ddpobs.journal import Journal, harmless
 from ddpobs.loaders import LoaderHooks
 from ddpobs.meeting import Drawn, Meeting
 from ddpobs.phases import RawStep
+from ddpobs.rawsteps import RawSteps
 from ddpobs.recorder import ModuleRecorder
 from ddpobs.stragglers import Exchange
 from ddpobs.summary import Summariser
@@ -105,12 +106,12 @@ class Telemetry:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._source = secrets.token_hex(8)
         self._hello = _hello(device, backend, settings)
-        self._exporter = Exporter(config, self._encode, self._passed)
+        self._exporter = Exporter(config, self._encode, self._passed, self._join)
         self._journal = Journal(self._clock, self._offer_step, config.queue_records)
         self._hooks = ProcessHooks(self._journal, self._event)
         self._loaders = LoaderHooks(self._journal, self._event)
         self._collectives = CollectiveHooks(self._journal)
-        self._summariser = Summariser(self._clock, _RESOLUTION_NS)
+        self._summariser = Summariser(_RESOLUTION_NS)
         self._recorders: list[ModuleRecorder] = []
         self._layouts: dict[int, wire.Layout] = {}
         self._journal.evaluating = self._evaluating
@@ -209,6 +210,17 @@ class Telemetry:
         """Whether the device got to a step's end: one that hangs holds up its steps, and not the thread."""
         return not isinstance(record, RawStep) or self._clock.passed(record.end)
 
+    def _join(self, last: object, record: object) -> object:
+        """Steps that the device has got through are numbers, and can go together."""
+        if not (isinstance(record, RawStep) and self._clock.passed(record.end)):
+            return None
+        if isinstance(last, RawStep) and self._clock.passed(last.end):
+            last = RawSteps.of([last], self._clock)
+        if not isinstance(last, RawSteps):
+            return None
+        last.add(record, self._clock)
+        return last
+
     @harmless
     def _meet_others(self) -> None:
         """Ask before the first backward, which no rank ends without this one: whoever answers is still there then."""
@@ -279,9 +291,13 @@ class Telemetry:
     def _encode(self, records: Sequence[object], envelope: Envelope) -> wire.Batch:
         for recorder in tuple(self._recorders):
             recorder.batch_cut()
-        raws = [record for record in records if isinstance(record, RawStep)]
-        records = [record for record in records if not isinstance(record, RawStep)]
-        summary = self._summariser.summarise(raws) if raws else None
+        raws = RawSteps()
+        for record in records:
+            if isinstance(record, RawSteps):
+                raws.extend(record)
+            elif isinstance(record, RawStep):
+                raws.add(record, self._clock)
+        summary = self._summariser.summarise(raws) if raws.number else None
         if self._exchange is not None and summary is not None:
             self._exchange.add(summary.steps)
         layouts = [record for record in records if isinstance(record, wire.Layout)]

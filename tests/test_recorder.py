@@ -11,6 +11,7 @@ from ddpobs import wire
 from ddpobs.hooks import ProcessHooks
 from ddpobs.journal import Journal
 from ddpobs.phases import RawStep
+from ddpobs.rawsteps import RawSteps
 from ddpobs.recorder import ModuleRecorder
 from ddpobs.summary import Summariser, Summary
 
@@ -87,7 +88,7 @@ class Training:
         )
         bucket = wire.Bucket(size_bytes=8, dtype="float32", parameters=[wire.Parameter(name="w", size=2)])
         self.recorder.layout([bucket, bucket], "all_reduce")
-        self._summariser = Summariser(self.clock)
+        self._summariser = Summariser()
         self._done: list[Step] = []
 
     def event(self, kind: str, step: int, detail: dict[str, wire.Scalar]) -> None:
@@ -133,7 +134,7 @@ class Training:
     def steps(self) -> list[Step]:
         self.journal.finish()
         if fresh := self.raw[len(self._done) :]:
-            self._done += rows(self._summariser.summarise(fresh))
+            self._done += rows(self._summariser.summarise(RawSteps.of(fresh, self.clock)))
         return self._done
 
 
@@ -181,8 +182,9 @@ def test_steps_are_the_same_however_many_are_summed_up_at_once(training: Trainin
         plain_step(training, data=data, tail=2)
         training.backward(40, 0, synchronised=False)
     together = training.steps()
-    summariser = Summariser(training.clock)
-    assert [row for raw in training.raw for row in rows(summariser.summarise([raw]))] == together
+    summariser = Summariser()
+    each = [summariser.summarise(RawSteps.of([raw], training.clock)) for raw in training.raw]
+    assert [row for one in each for row in rows(one)] == together
     assert together[1].own_phases_ns is not None
 
 

@@ -1,0 +1,139 @@
+"""Closed steps as columns of plain numbers, in which they wait for a batch.
+
+The garbage collector counts the objects that stay and can hold others. Every 700 of them it goes over the young ones,
+and whenever a quarter more have stayed it goes over all that the process has: tenths of a second, in every rank at
+another moment, for which each time all ranks wait. Numbers in lists it does not count (CPython, "Garbage collector
+design", "Generations" and "Optimization: untracking").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ddpobs import wire
+from ddpobs.clocks import Clock, HostClock, Stamp
+from ddpobs.phases import NO_STEP, RawStep
+
+
+@dataclass(slots=True)
+class RawSteps:
+    """Steps in order; times are host nanoseconds, 0 where a stamp was not taken.
+
+    Attributes:
+        number, samples, micro_steps: By step.
+        switches, comms, segments: By step, how many it has of the following.
+        phase, since_ns: By switch; a step's last one is its end.
+        comm_module, comm_kind, comm_launched_ns, comm_done_ns: By communication that is no gradient bucket.
+        end_ns, clean, collective, waited, backwards: By segment; the last is how many of the following it has.
+        module, revision, last_ready_ns, buckets: By backward of a module; the last is how many buckets it has.
+        ready_ns, launched_ns, done_ns, took_ns: By bucket; the last is how long it was moving, if somebody knows.
+        readiness: Of backwards in which each parameter was stamped.
+    """
+
+    number: list[int] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    micro_steps: list[int] = field(default_factory=list)
+    switches: list[int] = field(default_factory=list)
+    comms: list[int] = field(default_factory=list)
+    segments: list[int] = field(default_factory=list)
+    phase: list[int] = field(default_factory=list)
+    since_ns: list[int] = field(default_factory=list)
+    comm_module: list[int] = field(default_factory=list)
+    comm_kind: list[int] = field(default_factory=list)
+    comm_launched_ns: list[int] = field(default_factory=list)
+    comm_done_ns: list[int] = field(default_factory=list)
+    end_ns: list[int] = field(default_factory=list)
+    clean: list[bool] = field(default_factory=list)
+    collective: list[int] = field(default_factory=list)
+    waited: list[bool] = field(default_factory=list)
+    backwards: list[int] = field(default_factory=list)
+    module: list[int] = field(default_factory=list)
+    revision: list[int] = field(default_factory=list)
+    last_ready_ns: list[int] = field(default_factory=list)
+    buckets: list[int] = field(default_factory=list)
+    ready_ns: list[int] = field(default_factory=list)
+    launched_ns: list[int] = field(default_factory=list)
+    done_ns: list[int] = field(default_factory=list)
+    took_ns: list[int] = field(default_factory=list)
+    readiness: list[wire.Readiness] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, raws: Iterable[RawStep], clock: Clock) -> RawSteps:
+        """Those steps, whose stamps are of that clock."""
+        steps = cls()
+        for raw in raws:
+            steps.add(raw, clock)
+        return steps
+
+    def extend(self, later: RawSteps) -> None:
+        """Append those of `later`."""
+        for name in self.__slots__:
+            getattr(self, name).extend(getattr(later, name))
+
+    def add(self, raw: RawStep, clock: Clock) -> None:
+        """Append one step, whose end the clock's device has passed."""
+        phases, stamps = zip(*raw.switches, (NO_STEP, raw.end), strict=True)
+        since_ns = _read(stamps, clock)
+        for hole in raw.holes:  # What came before an evaluation in the step's middle is told as if it came right after.
+            gap_ns = since_ns[hole + 1] - since_ns[hole]
+            since_ns[: hole + 1] = [at_ns + gap_ns for at_ns in since_ns[: hole + 1]]
+        self.number.append(raw.number)
+        self.samples.append(raw.samples)
+        self.micro_steps.append(raw.micro_steps)
+        self.switches.append(len(phases))
+        self.phase.extend(phases)
+        self.since_ns.extend(since_ns)
+        self.comms.append(len(raw.comms))
+        if raw.comms:
+            modules, kinds, launched, done = zip(*raw.comms, strict=True)
+            self.comm_module.extend(modules)
+            self.comm_kind.extend(kinds)
+            self.comm_launched_ns.extend(_read(launched, clock))
+            self.comm_done_ns.extend(_read(done, clock))
+        self.segments.append(len(raw.segments))
+        for segment in raw.segments:
+            self.end_ns.extend(_read([segment.end], clock))
+            self.clean.append(segment.clean)
+            self.collective.append(segment.collective)
+            self.waited.append(segment.waited)
+            self.backwards.append(len(segment.records))
+            for record in segment.records:
+                self._add_backward(raw.number, record, clock)
+
+    def _add_backward(self, step: int, record: Any, clock: Clock) -> None:
+        """One `recorder.Backward`."""
+        buckets = len(record.ready_ns)
+        self.module.append(record.module)
+        self.revision.append(record.revision)
+        self.last_ready_ns.extend(_read([record.last_ready], clock))
+        self.buckets.append(buckets)
+        self.ready_ns.extend(_read(record.ready_ns, clock))
+        self.launched_ns.extend(_read(record.launched_ns, clock))
+        self.done_ns.extend(_read(record.done_ns, clock))
+        took_ns = [wire.UNKNOWN] * buckets
+        for bucket, work in record.works.items():
+            took_ns[bucket] = _took_ns(work)
+        self.took_ns.extend(took_ns)
+        if record.parameter_ready_ns is not None:
+            ready_ns = np.array(_read(record.parameter_ready_ns, clock), np.int64)
+            told = wire.Readiness(step=step, module=record.module, revision=record.revision, ready_ns=ready_ns)
+            self.readiness.append(told)
+
+
+def _read(stamps: Sequence[Stamp], clock: Clock) -> list[int]:
+    if type(clock) is HostClock:
+        return list(stamps)
+    return [clock.nanoseconds(stamp) if stamp else 0 for stamp in stamps]
+
+
+def _took_ns(work: Any) -> int:
+    """How long the collective was moving, which NCCL's works know (domain: spans)."""
+    try:
+        took_ns: int = round(work._get_duration() * 1e6)
+    except (RuntimeError, AttributeError):
+        return wire.UNKNOWN
+    return took_ns
