@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import zstandard
 
@@ -68,12 +67,13 @@ class _Periodic:
     due: float
 
 
-class _Waiting(NamedTuple):
+@dataclass(slots=True)
+class _Waiting:
     """What is in the queue: for how many records it counts, and how many were joined."""
 
     record: object
     weight: int
-    records: int
+    records: int = 1
 
 
 class Exporter:
@@ -84,8 +84,8 @@ class Exporter:
         encoder: Turns offered records into a batch; runs on the telemetry thread.
         ready: Whether the encoder can do so without waiting for a device; what comes after a record that it cannot
             waits with it.
-        join: One record of the last that waits and a new one, or None: the fewer wait, the less there is for the
-            garbage collector. Called on any thread.
+        join: Makes one record of the last that waits and a new one, or returns None: the fewer wait, the less there
+            is for the garbage collector. Called on any thread.
 
     Attributes:
         emitted: Records offered so far.
@@ -147,24 +147,28 @@ class Exporter:
             if self._records >= self._config.queue_records:
                 self.dropped += weight
                 return False
-            self._queue.append(self._joined(record, weight))
+            if not self._joins(record, weight):
+                self._queue.append(_Waiting(record, weight))
             self._records += 1
             self._weight += weight
         if self._weight >= self._config.batch_spans:
             self._wake.set()
         return True
 
-    def _joined(self, record: object, weight: int) -> _Waiting:
-        """What takes the place of the last that waits, or comes after it."""
-        last = self._queue[-1] if self._queue else _Waiting(None, 0, 0)
-        if last.records < _RECORDS_TOGETHER and 4 * (last.weight + weight) <= self._config.batch_spans:
-            joined = None
-            with suppress(Exception):  # The encoder will meet it again, and tell.
-                joined = self._join(last.record, record)
-            if joined is not None:
-                self._queue.pop()
-                return _Waiting(joined, last.weight + weight, last.records + 1)
-        return _Waiting(record, weight, 1)
+    def _joins(self, record: object, weight: int) -> bool:
+        """Whether the record could be joined to the last that waits, which stays where it is."""
+        last = self._queue[-1] if self._queue else None
+        if last is None or last.records >= _RECORDS_TOGETHER or 4 * (last.weight + weight) > self._config.batch_spans:
+            return False
+        joined = None
+        with suppress(Exception):  # The encoder will meet it again, and tell.
+            joined = self._join(last.record, record)
+        if joined is None:
+            return False
+        last.record = joined
+        last.weight += weight
+        last.records += 1
+        return True
 
     def offer_latest(self, record: object) -> None:
         """Have a record travel with the next batch, in place of the one given here before; it is not counted."""
