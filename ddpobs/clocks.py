@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from ddpobs.wire import Anchor
@@ -27,8 +27,11 @@ class Clock(Protocol):
         """Whether the stamp can be read without waiting."""
         ...
 
-    def nanoseconds(self, stamp: Stamp) -> int:
-        """The stamp on this process's monotonic clock. May wait for the device where `passed` is False."""
+    def times(self, stamps: Sequence[Stamp]) -> Sequence[int]:
+        """Nanoseconds on this process's monotonic clock; 0 where a stamp was not taken.
+
+        May wait for the device where `passed` is False.
+        """
         ...
 
     def capturing(self, begins: bool) -> None:
@@ -46,9 +49,9 @@ class HostClock:
         """Whether the stamp was taken; a list of stamps starts out as zeros."""
         return stamp > 0
 
-    def nanoseconds(self, stamp: int) -> int:
-        """The stamp itself."""
-        return stamp
+    def times(self, stamps: Sequence[int]) -> Sequence[int]:
+        """The stamps themselves."""
+        return stamps
 
     def capturing(self, begins: bool) -> None:
         """Host time does not mind."""
@@ -95,6 +98,10 @@ class CudaClock:
         """Whether the device has got to the event."""
         with self._asking:
             return stamp != 0 and not self._captures and bool(stamp.query())
+
+    def times(self, stamps: Sequence[Stamp]) -> Sequence[int]:
+        """Host times at which the device got to the events."""
+        return [self.nanoseconds(stamp) if stamp else 0 for stamp in stamps]
 
     def nanoseconds(self, stamp: Stamp) -> int:
         """Host time at which the device got to the event."""

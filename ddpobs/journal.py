@@ -144,7 +144,8 @@ class Journal:
     def optimizer_ended(self, *_: object) -> None:
         """It returned."""
         if get_ident() == self._thread or self._mine():
-            self._optimizers = max(0, self._optimizers - 1)
+            if self._optimizers:
+                self._optimizers -= 1
             self._note(StepTracker.optimizer_ended)
 
     def backward_began(self) -> bool:

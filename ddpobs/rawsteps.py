@@ -8,14 +8,14 @@ design", "Generations" and "Optimization: untracking").
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ddpobs import wire
-from ddpobs.clocks import Clock, HostClock, Stamp
+from ddpobs.clocks import Clock
 from ddpobs.phases import NO_STEP, RawStep
 
 
@@ -77,10 +77,10 @@ class RawSteps:
     def add(self, raw: RawStep, clock: Clock) -> None:
         """Append one step, whose end the clock's device has passed."""
         phases, stamps = zip(*raw.switches, (NO_STEP, raw.end), strict=True)
-        since_ns = _read(stamps, clock)
+        since_ns = clock.times(stamps)
         for hole in raw.holes:  # What came before an evaluation in the step's middle is told as if it came right after.
             gap_ns = since_ns[hole + 1] - since_ns[hole]
-            since_ns[: hole + 1] = [at_ns + gap_ns for at_ns in since_ns[: hole + 1]]
+            since_ns = [at_ns + gap_ns for at_ns in since_ns[: hole + 1]] + list(since_ns[hole + 1 :])
         self.number.append(raw.number)
         self.samples.append(raw.samples)
         self.micro_steps.append(raw.micro_steps)
@@ -92,11 +92,11 @@ class RawSteps:
             modules, kinds, launched, done = zip(*raw.comms, strict=True)
             self.comm_module.extend(modules)
             self.comm_kind.extend(kinds)
-            self.comm_launched_ns.extend(_read(launched, clock))
-            self.comm_done_ns.extend(_read(done, clock))
+            self.comm_launched_ns.extend(clock.times(launched))
+            self.comm_done_ns.extend(clock.times(done))
         self.segments.append(len(raw.segments))
         for segment in raw.segments:
-            self.end_ns.extend(_read([segment.end], clock))
+            self.end_ns.extend(clock.times([segment.end]))
             self.clean.append(segment.clean)
             self.collective.append(segment.collective)
             self.waited.append(segment.waited)
@@ -109,25 +109,19 @@ class RawSteps:
         buckets = len(record.ready_ns)
         self.module.append(record.module)
         self.revision.append(record.revision)
-        self.last_ready_ns.extend(_read([record.last_ready], clock))
+        self.last_ready_ns.extend(clock.times([record.last_ready]))
         self.buckets.append(buckets)
-        self.ready_ns.extend(_read(record.ready_ns, clock))
-        self.launched_ns.extend(_read(record.launched_ns, clock))
-        self.done_ns.extend(_read(record.done_ns, clock))
+        self.ready_ns.extend(clock.times(record.ready_ns))
+        self.launched_ns.extend(clock.times(record.launched_ns))
+        self.done_ns.extend(clock.times(record.done_ns))
         took_ns = [wire.UNKNOWN] * buckets
         for bucket, work in record.works.items():
             took_ns[bucket] = _took_ns(work)
         self.took_ns.extend(took_ns)
         if record.parameter_ready_ns is not None:
-            ready_ns = np.array(_read(record.parameter_ready_ns, clock), np.int64)
+            ready_ns = np.array(clock.times(record.parameter_ready_ns), np.int64)
             told = wire.Readiness(step=step, module=record.module, revision=record.revision, ready_ns=ready_ns)
             self.readiness.append(told)
-
-
-def _read(stamps: Sequence[Stamp], clock: Clock) -> list[int]:
-    if type(clock) is HostClock:
-        return list(stamps)
-    return [clock.nanoseconds(stamp) if stamp else 0 for stamp in stamps]
 
 
 def _took_ns(work: Any) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import pytest
@@ -26,8 +27,8 @@ class FakeClock:
     def now(self) -> int:
         return self.at
 
-    def nanoseconds(self, stamp: int) -> int:
-        return stamp
+    def times(self, stamps: Sequence[int]) -> Sequence[int]:
+        return stamps
 
     def passed(self, stamp: int) -> bool:
         return stamp > 0

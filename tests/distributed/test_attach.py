@@ -6,7 +6,7 @@ import copy
 import gc
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -272,8 +272,8 @@ class Opaque(HostClock):
     def passed(self, stamp: Any) -> bool:
         return True
 
-    def nanoseconds(self, stamp: Any) -> int:
-        return int(stamp.at_ns)
+    def times(self, stamps: Sequence[Any]) -> Sequence[int]:
+        return [stamp.at_ns if stamp else 0 for stamp in stamps]
 
 
 def on_a_device(rank: int, world_size: int) -> dict[str, Any]:
