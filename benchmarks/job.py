@@ -36,6 +36,7 @@ from ddpobs import delivery, exporter, stragglers, telemetry, wire
 from ddpobs.clocks import HostClock
 from ddpobs.config import TelemetryConfig
 from ddpobs.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
+from ddpobs.rawsteps import RawSteps
 from ddpobs.recorder import Backward
 from ddpobs.sender import Outcome, Sender
 from ddpobs.summary import Summariser
@@ -60,8 +61,8 @@ class Rank(telemetry.Telemetry):
     """
 
     def __init__(self, config: TelemetryConfig, rank: int, ranks: int, now_ns: Callable[[], int]) -> None:
-        self._clock = HostClock()
-        self.exporter = self._exporter = exporter.Exporter(config, self._encode, join=self._join)
+        self._clock, self._steps = HostClock(), RawSteps()
+        self.exporter = self._exporter = exporter.Exporter(config, self._encode)
         self._summariser = Summariser(telemetry._RESOLUTION_NS)
         self._hello = wire.Hello(
             host=f"node{rank // 8}", pid=1000 + rank, device="cpu", backend="gloo", versions={"ddpobs": "benchmark"}
@@ -73,13 +74,14 @@ class Rank(telemetry.Telemetry):
         self._random = np.random.default_rng(rank)
         self.steps = 0
         self.exporter.identify(exporter.Identity(RUN, ATTEMPT, f"{rank:016x}", rank, ranks))
+        self.exporter.every(config.pulse_s, self._offer_steps)
         self.exporter.every(config.pulse_s, self._pulse)
         self.exporter.offer(layout())
 
     def step(self) -> None:
         """A step has ended."""
         sampled = self.steps % self._config.readiness_every == 0
-        self._offer_step(raw_step(self.steps, self._now_ns(), self._random, sampled))
+        self._add_step(raw_step(self.steps, self._now_ns(), self._random, sampled))
         self.steps += 1
         if self._number == 0 and self.steps % self._config.peers_every == 0:
             self._share()
@@ -93,6 +95,7 @@ class Rank(telemetry.Telemetry):
 
     def end(self) -> None:
         """The training is over: what is left is one more batch."""
+        self._offer_steps()
         self._event("goodbye", self.steps, {})
         self.exporter._cut_everything()
 

@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import zstandard
 
@@ -30,9 +31,7 @@ from ddpobs.spool import Encoded
 
 _SLACK_S = 0.02
 """What is due so soon is done at once: the thread wakes up less often."""
-_RECORDS_A_BATCH = 1024
-_RECORDS_TOGETHER = 256
-"""So many are joined at most, and not more than a quarter of a batch."""
+_PLACES_A_BATCH = 1024
 _REST_S = 0.25
 """How long a fork waits for the thread to come to rest."""
 DONE = object()
@@ -67,13 +66,12 @@ class _Periodic:
     due: float
 
 
-@dataclass(slots=True)
-class _Waiting:
-    """What is in the queue: for how many records it counts, and how many were joined."""
+class _Waiting(NamedTuple):
+    """What is in the queue, for how many records it counts, and how many places it takes."""
 
     record: object
     weight: int
-    records: int = 1
+    places: int
 
 
 class Exporter:
@@ -84,8 +82,6 @@ class Exporter:
         encoder: Turns offered records into a batch; runs on the telemetry thread.
         ready: Whether the encoder can do so without waiting for a device; what comes after a record that it cannot
             waits with it.
-        join: Makes one record of the last that waits and a new one, or returns None: the fewer wait, the less there
-            is for the garbage collector. Called on any thread.
 
     Attributes:
         emitted: Records offered so far.
@@ -97,11 +93,10 @@ class Exporter:
         config: TelemetryConfig,
         encoder: Callable[[Sequence[object], Envelope], wire.Batch],
         ready: Callable[[object], bool] = lambda _: True,
-        join: Callable[[object, object], object] = lambda *_: None,
     ) -> None:
-        self._config, self._encoder, self._ready, self._join = config, encoder, ready, join
+        self._config, self._encoder, self._ready = config, encoder, ready
         self._queue: deque[_Waiting] = deque()
-        self._records = 0
+        self._places = 0
         self._weight = 0
         self._latest: object = None
         self._flush_due = _next(config.flush_s)
@@ -138,36 +133,26 @@ class Exporter:
         self._thread = threading.Thread(target=self._run, name="ddpobs-telemetry", daemon=True)
         self._thread.start()
 
-    def offer(self, record: object, weight: int = 1) -> bool:
-        """Take a record that counts as `weight` records; False where the queue is full and it was dropped."""
+    def offer(self, record: object, weight: int = 1, places: int = 1) -> bool:
+        """Take a record; False where the queue is full and it was dropped.
+
+        Args:
+            record: For the encoder.
+            weight: How many records it counts as.
+            places: How many it takes in the queue.
+        """
         if self._closed:
             return False
         with self._counting:
             self.emitted += weight
-            if self._records >= self._config.queue_records:
+            if self._places >= self._config.queue_records:
                 self.dropped += weight
                 return False
-            if not self._joins(record, weight):
-                self._queue.append(_Waiting(record, weight))
-            self._records += 1
+            self._queue.append(_Waiting(record, weight, places))
+            self._places += places
             self._weight += weight
         if self._weight >= self._config.batch_spans:
             self._wake.set()
-        return True
-
-    def _joins(self, record: object, weight: int) -> bool:
-        """Whether the record could be joined to the last that waits, which stays where it is."""
-        last = self._queue[-1] if self._queue else None
-        if last is None or last.records >= _RECORDS_TOGETHER or 4 * (last.weight + weight) > self._config.batch_spans:
-            return False
-        joined = None
-        with suppress(Exception):  # The encoder will meet it again, and tell.
-            joined = self._join(last.record, record)
-        if joined is None:
-            return False
-        last.record = joined
-        last.weight += weight
-        last.records += 1
         return True
 
     def offer_latest(self, record: object) -> None:
@@ -269,17 +254,17 @@ class Exporter:
 
     def _cut_batch(self, identity: Identity) -> None:
         taken: list[object] = []
-        weight = records = 0
-        while self._queue and weight < self._config.batch_spans and records < _RECORDS_A_BATCH:
+        weight = places = 0
+        while self._queue and weight < self._config.batch_spans and places < _PLACES_A_BATCH:
             if not self._ready(self._queue[0].record):
                 break
-            with self._counting:  # Nothing is joined to what was taken.
-                waiting = self._queue.popleft()
-                self._records -= waiting.records
-                self._weight -= waiting.weight
+            waiting = self._queue.popleft()
             taken.append(waiting.record)
             weight += waiting.weight
-            records += waiting.records
+            places += waiting.places
+        with self._counting:
+            self._weight -= weight
+            self._places -= places
         if self._latest is not None:
             taken.append(self._latest)
             self._latest = None

@@ -67,6 +67,8 @@ class Journal:
         clock: Where stamps come from.
         finished: Called with each closed `RawStep` by whoever replays; must not block.
         most: Entries after which the training thread replays them itself.
+        caught_up: Called by whoever replays, once all is replayed; must not raise. It and `finished` are never called
+            at the same time.
 
     Attributes:
         modules: How many DDP modules there are.
@@ -78,8 +80,14 @@ class Journal:
         stepping: Tells whether an optimizer's step that began is still on the stack.
     """
 
-    def __init__(self, clock: Clock, finished: Callable[[RawStep], object], most: int = _MOST) -> None:
-        self._clock = clock
+    def __init__(
+        self,
+        clock: Clock,
+        finished: Callable[[RawStep], object],
+        most: int = _MOST,
+        caught_up: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._clock, self._caught_up = clock, caught_up
         self._most = min(most, _MOST)
         self._now = clock.now
         self._tracker = StepTracker(finished)
@@ -233,17 +241,20 @@ class Journal:
     @property
     def phase(self) -> int:
         """What the training thread is doing, as an index into `wire.PHASES`."""
-        self.catch_up()
+        self._replay(_WAIT_S)
         return self._tracker.phase
 
     @property
     def number(self) -> int:
         """The open step's number, or the next one's."""
-        self.catch_up()
+        self._replay(_WAIT_S)
         return self._tracker.number
 
     def catch_up(self, wait_s: float = _WAIT_S) -> None:
         """Replay what was noted since the last time; wait so long for another thread that is at it."""
+        self._replay(wait_s, self._caught_up)
+
+    def _replay(self, wait_s: float, then: Callable[[], object] = lambda: None) -> None:
         if not self._replaying.acquire(timeout=wait_s):
             return
         entries, tracker = self._entries, self._tracker
@@ -256,6 +267,7 @@ class Journal:
                     happened(tracker, *facts)
                 except Exception:
                     self._failed(happened)
+            then()
         finally:
             self._replaying.release()
 

@@ -64,6 +64,13 @@ class RawStep:
     micro_steps: int = 0
     holes: list[int] = field(default_factory=list)
 
+    @property
+    def records(self) -> int:
+        """For how many it counts in a batch: itself, bucket spans, other communication, sampled readiness."""
+        told = [record for segment in self.segments for record in segment.records]
+        sampled = sum(record.parameter_ready_ns is not None for record in told)
+        return 1 + len(self.comms) + sum(len(record.ready_ns) for record in told) + sampled
+
 
 class StepTracker:
     """Makes steps of what it is told.

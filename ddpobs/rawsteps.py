@@ -69,6 +69,11 @@ class RawSteps:
             steps.add(raw, clock)
         return steps
 
+    @property
+    def records(self) -> int:
+        """For how many they count in a batch."""
+        return len(self.number) + len(self.comm_kind) + len(self.ready_ns) + len(self.readiness)
+
     def extend(self, later: RawSteps) -> None:
         """Append those of `later`."""
         for name in self.__slots__:

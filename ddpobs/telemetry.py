@@ -42,6 +42,8 @@ _ASKING_S = 5.0
 """For so long ranks that ask whose records theirs are are answered at the next look, and later at the next pulse."""
 _RESOLUTION_NS = 1000
 """Stamps are not better than that: a callback may come tens of microseconds late."""
+_STEPS_TOGETHER = 256
+"""So many steps wait as one record at most, and no more than a quarter of a batch."""
 _REPEAT_HELLO = 30
 """Hello and layouts travel again every so many batches, should the batch that held them have been dropped."""
 
@@ -106,8 +108,9 @@ class Telemetry:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._source = secrets.token_hex(8)
         self._hello = _hello(device, backend, settings)
-        self._exporter = Exporter(config, self._encode, self._passed, self._join)
-        self._journal = Journal(self._clock, self._offer_step, config.queue_records)
+        self._exporter = Exporter(config, self._encode, self._passed)
+        self._steps = RawSteps()
+        self._journal = Journal(self._clock, self._add_step, config.queue_records, self._offer_steps)
         self._hooks = ProcessHooks(self._journal, self._event)
         self._loaders = LoaderHooks(self._journal, self._event)
         self._collectives = CollectiveHooks(self._journal)
@@ -199,27 +202,30 @@ class Telemetry:
     def _event(self, kind: str, step: int, detail: dict[str, wire.Scalar]) -> None:
         self._exporter.offer(wire.Event(kind=kind, at_ns=time.monotonic_ns(), step=step, detail=detail), weight=1)
 
-    def _offer_step(self, raw: RawStep) -> None:
-        weight = 1 + len(raw.comms)
-        for segment in raw.segments:
-            for record in segment.records:
-                weight += len(record.ready_ns) + (record.parameter_ready_ns is not None)
-        self._exporter.offer(raw, weight)
+    def _add_step(self, raw: RawStep) -> None:
+        """Steps that the device has got through are numbers, and wait together; called by the journal's replay."""
+        if not self._clock.passed(raw.end):
+            self._offer_steps()
+            self._exporter.offer(raw, raw.records)
+            return
+        try:
+            self._steps.add(raw, self._clock)
+        except Exception:
+            self._offer_steps()  # What a device's error left half added spoils no others.
+            raise
+        together = min(_STEPS_TOGETHER, self._config.queue_records)
+        if len(self._steps.number) >= together or 4 * self._steps.records >= self._config.batch_spans:
+            self._offer_steps()
+
+    @harmless
+    def _offer_steps(self) -> None:
+        if self._steps.number:
+            steps, self._steps = self._steps, RawSteps()
+            self._exporter.offer(steps, steps.records, len(steps.number))
 
     def _passed(self, record: object) -> bool:
         """Whether the device got to a step's end: one that hangs holds up its steps, and not the thread."""
         return not isinstance(record, RawStep) or self._clock.passed(record.end)
-
-    def _join(self, last: object, record: object) -> object:
-        """Steps that the device has got through are numbers, and can go together."""
-        if not (isinstance(record, RawStep) and self._clock.passed(record.end)):
-            return None
-        if isinstance(last, RawStep) and self._clock.passed(last.end):
-            last = RawSteps.of([last], self._clock)
-        if not isinstance(last, RawSteps):
-            return None
-        last.add(record, self._clock)
-        return last
 
     @harmless
     def _meet_others(self) -> None:

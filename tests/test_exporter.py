@@ -116,34 +116,10 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
     assert (full.emitted, full.dropped) == (9, 3)
 
 
-def test_records_that_are_joined_count_each_and_fill_a_quarter_of_a_batch(tmp_path: Path) -> None:
-    def join(last: object, new: object) -> object:
-        return [*last, *new] if isinstance(last, list) and isinstance(new, list) else None
-
-    made = Exporter(TelemetryConfig(spool=tmp_path, queue_records=6, batch_spans=8), encode, join=join)
-    assert [made.offer([number]) for number in range(5)] == [True] * 5
-    assert made.offer(other := event())
-    assert not made.offer([6])
-    assert [waiting.record for waiting in made._queue] == [[0, 1], [2, 3], [4], other]
-    assert (made.emitted, made.dropped) == (7, 1)
-
-
-def test_what_is_offered_while_two_are_joined_is_kept(tmp_path: Path) -> None:
-    """By a finalizer, when the garbage collector runs just then; and an error there loses neither record."""
-
-    goodbye = event("goodbye")
-
-    def join(last: object, new: object) -> object:
-        if new == "b":
-            made.offer(goodbye)
-        if new == "c":
-            raise MemoryError
-        return f"{last}{new}" if isinstance(new, str) else None
-
-    made = Exporter(TelemetryConfig(spool=tmp_path), encode, join=join)
-    for record in ("a", "b", "c"):
-        made.offer(record)
-    assert [waiting.record for waiting in made._queue] == ["ab", goodbye, "c"]
+def test_a_record_may_take_several_places_in_the_queue(tmp_path: Path) -> None:
+    made = Exporter(TelemetryConfig(spool=tmp_path, queue_records=5), encode)
+    assert [made.offer(event(), weight=9, places=places) for places in (4, 2, 1)] == [True, True, False]
+    assert (made.emitted, made.dropped) == (27, 9)
 
 
 def test_what_the_encoder_would_wait_for_holds_up_its_records_alone(tmp_path: Path) -> None:

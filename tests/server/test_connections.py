@@ -189,8 +189,9 @@ def test_so_many_answers_are_under_way_and_those_that_nobody_reads_make_room(
 ) -> None:
     monkeypatch.setattr(turns, "_UNSENT", 2)
     monkeypatch.setattr(heads, "UNREAD_S", 6.0)
-    with zeros_served(tmp_path) as address, asking(address), asking(address):
-        time.sleep(0.5)
+    with zeros_served(tmp_path) as address, asking(address) as first, asking(address) as second:
+        for reader in (first, second):
+            assert reader.recv(1, socket.MSG_PEEK), "its answer is under way"
         with asking(address, "/api/v1/runs") as third:
             third.settimeout(0.3)
             with pytest.raises(TimeoutError):
