@@ -6,9 +6,9 @@
 by where its memory is. Here each rank has one training, whose telemetry is taken out and put back in turns: hooks,
 recorder and threads. Model, buckets, process group and every address stay. "Off" and "off once more" are the same, and
 so the noise. As in `overhead` turns are short, in an order drawn anew and then backwards, and begin with a step that is
-not measured: the interpreter finds out anew what it calls, a twentieth of a millisecond in each of five steps. Batches
-are cut after so many steps with telemetry as train in the time of a flush, some before it begins; every launch is new
-processes, and what intervals are made of.
+not measured, as the interpreter may have to find out anew what it calls. Batches are cut after so many steps with
+telemetry as train in the time of a flush, some before it begins; every launch is new processes, and what intervals are
+made of.
 
 It goes on until the minutes are over: a run that ends as soon as its interval tells favours what it tells.
 """

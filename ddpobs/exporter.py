@@ -145,7 +145,7 @@ class Exporter:
             return False
         with self._counting:
             self.emitted += weight
-            if self._places >= self._config.queue_records:
+            if self._places + places > self._config.queue_records:
                 self.dropped += weight
                 return False
             self._queue.append(_Waiting(record, weight, places))
@@ -255,8 +255,8 @@ class Exporter:
     def _cut_batch(self, identity: Identity) -> None:
         taken: list[object] = []
         weight = places = 0
-        while self._queue and weight < self._config.batch_spans and places < _PLACES_A_BATCH:
-            if not self._ready(self._queue[0].record):
+        while self._queue and weight < self._config.batch_spans:
+            if places + self._queue[0].places > _PLACES_A_BATCH or not self._ready(self._queue[0].record):
                 break
             waiting = self._queue.popleft()
             taken.append(waiting.record)

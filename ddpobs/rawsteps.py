@@ -2,8 +2,8 @@
 
 The garbage collector counts the objects that stay and can hold others. Every 700 of them it goes over the young ones,
 and whenever a quarter more have stayed it goes over all that the process has: tenths of a second, in every rank at
-another moment, for which each time all ranks wait. Numbers in lists it does not count (CPython, "Garbage collector
-design", "Generations" and "Optimization: untracking").
+another moment, for which each time all ranks wait. Numbers in lists it does not count (CPython 3.11, pycore_gc.h, the
+note on counting long-lived objects).
 """
 
 from __future__ import annotations

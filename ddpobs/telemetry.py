@@ -43,7 +43,7 @@ _ASKING_S = 5.0
 _RESOLUTION_NS = 1000
 """Stamps are not better than that: a callback may come tens of microseconds late."""
 _STEPS_TOGETHER = 256
-"""So many steps wait as one record at most, and no more than a quarter of a batch."""
+"""So many steps wait as one record at most, and no more than a quarter of the queue or of a batch."""
 _REPEAT_HELLO = 30
 """Hello and layouts travel again every so many batches, should the batch that held them have been dropped."""
 
@@ -213,7 +213,7 @@ class Telemetry:
         except Exception:
             self._offer_steps()  # What a device's error left half added spoils no others.
             raise
-        together = min(_STEPS_TOGETHER, self._config.queue_records)
+        together = min(_STEPS_TOGETHER, self._config.queue_records // 4)
         if len(self._steps.number) >= together or 4 * self._steps.records >= self._config.batch_spans:
             self._offer_steps()
 

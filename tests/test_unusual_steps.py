@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpobs import wire
+from ddpobs import journal, wire
 from ddpobs.hooks import ProcessHooks
 from tests.test_recorder import Training, own, phases, plain_step
 
@@ -217,6 +217,18 @@ def test_a_replay_that_hangs_holds_nobody_up(training: Training) -> None:
             plain_step(training)
         assert training.journal.number == 0
     assert len(training.steps()) == 11
+
+
+def test_a_replay_that_hangs_for_ever_takes_so_much_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_MOST_HELD", 50)
+    training.journal._most = 3
+    with training.journal._replaying:
+        for _ in range(100):
+            plain_step(training)
+            assert len(training.journal._entries) <= 50 * 3
+    for _ in range(2):
+        plain_step(training)
+    assert phases(training.steps()[-1])["backward"] == 40
 
 
 def test_training_moves_to_another_thread(training: Training) -> None:

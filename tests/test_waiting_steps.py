@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
+
+import pytest
 
 from ddpobs import TelemetryConfig
 from ddpobs.rawsteps import RawSteps
@@ -11,7 +14,8 @@ from ddpobs.telemetry import Telemetry
 from tests.test_recorder import Training, plain_step
 
 
-def test_steps_wait_together_but_those_that_the_device_is_not_through() -> None:
+def nine_steps() -> tuple[Training, Telemetry, list[tuple[Any, int, int]]]:
+    """Closed, and telemetry for them that offers as told: what, for how many records, in how many places."""
     training = Training()
     offered: list[tuple[Any, int, int]] = []
     process = Telemetry.__new__(Telemetry)
@@ -20,6 +24,23 @@ def test_steps_wait_together_but_those_that_the_device_is_not_through() -> None:
     for _ in range(9):
         plain_step(training)
     training.steps()
+    return training, process, offered
+
+
+def test_an_error_of_the_device_spoils_no_later_step() -> None:
+    training, process, offered = nine_steps()
+    training.clock.times = broken = Mock(side_effect=RuntimeError("unspecified launch failure"))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match="launch failure"):
+        process._add_step(training.raw[0])
+    broken.side_effect = lambda stamps: stamps
+    for raw in training.raw[1:4]:
+        process._add_step(raw)
+    process._offer_steps()
+    assert [told.number for told, *_ in offered] == [[1, 2, 3]]
+
+
+def test_steps_wait_together_but_those_that_the_device_is_not_through() -> None:
+    training, process, offered = nine_steps()
     late = training.raw[6].end
     for raw in training.raw:
         if raw.end == late:

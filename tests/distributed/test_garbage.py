@@ -17,8 +17,8 @@ from tests.distributed.sent import sending
 
 STEPS = 300
 BEFORE, AFTER = 8, 1
-"""Objects a step, before the thread has seen it and while it waits for its batch, four seconds by default; objects that
-each hold a phase, a bucket or a step are 25."""
+"""Objects a step, before the thread has seen it and while it waits for its batch, four seconds by default. An object an
+entry was 18."""
 
 
 def train(rank: int, world_size: int, way: str) -> tuple[float, float]:
