@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,7 @@ from ddpobs_server.store import Store
 _FREE_BYTES, _FREE_RATIO = 10**9, 0.02
 _SKEW_S = 5.0
 _ASK_S = 5.0
+_RENEWAL_DAYS = 7
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,7 @@ def run(settings: Settings, integrity: bool = True) -> Iterator[Finding]:
     if (wrong := address_problem(settings.host, 0)) is not None:
         yield Finding("address", "fail", wrong)
     if settings.tls_cert is not None:
-        wrong = tls_problem(settings)
-        yield Finding("tls", "fail" if wrong else "ok", wrong or f"{settings.tls_cert} and its key fit")
+        yield _tls(settings, settings.tls_cert)
     if file is not None:
         yield (allowed := _permissions(file))
         if allowed.state == "fail":
@@ -136,6 +137,36 @@ def tls_problem(settings: Settings) -> str | None:
         key = f" with {settings.tls_key}" if settings.tls_key else ""
         return f"tls_cert: expected a certificate chain and its key as PEM, {settings.tls_cert}{key} is none: {error}"
     return None
+
+
+def _tls(settings: Settings, certificate: Path) -> Finding:
+    if (wrong := tls_problem(settings)) is not None:
+        return Finding("tls", "fail", wrong)
+    try:
+        days = (_expires_s(certificate, settings.tls_key) - time.time()) / 86_400
+    except ssl.SSLCertVerificationError as error:
+        return Finding("tls", "fail", f"no client takes {certificate}: {error.verify_message}")
+    detail = f"{certificate} and its key fit, for {days:.0f} more days"
+    return Finding("tls", "ok" if days > _RENEWAL_DAYS else "warn", detail)
+
+
+def _expires_s(certificate: Path, key: Path | None) -> float:
+    """When a certificate expires, as a client knows it that trusts it; a `time.time`.
+
+    Raises:
+        ssl.SSLCertVerificationError: No client would take it: it has expired, or is not valid yet.
+    """
+    ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    ours.load_cert_chain(certificate, key)
+    theirs.load_verify_locations(certificate)
+    theirs.check_hostname = False
+    theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client, server = theirs.wrap_bio(back, there), ours.wrap_bio(there, back, server_side=True)
+    for one in (client, server, client):
+        with suppress(ssl.SSLWantReadError):
+            one.do_handshake()
+    return ssl.cert_time_to_seconds(str((client.getpeercert() or {})["notAfter"]))
 
 
 def _schema(store: Store) -> Finding:

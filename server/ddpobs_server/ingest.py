@@ -236,7 +236,7 @@ async def put_batch(request: Request) -> Response:
         state.writer.batches.labels("busy" if problem.status in _RETRIED else "refused").inc()
         raise
     except Unstorable as error:
-        raise Problem(422, "Malformed batch", f"a value is beyond what the database holds: {error}") from None
+        raise Problem(422, "Malformed batch", str(error)) from None
     if outcome is Outcome.CONFLICT:
         raise Problem(409, "Conflict", f"another batch is stored under source {key['source']}, seq {key['seq']}")
     repeated = outcome is Outcome.REPEATED

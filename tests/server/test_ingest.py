@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
-from ddpobs_server.store import Arrival, Store, removing, writing
+from ddpobs_server.store import Arrival, Store, Unstorable, removing, writing
 
 from ddpobs import wire
 from tests import databases
@@ -309,6 +309,20 @@ def test_two_collectors_number_attempts_that_come_at_the_same_moment_in_turn(
     assert attempts == {"a": 0, "c": 1, "b": 2}
     assert run is not None
     assert run.attempt[0] == "b"
+
+
+def test_a_source_stays_with_its_attempt(store: Store) -> None:
+    def ingest(*attempts: str) -> None:
+        sent = [batch("run", number, attempt=attempt * 16, steps=steps(0, 3)) for number, attempt in enumerate(attempts)]
+        store.ingest([Arrival(one, bytes([one.seq]) * 32, 100, 1) for one in sent])
+
+    with pytest.raises(Unstorable, match="attempt: expected the one"):
+        ingest("a", "b")
+    assert store.run("run") is None
+    ingest("a", "a")
+    with pytest.raises(Unstorable, match="attempt: expected the one"):
+        ingest("a", "a", "b")
+    assert [found.attempt for found in store.attempts("run")] == ["a" * 16]
 
 
 def test_a_run_that_is_deleted_while_its_batch_arrives_keeps_that_ones_attempt(

@@ -99,3 +99,20 @@ def test_a_certificate_that_cannot_be_used_is_said_so(certificates: Path) -> Non
         problem = checks.tls_problem(settings)
         assert (problem is None) == fits
         assert fits or str(settings.tls_cert) in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("days", "state", "told"), [(400, "ok", "400 more days"), (3, "warn", "3 more days"), (-1, "fail", "has expired")]
+)
+def test_a_certificate_is_looked_at_before_clients_refuse_it(
+    certificates: Path, tmp_path: Path, days: int, state: str, told: str
+) -> None:
+    sign = ["x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
+    short = [*sign, "-out", str(tmp_path / "some.pem"), "-days", str(days), "-extfile", "names"]
+    subprocess.run([need("openssl", "openssl"), *short], cwd=certificates, check=True, capture_output=True)
+    settings = Settings(
+        tls_cert=tmp_path / "some.pem", tls_key=certificates / "server.key", database_url=f"sqlite:///{tmp_path}/new.db"
+    )
+    found = {finding.name: finding for finding in checks.run(settings)}["tls"]
+    assert found.state == state
+    assert told in found.detail

@@ -9,8 +9,8 @@ from ddpobs_server.store.faults import UnavailableError, UnusableError
 from ddpobs_server.store.reading import TooManyRowsError
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
-from ddpobs_server.store.store import Store, Unstorable
-from ddpobs_server.store.writing import Arrival, Outcome
+from ddpobs_server.store.store import Store
+from ddpobs_server.store.writing import Arrival, Outcome, Unstorable
 
 __all__ = [
     "DEFAULT_WORKSPACE",

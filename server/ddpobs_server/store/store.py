@@ -20,15 +20,11 @@ from ddpobs_server.store.reading import Part
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.totals import PhaseTotals
-from ddpobs_server.store.writing import Arrival, Outcome
+from ddpobs_server.store.writing import Arrival, Outcome, Unstorable
 
 _TRIED = Table("ddpobs_tried", MetaData(), Column("run_id", String(1), primary_key=True))
 Ranks = int | Collection[int] | None
 """One rank, some of them, or all."""
-
-
-class Unstorable(Exception):  # noqa: N818 - a batch is
-    """A batch holds a value that the database has no room for; it never will be stored."""
 
 
 class Store:
@@ -83,7 +79,7 @@ class Store:
         """Store batches in one transaction; returns after its commit, with the outcome of each.
 
         Raises:
-            Unstorable: A value is one that the database has no room for.
+            Unstorable: A batch never can be.
         """
         if self._disk is not None and (free := shutil.disk_usage(self._disk).free) < self._keep_free_bytes:
             raise UnavailableError(f"{free} bytes are free, {self._keep_free_bytes} are to stay so", full=True)
@@ -91,7 +87,8 @@ class Store:
             with self._engine.begin() as connection:
                 return writing.write(connection, arrivals)
         except (DataError, OverflowError) as error:
-            raise Unstorable(str(error).partition("\n")[0]) from error
+            detail = f"a value is beyond what the database holds: {str(error).partition(chr(10))[0]}"
+            raise Unstorable(detail) from error
 
     def delete(self, run: str) -> bool:
         """Remove everything of a run and return its space; False where there is none."""

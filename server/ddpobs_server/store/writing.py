@@ -22,6 +22,10 @@ _MERGED = ("steps", "comms")
 """Kinds whose rows share a chunk for all batches of a transaction."""
 
 
+class Unstorable(Exception):  # noqa: N818 - a batch is
+    """A batch that never will be stored; says why."""
+
+
 class Outcome(enum.Enum):
     """What became of a batch."""
 
@@ -181,8 +185,10 @@ def _takes_over(connection: Connection, batch: wire.Batch, latest: str, beside: 
 
 
 def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
+    """A source stays with its attempt, so that a run has no more attempts than it may have sources."""
     rows = sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"]))
-    _execute(connection, _touching_source(connection.dialect.name), rows)
+    if _execute(connection, _touching_source(connection.dialect.name), rows) != len(rows):
+        raise Unstorable("attempt: expected the one that this source has told before, got another")
 
 
 def _source_row(arrival: Arrival) -> dict[str, Any]:
@@ -313,11 +319,11 @@ def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) ->
         _execute(connection, _inserting(table), rows)
 
 
-def _execute(connection: Connection, statement: Insert, rows: list[dict[str, Any]]) -> None:
-    """Run an insert for each of some rows with the same columns."""
+def _execute(connection: Connection, statement: Insert, rows: list[dict[str, Any]]) -> int:
+    """Run an insert for each of some rows with the same columns; how many it put there or changed."""
     sql, names = compiled(statement, connection.dialect, tuple(rows[0]))
     values = itemgetter(*names) if names else dict
-    connection.exec_driver_sql(sql, list(map(values, rows)))
+    return connection.exec_driver_sql(sql, list(map(values, rows))).rowcount
 
 
 @cache
@@ -372,7 +378,8 @@ def _touching_source(dialect: str) -> Any:
     stepped_ns = func.nullif(new.last_step_seen_ns, text("0"))
     changes["last_step_seen_ns"] = func.coalesce(stepped_ns, c.last_step_seen_ns)
     changes["goodbye"] = or_(c.goodbye, new.goodbye)
-    return statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes)
+    same = c.attempt == new.attempt
+    return statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes, where=same)
 
 
 @cache
