@@ -145,9 +145,10 @@ class Writer:
             return
         except Exception as error:
             if len(group) > 1:
-                # One bad batch must not take the others' transaction with it.
-                for item in group:
-                    self._write([item])
+                # One bad batch must not take the others' transaction with it, nor cost each of them one of its own.
+                middle = len(group) // 2
+                for half in (group[:middle], group[middle:]):
+                    self._write(half)
                 return
             run, source, seq = group[0][0].key
             if isinstance(error, Unstorable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import signal
 import socket
@@ -16,7 +17,11 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
-from ddpobs_server.store import Arrival, Store, Unstorable, removing, writing
+from ddpobs_server.decoding import Upload
+from ddpobs_server.ingest import Writer
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Arrival, Outcome, Store, Unstorable, removing, writing
+from prometheus_client import CollectorRegistry
 
 from ddpobs import wire
 from tests import databases
@@ -180,6 +185,29 @@ def test_batches_that_come_together_have_each_its_own_answer(shared: Collector, 
     assert stored_steps(shared.url, run) == list(range(20))
 
 
+def test_one_bad_batch_of_many_costs_the_others_few_transactions(store: Store) -> None:
+    attempts = ["a"] * 64
+    attempts[37] = "b"  # A source stays with its attempt.
+    sent = [batch("run", seq, attempt=attempt * 16, steps=steps(seq, 1)) for seq, attempt in enumerate(attempts)]
+    registry = CollectorRegistry()
+    writer = Writer(store, len(sent), registry)
+
+    async def together() -> list[Outcome | BaseException]:
+        answers: list[asyncio.Future[Outcome]] = [asyncio.get_running_loop().create_future() for _ in sent]
+        for one, answer in zip(sent, answers, strict=True):
+            key = {"run": one.run, "source": one.source, "seq": str(one.seq)}
+            upload = Upload(one.run, key, wire.encode(one), wire.MSGPACK, "", time.time_ns(), Settings())
+            writer._waiting.put((upload, answer))
+        writer.start()
+        return await asyncio.gather(*answers, return_exceptions=True)
+
+    answers = asyncio.run(together())
+    writer.close()
+    assert isinstance(answers.pop(37), Unstorable)
+    assert answers == [Outcome.STORED] * 63
+    assert registry.get_sample_value("ddpobs_server_commit_seconds_count") == 1 + 2 * 6
+
+
 def test_concurrent_senders_and_retries_store_each_batch_once(shared: Collector, run: str) -> None:
     sent = [batch(run, seq=seq, rank=rank, world_size=4, steps=steps(seq, 1)) for seq in range(15) for rank in range(4)]
     with ThreadPoolExecutor(12) as pool:
@@ -313,7 +341,7 @@ def test_two_collectors_number_attempts_that_come_at_the_same_moment_in_turn(
 
 def test_a_source_stays_with_its_attempt(store: Store) -> None:
     def ingest(*attempts: str) -> None:
-        sent = [batch("run", number, attempt=attempt * 16, steps=steps(0, 3)) for number, attempt in enumerate(attempts)]
+        sent = [batch("run", seq, attempt=attempt * 16, steps=steps(0, 3)) for seq, attempt in enumerate(attempts)]
         store.ingest([Arrival(one, bytes([one.seq]) * 32, 100, 1) for one in sent])
 
     with pytest.raises(Unstorable, match="attempt: expected the one"):
