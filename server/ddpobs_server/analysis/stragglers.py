@@ -110,15 +110,22 @@ def _rotated_most(counts: wire.Ints, random: np.random.Generator) -> wire.Ints:
 
 
 def weights(window_ns: Floats) -> Floats:
-    """By how much each step counts, at most 1, so that none counts for more than `_MOST_MEDIANS` median ones."""
-    return np.minimum(1.0, _MOST_MEDIANS * np.median(window_ns) / window_ns)
+    """By how much each step counts, above 0 and at most 1: none counts for more than `_MOST_MEDIANS` median ones.
+
+    The median is of the steps that took any time. What others answer for may leave nothing of a step.
+    """
+    took_ns = window_ns[window_ns > 0]
+    if not len(took_ns):
+        return np.ones_like(window_ns)
+    most_ns = _MOST_MEDIANS * np.median(took_ns)
+    return np.asarray(most_ns / np.maximum(most_ns, window_ns))
 
 
 def cost_shares(joined: Joined, late: Lateness, rows: wire.Ints) -> Floats:
     """What these steps lose to each rank, as a share of them; shape [ranks], each from 0 to 1."""
     window_ns = joined.window_ns[rows]
     counts = weights(window_ns)
-    return np.asarray(counts @ late.cost_ns[rows] / (counts @ window_ns))
+    return np.asarray(counts @ late.cost_ns[rows] / max(1.0, float(counts @ window_ns)))
 
 
 def recurring(joined: Joined, late: Lateness, least_late: float = 0.0, least_cost: float = MIN_COST_SHARE) -> list[int]:

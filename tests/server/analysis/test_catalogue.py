@@ -103,6 +103,14 @@ def test_one_long_stall_does_not_decide(moving_ms: float) -> None:
     assert all("most of it moving bytes" in finding.title for finding in found)
 
 
+def test_steps_whose_time_is_all_in_the_next_ones_own_are_judged() -> None:
+    """No step is followed but by one whose own time is longer than both: of what is judged nothing took any time."""
+    rank, rows = columns(np.zeros((40, 2, len(wire.OWN_PHASES)), np.int64), moving_ms=100)
+    step = 3 * (rows.step // 2) + rows.step % 2
+    found = one(comm_bound(of(rank, changed(rows, step=step, own_ns=rows.step % 2 * 5000 * MS))))
+    assert (found.evidence["exposed_share"], found.evidence["steps_used"]) == (1.0, 20)
+
+
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_waiting_at_a_barrier_after_the_step_does_not_blame_the_network(checkpoint: bool) -> None:
     """One rank saves every fourth step and all meet: as a checkpoint is told, or as anything else that takes time."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from ddpobs_server.analysis import stragglers
@@ -14,6 +16,7 @@ from ddpobs_server.analysis.stragglers import (
     late_bucket,
     lateness,
     straggler_findings,
+    weights,
 )
 
 from ddpobs import wire
@@ -36,6 +39,27 @@ def exact(extra: dict[int, tuple[str, float]], steps: int = 40, ranks: int = 4) 
     for rank, (phase, ms) in extra.items():
         own[:, rank, wire.OWN_PHASES.index(phase)] += ms
     return (own * MS).astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("window_ns", "counts"),
+    [
+        ([10, 10, 80, 20, 10], [1, 1, 0.5, 1, 1]),
+        ([0, 0, 0, 0, 10, 10, 80], [1, 1, 1, 1, 1, 1, 0.5]),
+        ([0, 0, 0], [1, 1, 1]),
+        ([], []),
+    ],
+)
+def test_no_step_counts_for_more_than_four_median_ones_of_those_that_took_time(
+    window_ns: list[int], counts: list[float]
+) -> None:
+    assert weights(np.array(window_ns, np.float64)).tolist() == counts
+
+
+def test_steps_that_took_no_time_cost_nothing() -> None:
+    joined = join(*columns(np.zeros((40, 2, len(wire.OWN_PHASES)), np.int64)))
+    none = replace(joined, wall_ns=np.zeros_like(joined.wall_ns))
+    assert stragglers.cost_shares(none, lateness(none), np.arange(40)).tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("collectives", [32, 200])
