@@ -67,6 +67,7 @@ class Diagnosis:
             ahead_ns={s.rank: s.anchor.wall_ns - s.last_seen_ns for s in sources},
             absent=sorted(one for ranks in absent.values() for one in ranks),
             apart=apart,
+            gaps=bool(settings.get("find_unused_parameters")) and self._store.has_gaps(run, attempt),
         )
         hosts = {s.rank: s.hello.host for s in sources if s.hello}
         slow = Missing("straggler", apart) if apart else stragglers.straggler_findings(joined, hosts)

@@ -45,6 +45,7 @@ class Evidence:
         ahead_ns: How far each rank's wall clock is ahead of the collector's.
         absent: Ranks of the world that are not among the joined ones.
         apart: Why the ranks do not wait for each other, empty where they do.
+        gaps: Whether a batch of any rank is missing before another; looked at with `find_unused_parameters` only.
     """
 
     rank: wire.Ints
@@ -60,6 +61,7 @@ class Evidence:
     ahead_ns: dict[int, int] = field(default_factory=dict)
     absent: list[int] = field(default_factory=list)
     apart: str = ""
+    gaps: bool = False
 
     @property
     def seen(self) -> tuple[int, int]:
@@ -293,7 +295,7 @@ def find_unused_needless(evidence: Evidence) -> Judgement:
         return []
     if len(np.unique(evidence.steps.step)) < MIN_STEPS:
         return Missing("find-unused-needless", f"fewer than {MIN_STEPS} steps")
-    if any(evidence.dropped.values()) or any(evidence.missing_batches.values()):
+    if any(evidence.dropped.values()) or evidence.gaps:
         return Missing(
             "find-unused-needless", "records were dropped, or have not arrived, an unused set perhaps among them"
         )

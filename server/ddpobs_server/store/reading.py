@@ -14,6 +14,7 @@ from ddpobs import wire
 from ddpobs.wire.columns import Columns
 from ddpobs_server.store import chunks, schema
 from ddpobs_server.store.rows import Attempt, Source
+from ddpobs_server.store.sums import added
 
 _PAGE_CHUNKS = 20_000
 """Most chunks that one page is made of."""
@@ -153,6 +154,21 @@ def missing_batches(connection: Connection, run_id: str, attempt: str) -> dict[s
     gone = select(c.source).where(c.run_id == run_id, c.attempt == attempt, c.goodbye)
     told = select(b.source, func.max(b.seq) + 1, func.count()).where(b.run_id == run_id, b.source.in_(gone))
     return {source: (sent - here, sent) for source, sent, here in connection.execute(told.group_by(b.source))}
+
+
+def has_gaps(connection: Connection, run_id: str, attempt: str) -> bool:
+    """Whether a batch is missing before another of its source; of one that lives it may be under way.
+
+    All of the attempt's batches are counted only where fewer were stored of the run than its sources' last ones tell.
+    """
+    c, b, r = schema.sources.c, schema.batches.c, schema.runs.c
+    last = select(func.max(b.seq)).where(b.run_id == run_id, b.source == c.source).correlate(schema.sources)
+    sent = select(added(last.scalar_subquery() + 1)).where(c.run_id == run_id).scalar_subquery()
+    if not connection.execute(select(sent > r.commits).where(r.run_id == run_id)).scalar():
+        return False
+    here = select(c.source).where(c.run_id == run_id, c.attempt == attempt)
+    told = select(b.source).where(b.run_id == run_id, b.source.in_(here)).group_by(b.source)
+    return connection.execute(told.having(func.max(b.seq) + 1 > func.count()).limit(1)).first() is not None
 
 
 def _source(row: Row[Any]) -> Source:

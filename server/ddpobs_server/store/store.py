@@ -252,6 +252,11 @@ class Store:
         with self._engine.connect() as connection:
             return reading.missing_batches(connection, run, attempt)
 
+    def has_gaps(self, run: str, attempt: str) -> bool:
+        """Whether a batch is missing before another of its source; of one that lives it may be under way."""
+        with self._engine.connect() as connection:
+            return reading.has_gaps(connection, run, attempt)
+
     def layouts(self, run: str, attempt: str) -> list[wire.Layout]:
         """Each module's layouts, by revision, as the lowest rank that told them told them."""
         with self._engine.connect() as connection:

@@ -285,7 +285,7 @@ def test_the_flag_cannot_be_judged_where_records_were_dropped() -> None:
     assert isinstance(find_unused_needless(replace(flagged(), dropped={0: 5}, emitted={0: 100})), Missing)
 
 
-@pytest.mark.parametrize("unknown", [{"missing_batches": {0: 0, 1: 2}}, {"absent": [2]}])
+@pytest.mark.parametrize("unknown", [{"gaps": True}, {"absent": [2]}])
 def test_the_flag_cannot_be_judged_where_something_was_not_heard(unknown: dict[str, Any]) -> None:
     assert isinstance(find_unused_needless(replace(flagged(), **unknown)), Missing)
 
