@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.joins import ranks_of
+from ddpobs_server.analysis.joins import Floats, ranks_of
 
 _MOST_STEPS = 2**40
 _SHARED_STEPS = 4
@@ -29,27 +29,35 @@ def offsets_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire
         Offsets by rank, and the median spread of the aligned ends over ranks, both in ns.
     """
     rank, columns = spans
-    ranks, _ = ranks_of(rank)
+    ranks, place = ranks_of(rank)
     if not len(ranks):
         return {}, 0
     # Relative to the first end: a float holds 53 bits, a clock in ns more.
-    base = {r: int(columns.done_ns[rank == r][0]) for r in ranks.tolist()}
-    first = base[int(ranks[0])]
+    base = columns.done_ns[np.unique(place, return_index=True)[1]]
+    apart = dict(zip(ranks.tolist(), (base[0] - base).tolist(), strict=True))
     collective = _collectives(steps, rank, columns.step)
     joins = collective >= 0
     key = np.stack([collective, columns.module, columns.revision, columns.bucket])[:, joins]
-    identity, rank, done_ns = _numbered(key), rank[joins], columns.done_ns[joins]
-    table = np.full((int(identity.max(initial=-1)) + 1, len(ranks)), np.nan)
-    for column, r in enumerate(ranks.tolist()):
-        mine = rank == r
-        table[identity[mine], column] = done_ns[mine] - base[r]
-    table = table[~np.isnan(table).any(axis=1)]
+    table = _shared(_numbered(key), place[joins], (columns.done_ns - base[place])[joins], len(ranks))
     if not len(table):
-        return {r: first - at for r, at in base.items()}, 0
+        return apart, 0
     shift = np.median(table[:, :1] - table, axis=0)
     aligned = table + shift
     spread = round(float(np.median(aligned.max(axis=1) - aligned.min(axis=1))))
-    return {r: first - base[r] + round(float(shift[c])) for c, r in enumerate(ranks.tolist())}, spread
+    return {r: by + round(ns) for (r, by), ns in zip(apart.items(), shift.tolist(), strict=True)}, spread
+
+
+def _shared(identity: wire.Ints, place: wire.Ints, ends_ns: wire.Ints, ranks: int) -> Floats:
+    """When each rank ended what all of them have, shape [identities, ranks]; of what one has twice, the last.
+
+    The others are left out first: clients may tell of as many as they like, each on one rank alone.
+    """
+    there = np.bincount(np.unique(identity * ranks + place) // ranks)
+    whole = there == ranks
+    rows = whole[identity]
+    table = np.empty((int(whole.sum()), ranks))
+    table[(np.cumsum(whole) - 1)[identity[rows]], place[rows]] = ends_ns[rows]
+    return table
 
 
 def steps_missing(steps: tuple[wire.Ints, wire.Steps]) -> int:

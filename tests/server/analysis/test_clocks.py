@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from ddpobs_server.analysis.clocks import aligned, offsets_ns, steps_missing
@@ -69,6 +71,21 @@ def test_offsets_hold_where_step_numbers_part() -> None:
     shifts, noise = offsets_ns(steps_of(rank, local, columns.step), (rank, parted))
     assert shifts == {one: -ahead for one, ahead in AHEAD.items()}
     assert noise == 0
+
+
+def test_collectives_that_only_some_ranks_tell_of_take_no_memory() -> None:
+    ranks, own = 300, 100
+    rank = np.repeat(np.arange(ranks), own + 1)
+    collective = np.where(np.tile(np.arange(own + 1), ranks) == own, 0, 1 + np.arange(len(rank)))
+    order = np.lexsort((rank, collective))
+    rows = [(step, 0, done, done, done) for step, done in zip(collective[order], 7 * rank[order] + 10**9, strict=True)]
+    of, columns = spans(rank[order].tolist(), rows)
+    tracemalloc.start()
+    shifts, noise = offsets(of, columns)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (shifts, noise) == ({one: -7 * one for one in range(ranks)}, 0)
+    assert peak < 20 * columns.table.nbytes
 
 
 @pytest.mark.parametrize(("apart", "steps", "more"), [(0, 1, 0), (1, 1, 5), (7, 1, 11), (7, 10, 11), (7, 11, 0)])
