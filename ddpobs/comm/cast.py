@@ -34,10 +34,10 @@ class _Cast:
         return OnFuture(all_reduce(self._group, [narrow]).get_future().then(_into(buffer, narrow)))
 
 
-def _into(buffer: torch.Tensor, narrow: torch.Tensor) -> Callable[[torch.futures.Future[object]], None]:
-    def widen(reduced: torch.futures.Future[object]) -> None:
+def _into(buffer: torch.Tensor, narrow: torch.Tensor) -> Callable[[torch.futures.Future[object]], torch.Tensor]:
+    def widen(reduced: torch.futures.Future[object]) -> torch.Tensor:
         reduced.value()  # Raises where the exchange failed.
-        buffer.copy_(narrow)
+        return buffer.copy_(narrow)
 
     return widen
 

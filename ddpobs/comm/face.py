@@ -48,11 +48,15 @@ the other ranks waits for the first `launch`."""
 
 
 class OnFuture:
-    """Pending until a future of torch's is done."""
+    """Pending until a future of torch's is done.
+
+    On CUDA `wait` has the current stream wait for what wrote the future's value, and for nothing else: that has to be
+    the bucket's buffer.
+    """
 
     __slots__ = ("_future",)
 
-    def __init__(self, future: torch.futures.Future[None]) -> None:
+    def __init__(self, future: torch.futures.Future[torch.Tensor]) -> None:
         self._future = future
 
     def wait(self) -> None:

@@ -47,10 +47,11 @@ class TopK:
         everyone = mine.new_empty(self._ranks * 2 * count)
         work = all_gather(self._group, everyone, mine)
 
-        def add_up(gathered: torch.futures.Future[object]) -> None:
+        def add_up(gathered: torch.futures.Future[object]) -> torch.Tensor:
             gathered.value()  # Raises where the exchange failed.
             buffer.zero_()
             for chosen in everyone.view(self._ranks, 2, count):
                 buffer.index_add_(0, chosen[0], chosen[1].view(torch.float32).to(buffer.dtype))
+            return buffer
 
         return OnFuture(work.get_future().then(add_up))

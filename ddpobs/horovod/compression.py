@@ -88,9 +88,11 @@ class _Compressed:
         small, context = self._compressor.compress(bucket.buffer)
         return OnFuture(all_reduce(self._group, [small]).get_future().then(self._back(bucket, small, context)))
 
-    def _back(self, bucket: Bucket, small: torch.Tensor, context: Any) -> Callable[[torch.futures.Future[Any]], None]:
-        def back(reduced: torch.futures.Future[Any]) -> None:
+    def _back(
+        self, bucket: Bucket, small: torch.Tensor, context: Any
+    ) -> Callable[[torch.futures.Future[Any]], torch.Tensor]:
+        def back(reduced: torch.futures.Future[Any]) -> torch.Tensor:
             reduced.value()  # Raises where the exchange failed.
-            bucket.buffer.copy_(self._compressor.decompress(small, context))
+            return bucket.buffer.copy_(self._compressor.decompress(small, context))
 
         return back
