@@ -1,7 +1,8 @@
 """Collectives that are not the reducer's: the user's own and SyncBatchNorm's, seen where training waits for them.
 
 The methods of torch's process groups and of their works are wrapped for as long as telemetry runs, so that it does
-not matter how a caller came by `all_reduce`. What blocks is the wait, and the wait alone is timed. The reducer calls
+not matter how a caller came by `all_reduce`. What blocks is the wait, and the wait alone is timed; NCCL gives no work
+where nobody asked for one (`async_op=False`), and then the call is the wait, of the current stream. The reducer calls
 the plain methods, and is not seen here.
 """
 
@@ -24,6 +25,12 @@ from ddpobs.patching import Patches, plain
 _ALL_REDUCE = plain(dist.ProcessGroup.allreduce)
 _BROADCAST = plain(dist.ProcessGroup.broadcast)
 _WAIT = plain(dist.Work.wait)
+_COLLECTIVES = (
+    *("_allgather_base", "all_gather_single", "allgather", "allgather_coalesced"),
+    *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter", "reduce", "allreduce", "allreduce_coalesced"),
+    *("all_to_all_single", "alltoall_base", "alltoall", "barrier", "broadcast", "gather", "scatter", "_end_coalescing"),
+)
+"""What `torch.distributed` calls; some of the names are not there in every version of torch."""
 _REST_S = 0.1
 _thread = threading.local()
 
@@ -89,6 +96,9 @@ class CollectiveHooks:
         self._patches.put(dist.Work, "wait", self._timed)
         # Blocks by itself, without a work to wait for.
         self._patches.put(dist.ProcessGroup, "monitored_barrier", self._timed)
+        for name in _COLLECTIVES:
+            if hasattr(dist.ProcessGroup, name):
+                self._patches.put(dist.ProcessGroup, name, self._timed_without_work)
 
     def remove(self) -> None:
         """Take them out again."""
@@ -106,6 +116,24 @@ class CollectiveHooks:
             finally:
                 journal.blocking_ended(began)
 
+        return timed
+
+    def _timed_without_work(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        journal = self._journal
+
+        def timed(group: Any, *args: Any, **kwargs: Any) -> Any:
+            began = journal.blocking_began(torch._C._current_graph_task_id() >= 0)
+            if began is None:
+                return original(group, *args, **kwargs)
+            work: Any = original
+            try:
+                work = original(group, *args, **kwargs)
+            finally:
+                journal.blocking_ended(began if work is None else None)
+            return work
+
+        # Of a group that is written in Python pybind11 takes only a caller of that name for the method itself.
+        timed.__code__ = timed.__code__.replace(co_name=original.__name__)
         return timed
 
 

@@ -191,6 +191,7 @@ class Journal:
     def synchronised(self, module: int, record: Any) -> None:
         """A DDP module's gradients were reduced in the backward that is under way."""
         if not self._begun:
+            self.shadowed()  # Of a step that a graph's capture left out; the other ranks may have had none.
             return
         evaluating = not self._trained and bool(self.evaluating())
         self._note_fact(StepTracker.synchronised, module, record, evaluating and not self.trains_in_eval)
@@ -215,13 +216,14 @@ class Journal:
         return self._now()
 
     @harmless
-    def blocking_ended(self, began: Stamp) -> None:
-        """The wait is over."""
+    def blocking_ended(self, began: Stamp | None) -> None:
+        """The wait is over; None where there was none to be noted after all."""
         self._blocked = False
-        self._note_fact(StepTracker.communicated, 0, _USER, began, self._now())
+        if began is not None:
+            self._note_fact(StepTracker.communicated, 0, _USER, began, self._now())
 
     def shadowed(self) -> None:
-        """This rank only took part in a synchronised backward of the others, and waited for them unnoted."""
+        """This rank took part in a synchronised backward of the others that is no step of its own."""
         self._note_fact(StepTracker.shadowed)
 
     def disturbed(self) -> None:
@@ -331,9 +333,12 @@ class Journal:
         return thread == self._thread
 
     def _forget(self) -> None:
-        """In a forked child (a loader worker): the entries are the parent's, and so may be whoever replays them."""
+        """In a forked child (a loader worker): the entries are the parent's, and so may be whoever replays them.
+
+        They are kept: what they hold of a CUDA device ends a process that drops it and did not make it.
+        """
         self._replaying = Lock()
-        self._entries.clear()
+        self._parents, self._entries = self._entries, deque()
         self._begun = False
 
 

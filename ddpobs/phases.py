@@ -239,7 +239,7 @@ class StepTracker:
             self._step.comms.append((module, kind, launched, done))
 
     def shadowed(self) -> None:
-        """This rank only took part in a synchronised backward of the others, and waited for them unnoted."""
+        """This rank took part in a synchronised backward of the others that is no step of its own."""
         self._collective += 1
         self._clean = False
 

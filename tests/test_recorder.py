@@ -33,6 +33,9 @@ class FakeClock:
     def passed(self, stamp: int) -> bool:
         return stamp > 0
 
+    def took_ns(self, work: object) -> int:
+        return wire.UNKNOWN
+
     def capturing(self, begins: bool) -> None:
         self.captures.append(begins)
 
@@ -275,11 +278,14 @@ def test_nothing_is_recorded_while_a_cuda_graph_is_captured(training: Training, 
         plain_step(training)
         plain_step(training)
         training.fetch(3)
+        begun = training.recorder.backward()
+        assert begun is not None
         torch.cuda.CUDAGraph.capture_begin(graph)
         training.fetch(7)
         training.forward(9)
         training.journal.backward_began()
         record = training.recorder.backward()
+        training.recorder.finished(begun)  # Of a backward that a capture began in the midst of.
         training.journal.backward_ended()
         torch.cuda.CUDAGraph.capture_end(graph)
         plain_step(training)
@@ -290,6 +296,8 @@ def test_nothing_is_recorded_while_a_cuda_graph_is_captured(training: Training, 
     assert began
     assert training.clock.captures == [True, False]
     assert "cuda_graph_captured" in training.told
+    # Another rank, which captured nothing then, counted that one.
+    assert [step.collective for step in training.steps()] == [0, 1, 3, 4]
     assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, True, False]
 
 

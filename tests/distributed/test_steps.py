@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from statistics import median
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -213,6 +214,18 @@ def waiting_asynchronously(make: Any, rank: int) -> None:
         output.sum().backward()
 
 
+def waiting_without_a_work(make: Any, rank: int) -> None:
+    """As with NCCL, which gives no work where a collective is not asynchronous."""
+    plain = dist.ProcessGroup.allreduce
+
+    def all_reduce(group: dist.ProcessGroup, tensors: list[torch.Tensor], options: Any) -> None:
+        assert not options.asyncOp
+        plain(group, tensors, options).wait()
+
+    with patch.object(dist.ProcessGroup, "allreduce", all_reduce):
+        waiting_in_forward(make, rank)
+
+
 def closures_without_loader(make: Any, rank: int) -> None:
     ddp = make(net())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
@@ -267,6 +280,7 @@ LOOPS: dict[str, Callable[[Any, int], None]] = {
         uneven,
         waiting_in_forward,
         waiting_asynchronously,
+        waiting_without_a_work,
         closures_without_loader,
         in_evaluation_mode,
         slow_while_unused_are_looked_for,
@@ -385,7 +399,7 @@ def test_a_rank_that_is_slow_in_backward_is_found_while_unused_parameters_are_lo
     assert median(later(waits, "phases", "exposed_comm")) > 0.8 * SLOW_NS
 
 
-@pytest.mark.parametrize("name", ["waiting_in_forward", "waiting_asynchronously"])
+@pytest.mark.parametrize("name", ["waiting_in_forward", "waiting_asynchronously", "waiting_without_a_work"])
 def test_a_rank_that_is_slow_before_a_collective_of_the_users_own_is_found(
     found: list[dict[str, Any]], name: str
 ) -> None:
