@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ddpobs.wire import Anchor
+from ddpobs.wire import UNKNOWN, Anchor
 
 Stamp = Any
 
@@ -34,6 +34,10 @@ class Clock(Protocol):
         """
         ...
 
+    def took_ns(self, work: Any) -> int:
+        """How long a collective that is over was moving; `wire.UNKNOWN` where its work does not tell."""
+        ...
+
     def capturing(self, begins: bool) -> None:
         """A CUDA graph's capture begins or has ended: in between nothing may be asked of the device."""
         ...
@@ -53,6 +57,10 @@ class HostClock:
         """The stamps themselves."""
         return stamps
 
+    def took_ns(self, work: Any) -> int:
+        """As the work itself tells, which gloo's does not."""
+        return _took_ns(work)
+
     def capturing(self, begins: bool) -> None:
         """Host time does not mind."""
 
@@ -64,14 +72,16 @@ class CudaClock:
     asks for makes the capture fail (cudaStreamCaptureModeGlobal).
 
     Elapsed time of events is a float in milliseconds (torch.cuda.Event.elapsed_time), whose rounding grows with the
-    distance from the reference, so the reference is taken anew every few seconds.
+    distance from the reference, and the device's clock and the host's drift apart: so the reference is taken anew every
+    few seconds, on a stream of its own, on which nothing is ever waited for.
     """
 
     _RENEW_NS = 4_000_000_000
     _POLL_S = 0.0005
+    _TRIES = 3
 
     def __init__(self, device: Any) -> None:
-        """Tie the device's time to the host's once, at construction.
+        """Tie the device's time to the host's.
 
         Args:
             device: A CUDA `torch.device`.
@@ -82,6 +92,7 @@ class CudaClock:
         self._device = device
         self._taken_ns = 0
         self._reference: Any = None
+        self._stream: Any = torch.cuda.Stream(device)
         self._asking = threading.Lock()
         self._captures = False
         self._renew()
@@ -97,7 +108,7 @@ class CudaClock:
     def passed(self, stamp: Stamp) -> bool:
         """Whether the device has got to the event."""
         with self._asking:
-            return stamp != 0 and not self._captures and bool(stamp.query())
+            return self._through(stamp)
 
     def times(self, stamps: Sequence[Stamp]) -> Sequence[int]:
         """Host times at which the device got to the events."""
@@ -105,27 +116,52 @@ class CudaClock:
 
     def nanoseconds(self, stamp: Stamp) -> int:
         """Host time at which the device got to the event."""
-        while not self.passed(stamp):
+        while True:
+            with self._asking:  # Elapsed time asks the device, too: a capture begins before all of this, or after.
+                if self._through(stamp):
+                    if time.monotonic_ns() - self._taken_ns > self._RENEW_NS:
+                        self._renew()
+                    after_ns: int = round(self._reference.elapsed_time(stamp) * 1e6)
+                    return self._taken_ns + after_ns
             time.sleep(self._POLL_S)
-        with self._asking:
-            at_ns: int = self._taken_ns + round(self._reference.elapsed_time(stamp) * 1e6)
-        if at_ns - self._taken_ns > self._RENEW_NS:
-            # Go on from a passed event, without touching the streams that training uses.
-            self._reference, self._taken_ns = stamp, at_ns
-        return at_ns
+
+    def took_ns(self, work: Any) -> int:
+        """As NCCL's work tells, whose events the device has passed."""
+        while True:
+            with self._asking:
+                if not self._captures:
+                    return _took_ns(work)
+            time.sleep(self._POLL_S)
 
     def capturing(self, begins: bool) -> None:
         """Ask nothing of the device from now on, or again; waits for a question under way, which takes microseconds."""
         with self._asking:
             self._captures = begins
 
+    def _through(self, stamp: Stamp) -> bool:
+        """`passed`, for whoever holds the lock."""
+        return stamp != 0 and not self._captures and bool(stamp.query())
+
     def _renew(self) -> None:
-        """Read both clocks together, before training starts: the only synchronisation."""
-        with self._cuda.device(self._device):
-            self._reference = self._cuda.Event(enable_timing=True)
-            self._reference.record()
-            self._reference.synchronize()
-        self._taken_ns = time.monotonic_ns()
+        """Read both clocks together: the quickest of a few tries, for a host may be held up in between."""
+        quickest_ns = None
+        for _ in range(self._TRIES):
+            reference = self._cuda.Event(enable_timing=True)
+            began_ns = time.monotonic_ns()
+            reference.record(self._stream)
+            reference.synchronize()
+            ended_ns = time.monotonic_ns()
+            if quickest_ns is None or ended_ns - began_ns < quickest_ns:
+                quickest_ns = ended_ns - began_ns
+                self._reference, self._taken_ns = reference, (began_ns + ended_ns) // 2
+
+
+def _took_ns(work: Any) -> int:
+    try:
+        took_ns: int = round(work._get_duration() * 1e6)
+    except (RuntimeError, AttributeError):
+        return UNKNOWN
+    return took_ns
 
 
 def clock_for(device_type: str, device: Any = None) -> Clock:

@@ -104,7 +104,7 @@ class Exporter:
         self._periodic: list[_Periodic] = []
         self._seq = 0
         self._warn = Once()
-        self._delivery = Delivery(config, self._lost, self._warn)
+        self._delivery = Delivery(config, self.lost, self._warn)
         self._working = threading.RLock()
         """Held by the thread while it works: whoever else holds it finds the thread outside of any library."""
         self._rounds, self._unrested = 0, -1
@@ -141,7 +141,7 @@ class Exporter:
             weight: How many records it counts as.
             places: How many it takes in the queue.
         """
-        if self._closed:
+        if self._closed and threading.current_thread() is not self._thread:
             return False
         with self._counting:
             self.emitted += weight
@@ -165,6 +165,11 @@ class Exporter:
         The first time is at once. Its errors are told once, and no more.
         """
         self._periodic.append(_Periodic(seconds, call, time.monotonic()))
+
+    def lost(self, records: int) -> None:
+        """Count records that were offered and will not arrive."""
+        with self._counting:
+            self.dropped += records
 
     def identify(self, identity: Identity) -> None:
         """Say whose records these are; until then they wait in the queue."""
@@ -276,7 +281,7 @@ class Exporter:
         try:
             body = zstandard.compress(wire.encode(self._encoder(taken, envelope)), 1)
         except Exception:
-            self._lost(weight)
+            self.lost(weight)
             self._warn("batch", "telemetry failed (batch); training goes on", trace=True)
             return
         self._delivery.put(Encoded(identity.run, identity.source, envelope.seq, weight, body))
@@ -290,14 +295,10 @@ class Exporter:
         for periodic in self._periodic:
             self._guard(f"periodic {periodic.call}", periodic.call)
         self._guard("batch", self._cut_everything)
-        self._lost(self._weight)
+        self.lost(self._weight)
 
     def _held_up(self) -> bool:
-        return self._identity is None or any(not self._ready(waiting.record) for waiting in list(self._queue)[-1:])
-
-    def _lost(self, records: int) -> None:
-        with self._counting:
-            self.dropped += records
+        return self._identity is None or not all(self._ready(waiting.record) for waiting in list(self._queue))
 
     def _rest(self) -> None:
         """Before a fork: have the thread rest until after it, so that the child inherits no lock that it held.
@@ -313,9 +314,12 @@ class Exporter:
             self._working.release()
 
     def _forget(self) -> None:
-        """In a forked child (a loader worker): no thread came along, and nothing may be sent under the parent's key."""
+        """In a forked child (a loader worker): no thread came along, and nothing may be sent under the parent's key.
+
+        What waits is kept: what it holds of a CUDA device ends a process that drops it and did not make it.
+        """
         self._closed, self._thread = True, None
-        self._queue.clear()
+        self._parents, self._queue = self._queue, deque()
         self._counting, self._working = threading.RLock(), threading.RLock()
 
 

@@ -80,15 +80,19 @@ class RawSteps:
             getattr(self, name).extend(getattr(later, name))
 
     def add(self, raw: RawStep, clock: Clock) -> None:
-        """Append one step, whose end the clock's device has passed."""
+        """Append one step, whose end the clock's device has passed; nothing of it where that fails."""
+        try:
+            self._add(raw, clock)
+        except BaseException:
+            self._forget_half_added()
+            raise
+
+    def _add(self, raw: RawStep, clock: Clock) -> None:
         phases, stamps = zip(*raw.switches, (NO_STEP, raw.end), strict=True)
         since_ns = clock.times(stamps)
         for hole in raw.holes:  # What came before an evaluation in the step's middle is told as if it came right after.
             gap_ns = since_ns[hole + 1] - since_ns[hole]
             since_ns = [at_ns + gap_ns for at_ns in since_ns[: hole + 1]] + list(since_ns[hole + 1 :])
-        self.number.append(raw.number)
-        self.samples.append(raw.samples)
-        self.micro_steps.append(raw.micro_steps)
         self.switches.append(len(phases))
         self.phase.extend(phases)
         self.since_ns.extend(since_ns)
@@ -108,6 +112,9 @@ class RawSteps:
             self.backwards.append(len(segment.records))
             for record in segment.records:
                 self._add_backward(raw.number, record, clock)
+        self.samples.append(raw.samples)
+        self.micro_steps.append(raw.micro_steps)
+        self.number.append(raw.number)  # The last: it is whole now.
 
     def _add_backward(self, step: int, record: Any, clock: Clock) -> None:
         """One `recorder.Backward`."""
@@ -121,18 +128,27 @@ class RawSteps:
         self.done_ns.extend(clock.times(record.done_ns))
         took_ns = [wire.UNKNOWN] * buckets
         for bucket, work in record.works.items():
-            took_ns[bucket] = _took_ns(work)
+            took_ns[bucket] = clock.took_ns(work)
         self.took_ns.extend(took_ns)
         if record.parameter_ready_ns is not None:
             ready_ns = np.array(clock.times(record.parameter_ready_ns), np.int64)
             told = wire.Readiness(step=step, module=record.module, revision=record.revision, ready_ns=ready_ns)
             self.readiness.append(told)
 
-
-def _took_ns(work: Any) -> int:
-    """How long the collective was moving, which NCCL's works know (domain: spans)."""
-    try:
-        took_ns: int = round(work._get_duration() * 1e6)
-    except (RuntimeError, AttributeError):
-        return wire.UNKNOWN
-    return took_ns
+    def _forget_half_added(self) -> None:
+        steps = len(self.number)
+        segments, backwards = sum(self.segments[:steps]), sum(self.backwards[: sum(self.segments[:steps])])
+        for length, columns in (
+            (steps, (self.samples, self.micro_steps, self.switches, self.comms, self.segments)),
+            (sum(self.switches[:steps]), (self.phase, self.since_ns)),
+            (
+                sum(self.comms[:steps]),
+                (self.comm_module, self.comm_kind, self.comm_launched_ns, self.comm_done_ns),
+            ),
+            (segments, (self.end_ns, self.clean, self.collective, self.waited, self.backwards)),
+            (sum(self.buckets[:backwards]), (self.ready_ns, self.launched_ns, self.done_ns, self.took_ns)),
+            (backwards, (self.module, self.revision, self.last_ready_ns, self.buckets)),
+        ):
+            for column in columns:
+                del column[length:]
+        self.readiness = [told for told in self.readiness if told.step in self.number]

@@ -204,15 +204,10 @@ class Telemetry:
 
     def _add_step(self, raw: RawStep) -> None:
         """Steps that the device has got through are numbers, and wait together; called by the journal's replay."""
-        if not self._clock.passed(raw.end):
+        if not (self._passed(raw) and self._read(self._steps, raw)):
             self._offer_steps()
             self._exporter.offer(raw, raw.records)
             return
-        try:
-            self._steps.add(raw, self._clock)
-        except Exception:
-            self._offer_steps()  # What a device's error left half added spoils no others.
-            raise
         together = min(_STEPS_TOGETHER, self._config.queue_records // 4)
         if len(self._steps.number) >= together or 4 * self._steps.records >= self._config.batch_spans:
             self._offer_steps()
@@ -223,9 +218,21 @@ class Telemetry:
             steps, self._steps = self._steps, RawSteps()
             self._exporter.offer(steps, steps.records, len(steps.number))
 
+    @harmless
+    def _read(self, steps: RawSteps, raw: RawStep) -> bool:
+        """Add a step; a device that failed fails for each, and what else there is to tell goes its way."""
+        steps.add(raw, self._clock)
+        return True
+
     def _passed(self, record: object) -> bool:
-        """Whether the device got to a step's end: one that hangs holds up its steps, and not the thread."""
-        return not isinstance(record, RawStep) or self._clock.passed(record.end)
+        """Whether the device got to a step's end: one that hangs holds up its steps, and not the thread.
+
+        One that failed got to all of them; reading tells.
+        """
+        try:
+            return not isinstance(record, RawStep) or self._clock.passed(record.end)
+        except Exception:
+            return True
 
     @harmless
     def _meet_others(self) -> None:
@@ -301,8 +308,8 @@ class Telemetry:
         for record in records:
             if isinstance(record, RawSteps):
                 raws.extend(record)
-            elif isinstance(record, RawStep):
-                raws.add(record, self._clock)
+            elif isinstance(record, RawStep) and not self._read(raws, record):
+                self._exporter.lost(record.records)
         summary = self._summariser.summarise(raws) if raws.number else None
         if self._exchange is not None and summary is not None:
             self._exchange.add(summary.steps)

@@ -63,6 +63,32 @@ def test_a_batch_reaches_the_collector_whole(tmp_path: Path) -> None:
     assert (sent.emitted, sent.dropped, list(tmp_path.iterdir())) == (1, 0, [])
 
 
+def test_the_end_waits_for_what_the_device_is_not_through_with(tmp_path: Path) -> None:
+    """Also where something follows that needs no device, as the goodbye does."""
+    ready = threading.Event()
+    with collector(acknowledge) as seen:
+        config = TelemetryConfig(collector=seen.url, spool=tmp_path)
+        sent = Exporter(config, encode, lambda record: record.kind != "late" or ready.is_set())  # type: ignore[attr-defined]
+        sent.identify(IDENTITY)
+        sent.start()
+        for kind in ("late", "goodbye"):
+            sent.offer(event(kind))
+        threading.Timer(0.1, ready.set).start()
+        sent.close()
+    assert kinds(seen.puts) == ["late", "goodbye"]
+    assert sent.dropped == 0
+
+
+def test_what_the_last_periodic_calls_offer_travels(tmp_path: Path) -> None:
+    with collector(acknowledge) as seen:
+        sent = exporter(seen.url, tmp_path)
+        offered: list[bool] = []
+        sent.every(1000, lambda: sent._stopping and offered.append(sent.offer(event("peers"))))
+        sent.close()
+    assert all(offered)
+    assert kinds(seen.puts) == ["peers"] * len(offered) != []
+
+
 @pytest.mark.parametrize("reply", [status(500), status(503), status(429), status(408), rubbish])
 def test_a_retry_has_the_same_body(tmp_path: Path, reply: Callable[..., object]) -> None:
     with collector(reply, acknowledge) as seen:  # type: ignore[arg-type]

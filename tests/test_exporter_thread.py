@@ -14,7 +14,9 @@ import pytest
 
 from benchmarks.broken import broken
 from ddpobs import TelemetryConfig
+from ddpobs.clocks import HostClock
 from ddpobs.exporter import Exporter
+from ddpobs.journal import Journal
 from tests import patience
 from tests.integration.collectors import absent, acknowledge, collector
 from tests.test_exporter import encode, event, exporter, until
@@ -43,6 +45,23 @@ def test_a_forked_child_finds_no_lock_that_the_thread_held(tmp_path: Path, monke
     made.start()
     assert all(forked(lambda: library.acquire(timeout=5)) for _ in range(20))
     made.close()
+
+
+def test_a_forked_child_drops_nothing_of_the_parent_s(tmp_path: Path) -> None:
+    """An event of CUDA's ends the process that drops it and did not make it."""
+
+    class Event:
+        def __del__(self) -> None:
+            if os.getpid() != parent:
+                os._exit(3)
+
+    parent = os.getpid()
+    journal = Journal(HostClock(), lambda _: None)
+    journal.communicated(0, 0, Event(), Event())
+    made = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path), encode)
+    made.offer(Event())
+    assert forked(lambda: not journal._entries and not made._queue)
+    assert len(journal._entries) == 3
 
 
 def test_forks_do_not_wait_for_a_request_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,7 +118,9 @@ def test_a_process_may_end_while_the_thread_is_in_a_store() -> None:
 import sys, threading, time
 from torch.distributed import TCPStore
 from ddpobs import TelemetryConfig
+from ddpobs.clocks import HostClock
 from ddpobs.exporter import Exporter
+from ddpobs.journal import Journal
 store = TCPStore("127.0.0.1", 0, 1, True)
 ours = store.clone()
 began = threading.Event()

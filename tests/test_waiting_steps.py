@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
 
-from ddpobs import TelemetryConfig
+from ddpobs import TelemetryConfig, wire
+from ddpobs.exporter import Envelope
 from ddpobs.rawsteps import RawSteps
+from ddpobs.summary import Summariser
 from ddpobs.telemetry import Telemetry
 from tests.test_recorder import Training, plain_step
 
@@ -27,16 +30,54 @@ def nine_steps() -> tuple[Training, Telemetry, list[tuple[Any, int, int]]]:
     return training, process, offered
 
 
-def test_an_error_of_the_device_spoils_no_later_step() -> None:
+@pytest.mark.parametrize("read", range(7))
+def test_an_error_of_the_device_spoils_no_other_step(read: int) -> None:
+    """Wherever in a step it comes: the step is offered as it is, and the encoder then counts it as lost."""
     training, process, offered = nine_steps()
-    training.clock.times = broken = Mock(side_effect=RuntimeError("unspecified launch failure"))  # type: ignore[method-assign]
-    with pytest.raises(RuntimeError, match="launch failure"):
-        process._add_step(training.raw[0])
-    broken.side_effect = lambda stamps: stamps
-    for raw in training.raw[1:4]:
+    whole = RawSteps.of(training.raw[:2] + training.raw[3:4], training.clock)
+    for raw in training.raw[:2]:
         process._add_step(raw)
+    answers = [*range(read)]
+
+    def times(stamps: Sequence[int]) -> Sequence[int]:
+        if not answers:
+            raise RuntimeError("unspecified launch failure")
+        answers.pop()
+        return stamps
+
+    training.clock.times = times  # type: ignore[method-assign]
+    process._add_step(training.raw[2])
+    del training.clock.times
+    process._add_step(training.raw[3])
     process._offer_steps()
-    assert [told.number for told, *_ in offered] == [[1, 2, 3]]
+    before, broken, after = (told for told, *_ in offered)
+    assert broken is training.raw[2]
+    before.extend(after)
+    assert [told.step for told in before.readiness] == [told.step for told in whole.readiness]
+    before.readiness, whole.readiness = [], []
+    assert before == whole
+
+
+def test_a_device_that_failed_holds_up_nothing() -> None:
+    """Where it answers no question any more, what else there is to tell is told, and what it had is counted."""
+    training, process, offered = nine_steps()
+    lost: list[int] = []
+    process._exporter.lost = lost.append  # type: ignore[method-assign]
+    process._recorders, process._layouts, process._batches, process._exchange = [], {}, 1, None
+    process._summariser = Summariser()
+    failure = RuntimeError("an illegal memory access was encountered")
+    training.clock.times = training.clock.passed = Mock(side_effect=failure)  # type: ignore[method-assign]
+    for raw in training.raw[:2]:
+        process._add_step(raw)
+    failed = wire.Event(kind="failed", at_ns=1, step=2, detail={})
+    assert all(process._passed(told) for told, *_ in offered)
+    envelope = Envelope(
+        "run", "a" * 16, "b" * 16, 0, 2, seq=1, emitted=9, dropped=0, anchor=wire.Anchor(wall_ns=1, monotonic_ns=1)
+    )
+    batch = process._encode([*(told for told, *_ in offered), failed], envelope)
+    assert batch.events == [failed]
+    assert batch.steps is None
+    assert lost == [raw.records for raw in training.raw[:2]]
 
 
 def test_steps_wait_together_but_those_that_the_device_is_not_through() -> None:
