@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
+import sqlite3
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-from ddpobs_server.store import Store, UnavailableError, faults
+from ddpobs_server.store import Store, UnavailableError, faults, removing
 from sqlalchemy import Engine, create_engine, event
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DatabaseError, DBAPIError
 
 from tests import databases
 
@@ -57,6 +59,45 @@ def test_a_sqlite_file_that_another_process_holds_asks_to_try_again(tmp_path: Pa
         holder.exec_driver_sql("BEGIN EXCLUSIVE")
         with pytest.raises(UnavailableError, match="locked"):
             other.exec_driver_sql("CREATE TABLE numbers (n INTEGER)")
+
+
+@contextmanager
+def with_free_pages(tmp_path: Path) -> Iterator[tuple[Engine, Any]]:
+    """A file of which a part is free, and the driver's connection that a store uses next."""
+    store = Store(databases.sqlite(tmp_path))
+    store.migrate()
+    with store._engine.begin() as connection:
+        connection.exec_driver_sql("CREATE TABLE large (bytes BLOB)")
+        connection.exec_driver_sql("INSERT INTO large VALUES (zeroblob(1000000))")
+        connection.exec_driver_sql("DROP TABLE large")
+    with store._engine.connect() as connection:
+        driver = connection.connection.driver_connection
+    yield store._engine, driver
+    store.close()
+
+
+def test_room_that_cannot_be_given_back_now_asks_to_try_again(tmp_path: Path) -> None:
+    with with_free_pages(tmp_path) as (of_store, driver), engine(str(of_store.url)).connect() as holder:
+        driver.execute("PRAGMA busy_timeout=10")
+        holder.exec_driver_sql("BEGIN IMMEDIATE")
+        with pytest.raises(UnavailableError, match="locked") as told:
+            removing.give_back(of_store)
+        assert not told.value.full
+        holder.rollback()
+        removing.give_back(of_store)
+        assert driver.execute("PRAGMA freelist_count").fetchone() == (0,)
+
+
+def test_a_log_that_cannot_be_cut_leaves_a_connection_as_patient_as_it_was(tmp_path: Path) -> None:
+    def authorize(_action: int, name: str | None, *_: object) -> int:
+        return sqlite3.SQLITE_DENY if name == "wal_checkpoint" else sqlite3.SQLITE_OK
+
+    with with_free_pages(tmp_path) as (of_store, driver):
+        before = driver.execute("PRAGMA busy_timeout").fetchone()
+        driver.set_authorizer(authorize)
+        with pytest.raises(DatabaseError, match="authorized"):
+            removing.give_back(of_store)
+        assert driver.execute("PRAGMA busy_timeout").fetchone() == before != (0,)
 
 
 def test_an_error_of_ours_stays_what_it_is(fresh: databases.Fresh, tmp_path: Path) -> None:

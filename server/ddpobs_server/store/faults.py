@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy.engine import ExceptionContext
@@ -47,10 +49,22 @@ def translate(context: ExceptionContext) -> UnavailableError | None:
         return None  # The pool then connects anew by itself.
     if _sqlstate(error) == _READ_ONLY:
         context.is_disconnect = True  # A server that another took over from stays so: the pool is to find the other.
-    full = is_full(error)
-    if not (full or context.is_disconnect or _passes(error)):
-        return None
-    return UnavailableError(f"{type(error).__name__}: {error}", full=full)
+    return _unavailable(error) if context.is_disconnect or _passes(error) else None
+
+
+@contextmanager
+def of_driver() -> Iterator[None]:
+    """The same for what is asked of SQLite's driver itself, where SQLAlchemy sees no error."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        if _passes(error):
+            raise _unavailable(error) from error
+        raise
+
+
+def _unavailable(error: Any) -> UnavailableError:
+    return UnavailableError(f"{type(error).__name__}: {error}", full=is_full(error))
 
 
 class Pool(QueuePool):
@@ -74,6 +88,8 @@ def is_full(error: Any) -> bool:
 
 
 def _passes(error: Any) -> bool:
+    if is_full(error):
+        return True
     if isinstance(error, sqlite3.Error):
         return _sqlite_code(error) in _PASSING
     # psycopg's word for a server that is away, ending, starting, out of memory, or that undid a deadlock.

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Exists, Table, exists, func, select, tuple_
 
-from ddpobs_server.store import schema, sums
+from ddpobs_server.store import faults, schema, sums
 
 _CHUNKS, _PAGES = 5000, 8192
 """Removed and given back at once: ingest gets in between, and SQLite's log stays small."""
@@ -204,7 +204,11 @@ def used_bytes(engine: Engine) -> int:
 
 
 def give_back(engine: Engine) -> None:
-    """Return free pages to the file system. PostgreSQL uses them again, and returns those at a table's end itself."""
+    """Return free pages to the file system. PostgreSQL uses them again, and returns those at a table's end itself.
+
+    Raises:
+        UnavailableError: There is no room to do so, or another holds the file; what was removed stays so.
+    """
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         if engine.dialect.name != "sqlite":
             connection.exec_driver_sql("VACUUM chunks")
@@ -215,7 +219,17 @@ def give_back(engine: Engine) -> None:
         for begin in range(0, free, _PAGES):
             if begin:
                 time.sleep(_PAUSE_S)
-            script(f"PRAGMA incremental_vacuum({_PAGES})")
-        if free:  # The log has grown with what was removed, and would keep that room. For a reader nobody waits.
-            (patience,) = connection.exec_driver_sql("PRAGMA busy_timeout").one()
-            script(f"PRAGMA busy_timeout=0; PRAGMA wal_checkpoint(TRUNCATE); PRAGMA busy_timeout={patience}")
+            with faults.of_driver():
+                script(f"PRAGMA incremental_vacuum({_PAGES})")
+        if free:
+            _cut_log(connection)
+
+
+def _cut_log(connection: Connection) -> None:
+    """The log has grown with what was removed, and would keep that room. For a reader nobody waits."""
+    (patience,) = connection.exec_driver_sql("PRAGMA busy_timeout").one()
+    connection.exec_driver_sql("PRAGMA busy_timeout=0").all()
+    try:
+        connection.exec_driver_sql("PRAGMA wal_checkpoint(TRUNCATE)").all()
+    finally:
+        connection.exec_driver_sql(f"PRAGMA busy_timeout={patience}").all()
