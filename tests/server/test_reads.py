@@ -160,6 +160,39 @@ def test_totals_of_a_long_run_hold_batches_that_came_late(fresh: Fresh, tmp_path
     store.close()
 
 
+def summed_anew(store: Store, *sent: wire.Batch, received_ns: int) -> tuple[int, int]:
+    """How often a scrape after these batches adds rows up, and until which window they are then kept added up."""
+    store.ingest([Arrival(one, bytes([one.rank, one.seq]) * 16, 1, received_ns) for one in sent])
+    with recorded(store._engine) as seen:
+        told = store.aggregates(0).phases["run"]
+    assert {rank: sums[0] for rank, sums in told.items()} == {
+        rollup.rank: rollup.steps for rollup in store.rollups("run", ATTEMPT)
+    }
+    (past,) = store._phases["default"]._past.values()
+    return sum("JOIN rollups" in statement for statement in seen), past.until
+
+
+def test_ranks_whose_numbers_part_do_not_have_the_whole_run_added_up_at_each_scrape(store: Store) -> None:
+    """The second is ever further behind: what it tells next is not past yet."""
+    seen = [
+        summed_anew(
+            store,
+            *(batch("run", seq, rank, steps=steps(seq * size, size)) for rank, size in enumerate((1024, 512))),
+            received_ns=1,
+        )
+        for seq in range(6)
+    ]
+    assert seen == [(1, 0), (2, 8), (2, 16), (2, 24), (2, 32), (2, 40)]
+
+
+def test_a_rank_that_fell_silent_holds_no_scrape_up(store: Store) -> None:
+    minute_ns = 60 * 10**9
+    both = [batch("run", 0, rank, steps=steps(0, 64)) for rank in range(2)]
+    assert summed_anew(store, *both, batch("run", 1, steps=steps(64, 960)), received_ns=1) == (1, 0)
+    assert summed_anew(store, batch("run", 2, steps=steps(1024, 64)), received_ns=2 + minute_ns) == (2, 8)
+    assert summed_anew(store, batch("run", 3, steps=steps(1088, 64)), received_ns=3 + minute_ns) == (1, 8)
+
+
 def test_pages_hold_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "_PAGE_ROWS", 50)
     with client(sqlite(tmp_path)) as to:

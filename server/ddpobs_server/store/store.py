@@ -202,10 +202,11 @@ class Store:
             layouts = sums.layouts(connection, of)
             by_bucket, reduced_bytes = buckets.read(connection, of, layouts)
             steps = {run: sum(counts) for run, counts in histograms.items()}
+            last_seen = sums.last_seen(connection, of)
             return Aggregates(
                 runs=runs,
-                phases=self._phases[workspace].read(connection, of, runs, steps),
-                last_seen=sums.last_seen(connection, of),
+                phases=self._phases[workspace].read(connection, of, runs, steps, last_seen),
+                last_seen=last_seen,
                 hellos=sums.hellos(connection, of),
                 histograms=histograms,
                 buckets=by_bucket,

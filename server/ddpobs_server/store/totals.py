@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from sqlalchemy import CTE, Connection, case, select
@@ -17,7 +17,11 @@ NAMES = ("steps", "comm_ns", *(f"{phase}_ns" for phase in wire.PHASES))
 Sums = dict[int, tuple[int, ...]]
 """By rank, in the order of `NAMES`."""
 _EVERY, _BEHIND = 8, 4
-"""Windows are kept added up, so many at a time, when the run is so many further."""
+"""Windows are kept added up, so many at a time, when all ranks are so many further."""
+_SILENT_NS = 60 * 10**9
+"""A rank whose latest step came so much earlier than others' holds nobody up."""
+LastSeen = Sequence[tuple[str, int, int, int, int]]
+"""As `sums.last_seen` gives it."""
 
 
 @dataclass
@@ -35,7 +39,9 @@ class PhaseTotals:
         self._past: dict[tuple[str, str], _Past] = {}
         self._lock = threading.Lock()
 
-    def read(self, connection: Connection, of: CTE, runs: list[Run], steps: dict[str, int]) -> dict[str, Sums]:
+    def read(
+        self, connection: Connection, of: CTE, runs: list[Run], steps: dict[str, int], last_seen: LastSeen
+    ) -> dict[str, Sums]:
         """Sums by run.
 
         Args:
@@ -43,6 +49,7 @@ class PhaseTotals:
             of: The sources of the runs.
             runs: Runs, whose latest attempts are meant.
             steps: By run: how many steps all its ranks' histograms count, in that state.
+            last_seen: How far each of their ranks is, likewise.
         """
         with self._lock:
             known = {run.run: self._past.get((run.run, run.attempt), _Past()) for run in runs}
@@ -55,16 +62,28 @@ class PhaseTotals:
                 anew = _summed(connection, of, dict.fromkeys(wrong, (0, None)))
                 for run in wrong:
                     totals[run], known[run].until, known[run].sums = anew.get(run, {}), 0, {}
-            self._go_on(connection, of, runs, known)
+            self._go_on(connection, of, _reached(last_seen), known)
             return totals
 
-    def _go_on(self, connection: Connection, of: CTE, runs: list[Run], known: dict[str, _Past]) -> None:
-        until = {run.run: (run.steps // schema.ROLLUP_STEPS - _BEHIND) // _EVERY * _EVERY for run in runs}
-        further = {run: (past.until, until[run]) for run, past in known.items() if until[run] > past.until}
+    def _go_on(self, connection: Connection, of: CTE, reached: dict[str, int], known: dict[str, _Past]) -> None:
+        until = {run: (step // schema.ROLLUP_STEPS - _BEHIND) // _EVERY * _EVERY for run, step in reached.items()}
+        further = {run: (past.until, until[run]) for run, past in known.items() if until.get(run, 0) > past.until}
         if further:
             grown = _summed(connection, of, further)
             for run in further:
                 known[run].until, known[run].sums = until[run], _added(known[run].sums, grown.get(run, {}))
+
+
+def _reached(last_seen: LastSeen) -> dict[str, int]:
+    """By run: the last step of the slowest rank, which with uneven inputs is ever further behind the others."""
+    newest_ns: dict[str, int] = {}
+    for run, _, _, at_ns, _ in last_seen:
+        newest_ns[run] = max(at_ns, newest_ns.get(run, 0))
+    reached: dict[str, int] = {}
+    for run, _, step, at_ns, _ in last_seen:
+        if at_ns >= newest_ns[run] - _SILENT_NS:
+            reached[run] = min(step, reached.get(run, step))
+    return reached
 
 
 def _summed(connection: Connection, of: CTE, windows: Mapping[str, tuple[int, int | None]]) -> dict[str, Sums]:
