@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from itertools import groupby
+from typing import Any
+from unittest.mock import patch
 
 import numpy as np
-from ddpobs_server.store import rollups
+import pytest
+from ddpobs_server.store import rollups, unlike
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,19 +20,20 @@ Row = tuple[int, int, int, int, int, int, int]
 
 @st.composite
 def rows(draw: st.DrawFn) -> list[Row]:
-    """Steps of one or two modules whose layouts change, buckets ready in any order."""
+    """Steps of one or two modules whose layouts change, buckets in any order, one perhaps twice, ready in any order."""
     patterns = draw(st.lists(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1)), min_size=1, max_size=3)))
     found = []
     for step, modules in enumerate(patterns):
         for module, revision in modules:
-            for bucket in range(draw(st.integers(1, 3))):
+            for bucket in draw(st.lists(st.integers(0, 2), min_size=1, max_size=3)):
                 ready, launch, comm = draw(st.tuples(*[st.integers(0, 50)] * 3))
                 found.append((step * 3, module, revision, bucket, ready, ready + launch, ready + launch + comm))
     return found
 
 
-@given(st.lists(rows(), min_size=1, max_size=4))
-def test_sums_by_bucket_are_those_of_a_loop_over_rows(batches: list[list[Row]]) -> None:
+@pytest.mark.parametrize("least", [1, 64])
+@given(batches=st.lists(rows(), min_size=1, max_size=4))
+def test_sums_by_bucket_are_those_of_a_loop_over_rows(least: int, batches: list[list[Row]]) -> None:
     expected: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
     for batch, found in enumerate(batches):
         groups = [list(group) for _, group in groupby(found, key=lambda row: row[:3])]
@@ -42,7 +46,8 @@ def test_sums_by_bucket_are_those_of_a_loop_over_rows(batches: list[list[Row]]) 
                 before = ready
 
     got: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    sums = rollups.bucket_sums(*rollups.join([_spans(found) for found in batches]), [None] * len(batches))
+    with patch.object(rollups, "_LEAST_ROWS", least):
+        sums = rollups.bucket_sums(*rollups.join([_spans(found) for found in batches]), [None] * len(batches))
     for key, table in sums.items():
         assert (np.diff(table[0]) > 0).all()
         for bucket, *row in table.T.astype(int).tolist():
@@ -90,7 +95,36 @@ def test_one_modules_backward_hides_anothers_communication() -> None:
 def test_steps_that_alternate_are_not_taken_one_by_one() -> None:
     """As a GAN's: what is done for each pattern is done once for all its steps."""
     found = [(step, step % 2, 0, bucket, 10, 20, 30) for step in range(1000) for bucket in range(2 + step % 2)]
-    assert len(list(rollups._alike(*rollups.join([_spans(found), _spans(found)])))) == 2
+    grids, rest = _alike(found)
+    assert ([(len(rows), width) for rows, width in grids], rest) == ([(1000, 2), (1500, 3)], None)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        [(step, step % 50, step // 50, 0, 10, 20, 30) for step in range(2500)],
+        [(step, 0, 0, step, 10, 20, 30) for step in range(2500)],
+        [(0, place % 2, 0, 2500 - place, 10, 20, 30) for place in range(2500)],
+        [(step, 0, 0, bucket, 10, 20, 30) for step in range(60) for bucket in range(step)],
+    ],
+    ids=["layouts", "buckets", "modules", "widths"],
+)
+def test_steps_of_which_each_has_others_are_added_up_together(found: list[Row]) -> None:
+    grids, rest = _alike(found)
+    assert (grids, np.arange(len(found))[rest].tolist()) == ([], list(range(len(found))))
+    sums = rollups.bucket_sums(*rollups.join([_spans(found)]), [None])
+    assert sum(table[1].sum() for table in sums.values()) == len(found)
+
+
+def test_a_few_steps_of_their_own_do_not_keep_others_from_being_added_up_as_they_are_alike() -> None:
+    found = [(step, 0, int(step == 7), bucket, 10, 20, 30) for step in range(1000) for bucket in range(2)]
+    ((rows, width),), rest = _alike(found)
+    assert (len(rows), width, rest.tolist()) == (1998, 2, [14, 15])
+
+
+def _alike(found: list[Row]) -> tuple[list[tuple[Any, int]], Any]:
+    spans = _spans(found)
+    return rollups._alike(spans, np.flatnonzero(unlike.changes(spans.step)))
 
 
 def _spans(found: list[Row]) -> wire.Spans:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import numpy as np
 
 from ddpobs import wire
 from ddpobs.wire.columns import Columns
-from ddpobs_server.store import buckets
+from ddpobs_server.store import buckets, unlike
 from ddpobs_server.store.schema import ROLLUP_STEPS, STEP_BOUNDS_S
+from ddpobs_server.store.unlike import BucketSums, changes
 
 Sums = dict[str, list[int]]
 """Columns of sums by name; the column `batch` tells which batch each row is of."""
 _C = TypeVar("_C", bound=Columns)
 _OWN = slice(wire.Spans.names.index("module"), wire.Spans.names.index("bucket") + 1)
 """The columns of spans that tell which bucket a span is of: module, revision and bucket."""
+_LEAST_ROWS = 64
+"""Of a module in steps that are alike: with fewer it is quicker to sort them together with others."""
 _READY, _LAUNCHED, _DONE = map(wire.Spans.names.index, ("ready_ns", "launched_ns", "done_ns"))
 
 
@@ -41,7 +44,7 @@ def step_windows(steps: wire.Steps, batch: wire.Ints) -> Sums:
         "own_steps": known.astype(np.int64),
     }
     window = steps.step // ROLLUP_STEPS
-    begins = np.flatnonzero(_changes(window) | _changes(batch))
+    begins = np.flatnonzero(changes(window) | changes(batch))
     sums = np.add.reduceat(np.stack(list(columns.values())), begins, axis=1)
     # A window that comes twice in a batch gives two rows, which are added up like those of two batches.
     return _sums(("batch", "step_window", *columns), batch[begins], window[begins], *sums)
@@ -56,9 +59,7 @@ def step_durations(steps: wire.Steps, batch: wire.Ints) -> Sums:
     return _sums(("batch", "bound", "steps"), found // bounds, found % bounds, counts[found])
 
 
-def bucket_sums(
-    spans: wire.Spans, batch: wire.Ints, steps: Sequence[wire.Steps | None]
-) -> dict[tuple[int, int, int], buckets.Table]:
+def bucket_sums(spans: wire.Spans, batch: wire.Ints, steps: Sequence[wire.Steps | None]) -> BucketSums:
     """By batch, module and revision: compute (previous bucket's readiness to its own), communication, what is exposed.
 
     Exposed is what lies after the last readiness of the modules that have one backward: a part of it hides the
@@ -69,26 +70,43 @@ def bucket_sums(
         batch: Which one each span is of.
         steps: Each batch's.
     """
-    found: dict[tuple[int, int, int], buckets.Table] = {}
-    for rows, width in _alike(spans, batch):
-        grids = spans.at(rows).table.reshape(len(spans.names), -1, width)
-        own, ready, launched, done = grids[_OWN, 0], grids[_READY], grids[_LAUNCHED], grids[_DONE]
-        of = batch[rows][::width]
-        first = np.flatnonzero(_changes(of))
-        begins = np.flatnonzero(_changes(own[0]) | _changes(own[1])).tolist()
-        modules = list(zip(begins, [*begins[1:], width], strict=True))
-        computes, lasts = zip(*(_compute(ready[:, begin:end]) for begin, end in modules), strict=True)
-        if len(modules) > 1:
-            firsts = [ready[:, begin:end].min(axis=1) for begin, end in modules]
-            dones = [done[:, begin:end].max(axis=1) for begin, end in modules]
-            several = np.array([_several_backwards(steps[one]) for one in range(of[-1] + 1)])[of]
-            lasts = tuple(_last_of_backward(np.stack(firsts), np.stack(lasts), np.stack(dones), several))
-        for compute, last_ready, (begin, end) in zip(computes, lasts, modules, strict=True):
-            module, revision, bucket = own[:, begin:end]
-            sums = _grid_sums(compute, launched[:, begin:end], done[:, begin:end], last_ready, first)
-            for place, one in enumerate(of[first].tolist()):
-                key, table = (one, int(module[0]), int(revision[0])), buckets.table(bucket, sums[:, place])
-                found[key] = buckets.added(found[key], table) if key in found else table
+    if not len(spans):
+        return {}
+    begins = changes(spans.step)
+    if batch[-1]:  # Of several batches one may end with the step that the next begins with.
+        begins |= changes(batch)
+    grids, rest = _alike(spans, np.flatnonzero(begins))
+    parts = [_alike_sums(spans.at(rows), batch[rows], width, steps) for rows, width in grids]
+    if rest is not None:
+        several = _several_backwards(steps)
+        parts.append(unlike.sums(spans.at(rest), batch[rest], np.cumsum(begins)[rest], several))
+    found = parts[0]
+    for part in parts[1:]:
+        for key, table in part.items():
+            found[key] = buckets.added(found[key], table) if key in found else table
+    return found
+
+
+def _alike_sums(spans: wire.Spans, batch: wire.Ints, width: int, steps: Sequence[wire.Steps | None]) -> BucketSums:
+    """Of steps that have the same so many buckets in the same order."""
+    found: BucketSums = {}
+    grids = spans.table.reshape(len(spans.names), -1, width)
+    own, ready, launched, done = grids[_OWN, 0], grids[_READY], grids[_LAUNCHED], grids[_DONE]
+    of = batch[::width]
+    first = np.flatnonzero(changes(of))
+    begins = _modules(own)
+    modules = list(zip(begins, [*begins[1:], width], strict=True))
+    computes, lasts = zip(*(_compute(ready[:, begin:end]) for begin, end in modules), strict=True)
+    if len(modules) > 1:
+        firsts = np.stack([ready[:, begin:end].min(axis=1) for begin, end in modules])
+        dones = np.stack([done[:, begin:end].max(axis=1) for begin, end in modules])
+        lasts = tuple(_last_of_backward(firsts, np.stack(lasts), dones, _several_backwards(steps)[of]))
+    for compute, last_ready, (begin, end) in zip(computes, lasts, modules, strict=True):
+        module, revision, bucket = own[:, begin:end]
+        sums = _grid_sums(compute, launched[:, begin:end], done[:, begin:end], last_ready, first)
+        for place, one in enumerate(of[first].tolist()):
+            key, table = (one, int(module[0]), int(revision[0])), buckets.table(bucket, sums[:, place])
+            found[key] = buckets.added(found[key], table) if key in found else table
     return found
 
 
@@ -107,32 +125,23 @@ def _compute(ready: wire.Ints) -> tuple[wire.Ints, wire.Ints]:
     return compute, last_ready
 
 
-def _several_backwards(steps: wire.Steps | None) -> bool:
-    """Whether a step may have several, as a GAN's: their sequence numbers tell, where there are two steps."""
-    numbers = steps.collective[steps.collective >= 0] if steps is not None else ()
-    return len(numbers) < 2 or bool(np.diff(numbers).max() > 1)
-
-
 def _last_of_backward(first: wire.Ints, last: wire.Ints, done: wire.Ints, several: Any) -> wire.Ints:
-    """When the last gradient came of the backward that each module is reduced in, shape [modules, steps].
+    """`unlike.last_of_backward`, of arrays of shape [modules, steps]; `several` has shape [steps]."""
+    if not several.any():
+        return np.broadcast_to(last.max(axis=0), last.shape)
+    step, several = (np.tile(of_steps, len(last)) for of_steps in (np.arange(len(several)), several))
+    found = unlike.last_of_backward(step, first.ravel(), last.ravel(), done.ravel(), several)
+    return found.reshape(last.shape)
 
-    Args:
-        first: Each module's first readiness, shape [modules, steps].
-        last: Its last one.
-        done: When its last bucket was done.
-        several: In which steps there may be several: one begins with a module that begins when all before it are done.
-    """
-    order = np.argsort(first, axis=0)
-    first, together, done = (np.take_along_axis(times, order, axis=0) for times in (first, last, done))
-    apart = several & (first[1:] >= np.maximum.accumulate(done, axis=0)[:-1])
-    for place in reversed(range(len(apart))):
-        latest = np.maximum(together[place], together[place + 1])
-        together[place] = np.where(apart[place], together[place], latest)
-    for place, new in enumerate(apart):
-        together[place + 1] = np.where(new, together[place + 1], together[place])
-    found = np.empty_like(together)
-    np.put_along_axis(found, order, together, axis=0)
-    return found
+
+def _several_backwards(steps: Sequence[wire.Steps | None]) -> Any:
+    """Of each batch, whether a step may have several, as a GAN's: sequence numbers tell, where there are two steps."""
+
+    def may(told: wire.Steps | None) -> bool:
+        numbers = told.collective[told.collective >= 0] if told is not None else ()
+        return len(numbers) < 2 or bool(np.diff(numbers).max() > 1)
+
+    return np.array([may(told) for told in steps])
 
 
 def _grid_sums(
@@ -150,36 +159,48 @@ def _grid_sums(
     return np.stack([counts, *(np.add.reduceat(grid, first) for grid in grids)])
 
 
-def _alike(spans: wire.Spans, batch: wire.Ints) -> Iterator[tuple[Any, int]]:
-    """Rows of all steps that have the same buckets in the same order, and how many of them are a step's."""
-    if not len(spans):
-        return
-    begins = _changes(spans.step)
-    if batch[-1]:  # Of several batches one may end with the step that the next begins with.
-        begins |= _changes(batch)
-    starts, own = np.flatnonzero(begins), spans.table[_OWN]
-    width = len(spans) // len(starts)
+def _alike(spans: wire.Spans, starts: wire.Ints) -> tuple[list[tuple[Any, int]], Any]:
+    """Steps that have the same buckets in the same order, together.
+
+    Args:
+        spans: Not empty.
+        starts: The first row of each step.
+
+    Returns:
+        Rows of such steps, and how many of them are a step's, where there are enough to be looked at for themselves;
+        and all other rows, None where there are none.
+    """
+    own, width = spans.table[_OWN], len(spans) // len(starts)
     if np.array_equal(starts, np.arange(0, len(spans), width)) and (own[:, width:] == own[:, :-width]).all():
-        yield slice(None), width
-        return
+        return ([(slice(None), width)], None) if _worthwhile(own[:, :width], len(starts)) else ([], slice(None))
+    grids, rest = [], np.ones(len(spans), bool)
     widths = np.diff(starts, append=len(spans))
     for width in sorted(set(widths.tolist())):
         chosen, place = starts[widths == width], np.arange(width)
-        keys = own[:, chosen[:, None] + place].swapaxes(0, 1).reshape(len(chosen), -1)
-        patterns = np.unique(keys, axis=0, return_inverse=True)[1].ravel()
-        for pattern in range(patterns.max() + 1):
-            yield (chosen[patterns == pattern][:, None] + place).ravel(), width
+        keys = np.ascontiguousarray(own[:, chosen[:, None] + place].swapaxes(0, 1)).reshape(len(chosen), -1)
+        _, one, patterns, counts = np.unique(
+            keys.view(f"V{keys.strides[0]}").ravel(), return_index=True, return_inverse=True, return_counts=True
+        )
+        for pattern in np.flatnonzero(counts * width >= _LEAST_ROWS).tolist():
+            if _worthwhile(own[:, chosen[one[pattern]] + place], int(counts[pattern])):
+                rows = (chosen[patterns == pattern][:, None] + place).ravel()
+                grids.append((rows, width))
+                rest[rows] = False
+    return grids, np.flatnonzero(rest) if rest.any() else None
+
+
+def _worthwhile(own: wire.Ints, steps: int) -> bool:
+    """Whether so many steps with these buckets are so many rows that what is done for each module is little."""
+    return bool(own.shape[1] * steps >= _LEAST_ROWS * len(_modules(own)))
+
+
+def _modules(own: wire.Ints) -> list[int]:
+    """Where in a step the spans of each module begin."""
+    return np.flatnonzero(changes(own[0]) | changes(own[1])).tolist()
 
 
 def _sums(names: Sequence[str], *columns: wire.Ints) -> Sums:
     return {name: column.tolist() for name, column in zip(names, columns, strict=True)}
-
-
-def _changes(column: wire.Ints) -> Any:
-    """True at the first row and where a row differs from the one before it."""
-    changes = np.ones(len(column), bool)
-    np.not_equal(column[1:], column[:-1], out=changes[1:])
-    return changes
 
 
 def peer_sums(peers: Sequence[Sequence[wire.Peers]]) -> Sums:
