@@ -233,21 +233,27 @@ def late_bucket(
     of, cut = row_rank[order], spans.at(order)
     first = (np.diff(cut.step, prepend=-1) != 0) | (np.diff(of, prepend=-1) != 0)
     compute_ns = cut.ready_ns - np.where(first, began_ns[order], np.roll(cut.ready_ns, 1))
-    lags: dict[tuple[int, int, int], tuple[float, float]] = {}
     revisions, of_revision = np.unique(cut.revision, return_inverse=True)
     layout = cut.module * len(revisions) + of_revision
-    own = of == rank
     _, some, place = np.unique(layout << _BUCKET_BITS | cut.bucket, return_index=True, return_inverse=True)
-    for index, (module, revision, bucket) in enumerate(
-        zip(*(column[some].tolist() for column in (cut.module, cut.revision, cut.bucket)), strict=True)
-    ):
-        of_bucket = place == index
-        mine, others = compute_ns[of_bucket & own], compute_ns[of_bucket & ~own]
-        if len(mine) and len(others):
-            lag_ns = float(np.median(mine) - np.median(others))
-            lags[module, revision, bucket] = lag_ns * len(mine), lag_ns
-    most = max(lags, key=lags.__getitem__, default=None)
-    return most if most is not None and lags[most][1] >= max(1.0, 0.5 * excess_ns) else None
+    medians, counts = _medians_of(2 * place + (of == rank), compute_ns, 2 * len(some))
+    lag_ns = medians[1::2] - medians[::2]
+    known = ~np.isnan(lag_ns)
+    lags = zip(*(values[known].tolist() for values in (lag_ns * counts[1::2], lag_ns, some)), strict=True)
+    _, most_ns, row = max(lags, key=lambda lag: lag[:2], default=(0.0, 0.0, 0))
+    if most_ns < max(1.0, 0.5 * excess_ns):
+        return None
+    return int(cut.module[row]), int(cut.revision[row]), int(cut.bucket[row])
+
+
+def _medians_of(group: wire.Ints, values: wire.Ints, groups: int) -> tuple[Floats, wire.Ints]:
+    """Each group's median, NaN where it has no values, and how many it has; both of shape [groups]."""
+    counts = np.bincount(group, minlength=groups)
+    begins, there = np.cumsum(counts) - counts, counts > 0
+    values = values[np.lexsort((values, group))]
+    medians = np.full(groups, np.nan)
+    medians[there] = (values[(begins + (counts - 1) // 2)[there]] + values[(begins + counts // 2)[there]]) / 2
+    return medians, counts
 
 
 def gain(joined: Joined, late: Lateness, rank: int) -> Gain:

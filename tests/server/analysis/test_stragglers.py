@@ -334,6 +334,16 @@ def test_no_bucket_is_named_that_holds_less_than_half_of_the_excess() -> None:
     assert late_bucket(1, of, cut, began, 30 * MS) == (0, 0, 0)
 
 
+@pytest.mark.timeout(5)
+def test_of_a_hundred_thousand_buckets_the_late_one_is_found_at_once() -> None:
+    """As many as a client makes up: to look at all rows for each takes ten seconds."""
+    rank, bucket = np.repeat([0, 1], 100_000), np.tile(np.arange(100_000), 2)
+    ready = (bucket + 1) * MS + 40 * MS * ((rank == 1) & (bucket >= 12_345))
+    zeros = dict.fromkeys(wire.Spans.names, np.zeros_like(ready))
+    cut = wire.Spans(**zeros | {"bucket": bucket, "ready_ns": ready})
+    assert late_bucket(1, rank, cut, np.zeros_like(ready), 40 * MS) == (0, 0, 12_345)
+
+
 def test_a_rank_that_naps_before_a_barrier_costs_less_than_everything() -> None:
     """The others wait in the step before, whose time is long; the step after is as short as any."""
     own = exact({}, steps=160)
