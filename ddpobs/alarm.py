@@ -87,20 +87,21 @@ class Alarm:
         wait_for(all_reduce(self._group, [flag]))
         return flag
 
-    def listen(self, element: torch.Tensor) -> None:
+    def listen(self, element: torch.Tensor, at_once: bool) -> None:
         """Raise the same error on every rank where some rank told of a fault.
 
         Args:
             element: What came of the marked one.
+            at_once: Wait for it on a device, too, where one that is healthy else goes on and hears of it later.
         """
         if self.fault is not None:
             element.item()  # A device, too, has then heard every rank.
             self.read()
-        self.look(element)
+        self.look(element, at_once)
 
-    def look(self, element: torch.Tensor) -> None:
+    def look(self, element: torch.Tensor, at_once: bool = False) -> None:
         """Look at the element that would be NaN; on a device it is only looked at once it is there."""
-        if element.device.type == "cpu":
+        if element.device.type == "cpu" or (at_once and not torch.cuda.is_current_stream_capturing()):
             value = element.item()
             if value != value:  # noqa: PLR0124 - NaN, also a complex one
                 self.read()

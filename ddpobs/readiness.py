@@ -215,7 +215,6 @@ class Readiness:
         if self._order is not None:
             self._order.clear()
         self._await_end()
-        self._alarm.look_again()
         self._alarm.began()
         if self._recorder is not None:
             self._record = self._recorder.backward()

@@ -8,6 +8,7 @@ last callback, which launches the last bucket: by then it is known whether the b
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
 from ddpobs.collectives import all_reduce, rest_at_exit, stay_in_interpreter, time_collectives
 from ddpobs.comm import AllReduce, BucketComm, Nothing, Pending, Way
-from ddpobs.errors import ReducerError, UnusedParametersError
+from ddpobs.errors import UnusedParametersError
 from ddpobs.readiness import Readiness, Settings
 from ddpobs.unused import UsedMap
 
@@ -101,13 +102,9 @@ class Reducer(Readiness):
             bucket = self._buckets[len(self._pending)]
             if bucket.pending > 0 and not final:
                 return
-            if self._settings.skip_unused:
-                wanted = self._participation.wanted(bucket.members, final)
-                if wanted is None:
-                    return
-                if not wanted:
-                    self._pending.append(Nothing())
-                    continue
+            if self._settings.skip_unused and not self._participation.wanted(bucket.members):
+                self._pending.append(Nothing())
+                continue
             self._launch(bucket)
 
     def _divides_by(self) -> float | None:
@@ -157,27 +154,34 @@ class Reducer(Readiness):
     # ------------------------------------------------------------------ the end of a backward
 
     def _finish(self) -> None:
-        """The engine's last callback: wait for every bucket and settle what was left out."""
+        """The engine's last callback: wait for every bucket and settle what was left out.
+
+        An error that no other rank hears of, as one of a user's hook, leaves the backward to `abandon`.
+        """
         recorder, record = self._recorder, self._record
         engine.leave_context()
+        self._launch_the_rest()
+        if record is not None and self._sees_last:
+            self._pending[-1].wait()
+            record.done_ns[-1] = self._now()
+        for pending in self._pending:
+            pending.wait()
         try:
-            self._launch_the_rest()
-            if record is not None and self._sees_last:
-                self._pending[-1].wait()
-                record.done_ns[-1] = self._now()
-            for pending in self._pending:
-                pending.wait()
             self._listen(self._buckets[-1])
             self._settle()
         except UnusedParametersError as error:
             self._tell_left_out(error.parameters)
             raise
         finally:
-            self._order_at_least()
-            self._reset()
-            self._used[:] = bytes(len(self._used))
+            self._end()
         if recorder is not None and record is not None:
             recorder.finished(record)
+
+    def _end(self) -> None:
+        """Nothing of the backward is owed to the other ranks any more."""
+        self._order_at_least()
+        self._reset()
+        self._used[:] = bytes(len(self._used))
 
     def _launch_the_rest(self) -> None:
         participation = self._participation
@@ -213,7 +217,8 @@ class Reducer(Readiness):
 
     def _listen(self, last: Bucket) -> None:
         """Raise the same error on every rank where some rank told of a fault."""
-        self._alarm.listen(last.head if self._in_band else self._alarm.share(last.parameters[0].device))
+        element = last.head if self._in_band else self._alarm.share(last.parameters[0].device)
+        self._alarm.listen(element, at_once=self._participation.learns)
 
     def _settle(self) -> None:
         """Give `.grad` to what some rank used, and leave alone what nobody did."""
@@ -273,15 +278,17 @@ class Reducer(Readiness):
             if not (self._participation.holds or self._settings.skip_unused):
                 self._pending += [self._comm.launch(bucket, False) for bucket in shadows[len(self._pending) : -1]]
             yield
+            for launched in self._pending:
+                with suppress(Exception):  # It was told of where it was waited for first, if it is an old one.
+                    launched.wait()
+            self._pending = [Nothing() for _ in self._pending]
             self._go_along(shadows)
-        except ReducerError:
-            pass  # Each rank's own, or what every other rank raises.
+        except Exception:
+            pass  # Each rank's own, what every other rank raises, or what a hook has raised before.
         finally:
             for bucket in reduced:  # `zero_grad` may have come before the result.
                 bucket.buffer.zero_()
-            self._order_at_least()
-            self._reset()
-            self._used[:] = bytes(len(self._used))
+            self._end()
 
     def _shadows(self) -> list[Bucket]:
         return [bucketing.shadow(bucket) for bucket in self._buckets]
@@ -299,7 +306,7 @@ class Reducer(Readiness):
         self._alarm.tell()
         if self._settings.skip_unused:
             participation.share()
-        wanted = [bucket for bucket in rest if participation.wanted(bucket.members, True)]
+        wanted = [bucket for bucket in rest if participation.wanted(bucket.members)]
         pending = [*self._pending, *(self._comm.launch(bucket, bucket is last) for bucket in wanted)]
         participation.share()
         for launched in pending:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ class ModuleReducer(Reducer):
 
     _forward_work: Any = None
     _waits: tuple[Any, ...] = ()
+    _thread = 0
 
     def __init__(self, *args: Any, module: torch.nn.Module, **kwargs: Any) -> None:
         self._itself, self._module = weakref.ref(self), weakref.ref(module)
@@ -47,6 +49,7 @@ class ModuleReducer(Reducer):
 
     def prepare(self, synchronises: bool) -> None:
         """As the reducer's."""
+        self._thread = get_ident()
         super().prepare(synchronises)
         if synchronises:
             self.timings.forward_began()
@@ -74,6 +77,7 @@ class ModuleReducer(Reducer):
 
     def _reset(self) -> None:
         super()._reset()
+        self._waits = ()
         if self._itself in (begun := _begun.get(self._group, [])):
             begun.remove(self._itself)
 
@@ -82,7 +86,10 @@ class ModuleReducer(Reducer):
         # Inside a backward it is checkpointing that runs a module again: that backward is not interrupted.
         if not _begun.get(self._group) or torch._C._current_graph_task_id() >= 0:
             return
-        interrupted = [reducer for itself in _begun.pop(self._group) if (reducer := itself()) is not None]
+        interrupted = [reducer for itself in _begun[self._group] if (reducer := itself()) is not None]
+        if interrupted and all(reducer._thread != get_ident() for reducer in interrupted):
+            return  # Nor is one that goes on in the thread that trains, beside others that ask a model.
+        del _begun[self._group]
         endings = [reducer.abandon() for reducer in interrupted]
         for _ in range(2):
             for ending in endings:
@@ -121,12 +128,12 @@ class ModuleReducer(Reducer):
         self.timings.mark("backward_ended")
         if self._order:
             self.gradient_order = list(self._order)
+        waits = self._waits
         try:
             super()._finish()
             self.timings.comm_ended()
         finally:
             self._expected = False
-        waits, self._waits = self._waits, ()
         if waits:
             torch.futures.wait_all(list(waits))
 
@@ -228,7 +235,7 @@ class ModuleReducer(Reducer):
         """Optimizers that run as gradients come are the communication hook's affair."""
 
     def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
-        self._waits = tuple(futures)
+        self._waits += tuple(futures)
 
     def _remove_autograd_hooks(self) -> None:
         self.remove_hooks()
@@ -237,8 +244,12 @@ class ModuleReducer(Reducer):
         self.check_finished()
 
     def _reset_state(self) -> None:
-        self._reset()
-        self._order, self.rebuilt = [] if self._rebuilds else None, False
+        self._end()
+        self._expected, self.rebuilt = False, False
+        self._participation = self._participating(static=self._settings.static_graph)
+        self._order = [] if self._rebuilds else None
+        self.remove_hooks()  # A static graph's ask the participation.
+        self._add_hooks()
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         self._group, self._ranks, self._divisor = group, group.size(), group.size()

@@ -29,6 +29,11 @@ class Participation(Protocol):
         """Nothing may be launched before the end of the backward that is under way."""
         ...
 
+    @property
+    def learns(self) -> bool:
+        """How the next backward goes is found out in this one: all ranks have to know whether it came to a result."""
+        ...
+
     def begin(self, used: bytearray) -> Sequence[int]:
         """Indices of the parameters that will not come; `used` says which came in passes under `no_sync`."""
         ...
@@ -45,8 +50,8 @@ class Participation(Protocol):
         """Start the collective over the ranks that is still owed, if there is one. Every rank calls it alike."""
         ...
 
-    def wanted(self, members: Sequence[int], final: bool) -> bool | None:
-        """Whether a bucket of these is launched at all; None where that is not known yet and may not be waited for."""
+    def wanted(self, members: Sequence[int]) -> bool:
+        """Whether a bucket of these is launched at all; may wait for the other ranks."""
         ...
 
     def settle(self) -> tuple[list[int], list[int]] | None:
@@ -61,7 +66,7 @@ class Participation(Protocol):
 class Required:
     """Every parameter takes part in every backward on every rank."""
 
-    holds = False
+    holds = learns = False
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -81,7 +86,7 @@ class Required:
     def share(self) -> None:
         """Nothing to agree on."""
 
-    def wanted(self, _members: Sequence[int], _final: bool) -> bool:
+    def wanted(self, _members: Sequence[int]) -> bool:
         """Always."""
         return True
 
@@ -95,7 +100,7 @@ class Required:
 class Zeros:
     """Whatever does not come counts as zero, and nobody asks why: Horovod's way."""
 
-    holds = False
+    holds = learns = False
 
     def begin(self, used: bytearray) -> Sequence[int]:
         """Nobody knows what will come."""
@@ -111,7 +116,7 @@ class Zeros:
     def share(self) -> None:
         """Nothing to agree on."""
 
-    def wanted(self, _members: Sequence[int], _final: bool) -> bool:
+    def wanted(self, _members: Sequence[int]) -> bool:
         """Always."""
         return True
 
@@ -181,10 +186,6 @@ class UsedMap:
         """The next backward has one of its own."""
         self._work, self.launched = None, False
 
-    def known(self) -> bool:
-        """Whether the sum is there already."""
-        return self._work is None or self._work.is_completed()
-
 
 class Dynamic:
     """Parameters may be left out, others each time, others on each rank.
@@ -192,7 +193,8 @@ class Dynamic:
     The engine says beforehand what it will reach: no walk over the graph, and right also for outputs that were
     computed but left out of the loss. What it cannot announce are parameters inside reentrant checkpoints, whose
     backward is a graph of its own. So in the first backward nobody relies on it; where any rank was surprised, all
-    wait for the end of each backward from then on.
+    wait for the end of each backward from then on. Then no bucket is launched before: which of them wait for what never
+    comes is another on every rank, and so would be their order among other modules' collectives.
     """
 
     def __init__(
@@ -207,8 +209,13 @@ class Dynamic:
 
     @property
     def holds(self) -> bool:
-        """A bucket may only be left out once all ranks are heard."""
-        return self._late and self._skips
+        """Until the engine is known to be right about what will come, or if it is not."""
+        return self._late
+
+    @property
+    def learns(self) -> bool:
+        """Whether the engine is right about what will come."""
+        return self._first
 
     def begin(self, used: bytearray) -> Sequence[int]:
         """Ask the engine, and start the sum over the ranks at once unless it cannot be relied on yet."""
@@ -245,12 +252,10 @@ class Dynamic:
         if self._late and not self._map.launched:
             self._map.launch(self._absent, self._surprised)
 
-    def wanted(self, members: Sequence[int], final: bool) -> bool | None:
+    def wanted(self, members: Sequence[int]) -> bool:
         """With `skip_all_reduce_unused_params`: a bucket that any rank uses is launched on all of them."""
         if not self._skips or not set(members) <= set(self._absent):
             return True
-        if not final and not self._map.known():
-            return None
         self._map.wait()
         users = self._map.read()
         return any(bool(users[index]) for index in members)
@@ -300,6 +305,11 @@ class Static:
         self._users: torch.Tensor | None = None
         self._abstains = False
 
+    @property
+    def learns(self) -> bool:
+        """Which parameters take part, and how often."""
+        return self.holds
+
     def begin(self, used: bytearray) -> Sequence[int]:
         """Known since the first backward."""
         if self.holds:
@@ -342,7 +352,7 @@ class Static:
         if self._users is None and not self._map.launched:
             self._map.launch(range(len(self._names)) if self._abstains else self._unused)
 
-    def wanted(self, _members: Sequence[int], _final: bool) -> bool:
+    def wanted(self, _members: Sequence[int]) -> bool:
         """Always."""
         return True
 

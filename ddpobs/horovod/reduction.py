@@ -66,6 +66,8 @@ class OptimizerReducer(Reducer):
             self._finish()
             self._rebuild_once()
         finally:
+            if self._active:  # Whatever an error left is Horovod's users' own affair.
+                self._end()
             self._left[:] = [self._passes] * len(self._left)
             if noted:
                 self._recorder.waiting_ended()  # type: ignore[union-attr]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -15,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel, attach
 from ddpobs.errors import ReducerError
-from tests.distributed.compare import batch, net
+from tests.distributed.compare import batch, net, train, verdicts
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
 
@@ -205,3 +206,69 @@ def reduction_that_fails(rank: int, _world_size: int) -> list[int]:
 
 def test_a_reduction_that_failed_ends_no_step() -> None:
     assert run_ranks(reduction_that_fails, 2) == [[0, 1]] * 2
+
+
+def hook_that_fails(fails, bucket):  # type: ignore[no-untyped-def] # torch checks annotations
+    """The mean; on a rank that fails it raises where the last bucket is launched, or when that one is done."""
+    if bucket.is_last() and fails == ["launch"]:
+        raise StopError
+    future = default_hooks.allreduce_hook(None, bucket)
+    if not bucket.is_last() or fails != ["wait"]:
+        return future
+
+    def done(_: object) -> torch.Tensor:
+        raise StopError
+
+    return future.then(done)
+
+
+def hooked(rank: int, world_size: int) -> list[list[str]]:
+    found = []
+    for options in (CAP, {}, CAP | {"static_graph": True}, CAP | {"find_unused_parameters": True}):
+        for where in ("launch", "wait"):
+            fails: list[str] = []
+            ddp, told = DistributedDataParallel(net(), **options), []
+            ddp.register_comm_hook(fails, hook_that_fails)
+            for step in range(6):
+                fails[:] = [where] * (rank == 1 and step in {0, 3})
+                ddp.zero_grad()
+                try:
+                    ddp(batch(rank, step)).pow(2).mean().backward()
+                except (StopError, ReducerError, RuntimeError) as error:
+                    told.append("interrupted" if "an error interrupted" in str(error) else "stopped")
+            found.append([*told, *(f"{p.grad.sum().item():.6f}" for p in ddp.parameters())])
+    return found
+
+
+def test_a_hook_may_fail_on_one_rank_with_the_last_bucket() -> None:
+    one, other = run_ranks(hooked, 2, timeout_s=30)
+    for mine, theirs in zip(one, other, strict=True):
+        assert mine[:2] == ["interrupted"] * 2
+        assert theirs[:2] == ["stopped"] * 2
+        assert mine[2:] == theirs[2:]
+
+
+def asked_meanwhile(kind: Any, rank: int) -> list[torch.Tensor]:
+    """Another thread asks the model, and others of its group, in the midst of each backward."""
+    ddp, beside = kind(net(), **CAP), kind(net())
+
+    def ask() -> None:
+        with torch.no_grad():
+            ddp(batch(rank, 9))
+            beside(batch(rank, 9))
+
+    def in_a_thread(_: torch.Tensor) -> None:
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+
+    ddp.module[2].weight.register_hook(in_a_thread)
+    return train(ddp, rank)
+
+
+def asked(rank: int, world_size: int) -> str:
+    return verdicts({"asked": asked_meanwhile}, rank)["asked"]
+
+
+def test_another_thread_may_ask_a_model_that_is_trained() -> None:
+    assert run_ranks(asked, 2, timeout_s=30) == ["equal"] * 2
