@@ -65,9 +65,15 @@ def name_of(group: dist.ProcessGroup) -> str:
     return str(dist.distributed_c10d._get_process_group_name(group))
 
 
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """What moves the group's tensors on that device; nobody has to name it to torch, which then calls it undefined."""
+    named = dist.get_backend(group)
+    return named if named != "undefined" else str(group._get_backend(device).name())
+
+
 def time_collectives(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Have the group's works know how long they took, which costs NCCL an event more each; whether they will."""
-    if device.type != "cuda" or "nccl" not in dist.get_backend(group):
+    if device.type != "cuda" or "nccl" not in backend_of(group, device):
         return False
     group._enable_collectives_timing()  # type: ignore[attr-defined]
     return True

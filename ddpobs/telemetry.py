@@ -23,7 +23,7 @@ from torch._C._distributed_c10d import PrefixStore
 import ddpobs
 from ddpobs import wire
 from ddpobs.clocks import clock_for
-from ddpobs.collectives import CollectiveHooks
+from ddpobs.collectives import CollectiveHooks, backend_of
 from ddpobs.config import TelemetryConfig
 from ddpobs.exporter import DONE, Envelope, Exporter, Identity
 from ddpobs.hooks import ProcessHooks
@@ -72,7 +72,8 @@ def join(
     if _process is None:
         _generation += 1
         settings = {**settings, "group_ranks": process_group.size()}
-        _process = Telemetry(config, _device(module), dist.get_backend(process_group), settings)
+        device = _device(module)
+        _process = Telemetry(config, device, backend_of(process_group, device), settings)
     return _process.recorder(module, name)
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import secrets
 import weakref
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +67,17 @@ def _another(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
         dist.Backend(dist.get_backend(group)),
         c10d._get_default_store(),
         group_name=c10d.GroupName(f"{name_of(group)}/ddpobs/{name.item():x}"),
-        timeout=c10d._get_default_timeout(dist.get_backend(group)),
+        timeout=_timeout_of(group, device),
     )
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
     return made  # type: ignore[no-any-return]
+
+
+def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+    """How long the group's own collectives may take; torch's default for one that does not tell."""
+    try:
+        backend: Any = group._get_backend(device)
+        timeout: timedelta = backend.options._timeout
+    except (RuntimeError, AttributeError):
+        timeout = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+    return timeout
