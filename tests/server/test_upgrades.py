@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sqlite3
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -171,6 +172,30 @@ def test_an_upgrade_keeps_the_rows_of_tables_that_it_builds_anew(fresh: Fresh, t
     assert sorted(told) == [(0, 0), (1, 1)]
     assert sorted(batches) == [(source_of(rank), bytes(32)) for rank in range(2)]
     assert sorted(histogram) == [(source_of(rank), 10) for rank in range(2)]
+    store.close()
+
+
+def test_an_upgrade_reads_the_unused_sets_of_one_source_at_a_time(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    at_revision(url, "0003")
+    engine, body = (
+        create_engine(url),
+        wire.pack_json(wire.Unused(step=1, module=3, locally=["x" * 100_000], globally=[])),
+    )
+    with engine.begin() as connection:
+        for source in range(200):
+            key = {"run_id": "old", "source": source_of(10 + source), "seq": 0, "position": 0}
+            insert(connection, "unused", **key, body=body.decode())
+    engine.dispose()
+    store = Store(url)
+    tracemalloc.start()
+    store.migrate()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    with store._engine.connect() as connection:
+        told = connection.execute(select(schema.unused.c.module, schema.unused.c.names)).all()
+    assert sorted(told) == [(0, 0), (1, 1), *[(3, 1)] * 200]
+    assert peak < 100 * len(body)
     store.close()
 
 

@@ -1,6 +1,7 @@
 """Unused sets know their module and how many names they have; in SQLite, narrow rows are kept by their key alone."""
 
 import json
+from typing import Any
 
 import sqlalchemy as sa
 from alembic import op
@@ -32,20 +33,28 @@ def downgrade() -> None:
 
 
 def _fill(connection: sa.Connection) -> None:
-    """By Python's own JSON: PostgreSQL reads no text in which a name has a NUL."""
+    """By Python's own JSON: PostgreSQL reads no text in which a name has a NUL.
+
+    Source by source: one whose set changes in every step has some hundred thousand.
+    """
     c = sa.column
-    key: list[sa.ColumnClause[object]] = [c(name) for name in ("run_id", "source", "seq", "position")]
+    source: list[sa.ColumnClause[object]] = [c("run_id"), c("source")]
+    key = [*source, c("seq"), c("position")]
     unused = sa.table("unused", *key, c("body"), c("module"), c("names"))
-    told = connection.execute(sa.select(*key, c("body")).select_from(unused)).all()
-    rows = []
-    for *at, body in told:
-        record = json.loads(body)
-        values = {"of_module": record["module"], "of_names": len(record["locally"])}
-        rows.append({f"at_{column.name}": value for column, value in zip(key, at, strict=True)} | values)
-    if rows:
-        here = [column == sa.bindparam(f"at_{column.name}") for column in key]
-        found = sa.update(unused).where(*here)
-        connection.execute(found.values(module=sa.bindparam("of_module"), names=sa.bindparam("of_names")), rows)
+    here = [column == sa.bindparam(f"at_{column.name}") for column in key]
+    found = sa.update(unused).where(*here).values(module=sa.bindparam("of_module"), names=sa.bindparam("of_names"))
+    for of in connection.execute(sa.select(*source).select_from(unused).distinct()).all():
+        of_source = [column == value for column, value in zip(source, of, strict=True)]
+        told = connection.execute(sa.select(*key, c("body")).select_from(unused).where(*of_source)).all()
+        connection.execute(found, [_row(key, *row) for row in told])
+
+
+def _row(key: list[sa.ColumnClause[object]], *row: Any) -> dict[str, object]:
+    """What the statement takes of a row: its key, and what its body says."""
+    *at, body = row
+    record = json.loads(body)
+    values = {"of_module": record["module"], "of_names": len(record["locally"])}
+    return {f"at_{column.name}": value for column, value in zip(key, at, strict=True)} | values
 
 
 def _rebuild(*, with_rowid: bool) -> None:
