@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 import torch
@@ -37,6 +38,16 @@ def watch(outputs: Sequence[torch.Tensor], begins: Callable[[Node], None]) -> in
     for output in differentiable:
         output.register_hook(lambda _: begins(torch._C._current_autograd_node()))
     return len(differentiable)
+
+
+def one_at_a_time(hook: Callable[[torch.Tensor], None], turn: threading.RLock) -> Callable[[torch.Tensor], None]:
+    """The hook, for gradients that come on several threads at once."""
+
+    def in_turn(tensor: torch.Tensor) -> None:
+        with turn:
+            hook(tensor)
+
+    return in_turn
 
 
 def refuse_graph(through: str) -> None:

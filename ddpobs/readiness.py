@@ -6,8 +6,10 @@ come (`_ready`), and that the backward is over (`_finish`).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +98,8 @@ class Readiness:
         # The engine knows a parameter by its AccumulateGrad node, which only lives as long as someone holds it.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._parameters]
         self._handles: list[Any] = []
+        self._turn = threading.RLock() if len({parameter.device for parameter in self._parameters}) > 1 else None
+        """Where the model is on several devices, for each of which the engine has a thread."""
         self._add_hooks()
 
     # ------------------------------------------------------------------ for the reducer to say
@@ -144,7 +148,8 @@ class Readiness:
 
     def _add_hooks(self) -> None:
         for index, parameter in enumerate(self._parameters):
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(index)))
+            hook = self._hook(index) if self._turn is None else engine.one_at_a_time(self._hook(index), self._turn)
+            self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._next_handle = RemovableHandle.next_id
 
     def _come_last(self) -> None:
@@ -200,9 +205,10 @@ class Readiness:
 
     def begin_at_output(self, output: Node) -> None:
         """An output got a gradient: the backward begins, unless it is one that wants no parameter's gradient."""
-        if not self._active and self._concerns_parameters(output):
-            self._come_last()
-            self.begin()
+        with self._turn or nullcontext():
+            if not self._active and self._concerns_parameters(output):
+                self._come_last()
+                self.begin()
 
     def _concerns_parameters(self, output: Node) -> bool:
         """Frozen for now they are not concerned, as a discriminator is while its generator trains."""

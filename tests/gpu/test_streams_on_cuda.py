@@ -1,0 +1,91 @@
+"""What runs on streams, threads and in processes of its own: compression, a model over devices, workers, the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+from torch.utils.data import DataLoader, TensorDataset
+
+from ddpobs import DistributedDataParallel, wire
+from tests.distributed.launch import run_ranks
+from tests.distributed.sent import sending
+from tests.gpu.test_ddp_on_cuda import nccl_alone, net, train
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
+WIDTH = 4096
+
+
+@pytest.mark.parametrize("comm", ["fp16", "bf16", "topk:1", "int8", "parameter_server"])
+def test_an_optimizer_waits_for_what_is_done_with_a_bucket(comm: str) -> None:
+    """Read at once on the current stream, gradients are what they are once the device is through with everything."""
+    with nccl_alone():
+        ddp = DistributedDataParallel(net(WIDTH), device_ids=[0], comm=comm)
+        for _ in range(5):
+            ddp.zero_grad()
+            ddp(torch.ones(8, WIDTH, device="cuda")).pow(2).mean().backward()
+            at_once = [p.grad.clone() for p in ddp.parameters()]
+            torch.cuda.synchronize()
+            assert all(torch.equal(early, p.grad) for early, p in zip(at_once, ddp.parameters(), strict=True))
+
+
+def test_a_collective_that_waits_by_itself_is_seen() -> None:
+    with nccl_alone(), sending() as sent:
+        ddp = DistributedDataParallel(net(256), device_ids=[0], telemetry=sent.config)
+        for _ in range(4):
+            ddp(torch.ones(8, 256, device="cuda")).sum().backward()
+            dist.all_reduce(torch.ones(1, device="cuda"))
+        torch.cuda.synchronize()
+    assert sent.comms("kind").count(wire.COMM_KINDS.index("user")) >= 3
+
+
+def test_the_last_steps_and_the_goodbye_come_without_a_synchronisation() -> None:
+    with nccl_alone(), sending() as sent:
+        ddp = DistributedDataParallel(net(WIDTH), device_ids=[0], telemetry=sent.config)
+        for _ in range(10):
+            ddp(torch.ones(4096, WIDTH, device="cuda")).sum().backward()
+    assert len(sent.steps("step")) == 10
+    assert sent.events[-1] == "goodbye"
+
+
+def test_a_loader_s_workers_live_beside_telemetry() -> None:
+    with nccl_alone(), sending() as sent:
+        ddp = DistributedDataParallel(net(256), device_ids=[0], telemetry=sent.config)
+        loader = DataLoader(TensorDataset(torch.ones(64, 256)), batch_size=8, num_workers=2)
+        for _ in range(3):
+            for (rows,) in loader:
+                ddp(rows.cuda()).sum().backward()
+        torch.cuda.synchronize()
+    assert len(sent.steps("step")) == 24
+
+
+class OverDevices(nn.Module):
+    """Layers in turn on two devices, so that the engine has gradients on two threads at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(256, 256).to(f"cuda:{index % 2}") for index in range(12))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found = [layer(rows.to(layer.weight.device)).to("cuda:0") for layer in self.layers]
+        return torch.stack(found).sum(0)
+
+
+def over_devices(rank: int, world_size: int) -> bool:
+    found: list[Any] = []
+    for kind in (TorchDDP, DistributedDataParallel):
+        ddp = kind(OverDevices(), bucket_cap_mb=0.3)
+        torch.manual_seed(rank)
+        train(ddp, 6, 256)
+        found.append([p.detach().cpu() for p in ddp.parameters()])
+    return all(torch.allclose(ours, theirs, atol=1e-6) for ours, theirs in zip(*found, strict=True))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, and this machine has fewer")
+def test_a_model_over_two_devices_is_reduced_as_torchs() -> None:
+    assert run_ranks(over_devices, 2) == [True, True]
