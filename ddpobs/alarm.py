@@ -2,7 +2,8 @@
 
 A rank that owes a gradient launches its buckets all the same, or the others would wait for ever. First it writes
 what is wrong into the process group's store, then it makes the first element of the last bucket NaN, which the
-all-reduce carries to every rank; whoever sees it reads the store. Nothing is sent in the good case.
+all-reduce carries to every rank; whoever sees it reads the store. Nothing is sent in the good case, but one element of
+its own where the last bucket cannot carry a NaN: through a hook of the user's, say.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class BucketComm(Protocol):
     carries_nan: bool
 
     def launch(self, bucket: Bucket, last: bool) -> Pending:
-        """Start it. Must not block; called in the same order on every rank."""
+        """Start it, in the same order on every rank; only a first one may wait, for groups that all ranks make."""
         ...
 
 
