@@ -54,7 +54,7 @@ def run(settings: Settings, integrity: bool = True) -> Iterator[Finding]:
             yield Finding("database", "ok", f"{shown} is not there yet: the first start makes it")
             yield from _access(settings, None)
             return
-    store = Store(settings.database_url)
+    store = Store(settings.database_url, only_look=True)
     try:
         yield from _database(settings, store, file is not None and integrity)
     finally:

@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import sqlite3
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -113,6 +114,20 @@ def test_scrapes_that_hang_take_no_connection_from_others(postgresql: databases.
             holder.rollback()
         assert all("ddpobs_steps_total{" in scrape.result().text for scrape in told)
     engine.dispose()
+
+
+def test_check_leaves_a_restored_file_as_it_is(tmp_path: Path) -> None:
+    url, file = f"sqlite:///{tmp_path}/x.db", tmp_path / "x.db"
+    store = Store(url)
+    store.migrate()
+    store.close()
+    restored = sqlite3.connect(file)
+    restored.execute("PRAGMA journal_mode=DELETE")
+    restored.close()
+    before = file.read_bytes()
+    assert check(url)[0] == 0
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_check_ends_with_1_as_a_command_and_reads_as_text(tmp_path: Path) -> None:

@@ -22,23 +22,34 @@ _SERVER = {
 _SETTINGS = ("synchronous=FULL", "foreign_keys=ON", "cache_size=-8192", "journal_size_limit=67108864")
 
 
-def engine(url: str) -> Engine:
-    """SQLAlchemy's, of SQLite or PostgreSQL; its connections raise `UnavailableError` for what may pass."""
+def engine(url: str, *, write_ahead: bool = True) -> Engine:
+    """SQLAlchemy's, of SQLite or PostgreSQL; its connections raise `UnavailableError` for what may pass.
+
+    Args:
+        url: SQLAlchemy's.
+        write_ahead: Whether a SQLite file is written by way of a log from now on, or stays as it is.
+    """
     sqlite = url.startswith("sqlite")
     waiting = {"timeout": _BUSY_S} if sqlite else _SERVER
     # The connection used last is used again: what it has in its cache is what the next statement wants.
     made = create_engine(url, connect_args=waiting, poolclass=faults.Pool, pool_pre_ping=not sqlite, pool_use_lifo=True)
     event.listen(made, "handle_error", faults.translate, retval=True)
     if sqlite:
-        event.listen(made, "connect", _durable)
+        event.listen(made, "connect", _durable if write_ahead else _set)
     return made
 
 
-def _durable(connection: Any, _record: object) -> None:
+def _durable(connection: Any, record: object) -> None:
     cursor = connection.cursor()
     if cursor.execute("PRAGMA page_count").fetchone() == (0,):  # Else it waits for whoever writes, though it is set.
         cursor.execute("PRAGMA auto_vacuum=INCREMENTAL")
     _write_ahead(cursor)
+    cursor.close()
+    _set(connection, record)
+
+
+def _set(connection: Any, _record: object) -> None:
+    cursor = connection.cursor()
     for setting in _SETTINGS:
         cursor.execute(f"PRAGMA {setting}")
     cursor.close()

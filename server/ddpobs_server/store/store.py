@@ -35,10 +35,11 @@ class Store:
     Args:
         url: SQLAlchemy's, of SQLite or PostgreSQL.
         keep_free_bytes: With less room on a SQLite file's disk no batch is stored: to remove some takes room, too.
+        only_look: Whether a SQLite file is only looked at, and stays as it is.
     """
 
-    def __init__(self, url: str, keep_free_bytes: int = 0) -> None:
-        self._engine = connecting.engine(url)
+    def __init__(self, url: str, keep_free_bytes: int = 0, *, only_look: bool = False) -> None:
+        self._engine = connecting.engine(url, write_ahead=not only_look)
         self._keep_free_bytes, self._disk = keep_free_bytes, self.folder
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
 
