@@ -81,7 +81,8 @@ class UnderWay:
 class Admission:
     """Lets new runs and new sources in until there are too many; those that are known always may send.
 
-    Several collectors on one database count for themselves: together they may let a few more in.
+    Those that arrive before the first of them is stored are all let in, and several collectors on one database count
+    for themselves: there may be a few more.
 
     Args:
         settings: `max_runs` and `max_sources`.

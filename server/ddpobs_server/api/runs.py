@@ -193,7 +193,7 @@ def get_unused(
     module: ModuleQuery = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
 ) -> schemas.UnusedSets:
-    """Unused parameters by name, each time the set changed; the latest sets, each rank's last one before others'."""
+    """Unused parameters by name, each time the set changed: each rank's latest sets, by rank, the oldest first."""
     told = store.unused(run.run, attempt, module, limit)
     unused: list[schemas.UnusedSet] = [
         {
