@@ -62,7 +62,8 @@ class UnusedParametersError(ReducerError):
         more = f"; and {len(parameters) - 20} more" if len(parameters) > 20 else ""
         super().__init__(
             f"{len(parameters)} parameters got no gradient in this backward: {shown}{more}. Every rank "
-            "reduces all of them. Pass find_unused_parameters=True, or make every parameter take part in the loss on every rank"
+            "reduces all of them. Pass find_unused_parameters=True, or make every parameter take part in the loss on "
+            "every rank"
         )
         self.parameters = parameters
 
