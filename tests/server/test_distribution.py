@@ -43,7 +43,7 @@ def test_every_statement_keeps_to_a_run(
         counted = dict.fromkeys(("first_collective", "last_collective", "steps"), 1)
         columns = {name: np.ones(2, np.int64) for name in wire.Peers.__struct_fields__ if name not in counted}
         told = {"events": [wire.Event(kind="goodbye", at_ns=0)], "peers": [wire.Peers(**counted, **columns)]}
-        put(to, batch("a", 9, attempt="b" * 16, **told))  # type: ignore[arg-type]
+        put(to, batch("a", 9, attempt="b" * 16, source="b" * 16, **told))  # type: ignore[arg-type]
         reads = [path for path, item in to.app.openapi()["paths"].items() if "get" in item]  # type: ignore[attr-defined]
         for path in reads:
             for query in QUERIES:
