@@ -114,6 +114,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups=fused,
     )
     _reducers.add(made._reducer)
+    finalize(made, made._reducer.remove_hooks).atexit = False  # The model may be given another optimizer.
     return made
 
 

@@ -75,6 +75,8 @@ class OptimizerReducer(Reducer):
     def shadow(self) -> None:
         """As the reducer's."""
         super().shadow()
+        if (shown := timeline.current()) is not None:
+            shown.add(self._to_be_timed())  # Which stays empty: the ranks count alike.
         if (device := self._parameters[0].device).type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # Or `join` runs ahead of the ranks that train.
         self.synchronised += 1
@@ -83,9 +85,12 @@ class OptimizerReducer(Reducer):
     def begin(self) -> None:
         """As the reducer's."""
         if timeline.current() is not None:
-            activity = f"{self._group.name().upper()}_ALLREDUCE"
-            self._timed = timeline.Reduction(self._names, self._parameters, self.bucket_members, activity)
+            self._timed = self._to_be_timed()
         super().begin()
+
+    def _to_be_timed(self) -> timeline.Reduction:
+        activity = f"{self._group.name().upper()}_ALLREDUCE"
+        return timeline.Reduction(self._names, self._parameters, self.bucket_members, activity)
 
     def _rebuild_once(self) -> None:
         if self._order is not None:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import time
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -241,7 +238,7 @@ def test_sparse_gradients_stay_sparse_unless_asked() -> None:
     assert run_ranks(sparse, 2) == [[(True, rows), (False, rows)]] * 2
 
 
-# ---------------------------------------------------------------------- join, timeline, telemetry
+# ---------------------------------------------------------------------- join, telemetry
 
 
 def uneven(rank: int, ranks: int) -> Any:
@@ -259,41 +256,6 @@ def test_a_rank_without_data_joins_and_the_others_go_on() -> None:
     parameters = [parameters for _, parameters, _, batches in found if batches == 5]
     assert parameters[0] == parameters[1]
     assert {count for _, _, count, _ in found} == {6}  # Five steps of whoever had most, and one that found all joined.
-
-
-def traced(rank: int, ranks: int, folder: str) -> None:
-    hvd.init()
-    model = net()
-    path = Path(folder) / f"timeline-{rank}.json"
-    hvd.start_timeline(str(path), mark_cycles=True)
-    raised(HorovodError, lambda: hvd.start_timeline(str(path)))
-    together(model, rank, 3, of=late)
-    hvd.stop_timeline()
-    hvd.stop_timeline()
-
-
-def late(model: nn.Module, rank: int, number: int) -> torch.Tensor:
-    time.sleep(1.0 * rank)
-    return loss(model, rank, number)
-
-
-def test_the_timeline_is_horovods(tmp_path: Path) -> None:
-    run_ranks(traced, 2, str(tmp_path))
-    assert [path.name for path in tmp_path.iterdir()] == ["timeline-0.json"]
-    events = [event for event in json.loads((tmp_path / "timeline-0.json").read_text()) if event]
-    lanes = {e["args"]["name"]: e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
-    assert set(lanes) - {""} == {name for name, _ in net().named_parameters()}
-    assert sum(event.get("name") == "CYCLE_START" for event in events) == 3
-    for lane in set(lanes.values()) - {0}:
-        ours = [event for event in events if event["pid"] == lane and event["ph"] != "M"]
-        assert ours == sorted(ours, key=lambda event: event["ts"])
-        names = [event.get("name") for event in ours]
-        once = ["NEGOTIATE_ALLREDUCE", "0", "1", None, "ALLREDUCE", "GLOO_ALLREDUCE", None, None]
-        assert names == once * 3
-        # Rank 1 sleeps before its backward: it is the one that is waited for.
-        marks = {event["name"]: event["ts"] for event in ours[:8] if event["ph"] == "X"}
-        assert marks["1"] - marks["0"] > 100_000
-        assert ours[7]["args"]["dtype"] == "float32"
 
 
 def observed(rank: int, ranks: int) -> Any:
@@ -401,3 +363,17 @@ def with_closures(rank: int, ranks: int) -> list[bool]:
 
 def test_a_closure_s_gradients_are_reduced_before_the_step_that_takes_them() -> None:
     assert run_ranks(with_closures, 2) == [[True, True]] * 2
+
+
+def in_turn(rank: int, ranks: int) -> str:
+    """One optimizer takes another's place, whose hooks would reduce every gradient once more."""
+    hvd.init()
+    model, reference = net(), net()
+    for _ in range(2):
+        together(model, rank, 3)
+        alone(reference, ranks, 3, 1, loss)
+    return how_close(model, reference)
+
+
+def test_an_optimizer_that_is_dropped_leaves_the_model_to_the_next() -> None:
+    assert run_ranks(in_turn, 2) == ["equal"] * 2

@@ -1,0 +1,78 @@
+"""`start_timeline`: Horovod's Chrome trace, and who was waited for in it."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import ddpobs.horovod as hvd
+from ddpobs.errors import HorovodError
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_horovod import loss, net, raised, together
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    return [event for event in json.loads((folder / "timeline-0.json").read_text()) if event]
+
+
+def traced(rank: int, ranks: int, folder: str) -> None:
+    hvd.init()
+    model = net()
+    path = Path(folder) / f"timeline-{rank}.json"
+    hvd.start_timeline(str(path), mark_cycles=True)
+    raised(HorovodError, lambda: hvd.start_timeline(str(path)))
+    together(model, rank, 3, of=late)
+    hvd.stop_timeline()
+    hvd.stop_timeline()
+
+
+def late(model: nn.Module, rank: int, number: int) -> torch.Tensor:
+    time.sleep(1.0 * rank)
+    return loss(model, rank, number)
+
+
+def test_the_timeline_is_horovods(tmp_path: Path) -> None:
+    run_ranks(traced, 2, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["timeline-0.json"]
+    events = told(tmp_path)
+    lanes = {e["args"]["name"]: e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
+    assert set(lanes) - {""} == {name for name, _ in net().named_parameters()}
+    assert sum(event.get("name") == "CYCLE_START" for event in events) == 3
+    for lane in set(lanes.values()) - {0}:
+        ours = [event for event in events if event["pid"] == lane and event["ph"] != "M"]
+        assert ours == sorted(ours, key=lambda event: event["ts"])
+        names = [event.get("name") for event in ours]
+        once = ["NEGOTIATE_ALLREDUCE", "0", "1", None, "ALLREDUCE", "GLOO_ALLREDUCE", None, None]
+        assert names == once * 3
+        # Rank 1 sleeps before its backward: it is the one that is waited for.
+        marks = {event["name"]: event["ts"] for event in ours[:8] if event["ph"] == "X"}
+        assert marks["1"] - marks["0"] > 100_000
+        assert ours[7]["args"]["dtype"] == "float32"
+
+
+def joined(rank: int, ranks: int, folder: str) -> None:
+    hvd.init()
+    model = net()
+    hvd.start_timeline(str(Path(folder) / f"timeline-{rank}.json"))
+    optimizer = together(model, rank, [4, 2][rank])
+    hvd.join()
+    for number in range(2):
+        optimizer.zero_grad()
+        loss(model, rank, number).backward()
+        optimizer.step()
+    hvd.stop_timeline()
+
+
+def test_ranks_count_alike_while_one_has_joined(tmp_path: Path) -> None:
+    run_ranks(joined, 2, str(tmp_path))
+    events = told(tmp_path)
+    lane = next(event["pid"] for event in events if event["ph"] == "M" and event["args"]["name"])
+    marks = "".join(event["name"] for event in events if event["pid"] == lane and event["ph"] == "X")
+    assert sorted(marks) == sorted("01" * 2 + "0" * 2 + "01" * 2)
+    assert {*marks[:4]} == {*marks[-4:]} == {"0", "1"}
+    assert marks[4:6] == "00"
