@@ -7,10 +7,13 @@ import shutil
 
 import pytest
 
+_SYSTEM = "/usr/sbin:/sbin"
+"""Where Debian has some that are not in everybody's PATH."""
+
 
 def need(program: str, package: str) -> str:
     """Path of a program, or the end of the test with what to install."""
-    found = shutil.which(program)
+    found = shutil.which(program) or shutil.which(program, path=_SYSTEM)
     if found is None:
         reason = f"{program} is not installed: apt-get install {package}"
         if os.environ.get("CI") == "true":
