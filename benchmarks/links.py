@@ -40,6 +40,8 @@ def links(ranks: int, rate: str) -> Iterator[None]:
     Raises:
         LinkError: Not root, or a tool is missing.
     """
+    # Where Debian has both, and not everybody's PATH leads to.
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         reason = f"{' and '.join(missing)} missing (iproute2)" if missing else "not root"

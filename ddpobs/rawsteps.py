@@ -137,7 +137,8 @@ class RawSteps:
 
     def _forget_half_added(self) -> None:
         steps = len(self.number)
-        segments, backwards = sum(self.segments[:steps]), sum(self.backwards[: sum(self.segments[:steps])])
+        segments = sum(self.segments[:steps])
+        backwards = sum(self.backwards[:segments])
         for length, columns in (
             (steps, (self.samples, self.micro_steps, self.switches, self.comms, self.segments)),
             (sum(self.switches[:steps]), (self.phase, self.since_ns)),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +17,7 @@ from benchmarks.pairs import ratio
 from benchmarks.source import digest, keep, resumed
 from benchmarks.tables import tables
 from ddpobs import TelemetryConfig
+from tests.integration.tools import need
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -105,12 +105,9 @@ def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path
 
 
 def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:
-    tc = shutil.which("tc")
-    if tc is None and os.environ.get("CI") == "true":
-        pytest.fail("tc is not installed: apt-get install iproute2")
-    made = tc and subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode == 0
-    if not made:
-        pytest.skip("links of a chosen speed need root's rights over the network, and iproute2")
+    need("tc", "iproute2")
+    if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("links of a chosen speed need root's rights over the network")
     told = run("communication", "--json", str(tmp_path / "found.json"))
     found = json.loads((tmp_path / "found.json").read_text())
     assert all(f"| {variant} | " in told for variant in found["seconds"])
