@@ -20,7 +20,10 @@ class Clock(Protocol):
     """What the recorder asks of a clock."""
 
     def now(self) -> Stamp:
-        """A stamp for this moment, or for the moment when the current stream gets here."""
+        """A stamp for this moment, or for the moment when the current stream gets here; 0 if none can be taken.
+
+        Raises nothing: training calls it as it is.
+        """
         ...
 
     def passed(self, stamp: Stamp) -> bool:
@@ -98,11 +101,14 @@ class CudaClock:
         self._renew()
 
     def now(self) -> Stamp:
-        """An event recorded on the device's current stream; 0 while a graph is captured."""
+        """An event recorded on the device's current stream; 0 while a graph is captured, or once the device failed."""
         if self._captures:
             return 0
-        event = self._cuda.Event(enable_timing=True)
-        event.record(self._cuda.current_stream(self._device))
+        try:
+            event = self._cuda.Event(enable_timing=True)
+            event.record(self._cuda.current_stream(self._device))
+        except RuntimeError:  # Training hears of it from its own calls.
+            return 0
         return event
 
     def passed(self, stamp: Stamp) -> bool:

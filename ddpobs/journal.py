@@ -88,11 +88,11 @@ class Journal:
         caught_up: Callable[[], object] = lambda: None,
     ) -> None:
         self._clock, self._caught_up = clock, caught_up
-        self._most = min(most, _MOST)
+        self._full = _PLACES * min(most, _MOST)
         self._now = clock.now
         self._tracker = StepTracker(finished)
-        self._entries: deque[Any] = deque()
         self._replaying = Lock()
+        self._await_entries()
         self._thread = 0
         self._begun = False
         self._in_backward = self._waiting = False
@@ -119,14 +119,14 @@ class Journal:
         if not training:
             self._trained, evaluates = False, self._evaluates()
             if evaluates or self.modules == 1 or self.trains_in_eval or module in self._learns:
-                self._note(StepTracker.evaluation_began, evaluates)
+                self._note(StepTracker.evaluation_began, self._now(), evaluates)
             return  # Or it is a teacher of one that is trained, and part of the step.
         self._learns.add(module)
         self._thread = get_ident()
         self._begun, self._trained = True, not self.trains_in_eval
         if self._optimizers:
             self._look_for_failed_optimizer()
-        self._note(StepTracker.forward_began, module, samples)
+        self._note(StepTracker.forward_began, self._now(), module, samples)
 
     def fetch_began(self) -> bool:
         """The loader was asked for a batch; returns whether it is the training thread that asked."""
@@ -136,25 +136,25 @@ class Journal:
         if self._optimizers:
             self._look_for_failed_optimizer()
         # Some validate with the model left in training mode.
-        self._note(StepTracker.fetch_began, not torch.is_grad_enabled() or self._evaluates())
+        self._note(StepTracker.fetch_began, self._now(), not torch.is_grad_enabled() or self._evaluates())
         return True
 
     def fetch_ended(self) -> None:
         """It gave one, or had none."""
-        self._note(StepTracker.fetch_ended)
+        self._append((StepTracker.fetch_ended, self._now(), ()))
 
     def optimizer_began(self, *_: object) -> None:
         """An optimizer's step was called."""
         if get_ident() == self._thread or self._mine():
             self._optimizers += 1
-            self._note(StepTracker.optimizer_began)
+            self._note(StepTracker.optimizer_began, self._now())
 
     def optimizer_ended(self, *_: object) -> None:
         """It returned."""
         if get_ident() == self._thread or self._mine():
             if self._optimizers:
                 self._optimizers -= 1
-            self._note(StepTracker.optimizer_ended)
+            self._append((StepTracker.optimizer_ended, self._now(), ()))
 
     def backward_began(self) -> bool:
         """`torch.autograd.backward` was called; False for a nested call (reentrant checkpointing) or a foreign one."""
@@ -165,7 +165,7 @@ class Journal:
         if not self._begun and not self._evaluates():  # The first one that is trained in evaluation mode begins a step.
             return False
         self._begun = self._in_backward = True
-        self._note(StepTracker.backward_began)
+        self._note(StepTracker.backward_began, self._now())
         return True
 
     def backward_ended(self, raised: bool = False) -> None:
@@ -173,20 +173,20 @@ class Journal:
         if self.on_backward_end and not raised:
             self._tell_backward_ended()
         self._in_backward = False
-        self._note(StepTracker.backward_ended)
+        self._append((StepTracker.backward_ended, self._now(), ()))
 
     def waiting_began(self) -> bool:
         """Training waits for gradients in a call of its own, as before an optimizer's step; False if not noted."""
         if self.paused or self._in_backward or not self._mine():
             return False
         self._begun = self._waiting = True
-        self._note(StepTracker.waiting_began)
+        self._note(StepTracker.waiting_began, self._now())
         return True
 
     def waiting_ended(self) -> None:
         """They are there, or an error ended the wait."""
         self._waiting = False
-        self._note(StepTracker.waiting_ended)
+        self._append((StepTracker.waiting_ended, self._now(), ()))
 
     def synchronised(self, module: int, record: Any) -> None:
         """A DDP module's gradients were reduced in the backward that is under way."""
@@ -194,14 +194,14 @@ class Journal:
             self.shadowed()  # Of a step that a graph's capture left out; the other ranks may have had none.
             return
         evaluating = not self._trained and bool(self.evaluating())
-        self._note_fact(StepTracker.synchronised, module, record, evaluating and not self.trains_in_eval)
+        self._append((StepTracker.synchronised, 0, (module, record, evaluating and not self.trains_in_eval)))
         self.trains_in_eval = evaluating
         if not (self._in_backward or self._waiting):
-            self._note(StepTracker.backward_ended_untold)
+            self._append((StepTracker.backward_ended_untold, self._now(), ()))
 
     def communicated(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
         """Other communication took place in the open step."""
-        self._note_fact(StepTracker.communicated, module, kind, launched, done)
+        self._note(StepTracker.communicated, 0, module, kind, launched, done)
 
     @harmless
     def blocking_began(self, in_graph: bool = False) -> Stamp | None:
@@ -220,21 +220,21 @@ class Journal:
         """The wait is over; None where there was none to be noted after all."""
         self._blocked = False
         if began is not None:
-            self._note_fact(StepTracker.communicated, 0, _USER, began, self._now())
+            self.communicated(0, _USER, began, self._now())
 
     def shadowed(self) -> None:
         """This rank took part in a synchronised backward of the others that is no step of its own."""
-        self._note_fact(StepTracker.shadowed)
+        self._note(StepTracker.shadowed, 0)
 
     def disturbed(self) -> None:
         """Something that is no part of training took time (a checkpoint)."""
-        self._note_fact(StepTracker.disturbed)
+        self._note(StepTracker.disturbed, 0)
 
     @harmless
     def pause(self, begins: bool) -> None:
         """The capture of a CUDA graph begins or has ended."""
         self.paused, self._begun = begins, False
-        self._note_fact(StepTracker.abandoned)
+        self._append((StepTracker.abandoned, 0, ()))
         self.catch_up()  # What the step held of the device goes now, and not in mid-capture.
         self._clock.capturing(begins)
 
@@ -263,12 +263,12 @@ class Journal:
         try:
             while entries:
                 happened, at, facts = entries.popleft(), entries.popleft(), entries.popleft()
-                if at is not None:
+                if at:  # Or it could not be taken.
                     tracker.at = at
                 try:
                     happened(tracker, *facts)
                 except Exception:
-                    self._failed(happened)
+                    self.failed(happened)
             then()
         finally:
             self._replaying.release()
@@ -277,30 +277,30 @@ class Journal:
     def finish(self) -> None:
         """Close the open step if it synchronised anything, at the end of training."""
         if self._begun:
-            self._note(StepTracker.finished)
+            self._append((StepTracker.finished, self._now(), ()))
         self.catch_up()
 
-    def _note(self, happened: Callable[..., None], *facts: Any) -> None:
-        """What happened now."""
-        try:
-            self._entries.extend((happened, self._now(), facts))
-            if len(self._entries) > _PLACES * self._most:
-                self._relieve()
-        except Exception:
-            self._failed(happened)
+    def _note(self, happened: Callable[..., None], at: Stamp, *facts: Any) -> None:
+        """What happened and when, 0 for what has times of its own or none; more than `most` are replayed here.
 
-    def _note_fact(self, happened: Callable[..., None], *facts: Any) -> None:
-        """What has its own times, or none: a stamp is not for free on every clock."""
-        self._entries.extend((happened, None, facts))
-        if len(self._entries) > _PLACES * self._most:
+        What only ends something that began is appended without a call.
+        """
+        self._append((happened, at, facts))
+        if len(self._entries) > self._full:
             self._relieve()
+
+    def _await_entries(self) -> None:
+        """Begin with none."""
+        self._entries: deque[Any] = deque()
+        self._append = self._entries.extend
 
     def _relieve(self) -> None:
         self.catch_up(0)
         if len(self._entries) > _PLACES * _MOST_HELD:
-            self._entries = deque()
+            self._await_entries()
 
-    def _failed(self, what: Callable[..., object]) -> None:
+    def failed(self, what: Callable[..., object]) -> None:
+        """An error in telemetry is told once and goes no further; called while it is handled."""
         if not self._told:
             self._told = True
             _log.exception("ddpobs: telemetry failed in %s; training goes on", what.__qualname__)
@@ -314,7 +314,7 @@ class Journal:
         """Torch tells of an optimizer's step that began, and not that an error ended it."""
         if not self.stepping():
             self._optimizers = 0
-            self._note(StepTracker.optimizer_failed)
+            self._append((StepTracker.optimizer_failed, self._now(), ()))
 
     def _backward_goes_on(self) -> bool:
         """Whether this is inside of a backward; an interrupt may have come before the end of one could be told."""
@@ -338,7 +338,8 @@ class Journal:
         They are kept: what they hold of a CUDA device ends a process that drops it and did not make it.
         """
         self._replaying = Lock()
-        self._parents, self._entries = self._entries, deque()
+        self._parents = self._entries
+        self._await_entries()
         self._begun = False
 
 

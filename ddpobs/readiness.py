@@ -89,8 +89,8 @@ class Readiness:
         """By parameter, whether this backward awaits it no more; none is awaited while there is no backward."""
         self._now: Callable[[], Stamp] = recorder.now if recorder is not None else int
         self._record: Backward | None = None
-        self._stamps: list[Any] | None = None
-        self._notes = False
+        self._note: Callable[[int], None] | None = None
+        """What only some backward passes do with each gradient, by the parameter's index, as it comes."""
         self._layout = Layout(self._parameters, self._names, self._expect_sparse, settings.as_views)
         self._buckets, self._bucket_of = self._layout.buckets, self._layout.bucket_of
         self._place_of, self._position_of = self._layout.place_of, self._layout.position_of
@@ -224,8 +224,7 @@ class Readiness:
         self._alarm.began()
         if self._recorder is not None:
             self._record = self._recorder.backward()
-            self._stamps = self._record.parameter_ready_ns if self._record is not None else None
-        self._notes = self._order is not None or self._stamps is not None
+        self._note = _all_of(self._notes())
         divisor = self._divides_by()
         for bucket in self._buckets:
             bucket.divisor = divisor
@@ -266,7 +265,7 @@ class Readiness:
             if fired[index] and not self._begins_with(index):
                 return
             fired[index] = used[index] = 1
-            if self._notes:
+            if self._note is not None:
                 self._note(index)
             bucket = bucket_of[index]
             if bucket.at_once:
@@ -316,12 +315,20 @@ class Readiness:
         self._came_again(index)
         return False
 
-    def _note(self, index: int) -> None:
-        """Note what only some backward passes do: when the gradient came, and after which others."""
-        if self._stamps is not None:
-            self._stamps[self._position_of[index]] = self._now()
+    def _notes(self) -> list[Callable[[int], None]]:
+        """What there is to be noted of each gradient in the backward that begins: when it came, and after which."""
+        notes: list[Callable[[int], None]] = []
+        stamps = self._record.parameter_ready_ns if self._record is not None else None
+        if stamps is not None:
+            position_of, now = self._position_of, self._now
+
+            def stamp(index: int) -> None:
+                stamps[position_of[index]] = now()
+
+            notes.append(stamp)
         if self._order is not None:
-            self._order.append(index)
+            notes.append(self._order.append)
+        return notes
 
     def _count_down(self, bucket: Bucket) -> None:
         bucket.pending -= 1
@@ -343,7 +350,7 @@ class Readiness:
     def _reset(self) -> None:
         self._active = False
         self._watches = False
-        self._record = self._stamps = None
+        self._record = self._note = None
         self._fired[:] = b"\1" * len(self._fired)
         self._alarm.forget()
         self._participation.forget()
@@ -358,3 +365,15 @@ class Readiness:
         """
         if self._active:
             raise ReducerError("a backward is still under way, or was interrupted by an error")
+
+
+def _all_of(calls: Sequence[Callable[[int], None]]) -> Callable[[int], None] | None:
+    """One call for them; None where there are none."""
+    if len(calls) < 2:
+        return next(iter(calls), None)
+
+    def each(index: int) -> None:
+        for call in calls:
+            call(index)
+
+    return each

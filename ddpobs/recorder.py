@@ -163,20 +163,23 @@ class ModuleRecorder:
         self._names_told += len(unused.locally) + len(unused.globally)
         self._offer(unused)
 
-    @harmless
     def forward_began(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
         """The DDP module's forward was called with these inputs."""
-        # One of several modules runs without gradients as part of a step, as a GAN's generator does for its
-        # discriminator; the only one does so to evaluate.
-        if self.training:
-            training = torch.is_grad_enabled() or self._journal.modules > 1
-        else:
-            training = self._journal.trains_in_eval and torch.is_grad_enabled()
+        journal = self._journal
         try:
-            samples = _batch_size(*inputs, *(kwargs or {}).values())
-        except Exception:  # A tensor subclass may have no such size.
-            samples = 0
-        self._journal.forward_began(self.index, training, samples)
+            # One of several modules runs without gradients as part of a step, as a GAN's generator does for its
+            # discriminator; the only one does so to evaluate.
+            if self.training:
+                training = torch.is_grad_enabled() or journal.modules > 1
+            else:
+                training = journal.trains_in_eval and torch.is_grad_enabled()
+            try:
+                samples = _batch_size(*inputs, *kwargs.values()) if kwargs else _batch_size(*inputs)
+            except Exception:  # A tensor subclass may have no such size.
+                samples = 0
+            journal.forward_began(self.index, training, samples)
+        except Exception:
+            journal.failed(ModuleRecorder.forward_began)
 
     @property
     def training(self) -> bool | None:

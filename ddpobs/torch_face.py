@@ -69,11 +69,9 @@ class ModuleReducer(Reducer):
         self.timings.mark("backward_began")
         _begun.setdefault(self._group, []).append(self._itself)
         super().begin()
-        self._notes = self._notes or self.timings.sampling
 
-    def _note(self, index: int) -> None:
-        super()._note(index)
-        self.timings.ready(index)
+    def _notes(self) -> list[Callable[[int], None]]:
+        return super()._notes() + ([self.timings.ready] if self.timings.sampling else [])
 
     def _reset(self) -> None:
         super()._reset()

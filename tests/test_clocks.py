@@ -20,7 +20,7 @@ class Device:
 
     def __init__(self) -> None:
         self.host_ns = 5_000 * MS
-        self.captures = False
+        self.captures = self.failed = False
         self.asked = 0
 
     def at_ms(self) -> float:
@@ -39,6 +39,8 @@ class Event:
         self.device, self.at_ms = device, 0.0
 
     def record(self, _: object) -> None:
+        if self.device.failed:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         self.at_ms = self.device.at_ms()
 
     def synchronize(self) -> None:
@@ -70,6 +72,13 @@ def test_a_device_s_clock_that_drifts_is_held_to_the_host_s(device: Device) -> N
         at_ns = device.host_ns
         device.host_ns += 100 * MS
         assert abs(clock.nanoseconds(stamp) - at_ns) < 5 * MS  # Of four seconds between two looks, a thousandth.
+
+
+def test_a_device_that_failed_gives_no_stamp_and_training_no_error_of_telemetry_s(device: Device) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    device.failed = True
+    assert clock.now() == 0
+    assert list(clock.times([clock.now()])) == [0]
 
 
 @pytest.mark.parametrize("ask", ["times", "took"])

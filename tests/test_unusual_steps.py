@@ -176,7 +176,7 @@ def test_steps_are_the_same_however_late_the_journal_is_replayed(training: Train
     late = train(training)
     assert len(late) == 4
     soon = Training()
-    soon.journal._most = 0 if often == "after each entry" else 7
+    soon.journal._full = 0 if often == "after each entry" else 7 * 3
     assert train(soon) == late
     soon.forward(20)
     assert len(soon.journal._entries) <= 7 * 3
@@ -212,7 +212,7 @@ def test_a_forked_child_takes_over_nothing_of_the_journal(training: Training) ->
 def test_a_replay_that_hangs_holds_nobody_up(training: Training) -> None:
     plain_step(training)
     with training.journal._replaying:
-        training.journal._most = 3
+        training.journal._full = 3 * 3
         for _ in range(10):
             plain_step(training)
         assert training.journal.number == 0
@@ -221,7 +221,7 @@ def test_a_replay_that_hangs_holds_nobody_up(training: Training) -> None:
 
 def test_a_replay_that_hangs_for_ever_takes_so_much_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "_MOST_HELD", 50)
-    training.journal._most = 3
+    training.journal._full = 3 * 3
     with training.journal._replaying:
         for _ in range(100):
             plain_step(training)
