@@ -14,8 +14,6 @@ AT_ONCE = 4_096
 """Elements of a bucket's parameters on average, from which each gradient goes into the bucket as soon as it is there,
 still warm in the cache; between smaller ones little time passes, and they go together when the bucket is full, in
 fewer calls."""
-_KEPT = 2**20
-"""Elements from which a gradient's memory is kept for a step."""
 
 
 class Bucket:
@@ -39,7 +37,6 @@ class Bucket:
 
     __slots__ = (
         "_as_views",
-        "_copied",
         "_divisor",
         "_factor",
         "_never_lent",
@@ -76,10 +73,6 @@ class Bucket:
         self.placed = bytearray(len(members))
         self._allocate(first.dtype)
         self.at_once = not sparse and self.elements >= AT_ONCE * len(members)
-        # On the host very large gradients that are freed at once make the allocator give pages back and fault them in
-        # again, a tenth of a step of a wide MLP. Each is kept until its successor comes: what torch's default holds.
-        # Smaller ones are better freed: the next one is then written where the cache still is.
-        self._copied: list[torch.Tensor | None] | None = [None] * len(members) if first.device.type == "cpu" else None
 
     def _allocate(self, dtype: torch.dtype) -> None:
         self.elements = 0 if self.sparse else sum(p.numel() for p in self.parameters)
@@ -200,8 +193,6 @@ class Bucket:
             self._place_otherwise(gradient, view, parameter)
         else:
             torch.mul(gradient, factor, out=view)
-            if self._copied is not None and gradient.numel() >= _KEPT:
-                self._copied[place] = gradient
         if self.adopts and gradient is not None:
             parameter.grad = view
         self.placed[place] = 1

@@ -425,16 +425,3 @@ def test_an_error_inside_telemetry_is_told_once_and_never_raised(
     for _ in range(2):
         training.forward(1)
     assert caplog.text.count("training goes on") == 1
-
-
-def test_a_stamp_that_could_not_be_taken_is_the_one_before_it(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training.forward(20)
-    monkeypatch.setattr(training.journal, "_now", lambda: 0)
-    training.backward(40, 30)
-    monkeypatch.undo()
-    plain_step(training)
-    first, _ = training.steps()
-    assert (first.start_ns, first.end_ns) == (1_000, 1_090)
-    assert phases(first) == {"other": 90}  # The backward began with the forward, and took no time.

@@ -324,3 +324,16 @@ def test_unused_sets_that_change_all_the_time_do_not_fill_a_batch(training: Trai
     assert [one.locally[0] for one in told][2:] == ["layer.19"]
     training.recorder.unused([], [])
     assert getattr(training.told[-1], "locally", None) == []
+
+
+def test_a_stamp_that_could_not_be_taken_is_the_one_before_it(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.forward(20)
+    monkeypatch.setattr(training.journal, "_now", lambda: 0)
+    training.backward(40, 30)
+    monkeypatch.undo()
+    plain_step(training)
+    first, _ = training.steps()
+    assert (first.start_ns, first.end_ns) == (1_000, 1_090)
+    assert phases(first) == {"other": 90}  # The backward began with the forward, and took no time.
