@@ -40,7 +40,7 @@ class TelemetryConfig:
         exit_s: How long the flush at exit may take, in seconds.
         peers_every: Fewest new steps worth an exchange of straggler statistics among the ranks, tried twice a flush.
         readiness_every: Each parameter's readiness is sent every so many steps.
-        pulse_s: Seconds between pulses.
+        pulse_s: Seconds between pulses, and so between the times that the telemetry thread wakes up.
     """
 
     collector: str = DEFAULT_COLLECTOR
@@ -55,7 +55,7 @@ class TelemetryConfig:
     exit_s: float = 2.0
     peers_every: int = 16
     readiness_every: int = 64
-    pulse_s: float = 1.0
+    pulse_s: float = 2.0
 
     def __post_init__(self) -> None:
         """Check every field.
