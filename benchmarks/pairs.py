@@ -6,8 +6,7 @@ nothing is left out, a rare burst counts with its true weight; or the median of 
 does not move, be it the machine's or what is measured. Launches are independent of each other, which rounds are
 not, so that the interval is Student's over the launches (of their logarithms, each weighted by its rounds): it holds
 what rounds and launches vary by, whatever rounds have to do with each other. A single launch has its rounds stand for
-launches, and its interval does not know of these;
-medians of a single launch have none.
+launches, and its interval does not know of these; that of a median has none then.
 """
 
 from __future__ import annotations

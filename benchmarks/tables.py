@@ -41,9 +41,8 @@ def _claims(settings: Sequence[dict[str, Any]]) -> str:
     for setting in settings:
         row = [*_name(setting), *(_shown(compare(setting, name, "torch")) for name in plain)]
         for of, to, limit in CLAIMS:
-            found = [(compare(setting, of, to, medians=way), way) for way in (False, True)]
-            told = [f"{'by medians ' * way}{one} {one.verdict(limit)}" for one, way in found if one is not None]
-            row.append("; ".join(told))
+            totals, medians = (compare(setting, of, to, medians=way) for way in (False, True))
+            row.append(f"{_judged(totals, limit)}; by medians {_judged(medians, limit)}" if totals else "")
         rows.append(row)
     return rows_of(head, rows)
 
@@ -94,6 +93,10 @@ def _name(setting: dict[str, Any]) -> list[str]:
 
 def _short(name: str) -> str:
     return {"on": "telemetry on", "off": "off", "torch": "torch", "views": "torch with views"}[name]
+
+
+def _judged(found: Ratio | None, limit: float) -> str:
+    return "" if found is None else f"{found} {found.verdict(limit)}"
 
 
 def _shown(found: Ratio | None) -> str:
