@@ -91,8 +91,7 @@ class Attachment:
         self._recorder: ModuleRecorder = telemetry.join(model, config, model.process_group, _reducer_settings(model))
         self.now = self._recorder.now
         rest_at_exit()
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._tells_duration = time_collectives(model.process_group, device)
+        self._tells_duration = False
         self._parameters, self._sparse = model._build_params_for_reducer()
         names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._names = [names[id(parameter)] for parameter in self._parameters]
@@ -140,6 +139,7 @@ class Attachment:
 
     def observe(self, model: DistributedDataParallel) -> None:
         """Stand between the model's reducer and its process group."""
+        self._tells_duration = time_collectives(model.process_group, self._parameters[0].device)
         group = ObservedGroup(model.process_group, self)
         _groups.setdefault(model, []).append(group)
         model.reducer._update_process_group(group)

@@ -60,11 +60,8 @@ class Reducer(Readiness):
         recorder: ModuleRecorder | None,
     ) -> None:
         rest_at_exit()
-        self._group, self._way = group, way
-        self._ranks = group.size()
-        self._divisor: float = self._ranks
+        self._way = way
         self._comm: BucketComm = way(group)
-        self._tells_duration = recorder is not None and time_collectives(group, parameters[0].device)
         self.unused_bytes = 0
         self.graph_static = True
         self._left_out: list[int] | None = None
@@ -76,7 +73,14 @@ class Reducer(Readiness):
         super().__init__(
             parameters, names, expect_sparse, settings=settings, used_map=used_map, alarm=alarm, recorder=recorder
         )
+        self._reduce_over(group)
         self._tell_layout()
+
+    def _reduce_over(self, group: dist.ProcessGroup) -> None:
+        """Over these ranks from now on."""
+        self._group, self._ranks = group, group.size()
+        self._divisor: float = self._ranks
+        self._tells_duration = self._recorder is not None and time_collectives(group, self._parameters[0].device)
 
     @property
     def bucket_bytes(self) -> list[int]:

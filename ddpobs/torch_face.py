@@ -250,7 +250,7 @@ class ModuleReducer(Reducer):
         self._add_hooks()
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
-        self._group, self._ranks, self._divisor = group, group.size(), group.size()
+        self._reduce_over(group)
         self._alarm = Alarm(group)
         if not isinstance(self._comm, CommHook):
             self.set_comm(self._way(group))

@@ -5,16 +5,19 @@ from __future__ import annotations
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddpobs import DistributedDataParallel
+from ddpobs import DistributedDataParallel, attach, attachment, reducer
 from ddpobs.collectives import backend_of
 from ddpobs.comm import beside
 from tests.distributed.compare import batch, net, train, verdicts
 from tests.distributed.launch import run_ranks
+from tests.distributed.sent import sending
 
 CAP = {"bucket_cap_mb": 0.05}
 FLAG = {"find_unused_parameters": True}
@@ -74,6 +77,28 @@ def test_a_module_goes_on_in_another_group_as_torchs_does(ranks: int) -> None:
     for found in run_ranks(compared, ranks, timeout_s=60):
         # On more than two ranks the first iteration's buckets are cut finer than torch's, and sums depend on the cut.
         assert set(found.values()) <= ({"equal"} if ranks == 2 else {"equal", "close"}), found
+
+
+def timed(rank: int, world_size: int, attached: bool) -> list[bool]:
+    """Whether each group was asked to time its collectives, as NCCL's does and gloo's does not."""
+    asked: list[dist.ProcessGroup] = []
+
+    def noted(group: dist.ProcessGroup, _: torch.device) -> bool:
+        asked.append(group)
+        return False
+
+    with sending() as sent, patch.object(attachment if attached else reducer, "time_collectives", noted):
+        ddp: Any = TorchDDP(net()) if attached else DistributedDataParallel(net(), telemetry=sent.config)
+        if attached:
+            attach(ddp, telemetry=sent.config)
+        other = dist.new_group()
+        ddp._update_process_group(other)
+    return [group in asked for group in (dist.group.WORLD, other)]
+
+
+@pytest.mark.parametrize("attached", [False, True])
+def test_a_group_that_takes_anothers_place_times_its_collectives_too(attached: bool) -> None:
+    assert run_ranks(timed, 1, attached) == [[True, True]]
 
 
 def made_beside(rank: int, world_size: int) -> list[float]:
