@@ -47,6 +47,10 @@ class ModuleReducer(Reducer):
         self.first_bucket_bytes = self.bucket_bytes
         self.gradient_order: list[int] = []
 
+    def _reduce_over(self, group: dist.ProcessGroup) -> None:
+        super()._reduce_over(group)
+        self._begun = _begun.setdefault(group, [])
+
     def prepare(self, synchronises: bool) -> None:
         """As the reducer's."""
         self._thread = get_ident()
@@ -67,7 +71,7 @@ class ModuleReducer(Reducer):
             self._divisor = float(ranks.item())
             self._forward_work = None
         self.timings.mark("backward_began")
-        _begun.setdefault(self._group, []).append(self._itself)
+        self._begun.append(self._itself)
         super().begin()
 
     def _notes(self) -> list[Callable[[int], None]]:
@@ -76,18 +80,18 @@ class ModuleReducer(Reducer):
     def _reset(self) -> None:
         super()._reset()
         self._waits = ()
-        if self._itself in (begun := _begun.get(self._group, [])):
-            begun.remove(self._itself)
+        if self._itself in self._begun:
+            self._begun.remove(self._itself)
 
     def end_interrupted(self) -> None:
         """As the reducer's, with all others of the group: one backward may go through several modules."""
         # Inside a backward it is checkpointing that runs a module again: that backward is not interrupted.
-        if not _begun.get(self._group) or torch._C._current_graph_task_id() >= 0:
+        if not self._begun or torch._C._current_graph_task_id() >= 0:
             return
-        interrupted = [reducer for itself in _begun[self._group] if (reducer := itself()) is not None]
+        interrupted = [reducer for itself in self._begun if (reducer := itself()) is not None]
         if interrupted and all(reducer._thread != get_ident() for reducer in interrupted):
             return  # Nor is one that goes on in the thread that trains, beside others that ask a model.
-        del _begun[self._group]
+        self._begun.clear()
         endings = [reducer.abandon() for reducer in interrupted]
         for _ in range(2):
             for ending in endings:
