@@ -301,6 +301,7 @@ class Static:
         self.left = [0] * len(names)
         self.holds = True
         self._unused: list[int] = []
+        self._used_between: list[int] = []
         self._nobody: list[int] = []
         self._users: torch.Tensor | None = None
         self._abstains = False
@@ -316,6 +317,7 @@ class Static:
             self.counts[:] = [0] * len(self.counts)
             return ()
         self.left[:] = self.counts
+        self._used_between = [index for index in self._unused if used[index]]
         used[:] = bytes(len(used))
         return self._unused
 
@@ -336,15 +338,15 @@ class Static:
         if self.holds:
             self._unused = [index for index in missing if not used[index]]
             return None
-        changed = [index for index, left in enumerate(self.left) if left]
+        changed = self._used_between + [index for index, left in enumerate(self.left) if left]
         return self.changed(changed) if changed else None
 
     def changed(self, indices: Sequence[int]) -> Fault:
-        """What is wrong where these came more or less often than in the first backward."""
+        """What is wrong where these came more or less often than in the first backward, or under `no_sync` alone."""
         names = ", ".join(self._names[index] for index in indices[:20])
         return Fault(
-            message=f"the graph changed although static_graph=True: {names} took part in this backward more or less "
-            "often than in the first one. Leave static_graph out"
+            message=f"the graph changed although static_graph=True: {names} took part more or less often than in the "
+            "first backward, in this one or under no_sync before it. Leave static_graph out"
         )
 
     def share(self) -> None:

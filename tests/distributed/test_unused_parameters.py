@@ -294,6 +294,14 @@ def errors(rank: int, world_size: int) -> dict[str, str]:
         for step in range(2):
             ddp(batch(rank, step), step == 0 if first else step == 1).sum().backward()
 
+    def used_between() -> None:
+        ddp = DistributedDataParallel(Branching(), static_graph=True, **cap)
+        for step in range(2):
+            if step and rank == 0:
+                with ddp.no_sync():
+                    ddp(batch(rank, step), True).sum().backward()
+            ddp(batch(rank, step), False).sum().backward()
+
     def used_again(**options: Any) -> None:
         """On one rank the first layer's gradients come once more after those that its buckets waited for."""
         module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
@@ -318,6 +326,7 @@ def errors(rank: int, world_size: int) -> dict[str, str]:
         "used twice": used_twice,
         "static, less": lambda: changed_graph(True),
         "static, more": lambda: changed_graph(False),
+        "static, under no_sync alone": used_between,
     }
     told = {}
     for name, mistake in mistakes.items():
@@ -347,6 +356,7 @@ def told() -> list[dict[str, str]]:
         ("static, used again", "rank 1: the graph changed although static_graph=True: 0."),
         ("static, less", "sometimes.weight"),
         ("static, more", "sometimes.bias"),
+        ("static, under no_sync alone", "rank 0: the graph changed although static_graph=True: sometimes.bias"),
     ],
 )
 def test_every_rank_gets_the_same_error_at_that_backward(told: list[dict[str, str]], mistake: str, says: str) -> None:
