@@ -192,12 +192,19 @@ class Readiness:
 
     def watch(self, outputs: Sequence[torch.Tensor]) -> None:
         """Begin the backward at a forward's outputs: a loss that reaches no parameter fires no parameter's hook."""
-        reducer = weakref.ref(self)
+        if not self._handles:
+            return
+        reducer, nodes = weakref.ref(self), self._nodes
 
         def begin(output: Node) -> None:
             alive = reducer()
-            if alive is not None:
+            if alive is not None and alive._handles:
                 alive.begin_at_output(output)
+            elif engine.concerns(nodes, output):
+                raise ReducerError(
+                    "nobody is left to reduce the gradients of this backward: its DistributedDataParallel was deleted "
+                    "after the forward, or had its hooks removed. Keep it until the backward is over"
+                )
 
         watched = engine.watch(outputs, begin)
         self._watches = watched > 0

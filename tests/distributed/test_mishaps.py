@@ -283,6 +283,39 @@ def test_every_backward_after_a_forward_is_reduced(options: dict[str, Any]) -> N
     assert run_ranks(each_reduced, 2, options) == [{"two forwards": True, "backward twice": True}] * 2
 
 
+def left_alone(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
+    """What a backward says whose wrapper is deleted; whether gradients are torch's where its hooks are removed."""
+    told: list[str] = []
+    for keeps in (False, True):  # A reference to the reducer keeps it, and not the wrapper.
+        ddp = DistributedDataParallel(net(), **CAP)
+        kept, loss = ddp.reducer if keeps else None, ddp(batch(rank)).sum()
+        del ddp
+        with pytest.raises(ReducerError) as error:
+            loss.backward()
+        told.append(str(error.value))
+        del kept, error
+    ours, theirs = (kind(net(), **CAP) for kind in (DistributedDataParallel, TorchDDP))
+    same = []
+    for step in range(3):
+        for ddp in (ours, theirs):
+            if step == 1:
+                ddp.reducer._remove_autograd_hooks()
+            ddp.zero_grad()
+            ddp(batch(rank, step)).sum().backward()
+        same.append(all(map(torch.equal, gradients(ours), gradients(theirs))))
+    return told, same
+
+
+def gradients(ddp: nn.Module) -> list[torch.Tensor]:
+    return [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
+
+
+def test_gradients_that_nobody_reduces_are_an_error_unless_somebody_removed_the_hooks_before() -> None:
+    for told, same in run_ranks(left_alone, 2):
+        assert all("was deleted after the forward" in message for message in told)
+        assert same == [True] * 3
+
+
 def reduced_twice(rank: int, world_size: int) -> list[str]:
     """With torch's compiled reducer, which registers hooks beside ours."""
     from torch._dynamo import config
