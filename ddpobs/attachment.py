@@ -18,13 +18,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import BuiltinCommHookType, GradBucket
+from torch.autograd import Variable
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from ddpobs import buckets as bucketing
 from ddpobs import config as settings
-from ddpobs import instrumented, telemetry, wire
+from ddpobs import engine, instrumented, telemetry, wire
 from ddpobs.collectives import rest_at_exit, stay_in_interpreter, time_collectives
 from ddpobs.errors import DataParallelError, DdpobsError
+from ddpobs.journal import harmless
 from ddpobs.observed import ObservedGroup
 from ddpobs.patching import skip_in_dynamo
 from ddpobs.recorder import ModuleRecorder
@@ -181,8 +183,9 @@ class Attachment:
             seen.works[index] = work
         work.get_future().add_done_callback(_stamper(seen.done_ns, index, self.now))
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
+    def broadcast(self, tensor: torch.Tensor, launched: Any) -> None:
         """First the parameters' indices in their new order and the number of buckets, then each bucket's count."""
+        self._recorder.communicated("buffers", launched, self.now())
         values = tensor.tolist()
         if self._order is None:
             self._order = values[:-1]
@@ -248,7 +251,14 @@ class Attachment:
     def _of_this_pass(self) -> _Pass:
         if self._pass is None:
             self._pass = _Pass(len(self._members))
+            # Somebody kept torch's function from before telemetry, say. Under `join` a rank reduces without a backward.
+            if not self._recorder.in_backward and torch._C._current_graph_task_id() >= 0:
+                engine.at_end(self._after_reducer)
         return self._pass
+
+    def _after_reducer(self) -> None:
+        """The reducer's own end of the backward was queued after this one, and waits for its buckets."""
+        Variable._execution_engine.queue_callback(self._backward_ended)
 
     def _map_noted(self, launched: Any) -> Callable[[Any], None]:
         def noted(_: Any) -> None:
@@ -257,6 +267,7 @@ class Attachment:
 
         return noted
 
+    @harmless
     def _backward_ended(self) -> None:
         if self._expected and not self._over():
             return

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
 
 from ddpobs.journal import Journal
 from ddpobs.patching import Patches, plain
@@ -102,6 +103,8 @@ class CollectiveHooks:
         self._patches.put(dist.Work, "wait", self._timed)
         # Blocks by itself, without a work to wait for.
         self._patches.put(dist.ProcessGroup, "monitored_barrier", self._timed)
+        # Functional collectives wait in C++, DTensor's and tensor parallelism's among them.
+        self._patches.put(functional, "wait_tensor", self._timed_where_not_compiled)
         for name in _COLLECTIVES:
             if hasattr(dist.ProcessGroup, name):
                 self._patches.put(dist.ProcessGroup, name, self._timed_without_work)
@@ -123,6 +126,16 @@ class CollectiveHooks:
                 journal.blocking_ended(began)
 
         return timed
+
+    def _timed_where_not_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        timed = self._timed(original)
+
+        def wait(*args: Any, **kwargs: Any) -> Any:
+            return original(*args, **kwargs) if torch.compiler.is_compiling() else timed(*args, **kwargs)
+
+        # `torch.compile` passes over what stands in ddpobs' files, which would break the user's graph here.
+        wait.__code__ = wait.__code__.replace(co_filename=original.__code__.co_filename)
+        return wait
 
     def _timed_without_work(self, original: Callable[..., Any]) -> Callable[..., Any]:
         journal = self._journal

@@ -72,6 +72,7 @@ class Journal:
 
     Attributes:
         modules: How many DDP modules there are.
+        trained: Those of them whose gradients were reduced.
         paused: A CUDA graph is being captured: nothing runs, and no time means anything.
         on_backward_end: Called when the outermost backward has returned.
         trains_in_eval: Gradients were reduced last while every module was in evaluation mode: the mode says nothing
@@ -101,6 +102,7 @@ class Journal:
         self._optimizers = 0
         self._trained = self._told = False
         self.modules = 0
+        self.trained: set[int] = set()
         self.paused = False
         self.on_backward_end: list[Callable[[], None]] = []
         self.trains_in_eval = False
@@ -121,12 +123,13 @@ class Journal:
             if evaluates or self.modules == 1 or self.trains_in_eval or module in self._learns:
                 self._note(StepTracker.evaluation_began, self._now(), evaluates)
             return  # Or it is a teacher of one that is trained, and part of the step.
-        self._learns.add(module)
+        if module not in self._learns and torch.is_grad_enabled():
+            self._learns.add(module)
         self._thread = get_ident()
         self._begun, self._trained = True, not self.trains_in_eval
         if self._optimizers:
             self._look_for_failed_optimizer()
-        self._note(StepTracker.forward_began, self._now(), module, samples)
+        self._note(StepTracker.forward_began, self._now(), module, samples, torch.is_grad_enabled())
 
     def fetch_began(self) -> bool:
         """The loader was asked for a batch; returns whether it is the training thread that asked."""
@@ -193,6 +196,7 @@ class Journal:
         if not self._begun:
             self.shadowed()  # Of a step that a graph's capture left out; the other ranks may have had none.
             return
+        self.trained.add(module)
         evaluating = not self._trained and bool(self.evaluating())
         self._append((StepTracker.synchronised, 0, (module, record, evaluating and not self.trains_in_eval)))
         self.trains_in_eval = evaluating
@@ -239,6 +243,11 @@ class Journal:
         self._clock.capturing(begins)
 
     # ------------------------------------------------------------------ on any thread
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way whose end will be told."""
+        return self._in_backward
 
     @property
     def phase(self) -> int:

@@ -8,6 +8,8 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpobs import wire
@@ -26,6 +28,12 @@ class _Fetching:
 
     def __iter__(self) -> Iterator[Any]:
         return self
+
+    def __len__(self) -> int:
+        return len(self._batches)  # type: ignore[arg-type]  # Or an error, as its own would be.
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
 
     def __next__(self) -> Any:
         if not self._journal.fetch_began():
@@ -59,6 +67,9 @@ class LoaderHooks:
             for name in names:
                 if loader := getattr(sys.modules.get(module), name, None):
                     self._patches.put(loader, "__iter__", self._fetching)
+        for loader in set(_subclasses(DataLoader)):
+            if "__iter__" in vars(loader):  # Some have a thread of theirs fetch ahead.
+                self._patches.put(loader, "__iter__", self._fetching)
 
     def remove(self) -> None:
         """Take all of them out again."""
@@ -76,7 +87,13 @@ class LoaderHooks:
                 self._told("sampler_without_set_epoch", since, detail)
 
     def _fetching(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
-        return lambda loader: _Fetching(original(loader), self._journal)
+        def iterate(loader: Any) -> Iterator[Any]:
+            batches = original(loader)
+            return (
+                batches if isinstance(batches, (_BaseDataLoaderIter, _Fetching)) else _Fetching(batches, self._journal)
+            )
+
+        return iterate
 
     def _drawn(self, original: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:
         def draw(sampler: Any) -> Iterator[int]:
@@ -98,3 +115,9 @@ class LoaderHooks:
         elif last[1] < step:
             detail = {"sampler": type(sampler).__name__, "dataset": type(sampler.dataset).__name__, "epoch": epoch}
             self._repeating[id(sampler)] = (step, detail)
+
+
+def _subclasses(of: type[Any]) -> Iterator[type[Any]]:
+    for subclass in of.__subclasses__():
+        yield subclass
+        yield from _subclasses(subclass)

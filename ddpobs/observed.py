@@ -22,8 +22,8 @@ class Observer(Protocol):
         """An all-reduce was launched at that stamp."""
         ...
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """A broadcast has ended with this result."""
+    def broadcast(self, tensor: torch.Tensor, launched: Any) -> None:
+        """A broadcast that was launched at that stamp has ended with this result."""
         ...
 
 
@@ -56,11 +56,12 @@ class ObservedGroup(dist.ProcessGroup):
 
     def broadcast(self, tensors: Any, options: Any) -> Any:  # type: ignore[override]
         """Rank 0's new order of parameters, and how many each bucket has."""
-        work = broadcast_from_first(self._inner, tensors, options)
         told = self._told()
+        launched = told.now() if told is not None else 0
+        work = broadcast_from_first(self._inner, tensors, options)
         if told is not None:
             wait_for(work)  # As the reducer does next.
-            told.broadcast(tensors[0])
+            told.broadcast(tensors[0], launched)
         return work
 
     def getBackendName(self) -> str:  # noqa: N802 - torch's name

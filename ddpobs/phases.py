@@ -72,6 +72,23 @@ class RawStep:
         return 1 + len(self.comms) + sum(len(record.ready_ns) for record in told) + sampled
 
 
+@dataclass(slots=True)
+class _Doubtful:
+    """What may be an evaluation's: a forward without gradients in mid-step, a fetch without them.
+
+    Attributes:
+        step: In which it came.
+        at: When.
+        place: How many switches, other communication and samples the step had then.
+        evaluating: As of the fetch or forward.
+    """
+
+    step: RawStep
+    at: Stamp
+    place: tuple[int, int, int]
+    evaluating: bool
+
+
 class StepTracker:
     """Makes steps of what it is told.
 
@@ -96,7 +113,10 @@ class StepTracker:
         self._clean = False
         self._collective = -1
         self._evaluated = self._stale = False
-        self._hole: tuple[int, int] | None = None
+        self._hole: tuple[int, int, int] | None = None
+        self._under_way = False
+        """Between a fetch or a forward, to train, and backward."""
+        self._doubtful: _Doubtful | None = None
         self._comms_switched = 0
 
     @property
@@ -112,8 +132,10 @@ class StepTracker:
 
     # ------------------------------------------------------------------ what happens, in order
 
-    def forward_began(self, module: int, samples: int) -> None:
-        """A DDP module's forward was called, to train."""
+    def forward_began(self, module: int, samples: int, differentiated: bool = True) -> None:
+        """A DDP module's forward was called, to train; `differentiated`: backward may follow."""
+        if differentiated:
+            self._doubtful, self._under_way = None, True
         if self._optimizer_waits:
             self._optimizer_waits = False
             self._open()
@@ -138,24 +160,41 @@ class StepTracker:
         self._switch()
 
     def evaluation_began(self, evaluating: bool) -> None:
-        """A DDP module's forward was called, and not to train; `evaluating`: every module is in evaluation mode."""
+        """A DDP module's forward was called, and not to train; `evaluating`: every module is in evaluation mode.
+
+        After the fetch of a step, or its forward, it may be part of the step: labels that the model gives itself, or
+        old probabilities. It is unless another batch is asked for before backward.
+        """
+        if self._under_way:
+            self._doubt(evaluating)
+            return
+        self._settle()
         self._clean = False
         if evaluating:
             self._evaluated = self._stale = True
             if self._step and self._step.segments:
                 self._close()
-            self._begin_hole()
+            if self._step:
+                self._begin_hole(self.at, (len(self._step.switches), len(self._step.comms), self._step.samples))
 
     def fetch_began(self, evaluating: bool) -> None:
-        """The loader was asked for a batch."""
+        """The loader was asked for a batch; `evaluating`: without gradients or in evaluation mode.
+
+        Such a batch may be trained on: it is an evaluation's where a forward without gradients or another fetch
+        follows.
+        """
+        if self._stack and self._stack[-1] == DATA:  # A framework's loader asks torch's.
+            self._push(DATA)
+            return
+        self._settle()
         if self._step and self._step.segments:
             self._close()
         step = self._open()
-        if evaluating:
-            self._clean, self._evaluated = False, True
-            self._begin_hole()
+        self._under_way = not evaluating
         if self._evaluated and not self._stack:
             self._begin_anew(step)
+        if evaluating:
+            self._doubt(evaluating)
         self._base = OTHER
         self._push(DATA)
 
@@ -190,6 +229,7 @@ class StepTracker:
     def backward_began(self) -> None:
         """The outermost `torch.autograd.backward` was called."""
         self._open()
+        self._doubtful, self._under_way = None, False
         self._leave_forward()
         self._base = OTHER
         self._push(BACKWARD)
@@ -252,6 +292,7 @@ class StepTracker:
         self._number = self.number
         self._step, self._stack, self._base = None, [], OTHER
         self._records, self._closure_ran, self._closure_begins, self._hole = [], False, None, None
+        self._doubtful, self._under_way = None, False
         self._modules_done.clear()
         self._clean = False
 
@@ -288,24 +329,43 @@ class StepTracker:
             self._closure_ran = OPTIMIZER in self._stack
             step.segments.append(Segment(step.switches[-1][1], self._records, self._clean, self._collective, waited))
             self._records, self._clean, self._optimizer_ran = [], True, False
+            self._doubtful, self._under_way = None, False
 
     def _begin_anew(self, step: RawStep) -> None:
         """What an evaluation took is no part of a step: it begins at the last fetch before its first forward."""
         self._stale = False
         if not step.micro_steps:
-            step.switches, step.comms = [(OTHER, self.at)], []
+            step.switches, step.comms, step.samples = [(OTHER, self.at)], [], 0
         elif self._hole is not None:
-            switches, comms = self._hole
+            switches, comms, step.samples = self._hole
             del step.switches[switches + 1 :], step.comms[comms:]
             step.switches.append((OTHER, self.at))
 
-    def _begin_hole(self) -> None:
+    def _doubt(self, evaluating: bool) -> None:
+        """Whether this is an evaluation's will show."""
+        step = self._step
+        if step and self._doubtful is None:
+            place = len(step.switches), len(step.comms), step.samples
+            self._doubtful = _Doubtful(step, self.at, place, evaluating)
+
+    def _settle(self) -> None:
+        """What was in doubt was an evaluation's."""
+        doubtful, self._doubtful = self._doubtful, None
+        if doubtful is None:
+            return
+        self._clean = False
+        if doubtful.evaluating:
+            self._evaluated = True
+            if doubtful.step is self._step:
+                self._begin_hole(doubtful.at, doubtful.place)
+
+    def _begin_hole(self, at: Stamp, place: tuple[int, int, int]) -> None:
         """An evaluation between two micro-steps of one step takes none of its time."""
         step = self._step
         if step and step.micro_steps and self._hole is None:
-            self._hole = len(step.switches), len(step.comms)
-            step.holes.append(len(step.switches))
-            step.switches.append((NO_STEP, self.at))
+            self._hole = place
+            step.holes.append(place[0])
+            step.switches.insert(place[0], (NO_STEP, at))
 
     def _push(self, phase: int) -> None:
         self._stack.append(phase)
@@ -322,6 +382,7 @@ class StepTracker:
             return
         if len(step.switches) >= _MOST_SWITCHES:
             step.switches, step.comms, step.holes, self._hole, self._clean = [], [], [], None, False
+            self._doubtful = None
         step.switches.append((self.phase, self.at))
         self._comms_switched = len(step.comms)
 
@@ -341,5 +402,5 @@ class StepTracker:
         self._step = RawStep(step.number + 1, [(OTHER, step.end), *later])
         self._modules_done.clear()
         self._optimizer_ran = self._closure_ran = False
-        self._closure_begins = self._hole = None
+        self._closure_begins = self._hole = self._doubtful = None
         self._told(step)

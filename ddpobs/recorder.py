@@ -126,6 +126,11 @@ class ModuleRecorder:
         listening.append(told)
         return lambda: listening.remove(told) if told in listening else None
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether a backward is under way of whose end `on_backward_end` tells: torch's function was called for it."""
+        return self._journal.in_backward
+
     def communicated(self, kind: str, launched_ns: Stamp, done_ns: Stamp) -> None:
         """Communication other than gradient buckets; `kind` is one of `wire.COMM_KINDS`."""
         self._journal.communicated(self.index, wire.COMM_KINDS.index(kind), launched_ns, done_ns)
@@ -167,10 +172,10 @@ class ModuleRecorder:
         """The DDP module's forward was called with these inputs."""
         journal = self._journal
         try:
-            # One of several modules runs without gradients as part of a step, as a GAN's generator does for its
-            # discriminator; the only one does so to evaluate.
+            # One of several that are trained runs without gradients as part of a step, as a GAN's generator does for
+            # its discriminator; the only one does so to evaluate.
             if self.training:
-                training = torch.is_grad_enabled() or journal.modules > 1
+                training = torch.is_grad_enabled() or (len(journal.trained) > 1 and self.index in journal.trained)
             else:
                 training = journal.trains_in_eval and torch.is_grad_enabled()
             try:

@@ -325,7 +325,11 @@ class Reducer(Readiness):
         False where they have to stay as they are.
         """
         came, self._order = self._order or [], None
-        if not self._layout.lay_in_order(came, self._settings.rebuilt_limits_bytes, self._group):
+        began = self._recorder.now() if self._recorder is not None else 0
+        laid = self._layout.lay_in_order(came, self._settings.rebuilt_limits_bytes, self._group)
+        if self._recorder is not None:  # As of the buffers' broadcast, the wait for a slow rank is most of it.
+            self._recorder.communicated("buffers", began, self._recorder.now())
+        if not laid:
             return False
         self._tell_layout()
         if self._recorder is not None:

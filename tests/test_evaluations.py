@@ -185,3 +185,95 @@ def test_a_thread_that_asks_a_model_takes_the_training_from_nobody(training: Tra
         (100, 20, 40, 5)
     ] * 3
     assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False]
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_forward_without_gradients_between_fetch_and_forward_is_part_of_the_step(
+    training: Training, mode: bool
+) -> None:
+    """Labels that the model gives itself."""
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        training.fetch(10)
+        with torch.no_grad():
+            training.forward(15, training=mode)
+        training.forward(20)
+        training.backward(40, 30)
+    validate(training, mode=mode)
+    training.fetch(10)
+    training.forward(20)
+    training.backward(40, 30)
+    training.journal.finish()
+    steps = training.steps()
+    assert [step.end_ns - step.start_ns for step in steps] == [10 + 15 + 20 + 70] * 3 + [10 + 20 + 70]
+    assert [phases(step)["data"] for step in steps] == [10] * 4
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, False, False, True]
+    assert [step.samples for step in steps] == [4] * 4
+
+
+def test_a_forward_without_gradients_after_a_fetch_is_an_evaluation_where_another_fetch_follows(
+    training: Training,
+) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    plain_step(training)
+    for _ in range(2):
+        training.fetch(100)
+        training.module.eval()
+        with torch.no_grad():
+            training.forward(500, training=False)
+        training.module.train()
+    plain_step(training)
+    training.journal.finish()
+    first, second = training.steps()
+    assert {"other": 3} | phases(second) == phases(first)
+    assert bool(second.flags & wire.NO_ORIGIN)
+
+
+def test_a_batch_that_is_fetched_without_gradients_and_trained_on_is_the_step_s(training: Training) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        with torch.no_grad():
+            training.fetch(10)
+        training.forward(20)
+        training.backward(40, 30)
+    training.journal.finish()
+    assert [phases(step)["data"] for step in training.steps()] == [10] * 3
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False]
+
+
+def test_a_copy_that_is_not_trained_leaves_the_model_s_validation_one(training: Training) -> None:
+    """As of an average of its weights."""
+    average = ModuleRecorder(
+        1, torch.nn.Linear(2, 2), training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+    training.journal.evaluating = lambda: False
+    for _ in range(3):
+        plain_step(training)
+        validate(training, mode=True)
+        with torch.no_grad():
+            average.forward_began((torch.zeros(4, 2),))
+    steps = training.steps()
+    assert [step.samples for step in steps] == [4] * len(steps)
+    assert {step.end_ns - step.start_ns for step in steps} == {10 + 20 + 70 + 5 + 3}
+
+
+def test_samples_of_a_validation_of_several_modules_are_no_step_s(training: Training) -> None:
+    other = Training()
+    other.journal, other.clock = training.journal, training.clock
+    other.recorder = ModuleRecorder(
+        1, other.module, training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+    bucket = wire.Bucket(size_bytes=8, dtype="float32", parameters=[wire.Parameter(name="w", size=2)])
+    other.recorder.layout([bucket, bucket], "all_reduce")
+    training.journal.evaluating = lambda: False
+    for _ in range(3):
+        training.fetch(10)
+        for one in (training, other):
+            one.forward(20)
+            one.backward(40, 30)
+        with torch.no_grad():
+            for _ in range(2):
+                training.fetch(100)
+                training.forward(500)
+    training.journal.finish()
+    assert [step.samples for step in training.steps()] == [8] * 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpobs import wire
@@ -42,6 +44,16 @@ class Loop:
             if self.looking:
                 self.loaders.look()
 
+    def spent(self) -> dict[str, int]:
+        """By phase, ns of all steps."""
+        self.journal.finish()
+        spent = dict.fromkeys(wire.PHASES, 0)
+        for step in self.raw:
+            switches = [*step.switches, (0, step.end)]
+            for (phase, begin), (_, end) in pairwise(switches):
+                spent[wire.PHASES[phase]] += end - begin
+        return {phase: ns for phase, ns in spent.items() if ns}
+
 
 @pytest.fixture
 def loop() -> Iterator[Loop]:
@@ -52,6 +64,21 @@ def loop() -> Iterator[Loop]:
     yield loop
     loop.loaders.remove()
     hooks.remove()
+
+
+class Ahead(DataLoader[Any]):
+    """Has a thread of its own fetch ahead."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        with ThreadPoolExecutor(1) as fetching:
+            while (batch := fetching.submit(next, batches, None).result()) is not None:
+                yield batch
+
+
+class Counted(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
 
 
 def sampler(shuffle: bool = True) -> DistributedSampler[Any]:
@@ -163,13 +190,23 @@ def test_what_accelerates_loader_does_with_a_batch_is_the_data_phase(
 
     monkeypatch.setattr(sys.modules["accelerate.data_loader"], "send_to_device", moved)
     loop.train(DataLoaderShard(DATA, device=torch.device("cpu"), batch_size=2))
-    loop.journal.finish()
-    spent = [0] * len(wire.PHASES)
-    for step in loop.raw:
-        switches = [*step.switches, (0, step.end)]
-        for (phase, begin), (_, end) in pairwise(switches):
-            spent[phase] += end - begin
-    assert {name: ns for name, ns in zip(wire.PHASES, spent, strict=True) if ns} == {"data": 4 * 70}
+    assert loop.spent() == {"data": 4 * 70}
+
+
+def test_the_wait_for_a_loader_that_fetches_ahead_on_a_thread_of_its_own_is_the_data_phase(loop: Loop) -> None:
+    class Slow(TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            loop.clock.at += 70
+            return super().__getitem__(index)
+
+    loader = Ahead(Slow(torch.arange(8.0).unsqueeze(1)), batch_size=2)
+    loop.train(loader)
+    assert loop.spent() == {"data": 8 * 70}
+    assert iter(loader).gi_yieldfrom is None, "what the iterator has besides is there"
+
+
+def test_a_subclass_whose_iterator_is_torch_s_keeps_it(loop: Loop) -> None:
+    assert isinstance(iter(Counted(DATA)), _BaseDataLoaderIter)
 
 
 def test_the_hooks_leave_nothing_behind() -> None:

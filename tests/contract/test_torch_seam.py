@@ -67,6 +67,8 @@ FROM_MODULES = {
     },
     "torch._dynamo.trace_rules": {"add"},
     "torch.autograd.Variable._execution_engine": {"queue_callback"},
+    "torch.distributed": {"_functional_collectives"},
+    "torch.distributed._functional_collectives": {"wait_tensor"},
     "torch.distributed.distributed_c10d": {
         "_get_default_store",
         "_get_default_timeout",
@@ -76,6 +78,7 @@ FROM_MODULES = {
     },
     "torch.nn.Module": {"_call_impl", "_compiled_call_impl"},
     "torch.nn.parallel.distributed": {"_find_tensors"},
+    "torch.utils.data.dataloader": {"_BaseDataLoaderIter"},
     "torch.utils._pytree": {"tree_leaves", "tree_map_only"},
 }
 """Private functions and classes, by where they live."""

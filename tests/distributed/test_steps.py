@@ -303,19 +303,24 @@ def summary(sent: Sent) -> dict[str, Any]:
     }
 
 
+def makes(kind: str, sent: Sent) -> Callable[..., Any]:
+    """What wraps a loop's modules."""
+
+    def make(module: nn.Module, **options: Any) -> Any:
+        if kind == "ours":
+            return DistributedDataParallel(module, telemetry=sent.config, **options)
+        ddp = TorchDDP(module, **options)
+        ddpobs.attach(ddp, sent.config)
+        return ddp
+
+    return make
+
+
 def all_loops(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     found = {}
     for name, loop in LOOPS.items():
         with sending() as sent:
-
-            def make(module: nn.Module, sent: Sent = sent, **options: Any) -> Any:
-                if kind == "ours":
-                    return DistributedDataParallel(module, telemetry=sent.config, **options)
-                ddp = TorchDDP(module, **options)
-                ddpobs.attach(ddp, sent.config)
-                return ddp
-
-            loop(make, rank)
+            loop(makes(kind, sent), rank)
         found[name] = summary(sent)
     return found
 
