@@ -101,8 +101,11 @@ class Attachment:
         self._turns = [0] * len(self._parameters)
         """In which order they were ready: a device's stamps do not compare."""
         self._turn = count(1)
+        self._used_before: set[int] = set()
+        """Under `no_sync`, which torch's map of used parameters counts."""
         self._expected = False
         self._unseen = False
+        self._maps_used = model.find_unused_parameters or model.static_graph
         self._skips = getattr(model, "skip_all_reduce_unused_params", False)  # Not there where all are delayed.
         self._comm = "all_reduce"
         self._pass: _Pass | None = None
@@ -149,8 +152,11 @@ class Attachment:
     def forward_began(self, inputs: tuple[Any, ...], named: dict[str, Any], synchronises: bool) -> None:
         """The model's forward was called."""
         if synchronises:
-            if self._expected and any(self._ready):
-                self._tell_unused(None)  # Torch raises next: it still waits for them.
+            if any(self._ready):
+                if self._expected:
+                    self._tell_unused(None)  # Torch raises next: it still waits for them.
+                elif self._maps_used:
+                    self._used_before.update(index for index, ready in enumerate(self._ready) if ready)
                 self._ready[:] = [0] * len(self._ready)
             self._expected, self._pass = True, None
         self._recorder.forward_began(inputs, named)
@@ -196,9 +202,6 @@ class Attachment:
 
     def timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
         """The user's communication hook, with its launch and its completion noted."""
-        self._comm = getattr(hook, "__qualname__", type(hook).__name__)
-        self._recorder.event("comm_hook_set", name=self._comm)
-        self._tell_layout()
         alive = weakref.ref(self)
 
         @wraps(hook)
@@ -216,6 +219,12 @@ class Attachment:
             return future
 
         return noted
+
+    def hooked(self, hook: Callable[..., Any]) -> None:
+        """Torch took the user's communication hook."""
+        self._comm = getattr(hook, "__qualname__", type(hook).__name__)
+        self._recorder.event("comm_hook_set", name=self._comm)
+        self._tell_layout()
 
     # ------------------------------------------------------------------ from what was seen to a record
 
@@ -251,6 +260,8 @@ class Attachment:
     def _of_this_pass(self) -> _Pass:
         if self._pass is None:
             self._pass = _Pass(len(self._members))
+            if torch._C._current_graph_task_id() >= 0:
+                self._expected = True  # Somebody told the reducer so, and called no forward: Lightning, Accelerate.
             # Somebody kept torch's function from before telemetry, say. Under `join` a rank reduces without a backward.
             if not self._recorder.in_backward and torch._C._current_graph_task_id() >= 0:
                 engine.at_end(self._after_reducer)
@@ -289,6 +300,7 @@ class Attachment:
             record.last_ready = self._last_ready(range(len(self._ready)))
         self._tell_unused(seen)
         self._ready[:] = [0] * len(self._ready)
+        self._used_before.clear()
         self._recorder.finished(record)
 
     def _over(self) -> bool:
@@ -300,7 +312,7 @@ class Attachment:
 
     def _reduces(self, bucket: int) -> bool:
         """Whether torch reduces that bucket: it may have been told to leave those out that are unused."""
-        return not self._skips or any(self._ready[index] for index in self._members[bucket])
+        return not self._skips or any(self._ready[i] or i in self._used_before for i in self._members[bucket])
 
     def _stamper_of(self, index: int) -> Callable[[torch.Tensor], None]:
         ready, turns, now, turn = self._ready, self._turns, self.now, self._turn
@@ -316,7 +328,8 @@ class Attachment:
         return self._ready[max(came, key=self._turns.__getitem__)] if came else 0
 
     def _left_out(self) -> list[int]:
-        return [index for index, ready in enumerate(self._ready) if not ready]
+        before = self._used_before
+        return [index for index, ready in enumerate(self._ready) if not ready and index not in before]
 
     def _tell_unused(self, seen: _Pass | None) -> None:
         """Also with the flag off, where torch says nothing and the ranks part in silence."""

@@ -36,6 +36,10 @@ class Attached(Protocol):
         """The user's communication hook, timed."""
         ...
 
+    def hooked(self, hook: Callable[..., Any]) -> None:
+        """Torch took the user's communication hook."""
+        ...
+
 
 class TorchClass:
     """Torch's DDP class, instrumented for as long as it is installed.
@@ -121,3 +125,4 @@ def register(model: Any, state: object, hook: Callable[..., Any], attachment: At
     """Register the user's hook, timed, on a model of the instrumented class; the model still names the user's own."""
     DistributedDataParallel.register_comm_hook.__wrapped__(model, state, attachment.timed(hook))  # type: ignore[attr-defined]
     model._comm_hooks[-1] = (hook, state)
+    attachment.hooked(hook)

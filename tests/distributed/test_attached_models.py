@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -17,6 +19,7 @@ from ddpobs import telemetry, wire
 from tests.distributed.compare import batch, net, train
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import Sent, sending
+from tests.distributed.test_steps import SLOW_NS, SLOW_S, makes
 
 SMALL_BUCKETS = {"bucket_cap_mb": 1e-5}
 STEPS = 4
@@ -194,3 +197,84 @@ def every_reduction_is_delayed(rank: int, world_size: int) -> bool:
 
 def test_a_model_whose_reductions_are_all_delayed_can_be_attached() -> None:
     assert run_ranks(every_reduction_is_delayed, 2) == [True, True]
+
+
+def armed(rank: int, world_size: int, kind: str) -> dict[str, Any]:
+    """Two losses in turn, each reduced by word to the reducer alone, as Lightning and Accelerate have it."""
+    with sending() as sent:
+        ddp = makes(kind, sent)(net())
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            for power in (1, 2):
+                with ddp.no_sync():
+                    loss = ddp(batch(rank, step)).pow(power).sum()
+                ddp.reducer.prepare_for_backward([])
+                loss.backward()
+            optimizer.step()
+    return {
+        "spans": sent.spans("step"),
+        "backwards": sent.steps("micro_steps"),
+        "ready": [ready > 0 for ready in sent.spans("ready_ns")],
+        "unused": len(sent.unused),
+    }
+
+
+@pytest.mark.parametrize("kind", ["ours", "attached"])
+def test_a_backward_that_the_reducer_alone_was_told_of_is_seen(kind: str) -> None:
+    steps = 2 * STEPS
+    expected = {"spans": list(range(steps)), "backwards": [1] * steps, "ready": [True] * steps, "unused": 0}
+    assert run_ranks(armed, 2, kind) == [expected] * 2
+
+
+class Sometimes(nn.Module):
+    """A layer that is used on request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, whole: bool) -> torch.Tensor:
+        x = self.always(x)
+        return self.sometimes(x) if whole else x  # type: ignore[no-any-return]
+
+
+def used_before(rank: int, world_size: int) -> tuple[list[list[str]], list[int]]:
+    """One layer is only used under `no_sync`, long before the gradients are reduced; in the last step not at all."""
+    with sending() as sent:
+        ddp = TorchDDP(Sometimes(), find_unused_parameters=True, **SMALL_BUCKETS)
+        ddpobs.attach(ddp, sent.config)
+        for step in range(STEPS):
+            if step < STEPS - 1:
+                with ddp.no_sync():
+                    ddp(batch(rank, step), True).sum().backward()
+            time.sleep(SLOW_S)
+            ddp(batch(rank, step), False).sum().backward()
+    waits = [at - ready for ready, at in zip(sent.spans("ready_ns"), sent.spans("launched_ns"), strict=True) if ready]
+    return [unused.locally for unused in sent.unused], waits
+
+
+def test_a_gradient_of_a_micro_batch_long_ago_is_used_and_makes_no_bucket_ready_then() -> None:
+    for unused, waits in run_ranks(used_before, 2):
+        assert unused == [["sometimes.weight", "sometimes.bias"]]
+        assert len(waits) >= STEPS
+        assert max(waits) < SLOW_NS
+
+
+def refused_hook(rank: int, world_size: int) -> tuple[list[str], set[str]]:
+    def hook(state: object, bucket: int) -> Any: ...
+
+    with sending() as sent:
+        ddp = TorchDDP(net())
+        ddpobs.attach(ddp, sent.config)
+        with pytest.raises(ValueError, match="bucket"):
+            ddp.register_comm_hook(None, hook)
+        train(ddp, rank, STEPS)
+    return sent.events, {layout.comm for layout in sent.layouts}
+
+
+def test_a_hook_that_torch_refuses_is_not_told_as_the_model_s() -> None:
+    for events, comm in run_ranks(refused_hook, 2):
+        assert "comm_hook_set" not in events
+        assert comm == {"all_reduce"}
