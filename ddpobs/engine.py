@@ -63,6 +63,20 @@ def refuse_graph(through: str) -> None:
         )
 
 
+def refuse_compiled() -> None:
+    """Called as a backward begins.
+
+    Raises:
+        ReducerError: Compiled autograd traces it, which drops what is to be called at its end.
+    """
+    compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled is not None and compiled.in_compiled_autograd_region:
+        raise ReducerError(
+            "backward() under compiled autograd (torch._dynamo.config.compiled_autograd): nothing would reduce the "
+            "gradients. Leave it off, and compile the model: its backward is compiled too"
+        )
+
+
 def unreached(nodes: Sequence[Node]) -> list[int]:
     """Which parameters (by their AccumulateGrad nodes) the running backward will not reach; 0.2 µs a parameter."""
     will_execute = torch._C._will_engine_execute_node

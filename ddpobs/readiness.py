@@ -223,6 +223,7 @@ class Readiness:
 
     def begin(self) -> None:
         """The first sign of a backward. Decides who will take part and starts what can be started at once."""
+        engine.refuse_compiled()
         self._active = True
         engine.leave_context()
         if self._order is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
@@ -348,3 +349,30 @@ def in_two_groups(rank: int, _world_size: int) -> list[list[str]]:
 
 def test_a_fault_of_an_earlier_group_is_not_told_again() -> None:
     assert run_ranks(in_two_groups, 2) == [[["UnusedParametersError"], []]] * 2
+
+
+def compiled_autograd(rank: int, world_size: int) -> tuple[str, bool]:
+    """The refusal, and whether the gradients of a plain backward after it are alike."""
+    ddp = DistributedDataParallel(net())
+    with torch._dynamo.config.patch(compiled_autograd=True):
+
+        @torch.compile(backend="eager")  # type: ignore[untyped-decorator]
+        def step(rows: torch.Tensor) -> None:
+            ddp(rows).sum().backward()
+
+        with pytest.raises(ReducerError) as raised:
+            step(batch(rank))
+    torch._dynamo.reset()
+    ddp.zero_grad()
+    ddp(batch(rank)).sum().backward()
+    gradient = next(ddp.parameters()).grad
+    assert gradient is not None
+    others = [torch.empty_like(gradient) for _ in range(world_size)]
+    dist.all_gather(others, gradient)
+    return str(raised.value), all(torch.equal(gradient, other) for other in others)
+
+
+def test_a_backward_under_compiled_autograd_is_refused_instead_of_left_unreduced() -> None:
+    for refusal, alike in run_ranks(compiled_autograd, 2):
+        assert "compiled autograd" in refusal
+        assert alike
