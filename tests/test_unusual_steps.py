@@ -6,10 +6,13 @@ import io
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from safetensors.torch import save_file
 
 from ddpobs import journal, wire
 from ddpobs.hooks import ProcessHooks
@@ -345,3 +348,19 @@ def test_a_stamp_that_could_not_be_taken_is_the_one_before_it(
     first, _ = training.steps()
     assert (first.start_ns, first.end_ns) == (1_000, 1_090)
     assert phases(first) == {"other": 90}  # The backward began with the forward, and took no time.
+
+
+def test_a_checkpoint_by_safetensors_is_one(training: Training, tmp_path: Path) -> None:
+    """Scripts have its function by name."""
+    hooks = ProcessHooks(training.journal, training.event)
+    hooks.install()
+    try:
+        for saves in (False, False, True, False):
+            plain_step(training)
+            if saves:
+                save_file({"w": torch.zeros(2)}, tmp_path / "w.safetensors")
+    finally:
+        hooks.remove()
+    training.fetch(10)
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False, True]
+    assert not hasattr(safetensors.torch.serialize_file, "__wrapped__")
