@@ -94,7 +94,7 @@ class Journal:
         self._tracker = StepTracker(finished)
         self._replaying = Lock()
         self._await_entries()
-        self._thread = 0
+        self._thread = self._beside = 0
         self._begun = False
         self._in_backward = self._waiting = False
         self._learns: set[int] = set()
@@ -116,8 +116,12 @@ class Journal:
         """A DDP module's forward was called."""
         if self.paused or (self._in_backward and self._backward_goes_on()):
             return  # Checkpointing runs it again, inside backward.
-        if self._thread and self._thread != get_ident() and not torch.is_grad_enabled():
-            return  # Somebody asks a model beside training.
+        if self._thread and self._thread != get_ident():
+            if not torch.is_grad_enabled():
+                return  # Somebody asks a model beside training.
+            if self.trained:
+                self._beside = get_ident()  # Training moved there if a backward follows.
+                return
         if not training:
             self._trained, evaluates = False, self._evaluates()
             if evaluates or self.modules == 1 or self.trains_in_eval or module in self._learns:
@@ -139,7 +143,7 @@ class Journal:
         if self._optimizers:
             self._look_for_failed_optimizer()
         # Some validate with the model left in training mode.
-        self._note(StepTracker.fetch_began, self._now(), not torch.is_grad_enabled() or self._evaluates())
+        self._note(StepTracker.fetch_began, self._now(), torch.is_grad_enabled(), self._evaluates())
         return True
 
     def fetch_ended(self) -> None:
@@ -163,7 +167,7 @@ class Journal:
         """`torch.autograd.backward` was called; False for a nested call (reentrant checkpointing) or a foreign one."""
         if self.paused or (self._in_backward and self._backward_goes_on()):
             return False
-        if get_ident() != self._thread and not self._mine():
+        if get_ident() != self._thread and not (self._mine() or self._moved()):
             return False
         if not self._begun and not self._evaluates():  # The first one that is trained in evaluation mode begins a step.
             return False
@@ -340,6 +344,13 @@ class Journal:
         if not self._thread and thread == main_thread().ident:
             self._thread = thread
         return thread == self._thread
+
+    def _moved(self) -> bool:
+        """Whether this thread, which called a forward, does the training from now on."""
+        if self._beside != get_ident():
+            return False
+        self._thread, self._beside = self._beside, 0
+        return True
 
     def _forget(self) -> None:
         """In a forked child (a loader worker): the entries are the parent's, and so may be whoever replays them.

@@ -19,6 +19,8 @@ NO_STEP = -1
 _UNUSED_MAP = COMM_KINDS.index("unused_map")
 _MOST_SWITCHES = 100_000
 """A step in which nothing is ever synchronised begins anew then, after some 10,000 micro-batches."""
+_HABIT = 8
+"""After so many steps in a row with forwards without gradients that no batch led to, these are part of each step."""
 
 
 @dataclass(slots=True)
@@ -80,13 +82,15 @@ class _Doubtful:
         step: In which it came.
         at: When.
         place: How many switches, other communication and samples the step had then.
-        evaluating: As of the fetch or forward.
+        evaluating: As of the forward; a fetch is.
+        fetched: A batch in training mode, only without gradients: the step may fetch several.
     """
 
     step: RawStep
     at: Stamp
     place: tuple[int, int, int]
     evaluating: bool
+    fetched: bool
 
 
 class StepTracker:
@@ -117,6 +121,9 @@ class StepTracker:
         self._under_way = False
         """Between a fetch or a forward, to train, and backward."""
         self._doubtful: _Doubtful | None = None
+        self._evaluates = self._asked = False
+        """The last batch was fetched to evaluate; the step has forwards without gradients that no batch led to."""
+        self._asked_in_a_row = 0
         self._comms_switched = 0
 
     @property
@@ -135,7 +142,9 @@ class StepTracker:
     def forward_began(self, module: int, samples: int, differentiated: bool = True) -> None:
         """A DDP module's forward was called, to train; `differentiated`: backward may follow."""
         if differentiated:
-            self._doubtful, self._under_way = None, True
+            self._doubtful, self._under_way, self._evaluates = None, True, False
+        elif self._doubtful:
+            self._doubtful.fetched = False
         if self._optimizer_waits:
             self._optimizer_waits = False
             self._open()
@@ -163,39 +172,49 @@ class StepTracker:
         """A DDP module's forward was called, and not to train; `evaluating`: every module is in evaluation mode.
 
         After the fetch of a step, or its forward, it may be part of the step: labels that the model gives itself, or
-        old probabilities. It is unless another batch is asked for before backward.
+        old probabilities. It is unless another batch is asked for before backward. Beside any batch it is an
+        evaluation, unless it comes in every step: a policy that acts, say.
         """
         if self._under_way:
             self._doubt(evaluating)
             return
         self._settle()
+        if evaluating and self._step and self._step.segments:
+            self._close()
+        if not self._evaluates:
+            self._asked = True
+            if self._asked_in_a_row >= _HABIT:
+                return
         self._clean = False
         if evaluating:
             self._evaluated = self._stale = True
-            if self._step and self._step.segments:
-                self._close()
             if self._step:
                 self._begin_hole(self.at, (len(self._step.switches), len(self._step.comms), self._step.samples))
 
-    def fetch_began(self, evaluating: bool) -> None:
-        """The loader was asked for a batch; `evaluating`: without gradients or in evaluation mode.
+    def fetch_began(self, differentiated: bool, evaluating: bool) -> None:
+        """The loader was asked for a batch; `differentiated`: gradients are on; `evaluating`: as of a forward.
 
-        Such a batch may be trained on: it is an evaluation's where a forward without gradients or another fetch
-        follows.
+        One without gradients, or in evaluation mode, may be trained on: it is an evaluation's where a forward without
+        gradients follows, or a fetch of another sort.
         """
         if self._stack and self._stack[-1] == DATA:  # A framework's loader asks torch's.
             self._push(DATA)
             return
-        self._settle()
+        blind = not (differentiated or evaluating)
+        another = blind and self._doubtful is not None and self._doubtful.fetched
+        if not another:
+            self._settle()
         if self._step and self._step.segments:
             self._close()
         step = self._open()
-        self._under_way = not evaluating
-        if self._evaluated and not self._stack:
+        self._under_way = differentiated and not evaluating
+        self._evaluates = not self._under_way
+        if self._evaluated and not self._stack and not another:
             self._begin_anew(step)
-        if evaluating:
-            self._doubt(evaluating)
-        self._base = OTHER
+        if self._evaluates:
+            self._doubt(evaluating=True, fetched=blind)
+        if self._base != FORWARD:  # Its loss may be to come.
+            self._base = OTHER
         self._push(DATA)
 
     def fetch_ended(self) -> None:
@@ -341,12 +360,12 @@ class StepTracker:
             del step.switches[switches + 1 :], step.comms[comms:]
             step.switches.append((OTHER, self.at))
 
-    def _doubt(self, evaluating: bool) -> None:
+    def _doubt(self, evaluating: bool, fetched: bool = False) -> None:
         """Whether this is an evaluation's will show."""
         step = self._step
         if step and self._doubtful is None:
             place = len(step.switches), len(step.comms), step.samples
-            self._doubtful = _Doubtful(step, self.at, place, evaluating)
+            self._doubtful = _Doubtful(step, self.at, place, evaluating, fetched)
 
     def _settle(self) -> None:
         """What was in doubt was an evaluation's."""
@@ -399,6 +418,8 @@ class StepTracker:
         later = step.switches[place:] if place is not None else []
         del step.switches[len(step.switches) - len(later) :]
         step.end = later[0][1] if later else self.at
+        self._asked_in_a_row = self._asked_in_a_row + 1 if self._asked else 0
+        self._asked = False
         self._step = RawStep(step.number + 1, [(OTHER, step.end), *later])
         self._modules_done.clear()
         self._optimizer_ran = self._closure_ran = False

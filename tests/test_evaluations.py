@@ -9,7 +9,7 @@ import torch
 
 from ddpobs import wire
 from ddpobs.recorder import ModuleRecorder
-from tests.test_recorder import Training, phases, plain_step
+from tests.test_recorder import Training, own, phases, plain_step
 
 
 @pytest.fixture
@@ -277,3 +277,134 @@ def test_samples_of_a_validation_of_several_modules_are_no_step_s(training: Trai
                 training.forward(500)
     training.journal.finish()
     assert [step.samples for step in training.steps()] == [8] * 3
+
+
+ACTING = 9
+"""Steps in a row with a forward of the policy's, until it is a habit; the first has no origin anyway."""
+
+
+def act(training: Training, mode: bool) -> None:
+    with torch.no_grad():
+        training.forward(50, training=mode)
+    training.spend(10)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_forward_without_gradients_in_every_step_becomes_part_of_it(
+    training: Training, mode: bool, replay: bool
+) -> None:
+    """A policy that acts; its batches may come from a loader."""
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(2 * ACTING):
+        act(training, mode)
+        training.module.train()
+        if replay:
+            training.fetch(10)
+        training.forward(20)
+        training.backward(40, 30)
+        training.optimizer(5)
+    training.journal.finish()
+    steps = training.steps()
+    assert len(steps) == 2 * ACTING
+    assert [phases(step)["backward"] for step in steps] == [40] * 2 * ACTING
+    clean = [not step.flags & wire.NO_ORIGIN for step in steps]
+    assert not any(clean[: ACTING - 1])
+    assert all(clean[ACTING:])
+    told = own(steps[-1])
+    assert told["other"] == 60
+    assert told["forward"] == 20
+    whole = 60 + (10 if replay else 0) + 20 + 40 + 30 + 5
+    assert {step.end_ns - step.start_ns for step in steps[ACTING:-1]} == {whole}
+
+
+def test_a_metric_after_every_step_becomes_part_of_it(training: Training) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(2 * ACTING):
+        plain_step(training)
+        act(training, mode=False)
+        training.module.train()
+    clean = [not step.flags & wire.NO_ORIGIN for step in training.steps()]
+    assert clean == [False] * ACTING + [True] * (len(clean) - ACTING)
+    assert len(clean) == 2 * ACTING
+
+
+def test_a_forward_without_gradients_now_and_then_never_becomes_part_of_a_step(training: Training) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(2 * ACTING):
+        act(training, mode=False)
+        training.module.train()
+        for _ in range(2):
+            training.forward(20)
+            training.backward(40, 30)
+    training.journal.finish()
+    steps = training.steps()
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, False] * 2 * ACTING
+    assert {step.end_ns - step.start_ns for step in steps} == {20 + 40 + 30}
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_validation_after_every_step_is_part_of_none(training: Training, mode: bool) -> None:
+    """Its batches are fetched to evaluate, each for two forwards."""
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(2 * ACTING):
+        plain_step(training)
+        training.module.train(mode)
+        with torch.no_grad():
+            training.fetch(100)
+            training.forward(500, training=mode)
+            training.forward(500, training=mode)
+        training.module.train()
+    steps = training.steps()
+    assert {step.end_ns - step.start_ns for step in steps} == {10 + 20 + 70 + 5 + 3}
+    assert all(step.flags & wire.NO_ORIGIN for step in steps)
+
+
+def test_batches_of_two_loaders_fetched_without_gradients_are_the_step_s(training: Training) -> None:
+    """With labels and without, as semi-supervised training draws them."""
+    training.journal.evaluating = lambda: not training.module.training
+    for validated in (False, False, True, False):
+        with torch.no_grad():
+            training.fetch(10)
+            training.fetch(15)
+        training.forward(20)
+        training.backward(40, 30)
+        if validated:
+            validate(training, mode=True)
+    training.journal.finish()
+    steps = training.steps()
+    assert [phases(step)["data"] for step in steps] == [25] * 4
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, False, False, True]
+    assert [step.end_ns - step.start_ns for step in steps] == [25 + 20 + 70] * 4
+
+
+def test_a_loss_after_a_fetch_is_forward(training: Training) -> None:
+    """The next batch is fetched while a device is at the forward."""
+    for _ in range(3):
+        training.forward(20)
+        training.fetch(10)
+        training.spend(15)
+        training.backward(40, 30)
+    training.journal.finish()
+    assert [phases(step)["forward"] for step in training.steps()] == [20 + 15] * 3
+    assert [phases(step)["data"] for step in training.steps()] == [10] * 3
+
+
+def test_a_thread_that_asks_a_model_with_gradients_on_takes_no_training_over(training: Training) -> None:
+    """As in self-play, where nobody thought of `no_grad`; one that calls backward does."""
+    with ThreadPoolExecutor(1) as pool:
+        for asks in (False, True, True):
+            training.fetch(10)
+            training.forward(20)
+            if asks:
+                pool.submit(training.recorder.forward_began, (torch.zeros(4, 2),)).result()
+            training.backward(40, 30)
+            training.optimizer(5)
+        beside = len(training.steps()), [phases(step) for step in training.steps()]
+        for _ in range(3):
+            pool.submit(plain_step, training).result()
+    training.journal.finish()
+    whole = {"data": 10, "forward": 20, "backward": 40, "exposed_comm": 30, "optimizer": 5}
+    assert beside == (3, [whole] * 3)
+    assert [phases(step)["backward"] for step in training.steps()] == [40] * 6
+    assert [phases(step).get("data") for step in training.steps()][-2:] == [10, 10]
