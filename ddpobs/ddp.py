@@ -169,21 +169,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         static_graph: bool,
     ) -> None:
         """Build our reducer and logger in the place of torch's."""
-        # The limits that torch begins with only where it looks for unused parameters: overlap from the first step on.
-        first_limits, _ = self._bucket_config.compute_bucket_size_limits(
-            static_graph=False, find_unused_parameters=True
-        )
-        _, rebuilt_limits = self._bucket_config.compute_bucket_size_limits(
-            static_graph=static_graph, find_unused_parameters=self.find_unused_parameters
-        )
-        settings = Settings(
-            first_limits_bytes=first_limits,
-            rebuilt_limits_bytes=rebuilt_limits or [self._bucket_config.first_bucket_bytes_cap, self.bucket_bytes_cap],
-            find_unused=self.find_unused_parameters,
-            skip_unused=self.skip_all_reduce_unused_params and self.find_unused_parameters and not static_graph,
-            static_graph=static_graph,
-            as_views=self.gradient_as_bucket_view,
-        )
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]
@@ -195,13 +180,31 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             module=self.module,
             group=self.process_group,
             way=self._way,
-            settings=settings,
+            settings=self._settings(static_graph),
             recorder=self._recorder,
         )
         # The module outlives its wrapper, and may be wrapped again.
         weakref.finalize(self, self.reducer.remove_hooks).atexit = False
         self.logger = Logger(self.reducer, self._construction_facts(parameters))
         self._passing_sync_batchnorm_handle(self.module)
+
+    def _settings(self, static_graph: bool) -> Settings:
+        """What the constructor decided, as the reducer wants it."""
+        # The limits that torch begins with only where it looks for unused parameters: overlap from the first step on.
+        first_limits, _ = self._bucket_config.compute_bucket_size_limits(
+            static_graph=False, find_unused_parameters=True
+        )
+        _, rebuilt_limits = self._bucket_config.compute_bucket_size_limits(
+            static_graph=static_graph, find_unused_parameters=self.find_unused_parameters
+        )
+        return Settings(
+            first_limits_bytes=first_limits,
+            rebuilt_limits_bytes=rebuilt_limits or [self._bucket_config.first_bucket_bytes_cap, self.bucket_bytes_cap],
+            find_unused=self.find_unused_parameters,
+            skip_unused=self.skip_all_reduce_unused_params and self.find_unused_parameters and not static_graph,
+            static_graph=static_graph,
+            as_views=self.gradient_as_bucket_view,
+        )
 
     def _construction_facts(self, parameters: list[torch.nn.Parameter]) -> dict[str, str | int]:
         """What `_get_ddp_logging_data` gives back of the constructor, under torch's names."""

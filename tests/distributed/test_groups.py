@@ -75,8 +75,9 @@ def compared(rank: int, world_size: int) -> dict[str, str]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_module_goes_on_in_another_group_as_torchs_does(ranks: int) -> None:
     for found in run_ranks(compared, ranks, timeout_s=60):
-        # On more than two ranks the first iteration's buckets are cut finer than torch's, and sums depend on the cut.
-        assert set(found.values()) <= ({"equal"} if ranks == 2 else {"equal", "close"}), found
+        # On four ranks: torch lays a static graph's buckets anew a step later than ours, and sums depend on the cut.
+        assert found.pop("static") in ({"equal"} if ranks == 2 else {"equal", "close"})
+        assert set(found.values()) == {"equal"}, found
 
 
 def timed(rank: int, world_size: int, attached: bool) -> list[bool]:

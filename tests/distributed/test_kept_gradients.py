@@ -14,7 +14,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from ddpobs import DistributedDataParallel
 from ddpobs.buckets import Bucket
-from tests.distributed.compare import batch, net, outcome, verdicts
+from tests.distributed.compare import batch, net, outcome
 from tests.distributed.launch import run_ranks
 
 CAP = {"bucket_cap_mb": 0.05}
@@ -193,7 +193,7 @@ def hooking_within(kind: Any, rank: int) -> Any:
     return outcome(ddp)
 
 
-SAME = {
+CASES = {
     "a hook of the user's clamps": hooking(clamps),
     "a hook of the user's clamps, anew for every step": hooking(clamps, again=True),
     "a hook of the user's clamps, static": hooking(clamps, static_graph=True),
@@ -220,12 +220,6 @@ SAME = {
 }
 
 
-def all_same(rank: int, world_size: int) -> dict[str, str]:
-    if world_size > 2:  # Sums over more ranks depend on the layout, and torch's first is one bucket.
-        CAP.clear()
-    return verdicts(SAME, rank)
-
-
 CLOSE = {
     "gradients kept by detach beside accumulated ones",
     "stepping on the first gradients, static",
@@ -238,12 +232,7 @@ CLOSE = {
 buckets anew a step later."""
 
 
-@pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    return run_ranks(all_same, request.param)
-
-
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize("case", CASES)
 def test_results_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
     allowed = {"equal", "close"} if case in CLOSE and len(found) > 2 else {"equal"}
     assert {verdict[case] for verdict in found} <= allowed

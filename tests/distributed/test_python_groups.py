@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
 from ddpobs import DistributedDataParallel
-from tests.distributed.compare import train, verdict
+from tests.distributed.compare import torchs_first_buckets, train, verdict
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
 
@@ -76,6 +76,7 @@ def net() -> torch.nn.Module:
     )
 
 
+@torchs_first_buckets()
 def relayed(rank: int, world_size: int, store: str) -> tuple[dict[str, str], bool]:
     dist.destroy_process_group()
     dist.Backend.register_backend("relay", Relay, devices=["cpu"])
@@ -99,6 +100,7 @@ def relayed(rank: int, world_size: int, store: str) -> tuple[dict[str, str], boo
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_trainings_over_it_are_torchs_and_are_seen(tmp_path: Path, ranks: int) -> None:
     for found, seen in run_ranks(relayed, ranks, str(tmp_path / "store")):
-        assert set(found.values()) <= ({"equal"} if ranks == 2 else {"equal", "close"})
-        assert found["attached"] == "equal"
+        # On four ranks: torch lays a static graph's buckets anew a step later than ours, and sums depend on the cut.
+        assert found.pop("static") in ({"equal"} if ranks == 2 else {"equal", "close"})
+        assert set(found.values()) == {"equal"}, found
         assert seen

@@ -69,7 +69,7 @@ class Training:
     def __init__(self, seed: int, rank: int, kind: Any) -> None:
         self.draw, self.rank, self.step = random.Random(seed), rank, 0
         torch.manual_seed(seed)
-        # But for the flag torch cuts other buckets in the first step, and a sum of more than two depends on that.
+        # Torch lays a static graph's buckets anew a step later, and a sum of more than two depends on the cut.
         static = self.draw.random() < 0.25 and dist.get_world_size() == 2
         leaves_out = not static and self.draw.random() < 0.5
         self.ddp = kind(
@@ -77,7 +77,7 @@ class Training:
             bucket_cap_mb=self.draw.choice((25, 0.002, 0.0005, 0.0001)),
             gradient_as_bucket_view=self.draw.random() < 0.5,
             static_graph=static,
-            find_unused_parameters=not static,
+            find_unused_parameters=leaves_out or (not static and self.draw.random() < 0.5),
         )
         self.syncs_always = static  # Torch refuses to begin a static graph's training under `no_sync`.
         self.parameters = [p for p in self.ddp.parameters() if p.requires_grad]

@@ -173,7 +173,7 @@ CASES = {
 
 
 CLOSE = {"set_static_later", "static_and_checkpointed", "static_and_reused", "static_with_unused"}
-"""On more than two ranks: the first iteration's buckets are cut finer than torch's, and sums depend on the cut."""
+"""On four ranks: torch lays a static graph's buckets anew a step later than ours, and sums depend on the cut."""
 
 
 @pytest.mark.parametrize("case", CASES)
