@@ -26,6 +26,7 @@ from ddpobs.patching import Patches, plain
 _ALL_REDUCE = plain(dist.ProcessGroup.allreduce)
 _BROADCAST = plain(dist.ProcessGroup.broadcast)
 _WAIT = plain(dist.Work.wait)
+_VALUE = plain(torch._C.Future.wait)
 _COLLECTIVES = (
     *("_allgather_base", "all_gather_single", "allgather", "allgather_coalesced"),
     *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter", "reduce", "allreduce", "allreduce_coalesced"),
@@ -59,6 +60,11 @@ def all_gather(group: dist.ProcessGroup, everyone: torch.Tensor, mine: torch.Ten
 def wait_for(work: Any) -> None:
     """The work's own wait, not noted; named so for the same reason."""
     _WAIT(work)
+
+
+def value_of(future: Any) -> Any:
+    """A future's value once it is there; the wait is not noted."""
+    return _VALUE(future)
 
 
 def name_of(group: dist.ProcessGroup) -> str:
@@ -101,6 +107,8 @@ class CollectiveHooks:
     def install(self) -> None:
         """Put them in place."""
         self._patches.put(dist.Work, "wait", self._timed)
+        # A work's future is of this class, and torch.futures.Future calls it.
+        self._patches.put(torch._C.Future, "wait", self._timed)
         # Blocks by itself, without a work to wait for.
         self._patches.put(dist.ProcessGroup, "monitored_barrier", self._timed)
         # Functional collectives wait in C++, DTensor's and tensor parallelism's among them.

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.buckets import Bucket
+from ddpobs.collectives import value_of
 
 
 class Pending(Protocol):
@@ -61,7 +62,7 @@ class OnFuture:
 
     def wait(self) -> None:
         """As `Pending.wait`; an error in the exchange comes out here."""
-        self._future.wait()
+        value_of(self._future)
 
     def on_done(self, told: Callable[[object], None]) -> None:
         """As `Pending.on_done`."""

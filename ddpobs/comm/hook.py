@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ddpobs.buckets import Bucket
+from ddpobs.collectives import value_of
 
 Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
@@ -77,7 +78,7 @@ class _Pending:
         self._bucket, self._future = bucket, future
 
     def wait(self) -> None:
-        value: Any = self._future.wait()
+        value: Any = value_of(self._future)
         result: torch.Tensor = value[0] if isinstance(value, list) else value
         if self._bucket.sparse:
             self._bucket.parameters[0].grad = result

@@ -44,8 +44,9 @@ CALLED = {
 ON_GROUPS_AND_WORKS = {
     "_enable_collectives_timing": torch.distributed.ProcessGroup,
     "_get_duration": torch.distributed.Work,
+    "wait": torch._C.Future,
 }
-"""What CUDA's times ask of NCCL."""
+"""What CUDA's times ask of NCCL, and what a work's future waits by."""
 
 ON_THE_REDUCER = {"_remove_autograd_hooks", "_set_static_graph", "_update_process_group"}
 """What attaching calls on torch's C++ reducer."""

@@ -32,6 +32,17 @@ def functional_collectives(make: Any, rank: int) -> None:
         (output.sum() * (1 + 0 * mean)).backward()
 
 
+def the_future_of_a_work(make: Any, rank: int) -> None:
+    """Rank 1 is slow before a collective whose future is waited for."""
+    ddp = make(net())
+    for (rows,) in loader():
+        output = ddp(rows)
+        if rank == 1:
+            time.sleep(SLOW_S)
+        (mean,) = dist.all_reduce(output.detach().mean(), async_op=True).get_future().wait()
+        (output.sum() * (1 + 0 * mean)).backward()
+
+
 def the_rebuild(make: Any, rank: int) -> None:
     """Rank 1 is slow once, before the forward that lays the buckets anew."""
     ddp = make(net(), broadcast_buffers=False)
@@ -65,7 +76,7 @@ def labels_of_its_own(make: Any, rank: int) -> None:
         (ddp(rows) - labels).square().sum().backward()
 
 
-LOOPS = (functional_collectives, the_rebuild, a_backward_by_another_name, labels_of_its_own)
+LOOPS = (functional_collectives, the_future_of_a_work, the_rebuild, a_backward_by_another_name, labels_of_its_own)
 
 
 def all_loops(rank: int, world_size: int, kind: str) -> dict[str, Any]:
@@ -90,8 +101,9 @@ def test_every_loop_has_its_steps(found: list[dict[str, Any]]) -> None:
             assert seen["clean"] == [False, True, True, True]
 
 
-def test_a_rank_that_is_slow_before_a_functional_collective_is_found(found: list[dict[str, Any]]) -> None:
-    waits, works = (answers["functional_collectives"] for answers in found)
+@pytest.mark.parametrize("loop", ["functional_collectives", "the_future_of_a_work"])
+def test_a_rank_that_is_slow_before_a_collective_is_found(found: list[dict[str, Any]], loop: str) -> None:
+    waits, works = (answers[loop] for answers in found)
     assert waits["user"] >= 4
     assert more(later(works, "own", "forward"), later(waits, "own", "forward")) > 0.8 * SLOW_NS
     assert median(later(waits, "phases", "exposed_comm")) > 0.8 * SLOW_NS
