@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import count
 from typing import Any
-from weakref import WeakSet, finalize
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs import models
 from ddpobs.comm import name_of
+from ddpobs.comm.beside import group_beside
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import HorovodError, StepOrderError
 from ddpobs.horovod.collectives import Average, Sum, check_op
@@ -28,7 +29,8 @@ from ddpobs.readiness import Settings
 from ddpobs.recorder import ModuleRecorder
 
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
-_reducers: WeakSet[OptimizerReducer] = WeakSet()
+_reducers: WeakKeyDictionary[OptimizerReducer, int] = WeakKeyDictionary()
+"""Each with the place among the process groups beside its ranks' own that it reduces over."""
 _joins = count()
 
 
@@ -91,7 +93,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         models.SETTINGS: [(name, str(value)) for name, value in settings.items()],
         "parameters": models.parameters(names, parameters, dense),
     }
-    limit = models.check_same_everywhere(facts, _fusion_threshold(), group, parameters[0].device)
+    device = parameters[0].device
+    limit, place = models.check_same_everywhere(facts, (_fusion_threshold(), _free_place()), group, device)
     recorder = None
     config = resolve(telemetry, os.environ)
     if config is not None:
@@ -101,7 +104,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         parameters,
         names,
         dense,
-        group=group,
+        group=_group_of_its_own(group, device, place),
         way=way_of(compression),
         settings=Settings(
             first_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
@@ -113,7 +116,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         after=after,
         groups=fused,
     )
-    _reducers.add(made._reducer)
+    _reducers[made._reducer] = place
     finalize(made, made._reducer.remove_hooks).atexit = False  # The model may be given another optimizer.
     return made
 
@@ -276,6 +279,21 @@ def _factors(op: str, predivide: float, ranks: int) -> tuple[float | None, float
     if op != Average:
         raise HorovodError("gradient_predivide_factor is only for op=Average")
     return predivide, predivide / ranks
+
+
+def _free_place() -> int:
+    """The first one that no optimizer has; rank 0's counts, as optimizers are collected at different times."""
+    taken = set(_reducers.values())
+    return next(place for place in count() if place not in taken)
+
+
+def _group_of_its_own(group: dist.ProcessGroup, device: torch.device, place: int) -> dist.ProcessGroup:
+    """For one optimizer's gradients alone.
+
+    Where a rank leaves parameters out their bucket waits for `synchronize`, while it is under way on other ranks. Over
+    one process group it would meet what the script calls between the two: a metric's mean, another optimizer's.
+    """
+    return group if group.size() == 1 else group_beside(group, device, -1 - place)
 
 
 def _fusion_threshold() -> int:

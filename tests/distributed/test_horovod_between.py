@@ -1,0 +1,64 @@
+"""What a script does between backward and step, while gradients are under way."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+import ddpobs.horovod as hvd
+from tests.distributed.compare import net
+from tests.distributed.launch import run_ranks
+from tests.distributed.test_horovod import alone, half_used, how_close
+
+
+def with_metrics(rank: int, ranks: int) -> tuple[str, list[float]]:
+    """Rank 1 leaves the last layer out, so that its bucket starts in `step`, after the metric's mean."""
+    hvd.init()
+    model, reference = net(), net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+    means = []
+    for step in range(4):
+        optimizer.zero_grad()
+        half_used(model, rank, step).backward()
+        means.append(float(hvd.allreduce(torch.tensor(float(rank + step)))))
+        optimizer.step()
+    alone(reference, ranks, 4, of=half_used)
+    return how_close(model, reference), means
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_metric_may_be_reduced_before_the_step_where_a_rank_leaves_parameters_out(ranks: int) -> None:
+    for close, means in run_ranks(with_metrics, ranks):
+        assert close == "equal" or float(close.removeprefix("off by ")) < 1e-6
+        assert means == [(ranks - 1) / 2 + step for step in range(4)]
+
+
+def of_parts(rank: int, ranks: int) -> Any:
+    """An optimizer for each layer; rank 1 leaves the last one out, whose bucket is the first on rank 0."""
+    hvd.init()
+    model: Any = net()
+    reference = net()
+    parts = [hvd.DistributedOptimizer(torch.optim.SGD(model[place].parameters(), 0.05, 0.9)) for place in (0, 2, 4)]
+    for step in range(4):
+        for optimizer in parts:
+            optimizer.zero_grad()
+        half_used(model, rank, step).backward()
+        for optimizer in parts:
+            optimizer.step()
+    alone(reference, ranks, 4, of=half_used)
+    places = [optimizer._reducer._group for optimizer in parts]
+    del parts[0], optimizer
+    gc.collect()
+    again = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), 0.05))
+    return how_close(model, reference), len(set(places)), again._reducer._group is places[0]
+
+
+def test_optimizers_of_parts_need_not_be_ready_in_one_order() -> None:
+    for close, groups, again in run_ranks(of_parts, 2):
+        assert close == "equal"
+        assert groups == 3
+        assert again  # Whoever comes later has the connections of one that is gone.
