@@ -178,8 +178,9 @@ class OptimizerReducer(Reducer):
         for bucket in self._buckets:
             if self._after is not None:
                 bucket.buffer.mul_(self._after)
+            bucket.reclaim()  # What a script put in a gradient's place since backward is reduced nowhere.
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
-                if parameter.grad is None:
+                if parameter.grad is not view:
                     parameter.grad = view
         if self._timed is not None:
             shown, timed = timeline.current(), self._timed

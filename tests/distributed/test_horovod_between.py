@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import ddpobs.horovod as hvd
 from tests.distributed.compare import net
 from tests.distributed.launch import run_ranks
-from tests.distributed.test_horovod import alone, half_used, how_close
+from tests.distributed.test_horovod import alone, half_used, how_close, loss
 
 
 def with_metrics(rank: int, ranks: int) -> tuple[str, list[float]]:
@@ -62,3 +63,33 @@ def test_optimizers_of_parts_need_not_be_ready_in_one_order() -> None:
         assert close == "equal"
         assert groups == 3
         assert again  # Whoever comes later has the connections of one that is gone.
+
+
+def replacing(rank: int, ranks: int) -> dict[str, str]:
+    hvd.init()
+    found = {}
+    for how in ("grad", "data", "none"):
+        model, reference = net(1000), net(1000)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+        optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        for step in range(3):
+            optimizer.zero_grad()
+            loss(model, rank, step).backward()
+            for parameter in model.parameters():
+                replace(parameter, how)
+            optimizer.step()
+        alone(reference, ranks, 3)
+        found[how] = how_close(model, reference)
+    return found
+
+
+def replace(parameter: nn.Parameter, how: str) -> None:
+    assert parameter.grad is not None
+    if how == "data":
+        parameter.grad.data = parameter.grad.clone()
+    else:
+        parameter.grad = parameter.grad.clone() if how == "grad" else None
+
+
+def test_a_gradient_that_was_replaced_on_its_way_is_the_reduced_one_after_it() -> None:
+    assert run_ranks(replacing, 2) == [dict.fromkeys(("grad", "data", "none"), "equal")] * 2
