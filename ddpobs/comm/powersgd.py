@@ -13,6 +13,14 @@ from ddpobs.comm.hook import GradBucket
 from ddpobs.comm.stages import Stages
 
 
+class _Matrices(GradBucket):
+    """What torch's hook can look at: it asks for each gradient's first dimension, and how long the rest is."""
+
+    def gradients(self) -> list[torch.Tensor]:
+        """A single number as a vector of one, and nothing that is empty."""
+        return [part if part.dim() else part.view(1) for part in super().gradients() if part.numel()]
+
+
 class PowerSGD:
     """Runs torch's hook on one bucket after the other.
 
@@ -45,13 +53,16 @@ class PowerSGD:
             bucket.parameters[0].grad = gradient / self._ranks
             return self._plain.launch(bucket, last)
         buffer = bucket.buffer
+        if not buffer.is_floating_point():
+            buffer.div_(self._ranks)
+            return self._plain.launch(bucket, last)
         # Counted here: torch counts last buckets, of which a group among several in turn may see none.
         self._iteration += bucket.index <= self._latest
         self._latest, iteration = bucket.index, self._iteration
 
         def stages(own: dist.ProcessGroup) -> None:
             self._state.process_group, self._state.iter = own, iteration
-            result = powerSGD_hook(self._state, GradBucket(bucket, last)).wait()
+            result = powerSGD_hook(self._state, _Matrices(bucket, last)).wait()
             if result.data_ptr() != buffer.data_ptr():
                 buffer.copy_(result)
             if iteration >= self._state.start_powerSGD_iter:

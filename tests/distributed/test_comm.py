@@ -135,6 +135,33 @@ def circumstances(rank: int, world_size: int) -> dict[str, Any]:
     return found
 
 
+class Odd(nn.Module):
+    """Parameters that are no matrix: a single number, one that is empty, and a complex one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.scale, self.empty = net(), nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0, 3))
+        self.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.body(x) * self.scale * self.turn).abs() + self.empty.sum()  # type: ignore[no-any-return]
+
+
+def odd(rank: int, world_size: int) -> dict[str, Any]:
+    """As many steps as PowerSGD needs to begin."""
+    trained = {way: oddly(way, rank) for way in WAYS}
+    return {way: same_everywhere(to) and distance(to, trained["all_reduce"]) < 0.1 for way, to in trained.items()}
+
+
+def oddly(way: str, rank: int) -> list[torch.Tensor]:
+    found = train(DistributedDataParallel(Odd(), comm=way, **CAP), rank, steps=12)
+    return [torch.view_as_real(t) if t.is_complex() else t for t in found if t.numel()]
+
+
+def test_each_way_takes_single_numbers_empty_parameters_and_complex_ones() -> None:
+    assert run_ranks(odd, 2) == [dict.fromkeys(WAYS, True)] * 2
+
+
 def left_out(way: str, rank: int) -> bool:
     """Rank 0 leaves one parameter out."""
 
