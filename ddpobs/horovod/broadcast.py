@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ddpobs.errors import HorovodError
+from ddpobs.horovod.collectives import broadcast_async_
 from ddpobs.horovod.process import ProcessSet, global_process_set
 
 
@@ -36,9 +37,9 @@ def broadcast_parameters(
         raise HorovodError(
             f"broadcast_parameters: expected a state_dict or named_parameters(), got {type(params).__name__}"
         ) from None
-    works = [dist.broadcast(t.detach(), root_rank, group=process_set.group, async_op=True) for t in tensors]
-    for work in works:
-        work.wait()
+    handles = [broadcast_async_(tensor, root_rank, process_set=process_set) for tensor in tensors]
+    for handle in handles:
+        handle.wait()
 
 
 def broadcast_optimizer_state(

@@ -104,18 +104,27 @@ def allreduce_async_(
     with torch.no_grad():
         if prescale_factor != 1.0:
             tensor.mul_(prescale_factor)
-        work = dist.all_reduce(tensor, _TORCH_OPS[op], group=process_set.group, async_op=True)
+        travels = tensor.detach().contiguous()
+        work = dist.all_reduce(travels, _TORCH_OPS[op], group=process_set.group, async_op=True)
 
     def finish() -> torch.Tensor:
         with torch.no_grad():
             if op == Average:
-                whole = not (tensor.is_floating_point() or tensor.is_complex())
-                tensor.div_(process_set.size(), rounding_mode="trunc" if whole else None)
+                whole = not (travels.is_floating_point() or travels.is_complex())
+                travels.div_(process_set.size(), rounding_mode="trunc" if whole else None)
             if postscale_factor != 1.0:
-                tensor.mul_(postscale_factor)
-        return tensor
+                travels.mul_(postscale_factor)
+            return _given_back(tensor, travels)
 
     return Handle([work], finish)
+
+
+def _given_back(tensor: torch.Tensor, travelled: torch.Tensor) -> torch.Tensor:
+    """The tensor, with what came for it where it is not contiguous: a backend writes as if it were."""
+    if not tensor.is_contiguous():
+        with torch.no_grad():
+            tensor.copy_(travelled)
+    return tensor
 
 
 def allreduce_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
@@ -240,7 +249,9 @@ def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start to have every rank's tensor hold what `root_rank`'s holds; a rank's number in the whole, also in a set."""
-    return Handle([dist.broadcast(tensor.detach(), root_rank, group=process_set.group, async_op=True)], lambda: tensor)
+    travels = tensor.detach().contiguous()
+    work = dist.broadcast(travels, root_rank, group=process_set.group, async_op=True)
+    return Handle([work], lambda: _given_back(tensor, travels))
 
 
 def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:

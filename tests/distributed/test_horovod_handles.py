@@ -120,3 +120,25 @@ def waited_for_twice(rank: int, ranks: int) -> list[bool]:
 
 def test_a_handle_waited_for_twice_gives_the_same_result() -> None:
     assert run_ranks(waited_for_twice, 2) == [[True] * 7] * 2
+
+
+def in_a_part(rank: int, ranks: int) -> dict[str, list[Any]]:
+    """A column of a matrix is neither contiguous nor dense; what lies between its elements is not to be touched."""
+    hvd.init()
+    found = {}
+    calls = {
+        "allreduce_": lambda column: hvd.allreduce_(column, op=hvd.Sum),
+        "allreduce_async_": lambda column: hvd.synchronize(hvd.allreduce_async_(column, op=hvd.Sum)),
+        "broadcast_": lambda column: hvd.broadcast_(column, 1),
+        "broadcast_parameters": lambda column: hvd.broadcast_parameters({"column": column}, 1),
+    }
+    for name, call in calls.items():
+        matrix = torch.zeros(3, 2) + rank
+        call(matrix[:, 1])
+        found[name] = matrix.tolist()
+    return found
+
+
+def test_in_place_in_a_part_of_a_tensor_leaves_the_rest() -> None:
+    for rank, found in enumerate(run_ranks(in_a_part, 2)):
+        assert found == {name: [[rank, 1.0]] * 3 for name in found}
