@@ -102,8 +102,7 @@ def allreduce_async_(
     """
     op = check_op(op, average)
     with torch.no_grad():
-        if prescale_factor != 1.0:
-            tensor.mul_(prescale_factor)
+        _scale(tensor, prescale_factor)
         travels = tensor.detach().contiguous()
         work = dist.all_reduce(travels, _TORCH_OPS[op], group=process_set.group, async_op=True)
 
@@ -112,11 +111,20 @@ def allreduce_async_(
             if op == Average:
                 whole = not (travels.is_floating_point() or travels.is_complex())
                 travels.div_(process_set.size(), rounding_mode="trunc" if whole else None)
-            if postscale_factor != 1.0:
-                travels.mul_(postscale_factor)
+            _scale(travels, postscale_factor)
             return _given_back(tensor, travels)
 
     return Handle([work], finish)
+
+
+def _scale(tensor: torch.Tensor, factor: float) -> None:
+    """In place; whole numbers lose what comes after the point, as in Horovod."""
+    if factor == 1.0:
+        return
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.mul_(factor)
+    else:
+        tensor.copy_(tensor.double() * factor)
 
 
 def _given_back(tensor: torch.Tensor, travelled: torch.Tensor) -> torch.Tensor:

@@ -142,3 +142,14 @@ def in_a_part(rank: int, ranks: int) -> dict[str, list[Any]]:
 def test_in_place_in_a_part_of_a_tensor_leaves_the_rest() -> None:
     for rank, found in enumerate(run_ranks(in_a_part, 2)):
         assert found == {name: [[rank, 1.0]] * 3 for name in found}
+
+
+def whole_numbers(rank: int, ranks: int) -> list[Any]:
+    hvd.init()
+    mine = torch.tensor([3 + rank, 2**40])
+    halved = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=0.5)
+    return [halved.tolist(), hvd.allreduce(mine, op=hvd.Sum, postscale_factor=2.5).tolist()]
+
+
+def test_whole_numbers_may_be_scaled() -> None:
+    assert run_ranks(whole_numbers, 2) == [[[3, 2**40], [17, 5 * 2**40]]] * 2
