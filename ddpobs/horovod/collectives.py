@@ -248,6 +248,11 @@ def allgather(
     return _differentiable(tensor, gathered, back)
 
 
+def grouped_allgather_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
+    """As `allgather_async` for each; the result is a list."""
+    return _together([allgather_async(tensor, *args, **kwargs) for tensor in tensors])
+
+
 def grouped_allgather(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
     """As `allgather` for each."""
     return [allgather(tensor, *args, **kwargs) for tensor in tensors]
@@ -373,16 +378,29 @@ def reducescatter_async(
 def reducescatter(
     tensor: torch.Tensor,
     name: str | None = None,
+    compression: type[Compressor] = Compression.none,
     op: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `reducescatter_async`, waited for; its gradient is all ranks', gathered, and for Sum times their number."""
+    """As `reducescatter_async` with a `compression` for the way, waited for.
+
+    Its gradient is all ranks', gathered, and for Sum times their number.
+    """
+
+    def reduced(whole: torch.Tensor) -> torch.Tensor:
+        small, context = compression.compress(whole)
+        return compression.decompress(synchronize(reducescatter_async(small, name, op, process_set)), context)
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         scaled = gradient * process_set.size() if op == Sum else gradient
         return allgather(scaled, process_set=process_set)
 
-    return _differentiable(tensor, lambda whole: synchronize(reducescatter_async(whole, name, op, process_set)), back)
+    return _differentiable(tensor, reduced, back)
+
+
+def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
+    """As `reducescatter_async` for each; the result is a list."""
+    return _together([reducescatter_async(tensor, *args, **kwargs) for tensor in tensors])
 
 
 def grouped_reducescatter(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:

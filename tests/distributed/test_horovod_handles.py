@@ -153,3 +153,30 @@ def whole_numbers(rank: int, ranks: int) -> list[Any]:
 
 def test_whole_numbers_may_be_scaled() -> None:
     assert run_ranks(whole_numbers, 2) == [[[3, 2**40], [17, 5 * 2**40]]] * 2
+
+
+def scattered(rank: int, ranks: int) -> dict[str, Any]:
+    hvd.init()
+    mine = torch.arange(4.0) + rank
+    leaf = mine.clone().requires_grad_()
+    half = hvd.reducescatter(leaf, "named", hvd.Compression.fp16, hvd.Sum)
+    half.sum().backward()
+    found: dict[str, Any] = {
+        "by place": half.detach(),
+        "gradient": leaf.grad,
+        "group": hvd.synchronize(hvd.grouped_reducescatter_async([mine, mine + 1], op=hvd.Sum)),
+        "gathered group": hvd.synchronize(hvd.grouped_allgather_async([mine[:1], mine[1:3]])),
+        "compressed group": hvd.grouped_reducescatter([mine], compression=hvd.Compression.fp16),
+    }
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, found)  # type: ignore[no-any-return]
+
+
+def test_a_reducescatter_takes_a_compression_where_horovods_does_and_groups_have_handles() -> None:
+    for rank, found in enumerate(run_ranks(scattered, 2)):
+        assert found == {
+            "by place": [[1, 3], [5, 7]][rank],
+            "gradient": [2, 2, 2, 2],
+            "group": [[[1, 3], [3, 5]], [[5, 7], [7, 9]]][rank],
+            "gathered group": [[0, 1], [1, 2, 2, 3]],
+            "compressed group": [[[0.5, 1.5]], [[2.5, 3.5]]][rank],
+        }
