@@ -32,6 +32,7 @@ _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
 _reducers: WeakKeyDictionary[OptimizerReducer, int] = WeakKeyDictionary()
 """Each with the place among the process groups beside its ranks' own that it reduces over."""
 _joins = count()
+_NOT_REDUCED = "nobody would reduce their gradients. Wrap an optimizer that has them, unfrozen, in another one"
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -77,6 +78,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     made = kind(optimizer.param_groups)
     made.defaults, made.state = optimizer.defaults, optimizer.state
     made._sparse_as_dense = sparse_as_dense
+    made._frozen = [p for group in made.param_groups for p in group["params"] if not p.requires_grad]
     if not process_set.included() or not parameters:
         return made
     group = process_set.group
@@ -126,16 +128,40 @@ class _Distributed(torch.optim.Optimizer):
 
     _reducer: OptimizerReducer | None = None
     _sparse_as_dense = False
+    _frozen: Sequence[torch.Tensor] = ()
     _synchronized = False
     _should_synchronize = True
 
     def synchronize(self) -> None:
-        """Reduce what is not reduced yet and wait for all of it."""
+        """Reduce what is not reduced yet and wait for all of it.
+
+        Raises:
+            HorovodError: A parameter trains that was frozen when this was made.
+        """
         if self._reducer is not None:
+            self._check_frozen()
             self._reducer.synchronize()
             if not self._sparse_as_dense:
                 self._reducer.sparse_again()
         self._synchronized = True
+
+    def _check_frozen(self) -> None:
+        trained = [list(p.shape) for p in self._frozen if p.requires_grad]
+        if trained:
+            raise HorovodError(
+                f"{len(trained)} of the optimizer's parameters were frozen when DistributedOptimizer was made and are "
+                f"not now, the first of shape {trained[0]}: {_NOT_REDUCED}"
+            )
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As the optimizer's, while it is made.
+
+        Raises:
+            HorovodError: It is made: whose gradients are reduced is decided.
+        """
+        if self._reducer is not None:
+            raise HorovodError(f"add_param_group() after DistributedOptimizer was made: {_NOT_REDUCED}")
+        super().add_param_group(param_group)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
