@@ -33,7 +33,7 @@ class Int8:
 
     def launch(self, bucket: Bucket, last: bool) -> Pending:
         """Start the first half; the second one follows from the stages' thread."""
-        if bucket.sparse or not bucket.buffer.is_floating_point():
+        if bucket.sparse or not bucket.elements or not bucket.buffer.is_floating_point():
             return self._plain.launch(bucket, last)
         buffer, size = bucket.buffer, bucket.buffer.numel()
         piece = -(-size // (self._ranks * BLOCK)) * BLOCK

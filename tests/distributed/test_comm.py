@@ -136,15 +136,15 @@ def circumstances(rank: int, world_size: int) -> dict[str, Any]:
 
 
 class Odd(nn.Module):
-    """Parameters that are no matrix: a single number, one that is empty, and a complex one."""
+    """Parameters that are no matrix: a single number, two that are empty, one in a bucket alone, and a complex one."""
 
     def __init__(self) -> None:
         super().__init__()
         self.body, self.scale, self.empty = net(), nn.Parameter(torch.ones(())), nn.Parameter(torch.ones(0, 3))
-        self.turn = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+        self.turn, self.alone = nn.Parameter(torch.ones(2, dtype=torch.complex64)), nn.Parameter(torch.ones(0).double())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self.body(x) * self.scale * self.turn).abs() + self.empty.sum()  # type: ignore[no-any-return]
+        return (self.body(x) * self.scale * self.turn).abs() + self.empty.sum() + self.alone.sum()  # type: ignore[no-any-return]
 
 
 def odd(rank: int, world_size: int) -> dict[str, Any]:
