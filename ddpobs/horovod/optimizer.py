@@ -70,10 +70,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ModelsDifferError: On every rank, where the ranks' parameters or arguments differ.
     """
     skip_in_dynamo()
+    _check(optimizer, compression, backward_passes_per_step)
     parameters, names = _named(optimizer, named_parameters)
     before, after = _factors(check_op(op), gradient_predivide_factor, process_set.size())
-    if backward_passes_per_step < 1:
-        raise HorovodError(f"backward_passes_per_step: expected at least 1, got {backward_passes_per_step}")
     kind: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
     made = kind(optimizer.param_groups)
     made.defaults, made.state = optimizer.defaults, optimizer.state
@@ -254,6 +253,21 @@ def join(device: int = -1) -> int:
             return max(place for place, at in enumerate(joined) if at == max(joined))
 
 
+def _check(optimizer: object, compression: object, passes: Any) -> None:
+    """Have what would fail in mid-training, or in words that say nothing of it, fail here."""
+    if isinstance(optimizer, _Distributed):
+        raise HorovodError("this optimizer is a DistributedOptimizer already: wrap the one that it was made of")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise HorovodError(f"optimizer: expected one of torch's, got {type(optimizer).__name__}")
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise HorovodError(
+            "compression: expected Compression.none, Compression.fp16 or an object with compress and decompress, "
+            f"got {compression!r}"
+        )
+    if not hasattr(passes, "__index__") or passes < 1:  # NumPy's too.
+        raise HorovodError(f"backward_passes_per_step: expected a whole number, at least 1, got {passes!r}")
+
+
 def _named(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> tuple[list[torch.nn.Parameter], list[str]]:
@@ -289,6 +303,9 @@ def _numbers(
         each = -(-len(parameters) // groups)
         return [list(range(len(parameters)))[begin : begin + each] for begin in range(0, len(parameters), each)]
     number = {id(parameter): place for place, parameter in enumerate(parameters)}
+    listed = isinstance(groups, Sequence) and not isinstance(groups, str)
+    if not listed or not all(isinstance(p, torch.Tensor) for group in groups for p in group):
+        raise HorovodError(f"groups: expected a number, or lists of parameters, got {groups!r}")
     numbered = [[number[id(p)] for p in group if id(p) in number] for group in groups]
     flat = [place for group in numbered for place in group]
     if len(set(flat)) < len(flat):
@@ -300,6 +317,8 @@ def _factors(op: str, predivide: float, ranks: int) -> tuple[float | None, float
     """What gradients are divided by before the sum over the ranks, and what the sum is multiplied by."""
     if op not in (Average, Sum):
         raise HorovodError(f"DistributedOptimizer: expected op Average or Sum, got {op}")
+    if not predivide > 0:
+        raise HorovodError(f"gradient_predivide_factor: expected a number above 0, got {predivide}")
     if predivide == 1.0:
         return (float(ranks) if op == Average else None), None
     if op != Average:

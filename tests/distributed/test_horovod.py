@@ -173,9 +173,15 @@ def rules(rank: int, ranks: int) -> dict[str, Any]:
         "Adasum": {"op": hvd.Adasum},
         "op": {"op": hvd.Max},
         "gradient_predivide_factor": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
-        "backward_passes_per_step": {"backward_passes_per_step": 0},
+        "at least 1, got 0": {"backward_passes_per_step": 0},
+        "at least 1, got 1.5": {"backward_passes_per_step": 1.5},
+        "above 0": {"gradient_predivide_factor": 0.0},
+        "compress and decompress": {"compression": "fp16"},
+        "lists of parameters": {"groups": "2"},
+        "already": {"optimizer": optimizer},
+        "one of torch's, got Sequential": {"optimizer": model},
     }.items():
-        message = raised(HorovodError, lambda wrong=wrong: hvd.DistributedOptimizer(inner, **wrong))
+        message = raised(HorovodError, lambda wrong=wrong: hvd.DistributedOptimizer(**({"optimizer": inner} | wrong)))
         found.setdefault("clear", []).append(name in message)
     other = nn.Linear(3 + rank, 2)
     found["models"] = raised(ModelsDifferError, lambda: hvd.DistributedOptimizer(torch.optim.SGD(other.parameters())))
