@@ -74,11 +74,11 @@ class ProcessHooks:
     def _fetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
         journal = self._journal
 
-        def fetch(*args: Any, **kwargs: Any) -> Any:
-            if not journal.fetch_began():
-                return original(*args, **kwargs)
+        def fetch(loader: Any, *args: Any, **kwargs: Any) -> Any:
+            if not journal.fetch_began(id(loader)):
+                return original(loader, *args, **kwargs)
             try:
-                return original(*args, **kwargs)
+                return original(loader, *args, **kwargs)
             finally:
                 journal.fetch_ended()
 

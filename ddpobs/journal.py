@@ -135,15 +135,15 @@ class Journal:
             self._look_for_failed_optimizer()
         self._note(StepTracker.forward_began, self._now(), module, samples, torch.is_grad_enabled())
 
-    def fetch_began(self) -> bool:
-        """The loader was asked for a batch; returns whether it is the training thread that asked."""
+    def fetch_began(self, loader: int = 0) -> bool:
+        """A loader, by any number of its own, was asked for a batch; whether it is the training thread that asked."""
         if self.paused or (get_ident() != self._thread and not self._mine()):
             return False
         self._begun = True
         if self._optimizers:
             self._look_for_failed_optimizer()
         # Some validate with the model left in training mode.
-        self._note(StepTracker.fetch_began, self._now(), torch.is_grad_enabled(), self._evaluates())
+        self._note(StepTracker.fetch_began, self._now(), torch.is_grad_enabled(), self._evaluates(), loader)
         return True
 
     def fetch_ended(self) -> None:

@@ -36,7 +36,7 @@ class _Fetching:
         return getattr(self._batches, name)
 
     def __next__(self) -> Any:
-        if not self._journal.fetch_began():
+        if not self._journal.fetch_began(id(self)):
             return next(self._batches)
         try:
             return next(self._batches)

@@ -83,14 +83,14 @@ class _Doubtful:
         at: When.
         place: How many switches, other communication and samples the step had then.
         evaluating: As of the forward; a fetch is.
-        fetched: A batch in training mode, only without gradients: the step may fetch several.
+        loaders: Whose batches came in training mode, only without gradients: the step may fetch one of each.
     """
 
     step: RawStep
     at: Stamp
     place: tuple[int, int, int]
     evaluating: bool
-    fetched: bool
+    loaders: set[int]
 
 
 class StepTracker:
@@ -144,7 +144,7 @@ class StepTracker:
         if differentiated:
             self._doubtful, self._under_way, self._evaluates = None, True, False
         elif self._doubtful:
-            self._doubtful.fetched = False
+            self._doubtful.loaders.clear()
         if self._optimizer_waits:
             self._optimizer_waits = False
             self._open()
@@ -191,17 +191,18 @@ class StepTracker:
             if self._step:
                 self._begin_hole(self.at, (len(self._step.switches), len(self._step.comms), self._step.samples))
 
-    def fetch_began(self, differentiated: bool, evaluating: bool) -> None:
-        """The loader was asked for a batch; `differentiated`: gradients are on; `evaluating`: as of a forward.
+    def fetch_began(self, differentiated: bool, evaluating: bool, loader: int = 0) -> None:
+        """A loader was asked for a batch; `differentiated`: gradients are on; `evaluating`: as of a forward.
 
         One without gradients, or in evaluation mode, may be trained on: it is an evaluation's where a forward without
-        gradients follows, or a fetch of another sort.
+        gradients follows, a fetch of another sort, or the same loader's next batch.
         """
         if self._stack and self._stack[-1] == DATA:  # A framework's loader asks torch's.
             self._push(DATA)
             return
         blind = not (differentiated or evaluating)
-        another = blind and self._doubtful is not None and self._doubtful.fetched
+        loaders = self._doubtful.loaders if blind and self._doubtful else set()
+        another = bool(loaders) and loader not in loaders
         if not another:
             self._settle()
         if self._step and self._step.segments:
@@ -212,7 +213,9 @@ class StepTracker:
         if self._evaluated and not self._stack and not another:
             self._begin_anew(step)
         if self._evaluates:
-            self._doubt(evaluating=True, fetched=blind)
+            self._doubt(evaluating=True)
+        if blind and self._doubtful:
+            self._doubtful.loaders.add(loader)
         if self._base != FORWARD:  # Its loss may be to come.
             self._base = OTHER
         self._push(DATA)
@@ -360,12 +363,12 @@ class StepTracker:
             del step.switches[switches + 1 :], step.comms[comms:]
             step.switches.append((OTHER, self.at))
 
-    def _doubt(self, evaluating: bool, fetched: bool = False) -> None:
+    def _doubt(self, evaluating: bool) -> None:
         """Whether this is an evaluation's will show."""
         step = self._step
         if step and self._doubtful is None:
             place = len(step.switches), len(step.comms), step.samples
-            self._doubtful = _Doubtful(step, self.at, place, evaluating, fetched)
+            self._doubtful = _Doubtful(step, self.at, place, evaluating, set())
 
     def _settle(self) -> None:
         """What was in doubt was an evaluation's."""

@@ -365,8 +365,8 @@ def test_batches_of_two_loaders_fetched_without_gradients_are_the_step_s(trainin
     training.journal.evaluating = lambda: not training.module.training
     for validated in (False, False, True, False):
         with torch.no_grad():
-            training.fetch(10)
-            training.fetch(15)
+            training.fetch(10, loader=1)
+            training.fetch(15, loader=2)
         training.forward(20)
         training.backward(40, 30)
         if validated:
@@ -376,6 +376,27 @@ def test_batches_of_two_loaders_fetched_without_gradients_are_the_step_s(trainin
     assert [phases(step)["data"] for step in steps] == [25] * 4
     assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, False, False, True]
     assert [step.end_ns - step.start_ns for step in steps] == [25 + 20 + 70] * 4
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+def test_a_validation_of_a_copy_before_the_forward_is_part_of_no_step(training: Training, fetched: bool) -> None:
+    """Of averaged weights, which no DDP module runs; the batch of the step may have been fetched before it."""
+    training.journal.evaluating = lambda: not training.module.training
+    for validates in (False, True, False):
+        if fetched:
+            training.fetch(10, loader=1)
+        if validates:
+            with torch.no_grad():
+                for _ in range(4):
+                    training.fetch(100, loader=2)
+                    training.spend(500)
+                training.fetch(0, loader=2)
+        training.forward(20)
+        training.backward(40, 30)
+    training.journal.finish()
+    steps = training.steps()
+    assert [step.end_ns - step.start_ns for step in steps][1] == 20 + 70
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, True, False]
 
 
 def test_a_loss_after_a_fetch_is_forward(training: Training) -> None:

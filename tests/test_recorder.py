@@ -101,8 +101,8 @@ class Training:
     def spend(self, ns: int) -> None:
         self.clock.at += ns
 
-    def fetch(self, ns: int) -> None:
-        self.journal.fetch_began()
+    def fetch(self, ns: int, loader: int = 0) -> None:
+        self.journal.fetch_began(loader)
         self.spend(ns)
         self.journal.fetch_ended()
 
