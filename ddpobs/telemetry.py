@@ -155,6 +155,7 @@ class Telemetry:
         )
         self._modules += 1
         self._recorders.append(recorder)
+        self._journal.disturbed()  # To build a model is no part of a step, and may come after another's training.
         return recorder
 
     def leave(self, recorder: ModuleRecorder) -> bool:
@@ -162,6 +163,7 @@ class Telemetry:
         if recorder in self._recorders:
             self._recorders.remove(recorder)
             self._journal.modules -= 1
+            self._journal.trained.discard(recorder.index)
         return not self._recorders
 
     def close(self, error: BaseException | None = None) -> None:
