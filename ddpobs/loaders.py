@@ -32,7 +32,12 @@ class _Fetching:
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # Or an error, as its own would be.
 
+    def __bool__(self) -> bool:
+        return bool(self._batches)  # A generator is true and has no length.
+
     def __getattr__(self, name: str) -> Any:
+        if name == "_batches":  # Of a copy that is being made.
+            raise AttributeError(name)
         return getattr(self._batches, name)
 
     def __next__(self) -> Any:

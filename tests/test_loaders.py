@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from itertools import pairwise
 from typing import Any
 
@@ -74,6 +75,21 @@ class Ahead(DataLoader[Any]):
         with ThreadPoolExecutor(1) as fetching:
             while (batch := fetching.submit(next, batches, None).result()) is not None:
                 yield batch
+
+
+class Endless:
+    """An iterator of a class of its own, which can be copied."""
+
+    def __iter__(self) -> Endless:
+        return self
+
+    def __next__(self) -> int:
+        return 1
+
+
+class Own(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return Endless()
 
 
 class Counted(DataLoader[Any]):
@@ -207,6 +223,12 @@ def test_the_wait_for_a_loader_that_fetches_ahead_on_a_thread_of_its_own_is_the_
 
 def test_a_subclass_whose_iterator_is_torch_s_keeps_it(loop: Loop) -> None:
     assert isinstance(iter(Counted(DATA)), _BaseDataLoaderIter)
+
+
+def test_a_loader_s_own_iterator_is_true_and_copied_as_without_telemetry(loop: Loop) -> None:
+    """As of `if not batches: batches = iter(loader)`: a generator has no length."""
+    assert iter(Ahead(DATA, batch_size=2))
+    assert next(copy(iter(Own(DATA)))) == 1
 
 
 def test_the_hooks_leave_nothing_behind() -> None:
