@@ -19,6 +19,8 @@ NO_STEP = -1
 _UNUSED_MAP = COMM_KINDS.index("unused_map")
 _MOST_SWITCHES = 100_000
 """A step in which nothing is ever synchronised begins anew then, after some 10,000 micro-batches."""
+_MOST_COMMS = 50_000
+"""More collectives of one step are not told: a batch of 100,000 records is refused."""
 _HABIT = 8
 """After so many steps in a row with forwards without gradients that no batch led to, these are part of each step."""
 
@@ -297,8 +299,12 @@ class StepTracker:
 
     def communicated(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
         """Other communication took place in the open step."""
-        if self._step is not None:
+        if self._step is None:
+            return
+        if len(self._step.comms) < _MOST_COMMS:
             self._step.comms.append((module, kind, launched, done))
+        else:  # As where a model whose layers run in parallel is asked for hours after its training.
+            self._clean = False
 
     def shadowed(self) -> None:
         """This rank took part in a synchronised backward of the others that is no step of its own."""

@@ -415,6 +415,24 @@ def test_what_never_synchronises_is_no_step_and_takes_no_memory(
     assert [bool(found.flags & wire.NO_ORIGIN) for found in (interrupted, last)] == [True, False]
 
 
+def test_collectives_without_end_take_no_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last step, say; the next one has no clean start, as it is not known what they blocked."""
+    monkeypatch.setattr("ddpobs.phases._MOST_COMMS", 100)
+    plain_step(training)
+    plain_step(training)
+    for _ in range(1000):
+        training.spend(10)
+        training.journal.communicated(0, wire.COMM_KINDS.index("user"), training.clock.at - 10, training.clock.at)
+    training.journal.catch_up()
+    step = training.journal._tracker._step
+    assert step is not None
+    assert len(step.comms) == 100
+    plain_step(training)
+    plain_step(training)
+    training.journal.finish()
+    assert [bool(found.flags & wire.NO_ORIGIN) for found in training.steps()] == [True, False, True, False]
+
+
 def test_an_error_inside_telemetry_is_told_once_and_never_raised(
     training: Training, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
