@@ -320,6 +320,8 @@ class Telemetry:
         self._layouts.update({layout.module: layout for layout in layouts})
         repeat = self._batches % _REPEAT_HELLO == 0
         self._batches += 1
+        if repeat:
+            layouts = self._repeated(layouts)
         pulses = [record for record in records if isinstance(record, wire.Pulse)]
         return wire.Batch(
             version=wire.VERSION,
@@ -333,7 +335,7 @@ class Telemetry:
             dropped=envelope.dropped,
             anchor=envelope.anchor,
             hello=self._hello if repeat else None,
-            layouts=_with_current(layouts, self._layouts) if repeat else layouts,
+            layouts=layouts,
             steps=summary.steps if summary else None,
             spans=summary.spans if summary and len(summary.spans.step) else None,
             comms=summary.comms if summary and len(summary.comms.step) else None,
@@ -344,10 +346,13 @@ class Telemetry:
             events=[record for record in records if isinstance(record, wire.Event)],
         )
 
-
-def _with_current(layouts: list[wire.Layout], current: Mapping[int, wire.Layout]) -> list[wire.Layout]:
-    told = {(layout.module, layout.revision) for layout in layouts}
-    return layouts + [layout for layout in current.values() if (layout.module, layout.revision) not in told]
+    def _repeated(self, layouts: list[wire.Layout]) -> list[wire.Layout]:
+        """These and the latest of each module; that of one that is gone for the last time, or they would pile up."""
+        told = {(layout.module, layout.revision) for layout in layouts}
+        again = [layout for layout in self._layouts.values() if (layout.module, layout.revision) not in told]
+        stay = {recorder.index for recorder in tuple(self._recorders)} | {module for module, _ in told}
+        self._layouts = {module: layout for module, layout in self._layouts.items() if module in stay}
+        return layouts + again
 
 
 def _hello(device: torch.device, backend: str, settings: Mapping[str, wire.Scalar]) -> wire.Hello:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
+from ddpobs import telemetry
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
@@ -32,6 +34,21 @@ def in_turn(rank: int, world_size: int, kind: str) -> dict[str, Any]:
         for _ in range(2):
             train(makes(kind, sent), rank)
     return summary(sent)
+
+
+def layouts_in_turn(rank: int, world_size: int, kind: str) -> list[set[int]]:
+    """Of which modules each batch tells, if it tells of all that there are."""
+    with patch.object(telemetry, "_REPEAT_HELLO", 1), sending() as sent:
+        for _ in range(3):
+            train(makes(kind, sent), rank)
+    return [{layout.module for layout in told.layouts} for told in sent.batches]
+
+
+@pytest.mark.parametrize("kind", ["ours", "attached"])
+def test_layouts_of_models_that_are_gone_do_not_pile_up(kind: str) -> None:
+    for told in run_ranks(layouts_in_turn, 2, kind):
+        assert set.union(*told) == {0, 1, 2}
+        assert not told[-1] & {0, 1}
 
 
 @pytest.mark.parametrize("kind", ["ours", "attached"])
