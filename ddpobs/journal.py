@@ -94,7 +94,9 @@ class Journal:
         self._tracker = StepTracker(finished)
         self._replaying = Lock()
         self._await_entries()
-        self._thread = self._beside = 0
+        self._thread = 0
+        self._beside: tuple[int, bool, Stamp, int, int] | None = None
+        """Another thread's latest forward with gradients: which thread, whether to train, when, module, samples."""
         self._begun = False
         self._in_backward = self._waiting = False
         self._learns: set[int] = set()
@@ -120,8 +122,8 @@ class Journal:
             if not torch.is_grad_enabled():
                 return  # Somebody asks a model beside training.
             if self.trained:
-                self._beside = get_ident()  # Training moved there if a backward follows.
-                return
+                self._beside = get_ident(), training, self._now(), module, samples
+                return  # Training moved there if a backward follows.
         if not training:
             self._trained, evaluates = False, self._evaluates()
             if evaluates or self.modules == 1 or self.trains_in_eval or module in self._learns:
@@ -347,9 +349,13 @@ class Journal:
 
     def _moved(self) -> bool:
         """Whether this thread, which called a forward, does the training from now on."""
-        if self._beside != get_ident():
+        if self._beside is None or self._beside[0] != get_ident():
             return False
-        self._thread, self._beside = self._beside, 0
+        (self._thread, training, began, module, samples), self._beside = self._beside, None
+        self.disturbed()
+        if training:
+            self._trained = not self.trains_in_eval
+            self._note(StepTracker.forward_began, began, module, samples, True)
         return True
 
     def _forget(self) -> None:

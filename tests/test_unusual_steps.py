@@ -254,6 +254,20 @@ def test_training_moves_to_another_thread(training: Training) -> None:
     assert [phases(step)["data"] for step in steps][1:] == [10] * 2
 
 
+def test_training_that_moves_to_another_thread_after_some_steps_loses_no_forward(training: Training) -> None:
+    for _ in range(2):
+        plain_step(training)
+    training.spend(700)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            pool.submit(plain_step, training).result()
+    training.journal.finish()
+    steps = training.steps()
+    assert [phases(step)["forward"] for step in steps] == [20] * 4
+    assert [step.samples for step in steps] == [4] * 4
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, False, True, False]
+
+
 def test_a_backward_by_the_engine_alone_ends_a_step_and_leaves_nothing(training: Training) -> None:
     for _ in range(3):
         training.fetch(10)
