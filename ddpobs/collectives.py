@@ -1,9 +1,9 @@
 """Collectives that are not the reducer's: the user's own and SyncBatchNorm's, seen where training waits for them.
 
-The methods of torch's process groups and of their works are wrapped for as long as telemetry runs, so that it does
-not matter how a caller came by `all_reduce`. What blocks is the wait, and the wait alone is timed; NCCL gives no work
-where nobody asked for one (`async_op=False`), and then the call is the wait, of the current stream. The reducer calls
-the plain methods, and is not seen here.
+The methods of torch's process groups, of their works and of futures are wrapped for as long as telemetry runs, so that
+it does not matter how a caller came by `all_reduce`. What blocks is the wait, and the wait alone is timed; NCCL gives
+no work where nobody asked for one (`async_op=False`), and then the call is the wait, of the current stream. The reducer
+calls the plain methods, and is not seen here.
 """
 
 from __future__ import annotations
