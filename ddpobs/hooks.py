@@ -41,8 +41,9 @@ class ProcessHooks:
         self._patches.put(torch, "save", self._save)
         if known:  # Whoever pickles the function, for a process that saves, looks for the same one there.
             self._patches.put(torch.serialization, "save", lambda _: torch.save)
+        safetensors = sys.modules.get("safetensors.torch")
         for name in ("serialize", "serialize_file"):  # By which every function of theirs saves.
-            if safetensors := sys.modules.get("safetensors.torch"):
+            if hasattr(safetensors, name):
                 self._patches.put(safetensors, name, self._save)
         self._patches.put(torch.cuda.CUDAGraph, "capture_begin", self._capture_begin)
         self._patches.put(torch.cuda.CUDAGraph, "capture_end", self._capture_end)
