@@ -111,6 +111,7 @@ def same(ours: Any, theirs: Any, equal: Callable[[torch.Tensor, torch.Tensor], b
 
 
 def described(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], torch.Tensor):
-        return f"{len(value)} tensors of sum {sum(float(tensor.double().sum()) for tensor in value)}"
+    tensors = [item for item in value if isinstance(item, torch.Tensor)] if isinstance(value, list) else []
+    if tensors:
+        return f"{len(tensors)} tensors of sum {sum(float(tensor.double().sum()) for tensor in tensors)}"
     return str(value)[:300]
