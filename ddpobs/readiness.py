@@ -194,13 +194,13 @@ class Readiness:
         """Begin the backward at a forward's outputs: a loss that reaches no parameter fires no parameter's hook."""
         if not self._handles:
             return
-        reducer, nodes = weakref.ref(self), self._nodes
+        reducer, nodes, parameters = weakref.ref(self), self._nodes, self._parameters
 
         def begin(output: Node) -> None:
             alive = reducer()
             if alive is not None and alive._handles:
                 alive.begin_at_output(output)
-            elif engine.concerns(nodes, output):
+            elif any(p.requires_grad for p in parameters) and engine.concerns(nodes, output):
                 raise ReducerError(
                     "nobody is left to reduce the gradients of this backward: its DistributedDataParallel was deleted "
                     "after the forward, or had its hooks removed. Keep it until the backward is over"

@@ -41,6 +41,18 @@ def copied_on_one_rank(kind: Any, rank: int) -> Any:
     return train(ddp, rank)
 
 
+def frozen_and_left(kind: Any, rank: int) -> Any:
+    """A loss through a model that is frozen for now, and whose wrapper is gone by the backward."""
+    torch.manual_seed(1)
+    first, second = nn.Linear(8, 8), net()
+    ddp = kind(second, **CAP)
+    second.requires_grad_(False)
+    loss = ddp(first(batch(rank))).sum()
+    del ddp
+    loss.backward()
+    return outcome(first)
+
+
 class Extra(nn.Module):
     """A layer, and one more parameter, whose bucket is launched last."""
 
@@ -119,6 +131,7 @@ CASES = {
     "reached without a gradient, static": reached(4, static_graph=True),
     "wrapped again": wrapped_again,
     "copied on one rank": copied_on_one_rank,
+    "frozen, and its wrapper gone": frozen_and_left,
     "complex": holding(torch.full((3,), 1 + 2j)),
     "nothing of a dtype": holding(torch.zeros(0, dtype=torch.float64)),
     "bfloat16 and a scalar": holding(torch.tensor(2.0, dtype=torch.bfloat16)),
