@@ -82,6 +82,8 @@ class Readiness:
         self._participation = self._participating(static=settings.static_graph)
         self._order: list[int] | None = [] if self._rebuilds else None
         self._expected = True
+        self._accumulates = False
+        """A forward under `no_sync` has come since the last synchronised backward."""
         self._active = False
         self._watches = False
         self._used = bytearray(len(names))
@@ -177,6 +179,7 @@ class Readiness:
         """A forward that can be differentiated was called; a backward that an error ended is brought to its end."""
         self._alarm.look_again()
         self._expected = synchronises
+        self._accumulates = self._accumulates or not synchronises
         self._watches = False
         self._come_last()
         self.end_interrupted()
@@ -294,7 +297,8 @@ class Readiness:
         def came(gradient: torch.Tensor) -> None:
             if not self._active:
                 if not self._expected:
-                    self._used[index] = 1
+                    if static.holds or self._accumulates:  # Otherwise it is of a backward of the user's own.
+                        self._used[index] = 1
                     return
                 self.begin()
             if not static.holds:
@@ -356,7 +360,7 @@ class Readiness:
             )
 
     def _reset(self) -> None:
-        self._active = False
+        self._active = self._accumulates = False
         self._watches = False
         self._record = self._note = None
         self._fired[:] = b"\1" * len(self._fired)

@@ -53,6 +53,20 @@ def frozen_and_left(kind: Any, rank: int) -> Any:
     return outcome(first)
 
 
+def trained_beside(kind: Any, rank: int) -> Any:
+    """A static graph's module has a part that no forward of the wrapper uses, which each rank trains by itself."""
+    module = nn.ModuleDict({"used": net(), "beside": nn.Linear(8, 2)})
+    module.forward = module["used"].forward
+    ddp, found = kind(module, static_graph=True, **CAP), []
+    for step in range(3):
+        ddp.zero_grad()
+        if step:
+            module["beside"](batch(rank, step + 50)).sum().backward()
+        ddp(batch(rank, step)).sum().backward()
+        found.append(outcome(ddp))
+    return found
+
+
 class Extra(nn.Module):
     """A layer, and one more parameter, whose bucket is launched last."""
 
@@ -130,6 +144,7 @@ CASES = {
     "reached without a gradient, large, flag": reached(LARGE, find_unused_parameters=True),
     "reached without a gradient, static": reached(4, static_graph=True),
     "wrapped again": wrapped_again,
+    "a part is trained beside, static": trained_beside,
     "copied on one rank": copied_on_one_rank,
     "frozen, and its wrapper gone": frozen_and_left,
     "complex": holding(torch.full((3,), 1 + 2j)),
@@ -138,7 +153,7 @@ CASES = {
 }
 
 
-CLOSE = {"reached without a gradient, static"}
+CLOSE = {"reached without a gradient, static", "a part is trained beside, static"}
 """On four ranks: torch lays a static graph's buckets anew a step later than ours, and sums depend on the cut."""
 
 
