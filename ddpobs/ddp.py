@@ -99,7 +99,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             self.reducer.prepare(self.require_backward_grad_sync)
         elif self.reducer is not None:  # Buffers are broadcast here too, behind what the others still wait for.
             self.reducer.end_interrupted()
-        output = super().forward(*inputs, **kwargs)
+        try:
+            output = super().forward(*inputs, **kwargs)
+        except BaseException:
+            if trains:
+                self.reducer.forward_failed()
+            raise
         if trains and self.require_backward_grad_sync:
             self.reducer.watch(list(_find_tensors(output)))
         return output

@@ -81,7 +81,7 @@ class Readiness:
         self._settings, self._used_map, self._alarm, self._recorder = settings, used_map, alarm, recorder
         self._participation = self._participating(static=settings.static_graph)
         self._order: list[int] | None = [] if self._rebuilds else None
-        self._expected = True
+        self._expected = self._expected_before = True
         self._accumulates = False
         """A forward under `no_sync` has come since the last synchronised backward."""
         self._active = False
@@ -178,11 +178,15 @@ class Readiness:
     def prepare(self, synchronises: bool) -> None:
         """A forward that can be differentiated was called; a backward that an error ended is brought to its end."""
         self._alarm.look_again()
-        self._expected = synchronises
+        self._expected_before, self._expected = self._expected, synchronises
         self._accumulates = self._accumulates or not synchronises
         self._watches = False
         self._come_last()
         self.end_interrupted()
+
+    def forward_failed(self) -> None:
+        """The forward raised: a backward that comes now is none of it."""
+        self._expected = self._expected_before
 
     def arm(self) -> None:
         """The next backward synchronises, whatever its forward was told."""

@@ -67,6 +67,20 @@ def trained_beside(kind: Any, rank: int) -> Any:
     return found
 
 
+def forward_failed(kind: Any, rank: int) -> Any:
+    """A forward raises; the next backward is of the wrapped module itself, and so this rank's own."""
+    ddp, found = kind(net(), **CAP), []
+    for step in range(3):
+        ddp.zero_grad()
+        with pytest.raises(RuntimeError, match="cannot be multiplied"):
+            ddp(torch.ones(4, 7))
+        ddp.module(batch(rank, step + 50)).sum().backward()
+        found.append(outcome(ddp))
+        ddp(batch(rank, step)).sum().backward()
+        found.append(outcome(ddp))
+    return found
+
+
 class Extra(nn.Module):
     """A layer, and one more parameter, whose bucket is launched last."""
 
@@ -144,6 +158,7 @@ CASES = {
     "reached without a gradient, large, flag": reached(LARGE, find_unused_parameters=True),
     "reached without a gradient, static": reached(4, static_graph=True),
     "wrapped again": wrapped_again,
+    "a forward that failed, and a backward beside": forward_failed,
     "a part is trained beside, static": trained_beside,
     "copied on one rank": copied_on_one_rank,
     "frozen, and its wrapper gone": frozen_and_left,
