@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import torch
 from torch._C._distributed_c10d import _compute_bucket_assignment_by_size
@@ -33,6 +33,7 @@ class Bucket:
             nothing.
         sparse: It holds the one sparse gradient of its one parameter; there is no buffer then.
         adopts: `.grad` becomes the view in the buffer; otherwise it stays what autograd made it.
+        lent: It does so as another module reduces it too, and `give_back` brings the result.
     """
 
     __slots__ = (
@@ -50,6 +51,7 @@ class Bucket:
         "elements",
         "head",
         "index",
+        "lent",
         "members",
         "parameters",
         "pending",
@@ -64,7 +66,7 @@ class Bucket:
     ) -> None:
         self.index, self.members, self.parameters, self.sparse = index, members, parameters, sparse
         self.pending = len(members)
-        self.adopts = True
+        self.adopts, self.lent = True, False
         self.residual: torch.Tensor | None = None
         self._divisor: float | None = None
         self._factor: torch.Tensor | None = None
@@ -158,14 +160,30 @@ class Bucket:
         self.adopts = False
         self._allocate(dtype)
 
+    def lend(self) -> None:
+        """Leave the gradients to another module as well, which needs them as autograd made them."""
+        if not self.adopts or self.sparse:
+            return
+        self.adopts, self.lent = False, True
+        older = self.views
+        self._allocate(self.buffer.dtype)
+        for view, former, placed in zip(self.views, older, self.placed, strict=True):
+            if placed:
+                view.copy_(former)
+
     def parts_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """Each parameter's part of a flat tensor that stands in the buffer's place."""
         return _views(flat, self.parameters, as_views=True)
 
-    def give_back(self, result: torch.Tensor) -> None:
-        """Copy each parameter's part of the reduced buffer into its `.grad`, which has the parameter's dtype."""
-        for parameter, part in zip(self.parameters, self.parts_of(result), strict=True):
-            if parameter.grad is not None:
+    def give_back(self, result: torch.Tensor, aside: Container[int] = ()) -> None:
+        """Copy each parameter's part of the reduced buffer into its `.grad`, which has the parameter's dtype.
+
+        Args:
+            result: The reduced buffer, or what stands in its place.
+            aside: Indices of parameters whose `.grad` is an older one.
+        """
+        for parameter, part, member in zip(self.parameters, self.parts_of(result), self.members, strict=True):
+            if parameter.grad is not None and member not in aside:
                 parameter.grad.copy_(part)
 
     def owe(self, place: int, older: Bucket, place_there: int) -> None:

@@ -236,7 +236,8 @@ class Reducer(Readiness):
         for index in sorted(set(locally) - set(nobody)):
             bucket = self._bucket_of[index]
             if not bucket.sparse:
-                self._parameters[index].grad = bucket.views[self._place_of[index]]
+                view = bucket.views[self._place_of[index]]
+                self._parameters[index].grad = view.clone() if bucket.lent else view
         if self._recorder is not None:
             self._recorder.unused([self._names[i] for i in locally], [self._names[i] for i in nobody])
 

@@ -24,6 +24,12 @@ _begun: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[ModuleRedu
 """Each group's reducers with a backward under way, in the order in which those began, and end on every rank."""
 
 
+_SHARED = (
+    "two DistributedDataParallel modules reduce parameter {} in one backward, and its gradient is sparse, or one of "
+    "them gives outputs that nobody can look into: wrap both modules in one"
+)
+
+
 class ModuleReducer(Reducer):
     """The reducer of a DDP module: waits for the module's forward, and rebuilds its buckets once.
 
@@ -40,6 +46,7 @@ class ModuleReducer(Reducer):
     def __init__(self, *args: Any, module: torch.nn.Module, **kwargs: Any) -> None:
         self._itself, self._module = weakref.ref(self), weakref.ref(module)
         super().__init__(*args, **kwargs)
+        self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         # As torch's: a backward that no forward of the DDP module came before is the user's own affair.
         self._expected = False
         self.timings = Timings()
@@ -71,8 +78,27 @@ class ModuleReducer(Reducer):
             self._divisor = float(ranks.item())
             self._forward_work = None
         self.timings.mark("backward_began")
+        if self._begun:
+            self._share()
         self._begun.append(self._itself)
         super().begin()
+
+    def _share(self) -> None:
+        """Whose gradient a module with a backward under way reduces too stays autograd's own until both have it."""
+        for other in filter(None, (itself() for itself in self._begun)):
+            for shared in self._index_of.keys() & other._index_of.keys():
+                index = self._index_of[shared]
+                if not other._lend(other._index_of[shared]):
+                    self._alarm.note(Fault(message=_SHARED.format(self._names[index])))
+                self._bucket_of[index].lend()
+
+    def _lend(self, index: int) -> bool:
+        """Leave a parameter's gradient to another module too; False where it is too late."""
+        bucket = self._bucket_of[index]
+        launched = bucket.index < len(self._pending)
+        if not launched:
+            bucket.lend()
+        return not bucket.sparse and not (self._used[index] and (launched or bucket.placed[self._place_of[index]]))
 
     def _notes(self) -> list[Callable[[int], None]]:
         return super()._notes() + ([self.timings.ready] if self.timings.sampling else [])
@@ -125,6 +151,12 @@ class ModuleReducer(Reducer):
         if not self._pending:
             self.timings.mark("comm_began")
         super()._launch(bucket)
+
+    def _settle(self) -> None:
+        for bucket in self._buckets:
+            if bucket.lent:
+                bucket.give_back(bucket.buffer, self._aside)
+        super()._settle()
 
     def _finish(self) -> None:
         self.timings.mark("backward_ended")

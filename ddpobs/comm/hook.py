@@ -82,7 +82,7 @@ class _Pending:
         result: torch.Tensor = value[0] if isinstance(value, list) else value
         if self._bucket.sparse:
             self._bucket.parameters[0].grad = result
-        elif not self._bucket.adopts:
+        elif not (self._bucket.adopts or self._bucket.lent):
             self._bucket.give_back(result)
         elif result.data_ptr() != self._bucket.buffer.data_ptr():
             self._bucket.buffer.copy_(result.view(-1))
