@@ -9,7 +9,7 @@ its own where the last bucket cannot carry a NaN: through a hook of the user's, 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import count
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -32,6 +32,7 @@ class Fault:
 
     missing: list[str] = field(default_factory=list)
     message: str = ""
+    interrupted: bool = False
 
 
 class Alarm:
@@ -74,7 +75,7 @@ class Alarm:
         self._told = True
         key = str(self._number)
         place = self._store.add(key, 1)
-        said = {"rank": self._group.rank(), "missing": self.fault.missing, "message": self.fault.message}
+        said = {"rank": self._group.rank(), **asdict(self.fault)}
         self._store.set(f"{key}/{place}", json.dumps(said))
 
     def mark(self, buffer: torch.Tensor) -> None:
@@ -144,7 +145,9 @@ class Alarm:
             raise UnusedParametersError(missing)
         messages = [f"rank {said['rank']}: {said['message']}" for said in told]
         if messages:
-            raise ReducerError("; ".join(messages))
+            error = ReducerError("; ".join(messages))
+            error.interrupted = all(said["interrupted"] for said in told)
+            raise error
 
 
 class _Look:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.algorithms.join import Join
 from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
 
@@ -119,6 +120,20 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return super()._post_forward(output)
         finally:
             self.find_unused_parameters, self.static_graph = find_unused, static
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """As torch's; a rank may have caught an error in its last batch."""
+        return _Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """As torch's: `hook(state, bucket)` reduces each bucket and returns a future of one tensor."""
@@ -280,6 +295,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if config is not None:
             state = state | {"_telemetry_config": replace(config, token=os.environ.get("DDPOBS_TOKEN") or None)}
         super().__setstate__(state)
+
+
+class _Join(Join):
+    """Ends a rank's last backward where an error did, before the rank says that it has no more data."""
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if self._enable and kind is None:
+            joinables: list[Any] = self._joinables
+            for ddp in joinables:
+                if ddp.reducer is not None:
+                    ddp.reducer.end_interrupted()
+        super().__exit__(kind, *error)
 
 
 def _refuse_compiled_reducer() -> None:

@@ -47,7 +47,13 @@ class WireError(DdpobsError, ValueError):
 
 
 class ReducerError(DdpobsError, RuntimeError):
-    """The reduction of gradients cannot go on; torch's DDP raises a RuntimeError there too."""
+    """The reduction of gradients cannot go on; torch's DDP raises a RuntimeError there too.
+
+    Attributes:
+        interrupted: An error ended some ranks' backward, and nothing else is wrong: the batch can be dropped.
+    """
+
+    interrupted = False
 
 
 class UnusedParametersError(ReducerError):

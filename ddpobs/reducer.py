@@ -20,7 +20,7 @@ from ddpobs.alarm import Alarm, Fault
 from ddpobs.buckets import Bucket
 from ddpobs.collectives import all_reduce, rest_at_exit, stay_in_interpreter, time_collectives
 from ddpobs.comm import AllReduce, BucketComm, Nothing, Pending, Way
-from ddpobs.errors import UnusedParametersError
+from ddpobs.errors import ReducerError, UnusedParametersError
 from ddpobs.readiness import Readiness, Settings
 from ddpobs.unused import UsedMap
 
@@ -256,12 +256,15 @@ class Reducer(Readiness):
     # ------------------------------------------------------------------ what a rank does that has no gradients
 
     def shadow(self) -> None:
-        """Take part in another rank's backward with zeros, call for call."""
+        """Take part in another rank's backward with zeros, call for call: one that is dropped as well."""
         self._alarm.began()
         self._participation.abstain()
         try:
             self._go_along(self._shadows())
             self._participation.settle()
+        except ReducerError as error:
+            if not error.interrupted:
+                raise
         finally:
             self._participation.forget()
         if self._recorder is not None:
@@ -274,7 +277,8 @@ class Reducer(Readiness):
         """
         self._alarm.fault = Fault(
             message="an error interrupted its backward, so that this one has no result on any rank. Drop the batch "
-            "(zero_grad) on every rank, or stop"
+            "(zero_grad) on every rank, or stop",
+            interrupted=True,
         )
         reduced = [bucket for bucket, _ in zip(self._buckets, self._pending, strict=False) if not bucket.sparse]
         try:

@@ -12,8 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
+from ddpobs.errors import ReducerError
 from tests.distributed.compare import batch, net, outcome
 from tests.distributed.launch import run_ranks
+from tests.distributed.test_failed_backwards import StopError, breaking
 
 CAP = {"bucket_cap_mb": 0.05}
 
@@ -154,3 +156,31 @@ def skipped(rank: int, world_size: int) -> bool:
 
 def test_buckets_left_out_where_unused_are_shadowed_too() -> None:
     assert run_ranks(skipped, 2) == [True, True]
+
+
+def dropping(rank: int, world_size: int, fails_at: int, options: dict[str, Any]) -> list[Any]:
+    """What was raised where rank 1, which has three batches, drops one; rank 0 has run out of data before."""
+    ddp, told = DistributedDataParallel(net(), **CAP, **options), []
+    breaks = breaking(ddp, 2)
+    with ddp.join():
+        for step in range((1, 3, 5)[rank]):
+            ddp.zero_grad()
+            breaks[0] = rank == 1 and step == fails_at
+            try:
+                ddp(batch(rank, step)).pow(2).mean().backward()
+            except (StopError, ReducerError) as error:
+                told.append(type(error).__name__)
+    return [told, [p.grad.sum().item() for p in ddp.parameters() if p.grad is not None]]
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("fails_at", [1, 2])
+def test_a_batch_can_be_dropped_beside_a_rank_that_has_none_and_as_the_last_one(
+    fails_at: int, options: dict[str, Any]
+) -> None:
+    first, second, third = run_ranks(dropping, 3, fails_at, options, timeout_s=20)
+    assert (first[0], second[0], third[0]) == ([], ["StopError"], ["ReducerError"])
+    alone = net()
+    (alone(batch(2, 4)).pow(2).mean() / 3).backward()
+    assert third[1] == pytest.approx([p.grad.sum().item() for p in alone.parameters() if p.grad is not None], abs=1e-6)
