@@ -193,6 +193,12 @@ class Bucket:
             self.residual = torch.zeros_like(self.buffer)
         self.parts_of(self.residual)[place].copy_(older.parts_of(older.residual)[place_there])
 
+    def owe_again(self, place: int, ranks: int) -> None:
+        """Take back this rank's share of a sum that nobody has a use for: it came of what had been owed."""
+        if self.residual is not None:
+            share = self.views[place] / ranks
+            self.parts_of(self.residual)[place].add_(share.nan_to_num_(0, 0, 0))
+
     def reset(self) -> None:
         """Await the next backward."""
         self.pending = len(self.members)

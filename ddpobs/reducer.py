@@ -233,6 +233,9 @@ class Reducer(Readiness):
         self.graph_static = self.graph_static and self._left_out in (None, locally)
         self._left_out = locally
         self.unused_bytes = sum(self._parameters[i].numel() * self._parameters[i].element_size() for i in locally)
+        for index in nobody:
+            if not isinstance(self._pending[self._bucket_of[index].index], Nothing):
+                self._bucket_of[index].owe_again(self._place_of[index], self._ranks)
         for index in sorted(set(locally) - set(nobody)):
             bucket = self._bucket_of[index]
             if not bucket.sparse:

@@ -306,6 +306,39 @@ def test_topk_loses_nothing_it_only_owes_it() -> None:
     assert run_ranks(what_topk_owes, 2)[0] == [True] * 4
 
 
+class Sometimes(nn.Module):
+    """A layer that some steps leave out on every rank, in a bucket with another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        return self.always(x) + 100 * self.sometimes(x) if uses else self.always(x)  # type: ignore[no-any-return]
+
+
+def what_topk_owes_to_the_unused(rank: int, world_size: int) -> float:
+    """How far what was given, and what is owed, of a layer's bias is from all that came, as a share of that."""
+    ddp = DistributedDataParallel(Sometimes(), comm=partial(TopK, density=0.05), find_unused_parameters=True)
+    bias = ddp.module.sometimes.bias
+    given, came = torch.zeros(8), torch.zeros(8)
+    for step in range(6):
+        ddp.zero_grad()
+        ddp(batch(rank, step), step < 2).sum().backward()
+        came += 400.0 * (step < 2)
+        given += 0 if bias.grad is None else bias.grad
+    bucket = ddp.reducer._bucket_of[3]
+    owed = bucket.parts_of(bucket.residual)[ddp.reducer._place_of[3]].clone()
+    dist.all_reduce(owed)
+    return float((given + owed - came).abs().max() / came.max())
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+def test_topk_owes_on_what_nobody_used_meanwhile() -> None:
+    assert max(run_ranks(what_topk_owes_to_the_unused, 2)) < 1e-4
+
+
 class Rank0Alone:
     """A user's own way, by the interface alone: everyone takes rank 0's gradients."""
 
