@@ -291,8 +291,8 @@ class Bucket:
         else:
             for view in kept:
                 view.div_(divisor)
-            if copied:
-                torch._foreach_mul_(copied, 1 / divisor)
+            for view in copied:  # One call for all of them would first round the number to their own precision.
+                view.mul_(1 / divisor)
 
     def _fill_sparse(self) -> None:
         (parameter,) = self.parameters

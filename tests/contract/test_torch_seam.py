@@ -52,7 +52,7 @@ ON_THE_REDUCER = {"_remove_autograd_hooks", "_set_static_graph", "_update_proces
 """What attaching calls on torch's C++ reducer."""
 
 FROM_MODULES = {
-    "torch": {"_foreach_copy_", "_foreach_mul_"},
+    "torch": {"_foreach_copy_"},
     "torch._C": {
         "_current_autograd_node",
         "_current_graph_task_id",
