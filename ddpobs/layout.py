@@ -72,8 +72,12 @@ class Layout:
         parameter, older, older_place = self._parameters[member], self.bucket_of[member], self.place_of[member]
         if older.residual is not None:
             bucket.owe(place, older, older_place)
-        if not bucket.sparse and parameter.grad is older.views[older_place]:
-            bucket.take_over(place, parameter.grad)
+        gradient = parameter.grad
+        if gradient is None or bucket.sparse or not bucket.adopts:
+            return
+        # Under the flag torch makes a view of every gradient that is there, and divides views otherwise than others.
+        if self._as_views or gradient is older.views[older_place]:
+            bucket.take_over(place, gradient)
 
     def lay_in_order(self, came: Sequence[int], limits_bytes: Sequence[int], group: dist.ProcessGroup) -> bool:
         """Build them anew in the order in which gradients came last on rank 0. Every rank calls it alike.
