@@ -80,7 +80,7 @@ def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: Coll
 @main.command()
 def report(run_id: Annotated[str, typer.Argument(metavar="RUN")], collector: CollectorOption = None) -> None:
     """Say in plain words what the collector finds wrong with a run."""
-    answer = _get(_config(collector), f"/runs/{run_id}/diagnostics").json()
+    answer = _get(_checked(_config(collector), run=run_id), f"/runs/{run_id}/diagnostics").json()
     count = len(answer["findings"])
     typer.echo(f"run {answer['run']}: {answer['steps_seen']} steps seen, {count} finding{'s' * (count != 1)}")
     for finding in answer["findings"]:
@@ -103,10 +103,13 @@ def trace(
     first, colon, last = steps.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
         _fail(f"--steps: expected A:B with A up to B, got {steps!r}", 2)
-    answer = _get(_config(collector), f"/runs/{run_id}/trace", {"from": first, "to": last})
+    answer = _get(_checked(_config(collector), run=run_id), f"/runs/{run_id}/trace", {"from": first, "to": last})
     if not answer.json()["traceEvents"]:
         _fail(f"run {run_id} has none of the steps {first} to {last}", 1)
-    output.write_bytes(answer.content)
+    try:
+        output.write_bytes(answer.content)
+    except OSError as error:
+        _fail(f"{output}: {error.strerror}", 1)
 
 
 def _lines(finding: dict[str, Any]) -> list[str]:

@@ -88,6 +88,19 @@ def test_trace_saves_nothing_where_there_is_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "t").exists()
 
 
+def test_a_trace_that_cannot_be_written_is_told_in_a_line(tmp_path: Path) -> None:
+    with collector(lambda path: (200, {}, b'{"traceEvents": [1]}')) as seen:
+        done = ddpobs("trace", "r", "--steps", "2:5", "-o", str(tmp_path / "none" / "t"), "--collector", seen.url)
+    assert (done.returncode, done.stderr) == (1, f"ddpobs: {tmp_path / 'none' / 't'}: No such file or directory\n")
+
+
+def test_what_can_be_no_run_is_asked_of_nobody(tmp_path: Path) -> None:
+    for command in (["report", "a/b"], ["trace", "..", "--steps", "1:2", "-o", str(tmp_path / "t")]):
+        done = ddpobs(*command, "--collector", absent())
+        assert done.returncode == 2
+        assert done.stderr.startswith("ddpobs: run: expected 1 to 128 of A-Z a-z 0-9 . _ -")
+
+
 def test_what_the_collector_refuses_is_said_in_its_words_with_what_to_do() -> None:
     problem = json.dumps({"title": "Token needed", "detail": "send one"}).encode()
     with collector(lambda path: (401, {}, problem)) as seen:
