@@ -26,6 +26,18 @@ def test_the_list_names_the_run_and_its_worst_finding(browser: Any, url: str) ->
     assert all(address.startswith(url) for address in visit.requests)
 
 
+def test_on_a_phone_the_pages_are_as_wide_as_it_and_pictures_stay_large_enough_to_read(browser: Any, url: str) -> None:
+    visit = Visit(browser, url)
+    visit.page.set_viewport_size({"width": 390, "height": 844})
+    visit.page.get_by_text("Rank 1 is slow in backward").wait_for()
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
+    assert visit.page.locator("#runs td").get_by_text("Rank 1 is slow").bounding_box()["width"] > 250
+    visit.page.get_by_role("link", name="picture").click()
+    visit.page.locator("#timeline .comm").first.wait_for()
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
+    assert visit.page.locator("#timeline svg").bounding_box()["width"] > 800
+
+
 def test_the_list_asks_for_no_diagnosis_that_it_knows(browser: Any, url: str) -> None:
     for _ in range(2):
         visit = Visit(browser, url)
