@@ -65,7 +65,7 @@ def test_a_refusal_is_told_and_ends_the_asking(browser: Any, url: str, status: i
     visit = held(browser)
     visit.page.route("**/api/v1/**", lambda route: route.fulfill(status=status, json={"detail": "not for you"}))
     visit.page.goto(url)
-    visit.page.get_by_text("not for you", exact=True).wait_for()
+    visit.page.get_by_text("not for you").wait_for()
     reads = visit.reads()
     visit.page.clock.run_for(60_000)
     assert visit.reads() == reads
@@ -101,13 +101,20 @@ def test_a_token_that_may_not_read_is_forgotten_and_another_one_asked_for(browse
         put(guarded.url, batch("kept", 0, slow=False, host="node"), Authorization="Bearer s3cret")
         database = f"sqlite:///{guarded.database}"
         visit = Visit(browser, guarded.url, kept(database, "ranks", "default", "ingest"))
-        visit.page.get_by_text("this token may ingest, and this needs read", exact=True).wait_for()
+        visit.page.get_by_text("this token may ingest, and this needs read. Reload").wait_for()
         assert "this token may ingest" in visit.asked[1]
         visit = Visit(browser, guarded.url, "wrong", kept(database, "more", "default", "ingest"), "s3cret")
         visit.page.get_by_role("link", name="kept").wait_for()
         visit.page.reload()
         visit.page.get_by_role("link", name="kept").wait_for()
         assert len(visit.asked) == 3
+
+
+def test_who_gives_no_token_is_told_how_to_give_one(browser: Any, tmp_path: Path) -> None:
+    with collector(tmp_path, token="s3cret") as guarded:
+        visit = Visit(browser, guarded.url)
+        visit.page.get_by_text("Reload the page to give a token.").wait_for()
+    assert visit.asked == ["This collector wants a token that may read:"]
 
 
 def test_an_unknown_run_says_so(browser: Any, url: str) -> None:

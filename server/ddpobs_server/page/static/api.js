@@ -35,16 +35,17 @@ async function ask(address) {
   if (answer.ok) return answer;
   const problem = await answer.json().catch(() => ({}));  // A proxy's own page is no problem document.
   const title = problem.title || `HTTP ${answer.status}`;
-  if ((answer.status === 401 || answer.status === 403) && another(token, problem.detail || title)) return ask(address);
+  const wantsToken = answer.status === 401 || answer.status === 403;
+  if (wantsToken && another(token, problem.detail || title)) return ask(address);
   if (answer.status >= 500 || answer.status === 429) throw new Unreachable(title);
-  throw new Error(problem.detail || title);
+  throw new Error((problem.detail || title) + (wantsToken ? ". Reload the page to give a token." : ""));
 }
 
 // Whether there is a token other than the refused one, which is forgotten: kept, it would shut the page for this tab.
 function another(refused, why) {
   if (sessionStorage.getItem(TOKEN) !== refused) return true;  // Typed while this answer was under way.
   sessionStorage.removeItem(TOKEN);
-  const token = window.prompt(`${why}\nThis collector wants a token that may read:`);
+  const token = window.prompt(`${refused ? `${why}\n` : ""}This collector wants a token that may read:`);
   if (token) sessionStorage.setItem(TOKEN, token);
   return Boolean(token);
 }
