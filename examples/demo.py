@@ -38,16 +38,21 @@ def main() -> int:
     collector = _start_collector(url)
     try:
         print(f"collector   {url}")
-        print(f"training    a small GPT on {ranks} ranks, one of them, drawn at random, slow in {options.slow_phase}")
+        slow_one = f"one of them, drawn at random, slow in {options.slow_phase}"
+        print(f"training    a small GPT on {ranks} ranks, {slow_one}", flush=True)
         _train(url, ranks, slow, options)
         found = _findings(url)
-        _tell(url, found)
+        _tell(found)
         right = any(f["code"] == "straggler" and f["ranks"] == [slow] for f in found["findings"])
         right = right and found["findings"][0]["phase"] == options.slow_phase
         print(f"\nthe slow rank was in truth {slow}: the collector {'is right' if right else 'DID NOT FIND IT'}")
         if not options.once and sys.stdin.isatty():
+            _tell_addresses(url)
             print("\nThe collector stays up for browsing; Ctrl-C ends it.")
             collector.wait()
+        else:
+            database = os.path.relpath(FOLDER / "ddpobs.db")
+            print(f"\nto browse it: .venv/bin/ddpobs-server --database-url sqlite:///{database}")
         return 0 if right else 1
     except KeyboardInterrupt:
         return 0
@@ -89,7 +94,7 @@ def _findings(url: str) -> dict[str, Any]:
     return answer.json()  # type: ignore[no-any-return]
 
 
-def _tell(url: str, found: dict[str, Any]) -> None:
+def _tell(found: dict[str, Any]) -> None:
     print(f"\nfindings of run {RUN}, over {found['steps_seen']} steps")
     for finding in found["findings"]:
         gain = finding["gain"]
@@ -100,6 +105,9 @@ def _tell(url: str, found: dict[str, Any]) -> None:
             print(f"    what it would gain: {gain['ratio']:.0%} of every step (± {error:.1%})")
     for missing in found["missing"]:
         print(f"\n  not judged: {missing}")
+
+
+def _tell_addresses(url: str) -> None:
     print(f"""
 open
   the page      {url}/runs/{RUN}

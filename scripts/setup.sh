@@ -35,6 +35,7 @@ fi
 
 stamp=.venv/.ddpobs-$what
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
+    echo "installing torch and what else is needed into .venv: a few minutes" >&2
     [ -x .venv/bin/python ] || "$python" -m venv .venv
     # torch first and pinned, so that nothing else pulls another build. TORCH_INDEX_URL chooses where it comes from,
     # such as https://download.pytorch.org/whl/cpu for the CPU build.
