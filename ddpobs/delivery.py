@@ -234,7 +234,8 @@ class Delivery:
         elif answer.outcome is Outcome.FORBIDDEN:
             self._warn("forbidden", "the collector wants another token (DDPOBS_TOKEN): %s", answer.detail)
         elif answer.outcome is Outcome.RETRY:
-            self._warn("away", "the collector does not take batches, they are kept: %s", answer.detail)
+            collector = self._config.collector
+            self._warn("away", "the collector %s takes no batches, they are kept: %s", collector, answer.detail)
 
     def _keep(self, batch: Encoded) -> None:
         def dropped(run: str, records: int) -> None:
