@@ -160,3 +160,10 @@ def test_the_files_of_a_database_are_their_user_s_alone(tmp_path: Path) -> None:
     made = [SERVER, "token", "create", "x", "--database-url", f"sqlite:///{tmp_path}/x.db"]
     subprocess.run(made, check=True, capture_output=True, timeout=60, umask=0o022)
     assert {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()} == {"x.db": "0o600"}
+
+
+def test_where_only_the_training_side_is_installed_the_command_says_what_to_install() -> None:
+    code = "import sys; sys.modules['fastapi'] = None; from ddpobs_server import main; main()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "ddpobs-server: fastapi is not installed: pip install '.[server]' brings all that it needs\n"
