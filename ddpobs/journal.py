@@ -61,7 +61,7 @@ def harmless(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
 
 
 class Journal:
-    """Notes what the training thread goes through, and only that thread: its calls are gates.
+    """Notes what the training thread goes through; of what another thread calls nothing is noted.
 
     Args:
         clock: Where stamps come from.

@@ -110,16 +110,21 @@ class StepTracker:
         self.at: Stamp = 0
         self._base = OTHER
         self._stack: list[int] = []
+        """Phases of the calls that are under way, the innermost last; `_base` is the phase outside of them."""
         self._number = 0
         self._step: RawStep | None = None
         self._records: list[Any] = []
         self._modules_done: set[int] = set()
         self._optimizer_ran = self._closure_ran = self._optimizer_waits = False
+        """An optimizer was called: since the last synchronisation; around it, with a closure; before any step began."""
         self._closure_begins: int | None = None
+        """The switch at which an optimizer was called whose closure, should it train, is the next step's."""
         self._clean = False
         self._collective = -1
         self._evaluated = self._stale = False
+        """An evaluation came after the last forward that trains; and what the step holds so far may be its."""
         self._hole: tuple[int, int, int] | None = None
+        """Where an evaluation between two micro-steps began: switches, other communication and samples until then."""
         self._under_way = False
         """Between a fetch or a forward, to train, and backward."""
         self._doubtful: _Doubtful | None = None

@@ -91,9 +91,9 @@ class Exchange:
         return statistics(joined)
 
     def _sample(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Evenly spread, by how many so ever a step's number is above the one before (multiplicative hashing).
+        """A share of the collectives, evenly spread even where their numbers rise by more than one at a time.
 
-        Those of a smaller share are among those of a larger one.
+        By multiplicative hashing. Those of a smaller share are among those of a larger one.
         """
         return rows[rows[:, 0] * _GOLDEN % 2**32 * self._apart < 2**32]
 

@@ -82,7 +82,8 @@ class Summariser:
 
         Phases: the tracker's switches, over which exposed communication is laid: from a backward's last readiness to
         its last completion, and every blocking collective. Own time: what was not exposed communication between the
-        end of the last full synchronisation and the last readiness (domain: stragglers without a common clock).
+        end of the last full synchronisation and the last readiness. docs/diagnostics.md says why ranks are compared
+        by it.
         """
         numbers = _ints(raws.number)
         switches_ns, phases = np.maximum.accumulate(self._times(raws.since_ns)), _ints(raws.phase)

@@ -39,7 +39,7 @@ from ddpobs.summary import Summariser
 _log = logging.getLogger("ddpobs")
 _LOOK_S = 0.2
 _ASKING_S = 5.0
-"""For so long ranks that ask whose records theirs are are answered at the next look, and later at the next pulse."""
+"""For so long each rank that asks which run and attempt this is gets its answer at the next look, later at a pulse."""
 _RESOLUTION_NS = 1000
 """Stamps are not better than that: a callback may come tens of microseconds late."""
 _STEPS_TOGETHER = 256
