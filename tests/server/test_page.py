@@ -57,6 +57,21 @@ def test_of_a_run_without_steps_nothing_is_said_to_be_found(browser: Any, tmp_pa
         assert visit.page.get_by_text("Nothing here of").count() == 0
 
 
+@pytest.mark.parametrize(
+    ("pulse", "said"),
+    [
+        (wire.Pulse(at_ns=0, phase="other", step=3), "other, step 3 ("),
+        (wire.Pulse(at_ns=0, phase="exposed_comm", step=3, module=0, bucket=2), "exposed comm, step 3, bucket 2 ("),
+        (wire.Pulse(at_ns=0, phase="backward", step=3, module=1, bucket=0), "backward, step 3, bucket 1.0 ("),
+    ],
+)
+def test_the_table_of_ranks_says_where_each_one_is(browser: Any, tmp_path: Path, pulse: wire.Pulse, said: str) -> None:
+    with collector(tmp_path) as running:
+        put(running.url, batches.batch("here", pulse=pulse))
+        visit = Visit(browser, f"{running.url}/runs/here")
+        visit.page.locator("#ranks td").get_by_text(said).wait_for()
+
+
 def test_of_a_run_too_short_to_judge_the_list_says_so(browser: Any, tmp_path: Path) -> None:
     with collector(tmp_path) as running:
         put(running.url, batches.batch("short", steps=batches.steps(0, 10)))

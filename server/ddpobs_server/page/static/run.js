@@ -64,7 +64,9 @@ function showRanks() {
 
 function doing({ goodbye, pulse, last_seen_ns }) {
   if (goodbye) return "finished";
-  return pulse ? `${pulse.phase}, step ${pulse.step}, bucket ${pulse.bucket} (${ago(last_seen_ns)})` : ago(last_seen_ns);
+  if (!pulse) return ago(last_seen_ns);
+  const bucket = pulse.bucket < 0 ? "" : `, bucket ${pulse.module > 0 ? `${pulse.module}.` : ""}${pulse.bucket}`;  // None was launched yet.
+  return `${pulse.phase.replace("_", " ")}, step ${pulse.step}${bucket} (${ago(last_seen_ns)})`;
 }
 
 function showUnused({ unused }) {
