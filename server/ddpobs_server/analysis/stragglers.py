@@ -308,7 +308,7 @@ def lateness_table(joined: Joined) -> dict[str, Any]:
 def straggler_findings(joined: Joined, hosts: dict[int, str]) -> list[Finding] | Missing:
     """A finding for each rank that is late more often than chance, and that costs enough to matter."""
     if len(joined.ranks) < 2:
-        return Missing("straggler", "needs at least two ranks")
+        return Missing("straggler", "needs steps of at least two ranks")
     if len(joined) < MIN_STEPS:
         return Missing("straggler", f"{len(joined)} of {MIN_STEPS} steps in which every rank's own time is known")
     joined = joined.latest(RECENT_STEPS)
