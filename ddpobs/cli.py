@@ -78,9 +78,14 @@ def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: Coll
 
 
 @main.command()
-def report(run_id: Annotated[str, typer.Argument(metavar="RUN")], collector: CollectorOption = None) -> None:
+def report(
+    run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="Else the newest one.")] = None,
+    collector: CollectorOption = None,
+) -> None:
     """Say in plain words what the collector finds wrong with a run."""
-    answer = _get(_checked(_config(collector), run=run_id), f"/runs/{run_id}/diagnostics").json()
+    config = _config(collector)
+    run_id = _newest(config) if run_id is None else _checked(config, run=run_id).run
+    answer = _get(config, f"/runs/{run_id}/diagnostics").json()
     count = len(answer["findings"])
     typer.echo(f"run {answer['run']}: {answer['steps_seen']} steps seen, {count} finding{'s' * (count != 1)}")
     for finding in answer["findings"]:
@@ -110,6 +115,14 @@ def trace(
         output.write_bytes(answer.content)
     except OSError as error:
         _fail(f"{output}: {error.strerror}", 1)
+
+
+def _newest(config: TelemetryConfig) -> str:
+    runs = _get(config, "/runs", {"limit": "1"}).json()["runs"]
+    if not runs:
+        _fail(f"no run has reported to {config.collector} yet", 1)
+    newest: str = runs[0]["run"]
+    return newest
 
 
 def _lines(finding: dict[str, Any]) -> list[str]:

@@ -72,6 +72,16 @@ def test_report_names_the_finding_and_the_remedy_and_obeys_no_name() -> None:
     )
 
 
+def test_report_without_a_run_is_of_the_newest() -> None:
+    told = {"run": "new", "steps_seen": 9, "findings": [], "missing": []}
+    answers = {"/api/v1/runs?limit=1": {"runs": [{"run": "new"}], "next": "x"}, "/api/v1/runs/new/diagnostics": told}
+    with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as seen:
+        assert ddpobs("report", "--collector", seen.url).stdout == "run new: 9 steps seen, 0 findings\n"
+    with collector(lambda path: (200, {}, b'{"runs": [], "next": null}')) as seen:
+        done = ddpobs("report", "--collector", seen.url)
+    assert (done.returncode, done.stderr.strip()) == (1, f"ddpobs: no run has reported to {seen.url} yet")
+
+
 def test_trace_saves_what_the_collector_gives(tmp_path: Path) -> None:
     with collector(lambda path: (200, {}, json.dumps({"traceEvents": [path]}).encode())) as seen:
         done = ddpobs("trace", "r", "--steps", "2:5", "-o", str(tmp_path / "t"), "--collector", seen.url)
