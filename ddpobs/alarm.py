@@ -158,7 +158,8 @@ class _Look:
         self._host = torch.empty_like(element, device="cpu", pin_memory=True)
         self._host.copy_(element, non_blocking=True)
         self._copied: Any = torch.cuda.Event()
-        self._copied.record()
+        # The copy is on the stream of the element's device, which need not be the current one.
+        self._copied.record(torch.cuda.current_stream(element.device))
 
     def there(self) -> bool:
         return bool(self._copied.query())
