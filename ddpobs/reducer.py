@@ -260,6 +260,7 @@ class Reducer(Readiness):
 
     def shadow(self) -> None:
         """Take part in another rank's backward with zeros, call for call: one that is dropped as well."""
+        self._alarm.look_again()
         self._alarm.began()
         self._participation.abstain()
         try:

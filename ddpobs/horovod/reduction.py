@@ -59,6 +59,7 @@ class OptimizerReducer(Reducer):
 
     def synchronize(self) -> None:
         """Start what is not under way yet, zeros where no gradient came, and wait for all of it."""
+        self._alarm.look_again()
         noted = self._recorder is not None and self._recorder.waiting_began()
         try:
             if not self._active:
