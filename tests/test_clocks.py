@@ -20,7 +20,7 @@ class Device:
 
     def __init__(self) -> None:
         self.host_ns = 5_000 * MS
-        self.captures = self.failed = False
+        self.captures = self.failed = self.hangs = False
         self.asked = 0
 
     def at_ms(self) -> float:
@@ -33,22 +33,23 @@ class Device:
     def event(self, **_: object) -> Any:
         return Event(self)
 
+    def sleep(self, seconds: float) -> None:
+        self.host_ns += round(seconds * 1e9)
+
 
 class Event:
     def __init__(self, device: Device) -> None:
-        self.device, self.at_ms = device, 0.0
+        self.device, self.at_ms, self.there = device, 0.0, True
 
     def record(self, _: object) -> None:
         if self.device.failed:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        self.at_ms = self.device.at_ms()
-
-    def synchronize(self) -> None:
-        self.device.ask()
+        self.at_ms, self.there = self.device.at_ms(), not self.device.hangs
 
     def query(self) -> bool:
         self.device.ask()
-        return True
+        self.device.host_ns += 10_000 * (not self.there)
+        return self.there
 
     def elapsed_time(self, later: Event) -> float:
         self.device.ask()
@@ -59,9 +60,9 @@ class Event:
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     device = Device()
     monkeypatch.setattr(torch.cuda, "Event", device.event)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda _, priority: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
-    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic_ns=lambda: device.host_ns, sleep=lambda _: None))
+    monkeypatch.setattr(clocks, "time", SimpleNamespace(monotonic_ns=lambda: device.host_ns, sleep=device.sleep))
     return device
 
 
@@ -72,6 +73,15 @@ def test_a_device_s_clock_that_drifts_is_held_to_the_host_s(device: Device) -> N
         at_ns = device.host_ns
         device.host_ns += 100 * MS
         assert abs(clock.nanoseconds(stamp) - at_ns) < 5 * MS  # Of four seconds between two looks, a thousandth.
+
+
+def test_a_device_that_hangs_does_not_hold_up_who_reads_what_came_before(device: Device) -> None:
+    clock = CudaClock(torch.device("cuda"))
+    stamp, at_ns = clock.now(), device.host_ns
+    device.host_ns += 5_000 * MS
+    device.hangs = True
+    assert clock.nanoseconds(stamp) == at_ns
+    assert device.host_ns < at_ns + 5_100 * MS, "it waited for the device"
 
 
 def test_a_device_that_failed_gives_no_stamp_and_training_no_error_of_telemetry_s(device: Device) -> None:
