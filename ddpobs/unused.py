@@ -151,16 +151,18 @@ class UsedMap:
 
     def launch(self, absent: Sequence[int], surprised: bool = False) -> None:
         """Start the sum; `absent` were not used on this rank."""
-        used = torch.ones(self._count + 1, dtype=torch.int32)
+        # Page-locked for a device: the copy of other memory may wait for it, and is refused in a graph's capture.
+        used = torch.ones(self._count + 1, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         used[list(absent)] = 0
         used[-1] = int(surprised)
         self._map = used.to(self._device, non_blocking=True)
         recorder = self._recorder
         self._launched_ns = recorder.now() if recorder is not None else 0
         self._work, self.launched = self._reduce(self._map), True
-        if recorder is not None:
-            done_ns: list[Any] = []
-            self._done_ns = done_ns
+        done_ns: list[Any] = []
+        self._done_ns = done_ns
+        # No stamps while a CUDA graph is captured, nor callbacks: they are on streams that the capture would not end.
+        if recorder is not None and self._launched_ns:
             self._work.get_future().add_done_callback(lambda _: done_ns.append(recorder.now()))
 
     def wait(self) -> None:
@@ -168,7 +170,7 @@ class UsedMap:
         if self._work is not None:
             wait_for(self._work)
             self._work = None
-            if self._recorder is not None:
+            if self._recorder is not None and self._launched_ns:
                 done_ns = self._done_ns[0] if self._done_ns else self._recorder.now()
                 self._recorder.communicated("unused_map", self._launched_ns, done_ns)
 
