@@ -60,11 +60,13 @@ class CommHook:
 
     def __init__(self, state: object, hook: Hook) -> None:
         self._state, self._hook = state, hook
+        # Of torch's mixed precision. Its future does not know the stream, for which torch waits after the buckets.
+        self._stream: Any = getattr(state, "upcast_stream", None)
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
 
     def launch(self, bucket: Bucket, last: bool) -> _Pending:
         """Call the hook, which starts the communication."""
-        return _Pending(bucket, self.run(GradBucket(bucket, last)))
+        return _Pending(bucket, self.run(GradBucket(bucket, last)), self._stream)
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """The hook's future; also for a rank that has run out of data and only takes part."""
@@ -72,13 +74,15 @@ class CommHook:
 
 
 class _Pending:
-    __slots__ = ("_bucket", "_future")
+    __slots__ = ("_bucket", "_future", "_stream")
 
-    def __init__(self, bucket: Bucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        self._bucket, self._future = bucket, future
+    def __init__(self, bucket: Bucket, future: torch.futures.Future[torch.Tensor], stream: Any) -> None:
+        self._bucket, self._future, self._stream = bucket, future, stream
 
     def wait(self) -> None:
         value: Any = value_of(self._future)
+        if self._stream is not None:
+            torch.accelerator.current_stream(self._stream.device).wait_stream(self._stream)
         result: torch.Tensor = value[0] if isinstance(value, list) else value
         if self._bucket.sparse:
             self._bucket.parameters[0].grad = result
