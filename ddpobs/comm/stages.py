@@ -3,6 +3,9 @@
 Started from the first one's completion they would come in another order on another rank, and then they hang or mix up
 buckets. One thread runs them instead, bucket after bucket, over a process group that nobody else uses: in the order of
 launch, which is every rank's, also where several modules share the two.
+
+On CUDA that thread has a stream of its own: whatever waits for a collective on the backward's would hold up the rest of
+the backward, under which the collectives are to travel.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import nullcontext
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
@@ -21,7 +23,7 @@ import torch.distributed as dist
 
 from ddpobs.comm.beside import group_beside
 
-_Job = tuple[Callable[[], None], Any, "Future[None]"]
+_Job = tuple[Callable[[], None], Any, "Future[Any]"]
 _Jobs = SimpleQueue[_Job | None]
 
 _jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Jobs] = weakref.WeakKeyDictionary()
@@ -41,51 +43,70 @@ class Stages:
         self._own: dict[torch.device, tuple[dist.ProcessGroup, _Jobs]] = {}
 
     def run(self, stages: Callable[[dist.ProcessGroup], None], device: torch.device) -> Staged:
-        """Have `stages` called with the group, without gradients and on the current stream of a CUDA device."""
+        """Have `stages` called with the group, without gradients; on CUDA on a stream that follows the current one."""
         if device not in self._own:
             made = group_beside(self._over, device, 0)
-            self._own[device] = made, _jobs_of(made)
+            self._own[device] = made, _jobs_of(made, device)
         group, jobs = self._own[device]
-        stream = torch.cuda.stream(torch.cuda.current_stream(device)) if device.type == "cuda" else nullcontext()
-        future: Future[None] = Future()
-        jobs.put((partial(stages, group), stream, future))
-        return Staged(future)
+        begun = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        future: Future[Any] = Future()
+        jobs.put((partial(stages, group), begun, future))
+        return Staged(stages, device, future)
 
 
 class Staged:
-    """Pending until its last stage has run."""
+    """Pending until its last stage has run.
 
-    __slots__ = ("_future",)
+    It keeps the stages: what they hold was made on the stream of who waits, and is not to be used for anything else
+    there before.
+    """
 
-    def __init__(self, future: Future[None]) -> None:
-        self._future = future
+    __slots__ = ("_device", "_future", "_stages")
+
+    def __init__(self, stages: object, device: torch.device, future: Future[Any]) -> None:
+        self._stages, self._device, self._future = stages, device, future
 
     def wait(self) -> None:
         """As `Pending.wait`; an error in any stage comes out here."""
-        self._future.result()
+        ended = self._future.result()
+        if ended is not None:
+            torch.cuda.current_stream(self._device).wait_event(ended)
 
     def on_done(self, told: Callable[[object], None]) -> None:
         """As `Pending.on_done`."""
         self._future.add_done_callback(told)
 
 
-def _jobs_of(group: dist.ProcessGroup) -> _Jobs:
+def _jobs_of(group: dist.ProcessGroup, device: torch.device) -> _Jobs:
     jobs = _jobs.get(group)
     if jobs is None:
         jobs = _jobs[group] = SimpleQueue()
-        threading.Thread(target=_work, args=(jobs,), name="ddpobs-comm", daemon=True).start()
+        threading.Thread(target=_work, args=(jobs, device), name="ddpobs-comm", daemon=True).start()
         weakref.finalize(group, jobs.put, None)
     return jobs
 
 
-def _work(jobs: _Jobs) -> None:
+def _work(jobs: _Jobs, device: torch.device) -> None:
+    stream = None
     while (job := jobs.get()) is not None:
-        stages, stream, future = job
+        stages, begun, future = job
         try:
-            with stream, torch.no_grad():
+            if begun is not None:
+                stream = stream or _stream_of_its_own(device)
+                stream.wait_event(begun)
+            with torch.no_grad():
                 stages()
+            ended = stream.record_event() if stream is not None else None
         except BaseException as error:
             future.set_exception(error)
         else:
-            future.set_result(None)
+            future.set_result(ended)
         del job, stages, future
+
+
+def _stream_of_its_own(device: torch.device) -> Any:
+    """The current one of this thread from now on, whose device is the first one until it is told."""
+    torch.cuda.set_device(device)
+    stream = torch.cuda.Stream(device)
+    torch.cuda.set_stream(stream)
+    return stream
