@@ -107,6 +107,8 @@ class Attachment:
         self._unseen = False
         self._maps_used = model.find_unused_parameters or model.static_graph
         self._skips = getattr(model, "skip_all_reduce_unused_params", False)  # Not there where all are delayed.
+        self._rebuilds = model.static_graph or not model.find_unused_parameters
+        """Torch lays its buckets anew before the second forward."""
         self._comm = "all_reduce"
         self._pass: _Pass | None = None
         self._members: list[list[int]] = []
@@ -123,6 +125,7 @@ class Attachment:
             self.observe(model)
             if built_in is not None:  # It keeps the group that it found.
                 model._register_builtin_comm_hook(built_in)
+            self._rebuilds &= not model._get_ddp_logging_data().get("has_rebuilt_buckets", 0)
             self._lay(_current_layout(model, self._parameters, self._sparse))
 
     def detach(self) -> None:
@@ -185,7 +188,7 @@ class Attachment:
             return
         seen.next = index + 1
         seen.launched_ns[index] = launched
-        if self._tells_duration:
+        if self._tells_duration and not self._rebuilds:  # It keeps the bucket: not one that torch is about to let go.
             seen.works[index] = work
         work.get_future().add_done_callback(_stamper(seen.done_ns, index, self.now))
 
@@ -197,6 +200,7 @@ class Attachment:
             self._order = values[:-1]
             return
         order, self._order = iter(self._order), None
+        self._rebuilds = False
         self._lay([[next(order) for _ in range(count)] for count in values])
         self._recorder.event("buckets_rebuilt", buckets=len(self._members))
 

@@ -127,7 +127,8 @@ class Reducer(Readiness):
         pending = self._comm.launch(bucket, last)
         self._pending.append(pending)
         if record is not None:
-            if self._tells_duration and (work := getattr(pending, "work", None)) is not None:
+            # A work keeps its buffer until it is read: not of buckets that are laid anew next.
+            if self._tells_duration and self._order is None and (work := getattr(pending, "work", None)) is not None:
                 record.works[index] = work
             if not (last and self._sees_last):
                 self._follow(pending, index, record.done_ns)
