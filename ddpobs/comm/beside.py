@@ -70,7 +70,23 @@ def _another(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
         timeout=_timeout_of(group, device),
     )
     c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
+    split_from_none(made, device)
     return made  # type: ignore[no-any-return]
+
+
+def split_from_none(made: dist.ProcessGroup, device: torch.device) -> None:
+    """Have NCCL connect the ranks anew at the first collective.
+
+    Where the default group is bound to a device, torch would split its communicator instead: for that NCCL waits for
+    every rank of the world, of which those outside of the group do not come.
+    """
+    try:
+        backend: Any = made._get_backend(device)
+        options: Any = getattr(backend, "wrapped_pg", backend).options
+        if options.split_from is not None:
+            options.split_from = None
+    except (RuntimeError, AttributeError):  # No NCCL.
+        return
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
