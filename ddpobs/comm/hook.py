@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -92,4 +93,5 @@ class _Pending:
             self._bucket.buffer.copy_(result.view(-1))
 
     def on_done(self, told: Callable[[object], None]) -> None:
-        self._future.add_done_callback(told)
+        with self._stream or nullcontext():  # A future that knows no stream calls at once, on the current one.
+            self._future.add_done_callback(told)
