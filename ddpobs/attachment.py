@@ -119,7 +119,8 @@ class Attachment:
             for index, parameter in enumerate(self._parameters)
         ]
         self._stop_listening = self._recorder.on_backward_end(self._backward_ended)
-        weakref.finalize(model, _gone, self._handles, self._stop_listening, self._recorder).atexit = False
+        self._gone = weakref.finalize(model, _gone, self._handles, self._stop_listening, self._recorder)
+        self._gone.atexit = False
         if getattr(model, "reducer", None) is not None:
             built_in = self._take_over_hook(model)
             self.observe(model)
@@ -133,6 +134,7 @@ class Attachment:
         while self._handles:
             self._handles.pop().remove()
         self._stop_listening()
+        self._gone.detach()  # It would keep all of this for as long as the model lives.
         model = self._model()
         if model is not None and _attachments.pop(model, None) is not None:
             for group in _groups.get(model, []):

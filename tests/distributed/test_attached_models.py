@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -278,3 +279,22 @@ def test_a_hook_that_torch_refuses_is_not_told_as_the_model_s() -> None:
     for events, comm in run_ranks(refused_hook, 2):
         assert "comm_hook_set" not in events
         assert comm == {"all_reduce"}
+
+
+def detached(rank: int, world_size: int) -> list[bool]:
+    ddp = TorchDDP(net())
+    with sending() as sent:
+        attachment = ddpobs.attach(ddp, sent.config)
+        process = telemetry._process
+        assert attachment is not None
+        assert process is not None
+        train(ddp, rank, STEPS)
+        references = [weakref.ref(attachment), weakref.ref(process)]
+        attachment.detach()
+    del attachment, process
+    gc.collect()
+    return [reference() is None for reference in references]
+
+
+def test_a_model_that_was_detached_keeps_nothing_of_its_telemetry() -> None:
+    assert run_ranks(detached, 2) == [[True, True]] * 2
