@@ -244,7 +244,8 @@ class Attachment:
         if "comm_hook" not in told:
             return None
         built_in = getattr(BuiltinCommHookType, told["comm_hook"].rpartition(".")[2], None)
-        if told.get("iteration", 0) > 0 or (len(hooks) != 1 and built_in is None):
+        used = model._lazy_init_ran or told.get("iteration", 0) > 0  # The latter counts after the second forward.
+        if used or (len(hooks) != 1 and built_in is None):
             self._unseen = True
             self._recorder.event("comm_hook_unseen", reason="registered before telemetry, and training has begun")
             return None

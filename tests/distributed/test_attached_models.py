@@ -7,12 +7,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
@@ -22,6 +24,7 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.sent import Sent, sending
 from tests.distributed.test_steps import SLOW_NS, SLOW_S, makes
 
+UNUSED = {"find_unused_parameters": True}
 SMALL_BUCKETS = {"bucket_cap_mb": 1e-5}
 STEPS = 4
 
@@ -279,6 +282,45 @@ def test_a_hook_that_torch_refuses_is_not_told_as_the_model_s() -> None:
     for events, comm in run_ranks(refused_hook, 2):
         assert "comm_hook_set" not in events
         assert comm == {"all_reduce"}
+
+
+def between(ddp: Any, rank: int, attach: Callable[[Any], object]) -> list[torch.Tensor]:
+    """Attached after the first forward, before its backward."""
+    loss = ddp(batch(rank)).sum()
+    attach(ddp)
+    loss.backward()
+    return [p.grad.clone() for p in ddp.parameters()]
+
+
+def after_micro_batches(ddp: Any, rank: int, attach: Callable[[Any], object]) -> list[torch.Tensor]:
+    """Attached when a part of the gradients is there, of which torch remembers which parameters have one."""
+    with ddp.no_sync():
+        ddp(batch(rank), True).sum().backward()
+    attach(ddp)
+    ddp(batch(rank), False).sum().backward()
+    return [p.grad.clone() for p in ddp.parameters()]
+
+
+def hooked(module: nn.Module, **options: Any) -> Any:
+    ddp = TorchDDP(module, **options)
+    ddp.register_comm_hook(None, default_hooks.allreduce_hook)
+    return ddp
+
+
+def attached_in_the_first_step(rank: int, world_size: int) -> list[bool]:
+    found = []
+    cases: list[tuple[Any, dict[str, Any], Any]] = [(net, {}, between), (Sometimes, UNUSED, after_micro_batches)]
+    for build, options, first_step in cases:
+        theirs = first_step(hooked(build(), **options), rank, lambda _: None)
+        with sending() as sent:
+            attach = partial(ddpobs.attach, telemetry=sent.config)
+            ours = first_step(hooked(build(), **options), rank, attach)
+        found += [all(map(torch.equal, ours, theirs)), "comm_hook_unseen" in sent.events]
+    return found
+
+
+def test_attaching_in_the_midst_of_the_first_step_of_a_hooked_model_changes_nothing() -> None:
+    assert run_ranks(attached_in_the_first_step, 2) == [[True] * 4] * 2
 
 
 def detached(rank: int, world_size: int) -> list[bool]:
