@@ -12,7 +12,8 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -124,6 +125,7 @@ class Telemetry:
         self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
         self._began = time.monotonic()
         self._store: Any = None
+        self._store_gone = False
         self._meeting: Meeting | None = None
         self._identified = False
         self._exchange: Exchange | None = None
@@ -247,16 +249,20 @@ class Telemetry:
 
     def _find_identity(self) -> object:
         """Take what the ranks share, once it is known here; whoever has drawn it goes on to answer for a while."""
+        if self._store_gone:
+            return DONE
         if self._meeting is None:  # The store was away.
             self._meet_others()
             return None
-        if not self._identified:
-            shared = self._meeting.look()
-            if shared is None:
-                return None
-            self._identify(shared)
-        self._meeting.answer()
-        return None if self._meeting.draws and time.monotonic() - self._began < _ASKING_S else DONE
+        with self._store_at_hand():
+            if not self._identified:
+                shared = self._meeting.look()
+                if shared is None:
+                    return None
+                self._identify(shared)
+            self._meeting.answer()
+            return None if self._meeting.draws and time.monotonic() - self._began < _ASKING_S else DONE
+        return DONE
 
     def _identify(self, shared: Drawn) -> None:
         self._identified = True
@@ -291,18 +297,29 @@ class Telemetry:
             bucket=self._last_bucket[1],
         )
         self._exporter.offer_latest(pulse)
-        if self._meeting is not None:
-            self._meeting.answer()
-        if self._exchange is not None:
-            self._exchange.say(json.dumps([pulse.phase, pulse.step, *self._last_bucket]).encode())
+        with self._store_at_hand():
+            if self._meeting is not None:
+                self._meeting.answer()
+            if self._exchange is not None:
+                self._exchange.say(json.dumps([pulse.phase, pulse.step, *self._last_bucket]).encode())
 
     def _compare(self) -> None:
-        if self._exchange is None:
-            return
-        self._exchange.publish()
-        peers = self._exchange.gather()
-        if peers is not None:
-            self._exporter.offer(peers)
+        with self._store_at_hand():
+            if self._exchange is None:
+                return
+            self._exchange.publish()
+            peers = self._exchange.gather()
+            if peers is not None:
+                self._exporter.offer(peers)
+
+    @contextmanager
+    def _store_at_hand(self) -> Iterator[None]:
+        """The ranks' store goes with rank 0's process, and each further call would print a page on stderr."""
+        try:
+            yield
+        except dist.DistNetworkError:
+            self._store_gone, self._meeting, self._exchange = True, None, None
+            _log.info("ddpobs: the ranks' store is gone, and with it the statistics over ranks")
 
     def _encode(self, records: Sequence[object], envelope: Envelope) -> wire.Batch:
         for recorder in tuple(self._recorders):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import threading
 import weakref
@@ -18,6 +20,8 @@ from ddpobs import DistributedDataParallel, collectives, telemetry
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
+from tests.integration.training import ROOT
+from tests.ports import free_port
 
 
 def attached(module: torch.nn.Module) -> Any:
@@ -138,3 +142,32 @@ def keys_of_nan(rank: int, _: int) -> list[int]:
 def test_gradients_that_are_nan_leave_nothing_in_the_store() -> None:
     for first, *later in run_ranks(keys_of_nan, 2):
         assert later == [first, first]
+
+
+LAST_ONE = """
+import os, time, torch, torch.distributed as dist, ddpobs
+dist.init_process_group("gloo")
+config = ddpobs.TelemetryConfig(collector="http://127.0.0.1:9", spool=os.environ["SPOOL"], pulse_s=0.2, flush_s=0.4)
+model = ddpobs.DistributedDataParallel(torch.nn.Linear(2, 1), telemetry=config)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+time.sleep(1)
+dist.destroy_process_group()
+time.sleep(3 * int(os.environ["RANK"]))
+"""
+
+
+def test_a_rank_that_outlives_the_store_says_so_no_more_than_once(tmp_path: Any) -> None:
+    """Torch prints a page with each call whose connection is gone, and each pulse makes some."""
+    environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPOOL": str(tmp_path)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", LAST_ONE], env=environ | {"RANK": str(rank)}, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(2)
+    ]
+    said = [process.communicate(timeout=60)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], said
+    assert said[1].count("TCPStore") <= 3, said[1]  # One warning, whose stack names it twice.
+    assert "Traceback" not in said[1]
