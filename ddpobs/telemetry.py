@@ -12,6 +12,7 @@ import secrets
 import socket
 import sys
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.util import Finalize
@@ -62,6 +63,8 @@ def join(
 ) -> ModuleRecorder:
     """Telemetry for one DDP module; the process's first one starts the thread and the hooks.
 
+    So does the first one after the process has left the others and joined them anew, as another rank perhaps.
+
     Args:
         module: The DDP module itself, or what stands for it; held weakly.
         config: Taken from the first module of the process.
@@ -70,6 +73,9 @@ def join(
         name: What the module is called; None for the class of what it wraps.
     """
     global _process, _generation  # noqa: PLW0603 - one telemetry a process is the point
+    if _process is not None and not _process.current:
+        process, _process = _process, None
+        process.close()
     if _process is None:
         _generation += 1
         settings = {**settings, "group_ranks": process_group.size()}
@@ -108,6 +114,7 @@ class Telemetry:
         self._config = config
         self._clock = clock_for(device.type, device)
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
+        self._world = weakref.ref(dist.group.WORLD)
         self._source = secrets.token_hex(8)
         self._hello = _hello(device, backend, settings)
         self._exporter = Exporter(config, self._encode, self._passed)
@@ -143,6 +150,11 @@ class Telemetry:
         atexit.register(self.close)
         # A process that multiprocessing forked runs no atexit.
         self._at_exit = Finalize(None, self._close_in_child, exitpriority=0)
+
+    @property
+    def current(self) -> bool:
+        """Whether the process still is the rank that it was: it may leave the others, and join them anew."""
+        return self._world() is dist.group.WORLD
 
     def recorder(self, module: torch.nn.Module, name: str | None = None) -> ModuleRecorder:
         """A recorder for one more DDP module."""

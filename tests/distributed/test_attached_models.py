@@ -6,13 +6,16 @@ import gc
 import threading
 import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
@@ -321,6 +324,28 @@ def attached_in_the_first_step(rank: int, world_size: int) -> list[bool]:
 
 def test_attaching_in_the_midst_of_the_first_step_of_a_hooked_model_changes_nothing() -> None:
     assert run_ranks(attached_in_the_first_step, 2) == [[True] * 4] * 2
+
+
+def joined_anew(rank: int, world_size: int, folder: str) -> list[tuple[int, int]]:
+    """Twice in one process, the second time with the ranks exchanged; the first model is still there."""
+    models = []
+    with sending() as sent:
+        for turn in range(2):
+            models.append(TorchDDP(net()))
+            ddpobs.attach(models[-1], sent.config)
+            train(models[-1], (rank + turn) % 2, STEPS)
+            dist.destroy_process_group()
+            address = f"file://{folder}/{turn}"
+            dist.init_process_group("gloo", init_method=address, rank=(rank + 1 + turn) % 2, world_size=world_size)
+    return [(batch.rank, len(batch.steps.step)) for batch in sent.batches if batch.steps]
+
+
+def test_a_process_that_joins_the_others_anew_tells_its_new_rank(tmp_path: Path) -> None:
+    for rank, told in enumerate(run_ranks(joined_anew, 2, str(tmp_path))):
+        steps: Counter[int] = Counter()
+        for whose, count in told:
+            steps[whose] += count
+        assert steps == {rank: STEPS, 1 - rank: STEPS}
 
 
 def detached(rank: int, world_size: int) -> list[bool]:
