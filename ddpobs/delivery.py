@@ -54,7 +54,8 @@ class Delivery:
 
     def __init__(self, config: TelemetryConfig, lost: Callable[[int], None], warn: Once) -> None:
         self._config, self._lost, self._warn = config, lost, warn
-        self._spool = Spool(Path(config.spool or default_folder()), int(config.spool_mb * 1e6))
+        folder = Path(config.spool or default_folder())
+        self._spool = Spool(folder, int(config.spool_mb * 1e6), private=not config.spool)
         self._changed = threading.Condition()
         """Guards the fields below; held for moments only, never over a request or the disk."""
         self._waiting: deque[Encoded] = deque()

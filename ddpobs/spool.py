@@ -6,6 +6,7 @@ and trimmed without opening anything.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import tempfile
@@ -58,10 +59,11 @@ class Spool:
         folder: Made when the first batch comes.
         limit_bytes: Most it may hold; the oldest make room. Several processes that share a folder may each be a few
             batches over it.
+        private: The folder has to be this user's own: where everybody may make one, another user may have been faster.
     """
 
-    def __init__(self, folder: Path, limit_bytes: int) -> None:
-        self.folder, self._limit_bytes = folder, limit_bytes
+    def __init__(self, folder: Path, limit_bytes: int, private: bool = False) -> None:
+        self.folder, self._limit_bytes, self._private = folder, limit_bytes, private
         self._total_bytes = 0
         self._until_counted = 0
 
@@ -80,10 +82,12 @@ class Spool:
         if len(body) > self._limit_bytes:
             dropped(batch.run, batch.records)
             return
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._private and self.folder.lstat().st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, "it belongs to another user: set DDPOBS_SPOOL", str(self.folder))
         if self._until_counted == 0 or self._total_bytes + len(body) > self._limit_bytes:
             self._make_room(len(body), dropped)
             self._until_counted = _COUNTED_EVERY
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         final = self.folder / f"{at_ns:020d}~{batch.run}~{batch.source}~{batch.seq}~{batch.records}.batch"
         partial = final.with_suffix(f".{os.getpid()}.partial")
         try:

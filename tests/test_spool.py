@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -72,4 +73,16 @@ def test_a_file_that_may_not_be_removed_stays_and_another_goes(tmp_path: Path, m
 
     monkeypatch.setattr(Path, "unlink", unlink)
     assert put(spool, 2) == [("r", 5)]
+    assert [kept.seq for kept in spool.batches()] == [0, 2]
+
+
+def test_a_folder_that_another_user_made_first_gets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    spool = Spool(tmp_path, 100, private=True)
+    put(spool, 0)
+    mine = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    with pytest.raises(PermissionError, match="DDPOBS_SPOOL"):
+        put(spool, 1)
+    assert [kept.seq for kept in spool.batches()] == [0]
+    put(Spool(tmp_path, 100), 2)  # One that was named may be somebody else's.
     assert [kept.seq for kept in spool.batches()] == [0, 2]
