@@ -379,8 +379,13 @@ def _gone(handles: list[Any], stop_listening: Callable[[], None], recorder: Modu
 def _current_layout(
     model: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], sparse: Sequence[bool]
 ) -> list[list[int]]:
-    """Indices of each bucket's parameters: what torch logs of rebuilt buckets, or how it cuts the first ones."""
+    """Indices of each bucket's parameters: what torch logs of rebuilt buckets, or how it cuts the first ones.
+
+    None where parameters were frozen or unfrozen since the model was wrapped: torch counts those of then.
+    """
     facts = model._get_ddp_logging_data()
+    if facts["num_parameter_tensors"] != len(parameters):
+        return []
     if facts.get("rebuilt_per_bucket_param_indices"):
         return [[int(i) for i in b.split()] for b in facts["rebuilt_per_bucket_param_indices"].split(",")]
     limits, _ = model._bucket_config.compute_bucket_size_limits(

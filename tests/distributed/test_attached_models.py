@@ -348,6 +348,22 @@ def test_a_process_that_joins_the_others_anew_tells_its_new_rank(tmp_path: Path)
         assert steps == {rank: STEPS, 1 - rank: STEPS}
 
 
+def frozen_before_attaching(rank: int, world_size: int) -> list[object]:
+    ddp = TorchDDP(net(), static_graph=True)
+    train(ddp, rank, 3)
+    for p in ddp.module[0].parameters():
+        p.requires_grad_(False)
+    with sending() as sent:
+        attachment = ddpobs.attach(ddp, sent.config)
+        assert attachment is not None
+        attachment.detach()
+    return [layout.buckets for layout in sent.layouts]
+
+
+def test_a_model_that_was_frozen_in_part_since_it_was_wrapped_can_be_attached() -> None:
+    assert run_ranks(frozen_before_attaching, 2) == [[]] * 2
+
+
 def detached(rank: int, world_size: int) -> list[bool]:
     ddp = TorchDDP(net())
     with sending() as sent:
