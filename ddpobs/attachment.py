@@ -381,7 +381,7 @@ def _current_layout(
 ) -> list[list[int]]:
     """Indices of each bucket's parameters: what torch logs of rebuilt buckets, or how it cuts the first ones.
 
-    None where parameters were frozen or unfrozen since the model was wrapped: torch counts those of then.
+    No bucket where parameters were frozen or unfrozen since the model was wrapped: torch counts those of then.
     """
     facts = model._get_ddp_logging_data()
     if facts["num_parameter_tensors"] != len(parameters):
