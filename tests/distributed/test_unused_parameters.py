@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed import rpc
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
 
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ReducerError, UnusedParametersError
-from tests.distributed.compare import batch, outcome
+from tests.distributed.compare import batch, outcome, verdicts
 from tests.distributed.launch import run_ranks
 
 FIND = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
@@ -363,6 +365,34 @@ def test_every_rank_gets_the_same_error_at_that_backward(told: list[dict[str, st
     first, second = (answers[mistake] for answers in told)
     assert first == second
     assert says in first
+
+
+class Remote(Branching):
+    """Its output is held by a reference that other processes could have."""
+
+    def forward(self, x: torch.Tensor, takes: bool) -> Any:
+        return rpc.RRef(super().forward(x, takes))
+
+
+def by_reference(kind: Any, rank: int) -> Any:
+    ddp, found = kind(Remote(), **FIND), []
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(batch(rank, step), taken(rank, step)).local_value().sum().backward()
+        found.append(outcome(ddp))
+    return found
+
+
+def with_references(rank: int, world_size: int, store: str) -> dict[str, str]:
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
+    rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    found = verdicts({"by reference": by_reference}, rank)
+    rpc.shutdown()
+    return found
+
+
+def test_an_output_held_by_a_remote_reference_is_as_with_torch(tmp_path: Path) -> None:
+    assert run_ranks(with_references, 2, str(tmp_path / "store")) == [{"by reference": "equal"}] * 2
 
 
 def warned(rank: int, world_size: int) -> list[int]:

@@ -1,0 +1,103 @@
+"""Torch's own mixed precision, on the host with streams that stand for a device's: torch's reducer has none there."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision
+
+from ddpobs import DistributedDataParallel
+from tests.distributed.compare import batch, net
+from tests.distributed.launch import run_ranks
+
+CAP = {"bucket_cap_mb": 0.05}
+STEPS = 4
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "views": {"gradient_as_bucket_view": True},
+    "flag": {"find_unused_parameters": True},
+    "static": {"static_graph": True},
+}
+
+
+class Stream(nullcontext[None]):
+    """What is done on it is done at once."""
+
+    device = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """Some layers, one of them frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.frozen = net(), nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.net(x))  # type: ignore[no-any-return]
+
+
+def loss(model: nn.Module, rank: int, step: int, dtype: torch.dtype) -> torch.Tensor:
+    return model(batch(rank, step).to(dtype)).pow(2).mean()
+
+
+def alone(dtype: torch.dtype, reduced_in: torch.dtype, ranks: int) -> nn.Module:
+    """The same training in one process, with a narrow copy of the model for each rank's gradients."""
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        narrow = [copy.deepcopy(model).to(dtype) for _ in range(ranks)]
+        for rank, twin in enumerate(narrow):
+            loss(twin, rank, step, dtype).backward()
+        for parameter, *twins in zip(model.parameters(), *(twin.parameters() for twin in narrow), strict=True):
+            if parameter.requires_grad:
+                total = sum(twin.grad.to(reduced_in) for twin in twins)  # type: ignore[union-attr]
+                parameter.grad = (total / ranks).float()  # type: ignore[union-attr]
+        optimizer.step()
+    return model
+
+
+def trained(rank: int, ranks: int, dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, bool]:
+    """By options, whether parameters are those of one process, in full width again."""
+    reference = alone(*dtypes, ranks)
+    with on_the_host():
+        return {name: same(train(rank, dtypes, options), reference) for name, options in OPTIONS.items()}
+
+
+@contextmanager
+def on_the_host() -> Iterator[None]:
+    events, current = SimpleNamespace(record=int, wait=lambda stream: None), SimpleNamespace(wait_stream=id)
+    with (
+        mock.patch.object(torch, "Stream", Stream),
+        mock.patch.object(torch, "Event", return_value=events),
+        mock.patch.object(torch.accelerator, "current_stream", return_value=current),
+    ):
+        yield
+
+
+def train(rank: int, dtypes: tuple[torch.dtype, torch.dtype], options: dict[str, Any]) -> nn.Module:
+    ddp = DistributedDataParallel(Model(), mixed_precision=_MixedPrecision(*dtypes), **CAP, **options)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss(ddp, rank, step, torch.float32).backward()
+        optimizer.step()
+    return ddp
+
+
+def same(ddp: nn.Module, reference: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(ddp.parameters(), reference.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:find_unused_parameters")
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
+def test_a_training_in_mixed_precision_is_that_of_one_process(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    assert run_ranks(trained, 2, dtypes) == [dict.fromkeys(OPTIONS, True)] * 2
