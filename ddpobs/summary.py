@@ -196,13 +196,14 @@ class Summariser:
         own_ns, unclean = np.zeros((steps, _PHASES), np.int64), np.ones(steps, bool)
         if len(windows.row):
             origin_ns = windows.ready_ns[0] if self._origin_ns is None else self._origin_ns
-            origins_ns = np.append(origin_ns, windows.done_ns[:-1])
+            # The latest end of any before: of two optimizers' reductions the one that is waited for last may end first.
+            origins_ns = np.maximum.accumulate(np.append(origin_ns, windows.done_ns))
             clean = windows.clean.copy()
             clean[0] &= self._origin_ns is not None
-            np.add.at(own_ns, windows.row, timeline.between(origins_ns, windows.ready_ns))
+            np.add.at(own_ns, windows.row, timeline.between(origins_ns[:-1], windows.ready_ns))
             unclean[windows.row] = False
             unclean[windows.row[~clean]] = True
-            self._origin_ns = int(windows.done_ns[-1])
+            self._origin_ns = int(origins_ns[-1])
         if self._origin_ns is not None:
             since = int(np.searchsorted(timeline.at_ns, self._origin_ns))
             if len(timeline.at_ns) - since > _MOST_CARRIED:

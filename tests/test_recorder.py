@@ -202,6 +202,29 @@ def test_own_time_runs_from_the_last_synchronisation_to_the_last_readiness(train
     assert not second.flags & wire.NO_ORIGIN
 
 
+def test_no_time_is_own_twice_where_the_reduction_that_is_waited_for_last_ends_first(training: Training) -> None:
+    """As with two of Horovod's optimizers over the two halves of a model."""
+    for _ in range(3):
+        training.fetch(10)
+        training.forward(20)
+        training.journal.backward_began()
+        later, earlier = training.recorder.backward(), training.recorder.backward()
+        for record in (earlier, later):
+            training.spend(20)
+            record.ready_ns = record.launched_ns = [training.clock.at] * 2
+            record.done_ns = [training.clock.at + 1] * 2
+        training.journal.backward_ended()
+        for record in (later, earlier):
+            training.recorder.waiting_began()
+            training.spend(1)
+            training.recorder.finished(record)
+            training.recorder.waiting_ended()
+            training.optimizer(5)
+    assert [own(step) for step in training.steps()[1:]] == [
+        {"data": 10, "forward": 20, "backward": 40, "optimizer": 10}
+    ] * 2
+
+
 def test_the_optimizer_before_a_backward_belongs_to_the_previous_step_but_to_this_ones_own_time(
     training: Training,
 ) -> None:
