@@ -124,7 +124,8 @@ class Diagnosis:
     ) -> tuple[wire.Ints, wire.Spans]:
         """Spans of a slow rank and some others, of the steps in which it was late among the latest."""
         slow, (of, rows) = finding.ranks[0], steps
-        late = stragglers.late_collectives(joined.latest(_BUCKET_STEPS), slow, finding.steps[0])
+        typical_ns = finding.evidence["excess_ns"]
+        late = stragglers.late_collectives(joined.latest(_BUCKET_STEPS), slow, finding.steps[0], typical_ns)
         wanted = np.isin(of, _beside(slow, joined.ranks)) & np.isin(rows.collective, late)
         of, number = of[wanted], rows.step[wanted]
         together: dict[tuple[int, int], list[int]] = {}  # With uneven inputs the ranks' step numbers part.

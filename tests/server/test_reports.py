@@ -398,13 +398,13 @@ def test_the_last_diagnosis_is_told_while_a_new_one_is_made(store: Store, monkey
     assert reports.last_diagnosis(run)[1]
 
 
-@pytest.mark.parametrize("turns", [True, False])
+@pytest.mark.parametrize(("turns", "every", "ms"), [(True, 2, 60), (False, 3, 60), (False, 10, 300)])
 def test_the_late_bucket_is_that_of_the_module_that_is_slow_in_the_steps_that_are_late(
-    store: Store, turns: bool
+    store: Store, turns: bool, every: int, ms: int
 ) -> None:
-    """Two modules take turns and only the first is slow; or one is slow in a third of the steps."""
+    """Two modules take turns and only the first is slow; or one is slow in a part of the steps."""
     own = own_times(240, RANKS, seed=1)
-    own[:: 2 if turns else 3, 1, wire.OWN_PHASES.index("backward")] += 60 * MS
+    own[::every, 1, wire.OWN_PHASES.index("backward")] += ms * MS
     rank, steps = columns(own)
     ready = steps.end_ns - steps.exposed_comm_ns
     ready = np.stack([ready - 10 * MS, ready], axis=1).reshape(-1)

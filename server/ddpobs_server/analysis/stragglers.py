@@ -6,7 +6,7 @@ ranks leave a synchronisation together, so these are comparable over ranks with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,10 @@ A burst of noise may fill so few: in each of their quarters a rank is late in `_
 _SUDDEN_LATE_SHARE = 0.8
 _MOST_MEDIANS = 4.0
 """No step counts for more than so many median ones: one that holds an upload is as long as thousands."""
+_SELDOM_TIMES = 3.0
+"""A rank that is late as often as others, by noise, stands out where it costs so many times what the others cost."""
+_BULK = 0.8
+"""The fewest steps that hold so much of what such a rank costs tell how late it is: the others are noise as well."""
 _BLOCK = 4
 _PARTS = 4
 _PERMUTATIONS = 400
@@ -74,19 +78,20 @@ def lateness(joined: Joined) -> Lateness:
     return Lateness(excess, delay, last, excess > ALARM_SHARE * joined.step_ns[:, None])
 
 
-def chance_of(late: npt.NDArray[np.bool_], seed: int = 0) -> Floats:
-    """How often chance alone would make some rank late as often as each rank was.
+def chance_of(late: npt.NDArray[Any], seed: int = 0) -> Floats:
+    """How often chance alone would make some rank late as often as each rank was, or cost as much.
 
     Ranks are permuted anew in each block of steps, so that what comes in bursts stays in bursts. Many are rotated.
 
     Args:
-        late: Shape [steps, ranks].
+        late: Whether a rank was late, or what it cost; shape [steps, ranks].
         seed: Of the permutations; the same run always gets the same answer.
 
     Returns:
         Shape [ranks], a p-value with the usual +1 correction.
     """
     steps, ranks = late.shape
+    late = late.astype(np.int8) if late.dtype == bool else _in_parts(late)
     blocks = steps // _BLOCK
     counts = late[: blocks * _BLOCK].reshape(blocks, _BLOCK, ranks).sum(axis=1)
     observed = counts.sum(axis=0)
@@ -94,9 +99,14 @@ def chance_of(late: npt.NDArray[np.bool_], seed: int = 0) -> Floats:
     return np.asarray((1 + (most[:, None] >= observed).sum(axis=0)) / (1 + _PERMUTATIONS))
 
 
+def _in_parts(cost: Floats) -> wire.Ints:
+    """Whole parts of the highest cost: sums of these do not depend on their order."""
+    return np.asarray(np.rint(cost * (1000 / max(1.0, float(cost.max(initial=0.0))))), np.int64)
+
+
 def _permuted_most(counts: wire.Ints, random: np.random.Generator) -> wire.Ints:
     """How often the rank that is late most is late, each time the ranks are permuted anew in each block."""
-    repeated = np.broadcast_to(counts.astype(np.int8), (_PERMUTATIONS, *counts.shape))
+    repeated = np.broadcast_to(counts.astype(np.int16), (_PERMUTATIONS, *counts.shape))
     return np.asarray(random.permuted(repeated, axis=2).sum(axis=1, dtype=np.int64).max(axis=1))
 
 
@@ -140,6 +150,36 @@ def recurring(joined: Joined, late: Lateness, least_late: float = 0.0, least_cos
         stand_out &= (shares >= 0.5 * shares.max()) & (shares >= 2 * median_of_others(shares[None])[0])
         stand_out &= (shares >= least_late) & (cost_shares(joined, late, rows) >= least_cost)
     return np.flatnonzero(stand_out).tolist()
+
+
+def costly(joined: Joined, late: Lateness) -> list[int]:
+    """Indices of the ranks that may be late as seldom as others, but cost far more in each quarter of the steps.
+
+    A rank that takes long in every tenth step is not late twice as often as one that noise makes late in every fifth.
+    """
+    stand_out = np.ones(len(joined.ranks), bool)
+    for rows in np.array_split(np.arange(len(joined)), _PARTS):
+        costs = cost_shares(joined, late, rows)
+        stand_out &= (costs >= 0.5 * costs.max()) & (costs >= _SELDOM_TIMES * median_of_others(costs[None])[0])
+        stand_out &= costs >= MIN_COST_SHARE
+    return np.flatnonzero(stand_out).tolist()
+
+
+def in_bulk(joined: Joined, late: Lateness, rank: int) -> Lateness:
+    """The same, with a rank late only in the steps that make up most of what it costs, and in those about as long.
+
+    Args:
+        joined: The run.
+        late: Of its steps.
+        rank: Index of the rank.
+    """
+    cost_ns = weights(joined.window_ns) * late.cost_ns[:, rank]
+    order = np.argsort(-cost_ns, kind="stable")
+    held = int(np.searchsorted(np.cumsum(cost_ns[order]), _BULK * cost_ns.sum())) + 1
+    excess_ns = late.excess_ns[:, rank]
+    told = late.late.copy()
+    told[:, rank] &= excess_ns >= 0.5 * np.median(excess_ns[order[:held]])
+    return replace(late, late=told)
 
 
 def onset(late: npt.NDArray[np.bool_], share: float) -> int:
@@ -204,10 +244,11 @@ def backward_began_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Int
     return np.repeat(began, np.diff(begins, append=len(wanted)))
 
 
-def late_collectives(joined: Joined, rank: int, first: int) -> wire.Ints:
-    """Those of the steps from `first` on in which a rank was late."""
-    late = lateness(joined).late[:, np.searchsorted(joined.ranks, rank)]
-    return joined.collective[late & (joined.step >= first)]
+def late_collectives(joined: Joined, rank: int, first: int, typical_ns: float) -> wire.Ints:
+    """Those of the steps from `first` on in which a rank was late, by at least half of what it typically is."""
+    index, late = int(np.searchsorted(joined.ranks, rank)), lateness(joined)
+    by_so_much = late.excess_ns[:, index] >= 0.5 * typical_ns
+    return joined.collective[late.late[:, index] & by_so_much & (joined.step >= first)]
 
 
 def late_bucket(
@@ -313,9 +354,18 @@ def straggler_findings(joined: Joined, hosts: dict[int, str]) -> list[Finding] |
         return Missing("straggler", f"{len(joined)} of {MIN_STEPS} steps in which every rank's own time is known")
     joined = joined.latest(RECENT_STEPS)
     late = lateness(joined)
-    habits = _beyond_chance(late, recurring(joined, late))
+    habits = _beyond_chance(late.late, recurring(joined, late))
     found = [_finding(joined, late, index, chance, hosts) for index, chance in habits.items()]
-    return found + _sudden_findings(joined, late, set(habits), hosts)
+    found += _sudden_findings(joined, late, set(habits), hosts)
+    return found + _seldom_findings(joined, late, {finding.ranks[0] for finding in found}, hosts)
+
+
+def _seldom_findings(joined: Joined, late: Lateness, known: set[int], hosts: dict[int, str]) -> list[Finding]:
+    """A finding for each other rank that is seldom late, but by so much that it costs more than chance would."""
+    suspects = [index for index in costly(joined, late) if joined.ranks[index] not in known]
+    cost_ns = weights(joined.window_ns)[:, None] * late.cost_ns
+    chances = _beyond_chance(cost_ns, suspects)
+    return [_finding(joined, in_bulk(joined, late, index), index, chances[index], hosts) for index in chances]
 
 
 def _sudden_findings(joined: Joined, late: Lateness, known: set[int], hosts: dict[int, str]) -> list[Finding]:
@@ -326,18 +376,18 @@ def _sudden_findings(joined: Joined, late: Lateness, known: set[int], hosts: dic
             continue
         now, late_now = joined.latest(count), late.latest(count)
         suspects = set(recurring(now, late_now, _SUDDEN_LATE_SHARE, least_cost)) - known
-        for index, chance in _beyond_chance(late_now, sorted(suspects)).items():
+        for index, chance in _beyond_chance(late_now.late, sorted(suspects)).items():
             steps = len(joined) - onset(late.late[:, index], float(late_now.late[:, index].mean()))
             found.append(_finding(joined.latest(steps), late.latest(steps), index, chance, hosts, sudden=True))
             known |= {index}
     return found
 
 
-def _beyond_chance(late: Lateness, suspects: list[int]) -> dict[int, float]:
-    """Those that are late more often than chance, and how often chance would do it."""
+def _beyond_chance(late: npt.NDArray[Any], suspects: list[int]) -> dict[int, float]:
+    """Those that are late more often than chance, or cost more, and how often chance would do it."""
     if not suspects:
         return {}  # Chance takes longer to work out than all the rest.
-    chance = chance_of(late.late)
+    chance = chance_of(late)
     return {index: float(chance[index]) for index in suspects if chance[index] <= CHANCE}
 
 

@@ -98,6 +98,20 @@ def test_a_rank_slow_in_some_steps_is_intermittent_and_its_share_is_said() -> No
     assert 0.2 < finding.evidence["late_share"] < 0.4
 
 
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_a_rank_that_is_very_slow_in_every_tenth_step_is_named_where_noise_makes_all_late_as_often(ranks: int) -> None:
+    told = []
+    for seed in range(10):
+        own = own_times(300, ranks, seed)
+        own[5::10, 1, wire.OWN_PHASES.index("forward")] += 300 * MS
+        (finding,) = found(own)
+        assert (finding.ranks, finding.phase, finding.evidence["kind"]) == ([1], "forward", "intermittent")
+        told.append((finding.evidence["late_share"], finding.evidence["excess_ns"]))
+    late_share, excess_ns = np.median(told, axis=0)
+    assert late_share == pytest.approx(0.1, abs=0.02)
+    assert excess_ns == pytest.approx(300 * MS, rel=0.05)
+
+
 def test_a_difference_below_a_twentieth_of_the_step_is_nobodys_fault() -> None:
     assert found(exact({1: ("backward", 3.5)})) == []
 
