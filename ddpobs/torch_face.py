@@ -153,10 +153,20 @@ class ModuleReducer(Reducer):
         super()._launch(bucket)
 
     def _settle(self) -> None:
-        for bucket in self._buckets:
-            if bucket.lent:
-                bucket.give_back(bucket.buffer, self._aside)
+        lent = [bucket for bucket in self._buckets if bucket.lent]
+        if lent:
+            for other in filter(None, (itself() for itself in self._begun)):
+                other._take_in()
+        for bucket in lent:
+            bucket.give_back(bucket.buffer, self._aside)
         super()._settle()
+
+    def _take_in(self) -> None:
+        """Another module is about to write its result where gradients are that this one has yet to reduce."""
+        for bucket in self._buckets[len(self._pending) :]:
+            if bucket.lent:
+                bucket.fill(self._used)
+                bucket.placed[:] = b"\1" * len(bucket.placed)
 
     def _finish(self) -> None:
         self.timings.mark("backward_ended")

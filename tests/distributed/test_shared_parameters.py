@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
@@ -42,13 +43,23 @@ def gradients(*modules: nn.Module) -> Iterator[Any]:
         yield None if parameter.grad is None else parameter.grad.clone()
 
 
-def together(set_to_none: bool = True, hooks: bool = False, accumulates: bool = False, **options: Any) -> Any:
+def doubled(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Twice the mean: it shows how often it ran."""
+    work = dist.all_reduce(buffer * (2 / dist.get_world_size()), async_op=True)
+    return work.get_future().then(lambda sums: sums.value()[0])
+
+
+def doubling() -> Any:
+    return lambda state, bucket: doubled(bucket.buffer())
+
+
+def together(set_to_none: bool = True, hook: Any = None, accumulates: bool = False, **options: Any) -> Any:
     """One backward through both; before the second one a backward of each."""
 
     def case(kind: Any, rank: int) -> Any:
         models, found = two(kind, **options), []
-        for model in models if hooks else ():
-            model.register_comm_hook(None, default_hooks.allreduce_hook)
+        for model in models if hook else ():
+            model.register_comm_hook(None, hook)
         for step in range(4):
             for number, model in enumerate(models):
                 if not accumulates or step % 2:
@@ -63,9 +74,12 @@ def together(set_to_none: bool = True, hooks: bool = False, accumulates: bool = 
     return case
 
 
-def nested(**options: Any) -> Any:
+def nested(hook: Any = None, **options: Any) -> Any:
     def case(kind: Any, rank: int) -> Any:
-        ddp, found = kind(Around(kind(net(), **options)), **options), []
+        inner = kind(net(), **options)
+        ddp, found = kind(Around(inner), **options), []
+        for model in (inner, ddp) if hook else ():
+            model.register_comm_hook(None, hook)
         for step in range(4):
             ddp.zero_grad(set_to_none=step % 2 == 0)
             ddp(batch(rank, step)).pow(2).sum().backward()
@@ -81,16 +95,17 @@ CASES = {
     "together, zeroed in place": together(set_to_none=False),
     "together, zeroed in place, small buckets": together(set_to_none=False, **SMALL),
     "together, accumulated": together(accumulates=True),
-    "together, by hooks": together(hooks=True),
+    "together, by hooks": together(hook=default_hooks.allreduce_hook),
     "together, flag": together(**FLAG, **SMALL),
     "nested": nested(),
     "nested, small buckets": nested(**SMALL),
     "nested, flag": nested(**FLAG),
     "nested, static": nested(static_graph=True),
+    "nested, by hooks that double": nested(hook=doubling(), **SMALL),
 }
 
 
-CLOSE = {"nested", "nested, small buckets", "nested, flag", "nested, static"}
+CLOSE = {"nested", "nested, small buckets", "nested, flag", "nested, static", "nested, by hooks that double"}
 """On four ranks: each module sums the same gradients, in buckets of its own cut, and the one that ends last is kept."""
 
 
