@@ -186,6 +186,18 @@ class Bucket:
             if parameter.grad is not None and member not in aside:
                 parameter.grad.copy_(part)
 
+    def give(self, place: int) -> None:
+        """Make the result the gradient of a parameter that got none in this backward."""
+        parameter = self.parameters[place]
+        if self.sparse:
+            return
+        if not self.lent:
+            parameter.grad = self.views[place]
+        elif parameter.grad is None:
+            parameter.grad = self.views[place].clone()
+        else:
+            parameter.grad.copy_(self.views[place])
+
     def owe(self, place: int, older: Bucket, place_there: int) -> None:
         """Take over what another bucket has yet to send of one parameter."""
         assert older.residual is not None

@@ -238,10 +238,7 @@ class Reducer(Readiness):
             if not isinstance(self._pending[self._bucket_of[index].index], Nothing):
                 self._bucket_of[index].owe_again(self._place_of[index], self._ranks)
         for index in sorted(set(locally) - set(nobody)):
-            bucket = self._bucket_of[index]
-            if not bucket.sparse:
-                view = bucket.views[self._place_of[index]]
-                self._parameters[index].grad = view.clone() if bucket.lent else view
+            self._bucket_of[index].give(self._place_of[index])
         if self._recorder is not None:
             self._recorder.unused([self._names[i] for i in locally], [self._names[i] for i in nobody])
 
