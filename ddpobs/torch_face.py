@@ -125,6 +125,7 @@ class ModuleReducer(Reducer):
 
     def _refuse(self) -> None:
         """On every rank alike, before anything is launched."""
+        engine.refuse_compiled()
         engine.refuse_graph("DistributedDataParallel")
         now, was = self._parameters[0], self._bucket_of[0].buffer
         if (now.dtype, now.device) != (was.dtype, was.device) and self._layout.dtype is None:

@@ -383,8 +383,8 @@ def test_a_fault_of_an_earlier_group_is_not_told_again() -> None:
     assert run_ranks(in_two_groups, 2) == [[["UnusedParametersError"], []]] * 2
 
 
-def compiled_autograd(rank: int, world_size: int) -> tuple[str, bool]:
-    """The refusal, and whether the gradients of a plain backward after it are alike."""
+def compiled_autograd(rank: int, world_size: int) -> tuple[str, int, bool]:
+    """The refusal, what it left to be ended, and whether the gradients of a plain backward after it are alike."""
     ddp = DistributedDataParallel(net())
     with torch._dynamo.config.patch(compiled_autograd=True):
 
@@ -395,16 +395,18 @@ def compiled_autograd(rank: int, world_size: int) -> tuple[str, bool]:
         with pytest.raises(ReducerError) as raised:
             step(batch(rank))
     torch._dynamo.reset()
+    left = len(ddp.reducer._begun)
     ddp.zero_grad()
     ddp(batch(rank)).sum().backward()
     gradient = next(ddp.parameters()).grad
     assert gradient is not None
     others = [torch.empty_like(gradient) for _ in range(world_size)]
     dist.all_gather(others, gradient)
-    return str(raised.value), all(torch.equal(gradient, other) for other in others)
+    return str(raised.value), left, all(torch.equal(gradient, other) for other in others)
 
 
 def test_a_backward_under_compiled_autograd_is_refused_instead_of_left_unreduced() -> None:
-    for refusal, alike in run_ranks(compiled_autograd, 2):
+    for refusal, left, alike in run_ranks(compiled_autograd, 2):
         assert "compiled autograd" in refusal
+        assert left == 0
         assert alike
