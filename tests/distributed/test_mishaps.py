@@ -203,10 +203,12 @@ def mistaken(rank: int, world_size: int) -> list[str]:
     first = DistributedDataParallel(net())
     if rank == 0:
         copy.deepcopy(first)
-    for mistake in ("create_graph", "converted", "unused", "replaced"):
+    for mistake in ("create_graph", "converted", "converted in part", "unused", "replaced"):
         ddp = DistributedDataParallel(net(), **CAP)
         if mistake == "converted":
             ddp.double()
+        if mistake == "converted in part":
+            ddp.module[4].double().register_forward_pre_hook(lambda _, inputs: (inputs[0].double(),))
         inputs = batch(rank).to(next(ddp.parameters()).dtype)
         if mistake == "unused" and rank == 0:
             ddp.module[4].bias = None
@@ -221,9 +223,11 @@ def mistaken(rank: int, world_size: int) -> list[str]:
 def test_what_cannot_be_reduced_is_the_same_clear_error_on_every_rank() -> None:
     first, second = run_ranks(mistaken, 2)
     assert first == second
-    higher, converted, unused, replaced = first
+    higher, converted, in_part, unused, replaced = first
     assert "torch.autograd.grad" in higher
     assert "0.weight was torch.float32 on cpu" in converted
+    assert "4.weight was torch.float32 on cpu" in in_part
+    assert "is torch.float64 on cpu now" in in_part
     assert "4.bias (rank 0)" in unused
     assert "rank 0: 6 parameters, " in replaced
     assert "were replaced after DistributedDataParallel was built" in replaced
