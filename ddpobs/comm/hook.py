@@ -23,7 +23,8 @@ class GradBucket:
 
     def __init__(self, bucket: Bucket, last: bool) -> None:
         self.bucket, self._last = bucket, last
-        self._buffer = bucket.parameters[0].grad if bucket.sparse else bucket.buffer
+        self._flat = _real(bucket.buffer)
+        self._buffer = bucket.parameters[0].grad if bucket.sparse else self._flat
 
     def index(self) -> int:
         """The bucket's place in launch order."""
@@ -34,7 +35,7 @@ class GradBucket:
         return self._last
 
     def buffer(self) -> torch.Tensor:
-        """The flat gradients, one dimension, not divided by the number of ranks."""
+        """The flat gradients, one dimension, not divided by the number of ranks; complex ones as pairs of real ones."""
         assert self._buffer is not None
         return self._buffer
 
@@ -46,7 +47,10 @@ class GradBucket:
         """Each parameter's part of the buffer, also of one that was put in its place."""
         if self.bucket.sparse:
             return [self.buffer()]
-        return list(self.bucket.views) if self._buffer is self.bucket.buffer else self.bucket.parts_of(self.buffer())
+        if not self.bucket.buffer.is_complex():
+            return list(self.bucket.views) if self._buffer is self._flat else self.bucket.parts_of(self.buffer())
+        pairs = torch.view_as_complex(self.buffer().view(-1, 2))
+        return [torch.view_as_real(part) for part in self.bucket.parts_of(pairs)]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the same order."""
@@ -90,8 +94,13 @@ class _Pending:
         elif not (self._bucket.adopts or self._bucket.lent):
             self._bucket.give_back(result)
         elif result.data_ptr() != self._bucket.buffer.data_ptr():
-            self._bucket.buffer.copy_(result.view(-1))
+            _real(self._bucket.buffer).copy_(_real(result.view(-1)))
 
     def on_done(self, told: Callable[[object], None]) -> None:
         with self._stream or nullcontext():  # A future that knows no stream calls at once, on the current one.
             self._future.add_done_callback(told)
+
+
+def _real(flat: torch.Tensor) -> torch.Tensor:
+    """As torch hands it to hooks: a cast would take the imaginary parts away."""
+    return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
