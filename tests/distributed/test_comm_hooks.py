@@ -35,31 +35,6 @@ def hooked(hook: Any, state: Any = lambda: None, **options: Any) -> Any:
     return case
 
 
-class Complex(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.turn, self.shift = (nn.Parameter(torch.randn(8, dtype=torch.complex64)) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x * self.turn + self.shift).abs()
-
-
-def of_complex(hook: Any, **options: Any) -> Any:
-    def case(kind: Any, rank: int) -> Any:
-        ddp = kind(Complex(), **options)
-        ddp.register_comm_hook(None, hook)
-        return [torch.view_as_real(tensor) for tensor in train(ddp, rank, 3)]
-
-    return case
-
-
-def new_mean(_state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and no postponed ones
-    """What a user might write: the result is another tensor than the bucket's."""
-    work = dist.all_reduce(bucket.buffer(), async_op=True)
-    return work.get_future().then(lambda sums: sums.value()[0] / dist.get_world_size())
-
-
 def power_sgd() -> Any:
     return powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=3)
 
@@ -237,9 +212,6 @@ def zero(wrap: Any) -> Any:
 BF16_BY_NAME = "bf16, refused where torch has no NCCL"
 
 CASES = {
-    "complex": of_complex(default_hooks.allreduce_hook),
-    "complex, fp16": of_complex(default_hooks.fp16_compress_hook, gradient_as_bucket_view=True),
-    "complex, a new tensor": of_complex(new_mean),
     "allreduce": hooked(default_hooks.allreduce_hook),
     "fp16": hooked(default_hooks.fp16_compress_hook),
     "fp16 around all-reduce": hooked(default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook)),
