@@ -65,7 +65,8 @@ def test_a_refusal_is_told_and_ends_the_asking(browser: Any, url: str, status: i
     visit = held(browser)
     visit.page.route("**/api/v1/**", lambda route: route.fulfill(status=status, json={"detail": "not for you"}))
     visit.page.goto(url)
-    visit.page.get_by_text("not for you").wait_for()
+    told = "not for you" if status == 404 else "not for you. Reload the page to give a token."
+    visit.page.get_by_text(told, exact=True).wait_for()
     reads = visit.reads()
     visit.page.clock.run_for(60_000)
     assert visit.reads() == reads
@@ -101,7 +102,8 @@ def test_a_token_that_may_not_read_is_forgotten_and_another_one_asked_for(browse
         put(guarded.url, batch("kept", 0, slow=False, host="node"), Authorization="Bearer s3cret")
         database = f"sqlite:///{guarded.database}"
         visit = Visit(browser, guarded.url, kept(database, "ranks", "default", "ingest"))
-        visit.page.get_by_text("this token may ingest, and this needs read. Reload").wait_for()
+        told = "this token may ingest, and this needs read. Reload the page to give a token."
+        visit.page.get_by_text(told, exact=True).wait_for()
         assert "this token may ingest" in visit.asked[1]
         visit = Visit(browser, guarded.url, "wrong", kept(database, "more", "default", "ingest"), "s3cret")
         visit.page.get_by_role("link", name="kept").wait_for()
