@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from ddpobs_server import bench
+from ddpobs_server.operations import bench
 
 from ddpobs import wire
 

@@ -29,17 +29,19 @@ from unittest.mock import patch
 
 import msgspec
 import numpy as np
-from ddpobs_server import bench
+from ddpobs_server.operations import bench
 
 from benchmarks.source import digest
-from ddpobs import delivery, exporter, stragglers, telemetry, wire
+from ddpobs import telemetry, wire
 from ddpobs.clocks import HostClock
 from ddpobs.config import TelemetryConfig
-from ddpobs.phases import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
-from ddpobs.rawsteps import RawSteps
-from ddpobs.recorder import Backward
-from ddpobs.sender import Outcome, Sender
-from ddpobs.summary import Summariser
+from ddpobs.export import delivery, exporter, identity
+from ddpobs.export.http_sender import Outcome, Sender
+from ddpobs.ranks import straggler_exchange
+from ddpobs.recording.module_recorder import Backward
+from ddpobs.steps.step_columns import RawSteps
+from ddpobs.steps.step_tracker import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
+from ddpobs.steps.summary import Summariser
 
 STEP_S, BUCKETS = 0.5, 40
 PARAMETERS = 10
@@ -73,7 +75,7 @@ class Rank(telemetry.Telemetry):
         self._config, self._now_ns, self._number, self._ranks = config, now_ns, rank, ranks
         self._random = np.random.default_rng(rank)
         self.steps = 0
-        self.exporter.identify(exporter.Identity(RUN, ATTEMPT, f"{rank:016x}", rank, ranks))
+        self.exporter.identify(identity.Identity(RUN, ATTEMPT, f"{rank:016x}", rank, ranks))
         self.exporter.every(config.pulse_s, self._offer_steps)
         self.exporter.every(config.pulse_s, self._pulse)
         self.exporter.offer(layout())
@@ -89,9 +91,9 @@ class Rank(telemetry.Telemetry):
     def _share(self) -> None:
         """Statistics over all ranks, as rank 0 sends them."""
         window = np.arange(self.steps - self._config.peers_every, self.steps)
-        rows = self._random.gamma(20.0, 1e6, (len(window), self._ranks, stragglers.COLUMNS)).astype(np.int64)
+        rows = self._random.gamma(20.0, 1e6, (len(window), self._ranks, straggler_exchange.COLUMNS)).astype(np.int64)
         rows[:, :, 0], rows[:, :, 1] = window[:, None], round(1e9 * STEP_S)
-        self.exporter.offer(stragglers.statistics(rows))
+        self.exporter.offer(straggler_exchange.statistics(rows))
 
     def end(self) -> None:
         """The training is over: what is left is one more batch."""

@@ -25,7 +25,7 @@ from pathlib import Path
 import httpx
 import msgspec
 import numpy as np
-from ddpobs_server import bench
+from ddpobs_server.operations import bench
 from ddpobs_server.store import Arrival, Store
 from sqlalchemy import Engine, create_engine, text
 

@@ -6,7 +6,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ddpobs.attachment import attach
+    from ddpobs.attachment.attachment import attach
     from ddpobs.config import TelemetryConfig
     from ddpobs.ddp import DistributedDataParallel
 

@@ -18,8 +18,8 @@ import typer
 
 from ddpobs.config import TelemetryConfig, from_environment
 from ddpobs.errors import ConfigError
-from ddpobs.sender import Answer, Outcome, Sender, pause_s
-from ddpobs.spool import Spool, Spooled
+from ddpobs.export.http_sender import Answer, Outcome, Sender, pause_s
+from ddpobs.export.spool import Spool, Spooled
 
 main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 

@@ -16,16 +16,17 @@ from torch.distributed.algorithms.join import Join
 from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from ddpobs import models
 from ddpobs.comm import Way, choose, name_of
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import ConfigError, DataParallelError
-from ddpobs.patching import skip_in_dynamo
-from ddpobs.readiness import Settings
-from ddpobs.torch_face import Logger, ModuleReducer
+from ddpobs.reducer import model_check
+from ddpobs.reducer.ddp_logger import Logger
+from ddpobs.reducer.module_reducer import ModuleReducer
+from ddpobs.reducer.readiness import Settings
+from ddpobs.torch_seam.patching import skip_in_dynamo
 
 if TYPE_CHECKING:
-    from ddpobs.recorder import ModuleRecorder
+    from ddpobs.recording.module_recorder import ModuleRecorder
 
 _CPP_NAMES = {
     torch.float32: "float",
@@ -157,13 +158,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             facts = self._facts(self._arguments, parameters, expect_sparse)
             device = parameters[0].device
             # Buckets are cut as on rank 0, which torch does too.
-            config = models.check_same_everywhere(facts, self._bucket_config, self.process_group, device)
+            config = model_check.check_same_everywhere(facts, self._bucket_config, self.process_group, device)
             self._bucket_config, self.bucket_bytes_cap = config, config.bucket_bytes_cap
         return parameters, expect_sparse
 
     def _facts(
         self, arguments: Mapping[str, Any], parameters: list[torch.nn.Parameter], expect_sparse: list[bool]
-    ) -> models.Facts:
+    ) -> model_check.Facts:
         """What every rank must have the same: whatever a collective's order or size follows from."""
         settings = {
             "find_unused_parameters": bool(self.find_unused_parameters),
@@ -176,9 +177,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         }
         syncs_buffers = self.forward_sync_buffers or arguments.get("forward_sync_buffers") is not None
         return {
-            models.SETTINGS: [(name, str(value)) for name, value in settings.items()],
-            "parameters": models.parameters(_names(self.module, parameters), parameters, expect_sparse),
-            "buffers": models.buffers(self.named_module_buffers if syncs_buffers else {}),
+            model_check.SETTINGS: [(name, str(value)) for name, value in settings.items()],
+            "parameters": model_check.parameters(_names(self.module, parameters), parameters, expect_sparse),
+            "buffers": model_check.buffers(self.named_module_buffers if syncs_buffers else {}),
         }
 
     def _ddp_init_helper(

@@ -25,18 +25,20 @@ from torch._C._distributed_c10d import PrefixStore
 import ddpobs
 from ddpobs import wire
 from ddpobs.clocks import clock_for
-from ddpobs.collectives import CollectiveHooks, backend_of
 from ddpobs.config import TelemetryConfig
-from ddpobs.exporter import DONE, Envelope, Exporter, Identity
-from ddpobs.hooks import ProcessHooks
-from ddpobs.journal import Journal, harmless
-from ddpobs.loaders import LoaderHooks
-from ddpobs.meeting import Drawn, Meeting
-from ddpobs.phases import RawStep
-from ddpobs.rawsteps import RawSteps
-from ddpobs.recorder import ModuleRecorder
-from ddpobs.stragglers import Exchange
-from ddpobs.summary import Summariser
+from ddpobs.export.exporter import DONE, Exporter
+from ddpobs.export.identity import Envelope, Identity
+from ddpobs.ranks.run_identity import Drawn, Meeting
+from ddpobs.ranks.straggler_exchange import Exchange
+from ddpobs.recording.collective_hooks import CollectiveHooks
+from ddpobs.recording.journal import Journal, harmless
+from ddpobs.recording.loader_hooks import LoaderHooks
+from ddpobs.recording.module_recorder import ModuleRecorder
+from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.steps.step_columns import RawSteps
+from ddpobs.steps.step_tracker import RawStep
+from ddpobs.steps.summary import Summariser
+from ddpobs.torch_seam.collectives import backend_of
 
 _log = logging.getLogger("ddpobs")
 _LOOK_S = 0.2

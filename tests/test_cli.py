@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ddpobs.spool import Encoded, Spool
+from ddpobs.export.spool import Encoded, Spool
 from tests.integration.collectors import absent, acknowledge, collector, status
 
 ROOT = Path(__file__).parents[1]

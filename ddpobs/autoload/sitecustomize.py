@@ -73,7 +73,7 @@ def _attach(model: Any) -> None:
     """Attach telemetry to a DDP that torch built; ours has its own and is left alone."""
     if any(base.__module__ == "ddpobs.ddp" for base in type(model).__mro__):
         return
-    from ddpobs.attachment import attach
+    from ddpobs.attachment.attachment import attach
 
     attach(model, telemetry=None)
 

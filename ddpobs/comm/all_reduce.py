@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_reduce, wait_for
+from ddpobs.buckets.bucket import Bucket
+from ddpobs.torch_seam.collectives import all_reduce, wait_for
 
 
 class AllReduce:

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_reduce
+from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.face import OnFuture, Pending
+from ddpobs.comm.base import OnFuture, Pending
+from ddpobs.torch_seam.collectives import all_reduce
 
 
 class _Cast:

@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_gather, wait_for
+from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.face import Pending
-from ddpobs.comm.stages import Stages
+from ddpobs.comm.base import Pending
+from ddpobs.comm.multi_stage import Stages
+from ddpobs.torch_seam.collectives import all_gather, wait_for
 
 BLOCK = 256
 """Elements that share a scale, of 4 bytes: 1.6 % more traffic, and an outlier coarsens no more than its neighbours."""

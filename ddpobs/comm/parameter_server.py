@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from ddpobs.buckets import Bucket
-from ddpobs.collectives import wait_for
+from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.face import Pending
-from ddpobs.comm.stages import Stages
+from ddpobs.comm.base import Pending
+from ddpobs.comm.multi_stage import Stages
+from ddpobs.torch_seam.collectives import wait_for
 
 
 class ParameterServer:

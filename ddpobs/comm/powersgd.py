@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from ddpobs.buckets import Bucket
+from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.face import Pending
-from ddpobs.comm.hook import GradBucket
-from ddpobs.comm.stages import Stages
+from ddpobs.comm.base import Pending
+from ddpobs.comm.multi_stage import Stages
+from ddpobs.comm.user_hook import GradBucket
 
 
 class _Matrices(GradBucket):

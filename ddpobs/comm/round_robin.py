@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import torch.distributed as dist
 
-from ddpobs.buckets import Bucket
+from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.beside import group_beside
-from ddpobs.comm.face import Pending, Way
+from ddpobs.comm.base import Pending, Way
+from ddpobs.comm.side_groups import group_beside
 
 
 class RoundRobin:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpobs.buckets import Bucket
-from ddpobs.collectives import all_reduce
+from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import AllReduce, Fp16, OnFuture, Pending, Way
+from ddpobs.torch_seam.collectives import all_reduce
 
 
 class Compressor:

@@ -14,11 +14,11 @@ from weakref import finalize, ref
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ddpobs.journal import harmless
-from ddpobs.patching import Patches
+from ddpobs.recording.journal import harmless
+from ddpobs.torch_seam.patching import Patches
 
 if TYPE_CHECKING:
-    from ddpobs.recorder import ModuleRecorder
+    from ddpobs.recording.module_recorder import ModuleRecorder
 
 Method = tuple[type[torch.nn.Module], str]
 

@@ -14,9 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ddpobs import models
 from ddpobs.comm import name_of
-from ddpobs.comm.beside import group_beside
+from ddpobs.comm.side_groups import group_beside
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import HorovodError, StepOrderError
 from ddpobs.horovod.collectives import Average, Sum, check_op
@@ -24,9 +23,10 @@ from ddpobs.horovod.compression import Compression, Compressor, way_of
 from ddpobs.horovod.forwards import Model, watch
 from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
 from ddpobs.horovod.reduction import OptimizerReducer
-from ddpobs.patching import skip_in_dynamo
-from ddpobs.readiness import Settings
-from ddpobs.recorder import ModuleRecorder
+from ddpobs.recording.module_recorder import ModuleRecorder
+from ddpobs.reducer import model_check
+from ddpobs.reducer.readiness import Settings
+from ddpobs.torch_seam.patching import skip_in_dynamo
 
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
 _reducers: WeakKeyDictionary[OptimizerReducer, int] = WeakKeyDictionary()
@@ -91,11 +91,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         "groups": fused,
     }
     facts = {
-        models.SETTINGS: [(name, str(value)) for name, value in settings.items()],
-        "parameters": models.parameters(names, parameters, dense),
+        model_check.SETTINGS: [(name, str(value)) for name, value in settings.items()],
+        "parameters": model_check.parameters(names, parameters, dense),
     }
     device = parameters[0].device
-    limit, place = models.check_same_everywhere(facts, (_fusion_threshold(), _free_place()), group, device)
+    limit, place = model_check.check_same_everywhere(facts, (_fusion_threshold(), _free_place()), group, device)
     recorder = None
     config = resolve(telemetry, os.environ)
     if config is not None:

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch
 
-from ddpobs import engine
-from ddpobs.buckets import Bucket
+from ddpobs.buckets.bucket import Bucket
 from ddpobs.errors import StepOrderError
 from ddpobs.horovod import timeline
-from ddpobs.reducer import Reducer
-from ddpobs.unused import Participation, Zeros
+from ddpobs.reducer.participation import Participation, Zeros
+from ddpobs.reducer.reducer import Reducer
+from ddpobs.torch_seam import autograd
 
 
 class OptimizerReducer(Reducer):
@@ -122,7 +122,7 @@ class OptimizerReducer(Reducer):
         ready, left, came_sparse = super()._hook(index), self._left, self._came_sparse
 
         def accumulated(parameter: torch.Tensor) -> None:
-            engine.refuse_graph("DistributedOptimizer")
+            autograd.refuse_graph("DistributedOptimizer")
             if not left[index]:
                 raise StepOrderError(
                     f"{self._names[index]} got a gradient in more than backward_passes_per_step={self._passes} "

@@ -19,17 +19,21 @@ from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
 
 import ddpobs
-from ddpobs_server import api, checks, decoding, ingest, logs, metrics, page, problems, serving
-from ddpobs_server.auth import Doorkeeper
-from ddpobs_server.commands import cli, open_store, say
-from ddpobs_server.heads import BoundedHead
-from ddpobs_server.ingest import Writer
-from ddpobs_server.limits import Admission, UnderWay
-from ddpobs_server.reports import Reports
-from ddpobs_server.retention import Keeper
+from ddpobs_server import api, metrics, page
+from ddpobs_server.ingest import route, upload
+from ddpobs_server.ingest.admission import Admission
+from ddpobs_server.ingest.memory_budget import UnderWay
+from ddpobs_server.ingest.writer import Writer
+from ddpobs_server.operations import logs, self_check
+from ddpobs_server.operations.commands import cli, open_store, say
+from ddpobs_server.operations.health_monitor import Watch
+from ddpobs_server.operations.retention import Keeper
+from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings, unknown
 from ddpobs_server.store import Store
-from ddpobs_server.watching import Watch
+from ddpobs_server.web import problems, security_headers, serving
+from ddpobs_server.web.auth import Doorkeeper
+from ddpobs_server.web.bounded_protocol import BoundedHead
 
 _log = logging.getLogger(__name__)
 _DRAIN_S = 10
@@ -42,12 +46,12 @@ class _Collector(FastAPI):
     def openapi(self) -> dict[str, Any]:
         """FastAPI's own, with the schemas of what ranks send."""
         document = super().openapi()
-        document["components"]["schemas"] |= decoding.SCHEMAS
+        document["components"]["schemas"] |= upload.SCHEMAS
         return document
 
     def build_middleware_stack(self) -> ASGIApp:
         """FastAPI's own, with headers on what is answered to an error of ours too, which no middleware sees."""
-        return page.Headers(super().build_middleware_stack())
+        return security_headers.Headers(super().build_middleware_stack())
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -92,7 +96,7 @@ def create_app(settings: Settings) -> FastAPI:
     app.state.settings = settings
     app.state.registry = CollectorRegistry()
     problems.install(app)
-    for part in (api, ingest, metrics, page):
+    for part in (api, route, metrics, page):
         part.install(app)
     return app
 
@@ -128,10 +132,10 @@ def serve(
     logs.configure(settings.log_level, settings.log_format)
     for line in unknown(os.environ):
         _log.warning(line)
-    if (wrong := checks.tls_problem(settings)) is not None:
+    if (wrong := self_check.tls_problem(settings)) is not None:
         raise _refusal(wrong)
     _no_open_door(settings)
-    if (wrong := checks.address_problem(settings.host, settings.port)) is not None:
+    if (wrong := self_check.address_problem(settings.host, settings.port)) is not None:
         raise _refusal(wrong, 1)
     serving.run(
         create_app(settings),
@@ -158,7 +162,7 @@ def _refusal(why: str, code: int = 2) -> typer.Exit:
 def _no_open_door(settings: Settings) -> None:
     """Look into the database before a server is started: what is wrong with it is then said in a line, too."""
     store = open_store(settings)
-    wrong = checks.open_door(settings, bool(store.tokens()))
+    wrong = self_check.open_door(settings, bool(store.tokens()))
     store.close()
     if wrong is not None:
         raise _refusal(wrong)

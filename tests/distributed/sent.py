@@ -12,7 +12,7 @@ import numpy as np
 import zstandard
 
 from ddpobs import TelemetryConfig, telemetry, wire
-from ddpobs.spool import Spool
+from ddpobs.export.spool import Spool
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
-from ddpobs.buckets import Bucket
+from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import OnFuture, PowerSGD, TopK
 from ddpobs.comm.int8 import BLOCK, decode, encode
 from ddpobs.errors import ConfigError, ReducerError, UnusedParametersError

@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from ddpobs import DistributedDataParallel
-from ddpobs.buckets import Bucket
+from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import Pending, PowerSGD
-from ddpobs.comm.stages import Stages
+from ddpobs.comm.multi_stage import Stages
 from tests.distributed.compare import batch, net, outcome, train
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_comm import CAP

@@ -16,7 +16,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
-from ddpobs import DistributedDataParallel, collectives, telemetry
+from ddpobs import DistributedDataParallel, telemetry
+from ddpobs.recording import collective_hooks
+from ddpobs.torch_seam import collectives, interpreter_exit
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
@@ -54,7 +56,7 @@ def callbacks_of_a_thread(rank: int, _: int) -> int:
             return
         seen.count = getattr(seen, "count", 0) + 1
         counts.append(seen.count)
-        collectives.stay_in_interpreter()
+        interpreter_exit.stay_in_interpreter()
 
     for _ in range(200):
         work = collectives.all_reduce(dist.group.WORLD, [torch.ones(4)])
@@ -76,11 +78,11 @@ def contexts_of(model: Any, rank: int) -> int:
         contexts.append(weakref.ref(torch._C._get_obj_in_tls("context")))
 
     def kept(*args: Any) -> Any:
-        works.append(collectives.plain(torch.distributed.ProcessGroup.allreduce)(*args))
+        works.append(collective_hooks.plain(torch.distributed.ProcessGroup.allreduce)(*args))
         return works[-1]
 
     next(reversed(list(model.parameters()))).register_hook(noted)
-    with mock.patch.object(collectives, "_ALL_REDUCE", kept):
+    with mock.patch.object(collective_hooks, "_ALL_REDUCE", kept):
         for step in range(3):
             model(batch(rank, step)).sum().backward()
     assert len(works) >= len(contexts) == 3

@@ -12,9 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddpobs import DistributedDataParallel, attach, attachment, reducer
-from ddpobs.collectives import backend_of
-from ddpobs.comm import beside
+from ddpobs import DistributedDataParallel, attach
+from ddpobs.attachment import attachment
+from ddpobs.comm import side_groups
+from ddpobs.reducer import reducer
+from ddpobs.torch_seam.collectives import backend_of
 from tests.distributed.compare import batch, net, train, verdicts
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
@@ -105,7 +107,7 @@ def test_a_group_that_takes_anothers_place_times_its_collectives_too(attached: b
 def made_beside(rank: int, world_size: int) -> list[float]:
     group = dist.new_group(timeout=timedelta(seconds=77))
     train(DistributedDataParallel(net(), process_group=group, round_robin_groups=2), rank, 1)
-    return [made._get_backend(torch.device("cpu")).options._timeout.total_seconds() for made in beside._made]
+    return [made._get_backend(torch.device("cpu")).options._timeout.total_seconds() for made in side_groups._made]
 
 
 def test_a_group_beside_another_waits_as_long() -> None:

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ddpobs import DistributedDataParallel, meeting, telemetry
+from ddpobs import DistributedDataParallel, telemetry
+from ddpobs.ranks import run_identity
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
@@ -34,7 +35,7 @@ def without_rank_0(rank: int, _world_size: int) -> tuple[int, int]:
     alone = dist.new_group([1])
     with sending() as sent:
         if rank == 1:
-            with patch.object(meeting, "PATIENCE_S", 0.5):
+            with patch.object(run_identity, "PATIENCE_S", 0.5):
                 ddp = DistributedDataParallel(net(), process_group=alone, telemetry=sent.config)
                 train_until_known(ddp, rank)
     return len(sent.steps("step")), sum(one.dropped for one in sent.batches)
@@ -55,7 +56,7 @@ def after_a_restart(rank: int, _world_size: int) -> str:
         left.add("asks", 3)
         left.set("asks/1", "of-the-dead")
     dist.barrier()
-    with sending() as sent, patch.object(meeting, "PATIENCE_S", 0.5):
+    with sending() as sent, patch.object(run_identity, "PATIENCE_S", 0.5):
         ddp = DistributedDataParallel(net(), telemetry=sent.config)
         train_until_known(ddp, rank)
     return sent.batches[0].attempt

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from ddpobs import DistributedDataParallel
-from ddpobs.buckets import Bucket
+from ddpobs.buckets.bucket import Bucket
 from tests.distributed.compare import batch, net, outcome
 from tests.distributed.launch import run_ranks
 

@@ -8,8 +8,10 @@ from unittest import mock
 import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from ddpobs import DistributedDataParallel, attach, attachment, reducer
-from ddpobs.recorder import ModuleRecorder
+from ddpobs import DistributedDataParallel, attach
+from ddpobs.attachment import attachment
+from ddpobs.recording.module_recorder import ModuleRecorder
+from ddpobs.reducer import reducer
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
 

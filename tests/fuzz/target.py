@@ -17,7 +17,7 @@ import msgspec
 import zstandard
 
 if TYPE_CHECKING:
-    from ddpobs_server.reports import Reports
+    from ddpobs_server.reports.reports import Reports
     from ddpobs_server.store import Store
 
     from ddpobs import wire
@@ -36,9 +36,9 @@ def check(data: bytes) -> None:
     Raises:
         Exception: A defect. Refusals are none.
     """
-    from ddpobs_server import limits
-    from ddpobs_server.problems import Problem
+    from ddpobs_server.ingest import limits
     from ddpobs_server.settings import Settings
+    from ddpobs_server.web.problems import Problem
 
     from ddpobs import wire
     from ddpobs.errors import WireError
@@ -57,7 +57,7 @@ def check(data: bytes) -> None:
 
 def store_and_read(batch: wire.Batch) -> None:
     """What was accepted is stored, and every read of it is answered."""
-    from ddpobs_server.reports import Reports
+    from ddpobs_server.reports.reports import Reports
     from ddpobs_server.store import Arrival, Store
 
     from ddpobs import wire
@@ -101,8 +101,8 @@ def main() -> None:
     """Fuzz."""
     import atheris
 
-    with atheris.instrument_imports(include=["ddpobs.wire", "ddpobs_server.limits"]):
-        import ddpobs_server.limits  # noqa: F401
+    with atheris.instrument_imports(include=["ddpobs.wire", "ddpobs_server.ingest"]):
+        import ddpobs_server.ingest.upload  # noqa: F401
 
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)

@@ -28,8 +28,9 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
-from ddpobs.exporter import Envelope, Exporter, Identity
-from ddpobs.spool import Spool
+from ddpobs.export.exporter import Exporter
+from ddpobs.export.identity import Envelope, Identity
+from ddpobs.export.spool import Spool
 from tests import collector as collectors
 from tests.ports import free_port
 from tests.server.batches import ATTEMPT, get, source_of, spans, steps

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from sqlalchemy import Engine, create_engine
 
-from ddpobs import sender
+from ddpobs.export import http_sender
 from tests import databases
 from tests.integration.faults import (
     BUCKETS,
@@ -34,14 +34,14 @@ from tests.integration.faults import (
     until,
     whole,
 )
-from tests.integration.rooms import LARGE, Full, Room, full_disk, full_quota
+from tests.integration.namespaces import LARGE, Full, Room, full_disk, full_quota
 from tests.server.batches import assert_problem, batch, get, put, spans, steps
 
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks try again soon, however long a collector was away."""
-    monkeypatch.setattr(sender, "_LONGEST_PAUSE_S", 0.3)
+    monkeypatch.setattr(http_sender, "_LONGEST_PAUSE_S", 0.3)
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from ddpobs_server.store import Store
 from tests import databases
 from tests.collector import Collector, collector
 from tests.server.browsing import EVIL, batch, put
-from tests.server.statements import assert_spreads, recorded
+from tests.server.statement_counts import assert_spreads, recorded
 
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

@@ -5,8 +5,8 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ddpobs_server.api import diagnosis, health, runs, turns
-from ddpobs_server.api.pieces import InPieces
+from ddpobs_server.api import concurrency, diagnosis, health, runs
+from ddpobs_server.web.chunked_responses import InPieces
 
 
 class _Head:
@@ -26,6 +26,6 @@ def install(app: FastAPI) -> None:
     """Add the routes."""
     app.add_middleware(_Head)
     app.add_middleware(InPieces)
-    turns.install(app)
+    concurrency.install(app)
     for module in (health, runs, diagnosis):
         app.include_router(module.router)

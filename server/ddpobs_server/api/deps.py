@@ -6,11 +6,11 @@ from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request
 
-from ddpobs_server.auth import Caller, needs
-from ddpobs_server.problems import Problem
-from ddpobs_server.reports import Reports
+from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
+from ddpobs_server.web.auth import Caller, needs
+from ddpobs_server.web.problems import Problem
 
 
 def _store(request: Request) -> Store:

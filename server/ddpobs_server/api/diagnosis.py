@@ -5,11 +5,11 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from ddpobs_server.api import schemas
-from ddpobs_server.api.answers import json_answer
+from ddpobs_server.api.concurrency import InTurn
 from ddpobs_server.api.deps import AttemptDep, FromQuery, ReportsDep, RunDep, ToQuery
-from ddpobs_server.api.turns import InTurn
-from ddpobs_server.problems import Problem
-from ddpobs_server.reports import TooMany
+from ddpobs_server.api.responses import json_answer
+from ddpobs_server.reports.reports import TooMany
+from ddpobs_server.web.problems import Problem
 
 router = APIRouter(prefix="/api/v1/runs/{run}", tags=["diagnosis"], route_class=InTurn)
 

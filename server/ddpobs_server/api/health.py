@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from ddpobs_server.api.deps import StoreDep
-from ddpobs_server.problems import Problem
+from ddpobs_server.web.problems import Problem
 
 router = APIRouter(tags=["health"])
 

@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 
 from ddpobs_server.api import schemas
-from ddpobs_server.api.answers import columns_answer
+from ddpobs_server.api.concurrency import InTurn
 from ddpobs_server.api.deps import (
     Admin,
     AttemptDep,
@@ -25,12 +25,12 @@ from ddpobs_server.api.deps import (
     StoreDep,
     ToQuery,
 )
-from ddpobs_server.api.turns import InTurn
-from ddpobs_server.problems import Problem
-from ddpobs_server.reports import Reports
+from ddpobs_server.api.responses import columns_answer
+from ddpobs_server.reports.reports import Reports
+from ddpobs_server.reports.run_state import RunState, state_of_rank, state_of_run
 from ddpobs_server.settings import Settings
-from ddpobs_server.states import RunState, state_of_rank, state_of_run
 from ddpobs_server.store import Rollup, Run, Source
+from ddpobs_server.web.problems import Problem
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=InTurn)
 

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict  # pydantic's own are these before Python 3.12
 
-from ddpobs_server.analysis.findings import Finding
-from ddpobs_server.states import RankState, RunState
+from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.reports.run_state import RankState, RunState
 from ddpobs_server.store import Attempt
 
 _Facts = dict[str, str | int | float | bool | None]

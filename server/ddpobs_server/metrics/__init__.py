@@ -13,8 +13,8 @@ from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import choose_encoder
 
-from ddpobs_server.auth import Caller, needs
 from ddpobs_server.metrics.runs import run_metrics
+from ddpobs_server.web.auth import Caller, needs
 
 _log = logging.getLogger(__name__)
 _AT_ONCE, _PATIENCE_S = 2, 5.0

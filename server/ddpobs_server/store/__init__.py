@@ -5,12 +5,12 @@ Every query is within one run, or over the runs, and then each join and each sum
 
 from __future__ import annotations
 
-from ddpobs_server.store.faults import UnavailableError, UnusableError
-from ddpobs_server.store.reading import TooManyRowsError
+from ddpobs_server.store.column_queries import TooManyRowsError
+from ddpobs_server.store.database_errors import UnavailableError, UnusableError
+from ddpobs_server.store.ingest import Arrival, Outcome, Unstorable
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.store import Store
-from ddpobs_server.store.writing import Arrival, Outcome, Unstorable
 
 __all__ = [
     "DEFAULT_WORKSPACE",

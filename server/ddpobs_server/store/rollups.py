@@ -9,9 +9,11 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.wire.columns import Columns
-from ddpobs_server.store import buckets, unlike
+from ddpobs_server.store import irregular_bucket_sums
+from ddpobs_server.store.bucket_sums import added
+from ddpobs_server.store.bucket_sums import table as table_of
+from ddpobs_server.store.irregular_bucket_sums import BucketSums, changes
 from ddpobs_server.store.schema import ROLLUP_STEPS, STEP_BOUNDS_S
-from ddpobs_server.store.unlike import BucketSums, changes
 
 Sums = dict[str, list[int]]
 """Columns of sums by name; the column `batch` tells which batch each row is of."""
@@ -79,11 +81,11 @@ def bucket_sums(spans: wire.Spans, batch: wire.Ints, steps: Sequence[wire.Steps 
     parts = [_alike_sums(spans.at(rows), batch[rows], width, steps) for rows, width in grids]
     if rest is not None:
         several = _several_backwards(steps)
-        parts.append(unlike.sums(spans.at(rest), batch[rest], np.cumsum(begins)[rest], several))
+        parts.append(irregular_bucket_sums.sums(spans.at(rest), batch[rest], np.cumsum(begins)[rest], several))
     found = parts[0]
     for part in parts[1:]:
         for key, table in part.items():
-            found[key] = buckets.added(found[key], table) if key in found else table
+            found[key] = added(found[key], table) if key in found else table
     return found
 
 
@@ -105,8 +107,8 @@ def _alike_sums(spans: wire.Spans, batch: wire.Ints, width: int, steps: Sequence
         module, revision, bucket = own[:, begin:end]
         sums = _grid_sums(compute, launched[:, begin:end], done[:, begin:end], last_ready, first)
         for place, one in enumerate(of[first].tolist()):
-            key, table = (one, int(module[0]), int(revision[0])), buckets.table(bucket, sums[:, place])
-            found[key] = buckets.added(found[key], table) if key in found else table
+            key, table = (one, int(module[0]), int(revision[0])), table_of(bucket, sums[:, place])
+            found[key] = added(found[key], table) if key in found else table
     return found
 
 
@@ -130,7 +132,7 @@ def _last_of_backward(first: wire.Ints, last: wire.Ints, done: wire.Ints, severa
     if not several.any():
         return np.broadcast_to(last.max(axis=0), last.shape)
     step, several = (np.tile(of_steps, len(last)) for of_steps in (np.arange(len(several)), several))
-    found = unlike.last_of_backward(step, first.ravel(), last.ravel(), done.ravel(), several)
+    found = irregular_bucket_sums.last_of_backward(step, first.ravel(), last.ravel(), done.ravel(), several)
     return found.reshape(last.shape)
 
 

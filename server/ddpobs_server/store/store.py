@@ -14,13 +14,23 @@ from sqlalchemy.exc import DatabaseError, DataError
 from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
-from ddpobs_server.store import buckets, compacting, connecting, migrating, reading, removing, schema, sums, writing
-from ddpobs_server.store.faults import UnavailableError, UnusableError
-from ddpobs_server.store.reading import Part
+from ddpobs_server.store import (
+    aggregate_queries,
+    bucket_sums,
+    column_queries,
+    compaction,
+    engine,
+    ingest,
+    migration,
+    removal,
+    schema,
+)
+from ddpobs_server.store.column_queries import Part
+from ddpobs_server.store.database_errors import UnavailableError, UnusableError
+from ddpobs_server.store.ingest import Arrival, Outcome, Unstorable
+from ddpobs_server.store.phase_totals import PhaseTotals
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
-from ddpobs_server.store.totals import PhaseTotals
-from ddpobs_server.store.writing import Arrival, Outcome, Unstorable
 
 _TRIED = Table("ddpobs_tried", MetaData(), Column("run_id", String(1), primary_key=True))
 Ranks = int | Collection[int] | None
@@ -39,7 +49,7 @@ class Store:
     """
 
     def __init__(self, url: str, keep_free_bytes: int = 0, *, only_look: bool = False) -> None:
-        self._engine = connecting.engine(url, write_ahead=not only_look)
+        self._engine = engine.engine(url, write_ahead=not only_look)
         self._keep_free_bytes, self._disk = keep_free_bytes, self.folder
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
 
@@ -55,15 +65,15 @@ class Store:
         Raises:
             UnusableError: A newer version made it.
         """
-        migrating.migrate(self._engine)
+        migration.migrate(self._engine)
 
     def revisions(self) -> tuple[str | None, str | None]:
         """The schema's revision in the database, and this version's."""
-        return migrating.revisions(self._engine)
+        return migration.revisions(self._engine)
 
     def earlier_revisions(self) -> set[str]:
         """Revisions of the schema that this version can start from."""
-        return migrating.earlier_revisions()
+        return migration.earlier_revisions()
 
     def damage(self) -> list[str]:
         """What is wrong with a SQLite file, read as a whole; nothing for a server's database."""
@@ -86,15 +96,15 @@ class Store:
             raise UnavailableError(f"{free} bytes are free, {self._keep_free_bytes} are to stay so", full=True)
         try:
             with self._engine.begin() as connection:
-                return writing.write(connection, arrivals)
+                return ingest.write(connection, arrivals)
         except (DataError, OverflowError) as error:
             detail = f"a value is beyond what the database holds: {str(error).partition(chr(10))[0]}"
             raise Unstorable(detail) from error
 
     def delete(self, run: str) -> bool:
         """Remove everything of a run and return its space; False where there is none."""
-        found = removing.delete_run(self._engine, run)
-        removing.give_back(self._engine)
+        found = removal.delete_run(self._engine, run)
+        removal.give_back(self._engine)
         return found
 
     def compact(self, since_ns: int) -> Iterator[int]:
@@ -103,29 +113,29 @@ class Store:
         with self._engine.connect() as connection:
             active = connection.execute(select(c.run_id).where(c.last_seen_ns >= since_ns)).scalars().all()
         for run in active:
-            yield from compacting.compact(self._engine, run)
+            yield from compaction.compact(self._engine, run)
 
     def expire_chunks(self, before_ns: int) -> int:
         """Remove the columns of batches that came before then, and return their space; how many chunks."""
-        removed = removing.expire_chunks(self._engine, before_ns)
+        removed = removal.expire_chunks(self._engine, before_ns)
         if removed:
-            removing.give_back(self._engine)
+            removal.give_back(self._engine)
         return removed
 
     def thin_unused(self, before_ns: int) -> None:
         """Remove unused sets of before then that neither metrics nor diagnoses read any more."""
-        removing.thin_unused(self._engine, before_ns)
+        removal.thin_unused(self._engine, before_ns)
 
     def expire_runs(self, before_ns: int) -> int:
         """Remove runs that were last heard of before then, and return their space; how many."""
-        removed = removing.expire_runs(self._engine, before_ns)
+        removed = removal.expire_runs(self._engine, before_ns)
         if removed:
-            removing.give_back(self._engine)
+            removal.give_back(self._engine)
         return removed
 
     def shrink(self, limit_bytes: int) -> tuple[int, int]:
         """Remove the oldest columns, then the oldest runs, until what is used is below the limit; how many of each."""
-        return removing.shrink(self._engine, limit_bytes)
+        return removal.shrink(self._engine, limit_bytes)
 
     def ready(self) -> bool:
         """Whether the database answers."""
@@ -178,7 +188,7 @@ class Store:
     def runs(self, limit: int, before: tuple[int, str] | None = None, workspace: str = DEFAULT_WORKSPACE) -> list[Run]:
         """A workspace's runs, newest first; `before` is (created_ns, run) of the last one had."""
         with self._engine.connect() as connection:
-            return sums.runs(connection, sums.before(workspace, before), limit)
+            return aggregate_queries.runs(connection, aggregate_queries.before(workspace, before), limit)
 
     def runs_there(self, workspace: str) -> int:
         """How many runs a workspace has."""
@@ -196,25 +206,25 @@ class Store:
 
     def aggregates(self, since_ns: int, until_ns: int = 2**63 - 1, workspace: str = DEFAULT_WORKSPACE) -> Aggregates:
         """What metrics tell of the runs last heard of in that time, in a few statements for all of them."""
-        which = sums.active(workspace, since_ns, until_ns)
-        of = sums.of_latest(which)
+        which = aggregate_queries.active(workspace, since_ns, until_ns)
+        of = aggregate_queries.of_latest(which)
         with self._snapshot() as connection:
-            runs, histograms = sums.runs(connection, which), sums.histograms(connection, of)
-            layouts = sums.layouts(connection, of)
-            by_bucket, reduced_bytes = buckets.read(connection, of, layouts)
+            runs, histograms = aggregate_queries.runs(connection, which), aggregate_queries.histograms(connection, of)
+            layouts = aggregate_queries.layouts(connection, of)
+            by_bucket, reduced_bytes = bucket_sums.read(connection, of, layouts)
             steps = {run: sum(counts) for run, counts in histograms.items()}
-            last_seen = sums.last_seen(connection, of)
+            last_seen = aggregate_queries.last_seen(connection, of)
             return Aggregates(
                 runs=runs,
                 phases=self._phases[workspace].read(connection, of, runs, steps, last_seen),
                 last_seen=last_seen,
-                hellos=sums.hellos(connection, of),
+                hellos=aggregate_queries.hellos(connection, of),
                 histograms=histograms,
                 buckets=by_bucket,
                 layouts=layouts,
                 reduced_bytes=reduced_bytes,
-                peers=sums.peer_totals(connection, of),
-                unused=sums.unused(connection, of),
+                peers=aggregate_queries.peer_totals(connection, of),
+                unused=aggregate_queries.unused(connection, of),
             )
 
     @contextmanager
@@ -230,7 +240,7 @@ class Store:
     def run(self, run: str) -> Run | None:
         """One run, or None."""
         with self._engine.connect() as connection:
-            return next(iter(sums.runs(connection, sums.one(run))), None)
+            return next(iter(aggregate_queries.runs(connection, aggregate_queries.one(run))), None)
 
     def commits(self, run: str) -> tuple[int, int]:
         """When the run was made and how often it was written to: what a cache of its reports is keyed by."""
@@ -242,27 +252,30 @@ class Store:
     def attempts(self, run: str) -> list[Attempt]:
         """The run's attempts, oldest first."""
         with self._engine.connect() as connection:
-            return reading.attempts(connection, run)
+            return column_queries.attempts(connection, run)
 
     def sources(self, run: str, attempt: str) -> list[Source]:
         """The attempt's sources, by rank."""
         with self._engine.connect() as connection:
-            return reading.sources(connection, run, attempt)
+            return column_queries.sources(connection, run, attempt)
 
     def missing_batches(self, run: str, attempt: str) -> dict[str, tuple[int, int]]:
         """By source that has said goodbye, how many batches are missing of those it sent, and how many these are."""
         with self._engine.connect() as connection:
-            return reading.missing_batches(connection, run, attempt)
+            return column_queries.missing_batches(connection, run, attempt)
 
     def has_gaps(self, run: str, attempt: str) -> bool:
         """Whether a batch is missing before another of its source; of one that lives it may be under way."""
         with self._engine.connect() as connection:
-            return reading.has_gaps(connection, run, attempt)
+            return column_queries.has_gaps(connection, run, attempt)
 
     def layouts(self, run: str, attempt: str) -> list[wire.Layout]:
         """Each module's layouts, by revision, as the lowest rank that told them told them."""
         with self._engine.connect() as connection:
-            return [layout for _, layout in sums.layouts(connection, sums.of_attempt(run, attempt))]
+            return [
+                layout
+                for _, layout in aggregate_queries.layouts(connection, aggregate_queries.of_attempt(run, attempt))
+            ]
 
     def steps(
         self, run: str, attempt: str, rank: Ranks = None, first: int | None = None, last: int | None = None
@@ -297,41 +310,44 @@ class Store:
         if first is not None and first == last:
             return None
         with self._engine.connect() as connection:
-            return reading.page_end(connection, Part(kind, run, attempt, _collected(rank), first, last), rows)
+            return column_queries.page_end(connection, Part(kind, run, attempt, _collected(rank), first, last), rows)
 
     def rows_held(self, kind: str, run: str, attempt: str, first: int, last: int) -> int:
         """About how many rows of `steps`, `spans` or `comms` the steps in [first, last] have."""
         with self._engine.connect() as connection:
-            return reading.rows_held(connection, Part(kind, run, attempt, None, first, last))
+            return column_queries.rows_held(connection, Part(kind, run, attempt, None, first, last))
 
     def unused(
         self, run: str, attempt: str, module: int | None = None, limit: int = 1000
     ) -> list[tuple[int, wire.Unused]]:
         """(rank, unused set) in the order in which each rank told them: so many of the latest, of a module or all."""
         with self._engine.connect() as connection:
-            of = sums.of_attempt(run, attempt)
-            return [row[1:] for row in sums.unused(connection, of, module=module, limit=limit)]
+            of = aggregate_queries.of_attempt(run, attempt)
+            return [row[1:] for row in aggregate_queries.unused(connection, of, module=module, limit=limit)]
 
     def latest_unused(self, run: str, attempt: str) -> list[tuple[int, wire.Unused]]:
         """Likewise: of each source and module the latest few sets that name parameters, and those that name none."""
         with self._engine.connect() as connection:
-            of = sums.of_attempt(run, attempt)
-            return [row[1:] for row in sums.unused(connection, of, latest=sums.UNUSED_JUDGED)]
+            of = aggregate_queries.of_attempt(run, attempt)
+            return [row[1:] for row in aggregate_queries.unused(connection, of, latest=aggregate_queries.UNUSED_JUDGED)]
 
     def first_events(self, run: str, attempt: str) -> list[tuple[int, wire.Event]]:
         """(rank, event), of each source and kind the first."""
         with self._engine.connect() as connection:
-            return [row[1:] for row in sums.events(connection, sums.of_attempt(run, attempt))]
+            return [row[1:] for row in aggregate_queries.events(connection, aggregate_queries.of_attempt(run, attempt))]
 
     def rollups(self, run: str, attempt: str) -> list[Rollup]:
         """Sums by rank."""
         with self._engine.connect() as connection:
-            return [rollup for _, rollup in sums.rollups(connection, sums.of_attempt(run, attempt))]
+            return [
+                rollup
+                for _, rollup in aggregate_queries.rollups(connection, aggregate_queries.of_attempt(run, attempt))
+            ]
 
     def bucket_rollups(self, run: str, attempt: str) -> list[BucketRollup]:
         """Sums by bucket, over all ranks."""
         with self._engine.connect() as connection:
-            return [rollup for _, rollup in buckets.read(connection, sums.of_attempt(run, attempt))[0]]
+            return [rollup for _, rollup in bucket_sums.read(connection, aggregate_queries.of_attempt(run, attempt))[0]]
 
     def tokens(self) -> list[Token]:
         """All of them, the revoked ones too, the oldest first."""
@@ -356,7 +372,7 @@ class Store:
 
     def used_bytes(self) -> int:
         """What `shrink` counts against its limit."""
-        return removing.used_bytes(self._engine)
+        return removal.used_bytes(self._engine)
 
     def size_bytes(self) -> int:
         """What the database takes on disk."""
@@ -372,7 +388,7 @@ class Store:
 
     def _columns(self, kind: Any, part: Part) -> tuple[wire.Ints, Any]:
         with self._engine.connect() as connection:
-            return reading.columns(connection, kind, part)
+            return column_queries.columns(connection, kind, part)
 
 
 def _collected(rank: Ranks) -> Collection[int] | None:

@@ -1,0 +1,1 @@
+"""What the ranks share through the rendezvous store, without a collective."""

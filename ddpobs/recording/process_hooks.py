@@ -1,0 +1,127 @@
+"""The process-wide hooks by which the journal learns of what the user's code calls, which stays as it is."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from ddpobs import wire
+from ddpobs.recording.journal import Journal, harmless
+from ddpobs.torch_seam.patching import Patches
+
+_STORAGES = (torch.UntypedStorage, torch.TypedStorage)
+_STEP = Optimizer.profile_hook_step(id).__code__
+"""What torch wraps every optimizer's `step` in."""
+
+
+class ProcessHooks:
+    """Hooks on loaders, backward, optimizers and checkpoints, for as long as they are installed."""
+
+    def __init__(self, journal: Journal, event: Callable[[str, int, dict[str, wire.Scalar]], None]) -> None:
+        self._journal = journal
+        self._event = event
+        self._patches = Patches()
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Put all of them in place."""
+        journal = self._journal
+        journal.stepping = _stepping
+        before = register_optimizer_step_pre_hook(journal.optimizer_began)
+        after = register_optimizer_step_post_hook(journal.optimizer_ended)
+        self._undo += [before.remove, after.remove]
+        self._patches.put(torch.autograd, "backward", self._backward)
+        known = torch.serialization.save is torch.save
+        self._patches.put(torch, "save", self._save)
+        if known:  # Whoever pickles the function, for a process that saves, looks for the same one there.
+            self._patches.put(torch.serialization, "save", lambda _: torch.save)
+        safetensors = sys.modules.get("safetensors.torch")
+        for name in ("serialize", "serialize_file"):  # By which every function of theirs saves.
+            if hasattr(safetensors, name):
+                self._patches.put(safetensors, name, self._save)
+        self._patches.put(torch.cuda.CUDAGraph, "capture_begin", self._capture_begin)
+        self._patches.put(torch.cuda.CUDAGraph, "capture_end", self._capture_end)
+        self._patches.put(dataloader._BaseDataLoaderIter, "__next__", self._fetch)
+        self._patches.put(dataloader.DataLoader, "__iter__", self._fetch)
+
+    def remove(self) -> None:
+        """Take all of them out again."""
+        self._patches.undo()
+        while self._undo:
+            self._undo.pop()()
+
+    def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        journal = self._journal
+
+        def backward(*args: Any, **kwargs: Any) -> Any:
+            if not journal.backward_began():
+                return original(*args, **kwargs)
+            try:
+                result = original(*args, **kwargs)
+            except BaseException:
+                journal.backward_ended(raised=True)
+                raise
+            journal.backward_ended()
+            return result
+
+        return backward
+
+    def _fetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        journal = self._journal
+
+        def fetch(loader: Any, *args: Any, **kwargs: Any) -> Any:
+            if not journal.fetch_began(id(loader)):
+                return original(loader, *args, **kwargs)
+            try:
+                return original(loader, *args, **kwargs)
+            finally:
+                journal.fetch_ended()
+
+        return fetch
+
+    def _capture_begin(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def capture_begin(*args: Any, **kwargs: Any) -> Any:
+            self._event("cuda_graph_captured", self._journal.number, {})
+            self._journal.pause(True)
+            try:
+                return original(*args, **kwargs)
+            except BaseException:
+                self._journal.pause(False)
+                raise
+
+        return capture_begin
+
+    def _capture_end(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def capture_end(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._journal.pause(False)
+
+        return capture_end
+
+    def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        journal = self._journal
+
+        def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
+            if not isinstance(obj, _STORAGES):  # Every tensor that is pickled comes by here.
+                journal.disturbed()
+            return original(obj, *args, **kwargs)
+
+        return save
+
+
+@harmless
+def _stepping() -> bool:
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is _STEP:
+            return True
+    return False

@@ -1,0 +1,74 @@
+"""The logger that torch's module code expects, with the fields of `_get_ddp_logging_data`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from ddpobs.reducer.module_reducer import ModuleReducer
+
+
+class Logger:
+    """Stands where torch's C++ logger stands, whose members insist on the C++ reducer.
+
+    Args:
+        reducer: The module's.
+        facts: What the constructor decided, under torch's names.
+    """
+
+    _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
+
+    def __init__(self, reducer: ModuleReducer, facts: Mapping[str, str | int]) -> None:
+        self._reducer = reducer
+        self._facts = dict(facts)
+
+    def set_runtime_stats_and_log(self) -> None:
+        """The reducer samples by itself."""
+
+    def set_error_and_log(self, message: str) -> None:
+        """Keep the last error."""
+        self._facts |= {"error": message, "has_error": 1}
+
+    def _set_static_graph(self) -> None:
+        self._facts["static_graph"] = 1
+
+    def _set_comm_hook_name(self, name: str) -> None:
+        self._facts["comm_hook"] = name
+
+    def _set_uneven_input_join(self) -> None:
+        self._facts["join_uneven_inputs"] = 1
+
+    def _get_ddp_logging_data(self) -> _LoggingData:
+        return _LoggingData(self._facts | self._of_now())
+
+    def _of_now(self) -> dict[str, str | int]:
+        reducer = self._reducer
+        environment = {name.lower(): os.environ.get(name, "N/A") for name in self._ENVIRONMENT}
+        rebuilt: dict[str, str | int] = {}
+        if reducer.rebuilt:
+            rebuilt = {
+                "rebuilt_bucket_sizes": ", ".join(map(str, reducer.bucket_bytes)),
+                "rebuilt_per_bucket_param_indices": ", ".join(
+                    " ".join(map(str, members)) for members in reducer.bucket_members
+                ),
+            }
+        return {
+            **environment,
+            **rebuilt,
+            **reducer.timings.facts(),
+            "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
+            "bucket_sizes": ", ".join(map(str, reducer.first_bucket_bytes)),
+            "has_rebuilt_buckets": int(reducer.rebuilt),
+            "iteration": reducer.timings.told,
+            "num_buckets_reduced": len(reducer.bucket_bytes) if reducer.timings.iteration else 0,
+            "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.gradient_order)),
+            "unused_parameter_size": reducer.unused_bytes,
+        }
+
+
+class _LoggingData:
+    """Split as torch's: texts and numbers."""
+
+    def __init__(self, facts: Mapping[str, str | int]) -> None:
+        self.strs_map = {name: value for name, value in facts.items() if isinstance(value, str)}
+        self.ints_map = {name: value for name, value in facts.items() if isinstance(value, int)}

@@ -1,0 +1,1 @@
+"""Journal entries become steps, and steps become columns."""

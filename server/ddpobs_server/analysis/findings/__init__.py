@@ -1,0 +1,1 @@
+"""One file a finding; `registry.py` lists them all."""

@@ -1,0 +1,1 @@
+"""A batch comes in; its acknowledgement goes out after commit."""

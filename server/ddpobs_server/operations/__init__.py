@@ -1,0 +1,1 @@
+"""Everything an operator runs: commands, checks, backups, retention, health and logs."""

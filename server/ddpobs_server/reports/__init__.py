@@ -1,0 +1,1 @@
+"""The answers about a run: stored columns in, analysis out, cached by the run's last commit."""

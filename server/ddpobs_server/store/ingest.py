@@ -1,0 +1,398 @@
+"""Batches into tables, many in one transaction."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from operator import itemgetter
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import zstandard
+from sqlalchemy import Connection, Dialect, Insert, Table, bindparam, case, func, or_, select, text, update
+
+from ddpobs import wire
+from ddpobs_server.store import bucket_sums, chunks, rollups, schema
+from ddpobs_server.store.sql import compiled, insert
+
+_MERGED = ("steps", "comms")
+"""Kinds whose rows share a chunk for all batches of a transaction."""
+
+
+class Unstorable(Exception):  # noqa: N818 - a batch is
+    """A batch that never will be stored; says why."""
+
+
+class Outcome(enum.Enum):
+    """What became of a batch."""
+
+    STORED = "stored"
+    REPEATED = "repeated"
+    CONFLICT = "conflict"
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A checked batch as it arrived; its spans are packed.
+
+    Attributes:
+        digest: Of the body, to tell a retry from another batch under the same key.
+        received_ns: Wall clock of this collector.
+    """
+
+    batch: wire.Batch
+    digest: bytes
+    size_bytes: int
+    received_ns: int
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Run, source and sequence number."""
+        return self.batch.run, self.batch.source, self.batch.seq
+
+
+class Joined(NamedTuple):
+    """Rows of several batches of an attempt; `place` tells for each row which batch it is of."""
+
+    batches: Sequence[wire.Batch]
+    record: Any
+    place: wire.Ints
+
+
+def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
+    """Store batches in the open transaction, except those that are there already."""
+    claimed = _claim(connection, arrivals)
+    fresh: dict[tuple[str, str, int], Arrival] = {}
+    outcomes = []
+    for arrival in arrivals:
+        if arrival.key in claimed and arrival.key not in fresh:
+            fresh[arrival.key] = arrival
+            outcomes.append(Outcome.STORED)
+            continue
+        known = fresh[arrival.key].digest if arrival.key in fresh else _digest(connection, arrival.key)
+        outcomes.append(Outcome.REPEATED if known == arrival.digest else Outcome.CONFLICT)
+    stored = list(fresh.values())
+    if stored:
+        joined = {kind: list(_joined(kind, stored)) for kind in _MERGED}
+        rows = _chunks(stored, joined)
+        _touch_runs(connection, stored, rows)
+        _touch_sources(connection, stored)
+        _insert(connection, schema.chunks, rows)
+        _write_told(connection, stored)
+        _write_sums(connection, stored, joined["steps"])
+    return outcomes
+
+
+def _claim(connection: Connection, arrivals: Sequence[Arrival]) -> set[tuple[str, str, int]]:
+    """The keys that nobody had: whoever inserts a batch's row stores the batch, also among several collectors."""
+    first = {arrival.key: arrival for arrival in reversed(arrivals)}
+    values = {
+        f"{name}_m{place}": value
+        for place, (_, arrival) in enumerate(sorted(first.items(), key=itemgetter(0)))
+        for name, value in _batch_row(arrival).items()
+    }
+    sql, names = _claiming(connection.dialect, len(first))
+    claimed = connection.exec_driver_sql(sql, itemgetter(*names)(values) if names else values)
+    return {(row[0], row[1], row[2]) for row in claimed}
+
+
+def _batch_row(arrival: Arrival) -> dict[str, Any]:
+    return {
+        "run_id": arrival.batch.run,
+        "source": arrival.batch.source,
+        "seq": arrival.batch.seq,
+        "digest": arrival.digest,
+        "received_ns": arrival.received_ns,
+        "size_bytes": arrival.size_bytes,
+    }
+
+
+def _digest(connection: Connection, key: tuple[str, str, int]) -> bytes:
+    c = schema.batches.c
+    run, source, seq = key
+    query = select(c.digest).where(c.run_id == run, c.source == source, c.seq == seq)
+    return bytes(connection.execute(query).scalar_one())
+
+
+def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Sequence[dict[str, Any]]) -> None:
+    """Runs and attempts; the attempt that was seen last for the first time is the run's, unless it had waited."""
+    by_run: dict[str, list[Arrival]] = {}
+    for arrival in arrivals:
+        by_run.setdefault(arrival.batch.run, []).append(arrival)
+    size_bytes = dict.fromkeys(by_run, 0)
+    for chunk in chunks:
+        size_bytes[chunk["run_id"]] += len(chunk["payload"])
+    for run, batches in sorted(by_run.items()):
+        _hold_run(connection, run, batches, size_bytes[run])
+        before, ordinals = _attempts_of(connection, run)
+        latest = before or batches[0].batch.attempt
+        for arrival in batches:
+            attempt = arrival.batch.attempt
+            if attempt not in ordinals:
+                ordinals[attempt] = len(ordinals)
+                _add_attempt(connection, arrival, ordinals[attempt])
+            if ordinals[attempt] > ordinals[latest] and _takes_over(connection, arrival.batch, latest, batches):
+                latest = attempt
+        if latest != before:
+            connection.execute(update(schema.runs).where(schema.runs.c.run_id == run).values(attempt=latest))
+
+
+def _hold_run(connection: Connection, run: str, batches: Sequence[Arrival], size_bytes: int) -> None:
+    """Touch the run's row, and hold it until the transaction ends: collectors number its attempts in turn."""
+    now = max(arrival.received_ns for arrival in batches)
+    row = {
+        "run_id": run,
+        "attempt": batches[0].batch.attempt,
+        "created_ns": now,
+        "last_seen_ns": now,
+        "commits": len(batches),
+        "workspace": run.rpartition("/")[0] or schema.DEFAULT_WORKSPACE,
+        "chunk_bytes": size_bytes,
+    }
+    _execute(connection, _touching_run(connection.dialect.name), [row])
+
+
+def _attempts_of(connection: Connection, run: str) -> tuple[str | None, dict[str, int]]:
+    """The run's latest attempt, None where it has none yet, and the ordinals of all."""
+    sql, by_place = _known_attempts(connection.dialect)
+    known = connection.exec_driver_sql(sql, (run,) if by_place else {"run": run}).all()
+    return known[0][2] if known else None, {attempt: ordinal for attempt, ordinal, _ in known}
+
+
+def _add_attempt(connection: Connection, arrival: Arrival, ordinal: int) -> None:
+    key = {"run_id": arrival.batch.run, "attempt": arrival.batch.attempt}
+    row = {**key, "ordinal": ordinal, "first_seen_ns": arrival.received_ns}
+    _execute(connection, _unless_there(connection.dialect.name, schema.attempts), [row])
+
+
+def _takes_over(connection: Connection, batch: wire.Batch, latest: str, beside: Sequence[Arrival]) -> bool:
+    """Whether a batch of an attempt seen after the run's latest was made after it, too, and not waited in a spool.
+
+    By the clock of the same rank, which mostly is the same host's. One that is behind takes over as much later; of one
+    that was ahead counts when it was heard of.
+    """
+    c = schema.sources.c
+    same_rank = case((c.rank == batch.rank, 0), else_=1)
+    wall = _least(connection.dialect.name, c.wall_ns, c.last_seen_ns)
+    told = select(wall).where(c.run_id == batch.run, c.attempt == latest).order_by(same_rank, wall.desc())
+    wall_ns = connection.execute(told.limit(1)).scalar()
+    if wall_ns is None:  # It came in the same transaction.
+        wall_ns = max((one.batch.anchor.wall_ns for one in beside if one.batch.attempt == latest), default=0)
+    return batch.anchor.wall_ns >= wall_ns
+
+
+def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
+    """A source stays with its attempt, so that a run has no more attempts than it may have sources."""
+    rows = sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"]))
+    if _execute(connection, _touching_source(connection.dialect.name), rows) != len(rows):
+        raise Unstorable("attempt: expected the one that this source has told before, got another")
+
+
+def _source_row(arrival: Arrival) -> dict[str, Any]:
+    batch, now = arrival.batch, arrival.received_ns
+    stepped = batch.steps is not None and len(batch.steps) > 0
+    return {
+        "run_id": batch.run,
+        "source": batch.source,
+        "attempt": batch.attempt,
+        "rank": batch.rank,
+        "world_size": batch.world_size,
+        "emitted": batch.emitted,
+        "dropped": batch.dropped,
+        "first_seen_ns": now,
+        "last_seen_ns": now,
+        "last_step": int(batch.steps.step.max()) if stepped else 0,  # type: ignore[union-attr]
+        "last_step_seen_ns": now if stepped else 0,
+        "wall_ns": batch.anchor.wall_ns,
+        "monotonic_ns": batch.anchor.monotonic_ns,
+        "hello": msgspec.json.encode(batch.hello).decode() if batch.hello is not None else None,
+        "pulse": msgspec.json.encode(batch.pulse).decode() if batch.pulse is not None else None,
+        "goodbye": any(event.kind == "goodbye" for event in batch.events),
+    }
+
+
+def _joined(kind: str, arrivals: Sequence[Arrival]) -> Iterator[Joined]:
+    by_attempt: dict[tuple[str, str], list[wire.Batch]] = {}
+    for arrival in arrivals:
+        record = getattr(arrival.batch, kind)
+        if record is not None and len(record):
+            by_attempt.setdefault((arrival.batch.run, arrival.batch.attempt), []).append(arrival.batch)
+    for _, batches in sorted(by_attempt.items(), key=itemgetter(0)):
+        yield Joined(batches, *rollups.join([getattr(batch, kind) for batch in batches]))
+
+
+def _chunks(arrivals: Sequence[Arrival], joined: Mapping[str, Sequence[Joined]]) -> list[dict[str, Any]]:
+    rows = []
+    for arrival in arrivals:
+        batch = arrival.batch
+        if batch.spans is not None and len(batch.spans):
+            assert batch.packed_spans is not None
+            rows.append(_chunk(batch, "spans", batch.spans.step, batch.packed_spans, batch.rank))
+        for index, readiness in enumerate(batch.readiness):
+            payload = zstandard.compress(wire.pack(readiness), 1)
+            rows.append(_chunk(batch, f"readiness-{index}", np.array([readiness.step]), payload, batch.rank))
+    for kind, found in joined.items():
+        for batches, record, place in found:
+            rank = np.array([batch.rank for batch in batches])[place]
+            rows.append(_chunk(batches[0], kind, record.step, chunks.pack(rank, record), wire.UNKNOWN))
+    return rows
+
+
+def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: int) -> dict[str, Any]:
+    key = (batch.run, batch.source, batch.seq)
+    return chunks.row(key, attempt=batch.attempt, kind=kind, rank=rank, step=step, payload=payload)
+
+
+def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
+    """Layouts, unused sets and events, each a row."""
+    layouts: list[dict[str, Any]] = []
+    unused: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
+    for arrival in arrivals:
+        batch = arrival.batch
+        key = {"run_id": batch.run, "source": batch.source}
+        for layout in batch.layouts:
+            body = msgspec.json.encode(layout).decode()
+            layouts.append({**key, "module": layout.module, "revision": layout.revision, "body": body})
+        for position, record in enumerate(batch.unused):
+            body = msgspec.json.encode(record).decode()
+            row = {"module": record.module, "names": len(record.locally), "body": body}
+            unused.append({**key, "seq": batch.seq, "position": position, **row})
+        for position, event in enumerate(batch.events):
+            body = msgspec.json.encode(event).decode()
+            told = {
+                "seq": batch.seq,
+                "position": position,
+                "kind": event.kind[:128].replace("\0", "\ufffd"),
+                "body": body,
+            }
+            events.append({**key, **told})
+    if layouts:
+        _execute(connection, _unless_there(connection.dialect.name, schema.layouts), layouts)
+    _insert(connection, schema.unused, unused)
+    _insert(connection, schema.events, events)
+
+
+def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> None:
+    told = [arrival.batch for arrival in arrivals if arrival.batch.peers]
+    _add(connection, schema.rollups, ((batches, rollups.step_windows(record, of)) for batches, record, of in steps))
+    _add(
+        connection,
+        schema.step_histogram,
+        ((batches, rollups.step_durations(record, of)) for batches, record, of in steps),
+    )
+    _add(connection, schema.peer_totals, [(told, rollups.peer_sums([batch.peers for batch in told]))])
+    by_bucket: dict[bucket_sums.Key, bucket_sums.Table] = {}
+    for batches, spans, of in _joined("spans", arrivals):
+        sums = rollups.bucket_sums(spans, of, [batch.steps for batch in batches])
+        for (place, module, revision), table in sums.items():
+            key = batches[place].run, batches[place].source, module, revision
+            by_bucket[key] = bucket_sums.added(by_bucket[key], table) if key in by_bucket else table
+    bucket_sums.add(connection, by_bucket)
+
+
+def _add(connection: Connection, table: Table, parts: Iterable[tuple[Sequence[wire.Batch], rollups.Sums]]) -> None:
+    """Add sums to what the table holds under the same keys, in the keys' order: two collectors then never deadlock.
+
+    Args:
+        connection: In its transaction.
+        table: Of sums.
+        parts: Sums, and the batches that they are of.
+    """
+    names = tuple(table.columns.keys())  # The primary key's come first.
+    rows: list[tuple[Any, ...]] = []
+    for batches, sums in parts:
+        of = [batches[place] for place in sums["batch"]]
+        columns = {**sums, "run_id": [batch.run for batch in of], "source": [batch.source for batch in of]}
+        rows += zip(*(columns[name] for name in names), strict=True)
+    rows.sort()
+    if rows:
+        sql, by_place = compiled(_adding(connection.dialect.name, table), connection.dialect, names)
+        connection.exec_driver_sql(sql, rows if by_place else [dict(zip(names, row, strict=True)) for row in rows])
+
+
+def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
+    if rows:
+        _execute(connection, _inserting(table), rows)
+
+
+def _execute(connection: Connection, statement: Insert, rows: list[dict[str, Any]]) -> int:
+    """Run an insert for each of some rows with the same columns; how many it put there or changed."""
+    sql, names = compiled(statement, connection.dialect, tuple(rows[0]))
+    values = itemgetter(*names) if names else dict
+    return connection.exec_driver_sql(sql, list(map(values, rows))).rowcount
+
+
+@cache
+def _known_attempts(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
+    c, r = schema.attempts.c, schema.runs.c
+    known = select(c.attempt, c.ordinal, r.attempt).where(c.run_id == r.run_id, r.run_id == bindparam("run"))
+    return compiled(known, dialect)
+
+
+@cache
+def _inserting(table: Table) -> Insert:
+    return table.insert()
+
+
+@cache
+def _claiming(dialect: Dialect, count: int) -> tuple[str, tuple[str, ...]]:
+    """For so many batches at once; the values of the second are called `run_id_m1`, ..."""
+    c = schema.batches.c
+    rows = [dict.fromkeys(c.keys()) for _ in range(count)]
+    statement = insert(dialect.name, schema.batches).values(rows).on_conflict_do_nothing()
+    return compiled(statement.returning(c.run_id, c.source, c.seq), dialect)
+
+
+@cache
+def _unless_there(dialect: str, table: Table) -> Any:
+    return insert(dialect, table).on_conflict_do_nothing()
+
+
+@cache
+def _touching_run(dialect: str) -> Any:
+    statement, c = insert(dialect, schema.runs), schema.runs.c
+    new = statement.excluded
+    changes = {
+        "last_seen_ns": new.last_seen_ns,  # Not the greatest: a clock that was ahead for a while is set back.
+        "commits": c.commits + new.commits,
+        "chunk_bytes": c.chunk_bytes + new.chunk_bytes,
+    }
+    return statement.on_conflict_do_update(index_elements=["run_id"], set_=changes)
+
+
+@cache
+def _touching_source(dialect: str) -> Any:
+    statement, c = insert(dialect, schema.sources), schema.sources.c
+    new = statement.excluded
+    # What was spooled comes after what was made later.
+    highest = ("emitted", "dropped", "last_step", "monotonic_ns")
+    changes: dict[str, Any] = {name: _greatest(dialect, c[name], new[name]) for name in highest}
+    later = new.monotonic_ns >= c.monotonic_ns
+    changes |= {name: case((later, func.coalesce(new[name], c[name])), else_=c[name]) for name in ("wall_ns", "pulse")}
+    changes["hello"] = func.coalesce(new.hello, c.hello)
+    changes["last_seen_ns"] = new.last_seen_ns
+    stepped_ns = func.nullif(new.last_step_seen_ns, text("0"))
+    changes["last_step_seen_ns"] = func.coalesce(stepped_ns, c.last_step_seen_ns)
+    changes["goodbye"] = or_(c.goodbye, new.goodbye)
+    same = c.attempt == new.attempt
+    return statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes, where=same)
+
+
+@cache
+def _adding(dialect: str, table: Table) -> Any:
+    statement = insert(dialect, table)
+    sums = {column.name: column + statement.excluded[column.name] for column in table.columns if not column.primary_key}
+    keys = [column.name for column in table.primary_key.columns]
+    return statement.on_conflict_do_update(index_elements=keys, set_=sums)
+
+
+def _least(dialect: str, column: Any, value: Any) -> Any:
+    return (func.min if dialect == "sqlite" else func.least)(column, value)
+
+
+def _greatest(dialect: str, column: Any, value: Any) -> Any:
+    return (func.max if dialect == "sqlite" else func.greatest)(column, value)

@@ -1,0 +1,1 @@
+"""HTTP around the routes: authentication, problems, protocol limits and headers."""

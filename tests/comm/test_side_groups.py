@@ -1,0 +1,20 @@
+"""How a process group beside another one connects its ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ddpobs.comm.side_groups import split_from_none
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_group_s_communicator_is_not_split_from_one_that_has_other_ranks_too(wrapped: bool) -> None:
+    nccl = SimpleNamespace(options=SimpleNamespace(split_from=object()))
+    backend = SimpleNamespace(wrapped_pg=nccl) if wrapped else nccl
+    group: Any = SimpleNamespace(_get_backend=lambda _: backend)
+    split_from_none(group, torch.device("cuda"))
+    assert nccl.options.split_from is None

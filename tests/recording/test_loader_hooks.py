@@ -1,0 +1,243 @@
+"""When a repeated order is told and when it is not, and which loaders' work is the data phase."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.distributed import DistributedSampler
+
+from ddpobs import wire
+from ddpobs.recording.journal import Journal
+from ddpobs.recording.loader_hooks import LoaderHooks
+from ddpobs.recording.process_hooks import ProcessHooks
+from tests.recording.test_module_recorder import FakeClock
+
+DATA = TensorDataset(torch.arange(8.0).unsqueeze(1))
+
+
+class Loop:
+    """A training's steps, and what was told meanwhile."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.raw: list[Any] = []
+        self.told: list[tuple[str, int, dict[str, Any]]] = []
+        self.looking = True
+        self.journal = Journal(self.clock, self.raw.append)
+        self.loaders = LoaderHooks(self.journal, lambda *event: self.told.append(event))
+
+    def train(self, loader: Any) -> None:
+        for (batch,) in loader:
+            self.journal.forward_began(0, training=True, samples=len(batch))
+            self.journal.backward_began()
+            self.journal.synchronised(0, object())
+            self.journal.backward_ended()
+            if self.looking:
+                self.loaders.look()
+
+    def spent(self) -> dict[str, int]:
+        """By phase, ns of all steps."""
+        self.journal.finish()
+        spent = dict.fromkeys(wire.PHASES, 0)
+        for step in self.raw:
+            switches = [*step.switches, (0, step.end)]
+            for (phase, begin), (_, end) in pairwise(switches):
+                spent[wire.PHASES[phase]] += end - begin
+        return {phase: ns for phase, ns in spent.items() if ns}
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    loop = Loop()
+    hooks = ProcessHooks(loop.journal, lambda *_: None)
+    hooks.install()
+    loop.loaders.install()
+    yield loop
+    loop.loaders.remove()
+    hooks.remove()
+
+
+class Ahead(DataLoader[Any]):
+    """Has a thread of its own fetch ahead."""
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        with ThreadPoolExecutor(1) as fetching:
+            while (batch := fetching.submit(next, batches, None).result()) is not None:
+                yield batch
+
+
+class Endless:
+    """An iterator of a class of its own, which can be copied."""
+
+    def __iter__(self) -> Endless:
+        return self
+
+    def __next__(self) -> int:
+        return 1
+
+
+class Own(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return Endless()
+
+
+class Counted(DataLoader[Any]):
+    def __iter__(self) -> Any:
+        return super().__iter__()
+
+
+def sampler(shuffle: bool = True) -> DistributedSampler[Any]:
+    return DistributedSampler(DATA, num_replicas=2, rank=0, shuffle=shuffle)
+
+
+@pytest.mark.parametrize("epochs", [2, 3])
+@pytest.mark.parametrize("looking", [False, True])
+@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize(("inside", "workers"), [(False, 0), (True, 0), (False, 1)])
+def test_a_second_epoch_in_the_order_of_the_first_is_told_once(
+    loop: Loop, *, inside: bool, workers: int, looks: bool, looking: bool, epochs: int
+) -> None:
+    """Whether or not the telemetry thread had the time to look during an epoch."""
+    loop.looking = looking
+    drawn = sampler()
+    how: dict[str, Any] = {"batch_sampler": BatchSampler(drawn, 2, False)} if inside else {"sampler": drawn}
+    loader = DataLoader(DATA, num_workers=workers, **how)
+    for _ in range(epochs):
+        if looks:
+            next(iter(loader))
+        loop.train(loader)
+    first = 2 if inside else 4
+    loop.loaders.look()
+    detail = {"sampler": "DistributedSampler", "dataset": "TensorDataset", "epoch": 0}
+    assert loop.told == [("sampler_without_set_epoch", first, detail)]
+
+
+def epochs_set(loop: Loop) -> None:
+    drawn = sampler()
+    for epoch in range(3):
+        drawn.set_epoch(epoch)
+        loop.train(DataLoader(DATA, sampler=drawn))
+
+
+def not_shuffled(loop: Loop) -> None:
+    loader = DataLoader(DATA, sampler=sampler(shuffle=False))
+    for _ in range(3):
+        loop.train(loader)
+
+
+def a_look_at_a_batch_before_each_epoch(loop: Loop) -> None:
+    drawn = sampler()
+    loader = DataLoader(DATA, sampler=drawn)
+    for epoch in range(3):
+        next(iter(loader))
+        drawn.set_epoch(epoch)
+        next(iter(loader))
+        loop.train(loader)
+
+
+def an_evaluation_on_the_training_data(loop: Loop) -> None:
+    drawn = sampler()
+    loader = DataLoader(DATA, sampler=drawn)
+    for epoch in range(3):
+        drawn.set_epoch(epoch)
+        loop.train(loader)
+        loop.journal.evaluating = lambda: True
+        list(loader)
+        loop.journal.evaluating = lambda: False
+
+
+def a_random_sampler(loop: Loop) -> None:
+    loader = DataLoader(DATA, sampler=RandomSampler(DATA))
+    for _ in range(3):
+        loop.train(loader)
+
+
+def accelerates_own_sampler(loop: Loop) -> None:
+    from accelerate.data_loader import prepare_data_loader
+
+    loader = prepare_data_loader(
+        DataLoader(DATA, shuffle=True), num_processes=2, process_index=0, use_seedable_sampler=True
+    )
+    for _ in range(3):
+        loop.train(loader)
+
+
+def a_distributed_sampler_that_accelerate_sets(loop: Loop) -> None:
+    loader = DataLoaderShard(DATA, batch_sampler=BatchSampler(sampler(), 2, False))
+    for _ in range(3):
+        loop.train(loader)
+
+
+@pytest.mark.parametrize(
+    "training",
+    [
+        epochs_set,
+        not_shuffled,
+        a_look_at_a_batch_before_each_epoch,
+        an_evaluation_on_the_training_data,
+        a_random_sampler,
+        accelerates_own_sampler,
+        a_distributed_sampler_that_accelerate_sets,
+    ],
+)
+def test_nothing_is_told_where_no_order_is_repeated(loop: Loop, training: Callable[[Loop], None]) -> None:
+    training(loop)
+    assert loop.journal.number >= 5
+    assert loop.told == []
+
+
+def test_what_accelerates_loader_does_with_a_batch_is_the_data_phase(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def moved(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        loop.clock.at += 70
+        return batch
+
+    monkeypatch.setattr(sys.modules["accelerate.data_loader"], "send_to_device", moved)
+    loop.train(DataLoaderShard(DATA, device=torch.device("cpu"), batch_size=2))
+    assert loop.spent() == {"data": 4 * 70}
+
+
+def test_the_wait_for_a_loader_that_fetches_ahead_on_a_thread_of_its_own_is_the_data_phase(loop: Loop) -> None:
+    class Slow(TensorDataset):
+        def __getitem__(self, index: Any) -> Any:
+            loop.clock.at += 70
+            return super().__getitem__(index)
+
+    loader = Ahead(Slow(torch.arange(8.0).unsqueeze(1)), batch_size=2)
+    loop.train(loader)
+    assert loop.spent() == {"data": 8 * 70}
+    assert iter(loader).gi_yieldfrom is None, "what the iterator has besides is there"
+
+
+def test_a_subclass_whose_iterator_is_torch_s_keeps_it(loop: Loop) -> None:
+    assert isinstance(iter(Counted(DATA)), _BaseDataLoaderIter)
+
+
+def test_a_loader_s_own_iterator_is_true_and_copied_as_without_telemetry(loop: Loop) -> None:
+    """As of `if not batches: batches = iter(loader)`: a generator has no length."""
+    assert iter(Ahead(DATA, batch_size=2))
+    assert next(copy(iter(Own(DATA)))) == 1
+
+
+def test_the_hooks_leave_nothing_behind() -> None:
+    def hooked() -> list[Any]:
+        return [owner.__iter__ for owner in (DistributedSampler, DataLoaderShard, DataLoaderDispatcher)]
+
+    before = hooked()
+    hooks = LoaderHooks(Journal(FakeClock(), print), print)
+    hooks.install()
+    assert all(now is not then for now, then in zip(hooked(), before, strict=True))
+    hooks.remove()
+    assert hooked() == before

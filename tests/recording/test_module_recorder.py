@@ -1,0 +1,468 @@
+"""Phases add up, exposed communication is found, and own time is measured from the last synchronisation on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ddpobs import wire
+from ddpobs.recording.journal import Journal
+from ddpobs.recording.module_recorder import ModuleRecorder
+from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.steps.step_columns import RawSteps
+from ddpobs.steps.step_tracker import RawStep
+from ddpobs.steps.summary import Summariser, Summary
+
+
+class FakeClock:
+    """A clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.at = 1_000
+        self.captures: list[bool] = []
+
+    def now(self) -> int:
+        return self.at
+
+    def times(self, stamps: Sequence[int]) -> Sequence[int]:
+        return stamps
+
+    def passed(self, stamp: int) -> bool:
+        return stamp > 0
+
+    def took_ns(self, work: object) -> int:
+        return wire.UNKNOWN
+
+    def capturing(self, begins: bool) -> None:
+        self.captures.append(begins)
+
+
+class Step(NamedTuple):
+    """One row of a summary."""
+
+    collective: int
+    start_ns: int
+    end_ns: int
+    phases_ns: list[int]
+    own_phases_ns: list[int] | None
+    comm_ns: int
+    micro_steps: int
+    samples: int
+    flags: int
+    spans_done_ns: list[int]
+    readiness: int
+
+
+def rows(found: Summary) -> list[Step]:
+    steps = found.steps
+    return [
+        Step(
+            collective=steps.collective[row],
+            start_ns=steps.start_ns[row],
+            end_ns=steps.end_ns[row],
+            phases_ns=[getattr(steps, f"{name}_ns")[row] for name in wire.PHASES],
+            own_phases_ns=None
+            if steps.own_ns[row] == wire.UNKNOWN
+            else [getattr(steps, f"own_{name}_ns")[row] for name in wire.OWN_PHASES],
+            comm_ns=steps.comm_ns[row],
+            micro_steps=steps.micro_steps[row],
+            samples=steps.samples[row],
+            flags=steps.flags[row],
+            spans_done_ns=found.spans.done_ns[found.spans.step == number].tolist(),
+            readiness=sum(one.step == number for one in found.readiness),
+        )
+        for row, number in enumerate(steps.step)
+    ]
+
+
+class Training:
+    """Drives a journal and a recorder as a training loop would, on a clock of its own."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.raw: list[RawStep] = []
+        self.told: list[object] = []
+        self.journal = Journal(self.clock, self.raw.append)
+        self.module = torch.nn.Linear(2, 2)
+        self.recorder = ModuleRecorder(
+            0, self.module, self.journal, clock=self.clock, offer=self.told.append, readiness_every=2
+        )
+        bucket = wire.Bucket(size_bytes=8, dtype="float32", parameters=[wire.Parameter(name="w", size=2)])
+        self.recorder.layout([bucket, bucket], "all_reduce")
+        self._summariser = Summariser()
+        self._done: list[Step] = []
+
+    def event(self, kind: str, step: int, detail: dict[str, wire.Scalar]) -> None:
+        self.told.append(kind)
+
+    def spend(self, ns: int) -> None:
+        self.clock.at += ns
+
+    def fetch(self, ns: int, loader: int = 0) -> None:
+        self.journal.fetch_began(loader)
+        self.spend(ns)
+        self.journal.fetch_ended()
+
+    def forward(self, ns: int, training: bool = True) -> None:
+        self.module.train(training)
+        self.recorder.forward_began((torch.zeros(4, 2),))
+        self.spend(ns)
+
+    def backward(self, compute: int, exposed: int, tail: int = 0, synchronised: bool = True) -> None:
+        """Bucket 0 is ready half-way and done at once; bucket 1 at the end, done `exposed` later."""
+        self.journal.backward_began()
+        if not synchronised:
+            self.spend(compute)
+            self.journal.backward_ended()
+            return
+        record = self.recorder.backward()
+        self.spend(compute // 2)
+        record.ready_ns[0] = record.launched_ns[0] = self.clock.at
+        record.done_ns[0] = self.clock.at + 1
+        self.spend(compute - compute // 2)
+        record.ready_ns[1] = record.launched_ns[1] = self.clock.at
+        self.spend(exposed)
+        record.done_ns[1] = self.clock.at
+        self.spend(tail)
+        self.recorder.finished(record)
+        self.journal.backward_ended()
+
+    def optimizer(self, ns: int) -> None:
+        self.journal.optimizer_began()
+        self.spend(ns)
+        self.journal.optimizer_ended()
+
+    def steps(self) -> list[Step]:
+        self.journal.finish()
+        if fresh := self.raw[len(self._done) :]:
+            self._done += rows(self._summariser.summarise(RawSteps.of(fresh, self.clock)))
+        return self._done
+
+
+def phases(step: Step) -> dict[str, int]:
+    return {name: ns for name, ns in zip(wire.PHASES, step.phases_ns, strict=True) if ns}
+
+
+def own(step: Step) -> dict[str, int]:
+    assert step.own_phases_ns is not None
+    return {name: ns for name, ns in zip(wire.OWN_PHASES, step.own_phases_ns, strict=True) if ns}
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+def plain_step(training: Training, **ns: int) -> None:
+    training.fetch(ns.get("data", 10))
+    training.forward(ns.get("forward", 20))
+    training.backward(ns.get("backward", 40), ns.get("exposed", 30), ns.get("tail", 0))
+    training.optimizer(ns.get("optimizer", 5))
+    training.spend(ns.get("other", 3))
+
+
+def test_phases_add_up_to_the_wall_time(training: Training) -> None:
+    for _ in range(3):
+        plain_step(training, tail=2)
+    training.fetch(10)
+    for step in training.steps():
+        assert phases(step) == {
+            "data": 10,
+            "forward": 20,
+            "backward": 40,
+            "exposed_comm": 30,
+            "optimizer": 5,
+            "other": 5,
+        }
+        assert sum(step.phases_ns) == step.end_ns - step.start_ns
+    assert len(training.steps()) == 3
+
+
+def test_steps_are_the_same_however_many_are_summed_up_at_once(training: Training) -> None:
+    for data in (10, 1000, 30):
+        plain_step(training, data=data, tail=2)
+        training.backward(40, 0, synchronised=False)
+    together = training.steps()
+    summariser = Summariser()
+    each = [summariser.summarise(RawSteps.of([raw], training.clock)) for raw in training.raw]
+    assert [row for one in each for row in rows(one)] == together
+    assert together[1].own_phases_ns is not None
+
+
+def test_own_time_runs_from_the_last_synchronisation_to_the_last_readiness(training: Training) -> None:
+    plain_step(training)
+    plain_step(training, data=100)
+    first, second = training.steps()
+    assert first.own_phases_ns is None
+    assert first.flags & wire.NO_ORIGIN
+    assert own(second) == {"optimizer": 5, "other": 3, "data": 100, "forward": 20, "backward": 40}
+    assert not second.flags & wire.NO_ORIGIN
+
+
+def test_no_time_is_own_twice_where_the_reduction_that_is_waited_for_last_ends_first(training: Training) -> None:
+    """As with two of Horovod's optimizers over the two halves of a model."""
+    for _ in range(3):
+        training.fetch(10)
+        training.forward(20)
+        training.journal.backward_began()
+        later, earlier = training.recorder.backward(), training.recorder.backward()
+        for record in (earlier, later):
+            training.spend(20)
+            record.ready_ns = record.launched_ns = [training.clock.at] * 2
+            record.done_ns = [training.clock.at + 1] * 2
+        training.journal.backward_ended()
+        for record in (later, earlier):
+            training.recorder.waiting_began()
+            training.spend(1)
+            training.recorder.finished(record)
+            training.recorder.waiting_ended()
+            training.optimizer(5)
+    assert [own(step) for step in training.steps()[1:]] == [
+        {"data": 10, "forward": 20, "backward": 40, "optimizer": 10}
+    ] * 2
+
+
+def test_the_optimizer_before_a_backward_belongs_to_the_previous_step_but_to_this_ones_own_time(
+    training: Training,
+) -> None:
+    plain_step(training, optimizer=500)
+    plain_step(training)
+    first, second = training.steps()
+    assert phases(first)["optimizer"] == 500
+    assert phases(second)["optimizer"] == 5
+    assert own(second)["optimizer"] == 500
+
+
+def test_the_buffers_broadcast_is_communication_and_not_forward_and_not_own_time(training: Training) -> None:
+    plain_step(training)
+    training.fetch(10)
+    training.forward(0)
+    began = training.clock.now()
+    training.spend(50)
+    training.recorder.communicated("buffers", began, training.clock.now())
+    training.spend(20)
+    training.backward(40, 30)
+    step = training.steps()[1]
+    assert phases(step)["forward"] == 20
+    assert phases(step)["exposed_comm"] == 80
+    assert own(step)["forward"] == 20
+    assert sum(own(step).values()) == 10 + 20 + 40 + 5 + 3
+    assert step.comm_ns == 50 + 1 + 30
+
+
+def test_micro_batches_belong_to_the_step_that_synchronises_them(training: Training) -> None:
+    for _ in range(2):
+        for synchronised in (False, False, True):
+            training.fetch(10)
+            training.forward(20)
+            training.backward(40, 0, synchronised=synchronised)
+        training.optimizer(5)
+    steps = training.steps()
+    assert [step.micro_steps for step in steps] == [3, 3]
+    assert [step.samples for step in steps] == [12, 12]
+    assert phases(steps[1])["backward"] == 120
+    assert [step.collective for step in steps] == [0, 1]
+
+
+def test_the_first_step_after_an_evaluation_has_no_clean_origin(training: Training) -> None:
+    plain_step(training)
+    training.fetch(7)
+    training.forward(9, training=False)
+    plain_step(training)
+    plain_step(training)
+    flags = [step.flags & wire.NO_ORIGIN for step in training.steps()]
+    assert flags == [wire.NO_ORIGIN, wire.NO_ORIGIN, 0]
+
+
+def test_a_checkpoint_leaves_the_next_step_without_clean_origin(training: Training, tmp_path: Any) -> None:
+    hooks = ProcessHooks(training.journal, training.event)
+    hooks.install()
+    try:
+        plain_step(training)
+        plain_step(training)
+        torch.save({}, tmp_path / "checkpoint")
+        plain_step(training)
+    finally:
+        hooks.remove()
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, True]
+
+
+def test_nothing_is_recorded_while_a_cuda_graph_is_captured(training: Training, monkeypatch: Any) -> None:
+    began: list[int] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: began.append(training.clock.at))
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", lambda _: None)
+    graph: Any = object()  # One is only made where there is a GPU.
+    hooks = ProcessHooks(training.journal, training.event)
+    hooks.install()
+    try:
+        plain_step(training)
+        plain_step(training)
+        training.fetch(3)
+        begun = training.recorder.backward()
+        assert begun is not None
+        torch.cuda.CUDAGraph.capture_begin(graph)
+        training.fetch(7)
+        training.forward(9)
+        training.journal.backward_began()
+        record = training.recorder.backward()
+        training.recorder.finished(begun)  # Of a backward that a capture began in the midst of.
+        training.journal.backward_ended()
+        torch.cuda.CUDAGraph.capture_end(graph)
+        plain_step(training)
+        plain_step(training)
+    finally:
+        hooks.remove()
+    assert record is None
+    assert began
+    assert training.clock.captures == [True, False]
+    assert "cuda_graph_captured" in training.told
+    # Another rank, which captured nothing then, counted that one.
+    assert [step.collective for step in training.steps()] == [0, 1, 3, 4]
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, True, False]
+
+
+def test_a_skipped_optimizer_does_not_merge_two_steps(training: Training) -> None:
+    for _ in range(3):
+        training.fetch(1)
+        training.forward(1)
+        training.backward(10, 5)
+    assert len(training.steps()) == 3
+
+
+def test_a_closure_that_runs_backward_inside_the_optimizer_is_nested(training: Training) -> None:
+    for _ in range(2):
+        training.fetch(10)
+        training.journal.optimizer_began()
+        training.spend(2)
+        training.forward(20)
+        training.backward(40, 30)
+        training.spend(3)
+        training.journal.optimizer_ended()
+    step = training.steps()[0]
+    assert phases(step)["backward"] == 40
+    assert phases(step)["exposed_comm"] == 30
+    assert sum(step.phases_ns) == step.end_ns - step.start_ns == 105
+
+
+def test_a_completion_told_late_is_cut_at_the_return_of_backward(training: Training) -> None:
+    plain_step(training)
+    raw = training.raw or (training.journal.finish(), training.raw)[1]
+    raw[0].segments[0].records[0].done_ns = [0, training.clock.at + 10**9]
+    step = training.steps()[0]
+    assert all(done_ns <= step.end_ns for done_ns in step.spans_done_ns)
+    assert phases(step)["exposed_comm"] == 30
+
+
+def test_readiness_of_parameters_is_sampled(training: Training) -> None:
+    for _ in range(4):
+        plain_step(training)
+    assert [step.readiness for step in training.steps()] == [1, 0, 1, 0]
+
+
+def test_unused_parameters_travel_only_when_the_set_changes(training: Training) -> None:
+    for locally in ([], ["w"], ["w"], []):
+        training.recorder.unused(locally, [])
+    assert [record.locally for record in training.told if isinstance(record, wire.Unused)] == [["w"], []]
+
+
+def test_the_hooks_see_loader_backward_and_optimizer_and_leave_nothing_behind(training: Training) -> None:
+    before = (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__)
+    hooks = ProcessHooks(training.journal, training.event)
+    hooks.install()
+    try:
+        model = torch.nn.Linear(2, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for (batch,) in torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.ones(4, 2)), batch_size=2):
+            training.recorder.forward_began((batch,))
+            model(batch).sum().backward()
+            optimizer.step()
+    finally:
+        hooks.remove()
+    training.journal.catch_up()
+    seen = {phase for phase, _ in training.journal._tracker._step.switches}  # type: ignore[union-attr]
+    assert {wire.PHASES[phase] for phase in seen} >= {"data", "forward", "backward", "optimizer"}
+    assert (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__) == before
+
+
+@pytest.mark.parametrize("next_is", ["fetch", "forward", "optimizer"])
+def test_an_optimizer_that_failed_runs_no_more(training: Training, next_is: str) -> None:
+    """A user may catch the error of a closure, and go on; torch tells only that the step began."""
+
+    def failing() -> float:
+        training.journal.waiting_began()
+        training.journal.waiting_ended()
+        raise MemoryError
+
+    hooks = ProcessHooks(training.journal, training.event)
+    hooks.install()
+    try:
+        plain_step(training)
+        training.forward(20)
+        with pytest.raises(MemoryError):
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step(failing)
+        if next_is == "optimizer":
+            torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1).step()
+        for _ in range(2):
+            if next_is == "fetch":
+                training.fetch(10)
+            training.forward(20)
+            training.backward(40, 30)
+    finally:
+        hooks.remove()
+    assert wire.PHASES[training.journal.phase] == "other"
+    assert [phases(step).get("optimizer", 0) for step in training.steps()] == [5, 0, 0]
+
+
+def test_what_never_synchronises_is_no_step_and_takes_no_memory(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ddpobs.steps.step_tracker._MOST_SWITCHES", 100)
+    plain_step(training)
+    for _ in range(1000):
+        training.fetch(10)
+        training.forward(20)
+        training.backward(40, 0, synchronised=False)
+        training.journal.communicated(0, 0, training.clock.at - 1, training.clock.at)
+    training.journal.catch_up()
+    step = training.journal._tracker._step
+    assert step is not None
+    assert len(step.switches) <= 100
+    assert len(step.comms) <= 100
+    plain_step(training)
+    plain_step(training)
+    _, interrupted, last = training.steps()
+    assert sum(phases(interrupted).values()) == interrupted.end_ns - interrupted.start_ns
+    assert [bool(found.flags & wire.NO_ORIGIN) for found in (interrupted, last)] == [True, False]
+
+
+def test_collectives_without_end_take_no_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last step, say; the next one has no clean start, as it is not known what they blocked."""
+    monkeypatch.setattr("ddpobs.steps.step_tracker._MOST_COMMS", 100)
+    plain_step(training)
+    plain_step(training)
+    for _ in range(1000):
+        training.spend(10)
+        training.journal.communicated(0, wire.COMM_KINDS.index("user"), training.clock.at - 10, training.clock.at)
+    training.journal.catch_up()
+    step = training.journal._tracker._step
+    assert step is not None
+    assert len(step.comms) == 100
+    plain_step(training)
+    plain_step(training)
+    training.journal.finish()
+    assert [bool(found.flags & wire.NO_ORIGIN) for found in training.steps()] == [True, False, True, False]
+
+
+def test_an_error_inside_telemetry_is_told_once_and_never_raised(
+    training: Training, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken() -> int:
+        raise OSError("clock is gone")
+
+    monkeypatch.setattr(training.journal, "_now", broken)
+    for _ in range(2):
+        training.forward(1)
+    assert caplog.text.count("training goes on") == 1

@@ -1,0 +1,338 @@
+"""Each finding of the catalogue, when it is told, when it is not, and when it says what is missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from ddpobs_server.analysis.evidence import Evidence, Judgement
+from ddpobs_server.analysis.finding import Finding, Missing, ordered, severity_of
+from ddpobs_server.analysis.findings.comm_bound import comm_bound
+from ddpobs_server.analysis.findings.input_bound import input_bound
+from ddpobs_server.analysis.findings.misconfiguration import epoch_not_set
+from ddpobs_server.analysis.findings.telemetry_health import telemetry_loss
+from ddpobs_server.analysis.findings.unused_parameters import LATEST_SETS, find_unused_needless, unused_parameters
+from ddpobs_server.analysis.joined_steps import join
+
+from ddpobs import wire
+from tests.server.analysis.scenario import BASE_MS, MS, changed, columns, own_times
+
+
+def evidence(extra_ms: list[dict[str, float]], moving_ms: float = 3.0, steps: int = 40) -> Evidence:
+    """Noiseless steps of one rank per entry: base own times and what is extra."""
+    own = np.array([[BASE_MS[phase] + extra.get(phase, 0) for phase in wire.OWN_PHASES] for extra in extra_ms])
+    return of(*columns((np.tile(own, (steps, 1, 1)) * MS).astype(np.int64), moving_ms))
+
+
+def of(rank: wire.Ints, rows: wire.Steps) -> Evidence:
+    return Evidence(
+        rank=rank,
+        steps=rows,
+        joined=join(rank, rows),
+        unused=[],
+        settings={},
+        emitted={},
+        dropped={},
+        missing_batches={},
+        sent_batches=0,
+    )
+
+
+def one(judged: Judgement) -> Finding:
+    assert isinstance(judged, list)
+    (finding,) = judged
+    return finding
+
+
+def test_moving_bytes_for_40_percent_of_the_step_is_comm_bound() -> None:
+    # Own times 75 ms, 50 ms exposed: 50 / 125.
+    finding = one(comm_bound(evidence([{}, {}], moving_ms=50)))
+    assert finding.evidence["exposed_share"] == pytest.approx(0.4)
+    assert (finding.evidence["waiting_ns"], finding.evidence["moving_ns"]) == (0, 50 * MS)
+    assert (finding.severity, finding.phase) == ("critical", "exposed_comm")
+    assert "network would not help" not in finding.remedy
+
+
+def test_steps_of_two_synchronised_backwards_are_judged_too() -> None:
+    """Each backward has a number, and a step that of its last one."""
+    whole = evidence([{}, {}], moving_ms=50)
+    twice = of(whole.rank, changed(whole.steps, collective=2 * whole.steps.collective + 1))
+    assert one(comm_bound(twice)) == one(comm_bound(whole))
+
+
+def test_a_little_exposed_communication_is_not_comm_bound() -> None:
+    assert comm_bound(evidence([{}, {}], moving_ms=30)) == []
+
+
+def test_waiting_for_a_slow_rank_does_not_blame_the_network() -> None:
+    # Three of four ranks wait 75 ms of a step of 153 ms, and 3 ms move.
+    finding = one(comm_bound(evidence([{}, {"backward": 75}, {}, {}])))
+    assert finding.severity == "info"
+    assert "waiting" in finding.title
+    assert "network would not help" in finding.remedy
+    assert finding.evidence["waiting_ns"] == 75 * MS * 3 // 4
+    assert finding.evidence["moving_ns"] == 3 * MS
+
+
+def test_where_bytes_take_long_besides_the_waiting_both_are_to_be_mended() -> None:
+    # Fifteen of sixteen ranks wait 75 ms, and then 70 ms move, of a step of 220 ms.
+    slow = [{"backward": 75.0}] + [{}] * 15
+    finding = one(comm_bound(evidence(slow, moving_ms=70)))
+    assert finding.evidence["waiting_ns"] == 75 * MS * 15 // 16
+    assert finding.evidence["moving_ns"] == 70 * MS
+    assert (finding.severity, "waiting" in finding.title) == ("critical", True)
+    assert "why a rank is late. Compress" in finding.remedy
+    assert "would not help" not in finding.remedy
+
+
+@pytest.mark.parametrize("moving_ms", [3.0, 50.0])
+def test_one_long_stall_does_not_decide(moving_ms: float) -> None:
+    """An upload of a minute by one rank, for which the other waits, in four hundred steps."""
+    own = np.tile(np.array([BASE_MS[phase] for phase in wire.OWN_PHASES]), (400, 2, 1))
+    own[200, 0, wire.OWN_PHASES.index("other")] += 60_000
+    found = comm_bound(of(*columns((own * MS).astype(np.int64), moving_ms)))
+    assert isinstance(found, list)
+    assert [finding.severity for finding in found] == (["critical"] if moving_ms > 30 else [])
+    assert all("most of it moving bytes" in finding.title for finding in found)
+
+
+def test_steps_whose_time_is_all_in_the_next_ones_own_are_judged() -> None:
+    """No step is followed but by one whose own time is longer than both: of what is judged nothing took any time."""
+    rank, rows = columns(np.zeros((40, 2, len(wire.OWN_PHASES)), np.int64), moving_ms=100)
+    step = 3 * (rows.step // 2) + rows.step % 2
+    found = one(comm_bound(of(rank, changed(rows, step=step, own_ns=rows.step % 2 * 5000 * MS))))
+    assert (found.evidence["exposed_share"], found.evidence["steps_used"]) == (1.0, 20)
+
+
+@pytest.mark.parametrize("checkpoint", [False, True])
+def test_waiting_at_a_barrier_after_the_step_does_not_blame_the_network(checkpoint: bool) -> None:
+    """One rank saves every fourth step and all meet: as a checkpoint is told, or as anything else that takes time."""
+    own = np.tile(np.array([BASE_MS[phase] for phase in wire.OWN_PHASES]), (120, 2, 1))
+    own[::4, 1, wire.OWN_PHASES.index("other")] += 300
+    rank, rows = columns((own * MS).astype(np.int64), barrier=True)
+    if checkpoint:
+        rows = changed(rows, flags=rows.flags | wire.NO_ORIGIN * ((rows.step % 4 == 0) & (rank == 1)))
+    found = comm_bound(of(rank, rows))
+    assert isinstance(found, list)
+    assert not checkpoint or found == []
+    assert [finding.severity for finding in found if finding.severity != "info"] == []
+
+
+@pytest.mark.parametrize("unseen", [{"absent": [4, 7]}, {"apart": "DDP over 2 of 4 ranks"}])
+def test_neither_waiting_nor_moving_is_claimed_where_the_slow_rank_may_be_unseen(unseen: dict[str, Any]) -> None:
+    finding = one(comm_bound(replace(evidence([{}, {}], moving_ms=50), **unseen)))
+    assert (finding.severity, finding.evidence["exposed_share"]) == ("info", pytest.approx(0.4))
+    assert not {"waiting_ns", "moving_ns"} & set(finding.evidence)
+    assert finding.evidence["steps_used"] == 39, "those that are followed by one"
+    assert "moving bytes" not in finding.title
+    assert "Compress" not in finding.remedy
+    assert ("rank 4, 7" in finding.remedy) == ("absent" in unseen)
+
+
+def test_waiting_for_data_on_every_rank_is_input_bound() -> None:
+    # 95 ms of data in a step of 168 ms.
+    finding = one(input_bound(evidence([{"data": 90}, {"data": 90}])))
+    assert finding.phase == "data"
+    assert finding.evidence["shares"]["data"] == pytest.approx(95 / 168, abs=1e-4)
+
+
+@pytest.mark.parametrize("steps", [20, 30, 200])
+def test_one_slow_first_fetch_is_not_input_bound(steps: int) -> None:
+    own = own_times(steps, 4, seed=0)
+    own[0, :, 0] += 8_000 * MS
+    rank, rows = columns(own)
+    assert input_bound(replace(evidence([{}]), rank=rank, steps=rows)) == []
+
+
+def test_workers_that_deliver_in_bursts_are_input_bound_though_most_steps_wait_for_nothing() -> None:
+    own = own_times(40, 4, seed=0)
+    own[::4, :, 0] += 400 * MS
+    rank, rows = columns(own)
+    finding = one(input_bound(replace(evidence([{}]), rank=rank, steps=rows)))
+    assert finding.evidence["shares"]["data"] == pytest.approx(0.5, abs=0.1)
+    assert "of the time" in finding.title
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_one_rank_that_waits_for_data_is_a_straggler_and_not_input_bound(ranks: int) -> None:
+    assert input_bound(evidence([{"data": 200}] + [{}] * (ranks - 1))) == []
+
+
+def test_data_above_30_percent_that_is_not_the_largest_phase_is_not_input_bound() -> None:
+    assert input_bound(evidence([{"data": 60, "backward": 40}] * 2)) == []
+
+
+@pytest.mark.parametrize("judge", [comm_bound, input_bound])
+def test_too_few_steps_are_said(judge: object) -> None:
+    judged = judge(evidence([{}, {}], moving_ms=50, steps=19))  # type: ignore[operator]
+    assert isinstance(judged, Missing)
+    assert "20" in str(judged)
+
+
+def told(rank: int, step: int, locally: list[str], globally: list[str] | None = None) -> tuple[int, wire.Unused]:
+    return rank, wire.Unused(step=step, module=0, locally=locally, globally=locally if globally is None else globally)
+
+
+def test_what_no_rank_uses_is_named_and_is_a_warning() -> None:
+    finding = one(
+        unused_parameters(replace(evidence([{}, {}]), unused=[told(0, 3, ["a", "b"]), told(1, 3, ["a", "b"])]))
+    )
+    assert (finding.severity, finding.parameters, finding.ranks) == ("warning", ["a", "b"], [0, 1])
+    assert finding.steps == (3, 39)
+    assert finding.evidence["globally"] == ["a", "b"]
+    assert "every rank" in finding.title
+
+
+def test_what_some_ranks_skip_is_named_with_those_ranks() -> None:
+    finding = one(unused_parameters(replace(evidence([{}, {}]), unused=[told(1, 5, ["branch.weight"], [])])))
+    assert (finding.severity, finding.parameters, finding.ranks) == ("info", ["branch.weight"], [1])
+    assert "rank 1" in finding.title
+
+
+def test_a_set_that_became_empty_again_is_no_longer_unused() -> None:
+    assert unused_parameters(replace(evidence([{}, {}]), unused=[told(0, 1, ["a"]), told(0, 2, [])])) == []
+
+
+def alternating(steps: int, turn: int, *sets: list[str], until: int | None = None) -> Evidence:
+    """Two ranks whose unused set is another after each turn."""
+    turns = [(step, sets[step // turn % len(sets)]) for step in range(0, steps if until is None else until, turn)]
+    unused = [told(rank, step, names) for rank in range(2) for step, names in turns]
+    return replace(evidence([{}, {}], steps=steps), unused=unused)
+
+
+@pytest.mark.parametrize("sets", [(["a"], ["b"]), (["a"], []), ([], ["a"]), (["a", "b"], ["b", "c"], ["a", "c"])])
+@pytest.mark.parametrize("turn", [1, 100])
+def test_what_is_trained_in_some_steps_is_not_to_be_frozen(sets: tuple[list[str], ...], turn: int) -> None:
+    finding = one(unused_parameters(alternating(6 * turn + turn // 2 + 1, turn, *sets)))
+    assert (finding.severity, finding.evidence["globally"]) == ("info", [])
+    assert "in some steps" in finding.title
+    assert "find_unused_parameters=True is needed" in finding.remedy
+    assert finding.parameters == finding.evidence["sometimes"] == sorted(set().union(*sets))
+
+
+def test_what_no_step_uses_is_told_apart_from_what_some_steps_use() -> None:
+    finding = one(unused_parameters(alternating(201, 1, ["a", "never"], ["b", "never"])))
+    assert (finding.severity, finding.evidence["globally"]) == ("warning", ["never"])
+    assert finding.evidence["sometimes"] == ["a", "b"]
+
+
+@pytest.mark.parametrize("at_once", [1, 4])
+def test_of_many_that_take_turns_none_is_to_be_frozen(at_once: int) -> None:
+    """Heads in turn, one after the other, or experts of which a few are drawn: the latest sets name most of them."""
+    heads = [f"head{number:02}" for number in range(48)]
+    random = np.random.default_rng(0)
+    used = [{heads[step % 48]} if at_once == 1 else set(random.choice(heads, at_once)) for step in range(200)]
+    sets = [(step, sorted(set(heads) - taken)) for step, taken in enumerate(used)][-LATEST_SETS:]
+    unused = [told(rank, step, names) for rank in range(2) for step, names in sets]
+    finding = one(unused_parameters(replace(evidence([{}, {}], steps=200), unused=unused)))
+    assert (finding.severity, finding.evidence["globally"], finding.evidence["sometimes"]) == ("info", [], heads)
+    assert "in some steps" in finding.title
+    assert "find_unused_parameters=True is needed" in finding.remedy
+
+
+def test_what_was_frozen_in_a_warm_up_is_used_since() -> None:
+    unused = [told(rank, step, names) for rank in range(2) for step, names in ((0, ["head"]), (1000, []))]
+    assert unused_parameters(replace(evidence([{}, {}], steps=1100), unused=unused)) == []
+
+
+def test_what_every_rank_leaves_out_in_some_steps_is_said_without_their_numbers() -> None:
+    assert "on every rank in some steps" in one(unused_parameters(alternating(20, 1, ["a"], ["b"]))).title
+
+
+def test_what_changed_in_the_first_steps_and_then_stayed_is_unused() -> None:
+    finding = one(unused_parameters(alternating(40, 1, ["a", "b"], ["a"], [], until=8)))
+    assert (finding.severity, finding.parameters, finding.evidence["sometimes"]) == ("warning", ["a"], [])
+
+
+def test_a_set_from_before_the_latest_ones_is_not_taken_for_one_that_held_until_then() -> None:
+    # The store gives the last empty set, however old it is.
+    sets = [(5, []), *((192 + turn, ["a", "b"][: 1 + turn % 2]) for turn in range(LATEST_SETS))]
+    unused = [told(rank, step, names) for rank in range(2) for step, names in sets]
+    finding = one(unused_parameters(replace(evidence([{}, {}], steps=200), unused=unused)))
+    assert (finding.severity, finding.evidence["globally"], finding.evidence["sometimes"]) == ("warning", ["a"], ["b"])
+
+
+def test_nothing_told_is_nothing_unused() -> None:
+    assert unused_parameters(evidence([{}, {}])) == []
+
+
+def flagged(on: bool = True, steps: int = 40) -> Evidence:
+    return replace(evidence([{}, {}], steps=steps), settings={"find_unused_parameters": on})
+
+
+def test_the_flag_without_anything_unused_is_needless() -> None:
+    assert one(find_unused_needless(flagged())).severity == "info"
+
+
+def test_the_flag_is_needed_where_something_was_unused_once() -> None:
+    used_again = replace(flagged(), unused=[told(0, 1, ["a"]), told(0, 2, [])])
+    assert find_unused_needless(used_again) == []
+
+
+def test_no_flag_is_not_needless_and_few_steps_are_said() -> None:
+    assert find_unused_needless(flagged(on=False)) == []
+    assert isinstance(find_unused_needless(flagged(steps=19)), Missing)
+
+
+def test_the_flag_cannot_be_judged_where_records_were_dropped() -> None:
+    assert isinstance(find_unused_needless(replace(flagged(), dropped={0: 5}, emitted={0: 100})), Missing)
+
+
+@pytest.mark.parametrize("unknown", [{"gaps": True}, {"absent": [2]}])
+def test_the_flag_cannot_be_judged_where_something_was_not_heard(unknown: dict[str, Any]) -> None:
+    assert isinstance(find_unused_needless(replace(flagged(), **unknown)), Missing)
+
+
+def test_dropped_records_are_always_told() -> None:
+    lossy = replace(evidence([{}, {}], steps=1), emitted={0: 1000, 1: 1000}, dropped={0: 0, 1: 3})
+    finding = one(telemetry_loss(lossy))
+    assert (finding.severity, finding.ranks) == ("info", [1])
+    assert "3 of 2000" in finding.title
+    many = one(telemetry_loss(replace(lossy, dropped={0: 0, 1: 30})))
+    assert many.severity == "warning"
+
+
+def test_batches_that_never_arrived_are_told_too() -> None:
+    some = replace(evidence([{}, {}]), missing_batches={0: 2, 1: 0})
+    few, many = (one(telemetry_loss(replace(some, sent_batches=sent))) for sent in (200, 199))
+    assert (few.ranks, few.severity, many.severity) == ([0], "info", "warning")
+
+
+def test_no_loss_is_not_told() -> None:
+    assert telemetry_loss(replace(evidence([{}, {}]), emitted={0: 9}, dropped={0: 0}, missing_batches={0: 0})) == []
+
+
+def test_the_most_severe_finding_comes_first() -> None:
+    findings = [
+        Finding(code=code, severity=severity, title="", remedy="", steps=(0, 0))  # type: ignore[arg-type]
+        for code, severity in (("a", "info"), ("b", "warning"), ("c", "critical"))
+    ]
+    assert [f.code for f in ordered(findings)] == ["c", "b", "a"]
+
+
+def test_severity_steps_at_a_tenth_and_a_quarter() -> None:
+    assert [severity_of(share) for share in (0.09, 0.1, 0.24, 0.25)] == ["info", "warning", "warning", "critical"]
+
+
+def repeated(step: int, kind: str = "sampler_without_set_epoch") -> wire.Event:
+    detail: dict[str, wire.Scalar] = {"sampler": "DistributedSampler", "dataset": "Pictures", "epoch": 0}
+    return wire.Event(kind=kind, at_ns=0, step=step, detail=detail)
+
+
+def test_a_sampler_that_stays_at_one_epoch_is_found_once_with_the_ranks_that_told_it() -> None:
+    told = [(1, repeated(12)), (0, repeated(10)), (0, repeated(3, "buckets_rebuilt"))]
+    finding = one(epoch_not_set(replace(evidence([{}, {}]), events=told)))
+    assert (finding.severity, finding.ranks, finding.steps) == ("warning", [0, 1], (10, 39))
+    assert "DistributedSampler of Pictures stays at epoch 0" in finding.title
+    assert "set_epoch" in finding.remedy
+
+
+def test_other_events_are_no_reason_to_speak_of_epochs() -> None:
+    assert epoch_not_set(replace(evidence([{}]), events=[(0, repeated(3, "goodbye"))])) == []
+
+
+def test_an_event_of_another_sender_without_detail_is_still_a_finding() -> None:
+    told = [(0, wire.Event(kind="sampler_without_set_epoch", at_ns=0, step=10**6))]
+    assert one(epoch_not_set(replace(evidence([{}]), events=told))).steps == (10**6, 10**6)

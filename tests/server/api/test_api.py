@@ -1,0 +1,297 @@
+"""What the REST reads answer, over HTTP from a real collector."""
+
+from __future__ import annotations
+
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from ddpobs_server.reports.run_state import state_of_run
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Run, Store, schema
+from sqlalchemy import create_engine
+
+from ddpobs import wire
+from tests.collector import Collector, collector, running_collector
+from tests.databases import Fresh
+from tests.server.batches import ATTEMPT, MS, assert_problem, batch, get, hello, layout, put, source_of, spans, steps
+
+SECOND = 10**9
+
+
+def fill(url: str, run: str, count: int = 4) -> None:
+    """Two ranks, `count` steps each in two batches, the later ones first."""
+    half = count // 2
+    for rank in (1, 0):
+        put(url, batch(run, seq=1, rank=rank, steps=steps(half, half), spans=spans(half, half)))
+        first = {"hello": hello(f"node{rank}"), "layouts": [layout()]}
+        put(url, batch(run, seq=0, rank=rank, steps=steps(0, half), spans=spans(0, half), **first))
+
+
+def test_a_run_says_what_is_known_of_it(shared: Collector, run: str) -> None:
+    fill(shared.url, run)
+    told = get(shared.url, f"/runs/{run}")
+    shown = {name: told[name] for name in ("run", "state", "attempt", "world_size", "ranks", "steps", "emitted")}
+    assert shown == {
+        "run": run,
+        "state": "running",
+        "attempt": ATTEMPT,
+        "world_size": 2,
+        "ranks": 2,
+        "steps": 4,
+        "emitted": 20,
+    }
+    assert 0 < told["created_ns"] <= told["last_seen_ns"]
+    assert [set(attempt) for attempt in told["attempts"]] == [{"attempt", "ordinal", "first_seen_ns"}]
+    assert told["hello"]["host"] == "node0"
+    assert told["modules"] == [{"module": 0, "name": "model"}]
+
+
+def test_a_run_has_no_steps_until_a_rank_has_finished_one(shared: Collector, run: str) -> None:
+    put(shared.url, batch(run, hello=hello(), pulse=wire.Pulse(at_ns=5, phase="data", step=0)))
+    assert get(shared.url, f"/runs/{run}")["steps"] == 0
+    put(shared.url, batch(run, rank=1, steps=steps(0, 1)))
+    assert get(shared.url, f"/runs/{run}")["steps"] == 1
+
+
+def test_ranks_tell_their_process_counts_and_mean_phases(shared: Collector, run: str) -> None:
+    fill(shared.url, run)
+    pulse = wire.Pulse(at_ns=5, phase="forward", step=4)
+    put(shared.url, batch(run, seq=2, rank=1, emitted=50, dropped=3, pulse=pulse))
+    told = get(shared.url, f"/runs/{run}/ranks")["ranks"]
+    assert [(rank["rank"], rank["host"], rank["source"]) for rank in told] == [
+        (0, "node0", source_of(0)),
+        (1, "node1", source_of(1)),
+    ]
+    assert (told[1]["emitted"], told[1]["dropped"], told[1]["steps"], told[1]["last_step"]) == (50, 3, 4, 3)
+    phases_ms = {"data": 10, "forward": 20, "backward": 40, "exposed_comm": 5, "optimizer": 20, "other": 5}
+    assert told[0]["phases_ns"] == {phase: ms * MS for phase, ms in phases_ms.items()}
+    assert told[0]["own_ns"] == 95 * MS
+    assert (told[0]["pulse"], told[1]["pulse"]["phase"]) == (None, "forward")
+
+
+def test_own_time_is_the_mean_of_the_steps_that_know_it(shared: Collector, run: str) -> None:
+    known = steps(0, 2)
+    own = known.own_ns.copy()
+    own[0] = wire.UNKNOWN
+    put(shared.url, batch(run, steps=steps(0, 2, own_ns=own)))
+    assert get(shared.url, f"/runs/{run}/ranks")["ranks"][0]["own_ns"] == 95 * MS
+
+
+def test_the_layout_gives_each_bucket_its_parameters(shared: Collector, run: str) -> None:
+    fill(shared.url, run)
+    (told,) = get(shared.url, f"/runs/{run}/layout")["layouts"]
+    assert (told["module"], told["name"], told["revision"], told["comm"]) == (0, "model", 0, "allreduce")
+    assert told["buckets"][1] == {
+        "bucket": 1,
+        "size_bytes": 2000,
+        "dtype": "float32",
+        "parameters": [{"name": "stem.weight", "size": 500}],
+    }
+
+
+def test_steps_come_in_every_column_sorted_by_step_and_rank(shared: Collector, run: str) -> None:
+    fill(shared.url, run)
+    columns = get(shared.url, f"/runs/{run}/steps")["columns"]
+    assert list(columns) == ["rank", *wire.Steps.names]
+    assert {len(values) for values in columns.values()} == {8}
+    assert list(zip(columns["step"], columns["rank"], strict=True)) == [(s, r) for s in range(4) for r in range(2)]
+
+
+@pytest.mark.parametrize("what", ["steps", "spans"])
+def test_reads_keep_to_the_steps_and_the_rank_asked_for(shared: Collector, run: str, what: str) -> None:
+    fill(shared.url, run)
+    columns = get(shared.url, f"/runs/{run}/{what}", **{"rank": 1, "from": 1, "to": 2})["columns"]
+    assert (set(columns["step"]), set(columns["rank"])) == ({1, 2}, {1})
+    assert get(shared.url, f"/runs/{run}/{what}", **{"from": 4})["columns"]["step"] == []
+
+
+def test_spans_come_on_their_own_clock_and_on_rank_zeros(shared: Collector, run: str) -> None:
+    fill(shared.url, run)
+    columns = get(shared.url, f"/runs/{run}/spans")["columns"]
+    aligned = [f"aligned_{name}_ns" for name in ("ready", "launched", "done")]
+    assert set(columns) == {"rank", *wire.Spans.names, *aligned}
+    assert columns["ready_ns"][:2] == [40 * MS, 70 * MS]
+    assert get(shared.url, f"/runs/{run}/spans", module=1)["columns"]["step"] == []
+
+
+def test_buckets_are_rolled_up_over_ranks_and_steps(shared: Collector, run: str) -> None:
+    fill(shared.url, run)
+    first, second = get(shared.url, f"/runs/{run}/buckets")["buckets"]
+    times = ("steps", "compute_ns", "comm_ns", "exposed_ns")
+    assert [first[name] for name in times] == [8, 0, 10 * MS, 0]
+    assert [second[name] for name in times] == [8, 30 * MS, 15 * MS, 15 * MS]
+    assert (second["size_bytes"], second["dtype"], second["parameters"]) == (2000, "float32", 1)
+
+
+def test_unused_parameters_are_told_by_rank_and_name(shared: Collector, run: str) -> None:
+    record = wire.Unused(step=3, module=0, locally=["a", "b"], globally=["a"])
+    put(shared.url, batch(run, rank=1, unused=[record]))
+    assert get(shared.url, f"/runs/{run}/unused")["unused"] == [
+        {"rank": 1, "step": 3, "module": 0, "locally": ["a", "b"], "globally": ["a"]}
+    ]
+
+
+@pytest.mark.parametrize(
+    ("what", "members"),
+    [
+        ("stragglers", "run attempt steps ranks own_ns excess_ns delay_ns last_rank noise_ns per_rank next"),
+        ("diagnostics", "run attempt steps_seen findings missing"),
+        ("trace", "traceEvents"),
+    ],
+)
+def test_reports_have_their_shape(shared: Collector, run: str, what: str, members: str) -> None:
+    fill(shared.url, run)
+    assert set(members.split()) <= set(get(shared.url, f"/runs/{run}/{what}"))
+
+
+READS = ["", "/ranks", "/layout", "/steps", "/spans", "/buckets", "/unused", "/stragglers", "/diagnostics", "/trace"]
+
+
+@pytest.mark.parametrize("what", READS)
+def test_an_unknown_run_is_a_404_problem(shared: Collector, what: str) -> None:
+    document = assert_problem(httpx.get(f"{shared.url}/api/v1/runs/nobody{what}"), 404)
+    assert "nobody" in document["detail"]
+
+
+@pytest.mark.parametrize("what", READS)
+def test_a_run_without_any_records_can_be_read(shared: Collector, run: str, what: str) -> None:
+    put(shared.url, batch(run))
+    assert get(shared.url, f"/runs/{run}{what}")["run" if what != "/trace" else "traceEvents"] in (run, [])
+
+
+def test_an_unknown_attempt_a_bad_query_and_an_unknown_path_are_problems(shared: Collector, run: str) -> None:
+    put(shared.url, batch(run))
+    runs = f"{shared.url}/api/v1/runs"
+    assert_problem(httpx.get(f"{runs}/{run}/steps", params={"attempt": "c" * 16}), 404)
+    assert assert_problem(httpx.get(f"{runs}/{run}/steps", params={"from": "x"}), 422)["field"] == "query.from"
+    assert_problem(httpx.get(runs, params={"cursor": "%%%"}), 422)
+    assert_problem(httpx.get(f"{shared.url}/api/v1/nothing"), 404)
+    assert_problem(httpx.get(f"{runs}/"), 404)
+    assert_problem(httpx.post(runs), 405)
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/readyz", "/", "/api/v1/runs", "/metrics", "/api/v1/nothing"])
+def test_head_is_answered_as_get_without_the_content(shared: Collector, path: str) -> None:
+    got, head = httpx.get(shared.url + path), httpx.head(shared.url + path)
+    assert (head.status_code, head.headers["content-type"]) == (got.status_code, got.headers["content-type"])
+    assert (head.content, len(got.content) > 0) == (b"", True)
+
+
+def test_runs_are_listed_newest_first_in_pages_that_miss_none(tmp_path: Path) -> None:
+    with running_collector(tmp_path) as url:
+        for index in range(7):
+            put(url, batch(f"run-{index}"))
+        seen, cursor, pages = [], {}, 0
+        while True:
+            page = get(url, "/runs", limit=3, **cursor)
+            seen += [run["run"] for run in page["runs"]]
+            pages += 1
+            if page["next"] is None:
+                break
+            cursor = {"cursor": page["next"]}
+    assert seen == [f"run-{index}" for index in reversed(range(7))]
+    assert pages == 3
+
+
+def test_a_deleted_run_is_gone_with_every_row(tmp_path: Path) -> None:
+    with collector(tmp_path) as running:
+        fill(running.url, "gone")
+        fill(running.url, "kept")
+        record = wire.Unused(step=0, module=0, locally=["a"], globally=[])
+        put(running.url, batch("gone", seq=5, unused=[record], events=[wire.Event(kind="goodbye", at_ns=1)]))
+        assert httpx.delete(f"{running.url}/api/v1/runs/gone").status_code == 204
+        assert_problem(httpx.delete(f"{running.url}/api/v1/runs/gone"), 404)
+        assert len(get(running.url, "/runs/kept/steps")["columns"]["step"]) == 8
+    with sqlite3.connect(running.database) as database:
+        for table in set(schema.metadata.tables) - {"tokens"}:
+            rows = database.execute(f"select count(*) from {table} where run_id = 'gone'").fetchone()
+            assert rows == (0,), table
+
+
+def test_a_run_is_finished_when_every_rank_said_goodbye(shared: Collector, run: str) -> None:
+    goodbye = [wire.Event(kind="goodbye", at_ns=1)]
+    for rank in range(2):
+        put(shared.url, batch(run, rank=rank))
+    put(shared.url, batch(run, seq=1, rank=0, events=goodbye))
+    assert get(shared.url, f"/runs/{run}")["state"] == "running"
+    put(shared.url, batch(run, seq=1, rank=1, events=goodbye))
+    assert get(shared.url, f"/runs/{run}")["state"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("now_s", "last_step_s", "expected"),
+    [
+        (101, 100, "running"),
+        (129, 70, "running"),
+        (129, 60, "stalled"),
+        (131, 100, "lost"),
+        (500, 0, "lost"),
+        (60, 60, "lost"),
+    ],
+)
+def test_a_run_without_pulses_is_lost_and_without_steps_stalled(now_s: int, last_step_s: int, expected: str) -> None:
+    counts = dict.fromkeys(("created_ns", "commits", "steps", "emitted", "dropped", "goodbyes"), 0)
+    run = Run("r", ATTEMPT, world_size=2, ranks=2, last_seen_ns=100 * SECOND,
+              last_step_seen_ns=last_step_s * SECOND, **counts)  # fmt: skip
+    assert state_of_run(run, Settings(), now_s * SECOND) == expected
+
+
+def test_with_a_token_only_its_holder_gets_in_and_health_stays_open(tmp_path: Path) -> None:
+    with running_collector(tmp_path, token="s3cret") as url:
+        for path in ("/api/v1/runs", "/api/v1/runs/x/steps", "/metrics"):
+            for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic s3cret"}):
+                refused = httpx.get(url + path, headers=headers)
+                assert_problem(refused, 401)
+                assert refused.headers["www-authenticate"].startswith("Bearer")
+        assert_problem(put(url, batch("x")), 401)
+        bearer = {"Authorization": "Bearer s3cret"}
+        assert put(url, batch("x"), **bearer).status_code == 201
+        for path in ("/api/v1/runs", "/metrics"):
+            assert httpx.get(url + path, headers=bearer).status_code == 200
+        for path in ("/healthz", "/readyz"):
+            assert httpx.get(url + path).status_code == 200
+
+
+def refusal(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).with_name("ddpobs-server")), "--port", "0", *flags]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=folder, env=environ, check=False)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
+def test_without_a_token_it_listens_on_loopback_only_and_says_so(tmp_path: Path, host: str) -> None:
+    ended = refusal(tmp_path, "--host", host)
+    assert ended.returncode == 2
+    assert host in ended.stderr
+    assert "loopback" in ended.stderr
+    assert "DDPOBS_SERVER_TOKEN" in ended.stderr
+
+
+def test_the_documentation_loads_nothing_from_elsewhere(shared: Collector) -> None:
+    page = httpx.get(f"{shared.url}/docs").text
+    loaded = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
+    assert len(loaded) >= 2
+    for address in loaded:
+        assert address.startswith("/")
+        assert httpx.get(shared.url + address).status_code == 200
+    assert "/api/v1/runs/{run}/diagnostics" in httpx.get(f"{shared.url}/openapi.json").json()["paths"]
+
+
+def test_migrations_make_the_very_schema_that_the_store_uses(fresh: Fresh, tmp_path: Path) -> None:
+    url = fresh(tmp_path)
+    for _ in range(2):
+        store = Store(url)
+        store.migrate()
+        store.close()
+    with create_engine(url).connect() as connection:
+        context = MigrationContext.configure(connection)
+        assert context.get_current_revision() is not None
+        assert compare_metadata(context, schema.metadata) == []

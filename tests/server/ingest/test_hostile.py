@@ -1,0 +1,251 @@
+"""What a client chose is data: nothing that it sends is run, believed, or left to hurt another's run."""
+
+from __future__ import annotations
+
+import base64
+from http.client import HTTPConnection
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import numpy as np
+import pytest
+import zstandard
+from ddpobs_server.app import create_app
+from ddpobs_server.settings import Settings
+from fastapi.testclient import TestClient
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as prometheus
+
+from ddpobs import wire
+from ddpobs.config import TelemetryConfig
+from ddpobs.errors import ConfigError
+from tests import databases
+from tests.collector import Collector
+from tests.server.batches import ATTEMPT, assert_problem, batch, get, layout, path, put, spans, steps
+from tests.wire.test_wire import GOLDEN
+
+READS = ["", "/ranks", "/layout", "/steps", "/spans", "/buckets", "/unused", "/stragglers", "/diagnostics", "/trace"]
+LONGEST = np.full(3000, wire.LONGEST_NS)
+NONE = np.zeros(3000, np.int64)
+NO_PHASE = {f"{phase}_ns": NONE for phase in wire.PHASES}
+ABSURD: dict[str, dict[str, Any]] = {
+    "steps that take no time": {"steps": steps(0, 3000, start_ns=NONE, end_ns=NONE, **NO_PHASE)},
+    "steps that last a month": {
+        "steps": steps(0, 3000, start_ns=NONE, end_ns=LONGEST, **NO_PHASE | {"data_ns": LONGEST})
+    },
+    "one step again and again": {
+        "steps": steps(0, 3000, step=NONE, start_ns=NONE, end_ns=LONGEST, **NO_PHASE | {"data_ns": LONGEST})
+    },
+    "buckets that no layout has": {"layouts": [layout()], "spans": spans(0, 50, bucket=np.arange(100) + 9_900)},
+    "spans that last two months": {"spans": spans(0, 1500, ready_ns=-LONGEST, launched_ns=-LONGEST, done_ns=LONGEST)},
+    "counts without end": {"emitted": 2**48, "dropped": 2**48, "world_size": 16_384},
+}
+
+
+@pytest.mark.parametrize("what", ABSURD)
+def test_absurd_values_are_their_own_runs_alone(shared: Collector, run: str, what: str) -> None:
+    for rank in range(2):
+        for seq in range(2):
+            answer = put(shared.url, batch(run, seq=seq, rank=rank, **{"world_size": 2} | ABSURD[what]))
+            assert answer.status_code in (201, 422), answer.text
+    for read in READS:
+        assert httpx.get(f"{shared.url}/api/v1/runs/{run}{read}", timeout=60).status_code == 200, read
+    assert httpx.get(f"{shared.url}/metrics", timeout=60).status_code == 200
+    httpx.delete(f"{shared.url}/api/v1/runs/{run}")
+
+
+NASTY = (
+    "\x1b[31m\r\nSet-Cookie: a=b\n# HELP owned x\nowned 1\n"
+    "\"'\\`<script>alert(1)</script>{{7*7}}%s\u202e'; DROP TABLE runs; --"
+)
+
+
+def nasty_batch(run: str) -> wire.Batch:
+    bucket = wire.Bucket(size_bytes=4, dtype=NASTY, parameters=[wire.Parameter(name=NASTY, size=1)])
+    return batch(
+        run,
+        hello=wire.Hello(
+            host=NASTY, pid=1, device=NASTY, backend=NASTY, versions={"torch": NASTY}, settings={NASTY: NASTY}
+        ),
+        layouts=[wire.Layout(module=0, name=NASTY, revision=0, comm=NASTY, buckets=[bucket])],
+        steps=steps(0, 2),
+        unused=[wire.Unused(step=0, module=0, locally=[NASTY], globally=[NASTY])],
+        events=[
+            wire.Event(kind=NASTY, at_ns=0, detail={NASTY: NASTY}),
+            wire.Event(kind="sampler_without_set_epoch", at_ns=0, detail={"sampler": NASTY, "dataset": NASTY}),
+        ],
+    )
+
+
+def test_a_nasty_name_comes_back_as_it_was_sent(shared: Collector, run: str) -> None:
+    assert put(shared.url, nasty_batch(run)).status_code == 201
+    assert get(shared.url, f"/runs/{run}")["modules"] == [{"module": 0, "name": NASTY}]
+    (rank,) = get(shared.url, f"/runs/{run}/ranks")["ranks"]
+    assert (rank["host"], rank["device"], rank["backend"]) == (NASTY, NASTY, NASTY)
+    assert get(shared.url, f"/runs/{run}/layout")["layouts"][0]["buckets"][0]["parameters"][0]["name"] == NASTY
+    assert get(shared.url, f"/runs/{run}/unused")["unused"][0]["locally"] == [NASTY]
+    findings = get(shared.url, f"/runs/{run}/diagnostics")["findings"]
+    assert NASTY in next(finding["title"] for finding in findings if finding["code"] == "epoch-not-set")
+
+
+@pytest.mark.parametrize(
+    ("accept", "parse"), [("text/plain", prometheus), ("application/openmetrics-text", openmetrics)]
+)
+def test_a_nasty_name_is_one_label_of_one_metric(shared: Collector, run: str, accept: str, parse: Any) -> None:
+    put(shared.url, nasty_batch(run))
+    families = list(parse(httpx.get(f"{shared.url}/metrics", headers={"Accept": accept}).text))
+    assert "owned" not in {family.name for family in families}
+    (info,) = [
+        sample for f in families for sample in f.samples if f.name == "ddpobs_run_info" and sample.labels["run"] == run
+    ]
+    assert (info.labels["backend"], info.labels["device"], info.labels["torch"]) == (NASTY, NASTY, NASTY)
+
+
+def test_a_nasty_name_makes_no_line_of_the_log(shared: Collector, run: str) -> None:
+    put(shared.url, nasty_batch(run))
+    put(shared.url, msgspec.structs.replace(nasty_batch(run), seq=1, version=wire.VERSION + 1))
+    put(shared.url, batch(run, seq=2), **{"Content-Encoding": "\x1b[31mowned"})
+    httpx.get(
+        f"{shared.url}/api/v1/runs/{run}%0Aowned/steps?attempt=%0Aowned",
+        headers={"Authorization": "Bearer \x1b[31mowned"},
+    )
+    log = shared.log.read_text()
+    assert not [line for line in log.splitlines() if line.startswith(("owned", "Set-Cookie", "# HELP"))]
+    assert "\x1b" not in log
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "x", "1", "1/", "-1/a", "1/\0", "1/a b", "9" * 19 + "/a", "9" * 300 + "/a", "\u00bd/a", "1/" + "a" * 129],
+)
+def test_a_cursor_that_was_tampered_with_is_refused(shared: Collector, text: str) -> None:
+    cursor = base64.urlsafe_b64encode(text.encode()).decode()
+    assert assert_problem(httpx.get(f"{shared.url}/api/v1/runs", params={"cursor": cursor}), 422)["field"] == "cursor"
+
+
+def test_a_run_that_reports_while_pages_are_turned_is_not_missed(shared: Collector, run: str) -> None:
+    names = [f"{run[:100]}-{index}" for index in range(5)]
+    for name in names:
+        put(shared.url, batch(name))
+    seen: list[str] = []
+    cursor: dict[str, str] = {}
+    for seq in range(1, 1000):
+        page = get(shared.url, "/runs", limit=2, **cursor)
+        seen += [found["run"] for found in page["runs"]]
+        put(shared.url, batch(names[0], seq=seq))
+        if page["next"] is None:
+            break
+        cursor = {"cursor": page["next"]}
+    assert [name for name in seen if name in names] == names[::-1]
+
+
+def test_a_run_deleted_and_sent_again_is_not_answered_from_before(shared: Collector, run: str) -> None:
+    put(shared.url, batch(run, steps=steps(0, 2)))
+    assert get(shared.url, f"/runs/{run}/diagnostics")["steps_seen"] == 2
+    httpx.delete(f"{shared.url}/api/v1/runs/{run}")
+    put(shared.url, batch(run, steps=steps(0, 5)))
+    assert get(shared.url, f"/runs/{run}/diagnostics")["steps_seen"] == 5
+
+
+def test_a_nonce_has_no_line_end(shared: Collector, run: str) -> None:
+    assert assert_problem(put(shared.url, batch(run, attempt=ATTEMPT + "\n")), 422)["field"] == "attempt"
+
+
+@pytest.mark.parametrize(
+    "where",
+    [
+        *("/static/..%2f..%2f__init__.py", "/static/%2e%2e/%2e%2e/app.py", "/swagger/..%2f..%2f..%2fetc%2fpasswd"),
+        *("/api/v1/runs/..%2f..%2fetc%2fpasswd", "/api/v1/runs/vision%2frun/steps", "/api/v1/runs/%00/steps"),
+        *("/api/v1/runs/'%20OR%201=1%20--/steps", "/api/v1/runs/a%0a", "/api/v1/runs/{{7*7}}"),
+    ],
+)
+def test_a_path_leads_to_nothing_but_runs_and_files_of_the_page(shared: Collector, where: str) -> None:
+    assert httpx.get(shared.url + where).status_code in (404, 422)
+
+
+@pytest.mark.parametrize("run_id", [".", ".."])
+def test_a_run_that_a_path_would_swallow_is_refused_on_both_sides(shared: Collector, run_id: str) -> None:
+    sent = batch(run_id)
+    connection = HTTPConnection(shared.url.removeprefix("http://"), timeout=30)
+    connection.request("PUT", path(sent), wire.encode(sent), {"Content-Type": wire.MSGPACK})
+    assert connection.getresponse().status == 422
+    connection.close()
+    with pytest.raises(ConfigError, match="neither"):
+        TelemetryConfig(run=run_id)
+    assert TelemetryConfig(run="...").run == "..."
+
+
+@pytest.mark.parametrize(
+    "where", ["/", "/docs", "/api/v1/runs", "/api/v1/runs/nobody", "/api/v1/runs?limit=x", "/nothing"]
+)
+def test_every_answer_tells_a_browser_what_it_may_do(shared: Collector, where: str) -> None:
+    answer = httpx.get(shared.url + where, headers={"Origin": "https://elsewhere.example"})
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert answer.headers["referrer-policy"] == "no-referrer"
+    assert answer.headers["cross-origin-resource-policy"] == "same-origin"
+    policy = answer.headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "frame-ancestors 'none'" in policy
+    assert "unsafe" not in policy
+    assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+def test_an_error_of_the_collectors_own_tells_a_browser_too(tmp_path: Path) -> None:
+    app = create_app(Settings(database_url=databases.sqlite(tmp_path)))
+    app.add_api_route("/broken", lambda: 1 // 0)
+    answer = TestClient(app, raise_server_exceptions=False).get("/broken")
+    assert_problem(answer, 500)
+    assert answer.headers["x-content-type-options"] == "nosniff"
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+
+
+def test_a_browser_is_not_told_that_other_sites_may_write(shared: Collector) -> None:
+    asked = {"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "DELETE"}
+    answer = httpx.options(f"{shared.url}/api/v1/runs/a", headers=asked)
+    assert answer.status_code == 405
+    assert not [name for name in answer.headers if name.startswith("access-control-")]
+
+
+@pytest.mark.parametrize("host", ["rebound.example", "127.0.0.1.rebound.example:8321", "localhost.", "[::1", "a.b"])
+def test_without_tokens_a_strangers_name_is_not_answered(shared: Collector, host: str) -> None:
+    assert_problem(httpx.get(f"{shared.url}/api/v1/runs", headers={"Host": host}), 421)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost:8321", "127.0.0.1", "[::1]:8321", "collector:80", "a.localhost", "host.docker.internal"]
+)
+def test_without_tokens_names_of_ones_own_are_answered(shared: Collector, host: str) -> None:
+    assert httpx.get(f"{shared.url}/api/v1/runs", headers={"Host": host}).status_code == 200
+
+
+@pytest.mark.parametrize("golden", sorted(GOLDEN.glob("batch-*.zst")), ids=lambda golden: golden.stem)
+def test_an_older_client_is_understood(shared: Collector, golden: Any) -> None:
+    body = golden.read_bytes()
+    sent = wire.decode(zstandard.decompress(body))
+    httpx.delete(f"{shared.url}/api/v1/runs/{sent.run}")
+    headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
+    assert httpx.put(shared.url + path(sent), content=body, headers=headers).status_code == 201
+    assert sent.steps is not None
+    assert get(shared.url, f"/runs/{sent.run}/steps")["columns"]["own_ns"] == sent.steps.own_ns.tolist()
+    assert get(shared.url, f"/runs/{sent.run}/layout")["layouts"][0]["name"] == "model"
+
+
+def grown(value: Any) -> Any:
+    """As a newer version might send it: more of everything."""
+    if isinstance(value, dict):
+        return {key: grown(inner) for key, inner in value.items()} | {"invented_later": {"by": [1, "x"]}}
+    return [grown(inner) for inner in value] if isinstance(value, list) else value
+
+
+def test_a_newer_client_is_understood_while_its_version_is_known(shared: Collector, run: str) -> None:
+    sent = batch(
+        run, steps=steps(0, 3), spans=spans(0, 3), layouts=[layout()], pulse=wire.Pulse(at_ns=1, phase="data", step=2)
+    )
+    body = msgspec.json.encode(grown(msgspec.json.decode(wire.encode_json(sent))))
+    headers = {"Content-Type": wire.JSON}
+    assert httpx.put(shared.url + path(sent), content=body, headers=headers).status_code == 201
+    assert get(shared.url, f"/runs/{run}/steps")["columns"]["step"] == [0, 1, 2]
+    refused = put(shared.url, batch(run, seq=1, version=wire.VERSION + 1))
+    assert "upgrade the collector" in assert_problem(refused, 422)["detail"]

@@ -1,0 +1,230 @@
+"""What an operator does: several collectors on one database, looking whether all is well, measuring."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from ddpobs_server.operations import bench, commands, health_monitor
+from ddpobs_server.store import Store
+from ddpobs_server.web.auth import new_token
+from prometheus_client import CollectorRegistry
+from sqlalchemy import create_engine, inspect
+from typer.testing import CliRunner
+
+from tests import databases
+from tests.collector import collector
+from tests.server.batches import batch, get, put, spans, steps
+from tests.server.store.test_migration import at_revision
+
+SERVER = str(Path(sys.executable).with_name("ddpobs-server"))
+
+
+def test_two_collectors_on_one_database_store_each_batch_once(postgresql: databases.Fresh, tmp_path: Path) -> None:
+    database = postgresql(tmp_path)
+    folders = [tmp_path / name for name in "ab"]
+    for folder in folders:
+        folder.mkdir()
+    sent = [batch("shared", seq=seq, rank=rank, steps=steps(seq, 1), spans=spans(seq, 1))
+            for seq in range(25) for rank in range(2)]  # fmt: skip
+    with collector(folders[0], database_url=database) as one, collector(folders[1], database_url=database) as other:
+        with ThreadPoolExecutor(8) as pool:
+            both = [(url, b) for b in sent for url in (one.url, other.url)]
+            answers = list(pool.map(lambda pair: put(*pair).status_code, both))
+        assert sorted(set(answers)) == [200, 201]
+        assert answers.count(201) == len(sent)
+        for url in (one.url, other.url):
+            assert len(get(url, "/runs/shared/steps")["columns"]["step"]) == 50
+            assert [bucket["steps"] for bucket in get(url, "/runs/shared/buckets")["buckets"]] == [50, 50]
+            assert [rank["steps"] for rank in get(url, "/runs/shared/ranks")["ranks"]] == [25, 25]
+
+
+def check(url: str, *arguments: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    """How `check` ends, and each check's state and words."""
+    done = CliRunner().invoke(commands.cli, ["check", "--json", "--database-url", url, *arguments])
+    answer = json.loads(done.stdout)
+    assert answer["ok"] == (done.exit_code == 0)
+    assert "s3cret" not in done.output
+    return done.exit_code, {found["name"]: (found["state"], found["detail"]) for found in answer["checks"]}
+
+
+def test_check_says_that_all_is_well_and_changes_nothing(fresh: databases.Fresh, tmp_path: Path) -> None:
+    url = fresh(tmp_path)
+    assert check(url)[0] == 0
+    store = Store(url)
+    if "postgresql" in url:
+        assert store.revisions()[0] is None, "it was looked at, not made"
+    else:
+        assert list(tmp_path.iterdir()) == []
+    store.migrate()
+    newest = store.revisions()[1]
+    tables = inspect(create_engine(url)).get_table_names()
+    store.close()
+    code, found = check(url)
+    expected = {"database", "schema", "writing", "clock"}
+    assert set(found) == expected | ({"permissions", "disk", "integrity"} if "sqlite" in url else set())
+    assert code == 0
+    assert found["schema"] == ("ok", f"at {newest}, this version's")
+    assert inspect(create_engine(url)).get_table_names() == tables
+
+
+@pytest.mark.parametrize(("free_gb", "said"), [(0.5, "fail"), (100, "warn"), (900, "ok")])
+def test_a_large_disk_with_much_room_is_no_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gb: float, said: str
+) -> None:
+    disk = SimpleNamespace(free=int(free_gb * 1e9), total=10**13)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
+    code, found = check(f"sqlite:///{tmp_path}/x.db")
+    assert (code, found["disk"][0]) == (int(said == "fail"), said)
+
+
+def test_a_disk_that_cannot_be_read_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    store = Store(f"sqlite:///{tmp_path}/x.db")
+    watch = health_monitor.Watch(store, CollectorRegistry())
+    monkeypatch.setattr(shutil, "disk_usage", failing)
+    watch.start()
+    assert watch.database_answers
+    watch.close()
+    store.close()
+
+
+def test_scrapes_that_hang_take_no_connection_from_others(postgresql: databases.Fresh, tmp_path: Path) -> None:
+    engine = create_engine(database := postgresql(tmp_path))
+    with collector(tmp_path, database_url=database) as running, ThreadPoolExecutor(20) as pool:
+        put(running.url, batch("slow", steps=steps(0, 2)))
+        with engine.connect() as holder:
+            holder.exec_driver_sql("LOCK TABLE step_histogram IN ACCESS EXCLUSIVE MODE")
+            scrapes = [pool.submit(httpx.get, f"{running.url}/metrics", timeout=60) for _ in range(20)]
+            told = as_completed(scrapes, timeout=20)
+            assert all("ddpobs_server_info" in next(told).result().text for _ in range(18))
+            assert get(running.url, "/runs")["runs"]
+            holder.rollback()
+        assert all("ddpobs_steps_total{" in scrape.result().text for scrape in told)
+    engine.dispose()
+
+
+def test_check_leaves_a_restored_file_as_it_is(tmp_path: Path) -> None:
+    url, file = f"sqlite:///{tmp_path}/x.db", tmp_path / "x.db"
+    store = Store(url)
+    store.migrate()
+    store.close()
+    restored = sqlite3.connect(file)
+    restored.execute("PRAGMA journal_mode=DELETE")
+    restored.close()
+    before = file.read_bytes()
+    assert check(url)[0] == 0
+    assert file.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_check_ends_with_1_as_a_command_and_reads_as_text(tmp_path: Path) -> None:
+    arguments = [SERVER, "check", "--database-url", f"sqlite:///{tmp_path}/none/x.db"]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stdout.startswith("fail  permissions: ")
+
+
+def test_check_says_what_is_wrong_and_no_password(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    code, found = check("postgresql+psycopg://nobody:s3cret@127.0.0.1:9/none")
+    assert (code, found["database"][0]) == (1, "fail")
+    in_query = check("postgresql+psycopg://127.0.0.1:9/none?user=nobody&password=s3cret&connect_timeout=1")[1]
+    assert "user=nobody" in in_query["database"][1]
+    at_revision(url, "0002")
+    state, said = check(url)[1]["schema"]
+    assert (state, said.partition(",")[0]) == ("fail", "at 0002; back it up")
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    assert "which a newer version made" in check(url)[1]["schema"][1]
+    engine.dispose()
+
+
+@pytest.mark.parametrize("exposed", [{"HOST": "0.0.0.0"}, {"TRUSTED_PROXIES": "10.0.0.7"}])
+def test_check_finds_what_serve_would_refuse(
+    fresh: databases.Fresh, tmp_path: Path, exposed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ((name, value),) = exposed.items()
+    monkeypatch.setenv(f"DDPOBS_SERVER_{name}", value)
+    url = fresh(tmp_path)
+    code, found = check(url)
+    assert (code, found["access"][0], "there is no token" in found["access"][1]) == (1, "fail", True)
+    Store(url).migrate()
+    assert check(url)[0] == 1
+    with monkeypatch.context() as with_token:
+        with_token.setenv("DDPOBS_SERVER_TOKEN", "s3cret")
+        assert check(url)[0] == 0
+    store = Store(url)
+    store.add_token(new_token("x", "default", ["read"])[1])
+    store.close()
+    code, found = check(url)
+    assert (code, found["access"]) == (0, ("ok", "other machines may call, with a token"))
+
+
+def test_check_finds_an_address_that_is_not_this_machine_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDPOBS_SERVER_HOST", "203.0.113.1")
+    monkeypatch.setenv("DDPOBS_SERVER_TOKEN", "s3cret")
+    code, found = check(databases.sqlite(tmp_path))
+    assert (code, found["address"][0]) == (1, "fail")
+
+
+def test_check_finds_a_damaged_file(tmp_path: Path) -> None:
+    url, file = f"sqlite:///{tmp_path}/x.db", tmp_path / "x.db"
+    store = Store(url)
+    store.migrate()
+    store.close()
+    whole = file.read_bytes()
+    file.write_bytes(whole[:8192] + b"\xff" * 4096 + whole[12288:])
+    code, found = check(url)
+    assert (code, found["integrity"][0]) == (1, "fail")
+    assert "integrity" not in check(url, "--no-integrity")[1]
+
+
+@pytest.mark.parametrize("load", [bench.flood(clients=2, batches=2), bench.job(ranks=8, seconds=4, clients=2)])
+def test_bench_loses_nothing_whatever_the_collector_beside_it_is_told(
+    load: bench.Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"TOKEN": "secret", "HOST": "0.0.0.0", "MAX_RANKS": "1", "KEEP_GB": "1e-9"}.items():
+        monkeypatch.setenv(f"DDPOBS_SERVER_{name}", value)
+    found = bench.measure(load)
+    assert found["lost"] == 0
+    assert found["bytes_per_span"] > 0
+    assert found["cpu_ns_per_span"] >= 0
+
+
+def test_bench_says_in_a_line_why_it_measured_nothing(tmp_path: Path) -> None:
+    for options, code in (["--clients", "0"], 2), (["--database-url", f"sqlite:///{tmp_path}/none/runs.db"], 1):
+        done = CliRunner().invoke(commands.cli, ["bench", "--clients", "1", "--batches", "1", *options])
+        assert (done.exit_code, type(done.exception)) == (code, SystemExit), done.output
+    assert done.stderr.startswith("ddpobs-server: no collector: ")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("setting", [{"keep_gb": "inf"}, {"max_body_mb": "nan"}, {"keep_spans_days": "150000"}])
+def test_a_setting_beyond_all_measure_is_refused(setting: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    ((name, value),) = setting.items()
+    monkeypatch.setenv(f"DDPOBS_SERVER_{name.upper()}", value)
+    done = CliRunner().invoke(commands.cli, ["check"])
+    assert done.exit_code == 2
+    assert done.stderr.startswith(f"ddpobs-server: {name}: ")
+
+
+def test_bench_tells_of_a_client_that_crashed() -> None:
+    def crash(*_: object) -> bench.Sent:
+        os._exit(139)
+
+    with bench.senders(2, crash) as pipes, pytest.raises(RuntimeError, match="a client ended without an answer"):
+        bench.drive(pipes, os.getpid(), "")

@@ -1,0 +1,120 @@
+"""The schema can be spread over a cluster by run: its keys, and every statement that the server makes."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ddpobs_server.operations.retention import Keeper
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Store, UnusableError, compaction, schema
+from prometheus_client import CollectorRegistry
+from sqlalchemy.exc import SQLAlchemyError
+
+from ddpobs import wire
+from tests import databases
+from tests.server.batches import ATTEMPT, batch
+from tests.server.statement_counts import SPREAD, assert_spreads, recorded
+from tests.server.store.test_reads import client, fill, put
+
+DAY_NS = 86_400 * 10**9
+QUERIES: list[dict[str, Any]] = [{}, {"rank": 1}, {"from": 1, "to": 30}, {"attempt": ATTEMPT}, {"mean": True}]
+
+
+def test_every_key_begins_with_the_run() -> None:
+    for name in SPREAD:
+        table = schema.metadata.tables[name]
+        assert table.primary_key.columns.keys()[0] == "run_id", name
+        assert [index.name for index in table.indexes if index.unique] == []
+        assert [constraint for constraint in table.constraints if constraint is not table.primary_key] == []
+
+
+def test_every_statement_keeps_to_a_run(
+    postgresql: databases.Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compaction, "_ROWS", 50)
+    with client(postgresql(tmp_path)) as to, recorded() as seen:
+        for run in ("a", "b"):
+            fill(to, run, 3)
+        counted = dict.fromkeys(("first_collective", "last_collective", "steps"), 1)
+        columns = {name: np.ones(2, np.int64) for name in wire.Peers.__struct_fields__ if name not in counted}
+        told = {"events": [wire.Event(kind="goodbye", at_ns=0)], "peers": [wire.Peers(**counted, **columns)]}
+        put(to, batch("a", 9, attempt="b" * 16, source="b" * 16, **told))  # type: ignore[arg-type]
+        reads = [path for path, item in to.app.openapi()["paths"].items() if "get" in item]  # type: ignore[attr-defined]
+        for path in reads:
+            for query in QUERIES:
+                assert to.get(path.replace("{run}", "a"), params=query).status_code in (200, 422)
+        following = to.get("/api/v1/runs", params={"limit": 1}).json()["next"]
+        to.get("/api/v1/runs", params={"cursor": following})
+        store: Store = to.app.state.store  # type: ignore[attr-defined]
+        assert sum(store.compact(0)) > 0
+        Keeper(Settings(keep_spans_days=1, keep_gb=1e-9), store, CollectorRegistry()).tidy(time.time_ns() + 2 * DAY_NS)
+        assert to.delete("/api/v1/runs/b").status_code == 204
+        assert store.expire_runs(time.time_ns() + DAY_NS) == 1
+    for statement in set(seen):
+        assert_spreads(statement)
+    written = {found[1] for statement in seen if (found := re.match(r"INSERT INTO (\w+)", statement))}
+    assert written == SPREAD
+    removed = {found[1] for statement in seen if (found := re.match(r"DELETE FROM (\w+)", statement))}
+    assert removed == SPREAD
+    assert len(set(seen)) > 50
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "SELECT * FROM chunks WHERE chunks.rows < %(rows_1)s",
+        "SELECT sum(rollups.steps) FROM rollups JOIN runs ON runs.run_id = rollups.run_id",
+        "SELECT a FROM batches WHERE batches.run_id = %(r)s AND batches.source IN (SELECT sources.source FROM sources)",
+        "SELECT a FROM rollups JOIN sources ON sources.source = rollups.source",
+        "SELECT max(sources.rank) FROM sources JOIN runs ON runs.run_id = sources.run_id GROUP BY sources.rank",
+        "DELETE FROM chunks WHERE chunks.last_step < ?",
+        "INSERT INTO events (source, seq) VALUES (?, ?)",
+    ],
+)
+def test_a_statement_over_many_runs_is_found(statement: str) -> None:
+    with pytest.raises(AssertionError):
+        assert_spreads(statement)
+
+
+def test_the_statements_that_distribute_name_every_table(tmp_path: Path) -> None:
+    store = Store(databases.sqlite(tmp_path))
+    statements = store.distribution()
+    assert {statement.split("'")[1] for statement in statements} == set(schema.metadata.tables)
+    assert all("'run_id'" in statement for statement in statements if "tokens" not in statement)
+    with pytest.raises(UnusableError, match="expected a PostgreSQL"):
+        store.distribute()
+    store.close()
+
+
+CITUS = """
+CREATE TABLE pg_dist_partition (logicalrelid regclass PRIMARY KEY);
+CREATE FUNCTION create_distributed_table(regclass, text) RETURNS void LANGUAGE sql AS
+  'INSERT INTO pg_dist_partition VALUES ($1)';
+CREATE FUNCTION create_reference_table(regclass) RETURNS void LANGUAGE sql AS
+  'INSERT INTO pg_dist_partition VALUES ($1)';
+"""
+"""What Citus calls things; a table that is distributed twice is an error there, too."""
+
+
+def test_tables_that_an_upgrade_brings_are_distributed_by_the_next_call(
+    postgresql: databases.Fresh, tmp_path: Path
+) -> None:
+    store = Store(postgresql(tmp_path))
+    store.migrate()
+    with pytest.raises(SQLAlchemyError, match="pg_dist_partition"):
+        store.distribute()
+    with store._engine.begin() as connection:
+        connection.exec_driver_sql(CITUS)
+        for table in SPREAD - {"bucket_sums"}:
+            connection.exec_driver_sql(f"SELECT create_distributed_table('{table}', 'run_id')")
+    for _ in range(2):
+        store.distribute()
+    with store._engine.connect() as connection:
+        distributed = connection.exec_driver_sql("SELECT logicalrelid::text FROM pg_dist_partition").scalars().all()
+    assert set(distributed) == set(schema.metadata.tables)
+    store.close()

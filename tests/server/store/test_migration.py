@@ -1,0 +1,229 @@
+"""Databases that earlier versions made, with data in them."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+import zstandard
+from alembic import command
+from alembic.config import Config
+from alembic.operations import Operations
+from ddpobs_server.store import BucketRollup, Store, engine, migration, schema
+from sqlalchemy import Connection, create_engine, select, text
+
+from ddpobs import wire
+from tests.databases import Fresh
+from tests.server.batches import ATTEMPT, source_of, spans, steps
+
+GOLDEN = Path(__file__).resolve().parents[2] / "golden"
+EARLIER = ("0001", "0002", "0003", "0004")
+"""Revisions of the schema that databases may still be at."""
+WINDOW = (*(f"{phase}_ns" for phase in wire.PHASES), "comm_ns", "samples", "own_ns", "own_steps")
+
+
+def at_revision(url: str, revision: str) -> None:
+    config = Config()
+    config.set_main_option("script_location", str(migration._MIGRATIONS))
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, revision)
+        _fill(connection, revision)
+    engine.dispose()
+
+
+def _fill(connection: Connection, revision: str) -> None:
+    """A run of two ranks, packed as versions at that revision packed it."""
+    workspace = {} if revision < "0003" else {"workspace": "default", "chunk_bytes": 1}
+    insert(connection, "runs", run_id="old", attempt=ATTEMPT, created_ns=1, last_seen_ns=2, commits=2, **workspace)
+    insert(connection, "attempts", run_id="old", attempt=ATTEMPT, ordinal=0, first_seen_ns=1)
+    zeros = dict.fromkeys(("emitted", "dropped", "first_seen_ns", "last_seen_ns", "last_step_seen_ns", "wall_ns"), 0)
+    for rank in range(2):
+        key = {"run_id": "old", "source": source_of(rank)}
+        source = zeros | {"monotonic_ns": 0, "last_step": 9, "goodbye": True}
+        insert(connection, "sources", **key, attempt=ATTEMPT, rank=rank, world_size=2, **source)
+        insert(connection, "batches", **key, seq=0, digest=bytes(32), received_ns=1, size_bytes=1)
+        insert(connection, "step_histogram", **key, bound=3, steps=10)
+        body = wire.pack_json(wire.Unused(step=1, module=rank, locally=["a\0"][:rank], globally=[])).decode()
+        of_module = {} if revision < "0004" else {"module": rank, "names": rank}
+        insert(connection, "unused", **key, seq=0, position=0, body=body, **of_module)
+        insert(connection, "rollups", **key, step_window=0, steps=10, wall_ns=10**9, **dict.fromkeys(WINDOW, 5))
+        told = {f"straggler_{phase}": 1 for phase in wire.OWN_PHASES}
+        insert(connection, "peer_totals", **key, rank=rank, steps=10, delay_ns=3, wait_ns=4, **told)
+        for bucket in (1, 0):
+            times = {"compute_ns": 10 + rank, "comm_ns": 2**40, "exposed_ns": bucket}
+            insert(connection, "bucket_rollups", **key, module=0, revision=1, bucket=bucket, steps=10, **times)
+    for chunk in _first_chunks() if revision == "0001" else _second_chunks():
+        insert(connection, "chunks", run_id="old", seq=0, first_step=0, last_step=9, **chunk)
+
+
+def _first_chunks() -> Iterator[dict[str, object]]:
+    """One a batch and kind."""
+    for rank in range(2):
+        for kind, record in (("steps", steps(0, 10)), ("spans", spans(0, 10))):
+            payload = zstandard.compress(wire.pack(record))
+            yield {"source": source_of(rank), "kind": kind, "rows": len(record.step), "payload": payload}
+
+
+def _second_chunks() -> Iterator[dict[str, object]]:
+    """Spans by batch, and the steps of both ranks in one: bytes that this version's predecessors wrote."""
+    for rank in range(2):
+        spans_of = {"rows": 20, "rank": rank, "payload": (GOLDEN / "chunk-0002-spans.zst").read_bytes()}
+        yield {"source": source_of(rank), "kind": "spans", "attempt": ATTEMPT, **spans_of}
+    merged = {"rows": 20, "rank": wire.UNKNOWN, "payload": (GOLDEN / "chunk-0002-steps.zst").read_bytes()}
+    yield {"source": source_of(0), "kind": "steps", "attempt": ATTEMPT, **merged}
+
+
+def insert(connection: Connection, table: str, **row: object) -> None:
+    names = ", ".join(row)
+    values = ", ".join(f":{name}" for name in row)
+    connection.execute(text(f"INSERT INTO {table} ({names}) VALUES ({values})"), row)
+
+
+def test_every_earlier_revision_is_tested(tmp_path: Path) -> None:
+    store = Store(f"sqlite:///{tmp_path}/x.db")
+    assert store.earlier_revisions() - {store.revisions()[1]} == set(EARLIER)
+    store.close()
+
+
+@pytest.mark.parametrize("revision", [None, *EARLIER])
+def test_collectors_that_start_at_once_bring_the_schema_up_to_date_once(
+    fresh: Fresh, tmp_path: Path, revision: str | None
+) -> None:
+    url, together = fresh(tmp_path), threading.Barrier(4)
+    if revision is not None:
+        at_revision(url, revision)
+
+    def start(_: int) -> int:
+        together.wait(60)
+        store = Store(url)
+        store.migrate()
+        found = len(store.runs(10))
+        store.close()
+        return found
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(start, range(4))) == [0 if revision is None else 1] * 4
+
+
+def test_a_connection_tries_again_where_sqlite_does_not_wait_for_others_that_open_the_file() -> None:
+    busy = sqlite3.OperationalError("database is locked")
+    busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
+    other = sqlite3.OperationalError("disk I/O error")
+    other.sqlite_errorcode = sqlite3.SQLITE_IOERR
+    cursor = Mock(execute=Mock(side_effect=[busy, busy, None]))
+    engine._write_ahead(cursor)
+    assert cursor.execute.call_count == 3
+    with pytest.raises(sqlite3.OperationalError, match="I/O"):
+        engine._write_ahead(Mock(execute=Mock(side_effect=[busy, other])))
+
+
+def test_an_upgrade_that_is_cut_off_leaves_the_schema_as_it_was(
+    fresh: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = fresh(tmp_path)
+    at_revision(url, "0001")
+    store = Store(url)
+    with monkeypatch.context() as cut:
+        cut.setattr(Operations, "create_table", lambda *_, **__: 1 / 0)  # the last thing that 0003 does
+        with pytest.raises(ZeroDivisionError):
+            store.migrate()
+    assert store.revisions()[0] == "0001"
+    store.migrate()
+    assert [run.run for run in store.runs(10)] == ["old"]
+    store.close()
+
+
+@pytest.mark.parametrize("revision", EARLIER)
+def test_what_an_older_version_stored_is_still_there(fresh: Fresh, tmp_path: Path, revision: str) -> None:
+    url = fresh(tmp_path)
+    at_revision(url, revision)
+    store = Store(url)
+    store.migrate()
+    (run,) = store.runs(10)
+    assert (run.run, run.ranks, run.goodbyes) == ("old", 2, 2)
+    ranks, read = store.steps("old", ATTEMPT)
+    assert ranks.tolist() == [0, 1] * 10
+    assert read.own_ns.tolist() == [95_000_000] * 20
+    ranks, bucket_spans = store.spans("old", ATTEMPT, rank=1, first=3, last=4)
+    assert ranks.tolist() == [1] * 4
+    np.testing.assert_array_equal(bucket_spans.done_ns, spans(3, 2).done_ns)
+    store.close()
+
+
+@pytest.mark.parametrize("revision", EARLIER)
+def test_an_upgrade_keeps_the_rows_of_tables_that_it_builds_anew(fresh: Fresh, tmp_path: Path, revision: str) -> None:
+    url = fresh(tmp_path)
+    at_revision(url, revision)
+    store = Store(url)
+    store.migrate()
+    with store._engine.connect() as connection:
+        batches = connection.execute(select(schema.batches.c.source, schema.batches.c.digest)).all()
+        histogram = connection.execute(select(schema.step_histogram.c.source, schema.step_histogram.c.steps)).all()
+        told = connection.execute(select(schema.unused.c.module, schema.unused.c.names)).all()
+    assert sorted(told) == [(0, 0), (1, 1)]
+    assert sorted(batches) == [(source_of(rank), bytes(32)) for rank in range(2)]
+    assert sorted(histogram) == [(source_of(rank), 10) for rank in range(2)]
+    store.close()
+
+
+def test_an_upgrade_reads_the_unused_sets_of_one_source_at_a_time(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    at_revision(url, "0003")
+    engine, body = (
+        create_engine(url),
+        wire.pack_json(wire.Unused(step=1, module=3, locally=["x" * 100_000], globally=[])),
+    )
+    with engine.begin() as connection:
+        for source in range(200):
+            key = {"run_id": "old", "source": source_of(10 + source), "seq": 0, "position": 0}
+            insert(connection, "unused", **key, body=body.decode())
+    engine.dispose()
+    store = Store(url)
+    tracemalloc.start()
+    store.migrate()
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    with store._engine.connect() as connection:
+        told = connection.execute(select(schema.unused.c.module, schema.unused.c.names)).all()
+    assert sorted(told) == [(0, 0), (1, 1), *[(3, 1)] * 200]
+    assert peak < 100 * len(body)
+    store.close()
+
+
+@pytest.mark.parametrize("revision", EARLIER)
+def test_an_upgrade_keeps_every_sum(fresh: Fresh, tmp_path: Path, revision: str) -> None:
+    url = fresh(tmp_path)
+    at_revision(url, revision)
+    store = Store(url)
+    store.migrate()
+    found = store.aggregates(0, workspace="default")
+    times = {"steps": 20, "compute_ns": 10 + 11, "comm_ns": 2**41}
+    buckets = [BucketRollup(module=0, revision=1, bucket=bucket, exposed_ns=2 * bucket, **times) for bucket in (0, 1)]
+    assert store.bucket_rollups("old", ATTEMPT) == buckets
+    assert found.buckets == [("old", one) for one in buckets]
+    assert found.phases == {"old": dict.fromkeys((0, 1), (10, *(5,) * (1 + len(wire.PHASES))))}
+    assert [(one.rank, one.steps, one.delay_ns) for _, one in found.peers] == [(0, 10, 3), (1, 10, 3)]
+    store.close()
+
+
+@pytest.mark.parametrize("revision", [None, *EARLIER])
+def test_sqlite_keeps_narrow_rows_by_their_key_alone(tmp_path: Path, revision: str | None) -> None:
+    url = f"sqlite:///{tmp_path}/x.db"
+    if revision is not None:
+        at_revision(url, revision)
+    store = Store(url)
+    store.migrate()
+    with store._engine.connect() as connection:
+        listed = connection.execute(text("SELECT name, wr FROM pragma_table_list")).all()
+    without_rowid = {str(name) for name, without in listed if without}
+    assert without_rowid == {"batches", "rollups", "step_histogram", "peer_totals"}
+    store.close()

@@ -1,0 +1,151 @@
+"""Two collectors on one PostgreSQL behind a real nginx, as `deploy/` has them."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+import zstandard
+
+from ddpobs import TelemetryConfig, wire
+from ddpobs.export.http_sender import Outcome, Sender
+from tests import databases
+from tests.collector import Collector, collector
+from tests.integration.tools import need
+from tests.ports import free_port
+from tests.server.batches import assert_problem, batch, spans, steps
+
+CONFIG = Path(__file__).resolve().parents[3] / "deploy" / "nginx.conf"
+TOKEN = "s3cret"
+RANKS, BATCHES = 4, 40
+
+
+@contextmanager
+def proxy(folder: Path, collectors: list[str]) -> Iterator[str]:
+    """The committed configuration, with addresses of this machine's in it."""
+    program = need("nginx", "nginx-light")
+    address = f"127.0.0.1:{free_port()}"
+    config = CONFIG.read_text().replace("listen 8321", f"listen {address}")
+    for number, url in enumerate(collectors, start=1):
+        config = config.replace(f"collector-{number}:8321", url.removeprefix("http://"))
+    kept = "".join(
+        f"{what}_temp_path {folder}/{what};" for what in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
+    (folder / "nginx.conf").write_text(config.replace("http {", f"http {{ {kept}"))
+    told = f"daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log;"
+    process = subprocess.Popen([program, "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "log", "-g", told])
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            try:
+                httpx.get(f"http://{address}/readyz").raise_for_status()
+                break
+            except httpx.HTTPError:
+                assert process.poll() is None, (folder / "log").read_text()
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+        yield f"http://{address}"
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.fixture
+def behind(postgresql: databases.Fresh, tmp_path: Path) -> Iterator[tuple[str, list[Collector]]]:
+    """The proxy's address, and the collectors."""
+    database = postgresql(tmp_path)
+    with ExitStack() as stack:
+        running = []
+        for name in "ab":
+            (tmp_path / name).mkdir()
+            settings = {"database_url": database, "token": TOKEN, "trusted_proxies": "127.0.0.1"}
+            running.append(stack.enter_context(collector(tmp_path / name, **settings)))
+        yield stack.enter_context(proxy(tmp_path, [one.url for one in running])), running
+
+
+def test_one_of_two_is_killed_and_every_batch_is_stored_once(behind: tuple[str, list[Collector]]) -> None:
+    url, (first, second) = behind
+    sent, killed = [0] * RANKS, threading.Event()
+
+    def send(rank: int) -> None:
+        sender = Sender(TelemetryConfig(collector=url, token=TOKEN))
+        for seq in range(BATCHES):
+            if seq == BATCHES // 2:
+                assert killed.wait(60)
+            made = batch("both", seq=seq, rank=rank, world_size=RANKS, steps=steps(seq, 1), spans=spans(seq, 1))
+            body = zstandard.compress(wire.encode(made))
+            while sender.send(made.run, made.source, seq, body).outcome not in (Outcome.STORED, Outcome.REPEATED):
+                time.sleep(0.05)
+            sent[rank] += 1
+        sender.close()
+
+    threads = [threading.Thread(target=send, args=(rank,)) for rank in range(RANKS)]
+    for thread in threads:
+        thread.start()
+    while sum(sent) < RANKS * BATCHES // 4:
+        time.sleep(0.01)
+    first.end(signal.SIGKILL)
+    killed.set()
+    for thread in threads:
+        thread.join()
+    mine = {"Authorization": f"Bearer {TOKEN}"}
+    for address in (url, second.url):
+        ranks = httpx.get(f"{address}/api/v1/runs/both/ranks", headers=mine).json()["ranks"]
+        assert [rank["steps"] for rank in ranks] == [BATCHES] * RANKS
+        stored = httpx.get(f"{address}/api/v1/runs/both/spans", headers=mine).json()["columns"]["step"]
+        assert len(stored) == RANKS * BATCHES * 2
+
+    with who("127.0.0.2", url) as guessing, who("127.0.0.3", url) as other:
+        for number in range(20):
+            forged = {"Authorization": "Bearer guess", "X-Forwarded-For": f"10.0.0.{number}"}
+            assert_problem(guessing.get("/api/v1/runs", headers=forged), 401)
+        refused = assert_problem(guessing.get("/api/v1/runs", headers=mine), 429)
+        assert "127.0.0.2" in refused["detail"]
+        assert other.get("/api/v1/runs", headers=mine).status_code == 200
+
+
+class Busy(BaseHTTPRequestHandler):
+    """A collector that takes no batch just now."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_PUT(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(503)
+        self.send_header("Retry-After", "7")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nobody reads it."""
+
+
+def test_that_both_are_busy_is_for_their_clients_to_wait_out(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        addresses = []
+        for _ in range(2):
+            server = stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Busy))
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            stack.callback(server.shutdown)
+            addresses.append(f"http://127.0.0.1:{server.server_port}")
+        url = stack.enter_context(proxy(tmp_path, addresses))
+        for _ in range(12):
+            answer = httpx.put(f"{url}/api/v1/runs/a/sources/{0:016x}/batches/0", content=b"x")
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "7")
+        assert httpx.get(f"{url}/healthz").status_code == 200
+
+
+def who(address: str, url: str) -> httpx.Client:
+    """A client of another address of this machine's."""
+    return httpx.Client(base_url=url, transport=httpx.HTTPTransport(local_address=address), timeout=30)

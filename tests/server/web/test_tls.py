@@ -1,0 +1,118 @@
+"""HTTPS by the collector itself, and what it believes of a proxy before it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from ddpobs_server.operations import self_check
+from ddpobs_server.settings import Settings
+
+from tests.collector import collector
+from tests.integration.tools import need
+from tests.server.batches import assert_problem
+
+SENDING = """
+import sys, zstandard
+from ddpobs import TelemetryConfig, wire
+from ddpobs.sender import Sender
+from tests.server.batches import batch, steps
+sent = batch("over-tls", steps=steps(0, 2))
+answer = Sender(TelemetryConfig(collector=sys.argv[1])).send(
+    sent.run, sent.source, sent.seq, zstandard.compress(wire.encode(sent)))
+print(answer.outcome.value, answer.detail)
+"""
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `ca.pem`, a private authority, and `server.pem` and `server.key`, which it signed."""
+    openssl, folder = need("openssl", "openssl"), tmp_path_factory.mktemp("certificates")
+    (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
+    for arguments in (
+        ["req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=our authority", "-days", "2"],
+        ["req", *key, "-keyout", "server.key", "-out", "server.csr", "-subj", "/CN=localhost"],
+        [
+            *("x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"),
+            *("-out", "server.pem", "-days", "2", "-extfile", "names"),
+        ],
+    ):
+        subprocess.run([openssl, *arguments], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def test_ranks_and_the_command_trust_the_authority_in_ssl_cert_file(certificates: Path, tmp_path: Path) -> None:
+    served = {"tls_cert": certificates / "server.pem", "tls_key": certificates / "server.key"}
+    with collector(tmp_path, ca=certificates / "ca.pem", **served) as running:
+        assert running.url.startswith("https://")
+
+        def python(*arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run(
+                [sys.executable, *arguments], env=os.environ | environ, capture_output=True, text=True, check=False
+            )
+
+        refused = python("-c", SENDING, running.url)
+        assert refused.stdout.startswith("retry"), refused.stderr
+        assert "CERTIFICATE_VERIFY_FAILED" in refused.stdout
+        trusting = {"SSL_CERT_FILE": str(certificates / "ca.pem")}
+        assert python("-c", SENDING, running.url, **trusting).stdout.startswith("stored")
+        report = python("-m", "ddpobs.cli", "report", "over-tls", "--collector", running.url, **trusting)
+        assert report.returncode == 0, report.stderr
+        with pytest.raises(httpx.TransportError):
+            httpx.get(running.url.replace("https:", "http:"))
+
+
+@pytest.mark.parametrize("trusted", [True, False])
+def test_forwarded_addresses_are_believed_of_trusted_proxies_alone(tmp_path: Path, trusted: bool) -> None:
+    settings = {"trusted_proxies": "127.0.0.1"} if trusted else {}
+    with collector(tmp_path, token="s3cret", **settings) as running, httpx.Client(base_url=running.url) as browser:
+
+        def ask(token: str, client: str) -> httpx.Response:
+            headers = {"Authorization": f"Bearer {token}", "X-Forwarded-For": f"6.6.6.6, {client}"}
+            return browser.get("/api/v1/runs", headers=headers)
+
+        for _ in range(20):
+            assert_problem(ask("guess", "10.0.0.1"), 401)
+        refused = assert_problem(ask("s3cret", "10.0.0.1"), 429)
+        assert ("10.0.0.1" if trusted else "127.0.0.1") in refused["detail"]
+        assert ask("s3cret", "10.0.0.2").status_code == (200 if trusted else 429)
+
+
+def test_with_a_proxy_before_it_loopback_is_not_alone_and_wants_a_token(tmp_path: Path) -> None:
+    command = [str(Path(sys.executable).with_name("ddpobs-server")), "--trusted-proxies", "127.0.0.1"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert "there is no token" in done.stderr
+
+
+def test_a_certificate_that_cannot_be_used_is_said_so(certificates: Path) -> None:
+    for settings, fits in (
+        (Settings(tls_cert=certificates / "server.pem", tls_key=certificates / "server.key"), True),
+        (Settings(tls_cert=certificates / "server.pem", tls_key=certificates / "ca.key"), False),
+        (Settings(tls_cert=certificates / "nowhere.pem"), False),
+    ):
+        problem = self_check.tls_problem(settings)
+        assert (problem is None) == fits
+        assert fits or str(settings.tls_cert) in str(problem)
+
+
+@pytest.mark.parametrize(
+    ("days", "state", "told"), [(400, "ok", "400 more days"), (3, "warn", "3 more days"), (-1, "fail", "has expired")]
+)
+def test_a_certificate_is_looked_at_before_clients_refuse_it(
+    certificates: Path, tmp_path: Path, days: int, state: str, told: str
+) -> None:
+    sign = ["x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
+    short = [*sign, "-out", str(tmp_path / "some.pem"), "-days", str(days), "-extfile", "names"]
+    subprocess.run([need("openssl", "openssl"), *short], cwd=certificates, check=True, capture_output=True)
+    settings = Settings(
+        tls_cert=tmp_path / "some.pem", tls_key=certificates / "server.key", database_url=f"sqlite:///{tmp_path}/new.db"
+    )
+    found = {finding.name: finding for finding in self_check.run(settings)}["tls"]
+    assert found.state == state
+    assert told in found.detail

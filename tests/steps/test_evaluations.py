@@ -1,0 +1,431 @@
+"""Evaluations, and models that are asked beside training: what is part of a step, and what of none."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from ddpobs import wire
+from ddpobs.recording.module_recorder import ModuleRecorder
+from tests.recording.test_module_recorder import Training, own, phases, plain_step
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+def test_a_model_that_is_trained_in_evaluation_mode_has_steps(training: Training) -> None:
+    """Without dropout on purpose, or because `train()` was forgotten."""
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(4):
+        training.forward(20, training=False)
+        training.backward(40, 30)
+        training.optimizer(5)
+    training.journal.finish()
+    first, *others = training.steps()
+    assert phases(first)["backward"] == 40
+    assert [phases(step) for step in others] == [
+        {"forward": 20, "backward": 40, "exposed_comm": 30, "optimizer": 5}
+    ] * 3
+    assert [step.samples for step in others] == [4] * 3
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in others] == [False] * 3
+
+
+def test_a_model_goes_on_in_evaluation_mode_and_back_again(training: Training) -> None:
+    """As where normalisation is frozen half-way."""
+    training.journal.evaluating = lambda: not training.module.training
+    for mode in (True, False, True):
+        for _ in range(4):
+            training.forward(20, training=mode)
+            training.backward(40, 30)
+            training.optimizer(5)
+    steps = training.steps()
+    assert len(steps) == 12
+    assert [phases(step)["backward"] for step in steps] == [40] * 12
+    # The first of them in evaluation mode looks like an evaluation until its gradients are reduced.
+    assert [place for place, step in enumerate(steps) if phases(step).get("forward") != 20] == [4]
+
+
+def test_an_evaluation_of_such_a_model_is_part_of_no_step(training: Training) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(2):
+        training.forward(20, training=False)
+        training.backward(40, 30)
+    with torch.no_grad():
+        training.forward(700, training=False)
+    training.forward(20, training=False)
+    training.backward(40, 30)
+    training.journal.finish()
+    assert [phases(step)["backward"] for step in training.steps()] == [40] * 3
+    assert bool(training.steps()[2].flags & wire.NO_ORIGIN)
+
+
+def validate(training: Training, *, mode: bool) -> None:
+    with torch.no_grad():
+        for _ in range(2):
+            training.module.train(mode)
+            training.fetch(100)
+            training.forward(500, training=mode)
+    training.spend(50)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_validation_without_gradients_is_part_of_no_step(training: Training, mode: bool) -> None:
+    """Some leave the model in training mode."""
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        plain_step(training)
+        plain_step(training)
+        validate(training, mode=mode)
+    steps = training.steps()
+    assert [phases(step)["data"] for step in steps] == [10] * 6
+    assert {step.end_ns - step.start_ns for step in steps} == {10 + 20 + 70 + 5 + 3}
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_validation_between_two_micro_steps_takes_none_of_the_steps_time(training: Training, mode: bool) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        for last in (False, False, True):
+            training.fetch(10)
+            training.forward(20)
+            training.backward(40, 30, synchronised=last)
+            if not last:
+                validate(training, mode=mode)
+        training.optimizer(5)
+    steps = training.steps()
+    assert [step.micro_steps for step in steps] == [3] * 3
+    for step in steps:
+        assert phases(step) == {"data": 30, "forward": 60, "backward": 120, "exposed_comm": 30, "optimizer": 5}
+        assert step.end_ns - step.start_ns == 245
+
+
+def test_a_backward_in_an_evaluation_does_not_make_evaluations_training(training: Training) -> None:
+    """An attack on the inputs, say, whose gradients nobody steps on."""
+    training.journal.evaluating = lambda: not training.module.training
+    plain_step(training)
+    training.fetch(10)
+    training.forward(20, training=False)
+    training.backward(40, 30)
+    plain_step(training)
+    plain_step(training)
+    training.fetch(700)
+    with torch.no_grad():
+        training.forward(800, training=False)
+    plain_step(training)
+    training.journal.finish()
+    assert phases(training.steps()[-1])["data"] == 10
+
+
+def test_a_teacher_in_evaluation_mode_is_part_of_the_step(training: Training) -> None:
+    teacher = torch.nn.Linear(2, 2).eval()
+    teaching = ModuleRecorder(
+        1, teacher, training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        training.fetch(10)
+        with torch.no_grad():
+            teaching.forward_began((torch.zeros(4, 2),))
+        training.spend(15)
+        training.forward(20)
+        training.backward(40, 30)
+    training.journal.finish()
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False]
+    assert [step.samples for step in training.steps()] == [4] * 3
+
+
+def test_a_look_at_a_module_that_is_trained_is_no_teacher_s(training: Training) -> None:
+    """One rank alone samples from its generator, say: what that takes is not its own time."""
+    other = ModuleRecorder(
+        1, torch.nn.Linear(2, 2), training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+    training.journal.evaluating = lambda: False
+    for _ in range(3):
+        plain_step(training)
+        other.forward_began((torch.zeros(4, 2),))
+    training.module.eval()
+    with torch.no_grad():
+        training.recorder.forward_began((torch.zeros(4, 2),))
+    training.spend(700)
+    plain_step(training)
+    training.journal.finish()
+    assert bool(training.steps()[-1].flags & wire.NO_ORIGIN)
+
+
+def test_a_thread_that_asks_a_model_takes_the_training_from_nobody(training: Training) -> None:
+    module = torch.nn.Linear(2, 2)
+    asked = ModuleRecorder(
+        1, module, training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+
+    def ask() -> None:
+        with torch.no_grad():
+            asked.forward_began((torch.zeros(4, 2),))
+
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            training.journal.fetch_began()
+            training.spend(10)
+            pool.submit(ask).result()
+            training.spend(90)
+            training.journal.fetch_ended()
+            training.forward(20)
+            pool.submit(ask).result()
+            training.backward(40, 30)
+            training.optimizer(5)
+            training.spend(7)
+            pool.submit(ask).result()
+    training.journal.finish()
+    found = [phases(step) for step in training.steps()]
+    assert [(step["data"], step["forward"], step["backward"], step["optimizer"]) for step in found] == [
+        (100, 20, 40, 5)
+    ] * 3
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False]
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_forward_without_gradients_between_fetch_and_forward_is_part_of_the_step(
+    training: Training, mode: bool
+) -> None:
+    """Labels that the model gives itself."""
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        training.fetch(10)
+        with torch.no_grad():
+            training.forward(15, training=mode)
+        training.forward(20)
+        training.backward(40, 30)
+    validate(training, mode=mode)
+    training.fetch(10)
+    training.forward(20)
+    training.backward(40, 30)
+    training.journal.finish()
+    steps = training.steps()
+    assert [step.end_ns - step.start_ns for step in steps] == [10 + 15 + 20 + 70] * 3 + [10 + 20 + 70]
+    assert [phases(step)["data"] for step in steps] == [10] * 4
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, False, False, True]
+    assert [step.samples for step in steps] == [4] * 4
+
+
+def test_a_forward_without_gradients_after_a_fetch_is_an_evaluation_where_another_fetch_follows(
+    training: Training,
+) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    plain_step(training)
+    for _ in range(2):
+        training.fetch(100)
+        training.module.eval()
+        with torch.no_grad():
+            training.forward(500, training=False)
+        training.module.train()
+    plain_step(training)
+    training.journal.finish()
+    first, second = training.steps()
+    assert {"other": 3} | phases(second) == phases(first)
+    assert bool(second.flags & wire.NO_ORIGIN)
+
+
+def test_a_batch_that_is_fetched_without_gradients_and_trained_on_is_the_step_s(training: Training) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(3):
+        with torch.no_grad():
+            training.fetch(10)
+        training.forward(20)
+        training.backward(40, 30)
+    training.journal.finish()
+    assert [phases(step)["data"] for step in training.steps()] == [10] * 3
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False]
+
+
+def test_a_copy_that_is_not_trained_leaves_the_model_s_validation_one(training: Training) -> None:
+    """As of an average of its weights."""
+    average = ModuleRecorder(
+        1, torch.nn.Linear(2, 2), training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+    training.journal.evaluating = lambda: False
+    for _ in range(3):
+        plain_step(training)
+        validate(training, mode=True)
+        with torch.no_grad():
+            average.forward_began((torch.zeros(4, 2),))
+    steps = training.steps()
+    assert [step.samples for step in steps] == [4] * len(steps)
+    assert {step.end_ns - step.start_ns for step in steps} == {10 + 20 + 70 + 5 + 3}
+
+
+def test_samples_of_a_validation_of_several_modules_are_no_step_s(training: Training) -> None:
+    other = Training()
+    other.journal, other.clock = training.journal, training.clock
+    other.recorder = ModuleRecorder(
+        1, other.module, training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
+    )
+    bucket = wire.Bucket(size_bytes=8, dtype="float32", parameters=[wire.Parameter(name="w", size=2)])
+    other.recorder.layout([bucket, bucket], "all_reduce")
+    training.journal.evaluating = lambda: False
+    for _ in range(3):
+        training.fetch(10)
+        for one in (training, other):
+            one.forward(20)
+            one.backward(40, 30)
+        with torch.no_grad():
+            for _ in range(2):
+                training.fetch(100)
+                training.forward(500)
+    training.journal.finish()
+    assert [step.samples for step in training.steps()] == [8] * 3
+
+
+ACTING = 9
+"""Steps in a row with a forward of the policy's, until it is a habit; the first has no origin anyway."""
+
+
+def act(training: Training, mode: bool) -> None:
+    with torch.no_grad():
+        training.forward(50, training=mode)
+    training.spend(10)
+
+
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("replay", [False, True])
+def test_a_forward_without_gradients_in_every_step_becomes_part_of_it(
+    training: Training, mode: bool, replay: bool
+) -> None:
+    """A policy that acts; its batches may come from a loader."""
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(2 * ACTING):
+        act(training, mode)
+        training.module.train()
+        if replay:
+            training.fetch(10)
+        training.forward(20)
+        training.backward(40, 30)
+        training.optimizer(5)
+    training.journal.finish()
+    steps = training.steps()
+    assert len(steps) == 2 * ACTING
+    assert [phases(step)["backward"] for step in steps] == [40] * 2 * ACTING
+    clean = [not step.flags & wire.NO_ORIGIN for step in steps]
+    assert not any(clean[: ACTING - 1])
+    assert all(clean[ACTING:])
+    told = own(steps[-1])
+    assert told["other"] == 60
+    assert told["forward"] == 20
+    whole = 60 + (10 if replay else 0) + 20 + 40 + 30 + 5
+    assert {step.end_ns - step.start_ns for step in steps[ACTING:-1]} == {whole}
+
+
+def test_a_metric_after_every_step_becomes_part_of_it(training: Training) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(2 * ACTING):
+        plain_step(training)
+        act(training, mode=False)
+        training.module.train()
+    clean = [not step.flags & wire.NO_ORIGIN for step in training.steps()]
+    assert clean == [False] * ACTING + [True] * (len(clean) - ACTING)
+    assert len(clean) == 2 * ACTING
+
+
+def test_a_forward_without_gradients_now_and_then_never_becomes_part_of_a_step(training: Training) -> None:
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(2 * ACTING):
+        act(training, mode=False)
+        training.module.train()
+        for _ in range(2):
+            training.forward(20)
+            training.backward(40, 30)
+    training.journal.finish()
+    steps = training.steps()
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, False] * 2 * ACTING
+    assert {step.end_ns - step.start_ns for step in steps} == {20 + 40 + 30}
+
+
+@pytest.mark.parametrize("mode", [False, True])
+def test_a_validation_after_every_step_is_part_of_none(training: Training, mode: bool) -> None:
+    """Its batches are fetched to evaluate, each for two forwards."""
+    training.journal.evaluating = lambda: not training.module.training
+    for _ in range(2 * ACTING):
+        plain_step(training)
+        training.module.train(mode)
+        with torch.no_grad():
+            training.fetch(100)
+            training.forward(500, training=mode)
+            training.forward(500, training=mode)
+        training.module.train()
+    steps = training.steps()
+    assert {step.end_ns - step.start_ns for step in steps} == {10 + 20 + 70 + 5 + 3}
+    assert all(step.flags & wire.NO_ORIGIN for step in steps)
+
+
+def test_batches_of_two_loaders_fetched_without_gradients_are_the_step_s(training: Training) -> None:
+    """With labels and without, as semi-supervised training draws them."""
+    training.journal.evaluating = lambda: not training.module.training
+    for validated in (False, False, True, False):
+        with torch.no_grad():
+            training.fetch(10, loader=1)
+            training.fetch(15, loader=2)
+        training.forward(20)
+        training.backward(40, 30)
+        if validated:
+            validate(training, mode=True)
+    training.journal.finish()
+    steps = training.steps()
+    assert [phases(step)["data"] for step in steps] == [25] * 4
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, False, False, True]
+    assert [step.end_ns - step.start_ns for step in steps] == [25 + 20 + 70] * 4
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+def test_a_validation_of_a_copy_before_the_forward_is_part_of_no_step(training: Training, fetched: bool) -> None:
+    """Of averaged weights, which no DDP module runs; the batch of the step may have been fetched before it."""
+    training.journal.evaluating = lambda: not training.module.training
+    for validates in (False, True, False):
+        if fetched:
+            training.fetch(10, loader=1)
+        if validates:
+            with torch.no_grad():
+                for _ in range(4):
+                    training.fetch(100, loader=2)
+                    training.spend(500)
+                training.fetch(0, loader=2)
+        training.forward(20)
+        training.backward(40, 30)
+    training.journal.finish()
+    steps = training.steps()
+    assert [step.end_ns - step.start_ns for step in steps][1] == 20 + 70
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, True, False]
+
+
+def test_a_loss_after_a_fetch_is_forward(training: Training) -> None:
+    """The next batch is fetched while a device is at the forward."""
+    for _ in range(3):
+        training.forward(20)
+        training.fetch(10)
+        training.spend(15)
+        training.backward(40, 30)
+    training.journal.finish()
+    assert [phases(step)["forward"] for step in training.steps()] == [20 + 15] * 3
+    assert [phases(step)["data"] for step in training.steps()] == [10] * 3
+
+
+def test_a_thread_that_asks_a_model_with_gradients_on_takes_no_training_over(training: Training) -> None:
+    """As in self-play, where nobody thought of `no_grad`; one that calls backward does."""
+    with ThreadPoolExecutor(1) as pool:
+        for asks in (False, True, True):
+            training.fetch(10)
+            training.forward(20)
+            if asks:
+                pool.submit(training.recorder.forward_began, (torch.zeros(4, 2),)).result()
+            training.backward(40, 30)
+            training.optimizer(5)
+        beside = len(training.steps()), [phases(step) for step in training.steps()]
+        for _ in range(3):
+            pool.submit(plain_step, training).result()
+    training.journal.finish()
+    whole = {"data": 10, "forward": 20, "backward": 40, "exposed_comm": 30, "optimizer": 5}
+    assert beside == (3, [whole] * 3)
+    assert [phases(step)["backward"] for step in training.steps()] == [40] * 6
+    assert [phases(step).get("data") for step in training.steps()][-2:] == [10, 10]

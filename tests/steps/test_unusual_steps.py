@@ -1,0 +1,381 @@
+"""Steps as few people write them, but do: phases, own time and numbers are right there too."""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+from safetensors.torch import save_file
+
+from ddpobs import wire
+from ddpobs.recording import journal
+from ddpobs.recording.process_hooks import ProcessHooks
+from tests.recording.test_module_recorder import Training, own, phases, plain_step
+
+
+@pytest.fixture
+def training() -> Training:
+    return Training()
+
+
+def test_closures_without_a_loader_are_a_step_each(training: Training) -> None:
+    for _ in range(4):
+        training.journal.optimizer_began()
+        for _ in range(2):  # As LBFGS evaluates its closure.
+            training.forward(20)
+            training.backward(40, 30)
+        training.spend(5)
+        training.journal.optimizer_ended()
+        training.spend(1)
+    training.journal.finish()
+    steps = training.steps()
+    assert [step.micro_steps for step in steps] == [2] * 4
+    assert [phases(step)["backward"] for step in steps] == [80] * 4
+    assert phases(steps[-1])["optimizer"] == 5
+
+
+def test_a_backward_of_something_else_opens_no_step(training: Training) -> None:
+    assert not training.journal.backward_began()
+    training.journal.catch_up()
+    assert training.journal._tracker._step is None
+
+
+def test_a_map_that_travels_under_backward_is_not_exposed(training: Training) -> None:
+    for _ in range(2):
+        training.fetch(10)
+        training.forward(20)
+        launched = training.clock.at
+        training.backward(40, 30)
+        training.journal.communicated(0, wire.COMM_KINDS.index("unused_map"), launched, launched + 25)
+    training.journal.finish()
+    assert [phases(step)["backward"] for step in training.steps()] == [40, 40]
+    assert [phases(step)["exposed_comm"] for step in training.steps()] == [30, 30]
+    assert own(training.steps()[1])["backward"] == 40
+    assert [step.comm_ns for step in training.steps()] == [25 + 30] * 2
+
+
+def test_a_bucket_that_was_left_out_has_no_span_and_hides_no_waiting(training: Training) -> None:
+    for _ in range(2):
+        training.fetch(10)
+        training.forward(20)
+        training.journal.backward_began()
+        record = training.recorder.backward()
+        training.spend(40)
+        record.ready_ns[0] = record.launched_ns[0] = training.clock.at
+        training.spend(30)
+        record.done_ns[0] = training.clock.at
+        training.recorder.finished(record)
+        training.journal.backward_ended()
+    training.journal.finish()
+    assert [phases(step)["exposed_comm"] for step in training.steps()] == [30, 30]
+    assert [len(step.spans_done_ns) for step in training.steps()] == [1, 1]
+
+
+def test_a_collective_after_the_step_makes_no_communication_of_what_ends_its_backward(training: Training) -> None:
+    for _ in range(2):
+        training.fetch(10)
+        training.forward(20)
+        training.backward(40, 3, tail=15)
+        training.optimizer(5)
+        began = training.clock.now()
+        training.spend(2)
+        training.recorder.communicated("user", began, training.clock.now())
+    first, second = training.steps()
+    assert phases(first) == {"data": 10, "forward": 20, "backward": 40, "exposed_comm": 5, "optimizer": 5, "other": 15}
+    assert own(second) == {"data": 10, "forward": 20, "backward": 40, "optimizer": 5, "other": 15}
+
+
+def test_a_pause_loses_its_step_and_no_number(training: Training) -> None:
+    for _ in range(2):
+        plain_step(training)
+    training.fetch(10)
+    training.journal.pause(True)
+    assert training.journal.number == 2
+    training.journal.fetch_ended()
+    training.journal.pause(False)
+    for _ in range(2):
+        plain_step(training)
+    training.journal.finish()
+    assert [raw.number for raw in training.raw] == [0, 1, 2, 3]
+
+
+def test_a_rank_that_shadowed_has_no_clean_start(training: Training) -> None:
+    plain_step(training)
+    plain_step(training)
+    training.recorder.shadowed()
+    plain_step(training)
+    plain_step(training)
+    training.journal.finish()
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, True, False]
+
+
+def test_own_time_of_many_optimizers_is_whole_across_batches(training: Training) -> None:
+    plain_step(training)
+    for _ in range(399):
+        training.optimizer(5)
+    training.fetch(10)  # The first step is closed, and summarised by itself.
+    assert phases(training.steps()[0])["optimizer"] == 400 * 5
+    training.forward(20)
+    training.backward(40, 30)
+    training.journal.finish()
+    assert own(training.steps()[1])["optimizer"] == 400 * 5
+
+
+def test_pickled_tensors_are_no_checkpoint(training: Training) -> None:
+    hooks = ProcessHooks(training.journal, training.event)
+    hooks.install()
+    try:
+        plain_step(training)
+        plain_step(training)
+        pickle.dumps(torch.zeros(3))
+        plain_step(training)
+        torch.save({"weight": torch.zeros(3)}, io.BytesIO())
+        plain_step(training)
+    finally:
+        hooks.remove()
+    training.journal.finish()
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False, True]
+
+
+def test_another_threads_collective_during_a_backward_is_not_training_s(training: Training) -> None:
+    training.fetch(10)
+    training.forward(20)
+    training.journal.backward_began()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(training.journal.blocking_began).result() is None
+        assert pool.submit(training.journal.blocking_began, True).result() is not None
+
+
+def test_an_optimizer_after_one_with_a_closure_belongs_to_its_step(training: Training) -> None:
+    for _ in range(3):
+        training.journal.optimizer_began()
+        training.forward(20)
+        training.backward(40, 30)
+        training.journal.optimizer_ended()
+        training.optimizer(7)
+    training.journal.finish()
+    assert [phases(step)["optimizer"] for step in training.steps()] == [7, 7, 7]
+    assert [step.end_ns - step.start_ns for step in training.steps()] == [20 + 40 + 30 + 7] * 3
+
+
+@pytest.mark.parametrize("often", ["after each entry", "by the training thread itself"])
+def test_steps_are_the_same_however_late_the_journal_is_replayed(training: Training, often: str) -> None:
+    def train(training: Training) -> list[Any]:
+        for data in (10, 700, 30, 40):
+            plain_step(training, data=data)
+            training.journal.optimizer_began()
+            training.forward(3)
+            training.backward(40, 0, synchronised=False)
+            training.journal.optimizer_ended()
+            training.forward(800, training=False)
+        return list(training.steps())
+
+    late = train(training)
+    assert len(late) == 4
+    soon = Training()
+    soon.journal._full = 7 * 3
+    if often == "after each entry":
+        append = soon.journal._append
+
+        def append_and_replay(entry: Any) -> None:
+            append(entry)
+            soon.journal.catch_up()
+
+        soon.journal._append = append_and_replay
+    assert train(soon) == late
+    soon.forward(20)
+    assert len(soon.journal._entries) <= 7 * 3
+
+
+@pytest.mark.parametrize("fetched", [False, True])
+def test_an_optimizer_that_failed_before_the_first_step_runs_no_more(training: Training, fetched: bool) -> None:
+    training.journal.optimizer_began()
+    training.journal.stepping = lambda: False
+    for _ in range(3):
+        if fetched:
+            training.fetch(10)
+        training.forward(20)
+        training.backward(40, 30)
+        training.spend(5)
+    steps = training.steps()
+    assert len(steps) == 3
+    assert [phases(step).get("optimizer", 0) for step in steps] == [0, 0, 0]
+
+
+def test_a_forked_child_takes_over_nothing_of_the_journal(training: Training) -> None:
+    """Nor a lock that was held."""
+    plain_step(training)
+    with training.journal._replaying:
+        child = os.fork()
+        if not child:
+            training.journal.finish()
+            os._exit(len(training.raw) + 2 * len(training.journal._entries))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert len(training.steps()) == 1
+
+
+def test_a_replay_that_hangs_holds_nobody_up(training: Training) -> None:
+    plain_step(training)
+    with training.journal._replaying:
+        training.journal._full = 3 * 3
+        for _ in range(10):
+            plain_step(training)
+        assert training.journal.number == 0
+    assert len(training.steps()) == 11
+
+
+def test_a_replay_that_hangs_for_ever_takes_so_much_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_MOST_HELD", 50)
+    training.journal._full = 3 * 3
+    with training.journal._replaying:
+        for _ in range(100):
+            plain_step(training)
+            assert len(training.journal._entries) <= 50 * 3
+    for _ in range(2):
+        plain_step(training)
+    assert phases(training.steps()[-1])["backward"] == 40
+
+
+def test_training_moves_to_another_thread(training: Training) -> None:
+    """As in a worker's, after a batch was looked at on the main thread."""
+    training.fetch(10)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(3):
+            pool.submit(plain_step, training).result()
+    training.journal.finish()
+    steps = training.steps()
+    assert [phases(step)["backward"] for step in steps] == [40] * 3
+    assert [phases(step)["data"] for step in steps][1:] == [10] * 2
+
+
+def test_training_that_moves_to_another_thread_after_some_steps_loses_no_forward(training: Training) -> None:
+    for _ in range(2):
+        plain_step(training)
+    training.spend(700)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(2):
+            pool.submit(plain_step, training).result()
+    training.journal.finish()
+    steps = training.steps()
+    assert [phases(step)["forward"] for step in steps] == [20] * 4
+    assert [step.samples for step in steps] == [4] * 4
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, False, True, False]
+
+
+def test_a_backward_by_the_engine_alone_ends_a_step_and_leaves_nothing(training: Training) -> None:
+    for _ in range(3):
+        training.fetch(10)
+        training.forward(20)
+        record = training.recorder.backward()
+        training.spend(70)
+        record.ready_ns[:] = record.launched_ns[:] = record.done_ns[:] = [training.clock.at] * 2
+        training.recorder.finished(record)
+        training.optimizer(5)
+    training.journal.finish()
+    assert [phases(step) for step in training.steps()] == [{"data": 10, "forward": 90, "optimizer": 5}] * 3
+    assert not training.journal._tracker._records
+
+
+def test_an_interrupt_whose_end_nobody_tells_is_over_with_the_next_forward(training: Training) -> None:
+    for _ in range(2):
+        plain_step(training)
+    training.journal.fetch_began()
+    for _ in range(3):
+        plain_step(training)
+    training.forward(20)
+    training.journal.backward_began()
+    training.forward(20)
+    assert training.journal.backward_began()
+    _, plain, *others = map(phases, training.steps())
+    assert others[-2:] == [plain] * 2
+
+
+def test_inputs_without_a_size_cost_only_their_number(training: Training) -> None:
+    class Sizeless(torch.Tensor):
+        def size(self, *_: object) -> int:  # type: ignore[override]
+            raise RuntimeError("no size")
+
+    for inputs in (
+        torch.zeros(4, 2).as_subclass(Sizeless),
+        torch.nested.nested_tensor([torch.zeros(2, 2), torch.zeros(3, 2)]),
+    ):
+        training.recorder.forward_began((inputs,))
+        training.backward(40, 30)
+    training.journal.finish()
+    assert [step.samples for step in training.steps()] == [0, 2]
+
+
+def test_a_function_that_saves_can_be_sent_to_a_process_that_does(training: Training) -> None:
+    hooks = ProcessHooks(training.journal, training.event)
+    original = torch.save
+    hooks.install()
+    try:
+        assert pickle.loads(pickle.dumps(torch.save)) is torch.save
+        assert torch.save is not original
+    finally:
+        hooks.remove()
+    assert torch.save is torch.serialization.save is original
+
+
+def test_what_follows_the_last_step_is_no_part_of_it(training: Training) -> None:
+    for _ in range(3):
+        plain_step(training)
+    training.spend(12_000)  # An upload, or the wait for the exit.
+    training.journal.communicated(0, wire.COMM_KINDS.index("user"), training.clock.at, training.clock.at + 500)
+    training.spend(500)
+    training.journal.finish()
+    _, second, last = training.steps()
+    assert (phases(second).pop("other"), phases(last)) == (3, {k: v for k, v in phases(second).items() if k != "other"})
+    assert sum(last.phases_ns) == last.end_ns - last.start_ns
+    assert (own(last), last.comm_ns) == (own(second), second.comm_ns)
+
+
+def test_unused_sets_that_change_all_the_time_do_not_fill_a_batch(training: Training) -> None:
+    """A collector takes so many names a batch, and no more."""
+    names = [f"layer.{number}" for number in range(1500)]
+    for step in range(20):
+        training.recorder.unused(names[step:], [])
+    told = [one for one in training.told if isinstance(one, wire.Unused)]
+    assert [one.locally[0] for one in told] == ["layer.0", "layer.1"]
+    training.recorder.batch_cut()
+    training.recorder.batch_cut()
+    told = [one for one in training.told if isinstance(one, wire.Unused)]
+    assert [one.locally[0] for one in told][2:] == ["layer.19"]
+    training.recorder.unused([], [])
+    assert getattr(training.told[-1], "locally", None) == []
+
+
+def test_a_stamp_that_could_not_be_taken_is_the_one_before_it(
+    training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training.forward(20)
+    monkeypatch.setattr(training.journal, "_now", lambda: 0)
+    training.backward(40, 30)
+    monkeypatch.undo()
+    plain_step(training)
+    first, _ = training.steps()
+    assert (first.start_ns, first.end_ns) == (1_000, 1_090)
+    assert phases(first) == {"other": 90}  # The backward began with the forward, and took no time.
+
+
+def test_a_checkpoint_by_safetensors_is_one(training: Training, tmp_path: Path) -> None:
+    """Scripts have its function by name."""
+    hooks = ProcessHooks(training.journal, training.event)
+    hooks.install()
+    try:
+        for saves in (False, False, True, False):
+            plain_step(training)
+            if saves:
+                save_file({"w": torch.zeros(2)}, tmp_path / "w.safetensors")
+    finally:
+        hooks.remove()
+    training.fetch(10)
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False, True]
+    assert not hasattr(safetensors.torch.serialize_file, "__wrapped__")

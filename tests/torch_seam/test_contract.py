@@ -1,0 +1,225 @@
+"""The private members of torch that the training side stands on. One that goes or changes shows here, by its name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import distributed as torch_ddp
+
+import ddpobs
+from ddpobs.ddp import DistributedDataParallel
+from ddpobs.reducer.ddp_logger import Logger
+from ddpobs.reducer.module_reducer import ModuleReducer
+
+TorchDDP = torch_ddp.DistributedDataParallel
+SOURCES = Path(ddpobs.__file__).parent
+
+OVERRIDDEN = {
+    "_build_params_for_reducer": [],
+    "_ddp_init_helper": ["parameters", "expect_sparse_gradient", "param_to_name_mapping", "static_graph"],
+    "_match_all_reduce_for_bwd_pass": [],
+    "_match_unused_params_allreduce": [],
+    "_post_forward": ["output"],
+    "_register_builtin_comm_hook": ["comm_hook_type"],
+    "_sync_buffers": [],
+    "register_comm_hook": ["state", "hook"],
+}
+"""What torch's module code calls and we answer, with its parameters."""
+
+CALLED = {
+    "_build_debug_param_to_name_mapping": ["parameters"],
+    "_check_comm_hook": ["hook"],
+    "_get_ddp_logging_data": [],
+    "_passing_sync_batchnorm_handle": ["module"],
+}
+"""What we call on torch's module, with its parameters."""
+
+ON_GROUPS_AND_WORKS = {
+    "_enable_collectives_timing": torch.distributed.ProcessGroup,
+    "_get_duration": torch.distributed.Work,
+    "wait": torch._C.Future,
+}
+"""What CUDA's times ask of NCCL, and what a work's future waits by."""
+
+ON_THE_REDUCER = {"_remove_autograd_hooks", "_set_static_graph", "_update_process_group"}
+"""What attaching calls on torch's C++ reducer."""
+
+FROM_MODULES = {
+    "torch": {"_foreach_copy_"},
+    "torch._C": {
+        "_current_autograd_node",
+        "_current_graph_task_id",
+        "_storage_Use_Count",
+        "_will_engine_execute_node",
+    },
+    "torch._C._distributed_c10d": {
+        "GradBucket",
+        "HashStore",
+        "PrefixStore",
+        "_compute_bucket_assignment_by_size",
+        "_register_comm_hook",
+    },
+    "torch._dynamo.trace_rules": {"add"},
+    "torch.autograd.Variable._execution_engine": {"queue_callback"},
+    "torch.distributed": {"_functional_collectives"},
+    "torch.distributed._functional_collectives": {"wait_tensor"},
+    "torch.distributed.distributed_c10d": {
+        "_get_default_store",
+        "_get_default_timeout",
+        "_get_process_group_name",
+        "_new_process_group_helper",
+        "_world",
+    },
+    "torch.nn.Module": {"_call_impl", "_compiled_call_impl"},
+    "torch.nn.parallel.distributed": {"_find_tensors"},
+    "torch.utils.data.dataloader": {"_BaseDataLoaderIter"},
+    "torch.utils._pytree": {"tree_leaves", "tree_map_only"},
+}
+"""Private functions and classes, by where they live."""
+
+
+def parameters_of(function: Any) -> list[str]:
+    return [name for name in inspect.signature(function).parameters if name != "self"]
+
+
+@pytest.mark.parametrize("name", OVERRIDDEN)
+def test_torch_has_what_we_override_with_the_same_parameters(name: str) -> None:
+    assert parameters_of(getattr(TorchDDP, name)) == OVERRIDDEN[name]
+    assert parameters_of(getattr(DistributedDataParallel, name)) == OVERRIDDEN[name]
+
+
+@pytest.mark.parametrize("name", CALLED)
+def test_torch_has_the_methods_that_we_call(name: str) -> None:
+    assert parameters_of(getattr(TorchDDP, name)) == CALLED[name]
+
+
+@pytest.mark.parametrize("name", ON_GROUPS_AND_WORKS)
+def test_groups_and_works_have_what_cudas_times_need(name: str) -> None:
+    assert hasattr(ON_GROUPS_AND_WORKS[name], name)
+
+
+def test_torchs_reducer_has_the_methods_that_attaching_calls() -> None:
+    assert set(dir(torch.distributed.Reducer)) >= ON_THE_REDUCER
+
+
+@pytest.mark.parametrize("where", FROM_MODULES)
+def test_the_private_functions_are_where_we_take_them_from(where: str) -> None:
+    importlib.import_module("torch._dynamo")
+    holder: Any = torch
+    for part in where.split(".")[1:]:
+        holder = getattr(holder, part)
+    assert FROM_MODULES[where] <= set(dir(holder))
+
+
+def test_no_other_private_name_of_torch_is_used() -> None:
+    known = set().union(*FROM_MODULES.values(), OVERRIDDEN, CALLED, ON_THE_REDUCER)
+    known |= {"_C", "_distributed_c10d", "_dynamo", "_execution_engine", "_bucket_config", "_comm_hooks", "_pytree"}
+    used = {name for path in SOURCES.rglob("*.py") for name in private_names_of_torch(ast.parse(path.read_text()))}
+    assert used <= known
+
+
+def private_names_of_torch(tree: ast.AST) -> set[str]:
+    """Private names imported from torch, attributes of `torch....`, and torch's own on `self` and `model`."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            found |= set((node.module or "").split(".")) | {alias.name for alias in node.names}
+        if isinstance(node, ast.Attribute):
+            root = ast.unparse(node).split(".")[0]
+            of_module = root in ("self", "model", "super()") and hasattr(TorchDDP, node.attr)
+            if of_module or root in ("torch", "dist", "Variable"):
+                found.add(node.attr)
+    return {name for name in found if re.fullmatch(r"_[^_].*", name)}
+
+
+@pytest.mark.parametrize(("attribute", "ours"), [("reducer", ModuleReducer), ("logger", Logger)])
+def test_ours_answers_whatever_torchs_module_code_asks(attribute: str, ours: type) -> None:
+    source = inspect.getsource(torch_ddp)
+    for ours_instead in OVERRIDDEN:
+        source = source.replace(inspect.getsource(getattr(TorchDDP, ours_instead)), "")
+    asked = set(re.findall(rf"\b{attribute}\.(\w+)\(?", source))
+    asked -= {"warning", "info", "debug", "exception", "error"}  # The file's own `logging` logger has the same name.
+    assert len(asked) > 4
+    assert asked <= set(dir(ours))
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"), [(torch.distributed.Reducer, ModuleReducer), (torch.distributed.Logger, Logger)]
+)
+def test_ours_has_whatever_torchs_has(theirs: type, ours: type) -> None:
+    of_construction = {"set_construction_data_and_log"}  # Ours gives the facts to the logger's constructor.
+    face = {name for name in dir(theirs) if not name.startswith(("__", "_pybind11"))} - of_construction
+    assert len(face) > 5
+    assert face <= set(dir(ours))
+
+
+def test_torchs_bucket_limits_are_made_as_we_expect() -> None:
+    config = torch_ddp._BucketCapacityConfig.create(None, None, False)
+    assert config.compute_bucket_size_limits(static_graph=False, find_unused_parameters=True) == (
+        [2**20, 25 * 2**20],
+        [],
+    )
+    custom = torch_ddp._BucketCapacityConfig.create(None, [1, 2], False)
+    limits = custom.compute_bucket_size_limits(static_graph=False, find_unused_parameters=True)
+    assert limits == ([2**20, 2**21], [2**20, 2**21])
+    assert custom.first_bucket_bytes_cap == 2**21
+
+
+def test_the_engine_says_beforehand_which_parameters_it_will_reach() -> None:
+    reached, left_out = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in (reached, left_out)]
+    answers: list[list[bool]] = []
+
+    def ask(_: torch.Tensor) -> None:
+        answers.append([torch._C._will_engine_execute_node(node) for node in nodes])
+
+    both = torch.stack([reached, left_out])
+    both.register_hook(ask)
+    reached.register_post_accumulate_grad_hook(ask)
+    (reached * 2).sum().backward()
+    (both.sum() * 2).backward()
+    assert answers == [[True, False], [True, True], [True, True]]
+
+
+def test_a_tensors_hook_is_told_the_node_that_made_the_tensor() -> None:
+    made = nn.Parameter(torch.ones(2)) * 2
+    told: list[Any] = []
+    made.register_hook(lambda _: told.append(torch._C._current_autograd_node()))  # type: ignore[no-untyped-call]
+    made.sum().backward()
+    assert told == [made.grad_fn]
+
+
+def test_a_queued_callback_runs_once_after_the_last_gradient() -> None:
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    order: list[str] = []
+
+    def ready(_: torch.Tensor) -> None:
+        if not order:
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: order.append("end"))
+        order.append("gradient")
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(ready)
+    sum(p.sum() for p in parameters).backward()  # type: ignore[union-attr]
+    assert order == ["gradient"] * 3 + ["end"]
+
+
+def test_an_error_in_a_queued_callback_comes_out_of_backward() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+
+    def fail() -> None:
+        raise LookupError("from the callback")
+
+    parameter.register_post_accumulate_grad_hook(
+        lambda _: torch.autograd.Variable._execution_engine.queue_callback(fail)
+    )
+    with pytest.raises(LookupError, match="from the callback"):
+        parameter.sum().backward()
