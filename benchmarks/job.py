@@ -38,7 +38,7 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.export import delivery, exporter, identity
 from ddpobs.export.http_sender import Outcome, Sender
 from ddpobs.ranks import straggler_exchange
-from ddpobs.recording.module_recorder import Backward
+from ddpobs.recording.module_recorder import BackwardRecord
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.step_tracker import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
 from ddpobs.steps.summary import Summariser
@@ -76,8 +76,8 @@ class Rank(telemetry.Telemetry):
         self._random = np.random.default_rng(rank)
         self.steps = 0
         self.exporter.identify(identity.Identity(RUN, ATTEMPT, f"{rank:016x}", rank, ranks))
-        self.exporter.every(config.pulse_s, self._offer_steps)
-        self.exporter.every(config.pulse_s, self._pulse)
+        self.exporter.call_every(config.pulse_s, self._offer_steps)
+        self.exporter.call_every(config.pulse_s, self._pulse)
         self.exporter.offer(layout())
 
     def step(self) -> None:
@@ -131,7 +131,7 @@ def raw_step(number: int, end_ns: int, random: np.random.Generator, sampled: boo
     forward_ns, optimizer_ns = map(int, random.integers(3_000_000, 9_000_000, 2))
     start_ns, returned_ns = end_ns - round(1e9 * STEP_S), end_ns - optimizer_ns
     began_ns = returned_ns - int(done.max()) - 100_000
-    record = Backward(0, 0, BUCKETS, None)
+    record = BackwardRecord(0, 0, BUCKETS, None)
     record.ready_ns, record.launched_ns, record.done_ns = (
         (began_ns + times).tolist() for times in (ready, launched, done)
     )

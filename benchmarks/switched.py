@@ -90,7 +90,7 @@ class Switched:
             for kind in (*kinds, *reversed(kinds)):
                 took[kind].append(self._on(count) if kind == "on" else self._off(count))
             resident.append(int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
-            waiting.append(sum(self._process._exporter.held))
+            waiting.append(sum(self._process._exporter.queued_sizes))
         self._let_go()
         return took | {
             "telemetry_s": (_threads_s() - began_s) / (len(took["on"]) * count),

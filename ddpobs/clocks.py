@@ -26,7 +26,7 @@ class Clock(Protocol):
         """
         ...
 
-    def passed(self, stamp: Stamp) -> bool:
+    def is_ready(self, stamp: Stamp) -> bool:
         """Whether the stamp can be read without waiting."""
         ...
 
@@ -37,11 +37,11 @@ class Clock(Protocol):
         """
         ...
 
-    def took_ns(self, work: Any) -> int:
+    def duration_ns(self, work: Any) -> int:
         """How long a collective that is over was moving; `wire.UNKNOWN` where its work does not tell."""
         ...
 
-    def capturing(self, begins: bool) -> None:
+    def set_capturing(self, begins: bool) -> None:
         """A CUDA graph's capture begins or has ended: in between nothing may be asked of the device."""
         ...
 
@@ -52,7 +52,7 @@ class HostClock:
     def __init__(self) -> None:
         self.now: Callable[[], int] = time.monotonic_ns
 
-    def passed(self, stamp: int) -> bool:
+    def is_ready(self, stamp: int) -> bool:
         """Whether the stamp was taken; a list of stamps starts out as zeros."""
         return stamp > 0
 
@@ -60,11 +60,11 @@ class HostClock:
         """The stamps themselves."""
         return stamps
 
-    def took_ns(self, work: Any) -> int:
+    def duration_ns(self, work: Any) -> int:
         """As the work itself tells, which gloo's does not."""
         return _took_ns(work)
 
-    def capturing(self, begins: bool) -> None:
+    def set_capturing(self, begins: bool) -> None:
         """Host time does not mind."""
 
 
@@ -115,7 +115,7 @@ class CudaClock:
             return 0
         return event
 
-    def passed(self, stamp: Stamp) -> bool:
+    def is_ready(self, stamp: Stamp) -> bool:
         """Whether the device has got to the event."""
         with self._asking:
             return self._through(stamp)
@@ -135,7 +135,7 @@ class CudaClock:
                     return self._taken_ns + after_ns
             time.sleep(self._POLL_S)
 
-    def took_ns(self, work: Any) -> int:
+    def duration_ns(self, work: Any) -> int:
         """As NCCL's work tells, whose events the device has passed."""
         while True:
             with self._asking:
@@ -143,7 +143,7 @@ class CudaClock:
                     return _took_ns(work)
             time.sleep(self._POLL_S)
 
-    def capturing(self, begins: bool) -> None:
+    def set_capturing(self, begins: bool) -> None:
         """Ask nothing of the device from now on, or again; waits for a question under way, which takes microseconds."""
         with self._asking:
             self._captures = begins

@@ -16,7 +16,7 @@ from torch.distributed.algorithms.join import Join
 from torch.nn import parallel
 from torch.nn.parallel.distributed import _find_tensors
 
-from ddpobs.comm import Way, choose, name_of
+from ddpobs.comm import CommFactory, choose, name_of
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import ConfigError, DataParallelError
 from ddpobs.reducer import model_check
@@ -72,7 +72,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         module: torch.nn.Module,
         *args: Any,
         telemetry: bool | str | TelemetryConfig | None = None,
-        comm: str | Way | None = None,
+        comm: str | CommFactory | None = None,
         round_robin_groups: int = 1,
         **kwargs: Any,
     ) -> None:
@@ -279,7 +279,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """A joined rank goes through another rank's backward, call for call."""
-        self.reducer.shadow()
+        self.reducer.participate_with_zeros()
 
     def _match_unused_params_allreduce(self) -> None:
         """Done already, with the buckets."""

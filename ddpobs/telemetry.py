@@ -28,10 +28,10 @@ from ddpobs.clocks import clock_for
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.exporter import DONE, Exporter
 from ddpobs.export.identity import Envelope, Identity
-from ddpobs.ranks.run_identity import Drawn, Meeting
+from ddpobs.ranks.run_identity import IdentityExchange, RunIdentity
 from ddpobs.ranks.straggler_exchange import Exchange
 from ddpobs.recording.collective_hooks import CollectiveHooks
-from ddpobs.recording.journal import Journal, harmless
+from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.process_hooks import ProcessHooks
@@ -135,16 +135,16 @@ class Telemetry:
         self._began = time.monotonic()
         self._store: Any = None
         self._store_gone = False
-        self._meeting: Meeting | None = None
+        self._meeting: IdentityExchange | None = None
         self._identified = False
         self._exchange: Exchange | None = None
         self._meet_others()
-        self._exporter.every(_LOOK_S, self._find_identity)
-        self._exporter.every(min(config.pulse_s, config.flush_s / 2), self._journal.catch_up)
-        self._exporter.every(config.pulse_s, self._pulse)
+        self._exporter.call_every(_LOOK_S, self._find_identity)
+        self._exporter.call_every(min(config.pulse_s, config.flush_s / 2), self._journal.catch_up)
+        self._exporter.call_every(config.pulse_s, self._pulse)
         # What one batch tells is met before the next, and not a whole flush later: a short run has few.
-        self._exporter.every(config.flush_s / 2, self._compare)
-        self._exporter.every(config.pulse_s, self._loaders.look)
+        self._exporter.call_every(config.flush_s / 2, self._compare)
+        self._exporter.call_every(config.pulse_s, self._loaders.look)
         self._exporter.start()
         self._hooks.install()
         self._loaders.install()
@@ -208,7 +208,7 @@ class Telemetry:
             error = error.__context__ if error.code else None
         self.close(error)
 
-    @harmless
+    @never_raises
     def _evaluating(self) -> bool:
         evaluates = False
         for recorder in self._recorders:
@@ -231,13 +231,13 @@ class Telemetry:
         if len(self._steps.number) >= together or 4 * self._steps.records >= self._config.batch_spans:
             self._offer_steps()
 
-    @harmless
+    @never_raises
     def _offer_steps(self) -> None:
         if self._steps.number:
             steps, self._steps = self._steps, RawSteps()
             self._exporter.offer(steps, steps.records, len(steps.number))
 
-    @harmless
+    @never_raises
     def _read(self, steps: RawSteps, raw: RawStep) -> bool:
         """Add a step; a device that failed fails for each, and what else there is to tell goes its way."""
         steps.add(raw, self._clock)
@@ -249,17 +249,17 @@ class Telemetry:
         One that failed got to all of them; reading tells.
         """
         try:
-            return not isinstance(record, RawStep) or self._clock.passed(record.end)
+            return not isinstance(record, RawStep) or self._clock.is_ready(record.end)
         except Exception:
             return True
 
-    @harmless
+    @never_raises
     def _meet_others(self) -> None:
         """Ask before the first backward, which no rank ends without this one: whoever answers is still there then."""
         default: Any = dist.distributed_c10d._get_default_store()
         self._store = default.clone()
         prefix = PrefixStore(f"ddpobs/meeting/{_generation}", self._store)
-        self._meeting = Meeting(prefix, self._rank, self._draw)
+        self._meeting = IdentityExchange(prefix, self._rank, self._draw)
 
     def _find_identity(self) -> object:
         """Take what the ranks share, once it is known here; whoever has drawn it goes on to answer for a while."""
@@ -270,15 +270,15 @@ class Telemetry:
             return None
         with self._store_at_hand():
             if not self._identified:
-                shared = self._meeting.look()
+                shared = self._meeting.poll()
                 if shared is None:
                     return None
                 self._identify(shared)
-            self._meeting.answer()
-            return None if self._meeting.draws and time.monotonic() - self._began < _ASKING_S else DONE
+            self._meeting.reply_to_others()
+            return None if self._meeting.is_leader and time.monotonic() - self._began < _ASKING_S else DONE
         return DONE
 
-    def _identify(self, shared: Drawn) -> None:
+    def _identify(self, shared: RunIdentity) -> None:
         self._identified = True
         if self._world_size > 1:
             prefix = PrefixStore(f"ddpobs/{shared['attempt']}", self._store)
@@ -295,7 +295,7 @@ class Telemetry:
         if self._rank == 0:
             _log.info("ddpobs: run %s reports to %s", shared["run"], self._config.collector)
 
-    def _draw(self) -> Drawn:
+    def _draw(self) -> RunIdentity:
         run = self._config.run or _launcher_run() or _made_up_run()
         return {"run": run, "attempt": secrets.token_hex(8)}
 
@@ -313,7 +313,7 @@ class Telemetry:
         self._exporter.offer_latest(pulse)
         with self._store_at_hand():
             if self._meeting is not None:
-                self._meeting.answer()
+                self._meeting.reply_to_others()
             if self._exchange is not None:
                 self._exchange.say(json.dumps([pulse.phase, pulse.step, *self._last_bucket]).encode())
 
@@ -343,7 +343,7 @@ class Telemetry:
             if isinstance(record, RawSteps):
                 raws.extend(record)
             elif isinstance(record, RawStep) and not self._read(raws, record):
-                self._exporter.lost(record.records)
+                self._exporter.count_lost(record.records)
         summary = self._summariser.summarise(raws) if raws.number else None
         if self._exchange is not None and summary is not None:
             self._exchange.add(summary.steps)

@@ -98,17 +98,17 @@ def test_nothing_is_asked_of_a_device_while_a_graph_is_captured(device: Device, 
     work = SimpleNamespace(_get_duration=lambda: device.ask() or 0.5)
     began, asked = threading.Event(), device.asked
     clocks.time.sleep = lambda _: began.set()  # type: ignore[assignment]
-    clock.capturing(True)
+    clock.set_capturing(True)
     device.captures = True
-    assert not clock.passed(stamp)
+    assert not clock.is_ready(stamp)
     assert clock.now() == 0
     told: list[Any] = []
-    asks = {"times": lambda: told.append(clock.times([stamp, 0])), "took": lambda: told.append(clock.took_ns(work))}
+    asks = {"times": lambda: told.append(clock.times([stamp, 0])), "took": lambda: told.append(clock.duration_ns(work))}
     thread = threading.Thread(target=asks[ask])
     thread.start()
     assert began.wait(30)
     assert (told, device.asked) == ([], asked)
     device.captures = False
-    clock.capturing(False)
+    clock.set_capturing(False)
     thread.join(30)
     assert told == {"times": [[5_000 * MS, 0]], "took": [500_000]}[ask]

@@ -9,7 +9,7 @@ import torch
 
 from ddpobs import wire
 
-AT_ONCE = 4_096
+COPY_ON_ARRIVAL_ELEMENTS = 4_096
 """Elements of a bucket's parameters on average, from which each gradient goes into the bucket as soon as it is there,
 still warm in the cache; between smaller ones little time passes, and they go together when the bucket is full, in
 fewer calls."""
@@ -32,30 +32,30 @@ class Bucket:
             nothing.
         sparse: It holds the one sparse gradient of its one parameter; there is no buffer then.
         adopts: `.grad` becomes the view in the buffer; otherwise it stays what autograd made it.
-        lent: It does so as another module reduces it too, and `give_back` brings the result.
+        lent: It does so as another module reduces it too, and `write_back` brings the result.
     """
 
     __slots__ = (
         "_as_views",
         "_divisor",
         "_factor",
-        "_never_lent",
+        "_never_exposed",
         "_pointers",
         "_references",
         "_storage",
         "_uses",
-        "adopts",
-        "at_once",
         "buffer",
+        "copied",
+        "copies_on_arrival",
         "elements",
+        "grads_are_views",
         "head",
         "index",
-        "lent",
         "members",
         "parameters",
         "pending",
-        "placed",
         "residual",
+        "shared_with_module",
         "sparse",
         "views",
     )
@@ -65,15 +65,15 @@ class Bucket:
     ) -> None:
         self.index, self.members, self.parameters, self.sparse = index, members, parameters, sparse
         self.pending = len(members)
-        self.adopts, self.lent = True, False
+        self.grads_are_views, self.shared_with_module = True, False
         self.residual: torch.Tensor | None = None
         self._divisor: float | None = None
         self._factor: torch.Tensor | None = None
         self._as_views = as_views
         first = parameters[0]
-        self.placed = bytearray(len(members))
+        self.copied = bytearray(len(members))
         self._allocate(first.dtype)
-        self.at_once = not sparse and self.elements >= AT_ONCE * len(members)
+        self.copies_on_arrival = not sparse and self.elements >= COPY_ON_ARRIVAL_ELEMENTS * len(members)
 
     def _allocate(self, dtype: torch.dtype) -> None:
         self.elements = 0 if self.sparse else sum(p.numel() for p in self.parameters)
@@ -84,7 +84,7 @@ class Bucket:
         self._pointers = list(map(torch.Tensor.data_ptr, self.views))
         self._storage = self.buffer.untyped_storage()._cdata
         self._uses = torch._C._storage_Use_Count(self._storage)
-        self._never_lent = set(range(len(self.views)))
+        self._never_exposed = set(range(len(self.views)))
 
     @property
     def divisor(self) -> float | None:
@@ -99,7 +99,7 @@ class Bucket:
             # counts as a number beside whatever has dimensions, and on the host, wherever tensors are made by default.
             self._factor = None if divisor is None else torch.tensor(1 / divisor, dtype=torch.float64, device="cpu")
 
-    def reclaim(self) -> None:
+    def restore_views(self) -> None:
         """Make fresh views where `grad.data = ...` or `grad.set_(...)` led one to memory that nobody reduces.
 
         Each is asked, at 0.06 µs: the storage's uses do not tell, as who keeps the older gradient's data adds what the
@@ -111,7 +111,7 @@ class Bucket:
             if self.views[place].data_ptr() != self._pointers[place]:
                 self.views[place] = fresh
 
-    def renew(self) -> None:
+    def reallocate_if_held(self) -> None:
         """Take fresh memory where someone still holds a gradient of the last backward and may read it yet.
 
         A gradient that autograd goes on accumulating into is no such case, nor is one that only `.grad` holds.
@@ -122,7 +122,7 @@ class Bucket:
             return
         for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
             # Nobody can hold a view that never was a gradient.
-            rests = parameter.grad is not view and place not in self._never_lent
+            rests = parameter.grad is not view and place not in self._never_exposed
             if rests and (shared or references[place] != self._references[place]):
                 self._move()
                 return
@@ -152,21 +152,21 @@ class Bucket:
         else:
             gradient.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
             self.views[place] = gradient
-        self._never_lent.discard(place)
+        self._never_exposed.discard(place)
 
-    def hold_in(self, dtype: torch.dtype) -> None:
-        """Reduce in `dtype`, whatever the parameters' own is; `.grad` is then written by `give_back`."""
-        self.adopts = False
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Reduce in `dtype`, whatever the parameters' own is; `.grad` is then written by `write_back`."""
+        self.grads_are_views = False
         self._allocate(dtype)
 
-    def lend(self) -> None:
+    def share_with_module(self) -> None:
         """Leave the gradients to another module as well, which needs them as autograd made them."""
-        if not self.adopts or self.sparse:
+        if not self.grads_are_views or self.sparse:
             return
-        self.adopts, self.lent = False, True
+        self.grads_are_views, self.shared_with_module = False, True
         older = self.views
         self._allocate(self.buffer.dtype)
-        for view, former, placed in zip(self.views, older, self.placed, strict=True):
+        for view, former, placed in zip(self.views, older, self.copied, strict=True):
             if placed:
                 view.copy_(former)
 
@@ -174,7 +174,7 @@ class Bucket:
         """Each parameter's part of a flat tensor that stands in the buffer's place."""
         return _views(flat, self.parameters, as_views=True)
 
-    def give_back(self, result: torch.Tensor, aside: Container[int] = ()) -> None:
+    def write_back(self, result: torch.Tensor, aside: Container[int] = ()) -> None:
         """Copy each parameter's part of the reduced buffer into its `.grad`, which has the parameter's dtype.
 
         Args:
@@ -185,26 +185,26 @@ class Bucket:
             if parameter.grad is not None and member not in aside:
                 parameter.grad.copy_(part)
 
-    def give(self, place: int) -> None:
+    def assign_grad(self, place: int) -> None:
         """Make the result the gradient of a parameter that got none in this backward."""
         parameter = self.parameters[place]
         if self.sparse:
             return
-        if not self.lent:
+        if not self.shared_with_module:
             parameter.grad = self.views[place]
         elif parameter.grad is None:
             parameter.grad = self.views[place].clone()
         else:
             parameter.grad.copy_(self.views[place])
 
-    def owe(self, place: int, older: Bucket, place_there: int) -> None:
+    def carry_residual(self, place: int, older: Bucket, place_there: int) -> None:
         """Take over what another bucket has yet to send of one parameter."""
         assert older.residual is not None
         if self.residual is None:
             self.residual = torch.zeros_like(self.buffer)
         self.parts_of(self.residual)[place].copy_(older.parts_of(older.residual)[place_there])
 
-    def owe_again(self, place: int, ranks: int) -> None:
+    def return_residual(self, place: int, ranks: int) -> None:
         """Take back this rank's share of a sum that nobody has a use for: it came of what had been owed."""
         if self.residual is not None:
             share = self.views[place] / ranks
@@ -213,24 +213,24 @@ class Bucket:
     def reset(self) -> None:
         """Await the next backward."""
         self.pending = len(self.members)
-        self.placed[:] = bytes(len(self.placed))
-        if self._never_lent:
+        self.copied[:] = bytes(len(self.copied))
+        if self._never_exposed:
             parameters, views = self.parameters, self.views
-            self._never_lent = {place for place in self._never_lent if parameters[place].grad is not views[place]}
+            self._never_exposed = {place for place in self._never_exposed if parameters[place].grad is not views[place]}
 
-    def place(self, place: int, parameter: torch.Tensor) -> None:
+    def copy_in(self, place: int, parameter: torch.Tensor) -> None:
         """Bring one gradient into the buffer, divided in the same pass, and make `.grad` the view of it."""
         gradient, view, factor = parameter.grad, self.views[place], self._factor
         if factor is None or gradient is None or gradient is view or not gradient.dim():
             if gradient is view and view.data_ptr() != self._pointers[place]:  # By a hook of the user's, just now.
-                self.reclaim()
+                self.restore_views()
                 view = self.views[place]
             self._place_otherwise(gradient, view, parameter)
         else:
             torch.mul(gradient, factor, out=view)
-        if self.adopts and gradient is not None:
+        if self.grads_are_views and gradient is not None:
             parameter.grad = view
-        self.placed[place] = 1
+        self.copied[place] = 1
 
     def _place_otherwise(self, gradient: torch.Tensor | None, view: torch.Tensor, parameter: torch.Tensor) -> None:
         if gradient is None:
@@ -246,7 +246,7 @@ class Bucket:
 
     def _answer(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         """Give the result also to a parameter that was reached, and got nothing from a function of the user's own."""
-        parameter.grad = view if self.adopts else torch.zeros_like(parameter)
+        parameter.grad = view if self.grads_are_views else torch.zeros_like(parameter)
 
     def fill(self, used: Sequence[int] = ()) -> None:
         """Bring every gradient that is not placed yet into the buffer, divided, and make `.grad` the view of it.
@@ -257,17 +257,17 @@ class Bucket:
         Args:
             used: By index of all parameters, whether each was reached; empty for none.
         """
-        if 0 not in self.placed:
+        if 0 not in self.copied:
             return
         if self.sparse:
             self._fill_sparse()
             return
-        self.reclaim()
+        self.restore_views()
         fresh: list[torch.Tensor] = []
         places: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
         kept: list[torch.Tensor] = []
-        for parameter, view, placed, member in zip(self.parameters, self.views, self.placed, self.members, strict=True):
+        for parameter, view, placed, member in zip(self.parameters, self.views, self.copied, self.members, strict=True):
             if placed:
                 continue
             gradient = parameter.grad
@@ -279,7 +279,7 @@ class Bucket:
             elif gradient is not view:
                 fresh.append(gradient)
                 places.append(view)
-                if self.adopts:
+                if self.grads_are_views:
                     parameter.grad = view
         if fresh:
             torch._foreach_copy_(places, fresh)
@@ -347,15 +347,15 @@ def build(
     ]
 
 
-def shadow(bucket: Bucket) -> Bucket:
+def zeros_like(bucket: Bucket) -> Bucket:
     """A bucket of zeros with the same shape, for a rank that only takes part."""
     parameters = bucket.parameters
     if bucket.sparse:
         parameters = [torch.nn.Parameter(torch.empty_like(parameters[0]))]
         parameters[0].grad = no_rows(parameters[0])
     zeros = Bucket(bucket.index, bucket.members, parameters, bucket.sparse, as_views=True)
-    if not bucket.adopts:
-        zeros.hold_in(bucket.buffer.dtype)
+    if not bucket.grads_are_views:
+        zeros.set_dtype(bucket.buffer.dtype)
     return zeros
 
 

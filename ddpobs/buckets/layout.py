@@ -47,10 +47,10 @@ class Layout:
         self.dtype: torch.dtype | None = None
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
-        self.place_of: list[int] = []
-        self.position_of: list[int] = []
+        self.index_in_bucket: list[int] = []
+        self.flat_index: list[int] = []
 
-    def lay(self, assignment: Sequence[Sequence[int]]) -> None:
+    def build(self, assignment: Sequence[Sequence[int]]) -> None:
         """Build the buckets of an assignment; gradients that are views of older ones move over.
 
         Args:
@@ -60,27 +60,27 @@ class Layout:
         flat = [(bucket, place, member) for bucket in laid for place, member in enumerate(bucket.members)]
         if self.dtype is not None:
             for bucket in laid:
-                bucket.hold_in(self.dtype)
+                bucket.set_dtype(self.dtype)
         if self.buckets:
             for bucket, place, member in flat:
                 self._move(member, bucket, place)
         self.buckets[:] = laid
         where = {member: (bucket, place, position) for position, (bucket, place, member) in enumerate(flat)}
         found = [where[member] for member in range(len(self._parameters))]
-        self.bucket_of[:], self.place_of[:], self.position_of[:] = map(list, zip(*found, strict=True))
+        self.bucket_of[:], self.index_in_bucket[:], self.flat_index[:] = map(list, zip(*found, strict=True))
 
     def _move(self, member: int, bucket: Bucket, place: int) -> None:
-        parameter, older, older_place = self._parameters[member], self.bucket_of[member], self.place_of[member]
+        parameter, older, older_place = self._parameters[member], self.bucket_of[member], self.index_in_bucket[member]
         if older.residual is not None:
-            bucket.owe(place, older, older_place)
+            bucket.carry_residual(place, older, older_place)
         gradient = parameter.grad
-        if gradient is None or bucket.sparse or not bucket.adopts:
+        if gradient is None or bucket.sparse or not bucket.grads_are_views:
             return
         # Under the flag torch makes a view of every gradient that is there, and divides views otherwise than others.
         if self._as_views or gradient is older.views[older_place]:
             bucket.take_over(place, gradient)
 
-    def lay_in_order(self, came: Sequence[int], limits_bytes: Sequence[int], group: dist.ProcessGroup) -> bool:
+    def rebuild_in_order(self, came: Sequence[int], limits_bytes: Sequence[int], group: dist.ProcessGroup) -> bool:
         """Build them anew in the order in which gradients came last on rank 0. Every rank calls it alike.
 
         Args:
@@ -99,7 +99,7 @@ class Layout:
         wait_for(all_reduce(group, [shared]))
         if shared.item():
             return False
-        self.lay(assignment.assign_in_order(self._parameters, agreed.tolist(), limits_bytes, self._expect_sparse))
+        self.build(assignment.assign_in_order(self._parameters, agreed.tolist(), limits_bytes, self._expect_sparse))
         return True
 
     def _shared(self) -> bool:
@@ -111,11 +111,11 @@ class Layout:
             time.sleep(_LATE_S / 100)
         return shared
 
-    def hold_in(self, dtype: torch.dtype) -> None:
+    def set_dtype(self, dtype: torch.dtype) -> None:
         """Reduce in `dtype` from now on, whatever the parameters' own is."""
         self.dtype = dtype
         for bucket in self.buckets:
-            bucket.hold_in(dtype)
+            bucket.set_dtype(dtype)
 
     def describe(self) -> list[wire.Bucket]:
         """The buckets as they travel."""

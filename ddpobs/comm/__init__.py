@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.base import BucketComm, Nothing, OnFuture, Pending, Way
+from ddpobs.comm.base import BucketComm, CommFactory, FuturePending, Pending, SkippedBucket
 from ddpobs.comm.cast import Bf16, Fp16
 from ddpobs.comm.int8 import Int8
 from ddpobs.comm.parameter_server import ParameterServer
@@ -17,18 +17,18 @@ __all__ = [
     "AllReduce",
     "Bf16",
     "BucketComm",
+    "CommFactory",
     "CommHook",
     "Fp16",
+    "FuturePending",
     "GradBucket",
     "Int8",
-    "Nothing",
-    "OnFuture",
     "ParameterServer",
     "Pending",
     "PowerSGD",
     "RoundRobin",
+    "SkippedBucket",
     "TopK",
-    "Way",
     "choose",
     "name_of",
 ]

@@ -42,13 +42,13 @@ class BucketComm(Protocol):
         ...
 
 
-Way = Callable[[dist.ProcessGroup], BucketComm]
+CommFactory = Callable[[dist.ProcessGroup], BucketComm]
 """Makes what handles the buckets of one process group: a class of this package, `functools.partial` of one, or a
 user's own. It is pickled with the module, and called on one rank alone where a module is copied there: what needs
 the other ranks waits for the first `launch`."""
 
 
-class OnFuture:
+class FuturePending:
     """Pending until a future of torch's is done.
 
     On CUDA `wait` has the current stream wait for what wrote the future's value, and for nothing else: that has to be
@@ -69,7 +69,7 @@ class OnFuture:
         self._future.add_done_callback(told)
 
 
-class Nothing:
+class SkippedBucket:
     """Stands where a bucket was left out."""
 
     def wait(self) -> None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.base import OnFuture, Pending
+from ddpobs.comm.base import FuturePending, Pending
 from ddpobs.torch_seam.collectives import all_reduce
 
 
@@ -31,7 +31,7 @@ class _Cast:
         if bucket.sparse or not buffer.is_floating_point() or buffer.element_size() <= self.dtype.itemsize:
             return self._plain.launch(bucket, last)
         narrow = buffer.to(self.dtype)
-        return OnFuture(all_reduce(self._group, [narrow]).get_future().then(_into(buffer, narrow)))
+        return FuturePending(all_reduce(self._group, [narrow]).get_future().then(_into(buffer, narrow)))
 
 
 def _into(buffer: torch.Tensor, narrow: torch.Tensor) -> Callable[[torch.futures.Future[object]], torch.Tensor]:

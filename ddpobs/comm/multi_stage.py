@@ -42,7 +42,7 @@ class Stages:
         self._over = group
         self._own: dict[torch.device, tuple[dist.ProcessGroup, _Jobs]] = {}
 
-    def run(self, stages: Callable[[dist.ProcessGroup], None], device: torch.device) -> Staged:
+    def run(self, stages: Callable[[dist.ProcessGroup], None], device: torch.device) -> StagedPending:
         """Have `stages` called with the group, without gradients; on CUDA on a stream that follows the current one."""
         if device not in self._own:
             made = group_beside(self._over, device, 0)
@@ -51,10 +51,10 @@ class Stages:
         begun = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         future: Future[Any] = Future()
         jobs.put((partial(stages, group), begun, future))
-        return Staged(stages, device, future)
+        return StagedPending(stages, device, future)
 
 
-class Staged:
+class StagedPending:
     """Pending until its last stage has run.
 
     It keeps the stages: what they hold was made on the stream of who waits, and is not to be used for anything else

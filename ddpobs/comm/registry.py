@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.base import Way
+from ddpobs.comm.base import CommFactory
 from ddpobs.comm.cast import Bf16, Fp16
 from ddpobs.comm.int8 import Int8
 from ddpobs.comm.parameter_server import ParameterServer
@@ -16,7 +16,7 @@ from ddpobs.comm.round_robin import RoundRobin
 from ddpobs.comm.topk import TopK
 from ddpobs.errors import ConfigError
 
-_PLAIN: dict[str, Way] = {
+_PLAIN: dict[str, CommFactory] = {
     "all_reduce": AllReduce,
     "fp16": Fp16,
     "bf16": Bf16,
@@ -25,7 +25,7 @@ _PLAIN: dict[str, Way] = {
     "powersgd": PowerSGD,
     "topk": TopK,
 }
-_WITH_NUMBER: dict[str, tuple[Way, str, Callable[[str], Any], Callable[[Any], bool]]] = {
+_WITH_NUMBER: dict[str, tuple[CommFactory, str, Callable[[str], Any], Callable[[Any], bool]]] = {
     "topk": (TopK, "density", float, lambda density: 0 < density <= 1),
     "powersgd": (PowerSGD, "rank", int, lambda rank: rank >= 1),
 }
@@ -35,7 +35,7 @@ _EXPECTED = (
 )
 
 
-def choose(comm: str | Way | None, round_robin_groups: int) -> Way:
+def choose(comm: str | CommFactory | None, round_robin_groups: int) -> CommFactory:
     """The way that the arguments of `DistributedDataParallel` name.
 
     Raises:
@@ -58,7 +58,7 @@ def name_of(way: object) -> str:
     return way if isinstance(way, str) else str(getattr(way, "__qualname__", type(way).__qualname__))
 
 
-def _named(text: str) -> Way:
+def _named(text: str) -> CommFactory:
     name, colon, number = text.partition(":")
     if not colon and name in _PLAIN:
         return _PLAIN[name]

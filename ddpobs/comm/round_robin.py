@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.base import Pending, Way
+from ddpobs.comm.base import CommFactory, Pending
 from ddpobs.comm.side_groups import group_beside
 
 
@@ -22,7 +22,7 @@ class RoundRobin:
         groups: How many there are, this one included.
     """
 
-    def __init__(self, group: dist.ProcessGroup, way: Way = AllReduce, groups: int = 2) -> None:
+    def __init__(self, group: dist.ProcessGroup, way: CommFactory = AllReduce, groups: int = 2) -> None:
         self._group, self._way, self._groups = group, way, groups
         first = way(group)
         self._comms = [first]

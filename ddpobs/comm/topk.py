@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.base import OnFuture, Pending
+from ddpobs.comm.base import FuturePending, Pending
 from ddpobs.torch_seam.collectives import all_gather
 
 
@@ -54,4 +54,4 @@ class TopK:
                 buffer.index_add_(0, chosen[0], chosen[1].view(torch.float32).to(buffer.dtype))
             return buffer
 
-        return OnFuture(work.get_future().then(add_up))
+        return FuturePending(work.get_future().then(add_up))

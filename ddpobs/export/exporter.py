@@ -84,7 +84,7 @@ class Exporter:
         self._periodic: list[_Periodic] = []
         self._seq = 0
         self._warn = Once()
-        self._delivery = Delivery(config, self.lost, self._warn)
+        self._delivery = Delivery(config, self.count_lost, self._warn)
         self._working = threading.RLock()
         """Held by the thread while it works: whoever else holds it finds the thread outside of any library."""
         self._rounds, self._unrested = 0, -1
@@ -103,7 +103,7 @@ class Exporter:
         _exporters.add(self)
 
     @property
-    def held(self) -> list[int]:
+    def queued_sizes(self) -> list[int]:
         """Sizes in bytes of the batches in memory that wait to be sent."""
         return self._delivery.held
 
@@ -139,14 +139,14 @@ class Exporter:
         """Have a record travel with the next batch, in place of the one given here before; it is not counted."""
         self._latest = record
 
-    def every(self, seconds: float, call: Callable[[], object]) -> None:
+    def call_every(self, seconds: float, call: Callable[[], object]) -> None:
         """Have the telemetry thread call this every so many seconds, when other ranks do, until it returns `DONE`.
 
         The first time is at once. Its errors are told once, and no more.
         """
         self._periodic.append(_Periodic(seconds, call, time.monotonic()))
 
-    def lost(self, records: int) -> None:
+    def count_lost(self, records: int) -> None:
         """Count records that were offered and will not arrive."""
         with self._counting:
             self.dropped += records
@@ -261,7 +261,7 @@ class Exporter:
         try:
             body = zstandard.compress(wire.encode(self._encoder(taken, envelope)), 1)
         except Exception:
-            self.lost(weight)
+            self.count_lost(weight)
             self._warn("batch", "telemetry failed (batch); training goes on", trace=True)
             return
         self._delivery.put(Encoded(identity.run, identity.source, envelope.seq, weight, body))
@@ -275,12 +275,12 @@ class Exporter:
         for periodic in self._periodic:
             self._guard(f"periodic {periodic.call}", periodic.call)
         self._guard("batch", self._cut_everything)
-        self.lost(self._weight)
+        self.count_lost(self._weight)
 
     def _held_up(self) -> bool:
         return self._identity is None or not all(self._ready(waiting.record) for waiting in list(self._queue))
 
-    def _rest(self) -> None:
+    def _pause_for_fork(self) -> None:
         """Before a fork: have the thread rest until after it, so that the child inherits no lock that it held.
 
         A thread that hangs is waited for once only.
@@ -288,12 +288,12 @@ class Exporter:
         if not self._working.acquire(timeout=0 if self._unrested == self._rounds else _REST_S):
             self._unrested = self._rounds
 
-    def _go_on(self) -> None:
+    def _resume_after_fork(self) -> None:
         """After a fork, in the parent."""
         with suppress(RuntimeError):  # It did not come to rest.
             self._working.release()
 
-    def _forget(self) -> None:
+    def _reset_in_child(self) -> None:
         """In a forked child (a loader worker): no thread came along, and nothing may be sent under the parent's key.
 
         What waits is kept: what it holds of a CUDA device ends a process that drops it and did not make it.
@@ -321,7 +321,7 @@ def _everyone(does: Callable[[Exporter], None]) -> Callable[[], None]:
 
 
 os.register_at_fork(
-    before=_everyone(Exporter._rest),
-    after_in_parent=_everyone(Exporter._go_on),
-    after_in_child=_everyone(Exporter._forget),
+    before=_everyone(Exporter._pause_for_fork),
+    after_in_parent=_everyone(Exporter._resume_after_fork),
+    after_in_child=_everyone(Exporter._reset_in_child),
 )

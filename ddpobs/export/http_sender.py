@@ -51,7 +51,7 @@ class Answer:
     retry_after_s: float = 0.0
 
 
-class _Hurried(httpcore.NetworkStream):
+class _DeadlineStream(httpcore.NetworkStream):
     """A connection on which everything together ends at a deadline, however slowly bytes come and go.
 
     A time-out of a socket runs anew with each byte.
@@ -73,13 +73,13 @@ class _Hurried(httpcore.NetworkStream):
     def start_tls(
         self, ssl_context: ssl.SSLContext, server_hostname: str | None = None, timeout: float | None = None
     ) -> httpcore.NetworkStream:
-        return _Hurried(self._stream.start_tls(ssl_context, server_hostname, self._left_s()), self._left_s)
+        return _DeadlineStream(self._stream.start_tls(ssl_context, server_hostname, self._left_s()), self._left_s)
 
     def get_extra_info(self, info: str) -> Any:
         return self._stream.get_extra_info(info)
 
 
-class _Network(httpcore.SyncBackend):
+class _DeadlineBackend(httpcore.SyncBackend):
     """Connections whose reads and writes end at `deadline`, on `time.monotonic`'s clock."""
 
     deadline = 0.0
@@ -91,7 +91,9 @@ class _Network(httpcore.SyncBackend):
         return left_s
 
     def connect_tcp(self, host: str, port: int, *args: Any, **kwargs: Any) -> httpcore.NetworkStream:
-        return _Hurried(super().connect_tcp(host, port, *args, **{**kwargs, "timeout": self.left_s()}), self.left_s)
+        return _DeadlineStream(
+            super().connect_tcp(host, port, *args, **{**kwargs, "timeout": self.left_s()}), self.left_s
+        )
 
 
 class Sender:
@@ -105,7 +107,7 @@ class Sender:
         self._headers = [("Host", host), ("Content-Type", wire.MSGPACK), ("Content-Encoding", "zstd")]
         if config.token:
             self._headers.append(("Authorization", f"Bearer {config.token}"))
-        self._network = _Network()
+        self._network = _DeadlineBackend()
         # Certificates take time to read, and are for https alone.
         trusted = httpcore.default_ssl_context() if self._url.startswith("https:") else None
         self._pool = httpcore.ConnectionPool(trusted, max_connections=1, network_backend=self._network)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm import AllReduce, Fp16, OnFuture, Pending, Way
+from ddpobs.comm import AllReduce, Fp16, FuturePending, Pending
+from ddpobs.comm.base import CommFactory
 from ddpobs.torch_seam.collectives import all_reduce
 
 
@@ -63,7 +64,7 @@ class Compression:
     fp16 = FP16Compressor
 
 
-def way_of(compressor: type[Compressor] | Compressor) -> Way:
+def way_of(compressor: type[Compressor] | Compressor) -> CommFactory:
     """What is done with a full bucket under that compressor."""
     if compressor is NoneCompressor:
         return AllReduce
@@ -86,7 +87,7 @@ class _Compressed:
     def launch(self, bucket: Bucket, last: bool) -> Pending:
         """Compress and start."""
         small, context = self._compressor.compress(bucket.buffer)
-        return OnFuture(all_reduce(self._group, [small]).get_future().then(self._back(bucket, small, context)))
+        return FuturePending(all_reduce(self._group, [small]).get_future().then(self._back(bucket, small, context)))
 
     def _back(
         self, bucket: Bucket, small: torch.Tensor, context: Any

@@ -14,7 +14,7 @@ from weakref import finalize, ref
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ddpobs.recording.journal import harmless
+from ddpobs.recording.journal import never_raises
 from ddpobs.torch_seam.patching import Patches
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def watch(model: Model, recorder: ModuleRecorder) -> None:
     """
     ours, standing_for = set(map(id, model.trained)), ref(model)
 
-    @harmless
+    @never_raises
     def look(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         model = standing_for()
         if model is None or not any(id(parameter) in ours for parameter in module.parameters()):

@@ -244,7 +244,7 @@ def join(device: int = -1) -> int:
     store.set(str(rank()), str(reducer.synchronised))
     everyone = [str(other) for other in range(size())]
     while True:
-        reducer.shadow()
+        reducer.participate_with_zeros()
         # Whoever joined before this synchronisation has said so before it began, so that all ranks find the same.
         if not store.check(everyone):
             continue

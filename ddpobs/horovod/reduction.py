@@ -11,7 +11,7 @@ import torch
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.errors import StepOrderError
 from ddpobs.horovod import timeline
-from ddpobs.reducer.participation import Participation, Zeros
+from ddpobs.reducer.participation import MissingAsZero, Participation
 from ddpobs.reducer.reducer import Reducer
 from ddpobs.torch_seam import autograd
 
@@ -45,7 +45,7 @@ class OptimizerReducer(Reducer):
         self.synchronised = 0
         super().__init__(*args, **kwargs)
 
-    keeps_last = False  # Between a backward and `synchronize` a script may do much, and nothing can be wrong.
+    defers_last_bucket = False  # Between a backward and `synchronize` a script may do much, and nothing can be wrong.
 
     @property
     def under_way(self) -> bool:
@@ -59,7 +59,7 @@ class OptimizerReducer(Reducer):
 
     def synchronize(self) -> None:
         """Start what is not under way yet, zeros where no gradient came, and wait for all of it."""
-        self._alarm.look_again()
+        self._faults.poll_flags()
         noted = self._recorder is not None and self._recorder.waiting_began()
         try:
             if not self._active:
@@ -73,9 +73,9 @@ class OptimizerReducer(Reducer):
             if noted:
                 self._recorder.waiting_ended()  # type: ignore[union-attr]
 
-    def shadow(self) -> None:
+    def participate_with_zeros(self) -> None:
         """As the reducer's."""
-        super().shadow()
+        super().participate_with_zeros()
         if (shown := timeline.current()) is not None:
             shown.add(self._to_be_timed())  # Which stays empty: the ranks count alike.
         if (device := self._parameters[0].device).type == "cuda":
@@ -102,7 +102,7 @@ class OptimizerReducer(Reducer):
         return self._groups is None
 
     def _participating(self, static: bool) -> Participation:
-        return Zeros()
+        return MissingAsZero()
 
     def _first_assignment(self) -> list[list[int]]:
         if self._groups is None:
@@ -149,7 +149,7 @@ class OptimizerReducer(Reducer):
     def _divides_by(self) -> float | None:
         return self._before
 
-    def _put_aside(self, unreached: Sequence[int]) -> None:
+    def _stash_old_gradients(self, unreached: Sequence[int]) -> None:
         """Older gradients count, as whatever else is in `.grad`; `sparse_again` may have left them sparse."""
         for index in unreached:
             gradient = self._parameters[index].grad
@@ -173,13 +173,13 @@ class OptimizerReducer(Reducer):
 
         self._pending[-1].on_done(done)
 
-    def _settle(self) -> None:
+    def _resolve_unused(self) -> None:
         """Every parameter has a gradient then, the same on all ranks."""
         self.synchronised += 1
         for bucket in self._buckets:
             if self._after is not None:
                 bucket.buffer.mul_(self._after)
-            bucket.reclaim()  # What a script put in a gradient's place since backward is reduced nowhere.
+            bucket.restore_views()  # What a script put in a gradient's place since backward is reduced nowhere.
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is not view:
                     parameter.grad = view

@@ -17,14 +17,14 @@ PATIENCE_S = 5.0
 the store, as rank 0 may be waiting, too."""
 
 
-class Drawn(TypedDict):
+class RunIdentity(TypedDict):
     """What the ranks share."""
 
     run: str
     attempt: str
 
 
-class Meeting:
+class IdentityExchange:
     """This rank's end of it. No call waits for another rank.
 
     Attributes:
@@ -36,9 +36,9 @@ class Meeting:
         draw: Makes a run and an attempt up.
     """
 
-    def __init__(self, store: Any, rank: int, draw: Callable[[], Drawn]) -> None:
+    def __init__(self, store: Any, rank: int, draw: Callable[[], RunIdentity]) -> None:
         self._store, self._rank, self._draw = store, rank, draw
-        self.draws, self._drawn = False, ""
+        self.is_leader, self._drawn = False, ""
         self._unanswered: set[int] = set()
         self._counted = 0
         self._nonce = secrets.token_hex(8)
@@ -46,10 +46,10 @@ class Meeting:
         store.set(f"asks/{store.add('asks', 1)}", self._nonce)
         self._asked_at = time.monotonic()
 
-    def look(self) -> Drawn | None:
+    def poll(self) -> RunIdentity | None:
         """What was drawn, once this rank knows it."""
         if self._store.check([f"answers/{self._nonce}"]):
-            answer: Drawn = json.loads(self._store.get(f"answers/{self._nonce}"))
+            answer: RunIdentity = json.loads(self._store.get(f"answers/{self._nonce}"))
             return answer
         if time.monotonic() - self._asked_at < self._patience_s:
             return None
@@ -57,12 +57,12 @@ class Meeting:
         told = json.dumps(mine)
         if self._store.compare_set("drawn", self._found, told).decode() != told:
             return None  # Another rank was faster, and will answer.
-        self.draws, self._drawn = True, told
+        self.is_leader, self._drawn = True, told
         return mine
 
-    def answer(self) -> None:
+    def reply_to_others(self) -> None:
         """Tell whoever has asked, on the rank that has drawn."""
-        if not self.draws:
+        if not self.is_leader:
             return
         asks = self._store.add("asks", 0)
         self._unanswered.update(range(self._counted + 1, asks + 1))

@@ -54,13 +54,13 @@ class CollectiveHooks:
         journal = self._journal
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = journal.blocking_began(torch._C._current_graph_task_id() >= 0)
+            began = journal.collective_wait_began(torch._C._current_graph_task_id() >= 0)
             if began is None:
                 return original(*args, **kwargs)
             try:
                 return original(*args, **kwargs)
             finally:
-                journal.blocking_ended(began)
+                journal.collective_wait_ended(began)
 
         return timed
 
@@ -78,14 +78,14 @@ class CollectiveHooks:
         journal = self._journal
 
         def timed(group: Any, *args: Any, **kwargs: Any) -> Any:
-            began = journal.blocking_began(torch._C._current_graph_task_id() >= 0)
+            began = journal.collective_wait_began(torch._C._current_graph_task_id() >= 0)
             if began is None:
                 return original(group, *args, **kwargs)
             work: Any = original
             try:
                 work = original(group, *args, **kwargs)
             finally:
-                journal.blocking_ended(began if work is None else None)
+                journal.collective_wait_ended(began if work is None else None)
             return work
 
         # Of a group that is written in Python pybind11 takes only a caller of that name for the method itself.

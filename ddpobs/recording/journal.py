@@ -42,7 +42,7 @@ _WAIT_S = 0.1
 _USER = COMM_KINDS.index("user")
 
 
-def harmless(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
+def never_raises(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
     """The call, with an error in it logged once instead of raised: telemetry never stops a training."""
     told = False
 
@@ -95,7 +95,7 @@ class Journal:
         self._replaying = Lock()
         self._await_entries()
         self._thread = 0
-        self._beside: tuple[int, bool, Stamp, int, int] | None = None
+        self._other_thread_forward: tuple[int, bool, Stamp, int, int] | None = None
         """Another thread's latest forward with gradients: which thread, whether to train, when, module, samples."""
         self._begun = False
         self._in_backward = self._waiting = False
@@ -122,7 +122,7 @@ class Journal:
             if not torch.is_grad_enabled():
                 return  # Somebody asks a model beside training.
             if self.trained:
-                self._beside = get_ident(), training, self._now(), module, samples
+                self._other_thread_forward = get_ident(), training, self._now(), module, samples
                 return  # Training moved there if a backward follows.
         if not training:
             self._trained, evaluates = False, self._evaluates()
@@ -139,7 +139,7 @@ class Journal:
 
     def fetch_began(self, loader: int = 0) -> bool:
         """A loader, by any number of its own, was asked for a batch; whether it is the training thread that asked."""
-        if self.paused or (get_ident() != self._thread and not self._mine()):
+        if self.paused or (get_ident() != self._thread and not self._is_training_thread()):
             return False
         self._begun = True
         if self._optimizers:
@@ -154,13 +154,13 @@ class Journal:
 
     def optimizer_began(self, *_: object) -> None:
         """An optimizer's step was called."""
-        if get_ident() == self._thread or self._mine():
+        if get_ident() == self._thread or self._is_training_thread():
             self._optimizers += 1
             self._note(StepTracker.optimizer_began, self._now())
 
     def optimizer_ended(self, *_: object) -> None:
         """It returned."""
-        if get_ident() == self._thread or self._mine():
+        if get_ident() == self._thread or self._is_training_thread():
             if self._optimizers:
                 self._optimizers -= 1
             self._append((StepTracker.optimizer_ended, self._now(), ()))
@@ -169,7 +169,7 @@ class Journal:
         """`torch.autograd.backward` was called; False for a nested call (reentrant checkpointing) or a foreign one."""
         if self.paused or (self._in_backward and self._backward_goes_on()):
             return False
-        if get_ident() != self._thread and not (self._mine() or self._moved()):
+        if get_ident() != self._thread and not (self._is_training_thread() or self._training_thread_moved()):
             return False
         if not self._begun and not self._evaluates():  # The first one that is trained in evaluation mode begins a step.
             return False
@@ -186,7 +186,7 @@ class Journal:
 
     def waiting_began(self) -> bool:
         """Training waits for gradients in a call of its own, as before an optimizer's step; False if not noted."""
-        if self.paused or self._in_backward or not self._mine():
+        if self.paused or self._in_backward or not self._is_training_thread():
             return False
         self._begun = self._waiting = True
         self._note(StepTracker.waiting_began, self._now())
@@ -213,20 +213,20 @@ class Journal:
         """Other communication took place in the open step."""
         self._note(StepTracker.communicated, 0, module, kind, launched, done)
 
-    @harmless
-    def blocking_began(self, in_graph: bool = False) -> Stamp | None:
+    @never_raises
+    def collective_wait_began(self, in_graph: bool = False) -> Stamp | None:
         """Somebody is about to wait for a collective; None where it is not the training thread's business.
 
         Args:
             in_graph: It is a node of a backward that waits: autograd has threads of its own.
         """
-        if not self._begun or self._blocked or not (self._mine() or (self._in_backward and in_graph)):
+        if not self._begun or self._blocked or not (self._is_training_thread() or (self._in_backward and in_graph)):
             return None
         self._blocked = True
         return self._now()
 
-    @harmless
-    def blocking_ended(self, began: Stamp | None) -> None:
+    @never_raises
+    def collective_wait_ended(self, began: Stamp | None) -> None:
         """The wait is over; None where there was none to be noted after all."""
         self._blocked = False
         if began is not None:
@@ -240,13 +240,13 @@ class Journal:
         """Something that is no part of training took time (a checkpoint)."""
         self._note(StepTracker.disturbed, 0)
 
-    @harmless
+    @never_raises
     def pause(self, begins: bool) -> None:
         """The capture of a CUDA graph begins or has ended."""
         self.paused, self._begun = begins, False
         self._append((StepTracker.abandoned, 0, ()))
         self.catch_up()  # What the step held of the device goes now, and not in mid-capture.
-        self._clock.capturing(begins)
+        self._clock.set_capturing(begins)
 
     # ------------------------------------------------------------------ on any thread
 
@@ -288,7 +288,7 @@ class Journal:
         finally:
             self._replaying.release()
 
-    @harmless
+    @never_raises
     def finish(self) -> None:
         """Close the open step if it synchronised anything, at the end of training."""
         if self._begun:
@@ -320,7 +320,7 @@ class Journal:
             self._told = True
             _log.exception("ddpobs: telemetry failed in %s; training goes on", what.__qualname__)
 
-    @harmless
+    @never_raises
     def _tell_backward_ended(self) -> None:
         for told in tuple(self.on_backward_end):  # One may be collected meanwhile, and go.
             told()
@@ -333,25 +333,25 @@ class Journal:
 
     def _backward_goes_on(self) -> bool:
         """Whether this is inside of a backward; an interrupt may have come before the end of one could be told."""
-        if self._in_backward and self._mine() and torch._C._current_graph_task_id() < 0:
+        if self._in_backward and self._is_training_thread() and torch._C._current_graph_task_id() < 0:
             self._in_backward = False
         return self._in_backward
 
     def _evaluates(self) -> bool:
         return not self.trains_in_eval and bool(self.evaluating())
 
-    def _mine(self) -> bool:
+    def _is_training_thread(self) -> bool:
         """Whether this is the training thread; what comes every step looks for itself first, and calls nothing."""
         thread = get_ident()
         if not self._thread and thread == main_thread().ident:
             self._thread = thread
         return thread == self._thread
 
-    def _moved(self) -> bool:
+    def _training_thread_moved(self) -> bool:
         """Whether this thread, which called a forward, does the training from now on."""
-        if self._beside is None or self._beside[0] != get_ident():
+        if self._other_thread_forward is None or self._other_thread_forward[0] != get_ident():
             return False
-        (self._thread, training, began, module, samples), self._beside = self._beside, None
+        (self._thread, training, began, module, samples), self._other_thread_forward = self._other_thread_forward, None
         self.disturbed()
         if training:
             self._trained = not self.trains_in_eval

@@ -13,7 +13,7 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpobs import wire
-from ddpobs.recording.journal import Journal, harmless
+from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.torch_seam.patching import Patches
 
 _FRAMEWORKS = {"accelerate.data_loader": ("DataLoaderShard", "DataLoaderDispatcher")}
@@ -80,7 +80,7 @@ class LoaderHooks:
         """Take all of them out again."""
         self._patches.undo()
 
-    @harmless
+    @never_raises
     def look(self) -> None:
         """Tell once of a sampler that repeats an order on which training went on; on any thread, now and then.
 
@@ -107,7 +107,7 @@ class LoaderHooks:
 
         return draw
 
-    @harmless
+    @never_raises
     def _note(self, sampler: Any) -> None:
         self.look()
         if self._said or not sampler.shuffle or self._journal.evaluating() or not torch.is_grad_enabled():

@@ -11,12 +11,12 @@ import torch
 
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
-from ddpobs.recording.journal import Journal, harmless
+from ddpobs.recording.journal import Journal, never_raises
 
 _NAMES_A_BATCH = 2_000
 
 
-class Backward:
+class BackwardRecord:
     """Stamps of one synchronised backward of one module; a list per event, one place per bucket.
 
     `works` are collectives that know how long they were moving; empty where the backend does not tell. `last_ready` is
@@ -66,7 +66,7 @@ class ModuleRecorder:
     ) -> None:
         self.index = index
         self.now = clock.now
-        self.current: Backward | None = None
+        self.current: BackwardRecord | None = None
         self._module = weakref.ref(module)
         self._name = name or _module_name(module)
         self._journal = journal
@@ -82,7 +82,7 @@ class ModuleRecorder:
         self._telling = threading.Lock()
         journal.modules += 1
 
-    @harmless
+    @never_raises
     def layout(self, buckets: list[wire.Bucket], comm: str) -> None:
         """The module has new buckets, in launch order; `comm` names what is done with a full one."""
         self._revision += 1
@@ -92,7 +92,7 @@ class ModuleRecorder:
             wire.Layout(module=self.index, name=self._name, revision=self._revision, comm=comm, buckets=buckets)
         )
 
-    def backward(self) -> Backward | None:
+    def backward(self) -> BackwardRecord | None:
         """A fresh record for the synchronised backward that begins; each parameter's readiness is sampled.
 
         None where nothing may be recorded, in the capture of a CUDA graph.
@@ -101,10 +101,10 @@ class ModuleRecorder:
             return None
         sampled = self._backwards % self._readiness_every == 0
         self._backwards += 1
-        self.current = Backward(self.index, self._revision, self._buckets, self._parameters if sampled else None)
+        self.current = BackwardRecord(self.index, self._revision, self._buckets, self._parameters if sampled else None)
         return self.current
 
-    def finished(self, record: Backward) -> None:
+    def finished(self, record: BackwardRecord) -> None:
         """Every bucket of that backward was waited for."""
         self._journal.synchronised(self.index, record)
 
@@ -135,7 +135,7 @@ class ModuleRecorder:
         """Communication other than gradient buckets; `kind` is one of `wire.COMM_KINDS`."""
         self._journal.communicated(self.index, wire.COMM_KINDS.index(kind), launched_ns, done_ns)
 
-    @harmless
+    @never_raises
     def unused(self, locally: Iterable[str], globally: Iterable[str]) -> None:
         """Names of the parameters that the backward left out; travels when the set changes.
 
@@ -192,7 +192,7 @@ class ModuleRecorder:
         module = self._module()
         return None if module is None else bool(module._modules.get("module", module).training)  # type: ignore[union-attr]
 
-    @harmless
+    @never_raises
     def event(self, kind: str, **detail: wire.Scalar) -> None:
         """Something that happened once."""
         self._offer(

@@ -12,7 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils.data import dataloader
 
 from ddpobs import wire
-from ddpobs.recording.journal import Journal, harmless
+from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.torch_seam.patching import Patches
 
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
@@ -117,7 +117,7 @@ class ProcessHooks:
         return save
 
 
-@harmless
+@never_raises
 def _stepping() -> bool:
     frame = sys._getframe()
     while frame.f_back is not None:

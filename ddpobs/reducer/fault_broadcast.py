@@ -35,7 +35,7 @@ class Fault:
     interrupted: bool = False
 
 
-class Alarm:
+class FaultBroadcast:
     """One reducer's alarm. Every rank numbers its synchronised backward passes alike.
 
     Args:
@@ -50,46 +50,46 @@ class Alarm:
         self._store: Any = None
         self._number = 0
         self.fault: Fault | None = None
-        self._told = False
-        self._looks: list[_Look] = []
+        self._published = False
+        self._pending_checks: list[_PendingCheck] = []
 
-    def began(self) -> None:
+    def start_backward(self) -> None:
         """One more synchronised backward, on every rank."""
         if self._store is None:
             name = f"ddpobs/alarm/{name_of(self._group)}/{next(_numbers.setdefault(self._group, count()))}"
             self._store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         self._number += 1
 
-    def note(self, fault: Fault | None) -> None:
+    def record(self, fault: Fault | None) -> None:
         """Keep what is wrong, if anything is, until it is told."""
         self.fault = self.fault or fault
 
     def forget(self) -> None:
         """That backward is over."""
-        self.fault, self._told = None, False
+        self.fault, self._published = None, False
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Write down what is wrong here, once, and before any rank can see the last bucket's result."""
-        if self.fault is None or self._told:
+        if self.fault is None or self._published:
             return
-        self._told = True
+        self._published = True
         key = str(self._number)
         place = self._store.add(key, 1)
         said = {"rank": self._group.rank(), **asdict(self.fault)}
         self._store.set(f"{key}/{place}", json.dumps(said))
 
-    def mark(self, buffer: torch.Tensor) -> None:
+    def poison(self, buffer: torch.Tensor) -> None:
         """Tell it, and have the bucket that is launched next carry it to every rank."""
-        self.tell()
+        self.publish()
         buffer[0] = float("nan")
 
-    def share(self, device: torch.device) -> torch.Tensor:
+    def all_reduce_flag(self, device: torch.device) -> torch.Tensor:
         """An element that is NaN where any rank has something to tell, for buckets that cannot carry it."""
         flag = torch.full((1,), float("nan") if self.fault else 0.0, dtype=torch.float32, device=device)
         wait_for(all_reduce(self._group, [flag]))
         return flag
 
-    def listen(self, element: torch.Tensor, at_once: bool) -> None:
+    def raise_if_any_failed(self, element: torch.Tensor, at_once: bool) -> None:
         """Raise the same error on every rank where some rank told of a fault.
 
         Args:
@@ -98,28 +98,28 @@ class Alarm:
         """
         if self.fault is not None:
             element.item()  # A device, too, has then heard every rank.
-            self.read()
-        self.look(element, at_once)
+            self.raise_published()
+        self.check_flag(element, at_once)
 
-    def look(self, element: torch.Tensor, at_once: bool = False) -> None:
+    def check_flag(self, element: torch.Tensor, at_once: bool = False) -> None:
         """Look at the element that would be NaN; on a device it is only looked at once it is there."""
         if element.device.type == "cpu" or (at_once and not torch.cuda.is_current_stream_capturing()):
             value = element.item()
             if value != value:  # noqa: PLR0124 - NaN, also a complex one
-                self.read()
+                self.raise_published()
         elif not torch.cuda.is_current_stream_capturing():  # A graph's replays run no Python that could look.
-            self._looks.append(_Look(element, self._number))
+            self._pending_checks.append(_PendingCheck(element, self._number))
 
-    def look_again(self) -> None:
+    def poll_flags(self) -> None:
         """Look at what a device has brought meanwhile, without waiting for it."""
-        if self._looks and torch.cuda.is_current_stream_capturing():
+        if self._pending_checks and torch.cuda.is_current_stream_capturing():
             return
-        while self._looks and self._looks[0].there():
-            look = self._looks.pop(0)
-            if look.alarming():
-                self.read(look.number)
+        while self._pending_checks and self._pending_checks[0].is_ready():
+            look = self._pending_checks.pop(0)
+            if look.is_nan():
+                self.raise_published(look.number)
 
-    def read(self, number: int | None = None) -> None:
+    def raise_published(self, number: int | None = None) -> None:
         """Raise what any rank has told of that backward; a NaN of the model's own has nothing written down.
 
         Raises:
@@ -150,7 +150,7 @@ class Alarm:
             raise error
 
 
-class _Look:
+class _PendingCheck:
     """An element on its way from a device."""
 
     def __init__(self, element: torch.Tensor, number: int) -> None:
@@ -161,8 +161,8 @@ class _Look:
         # The copy is on the stream of the element's device, which need not be the current one.
         self._copied.record(torch.cuda.current_stream(element.device))
 
-    def there(self) -> bool:
+    def is_ready(self) -> bool:
         return bool(self._copied.query())
 
-    def alarming(self) -> bool:
+    def is_nan(self) -> bool:
         return bool(torch.isnan(self._host))

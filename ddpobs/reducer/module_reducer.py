@@ -15,7 +15,7 @@ from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import AllReduce, CommHook, GradBucket
 from ddpobs.errors import ReducerError
 from ddpobs.reducer.ddp_timings import Timings
-from ddpobs.reducer.fault_broadcast import Alarm, Fault
+from ddpobs.reducer.fault_broadcast import Fault, FaultBroadcast
 from ddpobs.reducer.reducer import Reducer
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.collectives import all_reduce, wait_for
@@ -90,16 +90,18 @@ class ModuleReducer(Reducer):
             for shared in self._index_of.keys() & other._index_of.keys():
                 index = self._index_of[shared]
                 if not other._lend(other._index_of[shared]):
-                    self._alarm.note(Fault(message=_SHARED.format(self._names[index])))
-                self._bucket_of[index].lend()
+                    self._faults.record(Fault(message=_SHARED.format(self._names[index])))
+                self._bucket_of[index].share_with_module()
 
     def _lend(self, index: int) -> bool:
         """Leave a parameter's gradient to another module too; False where it is too late."""
         bucket = self._bucket_of[index]
         launched = bucket.index < len(self._pending)
         if not launched:
-            bucket.lend()
-        return not bucket.sparse and not (self._used[index] and (launched or bucket.placed[self._place_of[index]]))
+            bucket.share_with_module()
+        return not bucket.sparse and not (
+            self._used[index] and (launched or bucket.copied[self._index_in_bucket[index]])
+        )
 
     def _notes(self) -> list[Callable[[int], None]]:
         return super()._notes() + ([self.timings.ready] if self.timings.sampling else [])
@@ -119,7 +121,7 @@ class ModuleReducer(Reducer):
         if interrupted and all(reducer._thread != get_ident() for reducer in interrupted):
             return  # Nor is one that goes on in the thread that trains, beside others that ask a model.
         self._begun.clear()
-        endings = [reducer.abandon() for reducer in interrupted]
+        endings = [reducer.abort_backward() for reducer in interrupted]
         for _ in range(2):
             for ending in endings:
                 next(ending, None)
@@ -160,21 +162,21 @@ class ModuleReducer(Reducer):
             self.timings.mark("comm_began")
         super()._launch(bucket)
 
-    def _settle(self) -> None:
-        lent = [bucket for bucket in self._buckets if bucket.lent]
+    def _resolve_unused(self) -> None:
+        lent = [bucket for bucket in self._buckets if bucket.shared_with_module]
         if lent:
             for other in filter(None, (itself() for itself in self._begun)):
                 other._take_in()
         for bucket in lent:
-            bucket.give_back(bucket.buffer, self._aside)
-        super()._settle()
+            bucket.write_back(bucket.buffer, self._stashed)
+        super()._resolve_unused()
 
     def _take_in(self) -> None:
         """Another module is about to write its result where gradients are that this one has yet to reduce."""
         for bucket in self._buckets[len(self._pending) :]:
-            if bucket.lent:
+            if bucket.shared_with_module:
                 bucket.fill(self._used)
-                bucket.placed[:] = b"\1" * len(bucket.placed)
+                bucket.copied[:] = b"\1" * len(bucket.copied)
 
     def _finish(self) -> None:
         self.timings.mark("backward_ended")
@@ -197,7 +199,7 @@ class ModuleReducer(Reducer):
 
         Pipeline stages, Accelerate's `trigger_sync_in_backward` and Lightning's manual optimisation call it themselves.
         """
-        self.arm()
+        self.expect_backward()
         if outputs and not self._watches:
             self.watch(outputs)
 
@@ -249,7 +251,7 @@ class ModuleReducer(Reducer):
 
     def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
         """The buckets in launch order, with zeros in them and without the parameters' gradients."""
-        shadows = self._shadows()
+        shadows = self._zero_buckets()
         return [GradBucket(bucket, bucket is shadows[-1]) for bucket in shadows]
 
     def _get_local_used_map(self) -> torch.Tensor:
@@ -264,7 +266,7 @@ class ModuleReducer(Reducer):
         """Under mixed precision torch's module tells of each gradient; our own hooks know already."""
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
-        self._layout.hold_in(dtype)
+        self._layout.set_dtype(dtype)
 
     def _set_sparse_metadata(self, _global_unique_ids: Mapping[str, torch.Tensor]) -> None:
         """Only ever saves traffic: a sparse all-reduce has the same sum."""
@@ -278,7 +280,7 @@ class ModuleReducer(Reducer):
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 "constructed."
             )
-        self.be_static()
+        self.switch_to_static_graph()
 
     def _ddp_graph_static(self) -> bool:
         return self.graph_static
@@ -305,9 +307,9 @@ class ModuleReducer(Reducer):
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         self._reduce_over(group)
-        self._alarm = Alarm(group)
+        self._faults = FaultBroadcast(group)
         if not isinstance(self._comm, CommHook):
-            self.set_comm(self._way(group))
+            self.set_comm(self._comm_factory(group))
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
         self.timings.every = rate

@@ -1,8 +1,8 @@
-"""Which parameters take part in a backward: known beforehand, found out, or agreed on over the ranks.
+"""Participation policies: which parameters take part in a backward.
 
-One policy a reducer, by what the user said: `Required` (nothing), `Dynamic` (find_unused_parameters), `Static`
-(static_graph) or `Zeros` (Horovod's optimizer). The reducer asks it at the begin and at the end of each synchronised
-backward.
+Each reducer has one policy, chosen by the user's settings: `AllRequired` (the default), `FindUnused`
+(find_unused_parameters), `StaticGraph` (static_graph) or `MissingAsZero` (Horovod's optimizer). The reducer calls it at
+the start and at the end of each synchronised backward.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Participation(Protocol):
     """What the reducer asks."""
 
     @property
-    def holds(self) -> bool:
+    def defers_launch(self) -> bool:
         """Nothing may be launched before the end of the backward that is under way."""
         ...
 
     @property
-    def learns(self) -> bool:
+    def is_first_backward(self) -> bool:
         """How the next backward goes is found out in this one: all ranks have to know whether it came to a result."""
         ...
 
@@ -37,7 +37,7 @@ class Participation(Protocol):
         """Indices of the parameters that will not come; `used` says which came in passes under `no_sync`."""
         ...
 
-    def abstain(self) -> None:
+    def take_part_without_data(self) -> None:
         """This rank has no data left and only takes part in the others' backward: nothing will come."""
         ...
 
@@ -45,15 +45,15 @@ class Participation(Protocol):
         """Every gradient has come; `missing` are those awaited in vain. Says what is wrong about that."""
         ...
 
-    def share(self) -> None:
+    def start_map_reduce(self) -> None:
         """Start the collective over the ranks that is still owed, if there is one. Every rank calls it alike."""
         ...
 
-    def wanted(self, members: Sequence[int]) -> bool:
+    def should_launch(self, members: Sequence[int]) -> bool:
         """Whether a bucket of these is launched at all; may wait for the other ranks."""
         ...
 
-    def settle(self) -> tuple[list[int], list[int]] | None:
+    def resolve(self) -> tuple[list[int], list[int]] | None:
         """Parameters unused on this rank, and those unused on every rank; None where nobody looked."""
         ...
 
@@ -62,10 +62,10 @@ class Participation(Protocol):
         ...
 
 
-class Required:
+class AllRequired:
     """Every parameter takes part in every backward on every rank."""
 
-    holds = learns = False
+    defers_launch = is_first_backward = False
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
@@ -75,58 +75,58 @@ class Required:
         used[:] = bytes(len(used))
         return ()
 
-    def abstain(self) -> None:
+    def take_part_without_data(self) -> None:
         """Zeros will do."""
 
     def end(self, _used: bytearray, missing: Sequence[int]) -> Fault | None:
         """Whatever is missing is wrong."""
         return Fault(missing=[self._names[index] for index in missing]) if missing else None
 
-    def share(self) -> None:
+    def start_map_reduce(self) -> None:
         """Nothing to agree on."""
 
-    def wanted(self, _members: Sequence[int]) -> bool:
+    def should_launch(self, _members: Sequence[int]) -> bool:
         """Always."""
         return True
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Nobody looked."""
 
     def forget(self) -> None:
         """Nothing was learnt."""
 
 
-class Zeros:
+class MissingAsZero:
     """Whatever does not come counts as zero, and nobody asks why: Horovod's way."""
 
-    holds = learns = False
+    defers_launch = is_first_backward = False
 
     def begin(self, used: bytearray) -> Sequence[int]:
         """Nobody knows what will come."""
         used[:] = bytes(len(used))
         return ()
 
-    def abstain(self) -> None:
+    def take_part_without_data(self) -> None:
         """Zeros will do."""
 
     def end(self, _used: bytearray, _missing: Sequence[int]) -> None:
         """Nothing is wrong with what is missing."""
 
-    def share(self) -> None:
+    def start_map_reduce(self) -> None:
         """Nothing to agree on."""
 
-    def wanted(self, _members: Sequence[int]) -> bool:
+    def should_launch(self, _members: Sequence[int]) -> bool:
         """Always."""
         return True
 
-    def settle(self) -> None:
+    def resolve(self) -> None:
         """Nobody looked."""
 
     def forget(self) -> None:
         """Nothing was learnt."""
 
 
-class Dynamic:
+class FindUnused:
     """Parameters may be left out, others each time, others on each rank.
 
     The engine says beforehand what it will reach: no walk over the graph, and right also for outputs that were
@@ -147,12 +147,12 @@ class Dynamic:
         self._surprised = self._warned = False
 
     @property
-    def holds(self) -> bool:
+    def defers_launch(self) -> bool:
         """Until the engine is known to be right about what will come, or if it is not."""
         return self._late
 
     @property
-    def learns(self) -> bool:
+    def is_first_backward(self) -> bool:
         """Whether the engine is right about what will come."""
         return self._first
 
@@ -165,7 +165,7 @@ class Dynamic:
         self._map.launch(self._absent)
         return self._announced
 
-    def abstain(self) -> None:
+    def take_part_without_data(self) -> None:
         """Take part as one that used nothing."""
         self._absent = list(range(len(self._names)))
         self._surprised = False
@@ -186,12 +186,12 @@ class Dynamic:
             "reentrant checkpoint that was not used in the first backward. Use checkpoint(..., use_reentrant=False)"
         )
 
-    def share(self) -> None:
+    def start_map_reduce(self) -> None:
         """Start the sum where it could not start at the begin."""
         if self._late and not self._map.launched:
             self._map.launch(self._absent, self._surprised)
 
-    def wanted(self, members: Sequence[int]) -> bool:
+    def should_launch(self, members: Sequence[int]) -> bool:
         """With `skip_all_reduce_unused_params`: a bucket that any rank uses is launched on all of them."""
         if not self._skips or not set(members) <= set(self._absent):
             return True
@@ -199,7 +199,7 @@ class Dynamic:
         users = self._map.read()
         return any(bool(users[index]) for index in members)
 
-    def settle(self) -> tuple[list[int], list[int]]:
+    def resolve(self) -> tuple[list[int], list[int]]:
         """Read the sum where something is absent here (a device is waited for only then), and in the first one."""
         self._map.wait()
         nobody: list[int] = []
@@ -226,7 +226,7 @@ class Dynamic:
             )
 
 
-class Static:
+class StaticGraph:
     """The same parameters take part in every backward, each the same number of times.
 
     The first backward counts, and reduces only at its end; the others know when a parameter has come for the last
@@ -237,8 +237,8 @@ class Static:
         """Take the parameters' names and the map that the first backward shares."""
         self._names, self._map = names, used_map
         self.counts = [0] * len(names)
-        self.left = [0] * len(names)
-        self.holds = True
+        self.remaining = [0] * len(names)
+        self.defers_launch = True
         self._unused: list[int] = []
         self._used_between: list[int] = []
         self._nobody: list[int] = []
@@ -246,38 +246,38 @@ class Static:
         self._abstains = False
 
     @property
-    def learns(self) -> bool:
+    def is_first_backward(self) -> bool:
         """Which parameters take part, and how often."""
-        return self.holds
+        return self.defers_launch
 
     def begin(self, used: bytearray) -> Sequence[int]:
         """Known since the first backward."""
-        if self.holds:
+        if self.defers_launch:
             self.counts[:] = [0] * len(self.counts)
             return ()
-        self.left[:] = self.counts
+        self.remaining[:] = self.counts
         self._used_between = [index for index in self._unused if used[index]]
         used[:] = bytes(len(used))
         return self._unused
 
-    def abstain(self) -> None:
+    def take_part_without_data(self) -> None:
         """Take part in the first backward's verdict; this rank's own first backward is still to come."""
         self._abstains = True
 
-    def comes(self, index: int) -> bool:
+    def is_last_arrival(self, index: int) -> bool:
         """A parameter's gradient was accumulated once more; whether that was the last time in this backward."""
-        if self.holds:
+        if self.defers_launch:
             self.counts[index] += 1
             return self.counts[index] == 1
-        self.left[index] -= 1
-        return self.left[index] == 0
+        self.remaining[index] -= 1
+        return self.remaining[index] == 0
 
     def end(self, used: bytearray, missing: Sequence[int]) -> Fault | None:
         """Keep the first backward's verdict, and hold the later ones to it."""
-        if self.holds:
+        if self.defers_launch:
             self._unused = [index for index in missing if not used[index]]
             return None
-        changed = self._used_between + [index for index, left in enumerate(self.left) if left]
+        changed = self._used_between + [index for index, left in enumerate(self.remaining) if left]
         return self.changed(changed) if changed else None
 
     def changed(self, indices: Sequence[int]) -> Fault:
@@ -288,24 +288,24 @@ class Static:
             "first backward, in this one or under no_sync before it. Leave static_graph out"
         )
 
-    def share(self) -> None:
+    def start_map_reduce(self) -> None:
         """Agree in the first backward of any rank."""
         if self._users is None and not self._map.launched:
             self._map.launch(range(len(self._names)) if self._abstains else self._unused)
 
-    def wanted(self, _members: Sequence[int]) -> bool:
+    def should_launch(self, _members: Sequence[int]) -> bool:
         """Always."""
         return True
 
-    def settle(self) -> tuple[list[int], list[int]]:
+    def resolve(self) -> tuple[list[int], list[int]]:
         """The first backward's verdict."""
         if self._users is None:
             self._map.wait()
             self._users = self._map.read()
-        if self.holds and not self._abstains:
+        if self.defers_launch and not self._abstains:
             users = self._users
             self._nobody = [index for index in self._unused if not users[index]]
-            self.holds = False
+            self.defers_launch = False
         return self._unused, self._nobody
 
     def forget(self) -> None:

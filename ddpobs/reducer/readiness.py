@@ -22,14 +22,14 @@ from ddpobs.buckets import assignment
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.buckets.layout import Layout
 from ddpobs.errors import ReducerError
-from ddpobs.reducer.fault_broadcast import Alarm, Fault
-from ddpobs.reducer.participation import Dynamic, Participation, Required, Static
+from ddpobs.reducer.fault_broadcast import Fault, FaultBroadcast
+from ddpobs.reducer.participation import AllRequired, FindUnused, Participation, StaticGraph
 from ddpobs.reducer.used_map import UsedMap
 from ddpobs.torch_seam import autograd
 
 if TYPE_CHECKING:
     from ddpobs.clocks import Stamp
-    from ddpobs.recording.module_recorder import Backward, ModuleRecorder
+    from ddpobs.recording.module_recorder import BackwardRecord, ModuleRecorder
 
 
 @dataclass(frozen=True)
@@ -75,11 +75,11 @@ class Readiness:
         *,
         settings: Settings,
         used_map: UsedMap,
-        alarm: Alarm,
+        alarm: FaultBroadcast,
         recorder: ModuleRecorder | None,
     ) -> None:
         self._parameters, self._names, self._expect_sparse = list(parameters), list(names), list(expect_sparse)
-        self._settings, self._used_map, self._alarm, self._recorder = settings, used_map, alarm, recorder
+        self._settings, self._used_map, self._faults, self._recorder = settings, used_map, alarm, recorder
         self._participation = self._participating(static=settings.static_graph)
         self._order: list[int] | None = [] if self._rebuilds else None
         self._expected = self._expected_before = True
@@ -88,20 +88,20 @@ class Readiness:
         self._active = False
         self._watches = False
         self._used = bytearray(len(names))
-        self._fired = bytearray(b"\1" * len(names))
+        self._seen = bytearray(b"\1" * len(names))
         """By parameter, whether this backward awaits it no more; none is awaited while there is no backward."""
         self._now: Callable[[], Stamp] = recorder.now if recorder is not None else int
-        self._record: Backward | None = None
+        self._record: BackwardRecord | None = None
         self._note: Callable[[int], None] | None = None
         """What only some backward passes do with each gradient, by the parameter's index, as it comes."""
         self._layout = Layout(self._parameters, self._names, self._expect_sparse, settings.as_views)
         self._buckets, self._bucket_of = self._layout.buckets, self._layout.bucket_of
-        self._place_of, self._position_of = self._layout.place_of, self._layout.position_of
-        self._layout.lay(self._first_assignment())
+        self._index_in_bucket, self._flat_index = self._layout.index_in_bucket, self._layout.flat_index
+        self._layout.build(self._first_assignment())
         # The engine knows a parameter by its AccumulateGrad node, which only lives as long as someone holds it.
         self._nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in self._parameters]
         self._handles: list[Any] = []
-        self._turn = threading.RLock() if len({parameter.device for parameter in self._parameters}) > 1 else None
+        self._lock = threading.RLock() if len({parameter.device for parameter in self._parameters}) > 1 else None
         """Where the model is on several devices, for each of which the engine has a thread."""
         self._add_hooks()
 
@@ -119,7 +119,7 @@ class Readiness:
         """What gradients are divided by on their way into a bucket; None for nothing."""
         raise NotImplementedError
 
-    def _put_aside(self, unreached: Sequence[int]) -> None:
+    def _stash_old_gradients(self, unreached: Sequence[int]) -> None:
         """These parameters will take no part."""
         raise NotImplementedError
 
@@ -130,18 +130,18 @@ class Readiness:
 
     @property
     def _rebuilds(self) -> bool:
-        return isinstance(self._participation, (Required, Static))
+        return isinstance(self._participation, (AllRequired, StaticGraph))
 
     def _participating(self, static: bool) -> Participation:
         if static:
-            return Static(self._names, self._used_map)
+            return StaticGraph(self._names, self._used_map)
         if self._settings.find_unused:
-            return Dynamic(self._names, self._unreached, self._used_map, self._settings.skip_unused)
-        return Required(self._names)
+            return FindUnused(self._names, self._unreached, self._used_map, self._settings.skip_unused)
+        return AllRequired(self._names)
 
-    def be_static(self) -> None:
+    def switch_to_static_graph(self) -> None:
         """From now on the same parameters take part in every backward; known at construction as a rule."""
-        if isinstance(self._participation, Static):
+        if isinstance(self._participation, StaticGraph):
             return
         self._settings = replace(self._settings, static_graph=True, skip_unused=False)
         self._participation = self._participating(static=True)
@@ -151,11 +151,11 @@ class Readiness:
 
     def _add_hooks(self) -> None:
         for index, parameter in enumerate(self._parameters):
-            hook = self._hook(index) if self._turn is None else autograd.one_at_a_time(self._hook(index), self._turn)
+            hook = self._hook(index) if self._lock is None else autograd.one_at_a_time(self._hook(index), self._lock)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._next_handle = RemovableHandle.next_id
 
-    def _come_last(self) -> None:
+    def _move_hooks_last(self) -> None:
         """Have hooks of the user's that were registered after ours run before them, on this rank's own gradients.
 
         They could not change a gradient that is on its way already. Handles of all hooks are numbered, so that most
@@ -178,18 +178,18 @@ class Readiness:
 
     def prepare(self, synchronises: bool) -> None:
         """A forward that can be differentiated was called; a backward that an error ended is brought to its end."""
-        self._alarm.look_again()
+        self._faults.poll_flags()
         self._expected_before, self._expected = self._expected, synchronises
         self._accumulates = self._accumulates or not synchronises
         self._watches = False
-        self._come_last()
+        self._move_hooks_last()
         self.end_interrupted()
 
     def forward_failed(self) -> None:
         """The forward raised: a backward that comes now is none of it."""
         self._expected = self._expected_before
 
-    def arm(self) -> None:
+    def expect_backward(self) -> None:
         """The next backward synchronises, whatever its forward was told."""
         self._expected = True
         self.end_interrupted()
@@ -220,9 +220,9 @@ class Readiness:
 
     def begin_at_output(self, output: Node) -> None:
         """An output got a gradient: the backward begins, unless it is one that wants no parameter's gradient."""
-        with self._turn or nullcontext():
+        with self._lock or nullcontext():
             if not self._active and self._concerns_parameters(output):
-                self._come_last()
+                self._move_hooks_last()
                 self.begin()
 
     def _concerns_parameters(self, output: Node) -> bool:
@@ -237,25 +237,25 @@ class Readiness:
         if self._order is not None:
             self._order.clear()
         self._await_end()
-        self._alarm.began()
+        self._faults.start_backward()
         if self._recorder is not None:
             self._record = self._recorder.backward()
         self._note = _all_of(self._notes())
         divisor = self._divides_by()
         for bucket in self._buckets:
             bucket.divisor = divisor
-            if bucket.at_once:  # The others do so when they are filled.
-                bucket.reclaim()
+            if bucket.copies_on_arrival:  # The others do so when they are filled.
+                bucket.restore_views()
             if not self._settings.as_views:
-                bucket.renew()
-        self._fired[:] = bytes(len(self._fired))
-        if self._participation.holds:
+                bucket.reallocate_if_held()
+        self._seen[:] = bytes(len(self._seen))
+        if self._participation.defers_launch:
             for bucket in self._buckets:
                 bucket.pending += 1
         unreached = self._participation.begin(self._used)
-        self._put_aside(unreached)
+        self._stash_old_gradients(unreached)
         for index in unreached:
-            self._fired[index] = 1
+            self._seen[index] = 1
             self._count_down(self._bucket_of[index])
 
     def _await_end(self) -> None:
@@ -275,17 +275,17 @@ class Readiness:
 
         A matmul between two of them leaves nothing of this in the caches, so that every place that is looked at costs.
         """
-        bucket_of, place_of, used, fired = self._bucket_of, self._place_of, self._used, self._fired
+        bucket_of, place_of, used, fired = self._bucket_of, self._index_in_bucket, self._used, self._seen
 
         def gradient_ready(parameter: torch.Tensor) -> None:
-            if fired[index] and not self._begins_with(index):
+            if fired[index] and not self._starts_backward(index):
                 return
             fired[index] = used[index] = 1
             if self._note is not None:
                 self._note(index)
             bucket = bucket_of[index]
-            if bucket.at_once:
-                bucket.place(place_of[index], parameter)
+            if bucket.copies_on_arrival:
+                bucket.copy_in(place_of[index], parameter)
             bucket.pending -= 1
             if not bucket.pending:
                 self._ready(bucket)
@@ -297,39 +297,39 @@ class Readiness:
     ) -> Callable[[torch.Tensor], None]:
         """The same where a parameter may come several times: only the last time makes it ready."""
         static = self._participation
-        assert isinstance(static, Static)
+        assert isinstance(static, StaticGraph)
 
         def came(gradient: torch.Tensor) -> None:
             if not self._active:
                 if not self._expected:
-                    if static.holds or self._accumulates:  # Otherwise it is of a backward of the user's own.
+                    if static.defers_launch or self._accumulates:  # Otherwise it is of a backward of the user's own.
                         self._used[index] = 1
                     return
                 self.begin()
-            if not static.holds:
-                if static.comes(index):
+            if not static.defers_launch:
+                if static.is_last_arrival(index):
                     gradient_ready(gradient)
-                elif static.left[index] < 0:
-                    self._alarm.note(static.changed([index]))
+                elif static.remaining[index] < 0:
+                    self._faults.record(static.changed([index]))
                 return
             if self._order is not None:
                 self._order.append(index)
-            if static.comes(index):
-                self._fired[index] = self._used[index] = 1
+            if static.is_last_arrival(index):
+                self._seen[index] = self._used[index] = 1
                 self._bucket_of[index].pending -= 1
 
         return came
 
-    def _begins_with(self, index: int) -> bool:
+    def _starts_backward(self, index: int) -> bool:
         """A gradient that no backward awaited: whether one begins with it, that synchronises."""
         if not self._active:
             if not self._expected:
                 self._used[index] = 1
                 return False
             self.begin()
-            if not self._fired[index]:
+            if not self._seen[index]:
                 return True
-        self._came_again(index)
+        self._fault_on_second_arrival(index)
         return False
 
     def _notes(self) -> list[Callable[[int], None]]:
@@ -337,7 +337,7 @@ class Readiness:
         notes: list[Callable[[int], None]] = []
         stamps = self._record.parameter_ready_ns if self._record is not None else None
         if stamps is not None:
-            position_of, now = self._position_of, self._now
+            position_of, now = self._flat_index, self._now
 
             def stamp(index: int) -> None:
                 stamps[position_of[index]] = now()
@@ -352,12 +352,12 @@ class Readiness:
         if bucket.pending == 0:
             self._ready(bucket)
 
-    def _came_again(self, index: int) -> None:
+    def _fault_on_second_arrival(self, index: int) -> None:
         """A second gradient in one backward, or one of a parameter that was not announced (which that policy tells)."""
         if not self._used[index]:
             self._used[index] = 1
         else:
-            self._alarm.note(
+            self._faults.record(
                 Fault(
                     message=f"parameter {self._names[index]} was ready twice in one backward: it takes part in several "
                     "reentrant checkpoints. Use checkpoint(..., use_reentrant=False), or static_graph=True"
@@ -368,8 +368,8 @@ class Readiness:
         self._active = self._accumulates = False
         self._watches = False
         self._record = self._note = None
-        self._fired[:] = b"\1" * len(self._fired)
-        self._alarm.forget()
+        self._seen[:] = b"\1" * len(self._seen)
+        self._faults.forget()
         self._participation.forget()
         for bucket in self._buckets:
             bucket.reset()

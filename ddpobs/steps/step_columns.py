@@ -117,7 +117,7 @@ class RawSteps:
         self.number.append(raw.number)  # The last: it is whole now.
 
     def _add_backward(self, step: int, record: Any, clock: Clock) -> None:
-        """One `recorder.Backward`."""
+        """One `recorder.BackwardRecord`."""
         buckets = len(record.ready_ns)
         self.module.append(record.module)
         self.revision.append(record.revision)
@@ -128,7 +128,7 @@ class RawSteps:
         self.done_ns.extend(clock.times(record.done_ns))
         took_ns = [wire.UNKNOWN] * buckets
         for bucket, work in record.works.items():
-            took_ns[bucket] = clock.took_ns(work)
+            took_ns[bucket] = clock.duration_ns(work)
         self.took_ns.extend(took_ns)
         if record.parameter_ready_ns is not None:
             ready_ns = np.array(clock.times(record.parameter_ready_ns), np.int64)

@@ -31,7 +31,7 @@ class Segment:
 
     Attributes:
         end: Stamp of the call's return.
-        records: What its DDP modules recorded (`recorder.Backward`).
+        records: What its DDP modules recorded (`recorder.BackwardRecord`).
         clean: Whether own time may be measured from the previous synchronisation on.
         collective: Sequence number of the synchronised backward in this process.
         waited: Training waited in a call of its own, which the phases tell, and not inside of backward.
@@ -292,7 +292,7 @@ class StepTracker:
 
         Args:
             module: Which.
-            record: What it recorded, a `recorder.Backward`.
+            record: What it recorded, a `recorder.BackwardRecord`.
             begins_training: The first one of a training in evaluation mode: what came before was none.
         """
         if self._step is None:

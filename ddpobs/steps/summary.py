@@ -170,7 +170,7 @@ class Summariser:
             started_ns=np.where(took_ns == wire.UNKNOWN, wire.UNKNOWN, started_ns),
             done_ns=done_ns,
         )
-        return segment[launched], wire.Spans.of(spans.table[:, launched])
+        return segment[launched], wire.Spans.from_table(spans.table[:, launched])
 
     def _windows(
         self, raws: RawSteps, span_windows: Ints, spans: wire.Spans, others: tuple[Ints, wire.Comms]

@@ -40,22 +40,22 @@ class Columns:
         self.table: Ints = np.array([columns[name] for name in self.names], np.int64)
 
     @classmethod
-    def of(cls, table: Ints) -> Self:
+    def from_table(cls, table: Ints) -> Self:
         """Columns that are the rows of a table."""
         made = cls.__new__(cls)
         made.table = table
         return made
 
     @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
+    def concat(cls, parts: Sequence[Self]) -> Self:
         """The rows of all parts, one part after the other."""
         if len(parts) == 1:
             return parts[0]
-        return cls.of(np.concatenate([part.table for part in parts], axis=1))
+        return cls.from_table(np.concatenate([part.table for part in parts], axis=1))
 
-    def at(self, rows: Any) -> Self:
+    def select(self, rows: Any) -> Self:
         """Some rows, by whatever indexes an array."""
-        return self.of(self.table[:, rows])
+        return self.from_table(self.table[:, rows])
 
     def by_name(self) -> dict[str, Ints]:
         """Each column."""

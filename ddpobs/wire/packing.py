@@ -99,10 +99,10 @@ def unpack_as(kind: type[_C], packed: bytes, limit_bytes: int = UNPACKED_BYTES) 
     """
     names, table = _unpacked(packed, limit_bytes)
     if names == kind.names:
-        return kind.of(table)
+        return kind.from_table(table)
     if missing := sorted(set(kind.names) - set(names)):
         raise WireError("packed_spans", "every column of spans", f"none of {', '.join(missing)}")
-    return kind.of(table[[names.index(name) for name in kind.names]])
+    return kind.from_table(table[[names.index(name) for name in kind.names]])
 
 
 def pack_column(column: Ints) -> list[Any]:
@@ -134,7 +134,7 @@ def unpack_columns(kind: type[_C], packed: Any) -> _C:
     rows = len(columns[0].values) // _WIDTHS[columns[0].width].itemsize
     if any(len(column.values) != rows * _WIDTHS[column.width].itemsize for column in columns):
         return _unpacked_one_by_one(kind, packed)
-    return kind.of(_widened(columns, rows))
+    return kind.from_table(_widened(columns, rows))
 
 
 def unpack_column(packed: Any) -> Ints:

@@ -22,18 +22,18 @@ import ddpobs
 from ddpobs_server import api, metrics, page
 from ddpobs_server.ingest import route, upload
 from ddpobs_server.ingest.admission import Admission
-from ddpobs_server.ingest.memory_budget import UnderWay
+from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
 from ddpobs_server.ingest.writer import Writer
 from ddpobs_server.operations import logs, self_check
-from ddpobs_server.operations.commands import cli, open_store, say
+from ddpobs_server.operations.commands import cli, open_store, print_error
 from ddpobs_server.operations.health_monitor import Watch
-from ddpobs_server.operations.retention import Keeper
+from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings, unknown
 from ddpobs_server.store import Store
 from ddpobs_server.web import problems, security_headers, serving
-from ddpobs_server.web.auth import Doorkeeper
-from ddpobs_server.web.bounded_protocol import BoundedHead
+from ddpobs_server.web.auth import Authenticator
+from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol
 
 _log = logging.getLogger(__name__)
 _DRAIN_S = 10
@@ -62,15 +62,15 @@ def create_app(settings: Settings) -> FastAPI:
         store = Store(settings.database_url, keep_free_bytes=int(settings.keep_free_mb * 1e6))
         store.migrate()
         app.state.store = store
-        app.state.doorkeeper = Doorkeeper(settings, store)
+        app.state.authenticator = Authenticator(settings, store)
         app.state.reports = Reports(store)
         app.state.writer = Writer(store, settings.queue_batches, app.state.registry)
         app.state.writer.start()
         app.state.admission = Admission(settings, store)
         app.state.large_batches = CapacityLimiter(1)
-        app.state.under_way = UnderWay(int(settings.max_under_way_mb * 1e6), app.state.registry)
-        app.state.keeper = Keeper(settings, store, app.state.registry)
-        app.state.keeper.start()
+        app.state.under_way = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), app.state.registry)
+        app.state.retention = RetentionJob(settings, store, app.state.registry)
+        app.state.retention.start()
         app.state.watch = Watch(store, app.state.registry)
         await run_in_threadpool(app.state.watch.start)
         lag = asyncio.create_task(app.state.watch.measure_lag())
@@ -78,7 +78,7 @@ def create_app(settings: Settings) -> FastAPI:
         yield
         lag.cancel()
         state = app.state
-        serving.close(_CLOSE_S, state.watch.close, state.keeper.close, state.writer.close, state.reports.close)
+        serving.close(_CLOSE_S, state.watch.close, state.retention.close, state.writer.close, state.reports.close)
         serving.close(_STORE_S, store.close)
         _log.info("collector ended: what was accepted is written")
 
@@ -141,7 +141,7 @@ def serve(
         create_app(settings),
         host=settings.host,
         port=settings.port,
-        http=BoundedHead,
+        http=BoundedHttpProtocol,
         ws="none",
         log_config=None,
         log_level=settings.log_level,
@@ -155,7 +155,7 @@ def serve(
 
 
 def _refusal(why: str, code: int = 2) -> typer.Exit:
-    say(why)
+    print_error(why)
     return typer.Exit(code)
 
 

@@ -83,7 +83,7 @@ def test_a_gradient_placed_by_itself_is_not_scaled_again_when_the_bucket_is_full
     bucket.parameters[1].grad = torch.full((2,), 8.0)
     bucket.parameters[0].grad = bucket.views[0].fill_(8.0) if in_place else torch.full((2,), 8.0)
     bucket.divisor = 2.0
-    bucket.place(0, bucket.parameters[0])
+    bucket.copy_in(0, bucket.parameters[0])
     bucket.fill()
     assert bucket.buffer.tolist() == [4.0] * 4
     bucket.reset()
@@ -105,7 +105,7 @@ def test_a_third_of_a_gradient_is_what_torch_makes_of_it_to_the_bit(
     with torch.device("meta"):  # Where tensors are made by default has nothing to do with it.
         bucket.divisor = 3.0
     for place in placed:
-        bucket.place(place, made[place])
+        bucket.copy_in(place, made[place])
     bucket.fill()
     assert all(torch.equal(view, result) for view, result in zip(bucket.views, expected, strict=True))
 

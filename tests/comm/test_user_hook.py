@@ -29,7 +29,7 @@ class Stream:
 
 def half(parameter: torch.nn.Parameter) -> Bucket:
     bucket = Bucket(0, [0], [parameter], sparse=False, as_views=False)
-    bucket.hold_in(torch.float16)
+    bucket.set_dtype(torch.float16)
     return bucket
 
 

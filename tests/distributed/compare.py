@@ -21,7 +21,7 @@ Case = Callable[[Any, int], Any]
 
 
 def net(wide: int = 200) -> nn.Module:
-    """The same on every rank; its buckets are above `buckets.AT_ONCE` or below, as they are capped."""
+    """The same on every rank; its buckets are above `buckets.COPY_ON_ARRIVAL_ELEMENTS` or below, as they are capped."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 2))
 

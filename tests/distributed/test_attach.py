@@ -269,7 +269,7 @@ class Opaque(HostClock):
     def __init__(self) -> None:
         self.now = lambda: SimpleNamespace(at_ns=time.monotonic_ns())  # type: ignore[assignment,return-value]
 
-    def passed(self, stamp: Any) -> bool:
+    def is_ready(self, stamp: Any) -> bool:
         return True
 
     def times(self, stamps: Sequence[Any]) -> Sequence[int]:

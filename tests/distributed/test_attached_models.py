@@ -41,7 +41,7 @@ def collect_on_the_telemetry_thread() -> None:
             gc.collect()
             done.set()
 
-    process._exporter.every(0.05, collect)
+    process._exporter.call_every(0.05, collect)
     assert done.wait(10)
 
 

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm import OnFuture, PowerSGD, TopK
+from ddpobs.comm import FuturePending, PowerSGD, TopK
 from ddpobs.comm.int8 import BLOCK, decode, encode
 from ddpobs.errors import ConfigError, ReducerError, UnusedParametersError
 from tests.distributed.compare import batch, net, train
@@ -329,7 +329,7 @@ def what_topk_owes_to_the_unused(rank: int, world_size: int) -> float:
         came += 400.0 * (step < 2)
         given += 0 if bias.grad is None else bias.grad
     bucket = ddp.reducer._bucket_of[3]
-    owed = bucket.parts_of(bucket.residual)[ddp.reducer._place_of[3]].clone()
+    owed = bucket.parts_of(bucket.residual)[ddp.reducer._index_in_bucket[3]].clone()
     dist.all_reduce(owed)
     return float((given + owed - came).abs().max() / came.max())
 
@@ -347,8 +347,8 @@ class Rank0Alone:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
 
-    def launch(self, bucket: Bucket, last: bool) -> OnFuture:
-        return OnFuture(dist.broadcast(bucket.buffer, 0, self._group, async_op=True).get_future())
+    def launch(self, bucket: Bucket, last: bool) -> FuturePending:
+        return FuturePending(dist.broadcast(bucket.buffer, 0, self._group, async_op=True).get_future())
 
 
 def own_way(rank: int, world_size: int) -> bool:

@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
 from ddpobs import DistributedDataParallel, telemetry
-from ddpobs.recording import collective_hooks
 from ddpobs.torch_seam import collectives, interpreter_exit
+from ddpobs.torch_seam.patching import plain
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
@@ -78,11 +78,11 @@ def contexts_of(model: Any, rank: int) -> int:
         contexts.append(weakref.ref(torch._C._get_obj_in_tls("context")))
 
     def kept(*args: Any) -> Any:
-        works.append(collective_hooks.plain(torch.distributed.ProcessGroup.allreduce)(*args))
+        works.append(plain(torch.distributed.ProcessGroup.allreduce)(*args))
         return works[-1]
 
     next(reversed(list(model.parameters()))).register_hook(noted)
-    with mock.patch.object(collective_hooks, "_ALL_REDUCE", kept):
+    with mock.patch.object(collectives, "_ALL_REDUCE", kept):
         for step in range(3):
             model(batch(rank, step)).sum().backward()
     assert len(works) >= len(contexts) == 3

@@ -21,7 +21,7 @@ STEPS = 3
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    wide = 200  # Buckets are above `buckets.AT_ONCE` or below, as they are capped.
+    wide = 200  # Buckets are above `buckets.COPY_ON_ARRIVAL_ELEMENTS` or below, as they are capped.
     return nn.Sequential(nn.Linear(8, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 2))
 
 

@@ -42,7 +42,7 @@ def test_exit_is_bounded_and_loses_nothing_whatever_the_collector_does(tmp_path:
     with broken(fault) as url:
         sent = exporter(url, tmp_path, exit_s=0.4, timeout_s=60.0)
         sent.offer(event(), weight=3)
-        until(lambda: sent.held)
+        until(lambda: sent.queued_sizes)
         sent.offer(event(), weight=4)
         began = time.monotonic()
         sent.close()
@@ -85,14 +85,14 @@ def test_the_thread_works_on_while_a_request_hangs(tmp_path: Path) -> None:
     rounds: list[int] = []
     with broken("silent") as url:
         sent = exporter(url, tmp_path, exit_s=0.2, timeout_s=60.0)
-        sent.every(0.01, lambda: rounds.append(sent.offer_latest(event("pulse"))))  # type: ignore[func-returns-value,arg-type]
+        sent.call_every(0.01, lambda: rounds.append(sent.offer_latest(event("pulse"))))  # type: ignore[func-returns-value,arg-type]
         sent.offer(event())
-        until(lambda: sent.held)
+        until(lambda: sent.queued_sizes)
         since = len(rounds)
         until(lambda: len(rounds) > since + 20)
-        assert len(sent.held) == 1, "news alone wait for one another"
+        assert len(sent.queued_sizes) == 1, "news alone wait for one another"
         sent.offer(event("step"))
-        until(lambda: len(sent.held) == 2)
+        until(lambda: len(sent.queued_sizes) == 2)
         sent.close()
 
 
@@ -101,8 +101,8 @@ def test_memory_holds_a_few_batches_and_the_disk_the_others(tmp_path: Path) -> N
         sent = exporter(url, tmp_path, exit_s=0.2, timeout_s=60.0, batch_spans=1)
         for _ in range(60):
             sent.offer(event())
-        until(lambda: kept(tmp_path) + len(sent.held) == 60)
-        assert len(sent.held) <= delivery.WAITING_BATCHES + 1
+        until(lambda: kept(tmp_path) + len(sent.queued_sizes) == 60)
+        assert len(sent.queued_sizes) <= delivery.WAITING_BATCHES + 1
         sent.close()
     assert (kept(tmp_path), sent.dropped) == (60, 0)
 
@@ -171,7 +171,7 @@ def test_a_name_that_does_not_resolve_holds_up_nothing(tmp_path: Path, monkeypat
     sent.offer(event())
     assert asked.wait(20)
     sent.offer(event())
-    until(lambda: len(sent.held) == 2)
+    until(lambda: len(sent.queued_sizes) == 2)
     sent.close()
     assert (kept(tmp_path), sent.dropped) == (2, 0)
     answered.set()

@@ -84,7 +84,7 @@ def test_what_the_last_periodic_calls_offer_travels(tmp_path: Path) -> None:
     with collector(acknowledge) as seen:
         sent = exporter(seen.url, tmp_path)
         offered: list[bool] = []
-        sent.every(1000, lambda: sent._stopping and offered.append(sent.offer(event("peers"))))
+        sent.call_every(1000, lambda: sent._stopping and offered.append(sent.offer(event("peers"))))
         sent.close()
     assert all(offered)
     assert kinds(seen.puts) == ["peers"] * len(offered) != []
@@ -156,7 +156,7 @@ def test_what_the_encoder_would_wait_for_holds_up_its_records_alone(tmp_path: Pa
         config = TelemetryConfig(collector=seen.url, spool=tmp_path, flush_s=0.05)
         made = Exporter(config, encode, lambda record: passed.is_set() or record.kind == "pulse")  # type: ignore[attr-defined]
         made.identify(IDENTITY)
-        made.every(0.01, lambda: made.offer_latest(event("pulse")))
+        made.call_every(0.01, lambda: made.offer_latest(event("pulse")))
         made.start()
         made.offer(event("step"))
         until(lambda: len(seen.puts) > 3)
@@ -181,7 +181,7 @@ def test_a_forked_child_has_no_exporter(tmp_path: Path) -> None:
     with broken("silent") as url:
         sent = exporter(url, tmp_path, exit_s=0.2)
         sent.offer(event())
-        until(lambda: sent.held)
+        until(lambda: sent.queued_sizes)
         child = os.fork()
         if child == 0:
             os._exit(0 if not sent.offer(event()) and threading.active_count() == 1 else 1)
@@ -196,7 +196,7 @@ def test_the_last_flush_waits_a_moment_for_whose_records_these_are(tmp_path: Pat
     with collector(acknowledge) as seen:
         made = Exporter(TelemetryConfig(collector=seen.url, spool=tmp_path), encode)
         heard_at = time.monotonic() + 0.3
-        made.every(0.01, lambda: made.identify(IDENTITY) if known and time.monotonic() > heard_at else None)
+        made.call_every(0.01, lambda: made.identify(IDENTITY) if known and time.monotonic() > heard_at else None)
         made.start()
         made.offer(event())
         began = time.monotonic()
@@ -219,7 +219,7 @@ def test_ranks_that_began_at_different_times_work_at_the_same_moments(
         made = Exporter(TelemetryConfig(spool=tmp_path, flush_s=2.0), encode)
         made.identify(IDENTITY)
         made._delivery.put = lambda _: cut[rank].append(round(now_s, 1))  # type: ignore[method-assign]
-        made.every(0.5, lambda: worked[rank].append(round(now_s, 1)))
+        made.call_every(0.5, lambda: worked[rank].append(round(now_s, 1)))
         while now_s < 9.0:
             made.offer(event())
             made._tick()

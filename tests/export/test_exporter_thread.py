@@ -41,7 +41,7 @@ def test_a_forked_child_finds_no_lock_that_the_thread_held(tmp_path: Path, monke
             time.sleep(0.06)
 
     made = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path), encode)
-    made.every(0.001, call_into_it)
+    made.call_every(0.001, call_into_it)
     made.start()
     assert all(forked(lambda: library.acquire(timeout=5)) for _ in range(20))
     made.close()
@@ -69,7 +69,7 @@ def test_forks_do_not_wait_for_a_request_without_an_answer(tmp_path: Path, monke
     with broken("silent") as url:
         sent = exporter(url, tmp_path, exit_s=0.2)
         sent.offer(event())
-        until(lambda: sent.held)
+        until(lambda: sent.queued_sizes)
         began = time.monotonic()
         assert all(forked(lambda: True) for _ in range(10))
         assert time.monotonic() - began < 10
@@ -80,7 +80,7 @@ def test_forks_wait_once_for_a_thread_that_hangs(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr("ddpobs.export.exporter._REST_S", 1.0)
     hangs, goes_on = threading.Event(), threading.Event()
     made = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path, exit_s=0.2), encode)
-    made.every(0.001, lambda: hangs.set() or goes_on.wait(60))
+    made.call_every(0.001, lambda: hangs.set() or goes_on.wait(60))
     made.start()
     assert hangs.wait(20)
     began = time.monotonic()
@@ -95,7 +95,7 @@ def test_the_thread_imports_nothing(tmp_path: Path) -> None:
     script = f"""
 import sys, threading
 from pathlib import Path
-from tests.test_exporter import event, exporter
+from tests.export.test_exporter import event, exporter
 def imported(name, args):
     if name == "import" and threading.current_thread().name.startswith("ddpobs-"):
         print(args[0])

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ddpobs.reducer.fault_broadcast import _Look
+from ddpobs.reducer.fault_broadcast import PendingCheck
 
 
 def test_a_look_is_over_when_the_element_s_own_device_has_copied_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -16,5 +16,5 @@ def test_a_look_is_over_when_the_element_s_own_device_has_copied_it(monkeypatch:
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: ("stream of", device))
     element = torch.zeros(1, device="meta")
-    _Look(element, 1)
+    PendingCheck(element, 1)
     assert recorded == [("stream of", element.device)]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpobs.reducer import participation
+from ddpobs.reducer import used_map
 from ddpobs.reducer.used_map import UsedMap
 
 
@@ -21,7 +21,7 @@ def test_a_map_in_a_graph_s_capture_where_no_stamp_is_taken_is_followed_on_no_ot
     future = SimpleNamespace(add_done_callback=followed.append)
     work: Any = SimpleNamespace(get_future=lambda: future)
     recorder: Any = SimpleNamespace(now=lambda: stamp, communicated=lambda *facts: communicated.append(facts))
-    monkeypatch.setattr(participation, "wait_for", lambda _: None)
+    monkeypatch.setattr(used_map, "wait_for", lambda _: None)
     used = UsedMap(3, torch.device("cpu"), lambda _: work, recorder)
     used.launch([1])
     used.wait()

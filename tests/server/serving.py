@@ -27,7 +27,7 @@ def served(app: FastAPI | None = None) -> Iterator[tuple[str, int]]:
     listening = socket.create_server(("127.0.0.1", 0))
     # What the system holds is no harm, nor bounded here.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    server = uvicorn.Server(uvicorn.Config(app, http=bounded_protocol.BoundedHead, ws="none", log_config=None))
+    server = uvicorn.Server(uvicorn.Config(app, http=bounded_protocol.BoundedHttpProtocol, ws="none", log_config=None))
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:

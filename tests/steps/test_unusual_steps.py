@@ -149,8 +149,8 @@ def test_another_threads_collective_during_a_backward_is_not_training_s(training
     training.forward(20)
     training.journal.backward_began()
     with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(training.journal.blocking_began).result() is None
-        assert pool.submit(training.journal.blocking_began, True).result() is not None
+        assert pool.submit(training.journal.collective_wait_began).result() is None
+        assert pool.submit(training.journal.collective_wait_began, True).result() is not None
 
 
 def test_an_optimizer_after_one_with_a_closure_belongs_to_its_step(training: Training) -> None:

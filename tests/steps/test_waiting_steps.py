@@ -62,7 +62,7 @@ def test_a_device_that_failed_holds_up_nothing() -> None:
     """Where it answers no question any more, what else there is to tell is told, and what it had is counted."""
     training, process, offered = nine_steps()
     lost: list[int] = []
-    process._exporter.lost = lost.append  # type: ignore[method-assign]
+    process._exporter.count_lost = lost.append  # type: ignore[method-assign]
     process._recorders, process._layouts, process._batches, process._exchange = [], {}, 1, None
     process._summariser = Summariser()
     failure = RuntimeError("an illegal memory access was encountered")

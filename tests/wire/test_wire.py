@@ -82,7 +82,7 @@ def test_any_column_of_64_bit_integers_survives_both_encodings(values: list[int]
 @given(st.integers(0, 9).flatmap(lambda rows: st.lists(_of(rows), min_size=20, max_size=20)))
 @example([[1000, 0]] * 20)
 def test_columns_that_travel_together_are_each_what_they_were(columns: list[list[int]]) -> None:
-    sent = wire.Steps.of(np.array(columns, np.int64))
+    sent = wire.Steps.from_table(np.array(columns, np.int64))
     assert (wire.unpack(wire.pack(sent), wire.Steps).table == sent.table).all()
     assert (np.array(list(packing.unpack(packing.pack(sent.by_name())).values())) == sent.table).all()
 

@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.finding import Finding, Missing
+from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.joined_steps import Joined, ranks_of
 
 MIN_STEPS = 20
@@ -67,4 +67,4 @@ class Evidence:
         return dict(zip(ranks.tolist(), last.tolist(), strict=True))
 
 
-Judgement = list[Finding] | Missing
+Judgement = list[Finding] | NotJudged

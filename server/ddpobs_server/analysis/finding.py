@@ -40,7 +40,7 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Missing:
+class NotJudged:
     """Why a finding could not be judged."""
 
     code: str
@@ -50,12 +50,12 @@ class Missing:
         return f"{self.code}: {self.reason}"
 
 
-def named(ranks: list[int]) -> str:
+def format_ranks(ranks: list[int]) -> str:
     """Ranks as a sentence has them: the first few of many."""
     return ", ".join(map(str, ranks[:20])) + (", ..." if len(ranks) > 20 else "")
 
 
-def ordered(findings: list[Finding]) -> list[Finding]:
+def by_severity(findings: list[Finding]) -> list[Finding]:
     """Most severe first; within a severity by what can be gained."""
     return sorted(findings, key=lambda f: (_ORDER[f.severity], -(f.gain.step_ns if f.gain else 0), f.code))
 

@@ -101,7 +101,7 @@ def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
     )
 
 
-def fallen_behind(rank: wire.Ints, steps: wire.Steps) -> wire.Ints:
+def silent_ranks(rank: wire.Ints, steps: wire.Steps) -> wire.Ints:
     """Ranks without a row in the later half of all collectives looked at: nothing tells what they do now."""
     ranks, place = ranks_of(rank)
     known = steps.collective >= 0

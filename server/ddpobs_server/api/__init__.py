@@ -6,7 +6,7 @@ from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ddpobs_server.api import concurrency, diagnosis, health, runs
-from ddpobs_server.web.chunked_responses import InPieces
+from ddpobs_server.web.chunked_responses import ChunkedResponses
 
 
 class _Head:
@@ -25,7 +25,7 @@ class _Head:
 def install(app: FastAPI) -> None:
     """Add the routes."""
     app.add_middleware(_Head)
-    app.add_middleware(InPieces)
+    app.add_middleware(ChunkedResponses)
     concurrency.install(app)
     for module in (health, runs, diagnosis):
         app.include_router(module.router)

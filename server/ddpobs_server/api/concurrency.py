@@ -13,7 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
 
-from ddpobs_server.web.auth import look_for
+from ddpobs_server.web.auth import refresh_tokens_for
 
 _AT_ONCE, _UNSENT = 4, 16
 """Reads that have a turn, and those whose answer is being made or sent: a large one takes 16 MB."""
@@ -25,7 +25,7 @@ def install(app: FastAPI) -> None:
     app.state.unsent = asyncio.Semaphore(_UNSENT)
 
 
-class InTurn(APIRoute):
+class ConcurrencyLimitedRoute(APIRoute):
     """A route that waits for its turn without a thread, and has it until its answer is made.
 
     So whoever reads slowly takes no turn from the others, unless too many do.
@@ -43,6 +43,6 @@ class InTurn(APIRoute):
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """FastAPI's own, once few enough answers are under way; `heads` ends those that nobody reads."""
-        await look_for(Request(scope))
+        await refresh_tokens_for(Request(scope))
         async with scope["app"].state.unsent:
             await super().handle(scope, receive, send)

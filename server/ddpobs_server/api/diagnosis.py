@@ -5,13 +5,13 @@ from __future__ import annotations
 from fastapi import APIRouter, Response
 
 from ddpobs_server.api import schemas
-from ddpobs_server.api.concurrency import InTurn
+from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import AttemptDep, FromQuery, ReportsDep, RunDep, ToQuery
 from ddpobs_server.api.responses import json_answer
-from ddpobs_server.reports.reports import TooMany
+from ddpobs_server.reports.reports import TooManyStepsError
 from ddpobs_server.web.problems import Problem
 
-router = APIRouter(prefix="/api/v1/runs/{run}", tags=["diagnosis"], route_class=InTurn)
+router = APIRouter(prefix="/api/v1/runs/{run}", tags=["diagnosis"], route_class=ConcurrencyLimitedRoute)
 
 
 @router.get("/stragglers", response_model=schemas.Stragglers)
@@ -42,7 +42,7 @@ def get_trace(
     """
     try:
         return json_answer(reports.trace(run.run, attempt, first, last))
-    except TooMany as error:
+    except TooManyStepsError as error:
         raise Problem(
             422,
             "Too many steps",

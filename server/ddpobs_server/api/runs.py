@@ -11,7 +11,7 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 
 from ddpobs_server.api import schemas
-from ddpobs_server.api.concurrency import InTurn
+from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import (
     Admin,
     AttemptDep,
@@ -32,7 +32,7 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.store import Rollup, Run, Source
 from ddpobs_server.web.problems import Problem
 
-router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=InTurn)
+router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=ConcurrencyLimitedRoute)
 
 _PAGE_ROWS = 100_000
 """About how many rows of columns one answer holds."""

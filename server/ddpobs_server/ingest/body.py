@@ -8,7 +8,7 @@ import zstandard
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from ddpobs_server.ingest.memory_budget import Held
+from ddpobs_server.ingest.memory_budget import Reservation
 from ddpobs_server.settings import Settings
 from ddpobs_server.web.problems import Problem
 
@@ -16,7 +16,7 @@ _DIGITS = 20
 """Most of a length that is read. Any number of zeros may stand before it, and `int` refuses what is too long."""
 
 
-async def read_body(request: Request, held: Held, settings: Settings) -> bytes:
+async def read_body(request: Request, held: Reservation, settings: Settings) -> bytes:
     """The body, as it comes.
 
     Raises:
@@ -37,7 +37,7 @@ async def read_body(request: Request, held: Held, settings: Settings) -> bytes:
         raise Problem(400, "Body cut short", "the connection was closed before the body's end") from None
 
 
-async def _read(request: Request, held: Held, limit: int) -> bytes:
+async def _read(request: Request, held: Reservation, limit: int) -> bytes:
     told = request.headers.get("Content-Length", "")
     parts: list[bytes] = []
     size = int(told) if told.isdecimal() and len(told) <= _DIGITS else 0

@@ -13,10 +13,10 @@ _IN_MEMORY = 10
 """Most that a batch takes in memory, against its bytes before decoding."""
 
 
-class Held:
-    """What one request takes of `UnderWay`."""
+class Reservation:
+    """What one request takes of `IngestMemoryBudget`."""
 
-    def __init__(self, shared: UnderWay) -> None:
+    def __init__(self, shared: IngestMemoryBudget) -> None:
         self._shared, self.bytes = shared, 0
 
     def add(self, size_bytes: int) -> None:
@@ -37,7 +37,7 @@ class Held:
         self._shared.bytes += size_bytes
 
 
-class UnderWay:
+class IngestMemoryBudget:
     """Memory of batches from their first byte to their commit. Belongs to the event loop's thread.
 
     Args:
@@ -51,9 +51,9 @@ class UnderWay:
         gauge.set_function(lambda: self.bytes)
 
     @contextmanager
-    def hold(self) -> Iterator[Held]:
+    def hold(self) -> Iterator[Reservation]:
         """What is added is given back at the end of the block."""
-        held = Held(self)
+        held = Reservation(self)
         try:
             yield held
         finally:

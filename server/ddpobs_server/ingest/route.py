@@ -15,7 +15,7 @@ from ddpobs_server.ingest import upload
 from ddpobs_server.ingest.body import read_body
 from ddpobs_server.ingest.memory_budget import memory_bytes
 from ddpobs_server.ingest.upload import Upload
-from ddpobs_server.store import Outcome, UnavailableError, Unstorable
+from ddpobs_server.store import Outcome, UnavailableError, UnstorableBatchError
 from ddpobs_server.web import problems
 from ddpobs_server.web.auth import BEARER, needs
 from ddpobs_server.web.problems import Problem
@@ -74,7 +74,7 @@ async def put_batch(request: Request) -> Response:
     except Problem as problem:
         state.writer.batches.labels("busy" if problem.status in _RETRIED else "refused").inc()
         raise
-    except Unstorable as error:
+    except UnstorableBatchError as error:
         raise Problem(422, "Malformed batch", str(error)) from None
     if outcome is Outcome.CONFLICT:
         raise Problem(409, "Conflict", f"another batch is stored under source {key['source']}, seq {key['seq']}")
@@ -100,7 +100,7 @@ async def _open(upload: Upload, limiter: CapacityLimiter) -> None:
     await to_thread.run_sync(look, limiter=limiter)
 
 
-class Intake:
+class BatchFastPath:
     """Batches go to `put_batch` from here; the way through the framework's layers takes as long as that itself.
 
     Args:
@@ -128,4 +128,4 @@ class Intake:
 def install(app: FastAPI) -> None:
     """Take batches in."""
     app.include_router(router)
-    app.add_middleware(Intake)
+    app.add_middleware(BatchFastPath)

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from ddpobs import wire
 from ddpobs_server.ingest.route import _log
 from ddpobs_server.ingest.upload import Upload
-from ddpobs_server.store import Arrival, Outcome, Store, UnavailableError, Unstorable
+from ddpobs_server.store import Arrival, Outcome, Store, UnavailableError, UnstorableBatchError
 from ddpobs_server.web.problems import Problem
 
 _GROUP = 64
@@ -143,7 +143,7 @@ class Writer:
                     self._write(half)
                 return
             run, source, seq = group[0][0].key
-            if isinstance(error, Unstorable):
+            if isinstance(error, UnstorableBatchError):
                 self._fail(group, error, "refused")
                 return
             _log.exception("a batch was not written", extra={"run": run, "source": source, "seq": seq})

@@ -31,10 +31,10 @@ class Commands(TyperGroup):
         except ValidationError as error:
             for found in error.errors():
                 where = ".".join(map(str, found["loc"])) or "settings"
-                say(f"{where}: {found['msg'].removeprefix('Value error, ')}")
+                print_error(f"{where}: {found['msg'].removeprefix('Value error, ')}")
             raise typer.Exit(2) from None
         except (UnavailableError, UnusableError, SQLAlchemyError, backup.BackupError) as error:
-            say(_reason(error))
+            print_error(_reason(error))
             raise typer.Exit(1) from None
 
 
@@ -43,7 +43,7 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "orig", None) or error)
 
 
-def say(why: str) -> None:
+def print_error(why: str) -> None:
     """One line on standard error."""
     typer.echo(f"ddpobs-server: {_line(why)}", err=True)
 
@@ -86,7 +86,7 @@ def create_token(
     store = open_store(settings)
     store.add_token(kept)
     store.close()
-    say(f"made for {', '.join(scopes)} in workspace {workspace}, kept in {settings.database}")
+    print_error(f"made for {', '.join(scopes)} in workspace {workspace}, kept in {settings.database}")
     typer.echo(token)
 
 
@@ -97,7 +97,7 @@ def list_tokens(database_url: DatabaseOption = None) -> None:
     store = _open_existing(settings)
     found = store.tokens()
     store.close()
-    say(f"{'tokens' if found else 'no tokens'} kept in {settings.database}")
+    print_error(f"{'tokens' if found else 'no tokens'} kept in {settings.database}")
     for token in found:
         made = datetime.fromtimestamp(token.created_ns / 1e9, UTC).isoformat(timespec="seconds")
         ended = " revoked" if token.revoked_ns is not None else ""
@@ -114,9 +114,9 @@ def revoke_token(
     found = store.revoke_token(token_id, time.time_ns())
     store.close()
     if not found:
-        say(f"no token {token_id} that works in {settings.database}")
+        print_error(f"no token {token_id} that works in {settings.database}")
         raise typer.Exit(1)
-    say(f"revoked {token_id} in {settings.database}")
+    print_error(f"revoked {token_id} in {settings.database}")
 
 
 @cli.command()
@@ -127,7 +127,7 @@ def check(
 ) -> None:
     """Say whether a collector could run here: database, schema, rights, disk, clock, files. Ends with 1 where not."""
     settings = _settings(database_url)
-    found = [*(self_check.Finding("settings", "warn", line) for line in unknown(os.environ))]
+    found = [*(self_check.CheckResult("settings", "warn", line) for line in unknown(os.environ))]
     found += self_check.run(settings, integrity)
     failed = any(finding.state == "fail" for finding in found)
     if as_json:
@@ -176,7 +176,7 @@ def bench(
     try:
         found = benchmark.measure(load, database_url)
     except benchmark.BenchError as error:
-        say(str(error))
+        print_error(str(error))
         raise typer.Exit(1) from None
     for name, value in found.items():
         typer.echo(f"{name:>16}  {value:,.2f}")

@@ -19,7 +19,7 @@ _REST = 1.0
 _HOUR_NS, _DAY_NS = 3600 * 10**9, 86_400 * 10**9
 
 
-class Keeper:
+class RetentionJob:
     """Holds the store to the settings' ages and size. Several collectors on one database may each have one.
 
     Args:
@@ -31,7 +31,7 @@ class Keeper:
     def __init__(self, settings: Settings, store: Store, registry: CollectorRegistry) -> None:
         self._settings, self._store = settings, store
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ddpobs-keeper", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ddpobs-retention", daemon=True)
         self.removed = Counter("ddpobs_server_removed", "What retention removed.", ["what"], registry=registry)
         self.failures = Counter("ddpobs_server_retention_failures", "Rounds that failed.", registry=registry)
         self.seconds = Gauge("ddpobs_server_retention_seconds", "How long the last round took.", registry=registry)
@@ -58,12 +58,12 @@ class Keeper:
         self._ended.set()
         self._thread.join(_CLOSE_S)
 
-    def tidy(self, now_ns: int) -> None:
+    def run_once(self, now_ns: int) -> None:
         """One round: what is too old, then what is too much, then what came in small pieces."""
         settings, store, began = self._settings, self._store, time.monotonic()
         if settings.keep_spans_days is not None:
             self._note("chunks", store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
-        store.thin_unused(now_ns - _HOUR_NS)
+        store.prune_unused_sets(now_ns - _HOUR_NS)
         if settings.keep_runs_days is not None:
             self._note("runs", store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
         if settings.keep_gb is not None:
@@ -92,7 +92,7 @@ class Keeper:
     def _run(self) -> None:
         while not self._ended.wait(_EVERY_S):
             try:
-                self.tidy(time.time_ns())
+                self.run_once(time.time_ns())
             except Exception:
                 self.failures.inc()
                 _log.exception("retention failed; it is tried again in %d s", _EVERY_S)

@@ -24,7 +24,7 @@ _RENEWAL_DAYS = 7
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """What one check found. A warning does not keep a collector from running."""
 
     name: str
@@ -32,7 +32,7 @@ class Finding:
     detail: str
 
 
-def run(settings: Settings, integrity: bool = True) -> Iterator[Finding]:
+def run(settings: Settings, integrity: bool = True) -> Iterator[CheckResult]:
     """Look at everything; the later checks need the earlier.
 
     Args:
@@ -41,7 +41,7 @@ def run(settings: Settings, integrity: bool = True) -> Iterator[Finding]:
     """
     shown, file = settings.database, settings.database_file
     if (wrong := address_problem(settings.host, 0)) is not None:
-        yield Finding("address", "fail", wrong)
+        yield CheckResult("address", "fail", wrong)
     if settings.tls_cert is not None:
         yield _tls(settings, settings.tls_cert)
     if file is not None:
@@ -51,28 +51,28 @@ def run(settings: Settings, integrity: bool = True) -> Iterator[Finding]:
         yield _disk(file.parent)
         yield _synchronised()
         if not file.exists():
-            yield Finding("database", "ok", f"{shown} is not there yet: the first start makes it")
+            yield CheckResult("database", "ok", f"{shown} is not there yet: the first start makes it")
             yield from _access(settings, None)
             return
-    store = Store(settings.database_url, only_look=True)
+    store = Store(settings.database_url, read_only=True)
     try:
         yield from _database(settings, store, file is not None and integrity)
     finally:
         store.close()
 
 
-def _database(settings: Settings, store: Store, integrity: bool) -> Iterator[Finding]:
+def _database(settings: Settings, store: Store, integrity: bool) -> Iterator[CheckResult]:
     shown = settings.database
     try:
         store.ready()
     except Exception as error:
-        yield Finding("database", "fail", f"{shown} does not answer: {type(error).__name__}: {error}")
+        yield CheckResult("database", "fail", f"{shown} does not answer: {type(error).__name__}: {error}")
         return
-    yield Finding("database", "ok", f"{shown} answers")
+    yield CheckResult("database", "ok", f"{shown} answers")
     if integrity:
-        wrong = store.damage()
+        wrong = store.integrity_errors()
         detail = "; ".join(wrong) or "the file is whole"
-        yield Finding("integrity", "fail" if wrong else "ok", detail)
+        yield CheckResult("integrity", "fail" if wrong else "ok", detail)
         if wrong:
             return
     yield (schema := _schema(store))
@@ -81,13 +81,13 @@ def _database(settings: Settings, store: Store, integrity: bool) -> Iterator[Fin
     try:
         store.try_write()
     except Exception as error:
-        yield Finding("writing", "fail", f"{type(error).__name__}: {error}")
+        yield CheckResult("writing", "fail", f"{type(error).__name__}: {error}")
     else:
-        yield Finding("writing", "ok", "rows can be written")
+        yield CheckResult("writing", "ok", "rows can be written")
     if store.folder is None:
         skew_s = store.now_ns() / 1e9 - time.time()
         detail = f"{skew_s:+.1f} s between the database's and this machine's"
-        yield Finding("clock", "ok" if abs(skew_s) < _SKEW_S else "fail", detail)
+        yield CheckResult("clock", "ok" if abs(skew_s) < _SKEW_S else "fail", detail)
 
 
 def open_door(settings: Settings, tokens: bool) -> str | None:
@@ -106,11 +106,11 @@ def open_door(settings: Settings, tokens: bool) -> str | None:
     )
 
 
-def _access(settings: Settings, store: Store | None) -> Iterator[Finding]:
+def _access(settings: Settings, store: Store | None) -> Iterator[CheckResult]:
     if not settings.on_loopback:
         tokens = store is not None and store.revisions()[0] is not None and bool(store.tokens())
         wrong = open_door(settings, tokens)
-        yield Finding("access", "fail" if wrong else "ok", wrong or "other machines may call, with a token")
+        yield CheckResult("access", "fail" if wrong else "ok", wrong or "other machines may call, with a token")
 
 
 def address_problem(host: str, port: int) -> str | None:
@@ -139,15 +139,15 @@ def tls_problem(settings: Settings) -> str | None:
     return None
 
 
-def _tls(settings: Settings, certificate: Path) -> Finding:
+def _tls(settings: Settings, certificate: Path) -> CheckResult:
     if (wrong := tls_problem(settings)) is not None:
-        return Finding("tls", "fail", wrong)
+        return CheckResult("tls", "fail", wrong)
     try:
         days = (_expires_s(certificate, settings.tls_key) - time.time()) / 86_400
     except ssl.SSLCertVerificationError as error:
-        return Finding("tls", "fail", f"no client takes {certificate}: {error.verify_message}")
+        return CheckResult("tls", "fail", f"no client takes {certificate}: {error.verify_message}")
     detail = f"{certificate} and its key fit, for {days:.0f} more days"
-    return Finding("tls", "ok" if days > _RENEWAL_DAYS else "warn", detail)
+    return CheckResult("tls", "ok" if days > _RENEWAL_DAYS else "warn", detail)
 
 
 def _expires_s(certificate: Path, key: Path | None) -> float:
@@ -169,48 +169,48 @@ def _expires_s(certificate: Path, key: Path | None) -> float:
     return ssl.cert_time_to_seconds(str((client.getpeercert() or {})["notAfter"]))
 
 
-def _schema(store: Store) -> Finding:
+def _schema(store: Store) -> CheckResult:
     try:
         here, wanted = store.revisions()
     except Exception as error:
-        return Finding("schema", "fail", f"cannot be read: {type(error).__name__}: {error}")
+        return CheckResult("schema", "fail", f"cannot be read: {type(error).__name__}: {error}")
     if here == wanted:
-        return Finding("schema", "ok", f"at {here}, this version's")
+        return CheckResult("schema", "ok", f"at {here}, this version's")
     if here is None:
-        return Finding("schema", "ok", f"empty; the first start makes {wanted}")
+        return CheckResult("schema", "ok", f"empty; the first start makes {wanted}")
     if here in store.earlier_revisions():
-        return Finding("schema", "fail", f"at {here}; back it up, then start this version, which makes it {wanted}")
-    return Finding("schema", "fail", f"at {here}, which a newer version made; this one knows {wanted}: upgrade it")
+        return CheckResult("schema", "fail", f"at {here}; back it up, then start this version, which makes it {wanted}")
+    return CheckResult("schema", "fail", f"at {here}, which a newer version made; this one knows {wanted}: upgrade it")
 
 
-def _permissions(file: Path) -> Finding:
+def _permissions(file: Path) -> CheckResult:
     paths = [path for path in (file, Path(f"{file}-wal"), Path(f"{file}-shm")) if path.exists()]
     denied = [str(path) for path in paths if not os.access(path, os.R_OK | os.W_OK)]
     if not os.access(file.parent, os.R_OK | os.W_OK | os.X_OK):
         denied.insert(0, str(file.parent))
     who = f"user {os.geteuid()}"
     if denied:
-        return Finding("permissions", "fail", f"{who} may not read and write {', '.join(denied)}")
+        return CheckResult("permissions", "fail", f"{who} may not read and write {', '.join(denied)}")
     if any(path.stat().st_mode & 0o002 for path in paths):
-        return Finding("permissions", "warn", f"anybody may write {file}: chmod o-w")
-    return Finding("permissions", "ok", f"{who} may read and write {file}")
+        return CheckResult("permissions", "warn", f"anybody may write {file}: chmod o-w")
+    return CheckResult("permissions", "ok", f"{who} may read and write {file}")
 
 
-def _disk(folder: Path) -> Finding:
+def _disk(folder: Path) -> CheckResult:
     disk = shutil.disk_usage(folder)
     detail = f"{disk.free / 1e9:.1f} of {disk.total / 1e9:.1f} GB free in {folder}"
     if disk.free < _FREE_BYTES:
-        return Finding("disk", "fail", detail)
-    return Finding("disk", "ok" if disk.free > _FREE_RATIO * disk.total else "warn", detail)
+        return CheckResult("disk", "fail", detail)
+    return CheckResult("disk", "ok" if disk.free > _FREE_RATIO * disk.total else "warn", detail)
 
 
-def _synchronised() -> Finding:
+def _synchronised() -> CheckResult:
     """What the kernel says of this machine's clock: with SQLite there is no other to compare it with."""
     ask = ["timedatectl", "show", "--property=NTPSynchronized", "--value"]
     try:
         answer = subprocess.run(ask, capture_output=True, text=True, timeout=_ASK_S, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
-        return Finding("clock", "ok", "whether it is synchronised is not known: timedatectl does not answer here")
+        return CheckResult("clock", "ok", "whether it is synchronised is not known: timedatectl does not answer here")
     if answer == "no":
-        return Finding("clock", "warn", "not synchronised: start chrony or systemd-timesyncd")
-    return Finding("clock", "ok", "synchronised")
+        return CheckResult("clock", "warn", "not synchronised: start chrony or systemd-timesyncd")
+    return CheckResult("clock", "ok", "synchronised")

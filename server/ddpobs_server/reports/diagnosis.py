@@ -9,10 +9,10 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import Evidence
-from ddpobs_server.analysis.finding import Finding, Missing, named, ordered
+from ddpobs_server.analysis.finding import Finding, NotJudged, by_severity, format_ranks
 from ddpobs_server.analysis.findings import straggler
 from ddpobs_server.analysis.findings.registry import CATALOGUE
-from ddpobs_server.analysis.joined_steps import Joined, fallen_behind, join, ranks_of
+from ddpobs_server.analysis.joined_steps import Joined, join, ranks_of, silent_ranks
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
 _STEPS, _FEWEST_STEPS, _ROWS = 2048, 512, 500_000
@@ -42,14 +42,14 @@ class Diagnosis:
         """Findings, the most severe first, and what could not be judged."""
         sources = self._store.sources(run, attempt)
         settings = next((s.hello.settings for s in sources if s.hello), {})
-        apart = _apart(sources, settings)
+        apart = _separate_groups_reason(sources, settings)
         missing = []
         try:
             rank, steps = self.recent_steps(run, attempt, sources)
-            rank, steps = (rank, steps) if apart else keeping_up(rank, steps, sources)
+            rank, steps = (rank, steps) if apart else drop_silent_ranks(rank, steps, sources)
         except TooManyRowsError as error:
-            rank, steps = np.zeros(0, np.int64), wire.Steps.of(np.zeros((len(wire.Steps.names), 0), np.int64))
-            missing.append(Missing("steps", str(error)))
+            rank, steps = np.zeros(0, np.int64), wire.Steps.from_table(np.zeros((len(wire.Steps.names), 0), np.int64))
+            missing.append(NotJudged("steps", str(error)))
         joined = join(rank, steps)
         absent = _absent(sources, joined.ranks)
         gaps = self._store.missing_batches(run, attempt)
@@ -71,19 +71,19 @@ class Diagnosis:
             gaps=bool(settings.get("find_unused_parameters")) and self._store.has_gaps(run, attempt),
         )
         hosts = {s.rank: s.hello.host for s in sources if s.hello}
-        slow = Missing("straggler", apart) if apart else straggler.straggler_findings(joined, hosts)
+        slow = NotJudged("straggler", apart) if apart else straggler.straggler_findings(joined, hosts)
         judged = [slow, *(find(evidence) for find in CATALOGUE)]
-        findings = [f for found in judged if not isinstance(found, Missing) for f in found]
+        findings = [f for found in judged if not isinstance(found, NotJudged) for f in found]
         try:
             findings = self._with_buckets(findings, run, attempt, (rank, steps), joined)
         except TooManyRowsError as error:
-            missing.append(Missing("buckets", str(error)))
+            missing.append(NotJudged("buckets", str(error)))
         return {
             "run": run,
             "attempt": attempt,
             "steps_seen": int(steps.step.max()) + 1 if len(steps.step) else 0,
-            "findings": [finding.as_json() for finding in ordered(findings)],
-            "missing": [str(found) for found in [*judged, *missing] if isinstance(found, Missing)],
+            "findings": [finding.as_json() for finding in by_severity(findings)],
+            "missing": [str(found) for found in [*judged, *missing] if isinstance(found, NotJudged)],
         }
 
     def _with_buckets(
@@ -97,7 +97,7 @@ class Diagnosis:
         for finding in slow if layouts else []:
             rank, evidence = finding.ranks[0], finding.evidence
             ranks, spans = self._late_spans(finding, run, attempt, steps, joined)
-            if len(ranks) and not self._waits_between(run, attempt, rank, spans.at(ranks == rank)):
+            if len(ranks) and not self._waits_between(run, attempt, rank, spans.select(ranks == rank)):
                 began = straggler.backward_began_ns(steps, (ranks, spans))
                 excess_ns = min(evidence["excess_ns"], evidence["phase_excess_ns"]["backward"])
                 late = straggler.late_bucket(rank, ranks, spans, began, excess_ns)
@@ -116,7 +116,7 @@ class Diagnosis:
         np.minimum.at(first, place, spans.ready_ns)
         np.maximum.at(last, place, spans.ready_ns)
         _, comms = self._store.comms(run, attempt, rank, int(steps[0]), int(steps[-1]))
-        comms = comms.at((comms.kind == _USER) & np.isin(comms.step, steps))
+        comms = comms.select((comms.kind == _USER) & np.isin(comms.step, steps))
         of = np.searchsorted(steps, comms.step)
         return bool(((comms.launched_ns > first[of]) & (comms.launched_ns < last[of])).any())
 
@@ -127,7 +127,7 @@ class Diagnosis:
         slow, (of, rows) = finding.ranks[0], steps
         typical_ns = finding.evidence["excess_ns"]
         late = straggler.late_collectives(joined.latest(_BUCKET_STEPS), slow, finding.steps[0], typical_ns)
-        wanted = np.isin(of, _beside(slow, joined.ranks)) & np.isin(rows.collective, late)
+        wanted = np.isin(of, _comparison_ranks(slow, joined.ranks)) & np.isin(rows.collective, late)
         of, number = of[wanted], rows.step[wanted]
         together: dict[tuple[int, int], list[int]] = {}  # With uneven inputs the ranks' step numbers part.
         for rank in np.unique(of).tolist():
@@ -135,11 +135,11 @@ class Diagnosis:
             together.setdefault((int(own.min()), int(own.max())), []).append(rank)
         read = [self._store.spans(run, attempt, ranks, *ends) for ends, ranks in together.items()]
         if not read:
-            return of, wire.Spans.of(np.zeros((len(wire.Spans.names), 0), np.int64))
-        ranks, spans = np.concatenate([part for part, _ in read]), wire.Spans.joined([part for _, part in read])
+            return of, wire.Spans.from_table(np.zeros((len(wire.Spans.names), 0), np.int64))
+        ranks, spans = np.concatenate([part for part, _ in read]), wire.Spans.concat([part for _, part in read])
         width = int(joined.ranks.max()) + 1
         kept = np.isin(spans.step * width + ranks, number * width + of)
-        return ranks[kept], spans.at(kept)
+        return ranks[kept], spans.select(kept)
 
     def recent_steps(self, run: str, attempt: str, sources: list[Source]) -> tuple[wire.Ints, wire.Steps]:
         """Each rank's latest steps by its own numbers: with uneven inputs these part."""
@@ -154,13 +154,13 @@ class Diagnosis:
             rank, steps = self._store.steps(run, attempt, None, *whole)
         else:  # Each is read by itself, from chunks that hold all of them.
             read = [self._store.steps(run, attempt, *part) for part in parts]
-            rank, steps = np.concatenate([ranks for ranks, _ in read]), wire.Steps.joined([rows for _, rows in read])
+            rank, steps = np.concatenate([ranks for ranks, _ in read]), wire.Steps.concat([rows for _, rows in read])
             order = np.lexsort((rank, steps.step))
-            rank, steps = rank[order], steps.at(order)
+            rank, steps = rank[order], steps.select(order)
         ranks, place = ranks_of(rank)
         begins = np.array([last.get(one, 0) - window for one in ranks.tolist()], np.int64)
         within = steps.step > begins[place]
-        return (rank, steps) if within.all() else (rank[within], steps.at(within))
+        return (rank, steps) if within.all() else (rank[within], steps.select(within))
 
     def _rows_of(self, run: str, attempt: str, last: dict[int, int], window: int) -> int:
         """About how many rows that window has, as if each rank had as many in the same steps."""
@@ -181,7 +181,7 @@ def _with_bucket(
     return replace(finding, buckets=[place[2]], parameters=names[:50], evidence=evidence)
 
 
-def _beside(slow: int, ranks: wire.Ints) -> list[int]:
+def _comparison_ranks(slow: int, ranks: wire.Ints) -> list[int]:
     """A rank and others to compare it with, from all over the world."""
     others = ranks[ranks != slow]
     few = np.linspace(0, len(others) - 1, min(len(others), _BUCKET_RANKS - 1)).astype(np.int64)
@@ -205,13 +205,13 @@ def _side_by_side(last: dict[int, int], window: int) -> list[tuple[list[int], in
     return parts[:_PARTINGS]
 
 
-def keeping_up(rank: wire.Ints, steps: wire.Steps, sources: list[Source]) -> tuple[wire.Ints, wire.Steps]:
+def drop_silent_ranks(rank: wire.Ints, steps: wire.Steps, sources: list[Source]) -> tuple[wire.Ints, wire.Steps]:
     """Without the ranks that fell silent: with them no late step could be compared."""
     newest_ns = max((source.last_step_seen_ns for source in sources), default=0)
     silent = {source.rank for source in sources if newest_ns - source.last_step_seen_ns > _SILENT_NS}
-    gone = [one for one in fallen_behind(rank, steps).tolist() if one in silent]
+    gone = [one for one in silent_ranks(rank, steps).tolist() if one in silent]
     rows = ~np.isin(rank, gone)
-    return (rank, steps) if rows.all() else (rank[rows], steps.at(rows))
+    return (rank, steps) if rows.all() else (rank[rows], steps.select(rows))
 
 
 def _absent(sources: list[Source], compared: wire.Ints) -> dict[str, list[int]]:
@@ -227,7 +227,7 @@ def _absent(sources: list[Source], compared: wire.Ints) -> dict[str, list[int]]:
     }
 
 
-def _apart(sources: list[Source], settings: dict[str, wire.Scalar]) -> str:
+def _separate_groups_reason(sources: list[Source], settings: dict[str, wire.Scalar]) -> str:
     """Why ranks do not wait for each other: the module's process group is a part of the world."""
     world, ranks = max((source.world_size for source in sources), default=0), settings.get("group_ranks")
     if type(ranks) is not int or not 0 < ranks < world:
@@ -235,12 +235,14 @@ def _apart(sources: list[Source], settings: dict[str, wire.Scalar]) -> str:
     return f"DDP over {ranks} of {world} ranks: ranks of different process groups do not wait for each other"
 
 
-def _not_judged(absent: dict[str, list[int]], apart: str) -> list[Missing]:
+def _not_judged(absent: dict[str, list[int]], apart: str) -> list[NotJudged]:
     """What cannot be said without these ranks: the slow one may be among them."""
-    missing = [Missing("straggler", why.format(named(ranks))) for why, ranks in absent.items() if ranks]
+    missing = [NotJudged("straggler", why.format(format_ranks(ranks))) for why, ranks in absent.items() if ranks]
     without = sorted(one for ranks in absent.values() for one in ranks)
     if apart:
-        missing.append(Missing("comm-bound", f"waiting cannot be told from moving: {apart}"))
+        missing.append(NotJudged("comm-bound", f"waiting cannot be told from moving: {apart}"))
     elif without:
-        missing.append(Missing("comm-bound", f"waiting cannot be told from moving without rank {named(without)}"))
+        missing.append(
+            NotJudged("comm-bound", f"waiting cannot be told from moving without rank {format_ranks(without)}")
+        )
     return missing

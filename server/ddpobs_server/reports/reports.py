@@ -14,7 +14,7 @@ from ddpobs_server.analysis import chrome_trace, clock_alignment
 from ddpobs_server.analysis.findings.straggler import lateness_table
 from ddpobs_server.analysis.joined_steps import join, mean_over_ranks
 from ddpobs_server.reports.cache import Cache
-from ddpobs_server.reports.diagnosis import Diagnosis, keeping_up
+from ddpobs_server.reports.diagnosis import Diagnosis, drop_silent_ranks
 from ddpobs_server.store import Run, Store
 
 _log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ _CACHED = 1024
 _PATIENCE_S = 1.0
 
 
-class TooMany(ValueError):  # noqa: N818 - what is wrong with what was asked for
+class TooManyStepsError(ValueError):
     """More steps are asked for than one answer holds; those until `fits_until` would fit."""
 
     def __init__(self, fits_until: int) -> None:
@@ -99,7 +99,7 @@ class Reports:
         end = None
         if first is None and last is None:
             sources = self._store.sources(run, attempt)
-            rank, steps = keeping_up(*self._diagnosis.recent_steps(run, attempt, sources), sources)
+            rank, steps = drop_silent_ranks(*self._diagnosis.recent_steps(run, attempt, sources), sources)
         else:
             end = self._store.page_end("steps", run, attempt, first=first, last=last, rows=_ROWS)
             rank, steps = self._store.steps(run, attempt, None, first, last if end is None else end)
@@ -169,7 +169,7 @@ class Reports:
         assert end is not None
         if (cut := self._trace_end(run, attempt, begin, end)) is not None:
             if first is not None and last is not None:
-                raise TooMany(cut)
+                raise TooManyStepsError(cut)
             # The latest steps are wanted where the beginning was left open.
             begin, end = (end - (cut - begin), end) if first is None else (begin, cut)
         return chrome_trace.chrome_trace(*self._on_one_clock(run, attempt, begin, end))

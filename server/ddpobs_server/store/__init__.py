@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ddpobs_server.store.column_queries import TooManyRowsError
 from ddpobs_server.store.database_errors import UnavailableError, UnusableError
-from ddpobs_server.store.ingest import Arrival, Outcome, Unstorable
+from ddpobs_server.store.ingest import Arrival, Outcome, UnstorableBatchError
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.store import Store
@@ -27,6 +27,6 @@ __all__ = [
     "Token",
     "TooManyRowsError",
     "UnavailableError",
-    "Unstorable",
+    "UnstorableBatchError",
     "UnusableError",
 ]

@@ -30,7 +30,7 @@ def added(column: Any) -> Any:
     return func.sum(cast(column, Double))
 
 
-def one(run_id: str) -> Conditions:
+def where_run(run_id: str) -> Conditions:
     """That run."""
     return [_r.run_id == run_id]
 
@@ -40,7 +40,7 @@ def active(workspace: str, since_ns: int, until_ns: int) -> Conditions:
     return [_r.workspace == workspace, _r.last_seen_ns.between(since_ns, until_ns)]
 
 
-def before(workspace: str, cursor: tuple[int, str] | None) -> Conditions:
+def where_page(workspace: str, cursor: tuple[int, str] | None) -> Conditions:
     """A workspace's runs, from the cursor on: (created_ns, run) of the last one had."""
     if cursor is None:
         return [_r.workspace == workspace]
@@ -73,12 +73,12 @@ def runs(connection: Connection, which: Conditions, limit: int | None = None) ->
     return [Run(*row[:2], *map(int, row[2:])) for row in connection.execute(query)]
 
 
-def of_attempt(run_id: str, attempt: str) -> CTE:
+def sources_of_attempt(run_id: str, attempt: str) -> CTE:
     """The sources of an attempt of one run."""
     return _materialized(select(*_SOURCE).where(_s.run_id == run_id, _s.attempt == attempt))
 
 
-def of_latest(which: Conditions) -> CTE:
+def sources_of_latest(which: Conditions) -> CTE:
     """The sources of the latest attempts of some runs."""
     latest = (_r.run_id == _s.run_id) & (_r.attempt == _s.attempt)
     return _materialized(select(*_SOURCE).join(schema.runs, latest).where(*which))

@@ -32,7 +32,7 @@ class TooManyRowsError(ValueError):
 
 
 @dataclass(frozen=True)
-class Part:
+class ColumnQuery:
     """What of an attempt's columns is asked for: a kind, the steps [first, last], and some ranks or all."""
 
     kind: str
@@ -55,7 +55,7 @@ class Part:
         return conditions
 
 
-def columns(connection: Connection, kind: type[_Columns], part: Part) -> tuple[wire.Ints, _Columns]:
+def columns(connection: Connection, kind: type[_Columns], part: ColumnQuery) -> tuple[wire.Ints, _Columns]:
     """Rows sorted by step and rank, with the rank of each.
 
     Raises:
@@ -84,10 +84,10 @@ def columns(connection: Connection, kind: type[_Columns], part: Part) -> tuple[w
     table = np.empty((len(kind.names), len(order)), np.int64)
     for name, row in zip(kind.names, table, strict=True):
         np.take(joined(name), order, out=row)
-    return rank[order], kind.of(table)
+    return rank[order], kind.from_table(table)
 
 
-def rows_held(connection: Connection, part: Part) -> int:
+def rows_held(connection: Connection, part: ColumnQuery) -> int:
     """About how many rows there are: a chunk's count as spread evenly over its steps, and no columns are read."""
     c = schema.chunks.c
     begin = c.first_step if part.first is None else case((c.first_step < part.first, part.first), else_=c.first_step)
@@ -97,7 +97,7 @@ def rows_held(connection: Connection, part: Part) -> int:
     return int(connection.execute(query).scalar_one())
 
 
-def page_end(connection: Connection, part: Part, rows: int) -> int | None:
+def page_end(connection: Connection, part: ColumnQuery, rows: int) -> int | None:
     """The last of as many steps, from the first on, as hold about so many rows, at least one; None where all do.
 
     A chunk's rows count as spread evenly over its steps: no columns are read.

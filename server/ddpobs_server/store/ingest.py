@@ -22,7 +22,7 @@ _MERGED = ("steps", "comms")
 """Kinds whose rows share a chunk for all batches of a transaction."""
 
 
-class Unstorable(Exception):  # noqa: N818 - a batch is
+class UnstorableBatchError(Exception):
     """A batch that never will be stored; says why."""
 
 
@@ -188,7 +188,7 @@ def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
     """A source stays with its attempt, so that a run has no more attempts than it may have sources."""
     rows = sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"]))
     if _execute(connection, _touching_source(connection.dialect.name), rows) != len(rows):
-        raise Unstorable("attempt: expected the one that this source has told before, got another")
+        raise UnstorableBatchError("attempt: expected the one that this source has told before, got another")
 
 
 def _source_row(arrival: Arrival) -> dict[str, Any]:

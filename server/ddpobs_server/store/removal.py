@@ -66,7 +66,7 @@ def expire_chunks(engine: Engine, before_ns: int) -> int:
     return removed
 
 
-def thin_unused(engine: Engine, before_ns: int) -> None:
+def prune_unused_sets(engine: Engine, before_ns: int) -> None:
     """Remove unused sets of before then that neither metrics nor diagnoses read any more.
 
     A model whose set changes in every step tells one a step and rank, and both look through all that there are.
@@ -192,7 +192,7 @@ def shrink(engine: Engine, limit_bytes: int) -> tuple[int, int]:
             break
         time.sleep(_PAUSE_S)
     if removed_chunks + removed_runs:
-        give_back(engine)
+        vacuum(engine)
     return removed_chunks, removed_runs
 
 
@@ -207,7 +207,7 @@ def used_bytes(engine: Engine) -> int:
         return int(connection.execute(_COLUMN_BYTES).scalar_one())
 
 
-def give_back(engine: Engine) -> None:
+def vacuum(engine: Engine) -> None:
     """Return free pages to the file system. PostgreSQL uses them again, and returns those at a table's end itself.
 
     Raises:

@@ -30,7 +30,7 @@ def join(records: Sequence[_C]) -> tuple[_C, wire.Ints]:
 
     To sum many batches at once takes little longer than one: at their size a call costs more than the arithmetic.
     """
-    return records[0].joined(records), np.repeat(np.arange(len(records)), [len(record) for record in records])
+    return records[0].concat(records), np.repeat(np.arange(len(records)), [len(record) for record in records])
 
 
 def step_windows(steps: wire.Steps, batch: wire.Ints) -> Sums:
@@ -78,10 +78,10 @@ def bucket_sums(spans: wire.Spans, batch: wire.Ints, steps: Sequence[wire.Steps 
     if batch[-1]:  # Of several batches one may end with the step that the next begins with.
         begins |= changes(batch)
     grids, rest = _alike(spans, np.flatnonzero(begins))
-    parts = [_alike_sums(spans.at(rows), batch[rows], width, steps) for rows, width in grids]
+    parts = [_alike_sums(spans.select(rows), batch[rows], width, steps) for rows, width in grids]
     if rest is not None:
         several = _several_backwards(steps)
-        parts.append(irregular_bucket_sums.sums(spans.at(rest), batch[rest], np.cumsum(begins)[rest], several))
+        parts.append(irregular_bucket_sums.sums(spans.select(rest), batch[rest], np.cumsum(begins)[rest], several))
     found = parts[0]
     for part in parts[1:]:
         for key, table in part.items():

@@ -25,9 +25,9 @@ from ddpobs_server.store import (
     removal,
     schema,
 )
-from ddpobs_server.store.column_queries import Part
+from ddpobs_server.store.column_queries import ColumnQuery
 from ddpobs_server.store.database_errors import UnavailableError, UnusableError
-from ddpobs_server.store.ingest import Arrival, Outcome, Unstorable
+from ddpobs_server.store.ingest import Arrival, Outcome, UnstorableBatchError
 from ddpobs_server.store.phase_totals import PhaseTotals
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, Rollup, Run, Source, Token
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
@@ -45,11 +45,11 @@ class Store:
     Args:
         url: SQLAlchemy's, of SQLite or PostgreSQL.
         keep_free_bytes: With less room on a SQLite file's disk no batch is stored: to remove some takes room, too.
-        only_look: Whether a SQLite file is only looked at, and stays as it is.
+        read_only: Whether a SQLite file is only looked at, and stays as it is.
     """
 
-    def __init__(self, url: str, keep_free_bytes: int = 0, *, only_look: bool = False) -> None:
-        self._engine = engine.engine(url, write_ahead=not only_look)
+    def __init__(self, url: str, keep_free_bytes: int = 0, *, read_only: bool = False) -> None:
+        self._engine = engine.engine(url, write_ahead=not read_only)
         self._keep_free_bytes, self._disk = keep_free_bytes, self.folder
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
 
@@ -75,7 +75,7 @@ class Store:
         """Revisions of the schema that this version can start from."""
         return migration.earlier_revisions()
 
-    def damage(self) -> list[str]:
+    def integrity_errors(self) -> list[str]:
         """What is wrong with a SQLite file, read as a whole; nothing for a server's database."""
         if self._engine.dialect.name != "sqlite":
             return []
@@ -99,12 +99,12 @@ class Store:
                 return ingest.write(connection, arrivals)
         except (DataError, OverflowError) as error:
             detail = f"a value is beyond what the database holds: {str(error).partition(chr(10))[0]}"
-            raise Unstorable(detail) from error
+            raise UnstorableBatchError(detail) from error
 
     def delete(self, run: str) -> bool:
         """Remove everything of a run and return its space; False where there is none."""
         found = removal.delete_run(self._engine, run)
-        removal.give_back(self._engine)
+        removal.vacuum(self._engine)
         return found
 
     def compact(self, since_ns: int) -> Iterator[int]:
@@ -119,18 +119,18 @@ class Store:
         """Remove the columns of batches that came before then, and return their space; how many chunks."""
         removed = removal.expire_chunks(self._engine, before_ns)
         if removed:
-            removal.give_back(self._engine)
+            removal.vacuum(self._engine)
         return removed
 
-    def thin_unused(self, before_ns: int) -> None:
+    def prune_unused_sets(self, before_ns: int) -> None:
         """Remove unused sets of before then that neither metrics nor diagnoses read any more."""
-        removal.thin_unused(self._engine, before_ns)
+        removal.prune_unused_sets(self._engine, before_ns)
 
     def expire_runs(self, before_ns: int) -> int:
         """Remove runs that were last heard of before then, and return their space; how many."""
         removed = removal.expire_runs(self._engine, before_ns)
         if removed:
-            removal.give_back(self._engine)
+            removal.vacuum(self._engine)
         return removed
 
     def shrink(self, limit_bytes: int) -> tuple[int, int]:
@@ -188,7 +188,7 @@ class Store:
     def runs(self, limit: int, before: tuple[int, str] | None = None, workspace: str = DEFAULT_WORKSPACE) -> list[Run]:
         """A workspace's runs, newest first; `before` is (created_ns, run) of the last one had."""
         with self._engine.connect() as connection:
-            return aggregate_queries.runs(connection, aggregate_queries.before(workspace, before), limit)
+            return aggregate_queries.runs(connection, aggregate_queries.where_page(workspace, before), limit)
 
     def runs_there(self, workspace: str) -> int:
         """How many runs a workspace has."""
@@ -207,7 +207,7 @@ class Store:
     def aggregates(self, since_ns: int, until_ns: int = 2**63 - 1, workspace: str = DEFAULT_WORKSPACE) -> Aggregates:
         """What metrics tell of the runs last heard of in that time, in a few statements for all of them."""
         which = aggregate_queries.active(workspace, since_ns, until_ns)
-        of = aggregate_queries.of_latest(which)
+        of = aggregate_queries.sources_of_latest(which)
         with self._snapshot() as connection:
             runs, histograms = aggregate_queries.runs(connection, which), aggregate_queries.histograms(connection, of)
             layouts = aggregate_queries.layouts(connection, of)
@@ -240,7 +240,7 @@ class Store:
     def run(self, run: str) -> Run | None:
         """One run, or None."""
         with self._engine.connect() as connection:
-            return next(iter(aggregate_queries.runs(connection, aggregate_queries.one(run))), None)
+            return next(iter(aggregate_queries.runs(connection, aggregate_queries.where_run(run))), None)
 
     def commits(self, run: str) -> tuple[int, int]:
         """When the run was made and how often it was written to: what a cache of its reports is keyed by."""
@@ -274,7 +274,9 @@ class Store:
         with self._engine.connect() as connection:
             return [
                 layout
-                for _, layout in aggregate_queries.layouts(connection, aggregate_queries.of_attempt(run, attempt))
+                for _, layout in aggregate_queries.layouts(
+                    connection, aggregate_queries.sources_of_attempt(run, attempt)
+                )
             ]
 
     def steps(
@@ -285,19 +287,19 @@ class Store:
         Raises:
             TooManyRowsError: There are too many, here as of spans and of comms.
         """
-        return self._columns(wire.Steps, Part("steps", run, attempt, _collected(rank), first, last))
+        return self._columns(wire.Steps, ColumnQuery("steps", run, attempt, _collected(rank), first, last))
 
     def spans(
         self, run: str, attempt: str, rank: Ranks = None, first: int | None = None, last: int | None = None
     ) -> tuple[wire.Ints, wire.Spans]:
         """Bucket spans of the steps in [first, last], likewise."""
-        return self._columns(wire.Spans, Part("spans", run, attempt, _collected(rank), first, last))
+        return self._columns(wire.Spans, ColumnQuery("spans", run, attempt, _collected(rank), first, last))
 
     def comms(
         self, run: str, attempt: str, rank: Ranks = None, first: int | None = None, last: int | None = None
     ) -> tuple[wire.Ints, wire.Comms]:
         """Other communication of the steps in [first, last], likewise."""
-        return self._columns(wire.Comms, Part("comms", run, attempt, _collected(rank), first, last))
+        return self._columns(wire.Comms, ColumnQuery("comms", run, attempt, _collected(rank), first, last))
 
     def page_end(
         self, kind: str, run: str, attempt: str, *, rows: int, first: int | None, last: int | None, rank: Ranks = None
@@ -310,44 +312,54 @@ class Store:
         if first is not None and first == last:
             return None
         with self._engine.connect() as connection:
-            return column_queries.page_end(connection, Part(kind, run, attempt, _collected(rank), first, last), rows)
+            return column_queries.page_end(
+                connection, ColumnQuery(kind, run, attempt, _collected(rank), first, last), rows
+            )
 
     def rows_held(self, kind: str, run: str, attempt: str, first: int, last: int) -> int:
         """About how many rows of `steps`, `spans` or `comms` the steps in [first, last] have."""
         with self._engine.connect() as connection:
-            return column_queries.rows_held(connection, Part(kind, run, attempt, None, first, last))
+            return column_queries.rows_held(connection, ColumnQuery(kind, run, attempt, None, first, last))
 
     def unused(
         self, run: str, attempt: str, module: int | None = None, limit: int = 1000
     ) -> list[tuple[int, wire.Unused]]:
         """(rank, unused set) in the order in which each rank told them: so many of the latest, of a module or all."""
         with self._engine.connect() as connection:
-            of = aggregate_queries.of_attempt(run, attempt)
+            of = aggregate_queries.sources_of_attempt(run, attempt)
             return [row[1:] for row in aggregate_queries.unused(connection, of, module=module, limit=limit)]
 
     def latest_unused(self, run: str, attempt: str) -> list[tuple[int, wire.Unused]]:
         """Likewise: of each source and module the latest few sets that name parameters, and those that name none."""
         with self._engine.connect() as connection:
-            of = aggregate_queries.of_attempt(run, attempt)
+            of = aggregate_queries.sources_of_attempt(run, attempt)
             return [row[1:] for row in aggregate_queries.unused(connection, of, latest=aggregate_queries.UNUSED_JUDGED)]
 
     def first_events(self, run: str, attempt: str) -> list[tuple[int, wire.Event]]:
         """(rank, event), of each source and kind the first."""
         with self._engine.connect() as connection:
-            return [row[1:] for row in aggregate_queries.events(connection, aggregate_queries.of_attempt(run, attempt))]
+            return [
+                row[1:]
+                for row in aggregate_queries.events(connection, aggregate_queries.sources_of_attempt(run, attempt))
+            ]
 
     def rollups(self, run: str, attempt: str) -> list[Rollup]:
         """Sums by rank."""
         with self._engine.connect() as connection:
             return [
                 rollup
-                for _, rollup in aggregate_queries.rollups(connection, aggregate_queries.of_attempt(run, attempt))
+                for _, rollup in aggregate_queries.rollups(
+                    connection, aggregate_queries.sources_of_attempt(run, attempt)
+                )
             ]
 
     def bucket_rollups(self, run: str, attempt: str) -> list[BucketRollup]:
         """Sums by bucket, over all ranks."""
         with self._engine.connect() as connection:
-            return [rollup for _, rollup in bucket_sums.read(connection, aggregate_queries.of_attempt(run, attempt))[0]]
+            return [
+                rollup
+                for _, rollup in bucket_sums.read(connection, aggregate_queries.sources_of_attempt(run, attempt))[0]
+            ]
 
     def tokens(self) -> list[Token]:
         """All of them, the revoked ones too, the oldest first."""
@@ -386,7 +398,7 @@ class Store:
         """Close the connections."""
         self._engine.dispose()
 
-    def _columns(self, kind: Any, part: Part) -> tuple[wire.Ints, Any]:
+    def _columns(self, kind: Any, part: ColumnQuery) -> tuple[wire.Ints, Any]:
         with self._engine.connect() as connection:
             return column_queries.columns(connection, kind, part)
 

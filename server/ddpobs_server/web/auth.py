@@ -72,7 +72,7 @@ BEARER = HTTPBearer(
     description="As `ddpobs-server token create` prints it. A collector on loopback without tokens wants none.",
     auto_error=False,
 )
-"""For the OpenAPI document alone: who may call is for the `Doorkeeper` to say."""
+"""For the OpenAPI document alone: who may call is for the `Authenticator` to say."""
 
 
 def new_token(name: str, workspace: str, scopes: list[str]) -> tuple[str, Token]:
@@ -82,7 +82,7 @@ def new_token(name: str, workspace: str, scopes: list[str]) -> tuple[str, Token]
     return f"ddpobs_{token_id}_{secret}", kept
 
 
-class Doorkeeper:
+class Authenticator:
     """Knows the tokens, and the addresses that tried wrong ones.
 
     Args:
@@ -113,7 +113,7 @@ class Doorkeeper:
                 raise Problem(503, "Not ready", "the database does not answer", {"Retry-After": "1"}) from error
         self._read_at = began
 
-    async def look_again(self, authorization: str, address: str) -> None:
+    async def refresh_if_stale(self, authorization: str, address: str) -> None:
         """Look where the last time was long ago, or before this header came and its token is not known: it may be new.
 
         Where it was long ago one request looks, and the others go on with what is known meanwhile.
@@ -134,7 +134,7 @@ class Doorkeeper:
                     await run_in_threadpool(self.look)
 
     @property
-    def open(self) -> bool:
+    def allows_anonymous(self) -> bool:
         """Whether nobody needs a token: none was ever made. To revoke the last one opens nothing."""
         return self._settings.token is None and not self._tokens and self._settings.on_loopback
 
@@ -144,7 +144,7 @@ class Doorkeeper:
         Raises:
             Problem: 401 without a token that is known; 429 after too many of these.
         """
-        if self.open:
+        if self.allows_anonymous:
             return EVERYTHING
         scheme, _, given = authorization.partition(" ")
         if scheme.lower() == "bearer":
@@ -204,15 +204,15 @@ class Doorkeeper:
                 self._wrong.popitem(last=False)
 
 
-async def look_for(request: Request) -> None:
-    """Have the doorkeeper look again for a request, once: it may wait, and nothing should be held meanwhile.
+async def refresh_tokens_for(request: Request) -> None:
+    """Have the authenticator look again for a request, once: it may wait, and nothing should be held meanwhile.
 
     Raises:
-        Problem: As `Doorkeeper.look_again`.
+        Problem: As `Authenticator.poll_flags`.
     """
     if not getattr(request.state, "looked", False):
         request.state.looked = True
-        await request.app.state.doorkeeper.look_again(*_whose(request))
+        await request.app.state.authenticator.refresh_if_stale(*_whose(request))
 
 
 def _whose(request: Request) -> tuple[str, str]:
@@ -230,11 +230,11 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
     async def allowed(
         request: Request, _documented: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)] = None
     ) -> Caller:
-        doorkeeper: Doorkeeper = request.app.state.doorkeeper
-        await look_for(request)
-        if doorkeeper.open:
+        authenticator: Authenticator = request.app.state.authenticator
+        await refresh_tokens_for(request)
+        if authenticator.allows_anonymous:
             _check_host(request.headers.get("Host", ""), request.app.state.settings.host)
-        caller = doorkeeper.caller(*_whose(request))
+        caller = authenticator.caller(*_whose(request))
         if scope not in caller.scopes:
             raise Problem(
                 403, "Not allowed", f"this token may {', '.join(sorted(caller.scopes))}, and this needs {scope}"

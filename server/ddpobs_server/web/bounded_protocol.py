@@ -21,7 +21,7 @@ UNREAD_S = 30.0
 """How long a client may read nothing of an answer, or not enough for its next piece."""
 
 
-class BoundedHead(HttpToolsProtocol):
+class BoundedHttpProtocol(HttpToolsProtocol):
     """uvicorn's connection; one is closed whose requests are, beside their bodies, too long or too slow to come.
 
     One whose answers are not read is aborted: to close it would wait for its reader.

@@ -7,7 +7,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 _PIECE_BYTES = 2**18
 
 
-class InPieces:
+class ChunkedResponses:
     """Sends a large answer in pieces, each once what was before it is read; so whoever sends it knows when it is."""
 
     def __init__(self, app: ASGIApp) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Missing, ordered, severity_of
+from ddpobs_server.analysis.finding import Finding, NotJudged, by_severity, severity_of
 from ddpobs_server.analysis.findings.comm_bound import comm_bound
 from ddpobs_server.analysis.findings.input_bound import input_bound
 from ddpobs_server.analysis.findings.misconfiguration import epoch_not_set
@@ -167,7 +167,7 @@ def test_data_above_30_percent_that_is_not_the_largest_phase_is_not_input_bound(
 @pytest.mark.parametrize("judge", [comm_bound, input_bound])
 def test_too_few_steps_are_said(judge: object) -> None:
     judged = judge(evidence([{}, {}], moving_ms=50, steps=19))  # type: ignore[operator]
-    assert isinstance(judged, Missing)
+    assert isinstance(judged, NotJudged)
     assert "20" in str(judged)
 
 
@@ -273,16 +273,16 @@ def test_the_flag_is_needed_where_something_was_unused_once() -> None:
 
 def test_no_flag_is_not_needless_and_few_steps_are_said() -> None:
     assert find_unused_needless(flagged(on=False)) == []
-    assert isinstance(find_unused_needless(flagged(steps=19)), Missing)
+    assert isinstance(find_unused_needless(flagged(steps=19)), NotJudged)
 
 
 def test_the_flag_cannot_be_judged_where_records_were_dropped() -> None:
-    assert isinstance(find_unused_needless(replace(flagged(), dropped={0: 5}, emitted={0: 100})), Missing)
+    assert isinstance(find_unused_needless(replace(flagged(), dropped={0: 5}, emitted={0: 100})), NotJudged)
 
 
 @pytest.mark.parametrize("unknown", [{"gaps": True}, {"absent": [2]}])
 def test_the_flag_cannot_be_judged_where_something_was_not_heard(unknown: dict[str, Any]) -> None:
-    assert isinstance(find_unused_needless(replace(flagged(), **unknown)), Missing)
+    assert isinstance(find_unused_needless(replace(flagged(), **unknown)), NotJudged)
 
 
 def test_dropped_records_are_always_told() -> None:
@@ -309,7 +309,7 @@ def test_the_most_severe_finding_comes_first() -> None:
         Finding(code=code, severity=severity, title="", remedy="", steps=(0, 0))  # type: ignore[arg-type]
         for code, severity in (("a", "info"), ("b", "warning"), ("c", "critical"))
     ]
-    assert [f.code for f in ordered(findings)] == ["c", "b", "a"]
+    assert [f.code for f in by_severity(findings)] == ["c", "b", "a"]
 
 
 def test_severity_steps_at_a_tenth_and_a_quarter() -> None:

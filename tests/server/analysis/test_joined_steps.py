@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from ddpobs_server.analysis.joined_steps import fallen_behind, join, mean_over_ranks, median_of_others
+from ddpobs_server.analysis.joined_steps import join, mean_over_ranks, median_of_others, silent_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
@@ -66,11 +66,11 @@ def test_a_rank_without_a_row_in_the_later_half_has_fallen_behind_whatever_its_o
     steps = changed(steps, step=steps.step + 1000 * (rank == 2))
     for last, behind in ((60, []), (40, [2])):
         some = kept(rank, steps, (rank != 2) | (steps.collective < last))
-        assert fallen_behind(*some).tolist() == behind
+        assert silent_ranks(*some).tolist() == behind
     silent = changed(steps, collective=np.where(rank == 1, wire.UNKNOWN, steps.collective))
-    assert fallen_behind(rank, silent).tolist() == [1]
+    assert silent_ranks(rank, silent).tolist() == [1]
     nothing = changed(steps, collective=np.full(len(rank), wire.UNKNOWN))
-    assert fallen_behind(rank, nothing).tolist() == []
+    assert silent_ranks(rank, nothing).tolist() == []
 
 
 @given(arrays.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 9)), elements=st.integers(0, 9)))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.finding import Finding, Missing
+from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings import straggler
 from ddpobs_server.analysis.findings.straggler import (
     backward_began_ns,
@@ -29,7 +29,7 @@ FALSE_ALARMS = 0.05
 
 def found(own: wire.Ints) -> list[Finding]:
     judged = straggler_findings(join(*columns(own)), {0: "here", 1: "there"})
-    assert not isinstance(judged, Missing)
+    assert not isinstance(judged, NotJudged)
     return judged
 
 
@@ -174,9 +174,9 @@ def test_clocks_that_differ_by_hours_change_nothing() -> None:
 def test_too_few_steps_and_too_few_ranks_are_said() -> None:
     few = straggler_findings(join(*columns(own_times(12, 2, 0))), {})
     alone = straggler_findings(join(*columns(own_times(60, 1, 0))), {})
-    assert isinstance(few, Missing)
+    assert isinstance(few, NotJudged)
     assert "12 of 32" in str(few)
-    assert isinstance(alone, Missing)
+    assert isinstance(alone, NotJudged)
     assert "two ranks" in str(alone)
 
 

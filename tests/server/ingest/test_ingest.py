@@ -20,7 +20,7 @@ import zstandard
 from ddpobs_server.ingest.upload import Upload
 from ddpobs_server.ingest.writer import Writer
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Outcome, Store, Unstorable, ingest, removal
+from ddpobs_server.store import Arrival, Outcome, Store, UnstorableBatchError, ingest, removal
 from prometheus_client import CollectorRegistry
 
 from ddpobs import wire
@@ -203,7 +203,7 @@ def test_one_bad_batch_of_many_costs_the_others_few_transactions(store: Store) -
 
     answers = asyncio.run(together())
     writer.close()
-    assert isinstance(answers.pop(37), Unstorable)
+    assert isinstance(answers.pop(37), UnstorableBatchError)
     assert answers == [Outcome.STORED] * 63
     assert registry.get_sample_value("ddpobs_server_commit_seconds_count") == 1 + 2 * 6
 
@@ -344,11 +344,11 @@ def test_a_source_stays_with_its_attempt(store: Store) -> None:
         sent = [batch("run", seq, attempt=attempt * 16, steps=steps(0, 3)) for seq, attempt in enumerate(attempts)]
         store.ingest([Arrival(one, bytes([one.seq]) * 32, 100, 1) for one in sent])
 
-    with pytest.raises(Unstorable, match="attempt: expected the one"):
+    with pytest.raises(UnstorableBatchError, match="attempt: expected the one"):
         ingest("a", "b")
     assert store.run("run") is None
     ingest("a", "a")
-    with pytest.raises(Unstorable, match="attempt: expected the one"):
+    with pytest.raises(UnstorableBatchError, match="attempt: expected the one"):
         ingest("a", "a", "b")
     assert [found.attempt for found in store.attempts("run")] == ["a" * 16]
 

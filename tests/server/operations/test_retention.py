@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from ddpobs_server.operations.retention import Keeper
+from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store, aggregate_queries, compaction, engine, removal, schema
 from prometheus_client import CollectorRegistry
@@ -40,7 +40,7 @@ def rows(store: Store, run: str) -> tuple[int, int, int]:
 
 
 def tidy(store: Store, day: float, **settings: float) -> None:
-    Keeper(Settings(**settings), store, CollectorRegistry()).tidy(int(day * DAY_NS))  # type: ignore[arg-type]
+    RetentionJob(Settings(**settings), store, CollectorRegistry()).run_once(int(day * DAY_NS))  # type: ignore[arg-type]
 
 
 def test_old_spans_go_and_their_sums_stay(store: Store) -> None:
@@ -299,7 +299,7 @@ def test_metrics_tell_what_is_kept_and_when_a_round_last_succeeded(store: Store)
     arrive(store, "some", day=1)
     registry = CollectorRegistry()
     began = time.time()
-    Keeper(Settings(keep_gb=1), store, registry).tidy(2 * DAY_NS)
+    RetentionJob(Settings(keep_gb=1), store, registry).run_once(2 * DAY_NS)
 
     def value(name: str, **labels: str) -> float:
         return registry.get_sample_value(f"ddpobs_server_retention_{name}", labels) or 0.0

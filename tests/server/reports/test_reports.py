@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 import pytest
 from ddpobs_server.analysis.evidence import Evidence
-from ddpobs_server.analysis.finding import Missing, ordered
+from ddpobs_server.analysis.finding import NotJudged, by_severity
 from ddpobs_server.analysis.findings.registry import CATALOGUE
 from ddpobs_server.analysis.findings.straggler import straggler_findings
 from ddpobs_server.analysis.joined_steps import join
@@ -307,7 +307,7 @@ def test_a_diagnosis_says_what_all_columns_together_say(store: Store, slow: tupl
     evidence = Evidence(rank, steps, join(rank, steps), [], {}, dict.fromkeys(range(RANKS), 100), {}, {}, 0)
     judged = [straggler_findings(evidence.joined, dict.fromkeys(range(RANKS), "node"))]
     judged += [find(evidence) for find in CATALOGUE]
-    plainly = ordered([finding for found in judged if not isinstance(found, Missing) for finding in found])
+    plainly = by_severity([finding for found in judged if not isinstance(found, NotJudged) for finding in found])
     told = Reports(store).diagnostics(RUN, ATTEMPT)["findings"]
     assert [finding["code"] for finding in told] == [finding.code for finding in plainly]
     for came, finding in zip(told, plainly, strict=True):

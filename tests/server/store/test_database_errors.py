@@ -81,10 +81,10 @@ def test_room_that_cannot_be_given_back_now_asks_to_try_again(tmp_path: Path) ->
         driver.execute("PRAGMA busy_timeout=10")
         holder.exec_driver_sql("BEGIN IMMEDIATE")
         with pytest.raises(UnavailableError, match="locked") as told:
-            removal.give_back(of_store)
+            removal.vacuum(of_store)
         assert not told.value.full
         holder.rollback()
-        removal.give_back(of_store)
+        removal.vacuum(of_store)
         assert driver.execute("PRAGMA freelist_count").fetchone() == (0,)
 
 
@@ -96,7 +96,7 @@ def test_a_log_that_cannot_be_cut_leaves_a_connection_as_patient_as_it_was(tmp_p
         before = driver.execute("PRAGMA busy_timeout").fetchone()
         driver.set_authorizer(authorize)
         with pytest.raises(DatabaseError, match="authorized"):
-            removal.give_back(of_store)
+            removal.vacuum(of_store)
         assert driver.execute("PRAGMA busy_timeout").fetchone() == before != (0,)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ddpobs_server.operations.retention import Keeper
+from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store, UnusableError, compaction, schema
 from prometheus_client import CollectorRegistry
@@ -52,7 +52,9 @@ def test_every_statement_keeps_to_a_run(
         to.get("/api/v1/runs", params={"cursor": following})
         store: Store = to.app.state.store  # type: ignore[attr-defined]
         assert sum(store.compact(0)) > 0
-        Keeper(Settings(keep_spans_days=1, keep_gb=1e-9), store, CollectorRegistry()).tidy(time.time_ns() + 2 * DAY_NS)
+        RetentionJob(Settings(keep_spans_days=1, keep_gb=1e-9), store, CollectorRegistry()).run_once(
+            time.time_ns() + 2 * DAY_NS
+        )
         assert to.delete("/api/v1/runs/b").status_code == 204
         assert store.expire_runs(time.time_ns() + DAY_NS) == 1
     for statement in set(seen):

@@ -20,7 +20,7 @@ from ddpobs_server.operations.commands import cli
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store, Token
 from ddpobs_server.web import auth
-from ddpobs_server.web.auth import Caller, Doorkeeper, new_token
+from ddpobs_server.web.auth import Authenticator, Caller, new_token
 from ddpobs_server.web.problems import Problem
 from starlette.routing import Mount, Route
 from typer.testing import CliRunner
@@ -247,24 +247,24 @@ def database(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def doorkeeper(database: str, asked: list[float]) -> Iterator[Doorkeeper]:
+def authenticator(database: str, asked: list[float]) -> Iterator[Authenticator]:
     """One that has read its tokens: s3cret, and one of the database's."""
     kept(database, "first", "default", "read")
     store = Watched(database)
-    made = Doorkeeper(Settings(database_url=database, token="s3cret"), store)
+    made = Authenticator(Settings(database_url=database, token="s3cret"), store)
     made.look()
     yield made
     store.close()
 
 
 @pytest.fixture
-def statuses(doorkeeper: Doorkeeper) -> Iterator[Callable[..., set[int]]]:
+def statuses(authenticator: Authenticator) -> Iterator[Callable[..., set[int]]]:
     """What the bearers of some tokens are told who come at the same time, all from one address."""
 
     async def call(token: str) -> int:
         try:
-            await doorkeeper.look_again(f"Bearer {token}", "here")
-            doorkeeper.caller(f"Bearer {token}", "here")
+            await authenticator.refresh_if_stale(f"Bearer {token}", "here")
+            authenticator.caller(f"Bearer {token}", "here")
         except Problem as refused:
             return int(refused.document["status"])
         return 200
@@ -309,14 +309,14 @@ def test_unknown_tokens_hold_up_no_read_of_a_known_one(tmp_path: Path, monkeypat
 
 
 def test_what_can_be_no_new_token_asks_nothing(
-    statuses: Callable[..., set[int]], doorkeeper: Doorkeeper, asked: list[float], database: str
+    statuses: Callable[..., set[int]], authenticator: Authenticator, asked: list[float], database: str
 ) -> None:
     store = Store(database)
     revoked, known = new_token("gone", "default", ["read"])
     store.add_token(known)
     store.revoke_token(known.token_id, time.time_ns())
     store.close()
-    doorkeeper.look()
+    authenticator.look()
     assert statuses(revoked, revoked[:-1] + "!", "guess", "ddpobs_0_0") == {401}
     assert len(asked) == 2
 
@@ -332,14 +332,14 @@ def test_to_revoke_the_last_token_opens_nothing(tmp_path: Path, host: str) -> No
     settings = Settings(database_url=databases.sqlite(tmp_path), host=host)
     token = kept(settings.database_url, "last", "default", "read")
     store = Store(settings.database_url)
-    doorkeeper = Doorkeeper(settings, store)
-    doorkeeper.look()
-    assert doorkeeper.caller(f"Bearer {token}", "here").scopes == {"read"}
+    authenticator = Authenticator(settings, store)
+    authenticator.look()
+    assert authenticator.caller(f"Bearer {token}", "here").scopes == {"read"}
     assert store.revoke_token(token.split("_")[1], time.time_ns())
-    doorkeeper.look()
+    authenticator.look()
     for header in ("", f"Bearer {token}"):
         with pytest.raises(Problem) as refused:
-            doorkeeper.caller(header, "here")
+            authenticator.caller(header, "here")
         assert refused.value.status == 401
     store.close()
 

@@ -14,7 +14,7 @@ import httpx
 import msgspec
 import pytest
 from ddpobs_server.api import concurrency
-from ddpobs_server.api.concurrency import InTurn
+from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
 from ddpobs_server.web import bounded_protocol, chunked_responses
@@ -136,7 +136,7 @@ SMALL_BYTES, SLOW_BYTES, LARGE_BYTES = 50_000, 2_000_000, 10_000_000
 @contextmanager
 def zeros_served(folder: Path) -> Iterator[tuple[str, int]]:
     """A collector that answers with as much as it is asked for, and takes turns as for any read."""
-    router = APIRouter(route_class=InTurn)
+    router = APIRouter(route_class=ConcurrencyLimitedRoute)
 
     @router.get("/zeros/{count}")
     def zeros(count: int) -> Response:

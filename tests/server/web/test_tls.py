@@ -19,7 +19,7 @@ from tests.server.batches import assert_problem
 SENDING = """
 import sys, zstandard
 from ddpobs import TelemetryConfig, wire
-from ddpobs.sender import Sender
+from ddpobs.export.http_sender import Sender
 from tests.server.batches import batch, steps
 sent = batch("over-tls", steps=steps(0, 2))
 answer = Sender(TelemetryConfig(collector=sys.argv[1])).send(

@@ -6,7 +6,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Missing, named, severity_of
+from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks, severity_of
 from ddpobs_server.analysis.findings.straggler import weights
 from ddpobs_server.analysis.joined_steps import Floats, Joined
 
@@ -23,7 +23,7 @@ def comm_bound(evidence: Evidence) -> Judgement:
     # What a step's end waits for, as at a barrier, shows in the own times of the step after it.
     rows = np.flatnonzero(joined.followed)
     if len(rows) < MIN_STEPS:
-        return Missing("comm-bound", f"{len(rows)} of {MIN_STEPS} steps in which all ranks can be compared")
+        return NotJudged("comm-bound", f"{len(rows)} of {MIN_STEPS} steps in which all ranks can be compared")
     counts = weights(joined.window_ns[rows])  # One that holds a stall is as long as thousands.
 
     def mean(times_ns: Floats) -> float:
@@ -83,8 +83,8 @@ def _unsplit(evidence: Evidence, share: float, exposed_ns: float, steps_used: in
     """Waiting for a rank that is not seen looks like moving bytes: neither is claimed."""
     one_by_one = "Look at each process group by itself: what a rank waits for is not seen across groups."
     telemetry_first = (
-        f"Get the telemetry of rank {named(evidence.absent)} first: waiting for a rank that is not seen looks like "
-        "moving bytes."
+        f"Get the telemetry of rank {format_ranks(evidence.absent)} first: waiting for a rank without "
+        "telemetry looks like moving bytes."
     )
     return Finding(
         code="comm-bound",

@@ -6,7 +6,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Missing, severity_of
+from ddpobs_server.analysis.finding import Finding, NotJudged, severity_of
 from ddpobs_server.analysis.joined_steps import Floats, ranks_of
 
 DATA_SHARE = 0.3
@@ -19,7 +19,7 @@ def input_bound(evidence: Evidence) -> Judgement:
     """The data phase is the largest, and above 30 % of the time, on the median rank and in most of the run."""
     steps = evidence.steps
     if len(np.unique(steps.step)) < MIN_STEPS:
-        return Missing("input-bound", f"fewer than {MIN_STEPS} steps")
+        return NotJudged("input-bound", f"fewer than {MIN_STEPS} steps")
     shares = _phase_shares(evidence.rank, steps)
     # The lower median: of two ranks both must be held up, else it is one rank's trouble and a straggler's.
     middle = shares[np.argsort(shares[:, 0])[(len(shares) - 1) // 2]]

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
-from ddpobs_server.analysis.finding import Finding, Gain, Missing, severity_of
+from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.joined_steps import Floats, Joined, median_of_others
 
 MIN_STEPS = 32
@@ -165,7 +165,7 @@ def costly(joined: Joined, late: Lateness) -> list[int]:
     return np.flatnonzero(stand_out).tolist()
 
 
-def in_bulk(joined: Joined, late: Lateness, rank: int) -> Lateness:
+def typical_lateness(joined: Joined, late: Lateness, rank: int) -> Lateness:
     """The same, with a rank late only in the steps that make up most of what it costs, and in those about as long.
 
     Args:
@@ -271,7 +271,7 @@ def late_bucket(
     """
     order = np.lexsort((spans.ready_ns, row_rank, spans.step))
     order = order[began_ns[order] >= 0]
-    of, cut = row_rank[order], spans.at(order)
+    of, cut = row_rank[order], spans.select(order)
     first = (np.diff(cut.step, prepend=-1) != 0) | (np.diff(of, prepend=-1) != 0)
     compute_ns = cut.ready_ns - np.where(first, began_ns[order], np.roll(cut.ready_ns, 1))
     revisions, of_revision = np.unique(cut.revision, return_inverse=True)
@@ -346,12 +346,12 @@ def lateness_table(joined: Joined) -> dict[str, Any]:
     }
 
 
-def straggler_findings(joined: Joined, hosts: dict[int, str]) -> list[Finding] | Missing:
+def straggler_findings(joined: Joined, hosts: dict[int, str]) -> list[Finding] | NotJudged:
     """A finding for each rank that is late more often than chance, and that costs enough to matter."""
     if len(joined.ranks) < 2:
-        return Missing("straggler", "needs steps of at least two ranks")
+        return NotJudged("straggler", "needs steps of at least two ranks")
     if len(joined) < MIN_STEPS:
-        return Missing("straggler", f"{len(joined)} of {MIN_STEPS} steps in which every rank's own time is known")
+        return NotJudged("straggler", f"{len(joined)} of {MIN_STEPS} steps in which every rank's own time is known")
     joined = joined.latest(RECENT_STEPS)
     late = lateness(joined)
     habits = _beyond_chance(late.late, recurring(joined, late))
@@ -365,7 +365,7 @@ def _seldom_findings(joined: Joined, late: Lateness, known: set[int], hosts: dic
     suspects = [index for index in costly(joined, late) if joined.ranks[index] not in known]
     cost_ns = weights(joined.window_ns)[:, None] * late.cost_ns
     chances = _beyond_chance(cost_ns, suspects)
-    return [_finding(joined, in_bulk(joined, late, index), index, chances[index], hosts) for index in chances]
+    return [_finding(joined, typical_lateness(joined, late, index), index, chances[index], hosts) for index in chances]
 
 
 def _sudden_findings(joined: Joined, late: Lateness, known: set[int], hosts: dict[int, str]) -> list[Finding]:

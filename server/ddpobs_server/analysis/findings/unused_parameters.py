@@ -8,7 +8,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import _SHOWN, MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Missing, named
+from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
 
 LATEST_SETS = 8
 """Of each rank's unused sets of a module so many of the latest tell one that stays from those that alternate."""
@@ -41,7 +41,7 @@ def _left_out(module: int, lately: dict[int, list[wire.Unused]], evidence: Evide
     names = sorted(set().union(*ever.values()))
     sometimes = sorted(set().union(*(ever[rank] - always[rank] for rank in sets)))
     all_alike = everyone and all(of_rank == set(names) for of_rank in ever.values())
-    where = "on every rank" if all_alike else f"on rank {named(sorted(sets))}"
+    where = "on every rank" if all_alike else f"on rank {format_ranks(sorted(sets))}"
     when = " in some steps" if len(sometimes) == len(names) else ""
     skip = "Some steps skip" if sometimes else "Some ranks skip"
     return Finding(
@@ -98,13 +98,13 @@ def find_unused_needless(evidence: Evidence) -> Judgement:
     if not evidence.settings.get("find_unused_parameters"):
         return []
     if len(np.unique(evidence.steps.step)) < MIN_STEPS:
-        return Missing("find-unused-needless", f"fewer than {MIN_STEPS} steps")
+        return NotJudged("find-unused-needless", f"fewer than {MIN_STEPS} steps")
     if any(evidence.dropped.values()) or evidence.gaps:
-        return Missing(
+        return NotJudged(
             "find-unused-needless", "records were dropped, or have not arrived, an unused set perhaps among them"
         )
     if evidence.absent:
-        return Missing("find-unused-needless", f"nothing is known of rank {named(evidence.absent)}")
+        return NotJudged("find-unused-needless", f"nothing is known of rank {format_ranks(evidence.absent)}")
     if any(record.locally for _, record in evidence.unused):
         return []
     return [
