@@ -275,7 +275,7 @@ class Attachment:
                 self._expected = True  # Somebody told the reducer so, and called no forward: Lightning, Accelerate.
             # Somebody kept torch's function from before telemetry, say. Under `join` a rank reduces without a backward.
             if not self._recorder.in_backward and torch._C._current_graph_task_id() >= 0:
-                autograd.at_end(self._after_reducer)
+                autograd.call_at_end(self._after_reducer)
         return self._pass
 
     def _after_reducer(self) -> None:

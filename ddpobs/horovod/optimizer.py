@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs.comm import name_of
-from ddpobs.comm.side_groups import group_beside
+from ddpobs.comm.side_groups import get_side_group
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import HorovodError, StepOrderError
 from ddpobs.horovod.collectives import Average, Sum, check_op
-from ddpobs.horovod.compression import Compression, Compressor, way_of
+from ddpobs.horovod.compression import Compression, Compressor, factory_of
 from ddpobs.horovod.forwards import Model, watch
 from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
 from ddpobs.horovod.reduction import OptimizerReducer
@@ -106,7 +106,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         names,
         dense,
         group=_group_of_its_own(group, device, place),
-        way=way_of(compression),
+        comm_factory=factory_of(compression),
         settings=Settings(
             first_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
             rebuilt_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
@@ -338,7 +338,7 @@ def _group_of_its_own(group: dist.ProcessGroup, device: torch.device, place: int
     Where a rank leaves parameters out their bucket waits for `synchronize`, while it is under way on other ranks. Over
     one process group it would meet what the script calls between the two: a metric's mean, another optimizer's.
     """
-    return group if group.size() == 1 else group_beside(group, device, -1 - place)
+    return group if group.size() == 1 else get_side_group(group, device, -1 - place)
 
 
 def _fusion_threshold() -> int:

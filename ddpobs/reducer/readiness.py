@@ -151,7 +151,7 @@ class Readiness:
 
     def _add_hooks(self) -> None:
         for index, parameter in enumerate(self._parameters):
-            hook = self._hook(index) if self._lock is None else autograd.one_at_a_time(self._hook(index), self._lock)
+            hook = self._hook(index) if self._lock is None else autograd.serialize(self._hook(index), self._lock)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._next_handle = RemovableHandle.next_id
 
@@ -263,10 +263,10 @@ class Readiness:
         if self._watches:
             Variable._execution_engine.queue_callback(self._finish)
         else:  # They hide in something that nobody can look into, and this may be a checkpoint's own backward.
-            autograd.at_end(self._finish)
+            autograd.call_at_end(self._finish)
 
     def _unreached(self) -> list[int]:
-        return autograd.unreached(self._nodes)
+        return autograd.find_unreached(self._nodes)
 
     # ------------------------------------------------------------------ a gradient
 

@@ -42,7 +42,7 @@ class Reducer(Readiness):
         names: Theirs.
         expect_sparse: Which of them get sparse gradients.
         group: The process group.
-        way: What is done with full buckets.
+        comm_factory: Creates the communication strategy for the group.
         settings: The constructor's.
         recorder: Told of each bucket, or None with telemetry off.
     """
@@ -56,13 +56,13 @@ class Reducer(Readiness):
         expect_sparse: Sequence[bool],
         *,
         group: dist.ProcessGroup,
-        way: CommFactory = AllReduce,
+        comm_factory: CommFactory = AllReduce,
         settings: Settings,
         recorder: ModuleRecorder | None,
     ) -> None:
         rest_at_exit()
-        self._comm_factory = way
-        self._comm: BucketComm = way(group)
+        self._comm_factory = comm_factory
+        self._comm: BucketComm = comm_factory(group)
         self.unused_bytes = 0
         self.graph_static = True
         self._left_out: list[int] | None = None
