@@ -1,7 +1,7 @@
 """Horovod's collectives on top of torch.distributed's, and their handles.
 
-As in Horovod, the functions that return a new tensor can be differentiated. Functions that end in `_` or return a handle
-cannot. The parameter `name` has no effect, because every rank makes the same calls in the same order.
+As in Horovod, the functions that return a new tensor can be differentiated. Functions that end in `_` or return a
+handle cannot. The parameter `name` has no effect, because every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
