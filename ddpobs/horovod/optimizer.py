@@ -18,7 +18,7 @@ from ddpobs.comm import name_of
 from ddpobs.comm.side_groups import get_side_group
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import HorovodError, StepOrderError
-from ddpobs.horovod.collectives import Average, Sum, sum_or_average
+from ddpobs.horovod.collectives import Average, sum_or_average
 from ddpobs.horovod.compression import Compression, Compressor, factory_of
 from ddpobs.horovod.forwards import Model, watch
 from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
@@ -217,7 +217,8 @@ class _Distributed(torch.optim.Optimizer):
         """
         if self._reducer is not None and self._reducer.under_way:
             raise StepOrderError(
-                "zero_grad() between backward() and step() or synchronize() would clear gradients that are not reduced yet"
+                "zero_grad() between backward() and step() or synchronize() would clear gradients that are not "
+                "reduced yet"
             )
         return super().zero_grad(*args, **kwargs)
 
@@ -248,7 +249,7 @@ def join(device: int = -1) -> int:
     keys = [str(other) for other in range(size())]
     while True:
         reducer.participate_with_zeros()
-        # Ranks that joined before this synchronisation set their keys before it began. All ranks therefore see the same.
+        # Ranks that joined before this synchronisation set their keys before it began: all ranks read the same keys.
         if not store.check(keys):
             continue
         joined = [int(store.get(key)) for key in keys]
@@ -343,9 +344,9 @@ def _free_index() -> int:
 def _get_own_group(group: dist.ProcessGroup, device: torch.device, index: int) -> dist.ProcessGroup:
     """Return a process group for one optimizer's gradients alone.
 
-    If a rank leaves parameters out, their bucket waits there for `synchronize`, while other ranks have launched it. On a
-    shared process group the bucket could meet a collective that the script calls in between: a metric's mean, or another
-    optimizer's bucket.
+    If a rank leaves parameters out, their bucket waits there for `synchronize`, while other ranks have launched it. On
+    a shared process group the bucket could meet a collective that the script calls in between: a metric's mean, or
+    another optimizer's bucket.
     """
     return group if group.size() == 1 else get_side_group(group, device, -1 - index)
 

@@ -39,9 +39,9 @@ def test_the_backward_s_stream_waits_for_no_stage_before_its_end(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: told.append(f"thread takes {stream.name}"))
     made: Any = object()
     jobs: Any = SimpleQueue()
-    threading.Thread(target=multi_stage._work, args=(jobs, DEVICE), daemon=True).start()
+    threading.Thread(target=multi_stage._run_jobs, args=(jobs, DEVICE), daemon=True).start()
     exchange = Stages(made)
-    exchange._own[DEVICE] = made, jobs
+    exchange._queues[DEVICE] = made, jobs
     pending = exchange.run(lambda group: told.append(f"stages with {group is made}"), DEVICE)
     pending.on_done(lambda _: at_rest.set())
     assert at_rest.wait(30)

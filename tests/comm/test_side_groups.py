@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from ddpobs.comm.side_groups import split_from_none
+from ddpobs.comm.side_groups import disable_communicator_split
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -16,5 +16,5 @@ def test_a_group_s_communicator_is_not_split_from_one_that_has_other_ranks_too(w
     nccl = SimpleNamespace(options=SimpleNamespace(split_from=object()))
     backend = SimpleNamespace(wrapped_pg=nccl) if wrapped else nccl
     group: Any = SimpleNamespace(_get_backend=lambda _: backend)
-    split_from_none(group, torch.device("cuda"))
+    disable_communicator_split(group, torch.device("cuda"))
     assert nccl.options.split_from is None

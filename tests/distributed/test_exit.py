@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import ddpobs
 from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.torch_seam import collectives, interpreter_exit
-from ddpobs.torch_seam.patching import plain
+from ddpobs.torch_seam.patching import unwrap
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
@@ -78,7 +78,7 @@ def contexts_of(model: Any, rank: int) -> int:
         contexts.append(weakref.ref(torch._C._get_obj_in_tls("context")))
 
     def kept(*args: Any) -> Any:
-        works.append(plain(torch.distributed.ProcessGroup.allreduce)(*args))
+        works.append(unwrap(torch.distributed.ProcessGroup.allreduce)(*args))
         return works[-1]
 
     next(reversed(list(model.parameters()))).register_hook(noted)

@@ -107,7 +107,7 @@ def test_a_group_that_takes_anothers_place_times_its_collectives_too(attached: b
 def made_beside(rank: int, world_size: int) -> list[float]:
     group = dist.new_group(timeout=timedelta(seconds=77))
     train(DistributedDataParallel(net(), process_group=group, round_robin_groups=2), rank, 1)
-    return [made._get_backend(torch.device("cpu")).options._timeout.total_seconds() for made in side_groups._made]
+    return [made._get_backend(torch.device("cpu")).options._timeout.total_seconds() for made in side_groups._side_groups]
 
 
 def test_a_group_beside_another_waits_as_long() -> None:

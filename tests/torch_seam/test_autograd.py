@@ -24,7 +24,7 @@ def test_hooks_on_several_threads_run_one_at_a_time() -> None:
         time.sleep(0.01)  # As a launch does, it lets go of the interpreter.
         inside.pop()
 
-    locked = autograd.one_at_a_time(hook, threading.RLock())
+    locked = autograd.serialize(hook, threading.RLock())
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(locked, [torch.zeros(())] + [torch.ones(())] * 7))
     assert sorted(most) == [1] * 8 + [2]
