@@ -73,7 +73,7 @@ def copied_alone(rank: int, world_size: int, strategy: str, groups: int) -> bool
 
 
 @pytest.mark.parametrize(
-    ("way", "groups"), [(strategy, 1 + (strategy == "all_reduce")) for strategy in STRATEGIES] + [("int8", 3)]
+    ("strategy", "groups"), [(strategy, 1 + (strategy == "all_reduce")) for strategy in STRATEGIES] + [("int8", 3)]
 )
 def test_a_copy_on_one_rank_alone_does_not_wait_for_the_others(strategy: str, groups: int) -> None:
     assert run_ranks(copied_alone, 2, strategy, groups, timeout_s=30) == [True, True]

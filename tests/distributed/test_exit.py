@@ -122,7 +122,7 @@ def raises_in_child(rank: int, _: int, code: int) -> list[str]:
     return records.events[-1:]
 
 
-@pytest.mark.parametrize(("code", "said"), [(1, "failed"), (0, "goodbye")])
+@pytest.mark.parametrize(("code", "last_event"), [(1, "failed"), (0, "goodbye")])
 def test_a_spawned_rank_that_ended_by_an_error_sends_failed_instead_of_goodbye(code: int, last_event: str) -> None:
     assert run_ranks(raises_in_child, 2, code) == [[last_event]] * 2
 

@@ -27,7 +27,7 @@ def with_metrics(rank: int, ranks: int) -> tuple[str, list[float]]:
         half_used(model, rank, step).backward()
         means.append(float(hvd.allreduce(torch.tensor(float(rank + step)))))
         optimizer.step()
-    alone(reference, ranks, 4, of=half_used)
+    alone(reference, ranks, 4, loss_fn=half_used)
     return how_close(model, reference), means
 
 
@@ -50,7 +50,7 @@ def of_parts(rank: int, ranks: int) -> Any:
         half_used(model, rank, step).backward()
         for optimizer in parts:
             optimizer.step()
-    alone(reference, ranks, 4, of=half_used)
+    alone(reference, ranks, 4, loss_fn=half_used)
     groups_of_parts = [optimizer._reducer._group for optimizer in parts]
     del parts[0], optimizer
     gc.collect()

@@ -151,7 +151,7 @@ def called(rank: int, ranks: int, build: Callable[[nn.Module], Any]) -> Sent:
     return records
 
 
-@pytest.mark.parametrize("way", BUILDS)
+@pytest.mark.parametrize("build", BUILDS)
 def test_forwards_are_recorded_however_the_model_is_called(build: Callable[[nn.Module], Any]) -> None:
     (records,) = run_ranks(called, 1, build)
     assert records.steps("samples") == [ROWS] * STEPS

@@ -84,11 +84,11 @@ def in_place(rank: int, ranks: int) -> dict[str, tuple[bool, list[Any]]]:
         "grouped_allreduce_": hvd.grouped_allreduce_(pairs["grouped_allreduce_"]),
         "grouped_allreduce_async_": hvd.synchronize(hvd.grouped_allreduce_async_(pairs["grouped_allreduce_async_"])),
     }
-    results = {}
+    summaries: dict[str, tuple[bool, list[Any]]] = {}
     for name, tensors in ({name: [tensor] for name, tensor in ours.items()} | pairs).items():
         same = all(result is tensor for result, tensor in zip(results[name], tensors, strict=True))
-        results[name] = same, [tensor.tolist() for tensor in tensors]
-    return results
+        summaries[name] = same, [tensor.tolist() for tensor in tensors]
+    return summaries
 
 
 def test_in_place_calls_return_their_input() -> None:
@@ -123,7 +123,7 @@ def test_a_handle_returns_the_same_result_twice() -> None:
 
 
 def in_a_part(rank: int, ranks: int) -> dict[str, list[Any]]:
-    """A column of a matrix is neither contiguous nor dense; what lies between its elements is not to be touched."""
+    """A column of a matrix is neither contiguous nor dense; the memory between its elements must not change."""
     hvd.init()
     results = {}
     calls = {

@@ -28,7 +28,7 @@ def in_a_set(rank: int, ranks: int) -> dict[str, Any]:
     model, reference = net(), net()
     optimizer = together(model, rank, 3, process_set=pair)
     peers = PAIR if pair.included() else [rank]
-    alone(reference, len(peers), 3, of=lambda model, index, number: loss(model, peers[index], number))
+    alone(reference, len(peers), 3, loss_fn=lambda model, index, number: loss(model, peers[index], number))
     results: dict[str, Any] = {"trained": how_close(model, reference), "reduces": optimizer._reducer is not None}
     results["outside"] = (
         None if pair.included() else raised(HorovodError, lambda: hvd.allreduce(values, process_set=pair))

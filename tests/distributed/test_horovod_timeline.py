@@ -26,7 +26,7 @@ def traced(rank: int, ranks: int, folder: str) -> None:
     path = Path(folder) / f"timeline-{rank}.json"
     hvd.start_timeline(str(path), mark_cycles=True)
     raised(HorovodError, lambda: hvd.start_timeline(str(path)))
-    together(model, rank, 3, of=late)
+    together(model, rank, 3, loss_fn=late)
     hvd.stop_timeline()
     hvd.stop_timeline()
 
