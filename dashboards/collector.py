@@ -128,8 +128,8 @@ def _rows() -> list[Row]:
     ]
 
 
-def _rate(metric: str, by: str) -> str:
-    return f"sum by ({by}) (rate({metric}{{{INSTANCE}}}[{OVER}]))"
+def _rate(metric: str, labels: str) -> str:
+    return f"sum by ({labels}) (rate({metric}{{{INSTANCE}}}[{OVER}]))"
 
 
 def _quantile(q: float, duration: str) -> str:
