@@ -35,8 +35,8 @@ from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
-from ddpobs.steps.step_tracker import RawStep
 from ddpobs.steps.summary import Summariser
 from ddpobs.torch_seam.collectives import backend_of
 

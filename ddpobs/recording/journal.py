@@ -26,7 +26,8 @@ from weakref import WeakSet
 import torch
 
 from ddpobs.clocks import Clock, Stamp
-from ddpobs.steps.step_tracker import RawStep, StepTracker
+from ddpobs.steps.raw_step import RawStep
+from ddpobs.steps.step_tracker import StepTracker
 from ddpobs.wire import COMM_KINDS
 
 _log = logging.getLogger("ddpobs")
@@ -204,14 +205,14 @@ class Journal:
             return
         self.trained.add(module)
         evaluating = not self._trained and bool(self.evaluating())
-        self._append((StepTracker.synchronised, 0, (module, record, evaluating and not self.trains_in_eval)))
+        self._append((StepTracker.gradients_reduced, 0, (module, record, evaluating and not self.trains_in_eval)))
         self.trains_in_eval = evaluating
         if not (self._in_backward or self._waiting):
-            self._append((StepTracker.backward_ended_untold, self._now(), ()))
+            self._append((StepTracker.engine_backward_ended, self._now(), ()))
 
     def communicated(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
         """Other communication took place in the open step."""
-        self._note(StepTracker.communicated, 0, module, kind, launched, done)
+        self._note(StepTracker.comm_ended, 0, module, kind, launched, done)
 
     @never_raises
     def collective_wait_began(self, in_graph: bool = False) -> Stamp | None:
@@ -234,17 +235,17 @@ class Journal:
 
     def shadowed(self) -> None:
         """This rank took part in a synchronised backward of the others that is no step of its own."""
-        self._note(StepTracker.shadowed, 0)
+        self._note(StepTracker.zeros_contributed, 0)
 
     def disturbed(self) -> None:
         """Something that is no part of training took time (a checkpoint)."""
-        self._note(StepTracker.disturbed, 0)
+        self._note(StepTracker.training_interrupted, 0)
 
     @never_raises
     def pause(self, begins: bool) -> None:
         """The capture of a CUDA graph begins or has ended."""
         self.paused, self._begun = begins, False
-        self._append((StepTracker.abandoned, 0, ()))
+        self._append((StepTracker.step_abandoned, 0, ()))
         self.catch_up()  # What the step held of the device goes now, and not in mid-capture.
         self._clock.set_capturing(begins)
 
@@ -292,7 +293,7 @@ class Journal:
     def finish(self) -> None:
         """Close the open step if it synchronised anything, at the end of training."""
         if self._begun:
-            self._append((StepTracker.finished, self._now(), ()))
+            self._append((StepTracker.training_finished, self._now(), ()))
         self.catch_up()
 
     def _note(self, happened: Callable[..., None], at: Stamp, *facts: Any) -> None:

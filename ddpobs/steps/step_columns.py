@@ -16,7 +16,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.clocks import Clock
-from ddpobs.steps.step_tracker import NO_STEP, RawStep
+from ddpobs.steps.raw_step import NO_STEP, RawStep
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class RawSteps:
     readiness: list[wire.Readiness] = field(default_factory=list)
 
     @classmethod
-    def of(cls, raws: Iterable[RawStep], clock: Clock) -> RawSteps:
+    def from_steps(cls, raws: Iterable[RawStep], clock: Clock) -> RawSteps:
         """Those steps, whose stamps are of that clock."""
         steps = cls()
         for raw in raws:

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
+from ddpobs.steps.raw_step import BACKWARD, EXPOSED_COMM, NO_STEP, OTHER
 from ddpobs.steps.step_columns import RawSteps
-from ddpobs.steps.step_tracker import BACKWARD, EXPOSED_COMM, NO_STEP, OTHER
 from ddpobs.wire import Ints
 
 _BLOCKING = [wire.COMM_KINDS.index(kind) for kind in ("buffers", "user")]

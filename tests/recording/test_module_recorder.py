@@ -12,8 +12,8 @@ from ddpobs import wire
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
-from ddpobs.steps.step_tracker import RawStep
 from ddpobs.steps.summary import Summariser, Summary
 
 
@@ -30,13 +30,13 @@ class FakeClock:
     def times(self, stamps: Sequence[int]) -> Sequence[int]:
         return stamps
 
-    def passed(self, stamp: int) -> bool:
+    def is_ready(self, stamp: int) -> bool:
         return stamp > 0
 
-    def took_ns(self, work: object) -> int:
+    def duration_ns(self, work: object) -> int:
         return wire.UNKNOWN
 
-    def capturing(self, begins: bool) -> None:
+    def set_capturing(self, begins: bool) -> None:
         self.captures.append(begins)
 
 
@@ -138,7 +138,7 @@ class Training:
     def steps(self) -> list[Step]:
         self.journal.finish()
         if fresh := self.raw[len(self._done) :]:
-            self._done += rows(self._summariser.summarise(RawSteps.of(fresh, self.clock)))
+            self._done += rows(self._summariser.summarise(RawSteps.from_steps(fresh, self.clock)))
         return self._done
 
 
@@ -187,7 +187,7 @@ def test_steps_are_the_same_however_many_are_summed_up_at_once(training: Trainin
         training.backward(40, 0, synchronised=False)
     together = training.steps()
     summariser = Summariser()
-    each = [summariser.summarise(RawSteps.of([raw], training.clock)) for raw in training.raw]
+    each = [summariser.summarise(RawSteps.from_steps([raw], training.clock)) for raw in training.raw]
     assert [row for one in each for row in rows(one)] == together
     assert together[1].own_phases_ns is not None
 
@@ -419,7 +419,7 @@ def test_an_optimizer_that_failed_runs_no_more(training: Training, next_is: str)
 def test_what_never_synchronises_is_no_step_and_takes_no_memory(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpobs.steps.step_tracker._MOST_SWITCHES", 100)
+    monkeypatch.setattr("ddpobs.steps.step_tracker._MAX_SWITCHES", 100)
     plain_step(training)
     for _ in range(1000):
         training.fetch(10)
@@ -440,7 +440,7 @@ def test_what_never_synchronises_is_no_step_and_takes_no_memory(
 
 def test_collectives_without_end_take_no_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last step, say; the next one has no clean start, as it is not known what they blocked."""
-    monkeypatch.setattr("ddpobs.steps.step_tracker._MOST_COMMS", 100)
+    monkeypatch.setattr("ddpobs.steps.step_tracker._MAX_COMMS", 100)
     plain_step(training)
     plain_step(training)
     for _ in range(1000):

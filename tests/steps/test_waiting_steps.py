@@ -34,7 +34,7 @@ def nine_steps() -> tuple[Training, Telemetry, list[tuple[Any, int, int]]]:
 def test_an_error_of_the_device_spoils_no_other_step(read: int) -> None:
     """Wherever in a step it comes: the step is offered as it is, and the encoder then counts it as lost."""
     training, process, offered = nine_steps()
-    whole = RawSteps.of(training.raw[:2] + training.raw[3:4], training.clock)
+    whole = RawSteps.from_steps(training.raw[:2] + training.raw[3:4], training.clock)
     for raw in training.raw[:2]:
         process._add_step(raw)
     answers = [*range(read)]
@@ -66,7 +66,7 @@ def test_a_device_that_failed_holds_up_nothing() -> None:
     process._recorders, process._layouts, process._batches, process._exchange = [], {}, 1, None
     process._summariser = Summariser()
     failure = RuntimeError("an illegal memory access was encountered")
-    training.clock.times = training.clock.passed = Mock(side_effect=failure)  # type: ignore[method-assign]
+    training.clock.times = training.clock.is_ready = Mock(side_effect=failure)  # type: ignore[method-assign]
     for raw in training.raw[:2]:
         process._add_step(raw)
     failed = wire.Event(kind="failed", at_ns=1, step=2, detail={})
@@ -85,7 +85,7 @@ def test_steps_wait_together_but_those_that_the_device_is_not_through() -> None:
     late = training.raw[6].end
     for raw in training.raw:
         if raw.end == late:
-            training.clock.passed = lambda stamp: stamp < late  # type: ignore[method-assign]
+            training.clock.is_ready = lambda stamp: stamp < late  # type: ignore[method-assign]
         process._add_step(raw)
     for _ in range(2):
         process._offer_steps()
