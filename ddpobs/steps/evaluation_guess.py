@@ -35,8 +35,8 @@ from ddpobs.clocks import Stamp
 from ddpobs.steps.raw_step import Position, RawStep
 
 _HABIT_STEPS = 8
-"""After this many consecutive steps that contain a no-grad forward without a fetched batch (a policy that acts, say),
-such forwards count as part of the step."""
+"""Consecutive steps with a no-grad forward without a fetched batch (a policy that acts, for example), after which such
+forwards count as part of the step."""
 
 
 class Fetch(NamedTuple):
@@ -69,14 +69,14 @@ class _Candidate:
 
     Attributes:
         step: Step in which it occurred.
-        at: Its stamp.
+        stamp: Its stamp.
         position: State of the step at that stamp.
         evaluating: Every module was in evaluation mode, or a batch was fetched.
         loaders: Loaders from which batches were fetched under `no_grad` in training mode; a step may fetch one of each.
     """
 
     step: RawStep
-    at: Stamp
+    stamp: Stamp
     position: Position
     evaluating: bool
     loaders: set[int]
@@ -114,10 +114,10 @@ class EvaluationGuess:
         elif self._candidate:
             self._candidate.loaders.clear()
 
-    def clear_step(self, step: RawStep, at: Stamp) -> None:
+    def clear_step(self, step: RawStep, stamp: Stamp) -> None:
         """Remove a preceding evaluation from the step of a training forward."""
         if self._stale:
-            self._remove_evaluation(step, at)
+            self._remove_evaluation(step, stamp)
         self._evaluated, self._hole = False, None
 
     def accept(self) -> None:
@@ -145,13 +145,13 @@ class EvaluationGuess:
 
     # ------------------------------------------------------------------ events that may be an evaluation's
 
-    def defers_forward(self, step: RawStep | None, at: Stamp, evaluating: bool) -> bool:
+    def defers_forward(self, step: RawStep | None, stamp: Stamp, evaluating: bool) -> bool:
         """Return whether a forward without gradients stands before a backward; it is then a candidate."""
         if self._awaits_backward:
-            self._propose(step, at, evaluating)
+            self._propose(step, stamp, evaluating)
         return self._awaits_backward
 
-    def judge_forward(self, step: RawStep | None, at: Stamp, evaluating: bool) -> bool:
+    def judge_forward(self, step: RawStep | None, stamp: Stamp, evaluating: bool) -> bool:
         """Return whether a forward without gradients that was not deferred is an evaluation: False for a habit."""
         if not self._fetched_to_evaluate:
             self._has_unfetched = True
@@ -160,7 +160,7 @@ class EvaluationGuess:
         if evaluating:
             self._evaluated = self._stale = True
             if step:
-                self._open_hole(step, step.position, at)
+                self._open_hole(step, step.position, stamp)
         return True
 
     def extends_batch(self, fetch: Fetch) -> bool:
@@ -169,20 +169,20 @@ class EvaluationGuess:
             return False
         return bool(self._candidate.loaders) and fetch.loader not in self._candidate.loaders
 
-    def fetch_began(self, step: RawStep, at: Stamp, fetch: Fetch, *, begins_batch: bool) -> None:
+    def fetch_began(self, step: RawStep, stamp: Stamp, fetch: Fetch, *, begins_batch: bool) -> None:
         """Make a fetch without gradients a candidate.
 
         Args:
             step: The open step.
-            at: Stamp of the fetch.
+            stamp: Stamp of the fetch.
             fetch: Its circumstances.
             begins_batch: It is outside of other calls, and `extends_batch` was False.
         """
         self._awaits_backward, self._fetched_to_evaluate = fetch.trains, not fetch.trains
         if self._evaluated and begins_batch:
-            self._remove_evaluation(step, at)
+            self._remove_evaluation(step, stamp)
         if not fetch.trains:
-            self._propose(step, at, evaluating=True)
+            self._propose(step, stamp, evaluating=True)
         if fetch.only_lacks_gradients and self._candidate:
             self._candidate.loaders.add(fetch.loader)
 
@@ -194,21 +194,21 @@ class EvaluationGuess:
         if candidate.evaluating:
             self._evaluated = True
             if step and candidate.step is step:
-                self._open_hole(step, candidate.position, candidate.at)
+                self._open_hole(step, candidate.position, candidate.stamp)
         return True
 
-    def _propose(self, step: RawStep | None, at: Stamp, evaluating: bool) -> None:
+    def _propose(self, step: RawStep | None, stamp: Stamp, evaluating: bool) -> None:
         if step and self._candidate is None:
-            self._candidate = _Candidate(step, at, step.position, evaluating, set())
+            self._candidate = _Candidate(step, stamp, step.position, evaluating, set())
 
-    def _open_hole(self, step: RawStep, position: Position, at: Stamp) -> None:
+    def _open_hole(self, step: RawStep, position: Position, stamp: Stamp) -> None:
         if step.micro_steps and self._hole is None:
             self._hole = position
-            step.open_hole(position, at)
+            step.open_hole(position, stamp)
 
-    def _remove_evaluation(self, step: RawStep, at: Stamp) -> None:
+    def _remove_evaluation(self, step: RawStep, stamp: Stamp) -> None:
         self._stale = False
         if not step.micro_steps:
-            step.restart(at)
+            step.restart(stamp)
         elif self._hole is not None:
-            step.close_hole(self._hole, at)
+            step.close_hole(self._hole, stamp)

@@ -76,17 +76,17 @@ class RawStep:
         """Current numbers of switches, collectives and samples."""
         return Position(len(self.switches), len(self.comms), self.samples)
 
-    def restart(self, at: Stamp) -> None:
-        """Begin at `at` instead, without the content so far."""
-        self.switches, self.comms, self.samples = [(OTHER, at)], [], 0
+    def restart(self, stamp: Stamp) -> None:
+        """Begin at `stamp` instead, without the content so far."""
+        self.switches, self.comms, self.samples = [(OTHER, stamp)], [], 0
 
-    def open_hole(self, position: Position, at: Stamp) -> None:
-        """Insert the start of an evaluation, at `at`, into the switches at an earlier position."""
+    def open_hole(self, position: Position, stamp: Stamp) -> None:
+        """Insert the start of an evaluation, at `stamp`, into the switches at an earlier position."""
         self.holes.append(position.switches)
-        self.switches.insert(position.switches, (NO_STEP, at))
+        self.switches.insert(position.switches, (NO_STEP, stamp))
 
-    def close_hole(self, position: Position, at: Stamp) -> None:
-        """Remove the content since the start of the hole at that position, and end the hole at `at`."""
+    def close_hole(self, position: Position, stamp: Stamp) -> None:
+        """Remove the content since the start of the hole at that position, and end the hole at `stamp`."""
         del self.switches[position.switches + 1 :], self.comms[position.comms :]
         self.samples = position.samples
-        self.switches.append((OTHER, at))
+        self.switches.append((OTHER, stamp))

@@ -107,12 +107,12 @@ class RawSteps:
     done_ns: list[int] = _column(_BACKWARD, lambda record, clock: clock.times(record.done_ns))
     took_ns: list[int] = _column(_BACKWARD, _took_ns)
 
-    # By backward whose parameters' readiness was sampled.
+    # By backward, if its parameters' readiness was sampled.
     readiness: list[wire.Readiness] = _column(_STEP, _readiness)
 
     @classmethod
     def from_steps(cls, raws: Iterable[RawStep], clock: Clock) -> RawSteps:
-        """Columns of these steps, whose stamps come from that clock."""
+        """Build columns of these steps; `clock` took their stamps."""
         steps = cls()
         for raw in raws:
             steps.add(raw, clock)
@@ -129,7 +129,7 @@ class RawSteps:
             getattr(self, name).extend(getattr(later, name))
 
     def add(self, raw: RawStep, clock: Clock) -> None:
-        """Append a step whose end the device has passed; on an error in reading its stamps, append nothing."""
+        """Append a step after the device has passed its end; on an error in reading its stamps, append nothing."""
         columns = [getattr(self, name) for name in self.__slots__]
         lengths = [len(column) for column in columns]
         try:
@@ -152,6 +152,8 @@ class RawSteps:
 
 
 _READERS: dict[str, list[tuple[str, _Reader]]] = {
-    source: [(each.name, each.metadata["read"]) for each in fields(RawSteps) if each.metadata["source"] == source]
+    source: [
+        (column.name, column.metadata["read"]) for column in fields(RawSteps) if column.metadata["source"] == source
+    ]
     for source in (_STEP, _SEGMENT, _BACKWARD)
 }

@@ -28,12 +28,12 @@ class StepTracker:
         on_step: Called with each closed `RawStep`.
 
     Attributes:
-        at: Stamp of the next event.
+        stamp: Stamp of the next event.
     """
 
     def __init__(self, on_step: Callable[[RawStep], object]) -> None:
         self._on_step = on_step
-        self.at: Stamp = 0
+        self.stamp: Stamp = 0
         self._base = OTHER
         """Phase outside of the calls on the stack."""
         self._stack: list[int] = []
@@ -43,7 +43,7 @@ class StepTracker:
         self._records: list[Any] = []
         """Records of the backward under way."""
         self._modules_done: set[int] = set()
-        """Modules whose gradients were reduced in the open step."""
+        """Modules with gradients reduced in the open step."""
         self._optimizer_ran = False
         """An optimizer was called since the last synchronisation."""
         self._optimizer_waits = False
@@ -87,7 +87,7 @@ class StepTracker:
         elif self._closure_begins is not None:
             self._close(self._closure_begins)
         step = self._open()
-        self._evaluations.clear_step(step, self.at)
+        self._evaluations.clear_step(step, self.stamp)
         step.samples += samples
         if nested and self._stack[-1] == OPTIMIZER:
             self._push(FORWARD)
@@ -97,12 +97,12 @@ class StepTracker:
 
     def evaluation_began(self, evaluating: bool) -> None:
         """A forward of a DDP module was called, but not to train; `evaluating`: every module is in evaluation mode."""
-        if self._evaluations.defers_forward(self._step, self.at, evaluating):
+        if self._evaluations.defers_forward(self._step, self.stamp, evaluating):
             return
         self._reject_candidate()
         if evaluating and self._step and self._step.segments:
             self._close()
-        if self._evaluations.judge_forward(self._step, self.at, evaluating):
+        if self._evaluations.judge_forward(self._step, self.stamp, evaluating):
             self._clean = False
 
     def fetch_began(self, differentiated: bool, evaluating: bool, loader: int = 0) -> None:
@@ -123,7 +123,7 @@ class StepTracker:
         if self._step and self._step.segments:
             self._close()
         begins_batch = not (self._stack or extends_batch)
-        self._evaluations.fetch_began(self._open(), self.at, fetch, begins_batch=begins_batch)
+        self._evaluations.fetch_began(self._open(), self.stamp, fetch, begins_batch=begins_batch)
         if self._base != FORWARD:  # After a forward the loss may still follow.
             self._base = OTHER
         self._push(DATA)
@@ -274,14 +274,14 @@ class StepTracker:
         if len(step.switches) >= _MAX_SWITCHES:
             step.switches, step.comms, step.holes, self._clean = [], [], [], False
             self._evaluations.forget_positions()
-        step.switches.append((self.phase, self.at))
+        step.switches.append((self.phase, self.stamp))
         self._comms_switched = len(step.comms)
 
     # ------------------------------------------------------------------ steps
 
     def _open(self) -> RawStep:
         if self._step is None:
-            self._step = RawStep(self._number, [(OTHER, self.at)])
+            self._step = RawStep(self._number, [(OTHER, self.stamp)])
         return self._step
 
     def _close(self, index: int | None = None) -> None:
@@ -291,7 +291,7 @@ class StepTracker:
             return
         moved = step.switches[index:] if index is not None else []
         del step.switches[len(step.switches) - len(moved) :]
-        step.end = moved[0][1] if moved else self.at
+        step.end = moved[0][1] if moved else self.stamp
         self._evaluations.step_closed()
         self._step = RawStep(step.number + 1, [(OTHER, step.end), *moved])
         self._modules_done.clear()

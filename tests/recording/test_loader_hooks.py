@@ -40,10 +40,10 @@ class Loop:
         for (batch,) in loader:
             self.journal.forward_began(0, training=True, samples=len(batch))
             self.journal.backward_began()
-            self.journal.synchronised(0, object())
+            self.journal.gradients_reduced(0, object())
             self.journal.backward_ended()
             if self.looking:
-                self.loaders.look()
+                self.loaders.report_repeated_order()
 
     def spent(self) -> dict[str, int]:
         """By phase, ns of all steps."""
@@ -118,7 +118,7 @@ def test_a_second_epoch_in_the_order_of_the_first_is_told_once(
             next(iter(loader))
         loop.train(loader)
     first = 2 if inside else 4
-    loop.loaders.look()
+    loop.loaders.report_repeated_order()
     detail = {"sampler": "DistributedSampler", "dataset": "TensorDataset", "epoch": 0}
     assert loop.told == [("sampler_without_set_epoch", first, detail)]
 

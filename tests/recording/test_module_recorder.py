@@ -425,7 +425,7 @@ def test_what_never_synchronises_is_no_step_and_takes_no_memory(
         training.fetch(10)
         training.forward(20)
         training.backward(40, 0, synchronised=False)
-        training.journal.communicated(0, 0, training.clock.at - 1, training.clock.at)
+        training.journal.comm_ended(0, 0, training.clock.at - 1, training.clock.at)
     training.journal.catch_up()
     step = training.journal._tracker._step
     assert step is not None
@@ -445,7 +445,7 @@ def test_collectives_without_end_take_no_memory(training: Training, monkeypatch:
     plain_step(training)
     for _ in range(1000):
         training.spend(10)
-        training.journal.communicated(0, wire.COMM_KINDS.index("user"), training.clock.at - 10, training.clock.at)
+        training.journal.comm_ended(0, wire.COMM_KINDS.index("user"), training.clock.at - 10, training.clock.at)
     training.journal.catch_up()
     step = training.journal._tracker._step
     assert step is not None

@@ -98,7 +98,7 @@ def test_an_evaluation_is_part_of_no_step(training: Training, seen: str) -> None
             training.fetch(700)
         if "forward" in seen:
             training.forward(800, training=False)
-            training.journal.communicated(0, 0, training.clock.at - 500, training.clock.at)
+            training.journal.comm_ended(0, 0, training.clock.at - 500, training.clock.at)
     if "fetch" in seen:
         training.fetch(10)
     training.module.train()

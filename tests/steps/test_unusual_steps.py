@@ -53,7 +53,7 @@ def test_a_map_that_travels_under_backward_is_not_exposed(training: Training) ->
         training.forward(20)
         launched = training.clock.at
         training.backward(40, 30)
-        training.journal.communicated(0, wire.COMM_KINDS.index("unused_map"), launched, launched + 25)
+        training.journal.comm_ended(0, wire.COMM_KINDS.index("unused_map"), launched, launched + 25)
     training.journal.finish()
     assert [phases(step)["backward"] for step in training.steps()] == [40, 40]
     assert [phases(step)["exposed_comm"] for step in training.steps()] == [30, 30]
@@ -197,7 +197,7 @@ def test_steps_are_the_same_however_late_the_journal_is_replayed(training: Train
 @pytest.mark.parametrize("fetched", [False, True])
 def test_an_optimizer_that_failed_before_the_first_step_runs_no_more(training: Training, fetched: bool) -> None:
     training.journal.optimizer_began()
-    training.journal.stepping = lambda: False
+    training.journal.optimizer_is_running = lambda: False
     for _ in range(3):
         if fetched:
             training.fetch(10)
@@ -232,7 +232,7 @@ def test_a_replay_that_hangs_holds_nobody_up(training: Training) -> None:
 
 
 def test_a_replay_that_hangs_for_ever_takes_so_much_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "_MOST_HELD", 50)
+    monkeypatch.setattr(journal, "_MAX_BACKLOG", 50)
     training.journal._full = 3 * 3
     with training.journal._replaying:
         for _ in range(100):
@@ -328,7 +328,7 @@ def test_what_follows_the_last_step_is_no_part_of_it(training: Training) -> None
     for _ in range(3):
         plain_step(training)
     training.spend(12_000)  # An upload, or the wait for the exit.
-    training.journal.communicated(0, wire.COMM_KINDS.index("user"), training.clock.at, training.clock.at + 500)
+    training.journal.comm_ended(0, wire.COMM_KINDS.index("user"), training.clock.at, training.clock.at + 500)
     training.spend(500)
     training.journal.finish()
     _, second, last = training.steps()
