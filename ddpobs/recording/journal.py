@@ -98,7 +98,7 @@ class Journal:
         self._other_thread_forward: tuple[int, bool, Stamp, int, int] | None = None
         """Latest forward of another thread with gradients: thread, training or not, stamp, module, samples."""
         self._started = False
-        """An event of training was recorded."""
+        """An event of training was recorded since the start, or since the last capture of a graph."""
         self._in_backward = self._waiting = False
         self._trainable: set[int] = set()
         """Modules that ran a training forward with gradients."""
