@@ -25,7 +25,7 @@ from ddpobs import telemetry, wire
 from tests.distributed.compare import batch, net, train
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import Sent, sending
-from tests.distributed.test_steps import SLOW_NS, SLOW_S, makes
+from tests.distributed.test_steps import SLOW_NS, SLOW_S, ddp_factory
 
 UNUSED = {"find_unused_parameters": True}
 SMALL_BUCKETS = {"bucket_cap_mb": 1e-5}
@@ -209,7 +209,7 @@ def test_a_model_whose_reductions_are_all_delayed_can_be_attached() -> None:
 def armed(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     """Two losses in turn, each reduced by word to the reducer alone, as Lightning and Accelerate have it."""
     with sending() as sent:
-        ddp = makes(kind, sent)(net())
+        ddp = ddp_factory(kind, sent)(net())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(STEPS):
             optimizer.zero_grad()
