@@ -33,6 +33,6 @@ def make_spans(**columns: Any) -> wire.Spans:
 
 
 def _fill(kind: type[_Columns], columns: dict[str, Any]) -> _Columns:
-    complete = dict.fromkeys(kind.names, 0) | columns
-    rows = np.broadcast_arrays(*(np.atleast_1d(column) for column in complete.values()))
-    return kind(**dict(zip(complete, rows, strict=True)))
+    values = dict.fromkeys(kind.names, 0) | columns
+    rows = next((len(column) for column in values.values() if np.ndim(column)), 1)
+    return kind(**{name: column if np.ndim(column) else np.full(rows, column) for name, column in values.items()})

@@ -63,7 +63,10 @@ def test_the_completion_of_the_last_bucket_does_not_wait_for_an_earlier_one() ->
 
 
 def first_backward(rank: int, world_size: int) -> list[tuple[int, bool]]:
-    """Return the first step's number of buckets and whether all but two were launched early, without and with views."""
+    """Return the number of buckets in the first step, and whether all but the last two were launched early.
+
+    Without and with `gradient_as_bucket_view`.
+    """
     results = []
     for views in (False, True):
         with sending() as capture:

@@ -20,6 +20,7 @@ from ddpobs_server.analysis.findings.straggler import (
 from ddpobs_server.analysis.joined_steps import join
 
 from ddpobs import wire
+from tests.columns import make_spans
 from tests.server.analysis.scenario import BASE_MS, MS, Slow, changed, columns, own_times, spans
 
 SEEDS = 60
@@ -353,8 +354,7 @@ def test_of_a_hundred_thousand_buckets_the_late_one_is_found_at_once() -> None:
     """As many as a client makes up: to look at all rows for each takes ten seconds."""
     rank, bucket = np.repeat([0, 1], 100_000), np.tile(np.arange(100_000), 2)
     ready = (bucket + 1) * MS + 40 * MS * ((rank == 1) & (bucket >= 12_345))
-    zeros = dict.fromkeys(wire.Spans.names, np.zeros_like(ready))
-    cut = wire.Spans(**zeros | {"bucket": bucket, "ready_ns": ready})
+    cut = make_spans(bucket=bucket, ready_ns=ready)
     assert late_bucket(1, rank, cut, np.zeros_like(ready), 40 * MS) == (0, 0, 12_345)
 
 
