@@ -68,7 +68,7 @@ class _Candidate:
     """A forward or fetch without gradients that may belong to an evaluation; decided at the next fetch or backward.
 
     Attributes:
-        step: Step in which it occurred.
+        step: The open step: a candidate is dropped when its step ends.
         stamp: Its stamp.
         position: State of the step at that stamp.
         evaluating: Every module was in evaluation mode, or a batch was fetched.
@@ -186,15 +186,14 @@ class EvaluationGuess:
         if fetch.only_lacks_gradients and self._candidate:
             self._candidate.loaders.add(fetch.loader)
 
-    def reject(self, step: RawStep | None) -> bool:
+    def reject(self) -> bool:
         """Make the candidate an evaluation: another batch or an evaluation followed. False without a candidate."""
         candidate, self._candidate = self._candidate, None
         if candidate is None:
             return False
         if candidate.evaluating:
             self._evaluated = True
-            if step and candidate.step is step:
-                self._open_hole(step, candidate.position, candidate.stamp)
+            self._open_hole(candidate.step, candidate.position, candidate.stamp)
         return True
 
     def _propose(self, step: RawStep | None, stamp: Stamp, evaluating: bool) -> None:

@@ -308,5 +308,5 @@ class StepTracker:
             self._evaluations.accept()
 
     def _reject_candidate(self) -> None:
-        if self._evaluations.reject(self._step):
+        if self._evaluations.reject():
             self._clean = False
