@@ -40,8 +40,8 @@ from ddpobs.export import delivery, exporter, identity
 from ddpobs.export.http_sender import Outcome, Sender
 from ddpobs.ranks import straggler_exchange
 from ddpobs.recording.module_recorder import BackwardRecord
+from ddpobs.steps.raw_step import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
 from ddpobs.steps.step_columns import RawSteps
-from ddpobs.steps.step_tracker import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
 from ddpobs.steps.summary import Summariser
 
 STEP_S, BUCKETS = 0.5, 40

@@ -35,8 +35,8 @@ from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
-from ddpobs.steps.step_tracker import RawStep
 from ddpobs.steps.summary import Summariser
 from ddpobs.torch_seam.collectives import backend_of
 
@@ -144,7 +144,7 @@ class Telemetry:
         self._exporter.call_every(config.pulse_s, self._pulse)
         # What one batch tells is met before the next, and not a whole flush later: a short run has few.
         self._exporter.call_every(config.flush_s / 2, self._compare)
-        self._exporter.call_every(config.pulse_s, self._loaders.look)
+        self._exporter.call_every(config.pulse_s, self._loaders.report_repeated_order)
         self._exporter.start()
         self._hooks.install()
         self._loaders.install()
@@ -171,7 +171,7 @@ class Telemetry:
         )
         self._modules += 1
         self._recorders.append(recorder)
-        self._journal.disturbed()  # To build a model is no part of a step, and may come after another's training.
+        self._journal.training_interrupted()  # Building a model, maybe after another's training, is no part of a step.
         return recorder
 
     def leave(self, recorder: ModuleRecorder) -> bool:
@@ -193,7 +193,7 @@ class Telemetry:
         self._loaders.remove()
         self._collectives.remove()
         self._journal.finish()
-        self._loaders.look()
+        self._loaders.report_repeated_order()
         for recorder in self._recorders:
             recorder.batch_cut()
         error = error or _uncaught()

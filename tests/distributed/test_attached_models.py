@@ -25,7 +25,7 @@ from ddpobs import telemetry, wire
 from tests.distributed.compare import batch, net, train
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import Sent, sending
-from tests.distributed.test_steps import SLOW_NS, SLOW_S, makes
+from tests.distributed.test_steps import SLOW_NS, SLOW_S, ddp_factory
 
 UNUSED = {"find_unused_parameters": True}
 SMALL_BUCKETS = {"bucket_cap_mb": 1e-5}
@@ -214,7 +214,7 @@ def test_a_model_whose_reductions_are_all_delayed_can_be_attached() -> None:
 def armed(rank: int, world_size: int, kind: str) -> dict[str, Any]:
     """Prepare the reducer directly before each of two losses, as Lightning and Accelerate do."""
     with sending() as records:
-        ddp = makes(kind, records)(net())
+        ddp = ddp_factory(kind, records)(net())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(STEPS):
             optimizer.zero_grad()

@@ -57,7 +57,7 @@ def test_a_forked_child_drops_nothing_of_the_parent_s(tmp_path: Path) -> None:
 
     parent = os.getpid()
     journal = Journal(HostClock(), lambda _: None)
-    journal.communicated(0, 0, Event(), Event())
+    journal.comm_ended(0, 0, Event(), Event())
     made = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path), encode)
     made.offer(Event())
     assert forked(lambda: not journal._entries and not made._queue)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ddpobs import wire
 from ddpobs.ranks.straggler_exchange import COLUMNS, Exchange, join, statistics
+from tests.columns import make_steps
 
 QUIET = {"data": 10, "forward": 20, "backward": 40, "optimizer": 5, "other": 1}
 
@@ -18,14 +19,8 @@ def row(collective: int, wall: int = 100, **slow: int) -> list[int]:
 
 def steps(collectives: int, backward: int = 40, backwards: int = 1) -> wire.Steps:
     """Each of so many synchronised backwards, and with the number of the last one."""
-    zeros = np.zeros(collectives, np.int64)
-    own = {f"own_{name}_ns": zeros + ns for name, ns in (QUIET | {"backward": backward}).items()}
-    known = own | {
-        "collective": np.arange(collectives) * backwards + backwards - 1,
-        "end_ns": zeros + 100,
-        "own_ns": zeros + 1,
-    }
-    return wire.Steps(**{name: known.get(name, zeros) for name in wire.Steps.names})
+    own = {f"own_{name}_ns": ns for name, ns in (QUIET | {"backward": backward}).items()}
+    return make_steps(collective=np.arange(collectives) * backwards + backwards - 1, end_ns=100, own_ns=1, **own)
 
 
 def test_the_last_rank_has_the_delay_and_the_others_the_waiting() -> None:

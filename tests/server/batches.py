@@ -9,6 +9,7 @@ import numpy as np
 import zstandard
 
 from ddpobs import wire
+from tests.columns import make_spans, make_steps
 
 ATTEMPT = "aaaaaaaaaaaaaaaa"
 MS = 1_000_000
@@ -44,16 +45,16 @@ def steps(first: int, count: int, **columns: Any) -> wire.Steps:
         "collective": number,
         "start_ns": number * STEP_MS * MS,
         "end_ns": (number + 1) * STEP_MS * MS,
-        **{f"{phase}_ns": np.full(count, ms * MS) for phase, ms in times.items()},
-        **{f"own_{phase}_ns": np.full(count, ms * MS) for phase, ms in times.items()},
-        "exposed_comm_ns": np.full(count, 5 * MS),
-        "own_ns": np.full(count, 95 * MS),
-        "comm_ns": np.full(count, 30 * MS),
-        "micro_steps": np.ones(count, np.int64),
-        "samples": np.full(count, 8),
-        "flags": np.full(count, wire.SYNCHRONISED),
+        **{f"{phase}_ns": ms * MS for phase, ms in times.items()},
+        **{f"own_{phase}_ns": ms * MS for phase, ms in times.items()},
+        "exposed_comm_ns": 5 * MS,
+        "own_ns": 95 * MS,
+        "comm_ns": 30 * MS,
+        "micro_steps": 1,
+        "samples": 8,
+        "flags": wire.SYNCHRONISED,
     }
-    return wire.Steps(**given | columns)
+    return make_steps(**given | columns)
 
 
 def spans(first: int, count: int, **columns: Any) -> wire.Spans:
@@ -62,15 +63,13 @@ def spans(first: int, count: int, **columns: Any) -> wire.Spans:
     ready = step * STEP_MS * MS + np.tile([40 * MS, 70 * MS], count)
     given: dict[str, Any] = {
         "step": step,
-        "module": np.zeros_like(step),
-        "revision": np.zeros_like(step),
         "bucket": np.tile([0, 1], count),
         "ready_ns": ready,
         "launched_ns": ready,
-        "started_ns": np.full_like(step, wire.UNKNOWN),
+        "started_ns": wire.UNKNOWN,
         "done_ns": ready + np.tile([10 * MS, 15 * MS], count),
     }
-    return wire.Spans(**given | columns)
+    return make_spans(**given | columns)
 
 
 def layout() -> wire.Layout:

@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 
 from ddpobs import wire
+from tests.columns import make_spans, make_steps
 
 EVIL = "<img src=x onerror=document.title='owned'>"
 STEPS, MS = 60, 1_000_000
@@ -16,44 +17,41 @@ STEPS, MS = 60, 1_000_000
 def batch(run: str, rank: int, slow: bool, host: str) -> wire.Batch:
     """Sixty steps of two buckets; the slow rank computes 30 ms longer in backward, and the other one waits for it."""
     step = np.arange(STEPS)
-    zero = step * 0
     backward, exposed = (50 * MS, 2 * MS) if slow else (20 * MS, 32 * MS)
     start = 10**12 * (rank + 1) + step * 70 * MS
     known = np.where(step == 0, wire.UNKNOWN, 1)
     own_backward = np.where(step == 0, wire.UNKNOWN, backward)
-    steps = wire.Steps(
+    steps = make_steps(
         step=step,
         collective=step,
         start_ns=start,
         end_ns=start + 70 * MS,
-        data_ns=zero + MS,
-        forward_ns=zero + 10 * MS,
-        backward_ns=zero + backward,
-        exposed_comm_ns=zero + exposed,
-        optimizer_ns=zero + 2 * MS,
-        other_ns=zero + 70 * MS - 13 * MS - backward - exposed,
+        data_ns=MS,
+        forward_ns=10 * MS,
+        backward_ns=backward,
+        exposed_comm_ns=exposed,
+        optimizer_ns=2 * MS,
+        other_ns=70 * MS - 13 * MS - backward - exposed,
         own_ns=np.where(step == 0, wire.UNKNOWN, backward + 13 * MS),
         own_data_ns=known * MS,
         own_forward_ns=known * 10 * MS,
         own_backward_ns=own_backward,
         own_optimizer_ns=known * 2 * MS,
         own_other_ns=np.where(step == 0, wire.UNKNOWN, 0),
-        comm_ns=zero + exposed,
-        micro_steps=zero + 1,
-        samples=zero + 8,
+        comm_ns=exposed,
+        micro_steps=1,
+        samples=8,
         flags=np.where(step == 0, wire.SYNCHRONISED | wire.NO_ORIGIN, wire.SYNCHRONISED),
     )
     begun = np.repeat(start + 11 * MS, 2)
     bucket = np.tile([0, 1], STEPS)
     ready = begun + np.where(bucket == 0, backward - 5 * MS, backward)
-    spans = wire.Spans(
+    spans = make_spans(
         step=np.repeat(step, 2),
-        module=bucket * 0,
-        revision=bucket * 0,
         bucket=bucket,
         ready_ns=ready,
         launched_ns=ready,
-        started_ns=bucket * 0 + wire.UNKNOWN,
+        started_ns=wire.UNKNOWN,
         done_ns=begun + 52 * MS + bucket,
     )
     layout = [

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ddpobs import wire
 from ddpobs.errors import WireError
 from ddpobs.wire import packing
+from tests.columns import make_spans
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 """A batch as each version of the wire sent it."""
@@ -25,15 +26,13 @@ def spans(rows: int = 3, **changed: Any) -> wire.Spans:
     step = np.arange(rows)
     plain = {
         "step": step,
-        "module": step * 0,
-        "revision": step * 0,
         "bucket": step % 2,
         "ready_ns": 10**15 + step * 1000,
         "launched_ns": 10**15 + step * 1000 + 5,
-        "started_ns": step * 0 + wire.UNKNOWN,
+        "started_ns": wire.UNKNOWN,
         "done_ns": 10**15 + step * 1000 + 500,
     }
-    return wire.Spans(**(plain | changed))
+    return make_spans(**(plain | changed))
 
 
 def batch(**changed: Any) -> wire.Batch:

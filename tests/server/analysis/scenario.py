@@ -11,6 +11,7 @@ from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.joined_steps import join
 
 from ddpobs import wire
+from tests.columns import make_spans, make_steps
 
 MS = 1_000_000
 BASE_MS = {"data": 5.0, "forward": 20.0, "backward": 40.0, "optimizer": 8.0, "other": 2.0}
@@ -77,7 +78,7 @@ def columns(own: wire.Ints, moving_ms: float = 3.0, barrier: bool = False) -> tu
     end = np.cumsum(wall, axis=0) + np.arange(ranks) * 3_600_000 * MS
     number = np.repeat(np.arange(count), ranks)
     phases = {f"{phase}_ns": flat(own[:, :, index]) for index, phase in enumerate(wire.OWN_PHASES)}
-    return np.tile(np.arange(ranks), count), wire.Steps(
+    return np.tile(np.arange(ranks), count), make_steps(
         step=number,
         collective=number,
         start_ns=flat(end - wall),
@@ -85,9 +86,9 @@ def columns(own: wire.Ints, moving_ms: float = 3.0, barrier: bool = False) -> tu
         exposed_comm_ns=flat(exposed),
         own_ns=flat(total),
         comm_ns=flat(exposed),
-        micro_steps=np.ones(count * ranks, np.int64),
-        samples=np.full(count * ranks, 8),
-        flags=np.full(count * ranks, wire.SYNCHRONISED),
+        micro_steps=1,
+        samples=8,
+        flags=wire.SYNCHRONISED,
         **phases,
         **{f"own_{name}": values for name, values in phases.items()},
     )
@@ -101,23 +102,19 @@ def evidence_of(rank: wire.Ints, steps: wire.Steps, **facts: Any) -> Evidence:
 def spans(rank: list[int], rows: list[tuple[int, int, int, int, int]]) -> tuple[wire.Ints, wire.Spans]:
     """Return spans of module 0, revision 0, from rows of (step, bucket, ready, launched, done)."""
     step, bucket, ready, launched, done = (np.array(column, np.int64) for column in zip(*rows, strict=True))
-    zeros = np.zeros(len(rows), np.int64)
-    return np.array(rank, np.int64), wire.Spans(
+    return np.array(rank, np.int64), make_spans(
         step=step,
-        module=zeros,
-        revision=zeros,
         bucket=bucket,
         ready_ns=ready,
         launched_ns=launched,
-        started_ns=zeros + wire.UNKNOWN,
+        started_ns=wire.UNKNOWN,
         done_ns=done,
     )
 
 
 def steps_of(rank: wire.Ints, step: wire.Ints, collective: wire.Ints) -> tuple[wire.Ints, wire.Steps]:
     """Return steps with these numbers and zeros in all other columns."""
-    zeros = {name: np.zeros(len(rank), np.int64) for name in wire.Steps.names}
-    return rank, wire.Steps(**zeros | {"step": step, "collective": collective})
+    return rank, make_steps(step=step, collective=collective)
 
 
 def with_columns(columns: Columns, **new: wire.Ints) -> Columns:

@@ -19,6 +19,7 @@ from ddpobs_server.reports.reports import Reports
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
+from tests.columns import make_spans
 from tests.server.analysis.scenario import MS, Slow, columns, evidence_of, own_times, with_columns
 
 RUN, ATTEMPT = "a-run", "0123456789abcdef"
@@ -58,15 +59,12 @@ def spans_of(steps: wire.Steps) -> wire.Spans:
     """Two buckets a step: the first half-way through backward, the last ends with the step."""
     ready = np.stack([steps.end_ns - 30 * MS, steps.end_ns - 3 * MS], axis=1).reshape(-1)
     done = np.stack([steps.end_ns - 20 * MS, steps.end_ns], axis=1).reshape(-1)
-    zeros = np.zeros(len(ready), np.int64)
-    return wire.Spans(
+    return make_spans(
         step=np.repeat(steps.step, 2),
-        module=zeros,
-        revision=zeros,
         bucket=np.tile([0, 1], len(steps.step)),
         ready_ns=ready,
         launched_ns=ready,
-        started_ns=zeros + wire.UNKNOWN,
+        started_ns=wire.UNKNOWN,
         done_ns=done,
     )
 

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpobs import wire
+from tests.columns import make_spans, make_steps
 
 Row = tuple[int, int, int, int, int, int, int]
 
@@ -56,8 +57,7 @@ def test_sums_by_bucket_are_those_of_a_loop_over_rows(least: int, batches: list[
 
 
 def _numbered(*collective: int) -> wire.Steps:
-    zeros = {name: np.zeros(len(collective), np.int64) for name in wire.Steps.names}
-    return wire.Steps(**zeros | {"collective": np.array(collective)})
+    return make_steps(collective=collective)
 
 
 def _last_ready(groups: list[list[Row]]) -> list[int]:
@@ -130,7 +130,7 @@ def _alike(found: list[Row]) -> tuple[list[tuple[Any, int]], Any]:
 def _spans(found: list[Row]) -> wire.Spans:
     columns = np.array(found, np.int64).reshape(-1, 7).T
     names = ("step", "module", "revision", "bucket", "ready_ns", "launched_ns", "done_ns")
-    return wire.Spans(**dict(zip(names, columns, strict=True)), started_ns=np.full(len(found), wire.UNKNOWN))
+    return make_spans(**dict(zip(names, columns, strict=True)), started_ns=wire.UNKNOWN)
 
 
 def _count(sums: list[int], own: tuple[int, ...]) -> None:
