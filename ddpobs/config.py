@@ -11,12 +11,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddpobs.errors import ConfigError
+from ddpobs.wire.text import STRICT_RUN_ID
 
 DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 _NUMBERS = {int: (Integral, "a whole number"), float: (Real, "a number")}
 _END = 10**9
-_RUN_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class TelemetryConfig:
             raise ConfigError("collector", "an http:// or https:// address", self.collector)
         if self.token is not None and not _TOKEN.fullmatch(self.token):
             raise ConfigError("token", "letters, digits and signs of ASCII, and no space or line end", "something else")
-        if self.run is not None and not _RUN_ID.fullmatch(self.run):
+        if self.run is not None and not re.match(STRICT_RUN_ID, self.run):
             raise ConfigError("run", "1 to 128 of A-Z a-z 0-9 . _ -, and neither . nor ..", self.run)
         for setting in fields(self):
             value: Any = getattr(self, setting.name)
@@ -117,7 +117,7 @@ def from_environment(environ: Mapping[str, str]) -> TelemetryConfig:
         return TelemetryConfig(**settings)  # type: ignore[arg-type]
     except ConfigError as error:
         name = "DDPOBS_TELEMETRY" if error.setting == "collector" else f"DDPOBS_{error.setting.upper()}"
-        raise ConfigError(name, error.expected, error.came) from None
+        raise ConfigError(name, error.expected, error.actual) from None
 
 
 def _is_address(text: str) -> bool:

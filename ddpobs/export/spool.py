@@ -15,9 +15,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from ddpobs.wire.text import NONCE, RUN_ID
+
 _COUNTED_EVERY = 64
 """Batches after which the folder is counted anew, for other processes write to it and send from it."""
-_NAME = re.compile(r"(\d{20})~([A-Za-z0-9._-]{1,128})~([0-9a-f]{16})~(\d+)~(\d+)\.batch")
+_NAME = re.compile(rf"(\d{{20}})~({RUN_ID})~({NONCE})~(\d+)~(\d+)\.batch")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,6 @@ from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.joined_steps import Floats, Joined, median_of_others
 
 MIN_STEPS = 32
-ALARM_SHARE = 0.1
-"""A rank is late in a step when it exceeds the others' median by this share of the step."""
 MIN_COST_SHARE = 0.05
 """What a rank must cost on average, as a share of the step, to be worth a finding."""
 CHANCE = 0.01
@@ -52,7 +50,7 @@ class Lateness:
         excess_ns: Own time above the other ranks' median, shape [steps, ranks].
         delay_ns: The last rank's excess, shape [steps].
         last: Index of the last rank, shape [steps].
-        late: Excess above `ALARM_SHARE` of the step, shape [steps, ranks].
+        late: Excess above `wire.STRAGGLER_SHARE` of the step, shape [steps, ranks].
     """
 
     excess_ns: Floats
@@ -75,7 +73,7 @@ def lateness(joined: Joined) -> Lateness:
     excess = joined.own_ns - median_of_others(joined.own_ns)
     last = joined.own_ns.argmax(axis=1)
     delay = excess[np.arange(len(joined)), last]
-    return Lateness(excess, delay, last, excess > ALARM_SHARE * joined.step_ns[:, None])
+    return Lateness(excess, delay, last, excess > wire.STRAGGLER_SHARE * joined.step_ns[:, None])
 
 
 def chance_of(late: npt.NDArray[Any], seed: int = 0) -> Floats:
