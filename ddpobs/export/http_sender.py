@@ -24,7 +24,7 @@ _LONGEST_WAIT_S = 300.0
 _RETRIED = frozenset({408, 429})
 _ANSWER_BYTES = 64 * 1024
 _PIECE_BYTES = 16 * 1024
-_NETWORK_ERRORS = (
+NETWORK_ERRORS = (
     httpcore.TimeoutException,
     httpcore.NetworkError,
     httpcore.ProtocolError,
@@ -102,11 +102,7 @@ class Sender:
     def __init__(self, config: TelemetryConfig) -> None:
         self._url = config.collector.rstrip("/")
         self._timeout_s = config.timeout_s
-        # httpcore would leave out the brackets of an IPv6 address.
-        host = urlsplit(self._url).netloc.rpartition("@")[2]
-        self._headers = [("Host", host), ("Content-Type", wire.MSGPACK), ("Content-Encoding", "zstd")]
-        if config.token:
-            self._headers.append(("Authorization", f"Bearer {config.token}"))
+        self._headers = [*request_headers(config), ("Content-Type", wire.MSGPACK), ("Content-Encoding", "zstd")]
         self._network = _DeadlineBackend()
         # Certificates take time to read, and are for https alone.
         trusted = httpcore.default_ssl_context() if self._url.startswith("https:") else None
@@ -129,12 +125,18 @@ class Sender:
                         return Answer(Outcome.RETRY, "the answer did not end")
                 headers = {name.lower(): value.decode("latin-1") for name, value in response.headers}
                 return _meaning(response.status, headers, text, source, seq)
-        except (*_NETWORK_ERRORS, OSError, ValueError) as error:
+        except (*NETWORK_ERRORS, OSError, ValueError) as error:
             return Answer(Outcome.RETRY, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
         """Close the connection."""
         self._pool.close()
+
+
+def request_headers(config: TelemetryConfig) -> list[tuple[str, str]]:
+    """Return the headers of every request to the collector: its host, and the token if there is one."""
+    host = urlsplit(config.collector).netloc.rpartition("@")[2]  # httpcore omits the brackets of an IPv6 address.
+    return [("Host", host), *([("Authorization", f"Bearer {config.token}")] if config.token else [])]
 
 
 def pause_s(attempts: int, asked_s: float, jitter: random.Random) -> float:

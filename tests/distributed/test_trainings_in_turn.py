@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ddpobs import telemetry
+from ddpobs.export import batch_encoder
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
@@ -38,7 +38,7 @@ def in_turn(rank: int, world_size: int, kind: str) -> dict[str, Any]:
 
 def layouts_in_turn(rank: int, world_size: int, kind: str) -> list[set[int]]:
     """Of which modules each batch tells, if it tells of all that there are."""
-    with patch.object(telemetry, "_REPEAT_HELLO", 1), sending() as sent:
+    with patch.object(batch_encoder, "_REPEAT_HELLO", 1), sending() as sent:
         for _ in range(3):
             train(makes(kind, sent), rank)
     return [{layout.module for layout in told.layouts} for told in sent.batches]
