@@ -11,6 +11,23 @@ python=${PYTHON:-python3}
     exit 1
 }
 
+# The automatic updates of a fresh machine hold the package locks for minutes.
+apt_get() {
+    DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 "$@"
+}
+
+# apt-get itself does not wait for the lock of the package lists, whatever the timeout (apt 2.6).
+update_package_lists() {
+    local deadline=$((SECONDS + 600)) log
+    until log=$(LC_ALL=C apt_get update -q 2>&1); do
+        if [[ $log != *"Could not get lock"* ]] || [ "$SECONDS" -ge "$deadline" ]; then
+            echo "$log" >&2
+            return 1
+        fi
+        sleep 5
+    done
+}
+
 debian_packages() {
     local missing=()
     for package in "$@"; do
@@ -22,11 +39,9 @@ debian_packages() {
         echo "Run as root: apt-get install ${missing[*]}" >&2
         return 0
     fi
-    # The automatic updates of a fresh machine hold the package lock for minutes.
-    local lock=(-o DPkg::Lock::Timeout=600)
     echo "Installing ${missing[*]}. If another program holds the package lock, this waits up to 10 minutes." >&2
-    apt-get "${lock[@]}" update -q
-    DEBIAN_FRONTEND=noninteractive apt-get "${lock[@]}" install -y -q --no-install-recommends "${missing[@]}"
+    update_package_lists
+    apt_get install -y -q --no-install-recommends "${missing[@]}"
 }
 
 if [ "$target" = test ]; then
