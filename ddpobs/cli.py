@@ -80,9 +80,9 @@ def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: Coll
         elif answer.outcome is not Outcome.REFUSED:
             break
     sender.close()
-    sent, repeated, refused = (counts[outcome] for outcome in (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED))
-    remaining = len(batches) - sent - repeated - refused
-    typer.echo(f"sent {sent}, repeated {repeated}, refused {refused}, left {remaining}")
+    stored, repeated, refused = (counts[outcome] for outcome in (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED))
+    remaining = len(batches) - stored - repeated - refused
+    typer.echo(f"sent {stored}, repeated {repeated}, refused {refused}, left {remaining}")
     if refused or remaining:
         _fail(detail, 1)
 

@@ -75,10 +75,10 @@ class UnusedParametersError(ReducerError):
     """
 
     def __init__(self, parameters: dict[str, list[int]]) -> None:
-        shown = "; ".join(f"{name} (rank {_ranks(ranks)})" for name, ranks in list(parameters.items())[:20])
+        names = "; ".join(f"{name} (rank {_ranks(ranks)})" for name, ranks in list(parameters.items())[:20])
         more = f"; and {len(parameters) - 20} more" if len(parameters) > 20 else ""
         super().__init__(
-            f"{len(parameters)} parameters got no gradient in this backward: {shown}{more}. Every rank "
+            f"{len(parameters)} parameters got no gradient in this backward: {names}{more}. Every rank "
             "reduces all of them. Pass find_unused_parameters=True, or make every parameter take part in the loss on "
             "every rank"
         )

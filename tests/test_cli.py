@@ -31,16 +31,16 @@ def spool(folder: Path) -> None:
 
 def test_push_sends_a_spool_and_empties_it(tmp_path: Path) -> None:
     spool(tmp_path)
-    with collector(acknowledge) as seen:
-        completed = ddpobs("push", str(tmp_path), "--collector", seen.url)
+    with collector(acknowledge) as server:
+        completed = ddpobs("push", str(tmp_path), "--collector", server.url)
     assert (completed.returncode, completed.stdout) == (0, "sent 2, repeated 0, refused 0, left 0\n")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_push_keeps_batches_that_are_refused_or_not_accepted(tmp_path: Path) -> None:
     spool(tmp_path)
-    with collector(status(422)) as seen:
-        refused = ddpobs("push", str(tmp_path), "--collector", seen.url)
+    with collector(status(422)) as server:
+        refused = ddpobs("push", str(tmp_path), "--collector", server.url)
     unreachable = ddpobs("push", str(tmp_path), "--collector", absent())
     assert (refused.returncode, refused.stdout) == (1, "sent 0, repeated 0, refused 2, left 0\n")
     assert (unreachable.returncode, unreachable.stdout) == (1, "sent 0, repeated 0, refused 0, left 2\n")
@@ -65,8 +65,8 @@ def test_report_prints_finding_and_remedy_with_control_characters_escaped() -> N
         "gain": {"step_ns": 12_750_000, "ratio": 0.25, "error_ratio": 0.02},
     }
     text = json.dumps({"run": "r", "steps_seen": 9, "findings": [finding], "missing": ["epochs: none seen"]}).encode()
-    with collector(lambda path: (200, {}, text)) as seen:
-        completed = ddpobs("report", "r", "--collector", seen.url)
+    with collector(lambda path: (200, {}, text)) as server:
+        completed = ddpobs("report", "r", "--collector", server.url)
     assert completed.stdout == (
         "run r: 9 steps seen, 1 finding\n\n"
         "warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
@@ -84,32 +84,34 @@ def test_report_without_a_run_is_about_the_newest() -> None:
         "/api/v1/runs?limit=1": {"runs": [{"run": "new"}], "next": "x"},
         "/api/v1/runs/new/diagnostics": diagnostics,
     }
-    with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as seen:
-        assert ddpobs("report", "--collector", seen.url).stdout == "run new: 9 steps seen, 0 findings\n"
-    with collector(lambda path: (200, {}, b'{"runs": [], "next": null}')) as seen:
-        completed = ddpobs("report", "--collector", seen.url)
-    assert (completed.returncode, completed.stderr.strip()) == (1, f"ddpobs: no run has reported to {seen.url} yet")
+    with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
+        assert ddpobs("report", "--collector", server.url).stdout == "run new: 9 steps seen, 0 findings\n"
+    with collector(lambda path: (200, {}, b'{"runs": [], "next": null}')) as server:
+        completed = ddpobs("report", "--collector", server.url)
+    assert (completed.returncode, completed.stderr.strip()) == (1, f"ddpobs: no run has reported to {server.url} yet")
 
 
 def test_trace_saves_the_collectors_document(tmp_path: Path) -> None:
-    with collector(lambda path: (200, {}, json.dumps({"traceEvents": [path]}).encode())) as seen:
-        completed = ddpobs("trace", "r", "--steps", "2:5", "-o", str(tmp_path / "t"), "--collector", seen.url)
+    with collector(lambda path: (200, {}, json.dumps({"traceEvents": [path]}).encode())) as server:
+        completed = ddpobs("trace", "r", "--steps", "2:5", "-o", str(tmp_path / "t"), "--collector", server.url)
     assert completed.returncode == 0, completed.stderr
     assert json.loads((tmp_path / "t").read_text()) == {"traceEvents": ["/api/v1/runs/r/trace?from=2&to=5"]}
 
 
 def test_trace_saves_no_file_without_steps(tmp_path: Path) -> None:
-    with collector(lambda path: (200, {}, b'{"traceEvents": []}')) as seen:
+    with collector(lambda path: (200, {}, b'{"traceEvents": []}')) as server:
         for steps, code, message in ("20:10", 2, "A up to B"), ("20:30", 1, "none of the steps 20 to 30"):
-            completed = ddpobs("trace", "r", "--steps", steps, "-o", str(tmp_path / "t"), "--collector", seen.url)
+            completed = ddpobs("trace", "r", "--steps", steps, "-o", str(tmp_path / "t"), "--collector", server.url)
             assert completed.returncode == code
             assert message in completed.stderr
     assert not (tmp_path / "t").exists()
 
 
 def test_a_trace_that_cannot_be_written_is_reported_in_a_line(tmp_path: Path) -> None:
-    with collector(lambda path: (200, {}, b'{"traceEvents": [1]}')) as seen:
-        completed = ddpobs("trace", "r", "--steps", "2:5", "-o", str(tmp_path / "none" / "t"), "--collector", seen.url)
+    with collector(lambda path: (200, {}, b'{"traceEvents": [1]}')) as server:
+        completed = ddpobs(
+            "trace", "r", "--steps", "2:5", "-o", str(tmp_path / "none" / "t"), "--collector", server.url
+        )
     assert (completed.returncode, completed.stderr) == (
         1,
         f"ddpobs: {tmp_path / 'none' / 't'}: No such file or directory\n",
@@ -125,10 +127,10 @@ def test_an_impossible_run_id_is_refused_without_a_request(tmp_path: Path) -> No
 
 def test_a_refusal_is_printed_with_the_collectors_reason_and_the_remedy() -> None:
     problem = json.dumps({"title": "Token needed", "detail": "send one"}).encode()
-    with collector(lambda path: (401, {}, problem)) as seen:
-        refused = ddpobs("report", "r", "--collector", seen.url)
-    with collector(lambda path: (502, {}, b"<h1>Bad gateway</h1>")) as seen:
-        broken = ddpobs("report", "r", "--collector", seen.url)
+    with collector(lambda path: (401, {}, problem)) as server:
+        refused = ddpobs("report", "r", "--collector", server.url)
+    with collector(lambda path: (502, {}, b"<h1>Bad gateway</h1>")) as server:
+        broken = ddpobs("report", "r", "--collector", server.url)
     unreachable = ddpobs("report", "r", "--collector", absent())
     assert refused.stderr.endswith("HTTP 401: Token needed: send one: set DDPOBS_TOKEN\n")
     assert broken.stderr.endswith("HTTP 502: <h1>Bad gateway</h1>\n")
@@ -138,21 +140,21 @@ def test_a_refusal_is_printed_with_the_collectors_reason_and_the_remedy() -> Non
 
 def test_the_token_and_the_collectors_host_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPOBS_TOKEN", "secret")
-    with collector(lambda path: (200, {}, b'{"runs": []}')) as seen:
-        ddpobs("report", "--collector", f"{seen.url}/")
-    (headers,) = seen.headers
-    assert (headers["Host"], headers["Authorization"]) == (seen.url.removeprefix("http://"), "Bearer secret")
+    with collector(lambda path: (200, {}, b'{"runs": []}')) as server:
+        ddpobs("report", "--collector", f"{server.url}/")
+    (headers,) = server.headers
+    assert (headers["Host"], headers["Authorization"]) == (server.url.removeprefix("http://"), "Bearer secret")
 
 
 def test_a_redirect_is_reported_and_not_followed() -> None:
-    with collector(lambda path: (302, {"Location": absent()}, b"moved")) as seen:
-        redirected = ddpobs("report", "r", "--collector", seen.url)
+    with collector(lambda path: (302, {"Location": absent()}, b"moved")) as server:
+        redirected = ddpobs("report", "r", "--collector", server.url)
     assert (redirected.returncode, redirected.stderr.endswith("HTTP 302: moved\n")) == (1, True)
 
 
 def test_a_page_that_is_not_a_collectors_is_reported_with_its_start() -> None:
-    with collector(rubbish) as seen:
-        other = ddpobs("report", "r", "--collector", seen.url)
+    with collector(rubbish) as server:
+        other = ddpobs("report", "r", "--collector", server.url)
     assert other.returncode == 1
     assert other.stderr.endswith("/runs/r/diagnostics: not a collector's reply: <html>welcome</html>\n")
 
@@ -172,12 +174,12 @@ def test_a_certificate_counts_if_ssl_cert_file_names_it(tmp_path: Path, monkeypa
     subprocess.run([*command, "-keyout", key, "-out", certificate], check=True, capture_output=True, timeout=60)
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate, key)
-    with collector(lambda path: (200, {}, b'{"runs": []}'), tls=tls) as seen:
-        refused = ddpobs("report", "--collector", seen.url)
+    with collector(lambda path: (200, {}, b'{"runs": []}'), tls=tls) as server:
+        refused = ddpobs("report", "--collector", server.url)
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
-        accepted = ddpobs("report", "--collector", seen.url)
+        accepted = ddpobs("report", "--collector", server.url)
     assert "certificate verify failed" in refused.stderr
-    assert accepted.stderr == f"ddpobs: no run has reported to {seen.url} yet\n"
+    assert accepted.stderr == f"ddpobs: no run has reported to {server.url} yet\n"
 
 
 def test_the_commands_do_not_import_httpx() -> None:

@@ -64,7 +64,7 @@ class IdentityExchange:
         return identity
 
     def reply_to_others(self) -> None:
-        """Answer the open requests, on the rank whose proposal is the shared identity."""
+        """Answer the open requests, on the leader."""
         if not self.is_leader:
             return
         count = self._store.add("asks", 0)

@@ -109,9 +109,9 @@ def _check_bounds(field: str, record: Columns, bounds: _Bounds, anchor: Anchor) 
 
 
 def _require_between(field: str, column: Ints, least: int, most: int) -> None:
-    within = (column >= least) & (column <= most)
-    if not within.all():
-        row = int(np.argmin(within))
+    is_valid = (column >= least) & (column <= most)
+    if not is_valid.all():
+        row = int(np.argmin(is_valid))
         raise WireError(field, f"{least} to {most}", f"{column[row]} in row {row}")
 
 

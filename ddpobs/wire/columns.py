@@ -113,7 +113,7 @@ class Columns:
 
     @classmethod
     def from_table(cls, table: Ints) -> Self:
-        """Wrap a table whose rows are the columns, without a copy."""
+        """Wrap a table, with a row for each column, without a copy."""
         record = cls.__new__(cls)
         record.table = table
         return record

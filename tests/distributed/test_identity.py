@@ -35,12 +35,12 @@ def train_until_identified(ddp: DistributedDataParallel, rank: int) -> None:
 def without_rank_0(rank: int, _world_size: int) -> tuple[int, int]:
     """Train on rank 1 only, as a learner beside a coordinating rank."""
     alone = dist.new_group([1])
-    with sending() as sent:
+    with sending() as capture:
         if rank == 1:
             with patch.object(run_identity, "PATIENCE_S", 0.5):
-                ddp = DistributedDataParallel(net(), process_group=alone, telemetry=sent.config)
+                ddp = DistributedDataParallel(net(), process_group=alone, telemetry=capture.config)
                 train_until_identified(ddp, rank)
-    return len(sent.steps("step")), sum(batch.dropped for batch in sent.batches)
+    return len(capture.steps("step")), sum(batch.dropped for batch in capture.batches)
 
 
 def test_telemetry_of_ranks_without_rank_0_is_sent() -> None:
@@ -58,10 +58,10 @@ def after_a_restart(rank: int, _world_size: int) -> str:
         store.add("asks", 3)
         store.set("asks/1", "of-the-dead")
     dist.barrier()
-    with sending() as sent, patch.object(run_identity, "PATIENCE_S", 0.5):
-        ddp = DistributedDataParallel(net(), telemetry=sent.config)
+    with sending() as capture, patch.object(run_identity, "PATIENCE_S", 0.5):
+        ddp = DistributedDataParallel(net(), telemetry=capture.config)
         train_until_identified(ddp, rank)
-    return sent.batches[0].attempt
+    return capture.batches[0].attempt
 
 
 def test_a_restart_is_a_new_attempt() -> None:
@@ -70,12 +70,12 @@ def test_a_restart_is_a_new_attempt() -> None:
 
 
 def with_clocks_apart(rank: int, _world_size: int) -> str:
-    """Train on two hosts whose clocks differ by an hour."""
+    """Train on two hosts with clocks an hour apart."""
     now_ns = time.time_ns
-    with sending() as sent, patch("time.time_ns", lambda: now_ns() + rank * 3600 * 10**9):
-        ddp = DistributedDataParallel(net(), telemetry=sent.config)
+    with sending() as capture, patch("time.time_ns", lambda: now_ns() + rank * 3600 * 10**9):
+        ddp = DistributedDataParallel(net(), telemetry=capture.config)
         train_until_identified(ddp, rank)
-    return sent.batches[0].attempt
+    return capture.batches[0].attempt
 
 
 def test_ranks_with_different_clocks_share_the_attempt() -> None:
