@@ -213,10 +213,10 @@ def prepare(ranks: Sequence[int], of: int, seconds: float, flush_s: float, bodie
 def kept(sent: delivery.Delivery, out: BinaryIO, at_s: float | None = None) -> list[Due]:
     """What waits to be sent, written down; at the end of a run it waits no more."""
     dues = []
-    for one in sent._waiting:
+    for one in sent._queue:
         dues.append(Due(one.source, one.seq, out.tell(), len(one.body), sent._spread_until if at_s is None else at_s))
         out.write(one.body)
-    sent._waiting.clear()
+    sent._queue.clear()
     return dues
 
 

@@ -110,7 +110,7 @@ class Switched:
         self._hold()
         took = (time.perf_counter() - began) / count, (time.process_time() - used) / count
         for _ in range(_DELIVERY_MS):  # A request under way is not answered on the other's time; or it hangs, for free.
-            if self._process._exporter._delivery._under_way is not None:
+            if self._process._exporter._delivery._in_flight is not None:
                 time.sleep(0.001)
         for other in self._others:
             os.killpg(other, signal.SIGSTOP)
@@ -139,12 +139,12 @@ class Switched:
 
     def _hold(self) -> None:
         """Have telemetry's threads wait, once they have done what they are at."""
-        self._process._exporter._working.acquire()
-        self._process._exporter._delivery._changed.acquire()
+        self._process._exporter._work_lock.acquire()
+        self._process._exporter._delivery._condition.acquire()
 
     def _let_go(self) -> None:
-        self._process._exporter._delivery._changed.release()
-        self._process._exporter._working.release()
+        self._process._exporter._delivery._condition.release()
+        self._process._exporter._work_lock.release()
 
     @staticmethod
     def _agreed(value: int) -> int:

@@ -101,7 +101,7 @@ class CudaClock:
         self._taken_ns = self._attempted_ns = 0
         self._reference: Any = None
         self._stream: Any = torch.cuda.Stream(device, priority=-1)
-        self._querying = threading.Lock()
+        self._query_lock = threading.Lock()
         self._captures = False
         self._renew()
 
@@ -118,7 +118,7 @@ class CudaClock:
 
     def is_ready(self, stamp: Stamp) -> bool:
         """Whether the device has reached the event."""
-        with self._querying:
+        with self._query_lock:
             return self._is_ready_locked(stamp)
 
     def times(self, stamps: Sequence[Stamp]) -> Sequence[int]:
@@ -128,7 +128,9 @@ class CudaClock:
     def nanoseconds(self, stamp: Stamp) -> int:
         """Return the host time at which the device reached the event."""
         while True:
-            with self._querying:  # elapsed_time queries the device too: a capture begins before this block or after it.
+            with (
+                self._query_lock
+            ):  # elapsed_time queries the device too: a capture begins before this block or after it.
                 if self._is_ready_locked(stamp):
                     if time.monotonic_ns() - self._attempted_ns > self._RENEW_NS:
                         self._renew()
@@ -139,14 +141,14 @@ class CudaClock:
     def duration_ns(self, work: Any) -> int:
         """Return the duration that NCCL's work reports once the device has passed its events."""
         while True:
-            with self._querying:
+            with self._query_lock:
                 if not self._captures:
                     return _took_ns(work)
             time.sleep(self._POLL_S)
 
     def set_capturing(self, begins: bool) -> None:
         """Suspend or resume queries of the device; waits for a running query, which takes microseconds."""
-        with self._querying:
+        with self._query_lock:
             self._captures = begins
 
     def _is_ready_locked(self, stamp: Stamp) -> bool:

@@ -28,7 +28,7 @@ class BatchEncoder:
     Args:
         hello: Identity of the process, sent in the first batch and again every `_REPEAT_HELLO` batches.
         read_step: Adds the stamps of a step to columns; returns a false value if the device failed.
-        summarised: Receives each batch's steps.
+        on_steps: Receives each batch's steps.
         count_lost: Receives the number of records that could not be read.
     """
 
@@ -36,11 +36,11 @@ class BatchEncoder:
         self,
         hello: wire.Hello,
         read_step: Callable[[RawSteps, RawStep], object],
-        summarised: Callable[[wire.Steps], None],
+        on_steps: Callable[[wire.Steps], None],
         count_lost: Callable[[int], None],
     ) -> None:
         self._hello, self._read_step = hello, read_step
-        self._summarised, self._count_lost = summarised, count_lost
+        self._on_steps, self._count_lost = on_steps, count_lost
         self._summariser = Summariser(_RESOLUTION_NS)
         self._layouts: dict[int, wire.Layout] = {}
         self._batches = 0
@@ -86,7 +86,7 @@ class BatchEncoder:
         if not steps.number:
             return None
         summary = self._summariser.summarise(steps)
-        self._summarised(summary.steps)
+        self._on_steps(summary.steps)
         return summary
 
     def _with_earlier(self, layouts: list[wire.Layout], modules: Collection[int]) -> list[wire.Layout]:

@@ -49,25 +49,25 @@ class Delivery:
 
     Args:
         config: The collector's address, and limits.
-        lost: Called with the number of records that were lost: the spool was full, or the collector refused them.
+        count_lost: Called with the number of records that were lost: the spool was full, or the collector refused them.
         warn: Logs warnings.
     """
 
-    def __init__(self, config: TelemetryConfig, lost: Callable[[int], None], warn: Once) -> None:
-        self._config, self._lost, self._warn = config, lost, warn
+    def __init__(self, config: TelemetryConfig, count_lost: Callable[[int], None], warn: Once) -> None:
+        self._config, self._count_lost, self._warn = config, count_lost, warn
         folder = Path(config.spool or default_folder())
         self._spool = Spool(folder, int(config.spool_mb * 1e6), private=not config.spool)
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         """Guards the fields below; locked for moments only, never during a request or a disk access."""
-        self._waiting: deque[Encoded] = deque()
-        self._under_way: Encoded | None = None
+        self._queue: deque[Encoded] = deque()
+        self._in_flight: Encoded | None = None
         self._deadline: float | None = None
         self._abandoned = False
         self._quiet_until = 0.0
         self._latest_put, self._spread_until = 0.0, 0.0
         self._attempts = 0
         self._on_disk = False
-        self._disk_failed, self._disk_quiet_until = 0, 0.0
+        self._disk_failures, self._disk_quiet_until = 0, 0.0
         self._backlog: deque[Spooled] = deque()
         self._ignored: set[Path] = set()
         """Files that were sent or abandoned, and could not be removed."""
@@ -80,13 +80,13 @@ class Delivery:
     @property
     def idle(self) -> bool:
         """Whether every batch in memory was sent."""
-        return not self._waiting and self._under_way is None
+        return not self._queue and self._in_flight is None
 
     @property
     def queued_sizes(self) -> list[int]:
         """Sizes of the batches in memory, in bytes."""
-        with self._changed:
-            return [len(batch.body) for batch in (*self._waiting, self._under_way) if batch is not None]
+        with self._condition:
+            return [len(batch.body) for batch in (*self._queue, self._in_flight) if batch is not None]
 
     def start(self) -> None:
         """Start the thread.
@@ -101,15 +101,15 @@ class Delivery:
     def put(self, batch: Encoded) -> None:
         """Accept a batch. Never waits for the network; waits for the disk if memory holds enough batches."""
         now = time.monotonic()
-        with self._changed:
+        with self._condition:
             self._source = batch.source
-            if not self._waiting:
+            if not self._queue:
                 self._spread_until = now + self.spread_s(now - self._latest_put)
             self._latest_put = now
-            self._waiting.append(batch)
+            self._queue.append(batch)
             most = 0 if self._abandoned else WAITING_BATCHES
-            surplus = [self._waiting.popleft() for _ in range(len(self._waiting) - most)]
-            self._changed.notify()
+            surplus = [self._queue.popleft() for _ in range(len(self._queue) - most)]
+            self._condition.notify()
         for surplus_batch in surplus:
             self._spool_batch(surplus_batch)
 
@@ -125,15 +125,15 @@ class Delivery:
         Returns:
             Whether any batch is on disk at the end.
         """
-        with self._changed:
+        with self._condition:
             self._deadline = deadline
-            self._changed.notify()
+            self._condition.notify()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
-        with self._changed:
+        with self._condition:
             self._abandoned = True
-            unsent = [b for b in (self._under_way, *self._waiting) if b is not None and b.spooled is None]
-            self._waiting.clear()
+            unsent = [b for b in (self._in_flight, *self._queue) if b is not None and b.spooled is None]
+            self._queue.clear()
         for batch in unsent:
             self._spool_batch(batch)
         spooled = self._on_disk or bool(self._backlog)
@@ -151,52 +151,52 @@ class Delivery:
                     self._settle(batch, self._send(sender, batch))
             except Exception:  # For example, of the disk: the next batch may succeed.
                 self._warn("delivery", "telemetry failed (delivery); training goes on", trace=True)
-                with self._changed:
-                    self._under_way, self._on_disk, self._disk_failed = None, True, self._disk_failed + 1
-                    pause = pause_s(self._disk_failed, _SPOOLED_PAUSE_S, self._jitter)
+                with self._condition:
+                    self._in_flight, self._on_disk, self._disk_failures = None, True, self._disk_failures + 1
+                    pause = pause_s(self._disk_failures, _SPOOLED_PAUSE_S, self._jitter)
                     self._disk_quiet_until = time.monotonic() + pause
         sender.close()
 
     def _ready(self) -> bool:
         """Wait until a batch may be sent (True), or until no further one will be (False)."""
-        with self._changed:
+        with self._condition:
             while True:
                 now, due = time.monotonic(), self._due()
                 if self._deadline is not None and not (self._attempts < 2 and max(now, due) < self._deadline - 0.05):
                     return False
                 if now >= due:
                     return True
-                self._changed.wait(None if due == math.inf else due - now)
+                self._condition.wait(None if due == math.inf else due - now)
 
     def _due(self) -> float:
         """Return the time at which the next batch is sent; infinity if there is none."""
-        if self._waiting:
+        if self._queue:
             return self._quiet_until if self._deadline is not None else max(self._quiet_until, self._spread_until)
         return max(self._quiet_until, self._disk_quiet_until) if self._on_disk or self._backlog else math.inf
 
     def _next(self) -> Encoded | None:
-        with self._changed:
-            if self._waiting:
-                self._under_way = self._waiting.popleft()
-                return self._under_way
+        with self._condition:
+            if self._queue:
+                self._in_flight = self._queue.popleft()
+                return self._in_flight
         if not self._backlog:
             self._on_disk = False
             spooled = (batch for batch in self._spool.batches(self._source) if batch.path not in self._ignored)
             self._backlog.extend(islice(spooled, _BACKLOG_BATCHES))
-            self._on_disk, self._disk_failed = self._on_disk or bool(self._backlog), 0
+            self._on_disk, self._disk_failures = self._on_disk or bool(self._backlog), 0
         while self._backlog:
             first = self._backlog[0]
             try:
-                self._under_way = Encoded(first.run, first.source, first.seq, first.records, first.body(), first)
+                self._in_flight = Encoded(first.run, first.source, first.seq, first.records, first.body(), first)
             except FileNotFoundError:
                 self._backlog.popleft()  # `ddpobs push` has sent it, or it was dropped for a newer one.
             except OSError as error:
                 self._backlog.popleft().set_aside()
                 self._ignored.add(first.path)  # The rename may have failed.
-                self._lost(first.records)
+                self._count_lost(first.records)
                 self._warn("unreadable", "%s cannot be read and is set aside: %s", first.path, error)
             else:
-                return self._under_way
+                return self._in_flight
         return None
 
     def _send(self, sender: Sender, batch: Encoded) -> Answer:
@@ -212,16 +212,16 @@ class Delivery:
     def _settle(self, batch: Encoded, answer: Answer) -> None:
         """Act on an answer, unless the batch was abandoned in the meantime."""
         final = answer.outcome in _FINAL
-        with self._changed:
+        with self._condition:
             if self._abandoned:
                 return
-            self._under_way = None
+            self._in_flight = None
             if not final:
                 least_s = FORBIDDEN_PAUSE_S if answer.outcome is Outcome.FORBIDDEN else answer.retry_after_s
                 self._quiet_until = time.monotonic() + pause_s(self._attempts, least_s, self._jitter)
                 self._attempts += 1
                 if batch.spooled is None:
-                    self._waiting.appendleft(batch)
+                    self._queue.appendleft(batch)
             else:
                 self._attempts = 0
                 if batch.spooled is not None and self._deadline is None:
@@ -233,7 +233,7 @@ class Delivery:
             except OSError:
                 self._ignored.add(batch.spooled.path)
         if answer.outcome is Outcome.REFUSED:
-            self._lost(batch.records)
+            self._count_lost(batch.records)
             self._warn("refused", "the collector refused a batch, which is lost: %s", answer.detail)
         elif answer.outcome is Outcome.FORBIDDEN:
             self._warn("forbidden", "the collector rejects the token (DDPOBS_TOKEN): %s", answer.detail)
@@ -247,14 +247,14 @@ class Delivery:
                 "full", "the spool %s is full (DDPOBS_SPOOL_MB); its oldest batches are dropped", self._spool.folder
             )
             if run == batch.run:
-                self._lost(records)
+                self._count_lost(records)
             else:  # Counting them would add them to this run's losses.
                 self._warn(f"full, {run}", "the dropped batches include some of run %s, which are not counted", run)
 
         try:
             self._spool.put(batch, time.time_ns(), dropped)
         except OSError as error:
-            self._lost(batch.records)
+            self._count_lost(batch.records)
             self._warn("spool", "the spool %s cannot be written: %s", self._spool.folder, error)
             return
         self._on_disk = True

@@ -32,7 +32,7 @@ from ddpobs.export.spool import Encoded
 _SLACK_S = 0.02
 """Work that is due within this time is done at once, so that the thread wakes up less often."""
 _SLOTS_PER_BATCH = 1024
-_REST_S = 0.25
+_FORK_PAUSE_S = 0.25
 """Longest time that a fork waits for the thread to pause."""
 DONE = object()
 """Return value of a periodic call that ends its repetition."""
@@ -84,7 +84,7 @@ class Exporter:
         self._seq = 0
         self._warn = Once()
         self._delivery = Delivery(config, self.count_lost, self._warn)
-        self._working = threading.RLock()
+        self._work_lock = threading.RLock()
         """Locked by the thread while it works. With the lock, another thread finds it outside of any library."""
         self._rounds, self._unpaused_round = 0, -1
         self._wake = threading.Event()
@@ -94,7 +94,7 @@ class Exporter:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
-        self._counting = threading.RLock()
+        self._count_lock = threading.RLock()
         """Locked for a few additions, microseconds; reentrant, because a finalizer may offer a record meanwhile."""
         self.emitted = 0
         self.dropped = 0
@@ -122,7 +122,7 @@ class Exporter:
         """
         if self._closed and threading.current_thread() is not self._thread:
             return False
-        with self._counting:
+        with self._count_lock:
             self.emitted += weight
             if self._slots + slots > self._config.queue_records:
                 self.dropped += weight
@@ -149,7 +149,7 @@ class Exporter:
 
     def count_lost(self, records: int) -> None:
         """Count offered records that will not arrive."""
-        with self._counting:
+        with self._count_lock:
             self.dropped += records
 
     def identify(self, identity: Identity) -> None:
@@ -171,10 +171,10 @@ class Exporter:
         self._thread.join(0.6 * limit_s)
         if self._thread.is_alive():
             self._abandoned = True  # It hangs in a periodic call, which is its last.
-            locked = self._working.acquire(timeout=0.1 * limit_s)
+            locked = self._work_lock.acquire(timeout=0.1 * limit_s)
             self._try("batch", self._cut_everything)
             if locked:
-                self._working.release()
+                self._work_lock.release()
         if self._try("exit", lambda: self._delivery.close(began + 0.8 * limit_s)):
             self._try("loss", self._report_loss)
         # A return from C++ code, such as a store's, while the interpreter ends would abort the process.
@@ -191,7 +191,7 @@ class Exporter:
 
     def _guard(self, part: str, call: Callable[[], object]) -> object:
         """Run one part of the thread's round, unless the thread is abandoned."""
-        with self._working:
+        with self._work_lock:
             return None if self._abandoned else self._try(part, call)
 
     def _try(self, part: str, call: Callable[[], object]) -> object:
@@ -248,7 +248,7 @@ class Exporter:
             records.append(queued.record)
             weight += queued.weight
             slots += queued.slots
-        with self._counting:
+        with self._count_lock:
             self._weight -= weight
             self._slots -= slots
         if self._latest is not None:
@@ -286,13 +286,13 @@ class Exporter:
 
         Only one fork waits for a thread that hangs.
         """
-        if not self._working.acquire(timeout=0 if self._unpaused_round == self._rounds else _REST_S):
+        if not self._work_lock.acquire(timeout=0 if self._unpaused_round == self._rounds else _FORK_PAUSE_S):
             self._unpaused_round = self._rounds
 
     def _resume_after_fork(self) -> None:
         """Continue after a fork, in the parent."""
         with suppress(RuntimeError):  # The thread did not pause.
-            self._working.release()
+            self._work_lock.release()
 
     def _reset_in_child(self) -> None:
         """Reset in a forked child, such as a loader worker: it has no thread, and must not send under the parent's key.
@@ -301,7 +301,7 @@ class Exporter:
         """
         self._closed, self._thread = True, None
         self._parent_queue, self._queue = self._queue, deque()
-        self._counting, self._working = threading.RLock(), threading.RLock()
+        self._count_lock, self._work_lock = threading.RLock(), threading.RLock()
 
 
 def _next(seconds: float) -> float:

@@ -70,13 +70,13 @@ class Spool:
         self._total_bytes = 0
         self._puts_until_recount = 0
 
-    def put(self, batch: Encoded, at_ns: int, dropped: Callable[[str, int], None]) -> None:
+    def put(self, batch: Encoded, at_ns: int, on_drop: Callable[[str, int], None]) -> None:
         """Store a batch, completely or not at all, by a rename.
 
         Args:
             batch: The batch with its body.
             at_ns: Time of the batch, on the wall clock.
-            dropped: Called with run and number of records of each dropped batch: an older one, or this one if it is too
+            on_drop: Called with run and number of records of each dropped batch: an older one, or this one if it is too
                 large.
 
         Raises:
@@ -84,13 +84,13 @@ class Spool:
         """
         body = batch.body
         if len(body) > self._limit_bytes:
-            dropped(batch.run, batch.records)
+            on_drop(batch.run, batch.records)
             return
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         if self._private and self.folder.lstat().st_uid != os.getuid():
             raise PermissionError(errno.EPERM, "the folder belongs to another user: set DDPOBS_SPOOL", str(self.folder))
         if self._puts_until_recount == 0 or self._total_bytes + len(body) > self._limit_bytes:
-            self._make_room(len(body), dropped)
+            self._make_room(len(body), on_drop)
             self._puts_until_recount = _RECOUNT_EVERY
         final = self.folder / f"{at_ns:020d}~{batch.run}~{batch.source}~{batch.seq}~{batch.records}.batch"
         partial = final.with_suffix(f".{os.getpid()}.partial")
@@ -110,7 +110,7 @@ class Spool:
             if match and source in (None, match[3]):
                 yield Spooled(self.folder / name, match[2], match[3], int(match[4]), int(match[5]))
 
-    def _make_room(self, size_bytes: int, dropped: Callable[[str, int], None]) -> None:
+    def _make_room(self, size_bytes: int, on_drop: Callable[[str, int], None]) -> None:
         """Recount the folder; if it is too full, drop the oldest batches until a tenth is free."""
         batches = list(self.batches())
         sizes = [_size(spooled.path) for spooled in batches]
@@ -125,7 +125,7 @@ class Spool:
                     continue
                 else:
                     total -= size
-                    dropped(spooled.run, spooled.records)
+                    on_drop(spooled.run, spooled.records)
                 if total + size_bytes <= 0.9 * self._limit_bytes:
                     break
         self._total_bytes = total

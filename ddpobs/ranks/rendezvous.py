@@ -35,7 +35,7 @@ class Rendezvous:
         rank: This process's rank.
         world_size: Number of ranks.
         generation: Number of this process's telemetry, equal on all ranks.
-        identified: Receives the shared identity, once.
+        on_identity: Receives the shared identity, once.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Rendezvous:
         rank: int,
         world_size: int,
         generation: int,
-        identified: Callable[[RunIdentity], None],
+        on_identity: Callable[[RunIdentity], None],
     ) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
-        self._generation, self._identified = generation, identified
+        self._generation, self._on_identity = generation, on_identity
         self._created_at = time.monotonic()
         self._store: Any = None
         self._store_gone = False
@@ -112,7 +112,7 @@ class Rendezvous:
         if self._world_size > 1:
             prefix = PrefixStore(f"ddpobs/{identity['attempt']}", self._store)
             self._statistics = Exchange(prefix, self._rank, self._world_size, self._config.peers_every)
-        self._identified(identity)
+        self._on_identity(identity)
 
     def _propose(self) -> RunIdentity:
         run = self._config.run or launcher_run_id() or _new_run_id()

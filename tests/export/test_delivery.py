@@ -245,7 +245,7 @@ def test_a_failing_disk_does_not_delay_batches_in_memory(tmp_path: Path, monkeyp
         until(lambda: list(tmp_path.glob("*.batch")))
         monkeypatch.setattr(os, "listdir", stale(listed))
         monkeypatch.setattr(Path, "write_bytes", stale(wrote))
-        until(lambda: running._delivery._disk_failed > 3)
+        until(lambda: running._delivery._disk_failures > 3)
         running.offer(event("last"))
         until(lambda: "last" in kinds(server.puts[2:]), 10.0)
         running.close()

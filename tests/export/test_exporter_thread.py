@@ -33,7 +33,7 @@ def forked(child: Callable[[], bool]) -> bool:
 
 
 def test_a_forked_child_inherits_no_lock_of_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs.export.exporter._REST_S", 20.0)
+    monkeypatch.setattr("ddpobs.export.exporter._FORK_PAUSE_S", 20.0)
     library = threading.Lock()
 
     def call_into_it() -> None:
@@ -65,7 +65,7 @@ def test_a_forked_child_deletes_none_of_the_parents_records(tmp_path: Path) -> N
 
 
 def test_forks_do_not_wait_for_a_request_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs.export.exporter._REST_S", 10.0)
+    monkeypatch.setattr("ddpobs.export.exporter._FORK_PAUSE_S", 10.0)
     with broken("silent") as url:
         running = exporter(url, tmp_path, exit_s=0.2)
         running.offer(event())
@@ -77,7 +77,7 @@ def test_forks_do_not_wait_for_a_request_without_an_answer(tmp_path: Path, monke
 
 
 def test_forks_wait_once_for_a_thread_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs.export.exporter._REST_S", 1.0)
+    monkeypatch.setattr("ddpobs.export.exporter._FORK_PAUSE_S", 1.0)
     hangs, resumes = threading.Event(), threading.Event()
     running = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path, exit_s=0.2), encode)
     running.call_every(0.001, lambda: hangs.set() or resumes.wait(60))
