@@ -100,7 +100,7 @@ def _blocks() -> int:
     process = telemetry._process
     while process is not None:
         process._journal.catch_up()
-        with process._exporter._working:  # Not while the thread handles records.
+        with process._exporter._work_lock:  # Not while the thread handles records.
             if not process._exporter._queue:
                 break
         time.sleep(0.05)

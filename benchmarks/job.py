@@ -37,12 +37,12 @@ from ddpobs import telemetry, wire
 from ddpobs.clocks import HostClock
 from ddpobs.config import TelemetryConfig
 from ddpobs.export import delivery, exporter, identity
+from ddpobs.export.batch_encoder import BatchEncoder
 from ddpobs.export.http_sender import Outcome, Sender
 from ddpobs.ranks import straggler_exchange
 from ddpobs.recording.module_recorder import BackwardRecord
 from ddpobs.steps.raw_step import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
 from ddpobs.steps.step_columns import RawSteps
-from ddpobs.steps.summary import Summariser
 
 STEP_S, BUCKETS = 0.5, 40
 PARAMETERS = 10
@@ -66,13 +66,11 @@ class Rank(telemetry.Telemetry):
     def __init__(self, config: TelemetryConfig, rank: int, ranks: int, now_ns: Callable[[], int]) -> None:
         self._clock, self._steps = HostClock(), RawSteps()
         self.exporter = self._exporter = exporter.Exporter(config, self._encode)
-        self._summariser = Summariser(telemetry._RESOLUTION_NS)
-        self._hello = wire.Hello(
+        hello = wire.Hello(
             host=f"node{rank // 8}", pid=1000 + rank, device="cpu", backend="gloo", versions={"ddpobs": "benchmark"}
         )
-        self._layouts: dict[int, wire.Layout] = {}
+        self._encoder = BatchEncoder(hello, self._read, lambda steps: None, self.exporter.count_lost)
         self._recorders = []
-        self._batches, self._exchange = 0, None
         self._config, self._now_ns, self._number, self._ranks = config, now_ns, rank, ranks
         self._random = np.random.default_rng(rank)
         self.steps = 0
@@ -216,12 +214,12 @@ def prepare(ranks: Sequence[int], world_size: int, seconds: float, flush_s: floa
 def write_waiting(sender: delivery.Delivery, file: BinaryIO, at_s: float | None = None) -> list[Due]:
     """Write the waiting batches to the file. `at_s` is their time of sending at the end of a run."""
     batches = []
-    for batch in sender._waiting:
+    for batch in sender._queue:
         batches.append(
             Due(batch.source, batch.seq, file.tell(), len(batch.body), sender._spread_until if at_s is None else at_s)
         )
         file.write(batch.body)
-    sender._waiting.clear()
+    sender._queue.clear()
     return batches
 
 

@@ -112,7 +112,7 @@ class Switched:
         self._pause_threads()
         result = (time.perf_counter() - began) / count, (time.process_time() - processor_began) / count
         for _ in range(_DELIVERY_MS):  # Let a request end before the other's turn. A hanging one costs nothing.
-            if self._process._exporter._delivery._under_way is not None:
+            if self._process._exporter._delivery._in_flight is not None:
                 time.sleep(0.001)
         for group in self._companions:
             os.killpg(group, signal.SIGSTOP)
@@ -141,12 +141,12 @@ class Switched:
 
     def _pause_threads(self) -> None:
         """Make telemetry's threads wait, after their current work."""
-        self._process._exporter._working.acquire()
-        self._process._exporter._delivery._changed.acquire()
+        self._process._exporter._work_lock.acquire()
+        self._process._exporter._delivery._condition.acquire()
 
     def _resume_threads(self) -> None:
-        self._process._exporter._delivery._changed.release()
-        self._process._exporter._working.release()
+        self._process._exporter._delivery._condition.release()
+        self._process._exporter._work_lock.release()
 
     @staticmethod
     def _agreed(value: int) -> int:

@@ -7,6 +7,7 @@ it.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -17,8 +18,7 @@ import textwrap
 import time
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.request import urlopen
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent / ".demo"
@@ -71,9 +71,9 @@ def _start_collector(url: str) -> subprocess.Popen[bytes]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx.get(f"{url}/readyz").is_success:
+            with urlopen(f"{url}/readyz", timeout=5):
                 return process
-        except httpx.TransportError:
+        except OSError:
             time.sleep(0.1)
     process.kill()
     raise SystemExit(f"the collector did not start; {log.name} has the reason")
@@ -89,9 +89,8 @@ def _train(url: str, ranks: int, slow: int, options: argparse.Namespace) -> None
 
 
 def _findings(url: str) -> dict[str, Any]:
-    answer = httpx.get(f"{url}/api/v1/runs/{RUN}/diagnostics")
-    answer.raise_for_status()
-    return answer.json()  # type: ignore[no-any-return]
+    with urlopen(f"{url}/api/v1/runs/{RUN}/diagnostics", timeout=60) as response:
+        return json.load(response)  # type: ignore[no-any-return]
 
 
 def _print_findings(diagnosis: dict[str, Any]) -> None:

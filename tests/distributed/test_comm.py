@@ -257,7 +257,7 @@ def wrong_arguments(rank: int, world_size: int) -> list[str]:
         try:
             DistributedDataParallel(net(), **arguments)
         except ConfigError as error:
-            refusals.append(f"{error.setting} {error.came}")
+            refusals.append(f"{error.setting} {error.actual}")
     ddp = DistributedDataParallel(net(), comm="fp16")
     with pytest.raises(ReducerError, match="comm='fp16'"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)

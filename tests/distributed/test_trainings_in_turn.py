@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ddpobs import telemetry
+from ddpobs.export import batch_encoder
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
@@ -38,7 +38,7 @@ def in_turn(rank: int, world_size: int, kind: str) -> dict[str, Any]:
 
 def layouts_in_turn(rank: int, world_size: int, kind: str) -> list[set[int]]:
     """Return the modules in each batch, if every batch repeats all layouts."""
-    with patch.object(telemetry, "_REPEAT_HELLO", 1), sending() as capture:
+    with patch.object(batch_encoder, "_REPEAT_HELLO", 1), sending() as capture:
         for _ in range(3):
             train(ddp_factory(kind, capture), rank)
     return [{layout.module for layout in wire_batch.layouts} for wire_batch in capture.batches]

@@ -10,9 +10,9 @@ from unittest.mock import Mock
 import pytest
 
 from ddpobs import TelemetryConfig, wire
+from ddpobs.export.batch_encoder import BatchEncoder
 from ddpobs.export.identity import Envelope
 from ddpobs.steps.step_columns import RawSteps
-from ddpobs.steps.summary import Summariser
 from ddpobs.telemetry import Telemetry
 from tests.recording.test_module_recorder import Training, plain_step
 
@@ -62,9 +62,7 @@ def test_events_are_sent_after_a_device_failed_and_its_steps_count_as_lost() -> 
     """Every read of the failed device raises."""
     training, process, offered = nine_steps()
     lost: list[int] = []
-    process._exporter.count_lost = lost.append  # type: ignore[method-assign]
-    process._recorders, process._layouts, process._batches, process._exchange = [], {}, 1, None
-    process._summariser = Summariser()
+    process._recorders, process._encoder = [], BatchEncoder(Mock(), process._read, Mock(), lost.append)
     failure = RuntimeError("an illegal memory access was encountered")
     training.clock.times = training.clock.is_ready = Mock(side_effect=failure)  # type: ignore[method-assign]
     for raw in training.raw[:2]:

@@ -16,8 +16,6 @@ from ddpobs import wire
 from ddpobs_server.analysis.finding import Gain
 from ddpobs_server.analysis.joined_steps import Floats, JoinedSteps, median_of_others
 
-ALARM_SHARE = 0.1
-"""A rank is late in a step if it exceeds the others' median by this share of the step."""
 BLOCK_STEPS = 4
 """Steps that are resampled or permuted together, so that noise in bursts stays in bursts."""
 _MAX_WEIGHT_MEDIANS = 4.0
@@ -36,7 +34,7 @@ class Lateness:
         excess_ns: Own time above the other ranks' median, shape [steps, ranks].
         delay_ns: The last rank's excess, shape [steps].
         last: Index of the last rank, shape [steps].
-        late: Whether the excess is above `ALARM_SHARE` of the step, shape [steps, ranks].
+        late: Whether the excess is above `wire.STRAGGLER_SHARE` of the step, shape [steps, ranks].
     """
 
     excess_ns: Floats
@@ -59,7 +57,7 @@ def lateness(joined: JoinedSteps) -> Lateness:
     excess = joined.own_ns - median_of_others(joined.own_ns)
     last = joined.own_ns.argmax(axis=1)
     delay = excess[np.arange(len(joined)), last]
-    return Lateness(excess, delay, last, excess > ALARM_SHARE * joined.step_ns[:, None])
+    return Lateness(excess, delay, last, excess > wire.STRAGGLER_SHARE * joined.step_ns[:, None])
 
 
 def step_weights(window_ns: Floats) -> Floats:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request
 
+from ddpobs.wire.text import NONCE, RUN_ID
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
@@ -34,7 +35,7 @@ Reader = Annotated[Caller, Depends(needs("read"))]
 Admin = Annotated[Caller, Depends(needs("admin"))]
 
 
-def _run(run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,128}$")], caller: Reader, store: StoreDep) -> Run:
+def _run(run: Annotated[str, Path(pattern=f"^{RUN_ID}$")], caller: Reader, store: StoreDep) -> Run:
     found = store.run(caller.key(run))
     if found is None:
         raise Problem(404, "Unknown run", f"no run {run} has reported here; GET /api/v1/runs lists those that have")
@@ -44,9 +45,7 @@ def _run(run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,128}$")], caller: 
 RunDep = Annotated[Run, Depends(_run)]
 
 
-def _attempt(
-    run: RunDep, store: StoreDep, attempt: Annotated[str | None, Query(pattern=r"^[0-9a-f]{16}$")] = None
-) -> str:
+def _attempt(run: RunDep, store: StoreDep, attempt: Annotated[str | None, Query(pattern=f"^{NONCE}$")] = None) -> str:
     if attempt is None:
         return run.attempt
     if attempt not in {known.attempt for known in store.attempts(run.run)}:

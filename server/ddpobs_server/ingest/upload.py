@@ -18,14 +18,15 @@ from ddpobs import wire
 from ddpobs.errors import WireError
 from ddpobs.wire import packing
 from ddpobs.wire.columns import Columns
+from ddpobs.wire.text import NONCE, RUN_ID
 from ddpobs_server.ingest import body, limits
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival
 from ddpobs_server.web.problems import Problem
 
 KEY: dict[str, dict[str, Any]] = {
-    "run": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,128}$"},
-    "source": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
+    "run": {"type": "string", "pattern": f"^{RUN_ID}$"},
+    "source": {"type": "string", "pattern": f"^{NONCE}$"},
     "seq": {"type": "integer", "minimum": 0, "maximum": 2**48},
 }
 """A batch's natural key as the path's parameters have it, each a JSON schema."""
@@ -46,7 +47,7 @@ def _columns(kind: Any) -> dict[str, Any]:
     column = {"type": "array", "items": {"type": "integer"}}
     if not issubclass(kind, Columns):
         return column
-    return {"type": "object", "required": list(kind.names), "properties": dict.fromkeys(kind.names, column)}
+    return {"type": "object", "required": kind.required(), "properties": dict.fromkeys(kind.names, column)}
 
 
 (BATCH, ACKNOWLEDGEMENT), SCHEMAS = _documented()
@@ -95,7 +96,7 @@ class Upload:
             batch = wire.decode(plain, self.content_type, self._limit)
         except WireError as error:
             raise Problem(
-                422, "Malformed batch", str(error), field=error.field, expected=error.expected, came=str(error.came)
+                422, "Malformed batch", str(error), field=error.field, expected=error.expected, came=str(error.actual)
             ) from None
         limits.check_batch(batch, self.settings)
         for field, expected in self.path.items():

@@ -15,6 +15,8 @@ from typing import Any, TextIO
 
 import structlog
 
+from ddpobs import wire
+
 _log = logging.getLogger(__name__)
 _LINES, _WITHIN_S = 10, 10.0
 """Most warnings and errors of one kind within so long."""
@@ -88,9 +90,9 @@ def _without_colours(_logger: object, _method: str, line: _Line) -> _Line:
 
 def _for_people(stream: TextIO) -> list[Any]:
     def printable(_logger: object, _method: str, line: _Line) -> _Line:
-        line["event"] = _escaped(line["event"])
+        line["event"] = wire.printable(line["event"])
         if "exception" in line:
-            line["exception"] = "\n".join("    " + _escaped(row) for row in line["exception"].split("\n"))
+            line["exception"] = "\n".join("    " + wire.printable(row) for row in line["exception"].split("\n"))
         return line
 
     console = structlog.dev.ConsoleRenderer(
@@ -100,10 +102,6 @@ def _for_people(stream: TextIO) -> list[Any]:
         exception_formatter=structlog.dev.plain_traceback,
     )
     return [printable, console]
-
-
-def _escaped(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def _ended(

@@ -44,7 +44,7 @@ def unpack(kind: str, rank: int, payload: bytes) -> dict[str, wire.Ints]:
     if kind == "steps":
         return wire.unpack_steps(payload, _ANY_SIZE)
     if kind == "comms":
-        return packing.unpack(payload, _ANY_SIZE)
+        return wire.Comms.with_defaults(packing.unpack(payload, _ANY_SIZE))
     if kind == "spans":
         found: Any = wire.unpack_spans(payload, _ANY_SIZE)
     else:
