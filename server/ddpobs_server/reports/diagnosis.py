@@ -150,7 +150,7 @@ class Diagnosis:
         parts = _side_by_side(last, window)
         whole = min(first for _, first, _ in parts), parts[0][2]
         few = min(_MOST_ROWS, 2 * self._rows_of(run, attempt, last, window))
-        if len(parts) == 1 or self._store.rows_held("steps", run, attempt, *whole) <= few:
+        if len(parts) == 1 or self._store.estimate_rows("steps", run, attempt, *whole) <= few:
             rank, steps = self._store.steps(run, attempt, None, *whole)
         else:  # Each is read by itself, from chunks that hold all of them.
             read = [self._store.steps(run, attempt, *part) for part in parts]
@@ -164,7 +164,7 @@ class Diagnosis:
 
     def _rows_of(self, run: str, attempt: str, last: dict[int, int], window: int) -> int:
         """About how many rows that window has, as if each rank had as many in the same steps."""
-        held = self._store.rows_held
+        held = self._store.estimate_rows
         parts = _side_by_side(last, window)
         return sum(held("steps", run, attempt, first, final) * len(ranks) // len(last) for ranks, first, final in parts)
 

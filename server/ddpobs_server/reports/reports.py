@@ -178,7 +178,7 @@ class Reports:
         """The last step until which a trace fits, None where all do; each kind of rows has its share of the events."""
         if first == last:
             return None
-        rows = {kind: self._store.rows_held(kind, run, attempt, first, last) for kind in _EVENTS}
+        rows = {kind: self._store.estimate_rows(kind, run, attempt, first, last) for kind in _EVENTS}
         events = sum(held * _EVENTS[kind] for kind, held in rows.items())
         if events > _TRACE_EVENTS:
             rows = {kind: held * _TRACE_EVENTS // events for kind, held in rows.items()}
@@ -200,7 +200,7 @@ class Reports:
         shared = steps, spans
         if around := clock_alignment.steps_missing(steps):
             begin, end = max(0, int(steps[1].step[0]) - around), int(steps[1].step[-1]) + around
-            if sum(self._store.rows_held(kind, run, attempt, begin, end) for kind in _EVENTS) <= _CLOCK_ROWS:
+            if sum(self._store.estimate_rows(kind, run, attempt, begin, end) for kind in _EVENTS) <= _CLOCK_ROWS:
                 shared = self._read(run, attempt, begin, end)
         return steps, spans, clock_alignment.offsets_ns(*shared)[0]
 
