@@ -145,7 +145,7 @@ def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, floa
     _raise_failure(answers)
     results = [answer for answer in answers if isinstance(answer, Sent)]
     cpu_s, final_mb = _processor_s(pid) - cpu_before, _resident_mb(pid)
-    spans = sum(sent.spans for sent in results)
+    spans = sum(result.spans for result in results)
     return {
         "spans": float(spans),
         "spans_per_s": spans / elapsed_s,
@@ -169,7 +169,7 @@ def _raise_failure(answers: Sequence[Sent | str | None]) -> None:
 def _acknowledgements(results: Sequence[Sent]) -> dict[str, float]:
     """Percentiles of the acknowledgement times, over all batches and by kind."""
     by_kind_ms = {
-        kind: 1e3 * np.concatenate([sent.acknowledged_s[kind] for sent in results])
+        kind: 1e3 * np.concatenate([result.acknowledged_s[kind] for result in results])
         for kind in results[0].acknowledged_s
     }
     all_ms = np.concatenate(list(by_kind_ms.values()))
@@ -195,7 +195,7 @@ def collector(
         BenchError: It did not start; the message has its log.
     """
     log = folder / "log"
-    # Default settings, whatever the environment has for another collector: a token, say, or certificates.
+    # Default settings: ignore the environment's settings for another collector, such as a token or certificates.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     environ |= {"DDPOBS_SERVER_PORT": "0", "DDPOBS_SERVER_DATABASE_URL": database_url}
     with log.open("wb") as output:
@@ -231,7 +231,7 @@ def _receive(pipe: Connection) -> Any:
 
 
 def _client(pipe: Connection, send: Callable[..., Sent], *arguments: object) -> None:
-    number, *others = arguments
+    number, *send_arguments = arguments
 
     def address() -> str:
         pipe.send(None)
@@ -239,7 +239,7 @@ def _client(pipe: Connection, send: Callable[..., Sent], *arguments: object) -> 
         return received
 
     try:
-        pipe.send(send(number, address, *others))
+        pipe.send(send(number, address, *send_arguments))
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
 

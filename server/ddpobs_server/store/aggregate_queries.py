@@ -64,7 +64,7 @@ def peer_totals(connection: Connection, sources: CTE) -> list[tuple[str, PeerTot
     names = ("steps", "delay_ns", "wait_ns")
     columns = (*names, *(f"straggler_{phase}" for phase in wire.OWN_PHASES))
     result = []
-    for run, rank, *row in _sums(connection, schema.peer_totals, columns, sources, rank=False, by=("rank",)):
+    for run, rank, *row in _sums(connection, schema.peer_totals, columns, sources, rank=False, key=("rank",)):
         values = [int(value) for value in row]
         plain = dict(zip(names, values, strict=False))
         by_phase = dict(zip(wire.OWN_PHASES, values[len(names) :], strict=True))
@@ -75,7 +75,7 @@ def peer_totals(connection: Connection, sources: CTE) -> list[tuple[str, PeerTot
 def histograms(connection: Connection, sources: CTE) -> dict[str, list[int]]:
     """Steps of all ranks in each bin of `schema.STEP_BOUNDS_S` and above the last, not cumulated, by run."""
     counts: dict[str, list[int]] = {}
-    for run, bound, steps in _sums(connection, schema.step_histogram, ("steps",), sources, rank=False, by=("bound",)):
+    for run, bound, steps in _sums(connection, schema.step_histogram, ("steps",), sources, rank=False, key=("bound",)):
         counts.setdefault(run, [0] * (len(schema.STEP_BOUNDS_S) + 1))[bound] = int(steps)
     return counts
 
@@ -95,7 +95,7 @@ def last_seen(connection: Connection, sources: CTE) -> list[tuple[str, int, int,
 def hellos(connection: Connection, sources: CTE) -> dict[str, wire.Hello]:
     """Hello of the lowest rank that sent a hello, by run."""
     numbered = (
-        select(_s.run_id, _s.source, _number(_s.run_id, by=sources.c.rank))
+        select(_s.run_id, _s.source, _number(_s.run_id, order_by=sources.c.rank))
         .join(sources, (sources.c.run_id == _s.run_id) & (sources.c.source == _s.source))
         .where(_s.hello.is_not(None))
         .subquery()
@@ -111,7 +111,9 @@ def layouts(connection: Connection, sources: CTE) -> list[tuple[str, wire.Layout
     """(run, layout) by module and revision, from the lowest rank that sent it."""
     c = schema.layouts.c
     numbered = (
-        select(c.run_id, c.source, c.module, c.revision, _number(c.run_id, c.module, c.revision, by=sources.c.rank))
+        select(
+            c.run_id, c.source, c.module, c.revision, _number(c.run_id, c.module, c.revision, order_by=sources.c.rank)
+        )
         .join(sources, (sources.c.run_id == c.run_id) & (sources.c.source == c.source))
         .subquery()
     )
@@ -132,7 +134,7 @@ def unused(
         sources: The sources.
         module: Index of the only module to read; None for all.
         limit: If given, return the latest `limit` sets of all ranks and ignore `latest`.
-        latest: Sets whose `unused_number` is at most this. Sets after the first are read until they hold
+        latest: Largest `unused_number` of the sets. Sets after the first are read until they hold
             `_UNUSED_NAMES` names.
     """
     c = schema.unused.c
@@ -188,14 +190,14 @@ def event_number() -> Any:
     return func.row_number().over(partition_by=(c.run_id, c.source, c.kind), order_by=first).label("number")
 
 
-def _number(*columns: Any, by: Any) -> Any:
-    return func.row_number().over(partition_by=columns, order_by=by).label("number")
+def _number(*columns: Any, order_by: Any) -> Any:
+    return func.row_number().over(partition_by=columns, order_by=order_by).label("number")
 
 
 def _sums(
-    connection: Connection, table: Any, names: Iterable[str], sources: CTE, *, rank: bool, by: tuple[str, ...] = ()
+    connection: Connection, table: Any, names: Iterable[str], sources: CTE, *, rank: bool, key: tuple[str, ...] = ()
 ) -> Iterable[Any]:
-    keys = [sources.c.run_id, *([sources.c.rank] if rank else []), *(table.c[name] for name in by)]
+    keys = [sources.c.run_id, *([sources.c.rank] if rank else []), *(table.c[name] for name in key)]
     query = (
         select(*keys, *(float_sum(table.c[name]) for name in names))
         .join(*_by_source(table, sources))

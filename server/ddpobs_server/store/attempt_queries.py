@@ -37,7 +37,7 @@ def missing_batches(connection: Connection, run: str, attempt: str) -> dict[str,
     ended = select(c.source).where(c.run_id == run, c.attempt == attempt, c.goodbye)
     counts = select(b.source, func.max(b.seq) + 1, func.count()).where(b.run_id == run, b.source.in_(ended))
     rows = connection.execute(counts.group_by(b.source))
-    return {source: (sent - stored, sent) for source, sent, stored in rows}
+    return {source: (sent_count - stored, sent_count) for source, sent_count, stored in rows}
 
 
 def has_gaps(connection: Connection, run: str, attempt: str) -> bool:
@@ -47,8 +47,8 @@ def has_gaps(connection: Connection, run: str, attempt: str) -> bool:
     """
     c, b, r = schema.sources.c, schema.batches.c, schema.runs.c
     last = select(func.max(b.seq)).where(b.run_id == run, b.source == c.source).correlate(schema.sources)
-    sent = select(float_sum(last.scalar_subquery() + 1)).where(c.run_id == run).scalar_subquery()
-    if not connection.execute(select(sent > r.commits).where(r.run_id == run)).scalar():
+    sent_count = select(float_sum(last.scalar_subquery() + 1)).where(c.run_id == run).scalar_subquery()
+    if not connection.execute(select(sent_count > r.commits).where(r.run_id == run)).scalar():
         return False
     of_attempt = select(c.source).where(c.run_id == run, c.attempt == attempt)
     batches = select(b.source).where(b.run_id == run, b.source.in_(of_attempt)).group_by(b.source)

@@ -49,13 +49,13 @@ def build_table(bucket: wire.Ints, sums: Any) -> Table:
     return table
 
 
-def add_tables(left: Table, right: Table) -> Table:
+def add_tables(a: Table, b: Table) -> Table:
     """The sums of both tables."""
-    if np.array_equal(left[0], right[0]):
-        total = left + right
-        total[0] = left[0]
+    if np.array_equal(a[0], b[0]):
+        total = a + b
+        total[0] = a[0]
         return total
-    columns = np.concatenate([left, right], axis=1)
+    columns = np.concatenate([a, b], axis=1)
     return build_table(columns[0], columns[1:])
 
 

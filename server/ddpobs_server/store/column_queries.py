@@ -208,8 +208,8 @@ def _step_of_row(rows: int, begin: wire.Ints, end: wire.Ints, density: npt.NDArr
     edges = np.concatenate([begin, end])
     order = np.argsort(edges, kind="stable")
     edges, slope = edges[order], np.cumsum(np.concatenate([density, -density])[order])
-    before = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(edges))])
-    if before[-1] <= rows:
+    rows_before = np.concatenate([[0.0], np.cumsum(slope[:-1] * np.diff(edges))])
+    if rows_before[-1] <= rows:
         return None
-    index = int(np.searchsorted(before, rows, "right")) - 1
-    return max(int(edges[0]), int(edges[index] + (rows - before[index]) / slope[index]) - 1)
+    index = int(np.searchsorted(rows_before, rows, "right")) - 1
+    return max(int(edges[0]), int(edges[index] + (rows - rows_before[index]) / slope[index]) - 1)

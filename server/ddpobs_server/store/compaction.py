@@ -16,7 +16,7 @@ _ROWS, _CHUNKS = 4096, 256
 
 
 def compact_active(engine: Engine, since_ns: int) -> Iterator[int]:
-    """Join the small chunks of the runs whose last batch arrived since then.
+    """Join the small chunks of the runs with a batch since then.
 
     Yields:
         The decrease in the number of chunks, after each join.

@@ -56,7 +56,7 @@ def translate(context: ExceptionContext) -> UnavailableError | None:
 
 @contextmanager
 def translated() -> Iterator[None]:
-    """Do the same for direct calls of SQLite's driver, whose errors SQLAlchemy does not see."""
+    """Do the same for direct calls of SQLite's driver: SQLAlchemy does not see their errors."""
     try:
         yield
     except sqlite3.Error as error:

@@ -13,14 +13,14 @@ BucketSums = dict[tuple[int, int, int], bucket_sums.Table]
 """By batch, module and revision."""
 
 
-def sums(spans: wire.Spans, batch: wire.Ints, step: wire.Ints, several: Any) -> BucketSums:
+def sums(spans: wire.Spans, batch: wire.Ints, step: wire.Ints, multiple: Any) -> BucketSums:
     """`rollups.sum_buckets` of some steps.
 
     Args:
         spans: Spans of whole steps, step by step.
         batch: Batch of each span.
         step: Step of each span, ascending.
-        several: Whether a step of the batch may have several backwards, for each batch.
+        multiple: Whether a step of the batch may have several backwards, for each batch.
     """
     first = changes(step) | changes(spans.module) | changes(spans.revision)
     begins, part = np.flatnonzero(first), np.cumsum(first) - 1
@@ -32,12 +32,12 @@ def sums(spans: wire.Spans, batch: wire.Ints, step: wire.Ints, several: Any) -> 
     compute[order] = since_previous
     last = ready[np.append(begins[1:], len(ready)) - 1]
     done = np.maximum.reduceat(spans.done_ns, begins)
-    last = last_of_backward(step[begins], ready[begins], last, done, several[batch[begins]])[part]
+    last = last_of_backward(step[begins], ready[begins], last, done, multiple[batch[begins]])[part]
     exposed = np.maximum(spans.done_ns - np.maximum(spans.launched_ns, last), 0)
     return _tables(spans, batch, np.stack([np.ones_like(ready), compute, spans.done_ns - spans.launched_ns, exposed]))
 
 
-def last_of_backward(step: wire.Ints, first: wire.Ints, last: wire.Ints, done: wire.Ints, several: Any) -> wire.Ints:
+def last_of_backward(step: wire.Ints, first: wire.Ints, last: wire.Ints, done: wire.Ints, multiple: Any) -> wire.Ints:
     """Time of the last gradient of the backward in which each module is reduced, shape [modules of all steps].
 
     Args:
@@ -45,7 +45,7 @@ def last_of_backward(step: wire.Ints, first: wire.Ints, last: wire.Ints, done: w
         first: Its first readiness.
         last: Its last readiness.
         done: Completion of its last bucket.
-        several: Whether its step may have several backwards. A module begins a new backward if all modules before it
+        multiple: Whether its step may have several backwards. A module begins a new backward if all modules before it
             in the step are done when its first bucket becomes ready.
     """
     order = np.lexsort((first, step))
@@ -53,7 +53,7 @@ def last_of_backward(step: wire.Ints, first: wire.Ints, last: wire.Ints, done: w
     times, rank = np.unique(done[order], return_inverse=True)
     # Running maximum within each step: the step's number makes the ranks of a later step greater.
     latest = times[np.maximum.accumulate(np.cumsum(new) * len(order) + rank) % len(order)]
-    new[1:] |= several[order][1:] & (first[order][1:] >= latest[:-1])
+    new[1:] |= multiple[order][1:] & (first[order][1:] >= latest[:-1])
     result = np.empty_like(last)
     result[order] = np.maximum.reduceat(last[order], np.flatnonzero(new))[np.cumsum(new) - 1]
     return result

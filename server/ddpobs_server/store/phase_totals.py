@@ -114,9 +114,9 @@ def _window_sums(
     return result
 
 
-def _add(left: Sums, right: Sums) -> Sums:
+def _add(some: Sums, more: Sums) -> Sums:
     zeros = (0,) * len(NAMES)
     return {
-        rank: tuple(a + b for a, b in zip(left.get(rank, zeros), right.get(rank, zeros), strict=True))
-        for rank in left.keys() | right.keys()
+        rank: tuple(a + b for a, b in zip(some.get(rank, zeros), more.get(rank, zeros), strict=True))
+        for rank in some.keys() | more.keys()
     }

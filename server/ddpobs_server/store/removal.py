@@ -57,7 +57,7 @@ def expire_chunks(engine: Engine, before_ns: int) -> int:
         Number of chunks removed.
     """
     runs, c = schema.runs.c, schema.chunks.c
-    # A run without columns whose last batch arrived a day before that time has nothing left to remove.
+    # A run without columns, silent since a day before that time, has nothing left to remove.
     may_expire = (runs.chunk_bytes > 0) | (runs.last_seen_ns > before_ns - _DAY_NS)
     with engine.connect() as connection:
         older = connection.execute(select(runs.run_id).where(runs.created_ns < before_ns, may_expire)).scalars().all()
@@ -78,7 +78,7 @@ def expire_chunks(engine: Engine, before_ns: int) -> int:
 def prune_unused_sets(engine: Engine, before_ns: int) -> None:
     """Remove unused sets of batches that arrived before a time, except those that metrics and diagnoses read.
 
-    A model whose set changes in every step sends a set per step and rank, and both readers scan all of them.
+    If a model's set changes in every step, it sends a set per step and rank, and both readers scan all of them.
     """
     runs = schema.runs.c
     with engine.connect() as connection:
@@ -167,7 +167,7 @@ def _lock(connection: Connection, run: str, only_if: _Conditions = ()) -> bool:
 
 
 def expire_runs(engine: Engine, before_ns: int) -> int:
-    """Remove runs whose last batch arrived before a time, and return their space. Returns the number of runs."""
+    """Remove runs without a batch since a time, and return their space. Returns the number of runs."""
     runs = schema.runs.c
     silent = runs.last_seen_ns < before_ns
     with engine.connect() as connection:

@@ -95,9 +95,9 @@ def sum_buckets(spans: wire.Spans, batch: wire.Ints, steps: Sequence[wire.Steps 
     grids, irregular = _split_grids(spans, np.flatnonzero(begins))
     parts = [_sum_grid(spans.select(rows), batch[rows], width, steps) for rows, width in grids]
     if irregular is not None:
-        several = _several_backwards(steps)
+        multiple = _several_backwards(steps)
         step = np.cumsum(begins)[irregular]
-        parts.append(irregular_bucket_sums.sums(spans.select(irregular), batch[irregular], step, several))
+        parts.append(irregular_bucket_sums.sums(spans.select(irregular), batch[irregular], step, multiple))
     result = parts[0]
     for part in parts[1:]:
         for key, table in part.items():
@@ -143,12 +143,12 @@ def _compute(ready: wire.Ints) -> tuple[wire.Ints, wire.Ints]:
     return compute, last_ready
 
 
-def _last_of_backward(first: wire.Ints, last: wire.Ints, done: wire.Ints, several: Any) -> wire.Ints:
-    """`irregular_bucket_sums.last_of_backward` for arrays of shape [modules, steps]; `several` has shape [steps]."""
-    if not several.any():
+def _last_of_backward(first: wire.Ints, last: wire.Ints, done: wire.Ints, multiple: Any) -> wire.Ints:
+    """`irregular_bucket_sums.last_of_backward` for arrays of shape [modules, steps]; `multiple` has shape [steps]."""
+    if not multiple.any():
         return np.broadcast_to(last.max(axis=0), last.shape)
-    step, several = (np.tile(values, len(last)) for values in (np.arange(len(several)), several))
-    result = irregular_bucket_sums.last_of_backward(step, first.ravel(), last.ravel(), done.ravel(), several)
+    step, multiple = (np.tile(values, len(last)) for values in (np.arange(len(multiple)), multiple))
+    result = irregular_bucket_sums.last_of_backward(step, first.ravel(), last.ravel(), done.ravel(), multiple)
     return result.reshape(last.shape)
 
 

@@ -14,7 +14,7 @@ Conditions = list[ColumnElement[bool]]
 
 
 def active(workspace: str, since_ns: int, until_ns: int) -> Conditions:
-    """Conditions for a workspace's runs whose last batch arrived in that time."""
+    """Conditions for a workspace's runs with their last batch in that time."""
     return [_r.workspace == workspace, _r.last_seen_ns.between(since_ns, until_ns)]
 
 
@@ -44,19 +44,19 @@ def where(connection: Connection, conditions: Conditions, limit: int | None = No
 
 
 def runs(
-    connection: Connection, limit: int, before: tuple[int, str] | None = None, workspace: str = DEFAULT_WORKSPACE
+    connection: Connection, limit: int, cursor: tuple[int, str] | None = None, workspace: str = DEFAULT_WORKSPACE
 ) -> list[Run]:
     """A workspace's runs, newest first.
 
     Args:
         connection: To the database.
         limit: Most runs returned.
-        before: (created_ns, run) of the previous page's last run.
+        cursor: (created_ns, run) of the previous page's last run.
         workspace: The workspace.
     """
     conditions = [_r.workspace == workspace]
-    if before is not None:
-        created_ns, run_id = before
+    if cursor is not None:
+        created_ns, run_id = cursor
         conditions.append((_r.created_ns < created_ns) | ((_r.created_ns == created_ns) & (_r.run_id > run_id)))
     return where(connection, conditions, limit)
 

@@ -40,7 +40,7 @@ def _text(name: str) -> Column[str]:
 
 
 def _source_table(name: str, *columns: Column[Any] | Index, **options: Any) -> Table:
-    """A table whose key begins with the run and the source."""
+    """A table with a key that begins with the run and the source."""
     return Table(name, metadata, _key("run_id", String), _key("source", String), *columns, **options)
 
 

@@ -114,7 +114,7 @@ class Store:
             raise UnstorableBatchError(detail) from error
 
     def aggregates(self, since_ns: int, until_ns: int = 2**63 - 1, workspace: str = DEFAULT_WORKSPACE) -> Aggregates:
-        """Data for the metrics of the runs whose last batch arrived in that time, in few statements for all runs."""
+        """Data for the metrics of the runs with their last batch in that time, in few statements for all runs."""
         active = run_queries.active(workspace, since_ns, until_ns)
         sources = aggregate_queries.sources_of_latest(active)
         with self._snapshot() as connection:

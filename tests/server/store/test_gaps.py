@@ -13,7 +13,9 @@ OTHER = {"attempt": "b" * 16, "source": "b" * 16}
 
 
 def ingest(store: Store, *batches: wire.Batch) -> None:
-    store.ingest([Arrival(sent, bytes([sent.rank, sent.seq]) * 16, 100, 10**18) for sent in batches])
+    store.ingest(
+        [Arrival(sent_batch, bytes([sent_batch.rank, sent_batch.seq]) * 16, 100, 10**18) for sent_batch in batches]
+    )
 
 
 def flagged(rank: int, *seqs: int) -> list[wire.Batch]:

@@ -35,8 +35,8 @@ def client(database_url: str) -> Iterator[TestClient]:
         yield http
 
 
-def put(http: TestClient, sent: wire.Batch) -> None:
-    answer = http.put(path(sent), content=wire.encode(sent), headers={"Content-Type": wire.MSGPACK})
+def put(http: TestClient, sent_batch: wire.Batch) -> None:
+    answer = http.put(path(sent_batch), content=wire.encode(sent_batch), headers={"Content-Type": wire.MSGPACK})
     assert answer.status_code == 201, answer.text
 
 
@@ -53,8 +53,10 @@ def fill(http: TestClient, run: str, ranks: int, count: int = 40) -> None:
             records = {"hello": hello(), "layouts": [layout()]} if seq == 0 else {}
             if rank == ranks - 1 and seq == 0:
                 records["unused"] = [wire.Unused(step=0, module=0, locally=["stem.weight"], globally=[])]
-            sent = batch(run, seq, rank, world_size=ranks, steps=rank_steps, spans=spans(first, length), **records)
-            put(http, sent)
+            sent_batch = batch(
+                run, seq, rank, world_size=ranks, steps=rank_steps, spans=spans(first, length), **records
+            )
+            put(http, sent_batch)
 
 
 def count_statements(http: TestClient, url: str) -> int:
@@ -159,7 +161,9 @@ def test_totals_of_a_long_run_include_late_batches(fresh: Fresh, tmp_path: Path)
 
 def scrape_after(store: Store, *batches: wire.Batch, received_ns: int) -> tuple[int, int]:
     """Store batches and scrape. Returns the number of statements over rollups, and the end of the cached windows."""
-    store.ingest([Arrival(sent, bytes([sent.rank, sent.seq]) * 16, 1, received_ns) for sent in batches])
+    store.ingest(
+        [Arrival(sent_batch, bytes([sent_batch.rank, sent_batch.seq]) * 16, 1, received_ns) for sent_batch in batches]
+    )
     with recorded(store._engine) as executed:
         phases = store.aggregates(0).phases["run"]
     assert {rank: sums[0] for rank, sums in phases.items()} == {
@@ -194,17 +198,17 @@ def test_pages_hold_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(runs, "_PAGE_ROWS", 50)
     with client(sqlite(tmp_path)) as http:
         fill(http, "run", 3, count=70)
-        for what, rows in (("steps", 70 * 3), ("spans", 70 * 6), ("steps", 70)):
+        for kind, rows in (("steps", 70 * 3), ("spans", 70 * 6), ("steps", 70)):
             rank = {"rank": 1} if rows == 70 else {}
-            seen: list[tuple[int, int]] = []
+            rows_seen: list[tuple[int, int]] = []
             following: int | None = 0
             pages = 0
             while following is not None:
-                answer = http.get(f"/api/v1/runs/run/{what}", params={"from": following, **rank}).json()
+                answer = http.get(f"/api/v1/runs/run/{kind}", params={"from": following, **rank}).json()
                 page = list(zip(answer["columns"]["step"], answer["columns"]["rank"], strict=True))
                 assert 0 < len(page) <= 50
-                seen, following, pages = seen + page, answer["next"], pages + 1
-            assert (len(seen), seen) == (rows, sorted(seen))
+                rows_seen, following, pages = rows_seen + page, answer["next"], pages + 1
+            assert (len(rows_seen), rows_seen) == (rows, sorted(rows_seen))
             assert pages < rows / 10
 
 
@@ -241,11 +245,11 @@ def test_the_refusal_of_a_long_trace_names_the_last_step_that_fits(
 @pytest.mark.parametrize("kind", ["spans", "comms", "steps"])
 def test_batches_from_a_time_of_larger_limits_can_be_read(store: Store, kind: str) -> None:
     step = np.arange(1_400_000 if kind != "steps" else 450_000)
-    sent: Any = spans(0, len(step) // 2) if kind != "steps" else steps(0, len(step))
+    sent_batch: Any = spans(0, len(step) // 2) if kind != "steps" else steps(0, len(step))
     if kind == "comms":
-        sent = wire.Comms(step=step, module=step * 0, kind=step * 0, launched_ns=step, done_ns=step)
-    packed = {"packed_spans": wire.pack_spans(sent)} if kind == "spans" else {}
-    store.ingest([Arrival(batch("run", **{kind: sent}, **packed), b"", 1, 1)])
+        sent_batch = wire.Comms(step=step, module=step * 0, kind=step * 0, launched_ns=step, done_ns=step)
+    packed = {"packed_spans": wire.pack_spans(sent_batch)} if kind == "spans" else {}
+    store.ingest([Arrival(batch("run", **{kind: sent_batch}, **packed), b"", 1, 1)])
     rows = getattr(store, kind)("run", ATTEMPT, first=7, last=7)[1]
     assert rows.step.tolist() == [7] * (2 if kind == "spans" else 1)
 
@@ -260,8 +264,8 @@ def test_metrics_and_diagnoses_read_the_latest_unused_sets_and_each_kind_of_even
         for seq in range(20):
             sets = [unused(seq, 0, *([evil] if seq % 2 else [])), unused(seq, 1), unused(seq, 1, f"{seq}")]
             events = [wire.Event(kind="rebuilt", at_ns=0, step=seq), wire.Event(kind="drawn", at_ns=0, step=seq)]
-            sent = batch("run", seq, rank, unused=sets if seq < 10 else sets[:1], events=events)
-            store.ingest([Arrival(sent, bytes([rank, seq]), 1, seq)])
+            sent_batch = batch("run", seq, rank, unused=sets if seq < 10 else sets[:1], events=events)
+            store.ingest([Arrival(sent_batch, bytes([rank, seq]), 1, seq)])
     latest = [unused(9, 1), unused(9, 1, "9"), unused(18, 0), unused(19, 0, evil)]
     expected = msgspec.to_builtins([("run", rank, record) for rank in range(2) for record in latest])
     assert msgspec.to_builtins(store.aggregates(0).unused) == expected
@@ -281,8 +285,8 @@ def test_a_diagnosis_reads_fewer_sets_of_each_rank_if_they_have_many_names(
     monkeypatch.setattr(aggregate_queries, "_UNUSED_NAMES", 20)
     for rank in range(4):
         for seq in range(6):
-            sent = batch("run", seq, rank, unused=[unused(seq, 0, *(f"{seq}.{name}" for name in range(2)))])
-            store.ingest([Arrival(sent, bytes([rank, seq]), 1, seq)])
+            sent_batch = batch("run", seq, rank, unused=[unused(seq, 0, *(f"{seq}.{name}" for name in range(2)))])
+            store.ingest([Arrival(sent_batch, bytes([rank, seq]), 1, seq)])
     judged = store.latest_unused("run", ATTEMPT)
     assert sum(len(record.locally) for _, record in judged) == 20
     assert [rank for rank, record in judged if record.step == 5] == [0, 1, 2, 3]
@@ -333,9 +337,11 @@ def test_batches_are_acknowledged_while_more_reads_wait_than_threads_exist(tmp_p
             app.router.lifespan_context(app),
             httpx.AsyncClient(transport=transport, base_url="http://in") as http,
         ):
-            sent = batch("run", steps=steps(0, 2))
+            sent_batch = batch("run", steps=steps(0, 2))
             headers = {"Content-Type": wire.MSGPACK}
-            assert (await http.put(path(sent), content=wire.encode(sent), headers=headers)).status_code == 201
+            assert (
+                await http.put(path(sent_batch), content=wire.encode(sent_batch), headers=headers)
+            ).status_code == 201
             read = app.state.store.steps
 
             def slow(*arguments: Any) -> Any:
@@ -349,9 +355,9 @@ def test_batches_are_acknowledged_while_more_reads_wait_than_threads_exist(tmp_p
                 await asyncio.sleep(0.01)
             await asyncio.sleep(0.5)  # Without the limit, the other reads now take all threads.
             more = batch("run", 1, steps=steps(2, 2))
-            put = http.put(path(more), content=wire.encode(more), headers=headers)
+            request = http.put(path(more), content=wire.encode(more), headers=headers)
             try:
-                assert (await asyncio.wait_for(put, 30)).status_code == 201
+                assert (await asyncio.wait_for(request, 30)).status_code == 201
             finally:
                 release.set()
             assert {answer.status_code for answer in await asyncio.gather(*reads)} == {200}
