@@ -87,7 +87,7 @@ class RetentionJob:
     def _count_removed(self, kind: str, count: int) -> None:
         self.removed.labels(kind).inc(count)
         if count:
-            _log.info("retention removed %s", kind, extra={"what": kind, "count": count})
+            _log.info("retention removed data", extra={"what": kind, "count": count})
 
     def _run(self) -> None:
         while not self._closing.wait(_PERIOD_S):

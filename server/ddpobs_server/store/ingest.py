@@ -5,18 +5,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Dialect, Insert, Table, bindparam, case, func, or_, select, text, update
+from sqlalchemy import Connection, Insert, Table, case, select, update
 
 from ddpobs import wire
-from ddpobs_server.store import bucket_sums, chunks, rollups, schema
-from ddpobs_server.store.sql import compiled, insert
+from ddpobs_server.store import bucket_sums, chunks, ingest_sql, rollups, schema
+from ddpobs_server.store.sql import compiled
 
 _MERGED = ("steps", "comms")
 """Kinds of which all batches of a transaction share a chunk."""
@@ -99,7 +98,7 @@ def _claim(connection: Connection, arrivals: Sequence[Arrival]) -> set[tuple[str
         for index, (_, arrival) in enumerate(sorted(first.items(), key=itemgetter(0)))
         for name, value in _batch_row(arrival).items()
     }
-    sql, names = _claim_sql(connection.dialect, len(first))
+    sql, names = ingest_sql.claim_sql(connection.dialect, len(first))
     rows = connection.exec_driver_sql(sql, itemgetter(*names)(values) if names else values)
     return {(row[0], row[1], row[2]) for row in rows}
 
@@ -157,12 +156,12 @@ def _touch_and_lock_run(connection: Connection, run: str, batches: Sequence[Arri
         "workspace": run.rpartition("/")[0] or schema.DEFAULT_WORKSPACE,
         "chunk_bytes": size_bytes,
     }
-    _execute(connection, _run_upsert(connection.dialect.name), [row])
+    _execute(connection, ingest_sql.run_upsert(connection.dialect.name), [row])
 
 
 def _attempts_of(connection: Connection, run: str) -> tuple[str | None, dict[str, int]]:
     """The run's latest attempt, None if it has no attempt yet, and the ordinals of all attempts."""
-    sql, order = _attempts_sql(connection.dialect)
+    sql, order = ingest_sql.attempts_sql(connection.dialect)
     rows = connection.exec_driver_sql(sql, (run,) if order else {"run": run}).all()
     return rows[0][2] if rows else None, {attempt: ordinal for attempt, ordinal, _ in rows}
 
@@ -170,7 +169,7 @@ def _attempts_of(connection: Connection, run: str) -> tuple[str | None, dict[str
 def _add_attempt(connection: Connection, arrival: Arrival, ordinal: int) -> None:
     key = {"run_id": arrival.batch.run, "attempt": arrival.batch.attempt}
     row = {**key, "ordinal": ordinal, "first_seen_ns": arrival.received_ns}
-    _execute(connection, _insert_if_new(connection.dialect.name, schema.attempts), [row])
+    _execute(connection, ingest_sql.insert_if_new(connection.dialect.name, schema.attempts), [row])
 
 
 def _takes_over(connection: Connection, batch: wire.Batch, latest: str, arrivals: Sequence[Arrival]) -> bool:
@@ -181,7 +180,7 @@ def _takes_over(connection: Connection, batch: wire.Batch, latest: str, arrivals
     """
     c = schema.sources.c
     same_rank = case((c.rank == batch.rank, 0), else_=1)
-    wall = _least(connection.dialect.name, c.wall_ns, c.last_seen_ns)
+    wall = ingest_sql.least(connection.dialect.name, c.wall_ns, c.last_seen_ns)
     query = select(wall).where(c.run_id == batch.run, c.attempt == latest).order_by(same_rank, wall.desc())
     wall_ns = connection.execute(query.limit(1)).scalar()
     if wall_ns is None:  # The latest attempt arrived in the same transaction.
@@ -193,10 +192,8 @@ def _takes_over(connection: Connection, batch: wire.Batch, latest: str, arrivals
 def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
     """Update sources. A source keeps its attempt, which bounds a run's attempts by its allowed sources."""
     rows = sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"]))
-    if _execute(connection, _source_upsert(connection.dialect.name), rows) != len(rows):
-        raise UnstorableBatchError(
-            "attempt: expected the same attempt as in this source's earlier batches, got another"
-        )
+    if _execute(connection, ingest_sql.source_upsert(connection.dialect.name), rows) != len(rows):
+        raise UnstorableBatchError("attempt: expected the one of this source's earlier batches, got another")
 
 
 def _source_row(arrival: Arrival) -> dict[str, Any]:
@@ -274,7 +271,7 @@ def _write_records(connection: Connection, arrivals: Sequence[Arrival]) -> None:
             kind = event.kind[:128].replace("\0", "\ufffd")
             events.append({**key, "seq": batch.seq, "position": position, "kind": kind, "body": body})
     if layouts:
-        _execute(connection, _insert_if_new(connection.dialect.name, schema.layouts), layouts)
+        _execute(connection, ingest_sql.insert_if_new(connection.dialect.name, schema.layouts), layouts)
     _insert(connection, schema.unused, unused)
     _insert(connection, schema.events, events)
 
@@ -310,13 +307,13 @@ def _add(connection: Connection, table: Table, parts: Iterable[tuple[Sequence[wi
         rows += zip(*(columns[name] for name in names), strict=True)
     rows.sort()
     if rows:
-        sql, order = compiled(_sum_upsert(connection.dialect.name, table), connection.dialect, names)
+        sql, order = compiled(ingest_sql.sum_upsert(connection.dialect.name, table), connection.dialect, names)
         connection.exec_driver_sql(sql, rows if order else [dict(zip(names, row, strict=True)) for row in rows])
 
 
 def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
     if rows:
-        _execute(connection, _insert_statement(table), rows)
+        _execute(connection, ingest_sql.insert_statement(table), rows)
 
 
 def _execute(connection: Connection, statement: Insert, rows: list[dict[str, Any]]) -> int:
@@ -324,75 +321,3 @@ def _execute(connection: Connection, statement: Insert, rows: list[dict[str, Any
     sql, names = compiled(statement, connection.dialect, tuple(rows[0]))
     values = itemgetter(*names) if names else dict
     return connection.exec_driver_sql(sql, list(map(values, rows))).rowcount
-
-
-@cache
-def _attempts_sql(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
-    c, r = schema.attempts.c, schema.runs.c
-    query = select(c.attempt, c.ordinal, r.attempt).where(c.run_id == r.run_id, r.run_id == bindparam("run"))
-    return compiled(query, dialect)
-
-
-@cache
-def _insert_statement(table: Table) -> Insert:
-    return table.insert()
-
-
-@cache
-def _claim_sql(dialect: Dialect, count: int) -> tuple[str, tuple[str, ...]]:
-    """SQL that inserts `count` batches; the second batch's parameters are named `run_id_m1`, ..."""
-    c = schema.batches.c
-    rows = [dict.fromkeys(c.keys()) for _ in range(count)]
-    statement = insert(dialect.name, schema.batches).values(rows).on_conflict_do_nothing()
-    return compiled(statement.returning(c.run_id, c.source, c.seq), dialect)
-
-
-@cache
-def _insert_if_new(dialect: str, table: Table) -> Any:
-    return insert(dialect, table).on_conflict_do_nothing()
-
-
-@cache
-def _run_upsert(dialect: str) -> Any:
-    statement, c = insert(dialect, schema.runs), schema.runs.c
-    new = statement.excluded
-    changes = {
-        "last_seen_ns": new.last_seen_ns,  # Not the maximum: a clock that was ahead may be corrected.
-        "commits": c.commits + new.commits,
-        "chunk_bytes": c.chunk_bytes + new.chunk_bytes,
-    }
-    return statement.on_conflict_do_update(index_elements=["run_id"], set_=changes)
-
-
-@cache
-def _source_upsert(dialect: str) -> Any:
-    statement, c = insert(dialect, schema.sources), schema.sources.c
-    new = statement.excluded
-    # A spooled batch arrives after newer batches.
-    highest = ("emitted", "dropped", "last_step", "monotonic_ns")
-    changes: dict[str, Any] = {name: _greatest(dialect, c[name], new[name]) for name in highest}
-    later = new.monotonic_ns >= c.monotonic_ns
-    changes |= {name: case((later, func.coalesce(new[name], c[name])), else_=c[name]) for name in ("wall_ns", "pulse")}
-    changes["hello"] = func.coalesce(new.hello, c.hello)
-    changes["last_seen_ns"] = new.last_seen_ns
-    stepped_ns = func.nullif(new.last_step_seen_ns, text("0"))
-    changes["last_step_seen_ns"] = func.coalesce(stepped_ns, c.last_step_seen_ns)
-    changes["goodbye"] = or_(c.goodbye, new.goodbye)
-    same = c.attempt == new.attempt
-    return statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes, where=same)
-
-
-@cache
-def _sum_upsert(dialect: str, table: Table) -> Any:
-    statement = insert(dialect, table)
-    sums = {column.name: column + statement.excluded[column.name] for column in table.columns if not column.primary_key}
-    keys = [column.name for column in table.primary_key.columns]
-    return statement.on_conflict_do_update(index_elements=keys, set_=sums)
-
-
-def _least(dialect: str, column: Any, value: Any) -> Any:
-    return (func.min if dialect == "sqlite" else func.least)(column, value)
-
-
-def _greatest(dialect: str, column: Any, value: Any) -> Any:
-    return (func.max if dialect == "sqlite" else func.greatest)(column, value)
