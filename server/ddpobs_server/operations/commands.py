@@ -121,7 +121,7 @@ def revoke_token(
     revoked = store.revoke_token(token_id, time.time_ns())
     store.close()
     if not revoked:
-        print_error(f"no valid token {token_id} in {settings.database}")
+        print_error(f"no token {token_id} that works in {settings.database}")
         raise typer.Exit(1)
     print_error(f"revoked {token_id} in {settings.database}")
 
