@@ -12,8 +12,8 @@ import torch
 import ddpobs
 from ddpobs import wire
 from ddpobs.export.identity import Envelope
-from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.raw_step import RawStep
+from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summariser, Summary
 
 _RESOLUTION_NS = 1000

@@ -26,7 +26,7 @@ from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
 from ddpobs_server.ingest.writer import Writer
 from ddpobs_server.operations import logs, self_check
 from ddpobs_server.operations.commands import cli, open_store, print_error
-from ddpobs_server.operations.health_monitor import Watch
+from ddpobs_server.operations.health_monitor import HealthMonitor
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings, unknown
@@ -71,7 +71,7 @@ def create_app(settings: Settings) -> FastAPI:
         app.state.under_way = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), app.state.registry)
         app.state.retention = RetentionJob(settings, store, app.state.registry)
         app.state.retention.start()
-        app.state.watch = Watch(store, app.state.registry)
+        app.state.watch = HealthMonitor(store, app.state.registry)
         await run_in_threadpool(app.state.watch.start)
         lag = asyncio.create_task(app.state.watch.measure_lag())
         _log.info("collector started", extra={"version": ddpobs.__version__, "database": settings.database})
@@ -134,7 +134,7 @@ def serve(
         _log.warning(line)
     if (wrong := self_check.tls_problem(settings)) is not None:
         raise _refusal(wrong)
-    _no_open_door(settings)
+    _refuse_public_without_token(settings)
     if (wrong := self_check.address_problem(settings.host, settings.port)) is not None:
         raise _refusal(wrong, 1)
     serving.run(
@@ -159,10 +159,10 @@ def _refusal(why: str, code: int = 2) -> typer.Exit:
     return typer.Exit(code)
 
 
-def _no_open_door(settings: Settings) -> None:
+def _refuse_public_without_token(settings: Settings) -> None:
     """Look into the database before a server is started: what is wrong with it is then said in a line, too."""
     store = open_store(settings)
-    wrong = self_check.open_door(settings, bool(store.tokens()))
+    wrong = self_check.access_problem(settings, bool(store.tokens()))
     store.close()
     if wrong is not None:
         raise _refusal(wrong)

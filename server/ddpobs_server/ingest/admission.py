@@ -67,7 +67,7 @@ class Admission:
         return True
 
     def _count(self, workspace: str, run: str, source: str) -> None:
-        sources, known = self._store.sources_there(run, source)
+        sources, known = self._store.count_sources(run, source)
         if sources:
             self._left[run] = max(0, self._settings.max_sources - sources - 1), time.monotonic() + _COUNTED_S
             if len(self._left) > _REMEMBERED:
@@ -81,7 +81,7 @@ class Admission:
                 f"the run has {sources} sources (DDPOBS_SERVER_MAX_SOURCES); start another run",
                 _LATER,
             )
-        if sources == 0 and (runs := self._store.runs_there(workspace)) >= self._settings.max_runs:
+        if sources == 0 and (runs := self._store.count_runs(workspace)) >= self._settings.max_runs:
             raise Problem(
                 429,
                 "Too many runs",

@@ -48,7 +48,7 @@ def _read_windows(
     groups = _group_by_last_step(last, window)
     whole = min(first for _, first, _ in groups), groups[0][2]
     few = min(_MAX_ROWS, 2 * _count_rows(store, run, attempt, last, window))
-    if len(groups) == 1 or store.rows_held("steps", run, attempt, *whole) <= few:
+    if len(groups) == 1 or store.estimate_rows("steps", run, attempt, *whole) <= few:
         return store.steps(run, attempt, None, *whole)
     parts = [store.steps(run, attempt, *group) for group in groups]
     rank, steps = np.concatenate([ranks for ranks, _ in parts]), wire.Steps.concat([rows for _, rows in parts])
@@ -59,7 +59,7 @@ def _read_windows(
 def _count_rows(store: Store, run: str, attempt: str, last: dict[int, int], window: int) -> int:
     """Estimate the rows of the window, as if each rank had equally many in the same steps."""
     return sum(
-        store.rows_held("steps", run, attempt, first, final) * len(ranks) // len(last)
+        store.estimate_rows("steps", run, attempt, first, final) * len(ranks) // len(last)
         for ranks, first, final in _group_by_last_step(last, window)
     )
 

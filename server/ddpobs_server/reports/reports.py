@@ -186,7 +186,7 @@ class Reports:
         """
         if first == last:
             return None
-        rows = {kind: self._store.rows_held(kind, run, attempt, first, last) for kind in _EVENTS}
+        rows = {kind: self._store.estimate_rows(kind, run, attempt, first, last) for kind in _EVENTS}
         events = sum(count * _EVENTS[kind] for kind, count in rows.items())
         if events > _TRACE_EVENTS:
             rows = {kind: count * _TRACE_EVENTS // events for kind, count in rows.items()}
@@ -208,7 +208,7 @@ class Reports:
         shared = steps, spans
         if margin := clock_alignment.steps_to_add(steps):
             begin, end = max(0, int(steps[1].step[0]) - margin), int(steps[1].step[-1]) + margin
-            if sum(self._store.rows_held(kind, run, attempt, begin, end) for kind in _EVENTS) <= _CLOCK_ROWS:
+            if sum(self._store.estimate_rows(kind, run, attempt, begin, end) for kind in _EVENTS) <= _CLOCK_ROWS:
                 shared = self._read(run, attempt, begin, end)
         return steps, spans, clock_alignment.offsets_ns(*shared)[0]
 
