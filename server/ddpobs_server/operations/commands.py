@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from typer.core import TyperGroup
 
 from ddpobs_server.operations import backup, self_check
-from ddpobs_server.settings import Settings, unknown
+from ddpobs_server.settings import Settings, unknown_settings
 from ddpobs_server.store import DEFAULT_WORKSPACE, Store, UnavailableError, UnusableError
 from ddpobs_server.web.auth import SCOPES, new_token
 
@@ -127,7 +127,7 @@ def check(
 ) -> None:
     """Say whether a collector could run here: database, schema, rights, disk, clock, files. Ends with 1 where not."""
     settings = _settings(database_url)
-    found = [*(self_check.CheckResult("settings", "warn", line) for line in unknown(os.environ))]
+    found = [*(self_check.CheckResult("settings", "warn", line) for line in unknown_settings(os.environ))]
     found += self_check.run(settings, integrity)
     failed = any(finding.state == "fail" for finding in found)
     if as_json:

@@ -18,6 +18,8 @@ import structlog
 _log = logging.getLogger(__name__)
 _LINES, _WITHIN_S = 10, 10.0
 """Most warnings and errors of one kind within so long."""
+_VERBOSE = ("alembic", "uvicorn.error", "ddpobs_server.store.database_errors.Pool")
+"""Loggers whose info lines (migrations, server states, connections) are written at the level debug only."""
 _Line = MutableMapping[str, Any]
 
 
@@ -51,6 +53,8 @@ def configure(level: str, style: str, stream: TextIO = sys.stderr) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    for name in _VERBOSE:
+        logging.getLogger(name).setLevel(logging.WARNING if level == "info" else logging.NOTSET)
     sys.excepthook = _ended
     threading.excepthook = lambda ended: _ended(ended.exc_type, ended.exc_value, ended.exc_traceback, ended.thread)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from alembic import command
@@ -12,6 +13,7 @@ from sqlalchemy import Connection, Engine, func, inspect, select
 
 from ddpobs_server.store.database_errors import UnusableError
 
+_log = logging.getLogger(__name__)
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _MIGRATING = 0xDD90B5
 """The lock that whoever migrates a PostgreSQL database holds."""
@@ -36,6 +38,9 @@ def migrate(engine: Engine) -> None:
         config = _alembic()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+        head = _revision(connection)
+    if here not in (None, head):
+        _log.info("database schema upgraded from %s to %s", here, head)
     if engine.dialect.name == "sqlite":
         _make_shrinkable(engine)
 

@@ -144,8 +144,8 @@ def test_a_name_that_is_no_setting_is_warned_of(taken: str, monkeypatch: pytest.
     monkeypatch.setenv("DDPOBS_SERVER_XYZZY", "s3cret")
     monkeypatch.setenv("ddpobs_server_access_log", "true")
     said = [
-        "DDPOBS_SERVER_KEEP_SPANS is no setting of this version; DDPOBS_SERVER_KEEP_SPANS_DAYS is",
-        "DDPOBS_SERVER_XYZZY is no setting of this version",
+        "DDPOBS_SERVER_KEEP_SPANS is not a setting of this version; did you mean DDPOBS_SERVER_KEEP_SPANS_DAYS?",
+        "DDPOBS_SERVER_XYZZY is not a setting of this version",
     ]
     checked = CliRunner().invoke(commands.cli, ["check"])
     assert [line for line in checked.stdout.splitlines() if "settings: " in line] == [
@@ -166,4 +166,4 @@ def test_where_only_the_training_side_is_installed_the_command_says_what_to_inst
     code = "import sys; sys.modules['fastapi'] = None; from ddpobs_server import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "ddpobs-server: fastapi is not installed: pip install '.[server]' brings all that it needs\n"
+    assert done.stderr == "ddpobs-server: fastapi is not installed; install the server with: pip install '.[server]'\n"

@@ -92,8 +92,6 @@ def test_a_refusal_is_logged_with_whose_it_was_and_why(tmp_path: Path) -> None:
                 client.get("/api/v1/runs", params={"limit": "many"})
         running.end()
         written = [json.loads(line) for line in running.log.read_text().splitlines()]
-    started = next(line for line in written if line["event"] == "collector started")
-    assert started["database"] == f"sqlite:///{running.database}"
     refused = [line for line in written if line["event"] == "request refused"]
     conflict, malformed, forged, *queries = refused
     assert (conflict["run"], conflict["source"], conflict["seq"]) == ("a-run", f"{0:016x}", "7")
@@ -105,7 +103,6 @@ def test_a_refusal_is_logged_with_whose_it_was_and_why(tmp_path: Path) -> None:
     assert forged["request"] != "a b"
     assert len(queries) == 9, "of the kind of the one before, which is ten together"
     assert not any("GET /" in line["event"] for line in written), "no access log unless asked for"
-    assert any("Uvicorn running" in line["event"] for line in written)
 
 
 def test_level_format_and_access_log_are_settings(tmp_path: Path) -> None:
