@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import msgspec
@@ -21,6 +21,7 @@ _PAGE_CHUNKS = 20_000
 _MOST_BYTES = 200_000_000
 """Most that the columns of one read take in memory, before they are sorted."""
 _NONE = np.zeros(0, np.int64)
+_STORED_SOURCE_FIELDS = {field.name for field in fields(Source)} & set(schema.sources.c.keys()) - {"hello", "pulse"}
 _Columns = TypeVar("_Columns", bound=Columns)
 
 
@@ -172,18 +173,10 @@ def has_gaps(connection: Connection, run_id: str, attempt: str) -> bool:
 
 
 def _source(row: Row[Any]) -> Source:
+    stored = {name: getattr(row, name) for name in _STORED_SOURCE_FIELDS}
     return Source(
-        source=row.source,
-        attempt=row.attempt,
-        rank=row.rank,
-        world_size=row.world_size,
-        emitted=row.emitted,
-        dropped=row.dropped,
-        last_seen_ns=row.last_seen_ns,
-        last_step_seen_ns=row.last_step_seen_ns,
-        last_step=row.last_step,
+        **stored,
         anchor=wire.Anchor(wall_ns=row.wall_ns, monotonic_ns=row.monotonic_ns),
         hello=msgspec.json.decode(row.hello, type=wire.Hello) if row.hello else None,
         pulse=msgspec.json.decode(row.pulse, type=wire.Pulse) if row.pulse else None,
-        goodbye=row.goodbye,
     )
