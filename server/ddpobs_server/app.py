@@ -65,28 +65,11 @@ def create_app(settings: Settings) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        store = Store(settings.database_url, keep_free_bytes=int(settings.keep_free_mb * 1e6))
-        store.migrate()
-        state = app.state
-        state.store = store
-        state.authenticator = Authenticator(settings, store)
-        state.reports = Reports(store)
-        state.writer = Writer(store, settings.queue_batches, state.registry)
-        state.writer.start()
-        state.admission = Admission(settings, store)
-        state.large_batch_limiter = CapacityLimiter(1)
-        state.memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), state.registry)
-        state.retention = RetentionJob(settings, store, state.registry)
-        state.retention.start()
-        state.health_monitor = Watch(store, state.registry)
-        await run_in_threadpool(state.health_monitor.start)
-        lag = asyncio.create_task(state.health_monitor.measure_lag())
+        await _open(app.state)
+        lag = asyncio.create_task(app.state.health_monitor.measure_lag())
         yield
         lag.cancel()
-        threads = (state.health_monitor, state.retention, state.writer, state.reports)
-        serving.close(_CLOSE_S, *(thread.close for thread in threads))
-        serving.close(_STORE_S, store.close)
-        _log.info("collector stopped: all accepted batches are written")
+        _close(app.state)
 
     app = _Collector(
         title="ddpobs collector",
@@ -105,6 +88,31 @@ def create_app(settings: Settings) -> FastAPI:
     for package in (api, route, metrics, page):
         package.install(app)
     return app
+
+
+async def _open(state: Any) -> None:
+    """Open the database and start the background threads; `state` is the application's."""
+    settings, registry = state.settings, state.registry
+    state.store = store = Store(settings.database_url, keep_free_bytes=int(settings.keep_free_mb * 1e6))
+    store.migrate()
+    state.authenticator = Authenticator(settings, store)
+    state.reports = Reports(store)
+    state.writer = Writer(store, settings.queue_batches, registry)
+    state.writer.start()
+    state.admission = Admission(settings, store)
+    state.large_batch_limiter = CapacityLimiter(1)
+    state.memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), registry)
+    state.retention = RetentionJob(settings, store, registry)
+    state.retention.start()
+    state.health_monitor = Watch(store, registry)
+    await run_in_threadpool(state.health_monitor.start)
+
+
+def _close(state: Any) -> None:
+    threads = (state.health_monitor, state.retention, state.writer, state.reports)
+    serving.close(_CLOSE_S, *(thread.close for thread in threads))
+    serving.close(_STORE_S, state.store.close)
+    _log.info("collector stopped: all accepted batches are written")
 
 
 @cli.callback(invoke_without_command=True)
