@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 START_S = 60.0
-_LISTENING = re.compile(r"Uvicorn running on (https?://[^ ]+)")
+_LISTENING = re.compile(r"ddpobs-server: (https?://[^ ,]+)")
 
 
 @dataclass

@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 from typing_extensions import override
 
 from ddpobs_server.operations import backup, self_check
-from ddpobs_server.settings import Settings, unknown
+from ddpobs_server.settings import Settings, unknown_settings
 from ddpobs_server.store import DEFAULT_WORKSPACE, Store, UnavailableError, UnusableError
 from ddpobs_server.web.auth import SCOPES, new_token
 
@@ -137,7 +137,7 @@ def check(
     Exits with 1 if a check fails.
     """
     settings = _settings(database_url)
-    results = [*(self_check.CheckResult("settings", "warn", line) for line in unknown(os.environ))]
+    results = [*(self_check.CheckResult("settings", "warn", line) for line in unknown_settings(os.environ))]
     results += self_check.run(settings, integrity)
     failed = any(result.state == "fail" for result in results)
     if as_json:

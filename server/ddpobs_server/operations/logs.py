@@ -20,6 +20,8 @@ from ddpobs import wire
 _log = logging.getLogger(__name__)
 _LINES, _WITHIN_S = 10, 10.0
 """Most warnings and errors of a kind in each interval of this many seconds."""
+_VERBOSE = ("alembic", "uvicorn.error", "ddpobs_server.store.database_errors.Pool")
+"""Loggers whose info lines (migrations, server states, connections) are written at the level debug only."""
 _Line = MutableMapping[str, Any]
 
 
@@ -53,6 +55,8 @@ def configure(level: str, style: str, stream: TextIO = sys.stderr) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
+    for name in _VERBOSE:
+        logging.getLogger(name).setLevel(logging.WARNING if level == "info" else logging.NOTSET)
     sys.excepthook = _log_ended_thread
     threading.excepthook = lambda hook: _log_ended_thread(
         hook.exc_type, hook.exc_value, hook.exc_traceback, hook.thread

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from alembic import command
@@ -12,6 +13,7 @@ from sqlalchemy import Connection, Engine, func, inspect, select
 
 from ddpobs_server.store.database_errors import UnusableError
 
+_log = logging.getLogger(__name__)
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _LOCK = 0xDD90B5
 """Advisory lock held during the migration of a PostgreSQL database."""
@@ -36,6 +38,9 @@ def migrate(engine: Engine) -> None:
         config = _alembic()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+        head = _revision(connection)
+    if revision not in (None, head):
+        _log.info("database schema upgraded from %s to %s", revision, head)
     if engine.dialect.name == "sqlite":
         _enable_incremental_vacuum(engine)
 

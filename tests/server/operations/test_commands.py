@@ -151,8 +151,8 @@ def test_an_unknown_setting_causes_a_warning(occupied_port: str, monkeypatch: py
     monkeypatch.setenv("DDPOBS_SERVER_XYZZY", "s3cret")
     monkeypatch.setenv("ddpobs_server_access_log", "true")
     warnings = [
-        "DDPOBS_SERVER_KEEP_SPANS is no setting of this version; DDPOBS_SERVER_KEEP_SPANS_DAYS is",
-        "DDPOBS_SERVER_XYZZY is no setting of this version",
+        "DDPOBS_SERVER_KEEP_SPANS is not a setting of this version; did you mean DDPOBS_SERVER_KEEP_SPANS_DAYS?",
+        "DDPOBS_SERVER_XYZZY is not a setting of this version",
     ]
     checked = CliRunner().invoke(commands.cli, ["check"])
     assert [line for line in checked.stdout.splitlines() if "settings: " in line] == [
@@ -175,4 +175,4 @@ def test_the_command_without_server_packages_names_the_package_to_install() -> N
     code = "import sys; sys.modules['fastapi'] = None; from ddpobs_server import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "ddpobs-server: fastapi is not installed: pip install '.[server]' brings all that it needs\n"
+    assert done.stderr == "ddpobs-server: fastapi is not installed; install the server with: pip install '.[server]'\n"

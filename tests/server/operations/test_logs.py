@@ -93,8 +93,6 @@ def test_a_refusal_is_logged_with_its_run_source_and_reason(tmp_path: Path) -> N
                 client.get("/api/v1/runs", params={"limit": "many"})
         running.end()
         written = [json.loads(line) for line in running.log.read_text().splitlines()]
-    started = next(line for line in written if line["event"] == "collector started")
-    assert started["database"] == f"sqlite:///{running.database}"
     refused = [line for line in written if line["event"] == "request refused"]
     conflict, malformed, forged, *queries = refused
     assert (conflict["run"], conflict["source"], conflict["seq"]) == ("a-run", f"{0:016x}", "7")
@@ -106,7 +104,6 @@ def test_a_refusal_is_logged_with_its_run_source_and_reason(tmp_path: Path) -> N
     assert forged["request"] != "a b"
     assert len(queries) == 9, "with the line before, ten of a kind"
     assert not any("GET /" in line["event"] for line in written), "the access log is off by default"
-    assert any("Uvicorn running" in line["event"] for line in written)
 
 
 def test_level_format_and_access_log_are_settings(tmp_path: Path) -> None:
