@@ -185,13 +185,39 @@ class Peers(_Record, frozen=True, kw_only=True):
 
 
 class Pulse(_Record, frozen=True, kw_only=True):
-    """What the process was doing when its telemetry thread last looked: what is left when a rank hangs."""
+    """What the training thread is doing, as the telemetry thread saw it last: what is left when a rank hangs.
+
+    Attributes:
+        at_ns: Time of the look.
+        phase: Phase of the open step.
+        step: Its number.
+        module: Module of the bucket that was launched last, or that the rank waits for.
+        bucket: That bucket.
+        idle_ns: Time since the rank's last progress: an event, or a new line of Python outside of a wait.
+        patience_ns: Time without progress after which the rank counts as stuck.
+        activity: `bucket` and `collective` are waits for the other ranks; empty where it was not determined.
+        waits_in: Name of the collective, such as `all_reduce` or `barrier`, where the activity is `collective`.
+        synchronised: Synchronised backward passes that this rank has begun.
+        collectives: Collectives that user code has started.
+        place: Innermost lines of the user's code, such as `train.py:57 → dataset.py:31 __getitem__`.
+        stack: The training thread's Python frames, outermost first; sent while the rank is stuck.
+        processes: State (`stopped`, `gone`) of processes of this host that are neither running nor sleeping, by rank.
+    """
 
     at_ns: Nanoseconds
     phase: Literal["data", "forward", "backward", "exposed_comm", "optimizer", "other"]
     step: Count
     module: Index = UNKNOWN
     bucket: Index = UNKNOWN
+    idle_ns: Count = 0
+    patience_ns: Count = 0
+    activity: Literal["", "data", "bucket", "collective", "checkpoint", "compile", "evaluation", "code"] = ""
+    waits_in: Name = ""
+    synchronised: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
+    collectives: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
+    place: Name = ""
+    stack: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=40)] = []
+    processes: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = {}
 
 
 class Event(_Record, frozen=True, kw_only=True):
