@@ -48,7 +48,7 @@ def wait_for(condition: Callable[[], Any], ranks: Ranks, limit_s: float = LIMIT_
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(("case", "kind", "slow", "activity", "place"), CASES, ids=[case for case, *_ in CASES])
-def test_a_hang_is_named_with_its_rank_and_place(
+def test_a_hang_is_named_with_its_rank_and_place(  # noqa: PLR0917 - the facts of one case
     case: str,
     kind: str | None,
     slow: list[int] | None,
