@@ -220,6 +220,28 @@ class Pulse(_Record, frozen=True, kw_only=True):
     processes: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = {}
 
 
+class Fingerprint(_Record, frozen=True, kw_only=True):
+    """Hashes of one module's replica in one step, equal on every rank of data-parallel training.
+
+    Attributes:
+        module: The module.
+        synchronised: Synchronised backward passes before the sampled one, by which ranks are joined.
+        names: Names of the parameters.
+        buffer_names: Names of the buffers.
+        gradients: Hash of each parameter's gradient after its reduction, 0 where it had none.
+        parameters: Hash of each parameter at the next forward, after the optimizer.
+        buffers: Hash of each buffer at the next forward.
+    """
+
+    module: Rank
+    synchronised: Count
+    names: list[Name]
+    buffer_names: list[Name]
+    gradients: Ints
+    parameters: Ints
+    buffers: Ints
+
+
 class Event(_Record, frozen=True, kw_only=True):
     """Something that happened once: `buckets_rebuilt`, `comm_hook_set`, `goodbye`, ..."""
 
@@ -255,6 +277,7 @@ class Batch(_Record, frozen=True, kw_only=True):
     readiness: list[Readiness] = []
     unused: list[Unused] = []
     peers: list[Peers] = []
+    fingerprints: list[Fingerprint] = []
     pulse: Pulse | None = None
     events: list[Event] = []
 
@@ -270,5 +293,12 @@ class Acknowledgement(_Record, frozen=True, kw_only=True):
 def records(batch: Batch) -> int:
     """How many records the batch carries, as `emitted` and `dropped` count them."""
     rows = sum(len(record) for record in (batch.steps, batch.spans, batch.comms) if record is not None)
-    lists: tuple[list[Any], ...] = (batch.layouts, batch.readiness, batch.unused, batch.peers, batch.events)
+    lists: tuple[list[Any], ...] = (
+        batch.layouts,
+        batch.readiness,
+        batch.unused,
+        batch.peers,
+        batch.fingerprints,
+        batch.events,
+    )
     return rows + sum(len(records) for records in lists)
