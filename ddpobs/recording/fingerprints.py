@@ -1,8 +1,9 @@
 """Fingerprints of a module's gradients, parameters and buffers, by which the collector compares replicas.
 
 Every N steps a rank hashes its gradients after their reduction, and its parameters and buffers at the next forward. A
-hash combines the exclusive or of all eight-byte words (`torch.hash_tensor`) with their sum: one flipped bit changes it. Gradients that agree while parameters differ show that the optimizer, or user code after it, made the
-difference. On CUDA the hashes are computed and copied in the stream's order, and read by the telemetry thread later.
+hash combines the exclusive or of all eight-byte words (`torch.hash_tensor`) with their sum: one flipped bit changes
+it. Gradients that agree while parameters differ show that the optimizer, or user code after it, made the difference. On
+CUDA the hashes are computed and copied in the stream's order, and read by the telemetry thread later.
 """
 
 from __future__ import annotations
