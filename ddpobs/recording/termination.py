@@ -2,8 +2,8 @@
 
 Only the default action is replaced, and it still ends the process. Python delivers a signal to its main thread, which
 may hang in a collective and never return to the interpreter. So the C-level handler writes to a pipe
-(`signal.set_wakeup_fd`). A thread reads it, flushes, restores the default action and sends the signal again. The process
-then ends by SIGTERM, as its parent expects. A handler of the user's, set before or later, stays in charge.
+(`signal.set_wakeup_fd`). A thread reads it, flushes, restores the default action and sends the signal again. The
+process then ends by SIGTERM, as its parent expects. A handler of the user's, set before or later, stays in charge.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def test_a_handler_of_the_user_s_stays() -> None:
 def test_a_later_handler_that_calls_the_one_before_is_not_ended_by_it() -> None:
     chained = (
         "before = signal.getsignal(signal.SIGTERM)\n"
-        "signal.signal(signal.SIGTERM, lambda *a: (before(*a), time.sleep(0.5), print('orderly', flush=True), sys.exit(0)))\n"
+        "def end(*a): before(*a); time.sleep(0.5); print('orderly', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, end)\n"
         "time.sleep(60)"
     )
     assert terminated(run(chained), "True") == (0, "orderly\n")

@@ -19,7 +19,10 @@ _CONSEQUENCE = re.compile(
 )
 """Texts of errors that a rank raises because another one has gone."""
 _KINDS = ("failed", "died", "terminated")
-_DIED = "Look at the kernel's log on that host (dmesg) for out of memory or a segmentation fault, and at the launcher's log."
+_DIED = (
+    "Look at the kernel's log on that host (dmesg) for out of memory or a segmentation fault, and at the launcher's "
+    "log."
+)
 _CONNECTION = (
     "Look at the connection between the hosts, and at ranks without telemetry: one of them may have ended first."
 )

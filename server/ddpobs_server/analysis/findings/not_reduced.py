@@ -57,8 +57,8 @@ _WHY = {
     "unfrozen": "These parameters required no gradient when the module was wrapped.",
 }
 _REMEDY = {
-    "unsynchronised": "Leave no_sync for the last micro-batch before the optimizer's step: the condition is often off by "
-    "one, or set after the forward.",
+    "unsynchronised": "Leave no_sync for the last micro-batch before the optimizer's step: the condition is often off "
+    "by one, or set after the forward.",
     "bypassed": "Call the wrapped module (model(...)), not model.module(...) or a method of it.",
     "unfrozen": "Unfreeze parameters before wrapping, or wrap the module again after it; ddpobs' own "
     "DistributedDataParallel takes them in by itself.",
