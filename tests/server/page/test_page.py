@@ -14,7 +14,7 @@ import pytest
 from ddpobs import wire
 from tests.collector import collector
 from tests.server import batches
-from tests.server.analysis.scenario import changed
+from tests.server.analysis.scenario import with_columns
 from tests.server.browsing import STEPS, Visit, batch, held, put
 
 
@@ -179,7 +179,7 @@ def test_of_more_steps_than_an_answer_holds_the_latest_are_drawn(browser: Any, t
 
 def moved(sent: wire.Batch, by: int) -> wire.Batch:
     """The batch of a rank whose own step numbers are so much higher: it had more inputs before."""
-    steps, spans = (changed(columns, step=columns.step + by) for columns in (sent.steps, sent.spans) if columns)
+    steps, spans = (with_columns(columns, step=columns.step + by) for columns in (sent.steps, sent.spans) if columns)
     return msgspec.structs.replace(sent, steps=steps, spans=spans)
 
 
