@@ -63,8 +63,6 @@ def _difference(ranks: dict[int, wire.Fingerprint], part: str) -> _Difference | 
 
 def _majority(hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """The most frequent hash per column; of equally frequent ones the lowest rank's."""
-    if (hashes == hashes[0]).all():
-        return hashes[0]
     columns = [max(Counter(column.tolist()).items(), key=lambda item: item[1])[0] for column in hashes.T]
     return np.array(columns, np.int64)
 
