@@ -208,13 +208,61 @@ class Peers(_Record, frozen=True, kw_only=True):
 
 
 class Pulse(_Record, frozen=True, kw_only=True):
-    """Activity of the process at the telemetry thread's latest look. It remains readable when a rank hangs."""
+    """Activity of the training thread at the telemetry thread's latest look. It remains readable when a rank hangs.
+
+    Attributes:
+        at_ns: Time of the look.
+        phase: Phase of the open step.
+        step: Its number.
+        module: Module of the bucket that was launched last, or that the rank waits for.
+        bucket: That bucket.
+        idle_ns: Time since the rank's last progress: an event, or a new line of Python outside of a wait.
+        patience_ns: Time without progress after which the rank counts as stuck.
+        activity: `bucket` and `collective` are waits for the other ranks; empty where it was not determined.
+        waits_in: Name of the collective, such as `all_reduce` or `barrier`, where the activity is `collective`.
+        synchronised: Synchronised backward passes that this rank has begun.
+        collectives: Collectives that user code has started.
+        place: Innermost lines of the user's code, such as `train.py:57 → dataset.py:31 __getitem__`.
+        stack: The training thread's Python frames, outermost first; sent while the rank is stuck.
+        processes: State (`stopped`, `gone`) of processes of this host that are neither running nor sleeping, by rank.
+    """
 
     at_ns: Nanoseconds
     phase: Literal["data", "forward", "backward", "exposed_comm", "optimizer", "other"]
     step: Count
     module: Index = UNKNOWN
     bucket: Index = UNKNOWN
+    idle_ns: Count = 0
+    patience_ns: Count = 0
+    activity: Literal["", "data", "bucket", "collective", "checkpoint", "compile", "evaluation", "code"] = ""
+    waits_in: Name = ""
+    synchronised: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
+    collectives: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
+    place: Name = ""
+    stack: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=40)] = []
+    processes: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = {}
+
+
+class Fingerprint(_Record, frozen=True, kw_only=True):
+    """Hashes of one module's replica in one step, equal on every rank of data-parallel training.
+
+    Attributes:
+        module: The module.
+        synchronised: Synchronised backward passes before the sampled one, by which ranks are joined.
+        names: Names of the parameters.
+        buffer_names: Names of the buffers.
+        gradients: Hash of each parameter's gradient after its reduction, 0 where it had none.
+        parameters: Hash of each parameter at the next forward, after the optimizer.
+        buffers: Hash of each buffer at the next forward.
+    """
+
+    module: Rank
+    synchronised: Count
+    names: list[Name]
+    buffer_names: list[Name]
+    gradients: Ints
+    parameters: Ints
+    buffers: Ints
 
 
 class Event(_Record, frozen=True, kw_only=True):
@@ -252,6 +300,7 @@ class Batch(_Record, frozen=True, kw_only=True):
     readiness: list[Readiness] = []
     unused: list[Unused] = []
     peers: list[Peers] = []
+    fingerprints: list[Fingerprint] = []
     pulse: Pulse | None = None
     events: list[Event] = []
 
@@ -267,5 +316,12 @@ class Acknowledgement(_Record, frozen=True, kw_only=True):
 def records(batch: Batch) -> int:
     """Count the records of a batch, as `emitted` and `dropped` count them."""
     rows = sum(len(record) for record in (batch.steps, batch.spans, batch.comms) if record is not None)
-    lists: tuple[list[Any], ...] = (batch.layouts, batch.readiness, batch.unused, batch.peers, batch.events)
+    lists: tuple[list[Any], ...] = (
+        batch.layouts,
+        batch.readiness,
+        batch.unused,
+        batch.peers,
+        batch.fingerprints,
+        batch.events,
+    )
     return rows + sum(len(records) for records in lists)

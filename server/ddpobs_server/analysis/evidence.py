@@ -65,7 +65,11 @@ class Evidence:
         has_gaps: Whether a batch is missing before a later one of the same rank. Only looked up if
             `find_unused_parameters` is on.
         columns: Reads further columns; None if there are none.
+        world_size: Number of ranks.
         pulses: Latest heartbeat by rank; `Pulse.at_ns` is on that rank's monotonic clock.
+        silent_ns: Time since each rank's last batch, on the collector's clock.
+        ended: How each rank ended: `finished`, `failed`, or empty while it runs.
+        fingerprints: (rank, fingerprint) of the sampled steps.
         now_ns: The collector's wall clock when the evidence was read; None if it is not known. Diagnoses are cached
             until the run's next commit, so a finding that depends on the time needs a cache version that expires.
     """
@@ -86,7 +90,11 @@ class Evidence:
     separate_groups_reason: str = ""
     has_gaps: bool = False
     columns: ColumnReader | None = None
+    world_size: int = 0
     pulses: dict[int, wire.Pulse] = field(default_factory=dict)
+    silent_ns: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, str] = field(default_factory=dict)
+    fingerprints: list[tuple[int, wire.Fingerprint]] = field(default_factory=list)
     now_ns: int | None = None
 
     @property

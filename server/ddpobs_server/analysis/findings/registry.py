@@ -30,13 +30,21 @@ from collections.abc import Callable
 
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.findings.comm_bound import comm_bound
+from ddpobs_server.analysis.findings.crash import crash
+from ddpobs_server.analysis.findings.hang import hang
 from ddpobs_server.analysis.findings.input_bound import input_bound
 from ddpobs_server.analysis.findings.misconfiguration import epoch_not_set
+from ddpobs_server.analysis.findings.not_reduced import not_reduced
+from ddpobs_server.analysis.findings.replicas_differ import replicas_differ
 from ddpobs_server.analysis.findings.straggler import straggler
 from ddpobs_server.analysis.findings.telemetry_health import clock_skew, telemetry_loss
 from ddpobs_server.analysis.findings.unused_parameters import find_unused_needless, unused_parameters
 
 FINDINGS: tuple[Callable[[Evidence], Judgement], ...] = (
+    crash,
+    hang,
+    not_reduced,
+    replicas_differ,
     straggler,
     comm_bound,
     input_bound,
