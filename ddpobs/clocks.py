@@ -2,6 +2,12 @@
 
 A *stamp* is the result of `now()`: an int in nanoseconds on the host, a recorded event on CUDA. Only the telemetry
 thread converts stamps to times, so that training never waits for a device.
+
+The device's clock drifts from the host's, so both are read together every four seconds, on a stream that no collective
+holds up. A device that fails loses its own steps only. A forked child keeps its parent's events: dropping one there
+would end the process. NCCL's works report their duration, so `started = done - duration`. While a CUDA graph is
+captured, nothing is recorded and no event is queried: the event `cuda_graph_captured` reports it. Replays run no
+Python, so their steps have no buckets.
 """
 
 from __future__ import annotations

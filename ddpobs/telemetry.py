@@ -1,6 +1,9 @@
 """Telemetry of a process: creates and connects journal, hooks, encoder, exporter and rendezvous.
 
 A process has at most one `Telemetry`, which its DDP modules share.
+
+`join` starts it with the first module, and `leave` ends it with the last. A module that was garbage-collected is only
+forgotten: collection happens at different times on different ranks, and telemetry goes on for the modules after it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,17 @@
 """Delivery of encoded batches until they are acknowledged: a few in memory, the rest on disk, and a thread of its own.
 
 No other thread waits for it: a hanging request or a name that does not resolve delays only the delivery.
+
+A request ends at `timeout_s` however slowly bytes come, but no timeout ends a DNS look-up. On one thread with the
+exporter, pulses and straggler statistics stopped while a collector did not answer, which is when they are needed. At
+most 16 batches wait in memory besides the batch in flight. Spooled batches go out ten a second, so that a backlog costs
+training nothing.
+
+Ranks complete their batches at the same moment. Each process draws its own phase of the flush and sends there, so that
+batches arrive evenly: of a thousand at once, each would be acknowledged only when the last is written.
+
+At exit, batches are sent until four fifths of `exit_s` have passed. The rest goes to the spool, with the batch in
+flight: if it did arrive, it becomes a repeated batch.
 """
 
 from __future__ import annotations

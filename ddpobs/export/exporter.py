@@ -6,6 +6,11 @@ for operations that may hang. Lost records are counted, and every batch carries 
 While this thread holds the GIL, a gradient hook may wait, and every other rank waits with it. Delays at different
 moments would add up over the ranks. So the threads of all ranks wake at the same multiples of the period by the wall
 clock, as in Petrini, Kerbyson and Pakin, "The case of the missing supercomputer performance" (SC 2003).
+
+The thread sleeps until something is due, about every two seconds: each wake-up evicts the training thread's caches,
+which cost 0.6 ms of the tiny model's next two steps. A pulse travels with the next batch and replaces an unsent one. A
+step whose CUDA events have not passed stays in the queue; the thread does not wait for it. A fork waits, for a moment,
+until the thread rests. Both threads import and create everything they need before they start.
 """
 
 from __future__ import annotations

@@ -4,6 +4,10 @@ Steps are kept as lists of numbers, not objects. Container objects trigger Pytho
 young objects after every 700 of them, and a pass over all objects of the process after a quarter more have survived.
 The latter takes tenths of a second, at a different moment on each rank, and stalls all of them. Numbers in lists are
 not counted (CPython 3.11, pycore_gc.h, the note on counting long-lived objects).
+
+With torch imported, a pass over all objects takes 0.15 s. Kept as objects, a step left 18 containers and more, and
+caused such a pass once in ten thousand steps of a small model. An entry is three places of one queue, and a closed step
+becomes numbers: a step leaves 6 containers until its replay, and 0.1 from then on.
 """
 
 # ruff: noqa: RUF009  # `_column` returns a dataclass field.

@@ -2,6 +2,10 @@
 
 The journal's replay (`recording/journal.py`) reports events and their stamps in order. The tracker only keeps
 *switches*: (phase, stamp) pairs. Durations come later (`summary.Summariser`).
+
+The tracker runs on the telemetry thread: on the training thread it cost, with a callback for the last bucket, 0.14 ms
+of a step of 8.4 ms. A DDP module's wait happens inside backward and is laid over it afterwards; an optimizer's wait
+(Horovod) is a call of its own, and a phase at once.
 """
 
 from __future__ import annotations

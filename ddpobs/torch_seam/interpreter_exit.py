@@ -1,4 +1,11 @@
-"""Process-group threads and the interpreter: keep their thread state, and rest before exit."""
+"""Process-group threads and the interpreter: keep their thread state, and rest before exit.
+
+A process-group thread that drops a work while the interpreter ends aborts the process, if dropping it needs Python. So
+works launched inside a backward hold no Python context (`autograd.leave_context`), and the process rests at exit, so
+that the thread drops tensors and callbacks before the interpreter goes.
+
+Python creates and destroys a thread state twice per completion callback, unless the thread keeps its state.
+"""
 
 from __future__ import annotations
 

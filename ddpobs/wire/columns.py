@@ -1,4 +1,8 @@
-"""Columns of a record: 64-bit integers, all of one length, each with the range that its values may have."""
+"""Columns of a record: 64-bit integers, all of one length, each with the range that its values may have.
+
+A batch has few rows, and a call costs more than the arithmetic on them. So all columns of a record are rows of one
+table, which is decoded, checked, joined and packed as a whole, on the rank as well.
+"""
 
 from __future__ import annotations
 

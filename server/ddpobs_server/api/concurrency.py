@@ -1,6 +1,10 @@
 """Limits concurrent reads: each takes a thread and memory, and ingest needs threads too.
 
 A response occupies memory until the client has read it, so unsent responses are limited as well.
+
+Four reads run in threads at a time; the others wait on the event loop, so that ingest always finds a thread. Sixteen
+responses are computed or in flight at a time. Readers of SQLite see the last commit: they never wait for the writer,
+nor the writer for them.
 """
 
 from __future__ import annotations

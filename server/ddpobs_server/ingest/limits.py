@@ -1,4 +1,9 @@
-"""Refuse batches beyond the size limits of `Settings`."""
+"""Refuse batches beyond the size limits of `Settings`.
+
+Everything that a client sends is bounded where its size is first known: headers in `web/bounded_protocol.py`; the body,
+the memory of batches in flight and the admission of sources in this folder; values that no process can have measured in
+`ddpobs.wire.checks`. None of these checks costs time per span.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
 """Metrics of runs, from the store's rollups.
 
 No metric has both a rank and a bucket label: there would be too many series.
+
+A scrape takes a fixed number of statements for all runs and ranks, each joined and summed by `run_id`.
 """
 
 from __future__ import annotations

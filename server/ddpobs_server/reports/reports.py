@@ -1,4 +1,8 @@
-"""Answers about runs: columns from the store, results from the analysis, cached until the run's next commit."""
+"""Answers about runs: columns from the store, results from the analysis, cached until the run's next commit.
+
+A diagnosis reads a bounded number of steps and spans, and is computed once for all simultaneous requests. `/metrics`
+and the list of runs show the last diagnosis; `/metrics` starts a new one in the background if the run changed.
+"""
 
 from __future__ import annotations
 

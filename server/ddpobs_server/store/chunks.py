@@ -1,4 +1,9 @@
-"""Columns packed into chunks and unpacked again. Only this module depends on the form of a payload."""
+"""Columns packed into chunks and unpacked again. Only this module depends on the form of a payload.
+
+Spans are kept as the rank packed them, a chunk per batch. Steps and other communication of a transaction's batches
+share a chunk, with a column of ranks, so that a diagnosis of a thousand ranks reads few chunks. Columns that other
+columns predict are left out, such as a step's end.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Columns of steps, spans and comms, read from chunks."""
+"""Columns of steps, spans and comms, read from chunks.
+
+Chunks are selected by run, attempt, kind and steps; of each, only the requested rows are kept. An answer holds about
+100,000 rows and whole steps; `page_end` computes from the chunks' step ranges where the next page begins.
+"""
 
 from __future__ import annotations
 

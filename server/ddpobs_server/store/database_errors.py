@@ -1,4 +1,8 @@
-"""Database errors that may pass, as `UnavailableError`. All other errors stay as they are."""
+"""Database errors that may pass, as `UnavailableError`. All other errors stay as they are.
+
+Passing conditions are a database that is away, locked, ending or full. `web/problems.py` answers them with 503 or 507,
+which the exporter retries; nothing needs a restart afterwards.
+"""
 
 from __future__ import annotations
 

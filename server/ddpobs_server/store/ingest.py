@@ -1,4 +1,11 @@
-"""Writes batches to the tables, many in a transaction."""
+"""Writes batches to the tables, many in a transaction.
+
+The collector that inserts a batch's key stores the batch, so that retries and several collectors store it once.
+Aggregates by step window, bucket and rank are updated in the same transaction, and outlive the chunks.
+
+Ingest, compaction, retention and deletion may meet in one run, also from several collectors. Each locks the run's own
+row before any row that another may need, so they wait in turn and cannot deadlock.
+"""
 
 from __future__ import annotations
 

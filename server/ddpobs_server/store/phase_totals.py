@@ -1,4 +1,8 @@
-"""Each rank's steps, communication and phases over a whole attempt, without summing all windows at each scrape."""
+"""Each rank's steps, communication and phases over a whole attempt, without summing all windows at each scrape.
+
+Windows of long-past steps are added up once and kept in memory. Every batch adds to the histogram of steps, so the
+histogram shows when a late batch changed a past window.
+"""
 
 from __future__ import annotations
 
