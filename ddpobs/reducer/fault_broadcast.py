@@ -51,7 +51,7 @@ class FaultBroadcast:
         self._number = 0
         self.fault: Fault | None = None
         self._published = False
-        self._pending_checks: list[_PendingCheck] = []
+        self._pending_checks: list[PendingCheck] = []
 
     def start_backward(self) -> None:
         """One more synchronised backward, on every rank."""
@@ -108,7 +108,7 @@ class FaultBroadcast:
             if value != value:  # noqa: PLR0124 - NaN, also a complex one
                 self.raise_published()
         elif not torch.cuda.is_current_stream_capturing():  # A graph's replays run no Python that could look.
-            self._pending_checks.append(_PendingCheck(element, self._number))
+            self._pending_checks.append(PendingCheck(element, self._number))
 
     def poll_flags(self) -> None:
         """Look at what a device has brought meanwhile, without waiting for it."""
@@ -150,7 +150,7 @@ class FaultBroadcast:
             raise error
 
 
-class _PendingCheck:
+class PendingCheck:
     """An element on its way from a device."""
 
     def __init__(self, element: torch.Tensor, number: int) -> None:
@@ -162,7 +162,9 @@ class _PendingCheck:
         self._copied.record(torch.cuda.current_stream(element.device))
 
     def is_ready(self) -> bool:
+        """Whether the copy has arrived on the host."""
         return bool(self._copied.query())
 
     def is_nan(self) -> bool:
+        """Whether some rank reported a fault."""
         return bool(torch.isnan(self._host))

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from ddpobs.reducer.fault_broadcast import Fault
 from ddpobs.reducer.used_map import UsedMap
-
-if TYPE_CHECKING:
-    pass
 
 
 class Participation(Protocol):
@@ -62,68 +59,47 @@ class Participation(Protocol):
         ...
 
 
-class AllRequired:
-    """Every parameter takes part in every backward on every rank."""
+class MissingAsZero:
+    """A parameter without a gradient counts as zero. An older gradient that is still in `.grad` counts too."""
 
     defers_launch = is_first_backward = False
+
+    def begin(self, used: bytearray) -> Sequence[int]:
+        """Wait for every parameter."""
+        used[:] = bytes(len(used))
+        return ()
+
+    def take_part_without_data(self) -> None:
+        """Nothing to prepare: zeros in the buckets are enough."""
+
+    def end(self, _used: bytearray, _missing: Sequence[int]) -> Fault | None:
+        """Accept whatever is missing."""
+        return None
+
+    def start_map_reduce(self) -> None:
+        """Nothing to agree on."""
+
+    def should_launch(self, _members: Sequence[int]) -> bool:
+        """Always."""
+        return True
+
+    def resolve(self) -> tuple[list[int], list[int]] | None:
+        """Nothing was compared."""
+        return None
+
+    def forget(self) -> None:
+        """Nothing is kept from one backward to the next."""
+
+
+class AllRequired(MissingAsZero):
+    """Every parameter takes part in every backward on every rank; a missing gradient is a fault."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
 
-    def begin(self, used: bytearray) -> Sequence[int]:
-        """All will come, in this very backward."""
-        used[:] = bytes(len(used))
-        return ()
-
-    def take_part_without_data(self) -> None:
-        """Zeros will do."""
-
     def end(self, _used: bytearray, missing: Sequence[int]) -> Fault | None:
-        """Whatever is missing is wrong."""
+        """Report the missing parameters."""
         return Fault(missing=[self._names[index] for index in missing]) if missing else None
-
-    def start_map_reduce(self) -> None:
-        """Nothing to agree on."""
-
-    def should_launch(self, _members: Sequence[int]) -> bool:
-        """Always."""
-        return True
-
-    def resolve(self) -> None:
-        """Nobody looked."""
-
-    def forget(self) -> None:
-        """Nothing was learnt."""
-
-
-class MissingAsZero:
-    """Whatever does not come counts as zero, and nobody asks why: Horovod's way."""
-
-    defers_launch = is_first_backward = False
-
-    def begin(self, used: bytearray) -> Sequence[int]:
-        """Nobody knows what will come."""
-        used[:] = bytes(len(used))
-        return ()
-
-    def take_part_without_data(self) -> None:
-        """Zeros will do."""
-
-    def end(self, _used: bytearray, _missing: Sequence[int]) -> None:
-        """Nothing is wrong with what is missing."""
-
-    def start_map_reduce(self) -> None:
-        """Nothing to agree on."""
-
-    def should_launch(self, _members: Sequence[int]) -> bool:
-        """Always."""
-        return True
-
-    def resolve(self) -> None:
-        """Nobody looked."""
-
-    def forget(self) -> None:
-        """Nothing was learnt."""
 
 
 class FindUnused:

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd import Variable
@@ -21,15 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from ddpobs.buckets import assignment
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.buckets.layout import Layout
+from ddpobs.clocks import Stamp
 from ddpobs.errors import ReducerError
 from ddpobs.reducer.fault_broadcast import Fault, FaultBroadcast
+from ddpobs.reducer.observer import BackwardStamps, Observer
 from ddpobs.reducer.participation import AllRequired, FindUnused, Participation, StaticGraph
 from ddpobs.reducer.used_map import UsedMap
 from ddpobs.torch_seam import autograd
-
-if TYPE_CHECKING:
-    from ddpobs.clocks import Stamp
-    from ddpobs.recording.module_recorder import BackwardRecord, ModuleRecorder
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Readiness:
         settings: Settings,
         used_map: UsedMap,
         alarm: FaultBroadcast,
-        recorder: ModuleRecorder | None,
+        recorder: Observer | None,
     ) -> None:
         self._parameters, self._names, self._expect_sparse = list(parameters), list(names), list(expect_sparse)
         self._settings, self._used_map, self._faults, self._recorder = settings, used_map, alarm, recorder
@@ -91,7 +89,7 @@ class Readiness:
         self._seen = bytearray(b"\1" * len(names))
         """By parameter, whether this backward awaits it no more; none is awaited while there is no backward."""
         self._now: Callable[[], Stamp] = recorder.now if recorder is not None else int
-        self._record: BackwardRecord | None = None
+        self._record: BackwardStamps | None = None
         self._note: Callable[[int], None] | None = None
         """What only some backward passes do with each gradient, by the parameter's index, as it comes."""
         self._layout = Layout(self._parameters, self._names, self._expect_sparse, settings.as_views)

@@ -9,25 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from ddpobs.buckets import bucket as bucketing
 from ddpobs.buckets.bucket import Bucket
+from ddpobs.clocks import Stamp
 from ddpobs.comm import AllReduce, BucketComm, CommFactory, Pending, SkippedBucket
 from ddpobs.errors import ReducerError, UnusedParametersError
 from ddpobs.reducer.fault_broadcast import Fault, FaultBroadcast
+from ddpobs.reducer.observer import Observer
 from ddpobs.reducer.readiness import Readiness, Settings
 from ddpobs.reducer.used_map import UsedMap
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.collectives import all_reduce, time_collectives
 from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
-
-if TYPE_CHECKING:
-    from ddpobs.clocks import Stamp
-    from ddpobs.recording.module_recorder import ModuleRecorder
 
 
 class Reducer(Readiness):
@@ -58,7 +55,7 @@ class Reducer(Readiness):
         group: dist.ProcessGroup,
         way: CommFactory = AllReduce,
         settings: Settings,
-        recorder: ModuleRecorder | None,
+        recorder: Observer | None,
     ) -> None:
         rest_at_exit()
         self._comm_factory = way

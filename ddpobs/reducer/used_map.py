@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ddpobs.reducer.observer import Observer
 from ddpobs.torch_seam.collectives import wait_for
-
-if TYPE_CHECKING:
-    from ddpobs.recording.module_recorder import ModuleRecorder
 
 
 class UsedMap:
@@ -25,7 +23,7 @@ class UsedMap:
         count: int,
         device: torch.device,
         reduce: Callable[[torch.Tensor], dist.Work],
-        recorder: ModuleRecorder | None,
+        recorder: Observer | None,
     ) -> None:
         """Prepare for `count` parameters, with a `reduce` that starts the sum over all ranks."""
         self._count, self._device, self._reduce, self._recorder = count, device, reduce, recorder
