@@ -179,7 +179,7 @@ class OptimizerReducer(Reducer):
         for bucket in self._buckets:
             if self._after is not None:
                 bucket.buffer.mul_(self._after)
-            bucket.restore_views()  # What a script put in a gradient's place since backward is reduced nowhere.
+            bucket.memory.restore_views()  # What a script put in a gradient's place since backward is reduced nowhere.
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is not view:
                     parameter.grad = view

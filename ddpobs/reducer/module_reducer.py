@@ -91,14 +91,14 @@ class ModuleReducer(Reducer):
                 index = self._index_of[shared]
                 if not other._lend(other._index_of[shared]):
                     self._faults.record(Fault(message=_SHARED.format(self._names[index])))
-                self._bucket_of[index].share_with_module()
+                self._bucket_of[index].keep_grads_separate()
 
     def _lend(self, index: int) -> bool:
         """Leave a parameter's gradient to another module too; False where it is too late."""
         bucket = self._bucket_of[index]
         launched = bucket.index < len(self._pending)
         if not launched:
-            bucket.share_with_module()
+            bucket.keep_grads_separate()
         return not bucket.sparse and not (
             self._used[index] and (launched or bucket.copied[self._index_in_bucket[index]])
         )
@@ -163,7 +163,7 @@ class ModuleReducer(Reducer):
         super()._launch(bucket)
 
     def _resolve_unused(self) -> None:
-        lent = [bucket for bucket in self._buckets if bucket.shared_with_module]
+        lent = [bucket for bucket in self._buckets if not (bucket.grads_are_views or bucket.casts)]
         if lent:
             for other in filter(None, (itself() for itself in self._begun)):
                 other._take_in()
@@ -174,7 +174,7 @@ class ModuleReducer(Reducer):
     def _take_in(self) -> None:
         """Another module is about to write its result where gradients are that this one has yet to reduce."""
         for bucket in self._buckets[len(self._pending) :]:
-            if bucket.shared_with_module:
+            if not (bucket.grads_are_views or bucket.casts):
                 bucket.fill(self._used)
                 bucket.copied[:] = b"\1" * len(bucket.copied)
 

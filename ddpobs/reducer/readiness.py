@@ -243,7 +243,7 @@ class Readiness:
         for bucket in self._buckets:
             bucket.divisor = divisor
             if bucket.copies_on_arrival:  # The others do so when they are filled.
-                bucket.restore_views()
+                bucket.memory.restore_views()
             if not self._settings.as_views:
                 bucket.reallocate_if_held()
         self._seen[:] = bytes(len(self._seen))
