@@ -22,7 +22,7 @@ from ddpobs.errors import ConfigError, DataParallelError
 from ddpobs.reducer import model_check
 from ddpobs.reducer.ddp_logger import Logger
 from ddpobs.reducer.module_reducer import ModuleReducer
-from ddpobs.reducer.readiness import Settings
+from ddpobs.reducer.settings import Settings
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             expect_sparse_gradient or [False] * len(parameters),
             module=self.module,
             group=self.process_group,
-            way=self._way,
+            strategy=self._way,
             settings=self._settings(static_graph),
             recorder=self._recorder,
         )

@@ -37,6 +37,7 @@ class Layout:
         buckets: In launch order.
         bucket_of: By parameter, its bucket.
         index_in_bucket: By parameter, its slot there.
+        index_of: By `id` of a parameter, its index.
         flat_index: By parameter, its position among all, bucket after bucket.
         dtype: Dtype of the reduction if it is not the parameters' own; else None.
     """
@@ -54,6 +55,7 @@ class Layout:
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
         self.index_in_bucket: list[int] = []
+        self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self.flat_index: list[int] = []
 
     def build(self, assignment: Sequence[Sequence[int]]) -> None:

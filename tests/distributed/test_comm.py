@@ -289,7 +289,7 @@ def what_topk_owes(rank: int, world_size: int) -> list[bool]:
             total[index] += mine.grad / world_size
             sent[index] += p.grad
         owed = [torch.zeros_like(p) for p in ddp.parameters()]
-        for bucket in ddp.reducer._buckets:
+        for bucket in ddp.reducer.core.buckets:
             for member, part in zip(bucket.members, bucket.parts_of(bucket.residual), strict=True):
                 owed[member] += part
         for tensors in (total_now := [t.clone() for t in total], owed):
@@ -328,8 +328,8 @@ def what_topk_owes_to_the_unused(rank: int, world_size: int) -> float:
         ddp(batch(rank, step), step < 2).sum().backward()
         came += 400.0 * (step < 2)
         given += 0 if bias.grad is None else bias.grad
-    bucket = ddp.reducer._bucket_of[3]
-    owed = bucket.parts_of(bucket.residual)[ddp.reducer._index_in_bucket[3]].clone()
+    bucket = ddp.reducer.core.layout.bucket_of[3]
+    owed = bucket.parts_of(bucket.residual)[ddp.reducer.core.layout.index_in_bucket[3]].clone()
     dist.all_reduce(owed)
     return float((given + owed - came).abs().max() / came.max())
 

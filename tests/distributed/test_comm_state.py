@@ -98,9 +98,9 @@ def compressed(rank: int, world_size: int) -> dict[int, tuple[int, list[int]]]:
         way = partial(PowerSGD, rank=1, start_iteration=3)
         ddp = DistributedDataParallel(net(), comm=way, round_robin_groups=groups, bucket_cap_mb=0.001)
         train(ddp, rank, steps=4)
-        comm: Any = ddp.reducer._comm
+        comm: Any = ddp.reducer.core.comm
         owed = [index for each in getattr(comm, "_comms", [comm]) for index in each._state.error_dict]
-        found[groups] = len(ddp.reducer._buckets), sorted(owed)
+        found[groups] = len(ddp.reducer.core.buckets), sorted(owed)
     return found
 
 

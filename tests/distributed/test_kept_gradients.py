@@ -46,8 +46,8 @@ def memory(rank: int, world_size: int) -> dict[str, int]:
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             [p.grad.untyped_storage().nbytes() for p in ddp.parameters()]
             optimizer.step()
-            let_go(ddp.reducer._buckets)
-            places.append([bucket.buffer.data_ptr() for bucket in ddp.reducer._buckets])
+            let_go(ddp.reducer.core.buckets)
+            places.append([bucket.buffer.data_ptr() for bucket in ddp.reducer.core.buckets])
         taken[name] = sum(before != after for before, after in pairwise(places[2:]))
     return taken
 
