@@ -64,7 +64,12 @@ class Switched:
         assert process is not None
         self._step, self._process, self._recorder = step, process, wrapped._recorder
         core = wrapped.reducer.core
-        self._owners = [(wrapped, "_recorder"), (core, "recorder"), (core.used_map, "recorder")]
+        self._owners = [
+            (wrapped, "_recorder"),
+            (core, "recorder"),
+            (core.used_map, "recorder"),
+            (core.unused, "recorder"),
+        ]
         self._hooks: list[Any] = [process._hooks, process._loaders, process._collectives]
         self._others = others if dist.get_rank() == 0 else ()
 

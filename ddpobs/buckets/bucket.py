@@ -1,4 +1,4 @@
-"""A bucket: parameters whose gradients are reduced together, as views of one flat buffer."""
+"""A bucket: parameters that are reduced together. Their gradients are views of one flat buffer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Smaller gradients are copied together when the bucket is full, in fewer calls.""
 
 
 class Bucket:
-    """Parameters whose gradients are reduced together.
+    """Parameters that are reduced together.
 
     `slot` is a parameter's position in its bucket.
 
@@ -23,12 +23,12 @@ class Bucket:
         index: Position in launch order.
         members: Indices of the parameters among all of the module's.
         parameters: The same parameters.
-        memory: Owns `buffer`, `head` and `views`, and follows what user code does to them.
+        memory: Owns `buffer`, `head` and `views`, and follows their use in user code.
         buffer: The flat buffer, one dimension.
         head: Its first element, as a tensor of at most one element.
         views: Each parameter's part of the buffer, in the parameter's own shape and strides.
         elements: Length of the buffer.
-        pending: Parameters whose gradient has not arrived in this backward.
+        pending: Number of gradients that have not arrived in this backward.
         copies_on_arrival: Gradients are copied in one by one, as they arrive.
         copied: By slot, whether that has happened in this backward.
         residual: The part of this bucket's sums that a lossy strategy has yet to send, flat as the buffer; or None.
@@ -232,7 +232,7 @@ class Bucket:
 
         Args:
             result: The reduced buffer, or a tensor in its place.
-            except_for: Indices of parameters whose `.grad` is an older gradient.
+            except_for: Indices of parameters that hold an older gradient.
         """
         for parameter, part, member in zip(self.parameters, self.parts_of(result), self.members, strict=True):
             if parameter.grad is not None and member not in except_for:

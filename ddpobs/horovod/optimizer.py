@@ -113,8 +113,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         ),
         recorder=recorder,
         passes=backward_passes_per_step,
-        before=before,
-        after=after,
+        predivisor=before,
+        postfactor=after,
         groups=fused,
     )
     _reducers[made._reducer] = place

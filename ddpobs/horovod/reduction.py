@@ -36,8 +36,8 @@ class OptimizerReducer(FrontEnd):
         settings: Bucket limits.
         recorder: Receives the times of each bucket; None with telemetry off.
         passes: Backward passes before gradients are reduced.
-        before: Divisor of the gradients before the sum; None for no division.
-        after: Factor of the sum; None for none.
+        predivisor: Divisor of the gradients before the sum; None for no division.
+        postfactor: Factor of the sum; None for none.
         groups: Indices of the parameters that share a bucket; a parameter of no group has its own. None to fill buckets
             by size.
 
@@ -57,12 +57,12 @@ class OptimizerReducer(FrontEnd):
         settings: Settings,
         recorder: Observer | None,
         passes: int,
-        before: float | None,
-        after: float | None,
+        predivisor: float | None,
+        postfactor: float | None,
         groups: Sequence[Sequence[int]] | None,
     ) -> None:
         self._parameters, self._names = parameters, names
-        self._passes, self._before, self._after = passes, before, after
+        self._passes, self._predivisor, self._postfactor = passes, predivisor, postfactor
         self._passes_left = [passes] * len(parameters)
         self._made_dense: set[int] = set()
         """Parameters whose gradient arrived sparse, and is reduced as a dense one."""
@@ -137,11 +137,11 @@ class OptimizerReducer(FrontEnd):
 
     def _wrap_hook(self, index: int, ready: Hook) -> Hook:
         """The hook of a parameter whose gradient is ready after several passes."""
-        left, made_dense = self._passes_left, self._made_dense
+        passes_left, made_dense = self._passes_left, self._made_dense
 
         def accumulated(parameter: torch.Tensor) -> None:
             autograd.refuse_graph("DistributedOptimizer")
-            if not left[index]:
+            if not passes_left[index]:
                 raise StepOrderError(
                     f"{self._names[index]} got a gradient in more than backward_passes_per_step={self._passes} "
                     "backward passes without a step: raise backward_passes_per_step, or call step() or synchronize()"
@@ -149,10 +149,10 @@ class OptimizerReducer(FrontEnd):
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 self._make_dense(index)
-            elif made_dense and left[index] == self._passes:
+            elif made_dense and passes_left[index] == self._passes:
                 made_dense.discard(index)
-            left[index] -= 1
-            if left[index]:
+            passes_left[index] -= 1
+            if passes_left[index]:
                 return
             ready_ns = time.time_ns() if timeline.current() is not None else 0
             ready(parameter)
@@ -168,7 +168,7 @@ class OptimizerReducer(FrontEnd):
 
     @override
     def divisor(self) -> float | None:
-        return self._before
+        return self._predivisor
 
     @override
     def bucket_launched(self, bucket: Bucket, pending: Pending) -> None:
@@ -187,8 +187,8 @@ class OptimizerReducer(FrontEnd):
     def write_results(self) -> None:
         self.synchronised += 1
         for bucket in self.core.buckets:
-            if self._after is not None:
-                bucket.buffer.mul_(self._after)
+            if self._postfactor is not None:
+                bucket.buffer.mul_(self._postfactor)
             bucket.memory.restore_views()  # A tensor that a script assigned since backward is not reduced.
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is not view:

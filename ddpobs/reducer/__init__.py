@@ -13,7 +13,8 @@
 | `readiness.py` | start of a backward, hooks, count-down |
 | `front_end.py` | the methods that a front end adds: `module_reducer.py` (torch's DDP), `horovod/reduction.py` |
 | `observer.py` | the contract with telemetry |
-| `participation.py`, `used_map.py` | which parameters take part in a backward |
+| `participation.py`, `find_unused.py`, `static_graph.py` | policies: which parameters take part in a backward |
+| `used_map.py`, `unused_parameters.py` | the comparison of the ranks, and `.grad` of unused parameters |
 | `fault_broadcast.py` | how every rank raises the same error |
 | `zero_participation.py` | a rank without gradients: out of data, or after an error |
 | `shared_parameters.py` | a parameter that two modules reduce in one backward |

@@ -9,7 +9,7 @@ from ddpobs.reducer.module_reducer import ModuleReducer
 
 
 class Logger:
-    """Replaces torch's C++ logger, whose methods require the C++ reducer.
+    """Replaces torch's C++ logger, which requires the C++ reducer.
 
     Args:
         reducer: The module's.
@@ -60,7 +60,7 @@ class Logger:
             "iteration": reducer.timings.sampled_iteration,
             "num_buckets_reduced": len(buckets) if reducer.timings.iteration else 0,
             "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.gradient_order)),
-            "unused_parameter_size": reducer.core.unused_bytes,
+            "unused_parameter_size": reducer.core.unused.size_bytes,
         }
 
 

@@ -332,7 +332,7 @@ class ModuleReducer(FrontEnd):
         self.core.switch_to_static_graph()
 
     def _ddp_graph_static(self) -> bool:
-        return self.core.graph_static
+        return self.core.unused.graph_static
 
     def _set_optimizer_in_backward(self) -> None:
         """Nothing to do: the communication hook runs such optimizers."""

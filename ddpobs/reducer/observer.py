@@ -106,9 +106,9 @@ class Observer(Protocol):
 
     @property
     def in_backward(self) -> bool:
-        """Whether a call of torch's `backward` is in progress whose end `on_backward_end` reports."""
+        """Whether a call of torch's `backward` is in progress, so that `on_backward_end` will report its end."""
         ...
 
-    def on_backward_end(self, told: Callable[[], None]) -> Callable[[], None]:
+    def on_backward_end(self, callback: Callable[[], None], /) -> Callable[[], None]:
         """Call a function when the outermost backward returns. The result unregisters it."""
         ...

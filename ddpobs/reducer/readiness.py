@@ -20,7 +20,8 @@ from ddpobs.buckets.bucket import Bucket
 from ddpobs.buckets.layout import Layout
 from ddpobs.errors import ReducerError
 from ddpobs.reducer.fault_broadcast import Fault
-from ddpobs.reducer.participation import Participation, StaticGraph
+from ddpobs.reducer.participation import Participation
+from ddpobs.reducer.static_graph import StaticGraph
 from ddpobs.torch_seam import autograd
 
 Hook = Callable[[torch.Tensor], None]
@@ -146,7 +147,7 @@ class Readiness:
     # ------------------------------------------------------------------ start of a backward
 
     def expect(self, synchronises: bool) -> None:
-        """A forward was called whose outputs can be differentiated; its backward synchronises or does not."""
+        """A forward with differentiable outputs was called; its backward synchronises or does not."""
         self._previously_expected, self.expected = self.expected, synchronises
         self._accumulates = self._accumulates or not synchronises
         self.watches = False
@@ -188,7 +189,7 @@ class Readiness:
         return any(p.requires_grad for p in self._layout.parameters) and autograd.concerns(self._nodes, output)
 
     def begin(self) -> None:
-        """Start a backward at its first sign: decide which parameters take part, and launch whatever is complete."""
+        """Start a backward at its first sign: decide which parameters take part, and launch complete buckets."""
         self._callbacks.check_backward()
         autograd.refuse_compiled()
         self.active = True

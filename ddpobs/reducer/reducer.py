@@ -5,7 +5,7 @@ One backward, in order:
 1. `start_backward`: `Readiness` saw the first gradient, or the first gradient of an output.
 2. `bucket_ready`: a bucket's last gradient arrived. `_launch_ready` launches strictly in bucket order, on every rank.
 3. `finish`: autograd is done. Only now the last bucket is launched, because it carries the news of a fault to all
-   ranks. Then wait for every bucket, raise what any rank reported, and settle unused parameters.
+   ranks. Then wait for every bucket, raise a fault that any rank reported, and settle unused parameters.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ from ddpobs.errors import UnusedParametersError
 from ddpobs.reducer.fault_broadcast import Fault, FaultBroadcast
 from ddpobs.reducer.front_end import FrontEnd
 from ddpobs.reducer.observer import BackwardStamps, Observer
-from ddpobs.reducer.participation import Participation, StaticGraph, choose
+from ddpobs.reducer.participation import Participation, choose
 from ddpobs.reducer.readiness import Hook, Readiness
 from ddpobs.reducer.settings import Settings
+from ddpobs.reducer.static_graph import StaticGraph
+from ddpobs.reducer.unused_parameters import UnusedParameters
 from ddpobs.reducer.used_map import UsedMap
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.collectives import all_reduce, time_collectives
@@ -53,9 +55,9 @@ class Reducer:
         layout: The parameters and their buckets.
         comm: The strategy.
         pending: The communications of this backward, in bucket order.
-        stashed: By index of a parameter that takes no part, its older gradient.
-        graph_static: Every backward of this rank has left out the same parameters so far.
-        unused_bytes: Size of the parameters that the last backward left out.
+        unused: The parameters that a backward leaves out.
+        used_map: How many ranks used each parameter.
+        faults: Reports a fault of one rank to all.
     """
 
     def __init__(
@@ -76,9 +78,6 @@ class Reducer:
         self._strategy, self.comm = strategy, strategy(group)
         self.faults = FaultBroadcast(group)
         self.pending: list[Pending] = []
-        self.stashed: dict[int, torch.Tensor] = {}
-        self.unused_bytes, self.graph_static = 0, True
-        self._locally_unused: list[int] | None = None
         self._record: BackwardStamps | None = None
         self._now: Callable[[], Stamp] = recorder.now if recorder is not None else int
         self.layout = Layout(parameters, names, expect_sparse, settings.as_views)
@@ -86,6 +85,7 @@ class Reducer:
             settings.assignment or assignment.assign(parameters, settings.first_limits_bytes, expect_sparse)
         )
         self.buckets = self.layout.buckets
+        self.unused = UnusedParameters(self.layout, recorder)
         self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         device = parameters[0].device
         self.used_map = UsedMap(len(names), device, lambda used: all_reduce(self.group, [used]), recorder)
@@ -149,15 +149,9 @@ class Reducer:
         return callbacks
 
     def stash_old_gradients(self, unreached: Sequence[int]) -> None:
-        """Keep older gradients of parameters that take no part: they are replaced only if some rank used them."""
-        if self.settings.missing_as_zero:  # Older gradients count.
-            return
-        layout, used = self.layout, self.readiness.used
-        for index in unreached:
-            bucket, gradient = layout.bucket_of[index], layout.parameters[index].grad
-            if gradient is not None and not used[index] and not bucket.sparse:
-                view = bucket.views[layout.index_in_bucket[index]]
-                self.stashed[index] = gradient.clone() if gradient is view else gradient
+        """Keep older gradients of parameters that take no part, unless they count."""
+        if not self.settings.missing_as_zero:
+            self.unused.stash(unreached, self.readiness.used)
 
     def record_fault(self, fault: Fault | None) -> None:
         """Keep a fault of this rank until the last bucket reports it to the others."""
@@ -188,8 +182,8 @@ class Reducer:
             self._front_end.first_launch()
         autograd.leave_context()
         bucket.fill(self.readiness.used)
-        if self.stashed:
-            self._restore_stashed(bucket)
+        if self.unused.stashed:
+            self.unused.restore(bucket)
         last, record = bucket is self.buckets[-1], self._record
         if last and self.faults.fault is not None and self.carries_faults:
             self.faults.poison(bucket.buffer)
@@ -200,11 +194,6 @@ class Reducer:
         if record is not None:
             self._follow(pending, bucket.index, last, record)
         self._front_end.bucket_launched(bucket, pending)
-
-    def _restore_stashed(self, bucket: Bucket) -> None:
-        for member in bucket.members:
-            if member in self.stashed:
-                self.layout.parameters[member].grad = self.stashed[member]
 
     def _follow(self, pending: Pending, index: int, last: bool, record: BackwardStamps) -> None:
         """Record when a bucket's communication completes."""
@@ -260,9 +249,11 @@ class Reducer:
         try:
             self.raise_shared_fault(self.buckets[-1])
             self._front_end.write_results()
-            self._settle_unused()
+            unused = self.readiness.participation.resolve()
+            if unused is not None:
+                self.unused.settle(*unused, self.pending, self.ranks)
         except UnusedParametersError as error:
-            self._report_missing(error.parameters)
+            self.unused.report_missing(error.parameters, self.group)
             raise
         finally:
             self.end()
@@ -289,30 +280,6 @@ class Reducer:
         element = last.head if self.carries_faults else self.faults.all_reduce_flag(last.parameters[0].device)
         self.faults.raise_if_any_failed(element, at_once=self.readiness.participation.is_first_backward)
 
-    def _settle_unused(self) -> None:
-        """Set `.grad` of parameters that another rank used, and leave alone the ones that no rank used."""
-        unused = self.readiness.participation.resolve()
-        if unused is None:
-            return
-        locally, globally = unused
-        layout = self.layout
-        self.graph_static = self.graph_static and self._locally_unused in (None, locally)
-        self._locally_unused = locally
-        self.unused_bytes = sum(layout.parameters[i].numel() * layout.parameters[i].element_size() for i in locally)
-        for index in globally:
-            if not isinstance(self.pending[layout.bucket_of[index].index], SkippedBucket):
-                layout.bucket_of[index].return_residual(layout.index_in_bucket[index], self.ranks)
-        for index in sorted(set(locally) - set(globally)):
-            layout.bucket_of[index].assign_grad(layout.index_in_bucket[index])
-        if self.recorder is not None:
-            self.recorder.unused([layout.names[i] for i in locally], [layout.names[i] for i in globally])
-
-    def _report_missing(self, parameters: dict[str, list[int]]) -> None:
-        if self.recorder is not None:
-            rank = self.group.rank()
-            globally = [name for name, ranks in parameters.items() if len(ranks) == self.ranks]
-            self.recorder.unused([name for name, ranks in parameters.items() if rank in ranks], globally)
-
     def end(self) -> None:
         """Forget this backward: this rank owes the others nothing more of it."""
         readiness = self.readiness
@@ -322,7 +289,8 @@ class Reducer:
         self._record = None
         self.faults.forget()
         readiness.reset()
-        self.pending, self.stashed = [], {}
+        self.pending = []
+        self.unused.forget()
         self._front_end.reset()
 
     # ------------------------------------------------------------------ changes of the setup
@@ -368,5 +336,5 @@ class Reducer:
             self.restart_participation()
 
     def restart_participation(self) -> None:
-        """Forget what earlier backward passes showed about the parameters that take part."""
+        """Choose the policy anew, without the results of earlier backward passes."""
         self.readiness.restart(self._choose_participation(), self._rebuilds)

@@ -1,8 +1,8 @@
 """A parameter that two modules reduce in one backward: a shared layer, or a DDP module inside another one.
 
-The module whose backward starts second finds the other one's in progress. Both need the gradient as autograd made it,
-so that neither may make `.grad` a view of its bucket: each reduces a copy, and writes its result into `.grad` at its
-end. What is possible depends on the first module's progress:
+When the second module's backward starts, the first module's is in progress. Both need the gradient as autograd made
+it, so that neither may make `.grad` a view of its bucket: each reduces a copy, and writes its result into `.grad` at
+its end. The outcome depends on the first module's progress:
 
 | bucket in the first module | parameter's gradient there | result |
 |---|---|---|
@@ -13,7 +13,7 @@ end. What is possible depends on the first module's progress:
 | launched | arrived | fault on every rank |
 | sparse | any | fault on every rank |
 
-A fault needs a sparse gradient, or outputs whose tensors cannot be found: only then a module's backward starts late.
+A fault needs a sparse gradient, or outputs in which no tensor is found: only then a module's backward starts late.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ddpobs.reducer.fault_broadcast import Fault
 from ddpobs.reducer.reducer import Reducer
 
 
-def share(reducer: Reducer, others: Iterable[Reducer]) -> None:
-    """Prepare for a backward in which the `others` have one in progress. Records a fault if it is too late."""
+def share(reducer: Reducer, open_reducers: Iterable[Reducer]) -> None:
+    """Prepare for a backward while the `open_reducers` have one in progress. Records a fault if it is too late."""
     layout = reducer.layout
-    for other in others:
+    for other in open_reducers:
         for parameter in layout.index_of.keys() & other.layout.index_of.keys():
             index = layout.index_of[parameter]
             if not _release(other, other.layout.index_of[parameter]):
                 reducer.faults.record(
                     Fault(
                         message=f"two DistributedDataParallel modules reduce parameter {layout.names[index]} in one "
-                        "backward, and its gradient is sparse, or one of them returns outputs whose tensors cannot "
-                        "be found: wrap both modules in one"
+                        "backward, and its gradient is sparse, or one of them returns outputs in which no "
+                        "tensor is found: wrap both modules in one"
                     )
                 )
             layout.bucket_of[index].keep_grads_separate()
@@ -53,14 +53,14 @@ def _release(reducer: Reducer, index: int) -> bool:
     return not bucket.sparse and not (reducer.readiness.used[index] and (launched or copied))
 
 
-def write_back(reducer: Reducer, others: Iterable[Reducer]) -> None:
-    """Write a module's results into `.grad`, after the others have copied the gradients that are there."""
+def write_back(reducer: Reducer, open_reducers: Iterable[Reducer]) -> None:
+    """Write a module's results into `.grad`, after the other modules have copied the gradients that are there."""
     shared = [bucket for bucket in reducer.buckets if _is_shared(bucket)]
     if shared:
-        for other in others:
+        for other in open_reducers:
             _copy_in(other)
     for bucket in shared:
-        bucket.write_back(bucket.buffer, reducer.stashed)
+        bucket.write_back(bucket.buffer, reducer.unused.stashed)
 
 
 def _copy_in(reducer: Reducer) -> None:
