@@ -81,7 +81,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if isinstance(module, torch.nn.DataParallel):
             raise DataParallelError
         self._telemetry_config = resolve(telemetry, os.environ)
-        self._way = choose(comm, round_robin_groups)
+        self._way = choose(comm, round_robin_groups)  # The name is part of pickled modules.
         self._recorder: ModuleRecorder | None = None
         self._arguments: dict[str, Any] | None = {
             **_ARGUMENTS.bind(self, module, *args, **kwargs).arguments,

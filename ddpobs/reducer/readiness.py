@@ -28,7 +28,7 @@ Hook = Callable[[torch.Tensor], None]
 
 
 class BackwardCallbacks(Protocol):
-    """Methods of the owner. All run on the thread of autograd that computes the gradients."""
+    """Methods of the owner. They run on an autograd thread, or on the thread that calls `begin`."""
 
     def check_backward(self) -> None:
         """Raise if this backward cannot be reduced; then it never began."""
