@@ -65,7 +65,13 @@ class Switched:
         process = telemetry._process
         assert process is not None
         self._step, self._process, self._recorder = step, process, wrapped._recorder
-        self._owners = [wrapped, wrapped.reducer, wrapped.reducer._used_map]
+        core = wrapped.reducer.core
+        self._owners = [
+            (wrapped, "_recorder"),
+            (core, "recorder"),
+            (core.used_map, "recorder"),
+            (core.unused, "recorder"),
+        ]
         self._hooks: list[Any] = [process._hooks, process._loaders, process._collectives]
         self._companions = companions if dist.get_rank() == 0 else ()
 
@@ -124,15 +130,15 @@ class Switched:
         recorded = exporter.emitted, len(journal._entries)
         for hooks in self._hooks:
             hooks.remove()
-        for owner in self._owners:
-            owner._recorder = None
+        for owner, name in self._owners:
+            setattr(owner, name, None)
         self._step()
         dist.barrier()
         began, processor_began = time.perf_counter(), time.process_time()
         self(count)
         result = (time.perf_counter() - began) / count, (time.process_time() - processor_began) / count
-        for owner in self._owners:
-            owner._recorder = self._recorder
+        for owner, name in self._owners:
+            setattr(owner, name, self._recorder)
         for hooks in self._hooks:
             hooks.install()
         if (exporter.emitted, len(journal._entries)) != recorded:

@@ -1,4 +1,4 @@
-"""`DistributedDataParallel`: torch's module face around our reducer."""
+"""`DistributedDataParallel`: torch's module with the reducer of this package."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddpobs.errors import ConfigError, DataParallelError
 from ddpobs.reducer import model_check
 from ddpobs.reducer.ddp_logger import Logger
 from ddpobs.reducer.module_reducer import ModuleReducer
-from ddpobs.reducer.readiness import Settings
+from ddpobs.reducer.settings import Settings
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
 if TYPE_CHECKING:
@@ -38,15 +38,15 @@ _ARGUMENTS = inspect.signature(parallel.DistributedDataParallel.__init__)
 
 
 class DistributedDataParallel(parallel.DistributedDataParallel):
-    """torch's DistributedDataParallel with a reducer in Python that can tell where the time goes.
+    """torch's DistributedDataParallel with a reducer in Python that records the time of each step.
 
-    Takes every argument of torch's, and is an instance of it. Only the gradient reduction is replaced: torch builds
-    its C++ reducer in `_ddp_init_helper`, and ours is built there instead.
+    It takes every argument of torch's class, and is an instance of it. Only the gradient reduction is replaced: torch
+    builds its C++ reducer in `_ddp_init_helper`, and this class builds its own there.
 
     Args:
-        module: What is to be trained.
-        *args: As torch's.
-        telemetry: None (as `DDPOBS_TELEMETRY` says), False, True, a collector's address, or settings. Off costs
+        module: The module to train.
+        *args: Torch's.
+        telemetry: None (use `DDPOBS_TELEMETRY`), False, True, a collector's address, or settings. Switched off it costs
             nothing and starts no thread.
         comm: Communication strategy of full buckets: None for the plain all-reduce, a name (`"fp16"`, `"topk:0.01"`),
             or a callable that takes the process group and returns a `ddpobs.comm.BucketComm`.
@@ -55,15 +55,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         **kwargs: As torch's.
 
     Raises:
-        ConfigError: A telemetry setting, `comm`, `round_robin_groups` or `torch._dynamo.config.optimize_ddp` holds a
-            value that it cannot have.
+        ConfigError: A telemetry setting, `comm`, `round_robin_groups` or `torch._dynamo.config.optimize_ddp` has an
+            invalid value.
         DataParallelError: The module is a `torch.nn.DataParallel`.
-        ModelsDifferError: On every rank, where the ranks' parameters, buffers or flags differ.
-        UnusedParametersError: From backward, on every rank, where a parameter got no gradient on some rank and
-            `find_unused_parameters` is off.
+        ModelsDifferError: The ranks' parameters, buffers or flags differ. Raised on every rank.
+        UnusedParametersError: A parameter got no gradient on some rank, and `find_unused_parameters` is off. Raised by
+            backward, on every rank.
     """
 
-    # Torch declares its C++ classes here. There is none where every parameter's reduction is delayed.
+    # Torch declares its C++ classes here. If the reduction of every parameter is delayed, there is no reducer.
     reducer: Any = None
     logger: Any
 
@@ -89,17 +89,17 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "round_robin_groups": round_robin_groups,
         }
         super().__init__(module, *args, **kwargs)
-        self._arguments = None  # A copy, which only one rank may make, is the same as its original.
+        self._arguments = None  # A copy is not compared between the ranks: a single rank may make it.
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module, then have the reducer told by the outputs' gradients that a backward begins."""
+        """Run the module, and watch its outputs: their gradients mark the start of a backward."""
         if self._recorder is not None:
             self._recorder.forward_began(inputs, kwargs)
-        # A forward without gradients may come between another forward and its backward, and must not matter to them.
+        # A forward without gradients may run between another forward and its backward, and must not affect them.
         trains = torch.is_grad_enabled() and self.reducer is not None
         if trains:
             self.reducer.prepare(self.require_backward_grad_sync)
-        elif self.reducer is not None:  # Buffers are broadcast here too, behind what the others still wait for.
+        elif self.reducer is not None:  # It broadcasts buffers too, and other ranks may still wait in that backward.
             self.reducer.end_interrupted()
         try:
             output = super().forward(*inputs, **kwargs)
@@ -112,7 +112,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return output
 
     def _post_forward(self, output: Any) -> Any:
-        """As torch's, less the sink that ties all outputs together: what the loss leaves out stays left out."""
+        """Skip torch's sink, which ties all outputs together: an output that the loss leaves out stays left out."""
         find_unused, static = self.find_unused_parameters, self.static_graph
         if not (find_unused or static):
             return super()._post_forward(output)
@@ -128,7 +128,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         enable: bool = True,
         throw_on_early_termination: bool = False,
     ) -> Join:
-        """As torch's; a rank may have caught an error in its last batch."""
+        """Torch's context manager for uneven inputs. A rank may have caught an error in its last batch."""
         return _Join(
             [self],
             enable,
@@ -137,7 +137,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         )
 
     def register_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """As torch's: `hook(state, bucket)` reduces each bucket and returns a future of one tensor."""
+        """Reduce each bucket with `hook(state, bucket)`, which returns a future of one tensor."""
         self._check_comm_hook(hook)
         self._take_comm_hook(state, hook)
         self._comm_hooks.append((hook, state))
@@ -152,12 +152,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.logger._set_comm_hook_name(getattr(hook, "__qualname__", type(hook).__name__))
 
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
-        """As torch's, which compares the ranks' parameters next, and dies of a difference without naming it."""
+        """Compare the ranks' models before torch does: its comparison fails without naming the difference."""
         parameters, expect_sparse = super()._build_params_for_reducer()
         if self._arguments is not None and self._arguments.get("init_sync", True):
             facts = self._facts(self._arguments, parameters, expect_sparse)
             device = parameters[0].device
-            # Buckets are cut as on rank 0, which torch does too.
+            # Every rank uses rank 0's bucket limits, as in torch.
             config = model_check.check_same_everywhere(facts, self._bucket_config, self.process_group, device)
             self._bucket_config, self.bucket_bytes_cap = config, config.bucket_bytes_cap
         return parameters, expect_sparse
@@ -165,7 +165,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _facts(
         self, arguments: Mapping[str, Any], parameters: list[torch.nn.Parameter], expect_sparse: list[bool]
     ) -> model_check.Facts:
-        """What every rank must have the same: whatever a collective's order or size follows from."""
+        """Facts that must agree between ranks: the order and size of the collectives depend on them."""
         settings = {
             "find_unused_parameters": bool(self.find_unused_parameters),
             "static_graph": bool(arguments.get("static_graph")),
@@ -189,7 +189,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         param_to_name_mapping: dict[int, str],
         static_graph: bool,
     ) -> None:
-        """Build our reducer and logger in the place of torch's."""
+        """Build our reducer and logger instead of torch's."""
         if self.mixed_precision is not None:
             for index, parameter in enumerate(parameters):
                 parameter._idx = index  # type: ignore[attr-defined]
@@ -200,7 +200,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             expect_sparse_gradient or [False] * len(parameters),
             module=self.module,
             group=self.process_group,
-            comm_factory=self._comm_factory,
+            strategy=self._comm_factory,
             settings=self._settings(static_graph),
             recorder=self._recorder,
         )
@@ -210,8 +210,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self._passing_sync_batchnorm_handle(self.module)
 
     def _settings(self, static_graph: bool) -> Settings:
-        """What the constructor decided, as the reducer wants it."""
-        # The limits that torch begins with only where it looks for unused parameters: overlap from the first step on.
+        """The constructor's choices in the reducer's form."""
+        # Torch starts with these limits only with find_unused_parameters. They let the first step overlap too.
         first_limits, _ = self._bucket_config.compute_bucket_size_limits(
             static_graph=False, find_unused_parameters=True
         )
@@ -228,7 +228,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         )
 
     def _construction_facts(self, parameters: list[torch.nn.Parameter]) -> dict[str, str | int]:
-        """What `_get_ddp_logging_data` gives back of the constructor, under torch's names."""
+        """The fields of `_get_ddp_logging_data` that the constructor determines, under torch's names."""
         return {
             "module_name": type(self.module).__name__,
             "device_ids": ", ".join(map(str, self.device_ids or [])),
@@ -273,25 +273,25 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if recorder is None:
             super()._sync_buffers()
             return
-        began = recorder.now()
+        launched_ns = recorder.now()
         super()._sync_buffers()
-        recorder.communicated("buffers", began, recorder.now())
+        recorder.communicated("buffers", launched_ns, recorder.now())
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
-        """A joined rank goes through another rank's backward, call for call."""
+        """Take part in another rank's backward, call for call, as a rank that is out of data."""
         self.reducer.participate_with_zeros()
 
     def _match_unused_params_allreduce(self) -> None:
-        """Done already, with the buckets."""
+        """Nothing to do: `participate_with_zeros` has done it with the buckets."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """As torch's; the recorder stays with the process and is made anew, and no file gets to know the token."""
+        """Leave out the recorder, which belongs to the process, and the token, which must not get into a file."""
         state: dict[str, Any] = super().__getstate__()
         config = self._telemetry_config
         return state | {"_recorder": None, "_telemetry_config": config and replace(config, token=None)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """As torch's; the token is this process's own."""
+        """Use this process's own token."""
         config = state["_telemetry_config"]
         if config is not None:
             state = state | {"_telemetry_config": replace(config, token=os.environ.get("DDPOBS_TOKEN") or None)}
@@ -299,7 +299,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
 
 class _Join(Join):
-    """Ends a rank's last backward where an error did, before the rank says that it has no more data."""
+    """If an error interrupted a rank's last backward, ends it before the rank reports that it is out of data."""
 
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if self._enable and kind is None:
@@ -311,13 +311,13 @@ class _Join(Join):
 
 
 def _refuse_compiled_reducer() -> None:
-    """Torch would register hooks of its own that reduce each gradient, beside ours."""
+    """Refuse the mode in which torch registers its own hooks, which would reduce each gradient beside ours."""
     from torch._dynamo import config
 
     mode = config.optimize_ddp
     if mode == "python_reducer":
         raise ConfigError(
-            "torch._dynamo.config.optimize_ddp", "True or False, as that mode brings a reducer of its own", mode
+            "torch._dynamo.config.optimize_ddp", "True or False, because that mode has its own reducer", mode
         )
 
 

@@ -1,1 +1,1 @@
-"""Flat gradient buffers: which parameters share one, and where each gradient lies in it."""
+"""Flat gradient buffers: which parameters share a buffer, and the part of it that each gradient occupies."""

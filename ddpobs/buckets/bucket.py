@@ -1,50 +1,49 @@
-"""Parameters to buckets: one flat buffer each, gradients as views of it."""
+"""A bucket: parameters that are reduced together. Their gradients are views of one flat buffer."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Container, Sequence
 
 import torch
 
 from ddpobs import wire
+from ddpobs.buckets.gradient_memory import GradientMemory, views_of
 
 COPY_ON_ARRIVAL_ELEMENTS = 4_096
-"""Elements of a bucket's parameters on average, from which each gradient goes into the bucket as soon as it is there,
-still warm in the cache; between smaller ones little time passes, and they go together when the bucket is full, in
-fewer calls."""
+"""Mean parameter size (elements) from which gradients are copied into the bucket as they arrive, while still in cache.
+Smaller gradients are copied together when the bucket is full, in fewer calls."""
 
 
 class Bucket:
-    """Some parameters whose gradients are reduced together.
+    """Parameters that are reduced together.
+
+    `slot` is a parameter's position in its bucket.
 
     Attributes:
-        index: Its place in launch order.
-        members: Indices of its parameters.
+        index: Position in launch order.
+        members: Indices of the parameters among all of the module's.
+        parameters: The same parameters.
+        memory: Owns `buffer`, `head` and `views`, and follows their use in user code.
         buffer: The flat buffer, one dimension.
-        elements: Of the buffer.
-        head: The first of them, where there is one.
+        head: Its first element, as a tensor of at most one element.
         views: Each parameter's part of the buffer, in the parameter's own shape and strides.
-        pending: Parameters whose gradient this backward still owes.
-        at_once: Gradients go in one by one, as they come.
-        placed: By place in the bucket, whether the gradient did so in this backward.
-        residual: What a lossy communication has yet to send of this bucket, flat as the buffer; None where it owes
-            nothing.
-        sparse: It holds the one sparse gradient of its one parameter; there is no buffer then.
-        adopts: `.grad` becomes the view in the buffer; otherwise it stays what autograd made it.
-        lent: It does so as another module reduces it too, and `write_back` brings the result.
+        elements: Length of the buffer.
+        pending: Number of gradients that have not arrived in this backward.
+        copies_on_arrival: Gradients are copied in one by one, as they arrive.
+        copied: By slot, whether that has happened in this backward.
+        residual: The part of this bucket's sums that a lossy strategy has yet to send, flat as the buffer; or None.
+        sparse: The bucket holds the one sparse gradient of its one parameter, and has no buffer.
+        grads_are_views: `.grad` becomes the view. Otherwise it stays autograd's own tensor, and `write_back` copies the
+            result into it.
+        casts: The buffer has another dtype than the parameters.
     """
 
     __slots__ = (
         "_as_views",
         "_divisor",
         "_factor",
-        "_never_exposed",
-        "_pointers",
-        "_references",
-        "_storage",
-        "_uses",
         "buffer",
+        "casts",
         "copied",
         "copies_on_arrival",
         "elements",
@@ -52,10 +51,10 @@ class Bucket:
         "head",
         "index",
         "members",
+        "memory",
         "parameters",
         "pending",
         "residual",
-        "shared_with_module",
         "sparse",
         "views",
     )
@@ -65,177 +64,91 @@ class Bucket:
     ) -> None:
         self.index, self.members, self.parameters, self.sparse = index, members, parameters, sparse
         self.pending = len(members)
-        self.grads_are_views, self.shared_with_module = True, False
+        self.grads_are_views, self.casts = True, False
         self.residual: torch.Tensor | None = None
         self._divisor: float | None = None
         self._factor: torch.Tensor | None = None
         self._as_views = as_views
-        first = parameters[0]
         self.copied = bytearray(len(members))
-        self._allocate(first.dtype)
+        self._allocate(parameters[0].dtype)
         self.copies_on_arrival = not sparse and self.elements >= COPY_ON_ARRIVAL_ELEMENTS * len(members)
 
+    # ------------------------------------------------------------------ memory
+
     def _allocate(self, dtype: torch.dtype) -> None:
-        self.elements = 0 if self.sparse else sum(p.numel() for p in self.parameters)
-        self.buffer = torch.zeros(self.elements, dtype=dtype, device=self.parameters[0].device)
-        self.head = self.buffer[:1]
-        self.views = [] if self.sparse else _views(self.buffer, self.parameters, self._as_views)
-        self._references = list(map(sys.getrefcount, self.views))
-        self._pointers = list(map(torch.Tensor.data_ptr, self.views))
-        self._storage = self.buffer.untyped_storage()._cdata
-        self._uses = torch._C._storage_Use_Count(self._storage)
-        self._never_exposed = set(range(len(self.views)))
-
-    @property
-    def divisor(self) -> float | None:
-        """What gradients are divided by on their way in; None for nothing."""
-        return self._divisor
-
-    @divisor.setter
-    def divisor(self, divisor: float | None) -> None:
-        if divisor != self._divisor:
-            self._divisor = divisor
-            # Torch makes a tensor of a number at each call, which takes as long as to multiply a thousand elements. It
-            # counts as a number beside whatever has dimensions, and on the host, wherever tensors are made by default.
-            self._factor = None if divisor is None else torch.tensor(1 / divisor, dtype=torch.float64, device="cpu")
-
-    def restore_views(self) -> None:
-        """Make fresh views where `grad.data = ...` or `grad.set_(...)` led one to memory that nobody reduces.
-
-        Each is asked, at 0.06 µs: the storage's uses do not tell, as who keeps the older gradient's data adds what the
-        view took away.
-        """
-        if list(map(torch.Tensor.data_ptr, self.views)) == self._pointers:
-            return
-        for place, fresh in enumerate(_views(self.buffer, self.parameters, self._as_views)):
-            if self.views[place].data_ptr() != self._pointers[place]:
-                self.views[place] = fresh
+        self.memory = GradientMemory(self.parameters, dtype, self.sparse, self._as_views)
+        self.buffer, self.head, self.views = self.memory.buffer, self.memory.head, self.memory.views
+        self.elements = self.buffer.numel()
 
     def reallocate_if_held(self) -> None:
-        """Take fresh memory where someone still holds a gradient of the last backward and may read it yet.
-
-        A gradient that autograd goes on accumulating into is no such case, nor is one that only `.grad` holds.
-        """
-        references = list(map(sys.getrefcount, self.views))
-        shared = self.shared
-        if not shared and references == self._references:
+        """Take fresh memory if user code still holds a gradient of the last backward."""
+        if not self.memory.is_held():
             return
-        for place, (parameter, view) in enumerate(zip(self.parameters, self.views, strict=True)):
-            # Nobody can hold a view that never was a gradient.
-            rests = parameter.grad is not view and place not in self._never_exposed
-            if rests and (shared or references[place] != self._references[place]):
-                self._move()
-                return
+        old_views = self.views
+        self._allocate(self.buffer.dtype)
+        for slot, (parameter, gradient) in enumerate(zip(self.parameters, old_views, strict=True)):
+            if parameter.grad is gradient:
+                self.memory.take_over(slot, gradient)
 
-    @property
-    def shared(self) -> bool:
-        """Whether some tensor besides the gradients has their memory, as by `detach` and `data`."""
-        return bool(torch._C._storage_Use_Count(self._storage) != self._uses)
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Reduce in `dtype` instead of the parameters' own; `write_back` converts the result."""
+        self.grads_are_views, self.casts = False, True
+        self._allocate(dtype)
+
+    def keep_grads_separate(self) -> None:
+        """Leave each `.grad` as autograd made it from now on, and reduce a copy of it."""
+        if not self.grads_are_views or self.sparse:
+            return
+        self.grads_are_views = False
+        old_views = self.views
+        self._allocate(self.buffer.dtype)
+        for view, old_view, copied in zip(self.views, old_views, self.copied, strict=True):
+            if copied:
+                view.copy_(old_view)
 
     @property
     def holds_gradients(self) -> bool:
         """Whether some `.grad` is in the buffer."""
         return any(p.grad is view for p, view in zip(self.parameters, self.views, strict=False))
 
-    def _move(self) -> None:
-        older = self.views
-        self._allocate(self.buffer.dtype)
-        for place, (parameter, gradient) in enumerate(zip(self.parameters, older, strict=True)):
-            if parameter.grad is gradient:
-                self.take_over(place, gradient)
-
-    def take_over(self, place: int, gradient: torch.Tensor) -> None:
-        """Give a parameter's gradient its place here. As with torch's DDP it stays the tensor that the user knows."""
-        view = self.views[place].copy_(gradient)
-        if self._as_views:
-            self.parameters[place].grad = view
-        else:
-            gradient.set_(view.untyped_storage(), view.storage_offset(), view.shape, view.stride())
-            self.views[place] = gradient
-        self._never_exposed.discard(place)
-
-    def set_dtype(self, dtype: torch.dtype) -> None:
-        """Reduce in `dtype`, whatever the parameters' own is; `.grad` is then written by `write_back`."""
-        self.grads_are_views = False
-        self._allocate(dtype)
-
-    def share_with_module(self) -> None:
-        """Leave the gradients to another module as well, which needs them as autograd made them."""
-        if not self.grads_are_views or self.sparse:
-            return
-        self.grads_are_views, self.shared_with_module = False, True
-        older = self.views
-        self._allocate(self.buffer.dtype)
-        for view, former, placed in zip(self.views, older, self.copied, strict=True):
-            if placed:
-                view.copy_(former)
-
     def parts_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Each parameter's part of a flat tensor that stands in the buffer's place."""
-        return _views(flat, self.parameters, as_views=True)
+        """Each parameter's part of a flat tensor with the buffer's layout."""
+        return views_of(flat, self.parameters, as_views=True)
 
-    def write_back(self, result: torch.Tensor, aside: Container[int] = ()) -> None:
-        """Copy each parameter's part of the reduced buffer into its `.grad`, which has the parameter's dtype.
+    # ------------------------------------------------------------------ gradients into the buffer
 
-        Args:
-            result: The reduced buffer, or what stands in its place.
-            aside: Indices of parameters whose `.grad` is an older one.
-        """
-        for parameter, part, member in zip(self.parameters, self.parts_of(result), self.members, strict=True):
-            if parameter.grad is not None and member not in aside:
-                parameter.grad.copy_(part)
+    @property
+    def divisor(self) -> float | None:
+        """Number by which gradients are divided as they are copied in; None for no division."""
+        return self._divisor
 
-    def assign_grad(self, place: int) -> None:
-        """Make the result the gradient of a parameter that got none in this backward."""
-        parameter = self.parameters[place]
-        if self.sparse:
-            return
-        if not self.shared_with_module:
-            parameter.grad = self.views[place]
-        elif parameter.grad is None:
-            parameter.grad = self.views[place].clone()
-        else:
-            parameter.grad.copy_(self.views[place])
+    @divisor.setter
+    def divisor(self, divisor: float | None) -> None:
+        if divisor != self._divisor:
+            self._divisor = divisor
+            # A Python number would become a tensor at each call, which takes as long as to multiply 1,000 elements. A
+            # tensor without dimensions counts as a number for the result's dtype. The device is named because a
+            # `with torch.device(...)` of the user's changes the default.
+            self._factor = None if divisor is None else torch.tensor(1 / divisor, dtype=torch.float64, device="cpu")
 
-    def carry_residual(self, place: int, older: Bucket, place_there: int) -> None:
-        """Take over what another bucket has yet to send of one parameter."""
-        assert older.residual is not None
-        if self.residual is None:
-            self.residual = torch.zeros_like(self.buffer)
-        self.parts_of(self.residual)[place].copy_(older.parts_of(older.residual)[place_there])
-
-    def return_residual(self, place: int, ranks: int) -> None:
-        """Take back this rank's share of a sum that nobody has a use for: it came of what had been owed."""
-        if self.residual is not None:
-            share = self.views[place] / ranks
-            self.parts_of(self.residual)[place].add_(share.nan_to_num_(0, 0, 0))
-
-    def reset(self) -> None:
-        """Await the next backward."""
-        self.pending = len(self.members)
-        self.copied[:] = bytes(len(self.copied))
-        if self._never_exposed:
-            parameters, views = self.parameters, self.views
-            self._never_exposed = {place for place in self._never_exposed if parameters[place].grad is not views[place]}
-
-    def copy_in(self, place: int, parameter: torch.Tensor) -> None:
-        """Bring one gradient into the buffer, divided in the same pass, and make `.grad` the view of it."""
-        gradient, view, factor = parameter.grad, self.views[place], self._factor
+    def copy_in(self, slot: int, parameter: torch.Tensor) -> None:
+        """Copy one gradient into the buffer, divided in the same pass, and make `.grad` the view of it."""
+        gradient, view, factor = parameter.grad, self.views[slot], self._factor
         if factor is None or gradient is None or gradient is view or not gradient.dim():
-            if gradient is view and view.data_ptr() != self._pointers[place]:  # By a hook of the user's, just now.
-                self.restore_views()
-                view = self.views[place]
-            self._place_otherwise(gradient, view, parameter)
+            if gradient is view and view.data_ptr() != self.memory.pointers[slot]:  # A hook of the user's replaced it.
+                self.memory.restore_views()
+                view = self.views[slot]
+            self._copy_in_two_passes(gradient, view, parameter)
         else:
             torch.mul(gradient, factor, out=view)
         if self.grads_are_views and gradient is not None:
             parameter.grad = view
-        self.copied[place] = 1
+        self.copied[slot] = 1
 
-    def _place_otherwise(self, gradient: torch.Tensor | None, view: torch.Tensor, parameter: torch.Tensor) -> None:
+    def _copy_in_two_passes(self, gradient: torch.Tensor | None, view: torch.Tensor, parameter: torch.Tensor) -> None:
         if gradient is None:
             view.zero_()
-            self._answer(parameter, view)
+            self._set_result(parameter, view)
             return
         if gradient is not view:
             view.copy_(gradient)
@@ -244,15 +157,15 @@ class Bucket:
         else:
             self._divide([view], [])
 
-    def _answer(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
-        """Give the result also to a parameter that was reached, and got nothing from a function of the user's own."""
+    def _set_result(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
+        """Give a `.grad` to a parameter that was reached but got none, as from a custom function that returns None."""
         parameter.grad = view if self.grads_are_views else torch.zeros_like(parameter)
 
     def fill(self, used: Sequence[int] = ()) -> None:
-        """Bring every gradient that is not placed yet into the buffer, divided, and make `.grad` the view of it.
+        """Copy every gradient in that has not been copied on arrival, divided, and make `.grad` the view of it.
 
-        A gradient that autograd accumulated in place is there already. A parameter without one counts as zero and
-        keeps having none, unless it was reached. A sparse gradient is coalesced and stays where it is.
+        A gradient that autograd accumulated in place is there already. A parameter without a gradient counts as zero
+        and keeps having none, unless it was reached. A sparse gradient is coalesced and stays where it is.
 
         Args:
             used: By index of all parameters, whether each was reached; empty for none.
@@ -262,45 +175,45 @@ class Bucket:
         if self.sparse:
             self._fill_sparse()
             return
-        self.restore_views()
-        fresh: list[torch.Tensor] = []
-        places: list[torch.Tensor] = []
+        self.memory.restore_views()
+        gradients: list[torch.Tensor] = []
+        targets: list[torch.Tensor] = []
         copied: list[torch.Tensor] = []
-        kept: list[torch.Tensor] = []
-        for parameter, view, placed, member in zip(self.parameters, self.views, self.copied, self.members, strict=True):
-            if placed:
+        in_place: list[torch.Tensor] = []
+        for parameter, view, done, member in zip(self.parameters, self.views, self.copied, self.members, strict=True):
+            if done:
                 continue
             gradient = parameter.grad
-            (kept if gradient is view and self._as_views else copied).append(view)
+            (in_place if gradient is view and self._as_views else copied).append(view)
             if gradient is None:
                 view.zero_()
                 if used and used[member]:
-                    self._answer(parameter, view)
+                    self._set_result(parameter, view)
             elif gradient is not view:
-                fresh.append(gradient)
-                places.append(view)
+                gradients.append(gradient)
+                targets.append(view)
                 if self.grads_are_views:
                     parameter.grad = view
-        if fresh:
-            torch._foreach_copy_(places, fresh)
-        self._divide(copied, kept)
+        if gradients:
+            torch._foreach_copy_(targets, gradients)
+        self._divide(copied, in_place)
 
-    def _divide(self, copied: list[torch.Tensor], kept: list[torch.Tensor]) -> None:
-        """Divide views as torch's DDP does, to the last bit: by three is not times a third.
+    def _divide(self, copied: list[torch.Tensor], in_place: list[torch.Tensor]) -> None:
+        """Divide views as torch's DDP does, to the last bit: a division by 3 is not a multiplication by 1/3.
 
         Args:
-            copied: Torch copies such gradients into its bucket, times the reciprocal.
-            kept: These it finds there, and divides.
+            copied: Views of gradients that torch copies into its bucket, times the reciprocal.
+            in_place: Views of gradients that torch finds in its bucket, and divides.
         """
         divisor = self._divisor
         if divisor is None:
             return
         if len(copied) == len(self.views):
             self.buffer.mul_(1 / divisor)
-        elif len(kept) == len(self.views):
+        elif len(in_place) == len(self.views):
             self.buffer.div_(divisor)
         else:
-            for view in kept:
+            for view in in_place:
                 view.div_(divisor)
             for view in copied:  # One call for all of them would first round the number to their own precision.
                 view.mul_(1 / divisor)
@@ -309,16 +222,61 @@ class Bucket:
         (parameter,) = self.parameters
         gradient = parameter.grad if parameter.grad is not None else no_rows(parameter)
         gradient = gradient if gradient.is_sparse else gradient.to_sparse(1)
-        # Divided first, as torch does: a row that comes twice is a sum of quotients.
+        # Divide before coalescing, as torch does: a row that occurs twice is then a sum of quotients.
         parameter.grad = (gradient if self._divisor is None else gradient / self._divisor).coalesce()
 
+    # ------------------------------------------------------------------ results out of it
+
+    def write_back(self, result: torch.Tensor, except_for: Container[int] = ()) -> None:
+        """Copy each parameter's part of the result into its `.grad`, which has the parameter's dtype.
+
+        Args:
+            result: The reduced buffer, or a tensor in its place.
+            except_for: Indices of parameters that hold an older gradient.
+        """
+        for parameter, part, member in zip(self.parameters, self.parts_of(result), self.members, strict=True):
+            if parameter.grad is not None and member not in except_for:
+                parameter.grad.copy_(part)
+
+    def assign_grad(self, slot: int) -> None:
+        """Make the result the gradient of a parameter that got none in this backward."""
+        parameter = self.parameters[slot]
+        if self.sparse:
+            return
+        if self.grads_are_views or self.casts:
+            parameter.grad = self.views[slot]
+        elif parameter.grad is None:
+            parameter.grad = self.views[slot].clone()
+        else:
+            parameter.grad.copy_(self.views[slot])
+
+    def carry_residual(self, slot: int, old_bucket: Bucket, old_slot: int) -> None:
+        """Take over one parameter's part of the residual of the bucket that held it before."""
+        assert old_bucket.residual is not None
+        if self.residual is None:
+            self.residual = torch.zeros_like(self.buffer)
+        self.parts_of(self.residual)[slot].copy_(old_bucket.parts_of(old_bucket.residual)[old_slot])
+
+    def return_residual(self, slot: int, ranks: int) -> None:
+        """Return this rank's share of an unused sum to the residual, from which the sum came."""
+        if self.residual is not None:
+            share = self.views[slot] / ranks
+            self.parts_of(self.residual)[slot].add_(share.nan_to_num_(0, 0, 0))
+
+    def reset(self) -> None:
+        """Prepare for the next backward."""
+        self.pending = len(self.members)
+        self.copied[:] = bytes(len(self.copied))
+        if self.memory.never_exposed:
+            self.memory.update_exposed()
+
     def describe(self, names: Sequence[str]) -> wire.Bucket:
-        """The bucket as it travels; `names` are of all parameters, by index."""
+        """The bucket in its wire form; `names` are of all parameters, by index."""
         return describe(self.parameters, [names[member] for member in self.members])
 
 
 def describe(parameters: Sequence[torch.Tensor], names: Sequence[str]) -> wire.Bucket:
-    """A bucket of these parameters as it travels."""
+    """The wire form of a bucket of these parameters."""
     described = [wire.Parameter(name=name, size=p.numel()) for name, p in zip(names, parameters, strict=True)]
     return wire.Bucket(
         size_bytes=sum(p.numel() * p.element_size() for p in parameters),
@@ -336,10 +294,10 @@ def build(
     """The buckets of an assignment, with zeroed buffers.
 
     Args:
-        parameters: All of them.
-        assignment: Indices of each bucket's, in launch order.
-        expect_sparse: Which of all get sparse gradients.
-        as_views: Gradients are views to autograd too, on which it refuses `detach_()`.
+        parameters: All of the module's.
+        assignment: Indices of each bucket's parameters, in launch order.
+        expect_sparse: By parameter, whether its gradient is sparse.
+        as_views: Autograd may see gradients as views of a bucket.
     """
     return [
         Bucket(index, list(members), [parameters[m] for m in members], expect_sparse[members[0]], as_views)
@@ -348,7 +306,7 @@ def build(
 
 
 def zeros_like(bucket: Bucket) -> Bucket:
-    """A bucket of zeros with the same shape, for a rank that only takes part."""
+    """A bucket of zeros with the same shape, for a rank that takes part without gradients."""
     parameters = bucket.parameters
     if bucket.sparse:
         parameters = [torch.nn.Parameter(torch.empty_like(parameters[0]))]
@@ -363,19 +321,3 @@ def no_rows(parameter: torch.Tensor) -> torch.Tensor:
     """A sparse gradient that is zero everywhere."""
     rows = torch.zeros((1, 0), dtype=torch.int64, device=parameter.device)
     return torch.sparse_coo_tensor(rows, parameter.new_zeros((0, *parameter.shape[1:])), parameter.shape)
-
-
-def _views(buffer: torch.Tensor, parameters: Sequence[torch.nn.Parameter], as_views: bool) -> list[torch.Tensor]:
-    views = []
-    offset = 0
-    for parameter in parameters:
-        strides = parameter.stride()
-        if torch.empty_like(parameter, device="meta").stride() != strides:
-            strides = torch.empty(parameter.shape, device="meta").stride()
-        if as_views:
-            views.append(buffer.as_strided(parameter.shape, strides, offset + buffer.storage_offset()))
-        else:
-            alone = torch.empty(0, dtype=buffer.dtype, device=buffer.device)
-            views.append(alone.set_(buffer.untyped_storage(), offset, parameter.shape, strides))
-        offset += parameter.numel()
-    return views

@@ -1,4 +1,7 @@
-"""Which bucket each parameter is in, and where: laid at construction, and anew once the order of gradients is known."""
+"""The layout: which bucket holds each parameter, and in which slot.
+
+It is built at construction, and once more when the order in which gradients become ready is known.
+"""
 
 from __future__ import annotations
 
@@ -14,25 +17,29 @@ from ddpobs.buckets import bucket as bucketing
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.torch_seam.collectives import all_reduce, broadcast_from_first, wait_for
 
-_LATE_S = 0.1
-"""How long a thread of the process group's may hold a buffer that was waited for."""
+_RELEASE_S = 0.1
+"""Seconds for which a thread of the process group may still hold a buffer after its wait has returned."""
 
 
 class Layout:
-    """The buckets of some parameters. Its lists are changed in place, so that whoever holds one sees the latest.
+    """The buckets of a set of parameters. Its lists are changed in place, so that every holder of a list sees changes.
 
     Args:
-        parameters: Those that require a gradient, in the module's order.
-        names: Theirs.
-        expect_sparse: Which of them get sparse gradients.
-        as_views: Gradients are views to autograd too.
+        parameters: The parameters that require a gradient, in the module's order.
+        names: Their names.
+        expect_sparse: By parameter, whether its gradient is sparse.
+        as_views: Autograd may see gradients as views of the buckets.
 
     Attributes:
+        parameters: As given.
+        names: As given.
+        expect_sparse: As given.
         buckets: In launch order.
-        bucket_of: Each parameter's bucket.
-        place_of: Each parameter's place in its bucket.
-        position_of: Each parameter's place among all, bucket after bucket.
-        dtype: What is reduced in, where that is not the parameters' own.
+        bucket_of: By parameter, its bucket.
+        index_in_bucket: By parameter, its slot there.
+        index_of: By `id` of a parameter, its index.
+        flat_index: By parameter, its position among all, bucket after bucket.
+        dtype: Dtype of the reduction if it is not the parameters' own; else None.
     """
 
     def __init__(
@@ -42,81 +49,85 @@ class Layout:
         expect_sparse: Sequence[bool],
         as_views: bool,
     ) -> None:
-        self._parameters, self._names = parameters, names
-        self._expect_sparse, self._as_views = expect_sparse, as_views
+        self.parameters, self.names, self.expect_sparse = list(parameters), list(names), list(expect_sparse)
+        self._as_views = as_views
         self.dtype: torch.dtype | None = None
         self.buckets: list[Bucket] = []
         self.bucket_of: list[Bucket] = []
         self.index_in_bucket: list[int] = []
+        self.index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self.flat_index: list[int] = []
 
     def build(self, assignment: Sequence[Sequence[int]]) -> None:
-        """Build the buckets of an assignment; gradients that are views of older ones move over.
+        """Build the buckets of an assignment. Gradients that are views of the old buckets move to the new ones.
 
         Args:
             assignment: Indices of each bucket's parameters, in launch order.
         """
-        laid = bucketing.build(self._parameters, assignment, self._expect_sparse, self._as_views)
-        flat = [(bucket, place, member) for bucket in laid for place, member in enumerate(bucket.members)]
+        buckets = bucketing.build(self.parameters, assignment, self.expect_sparse, self._as_views)
+        flat = [(bucket, slot, member) for bucket in buckets for slot, member in enumerate(bucket.members)]
         if self.dtype is not None:
-            for bucket in laid:
+            for bucket in buckets:
                 bucket.set_dtype(self.dtype)
         if self.buckets:
-            for bucket, place, member in flat:
-                self._move(member, bucket, place)
-        self.buckets[:] = laid
-        where = {member: (bucket, place, position) for position, (bucket, place, member) in enumerate(flat)}
-        found = [where[member] for member in range(len(self._parameters))]
-        self.bucket_of[:], self.index_in_bucket[:], self.flat_index[:] = map(list, zip(*found, strict=True))
+            for bucket, slot, member in flat:
+                self._move(member, bucket, slot)
+        self.buckets[:] = buckets
+        positions = {member: (bucket, slot, index) for index, (bucket, slot, member) in enumerate(flat)}
+        columns = zip(*(positions[member] for member in range(len(self.parameters))), strict=True)
+        self.bucket_of[:], self.index_in_bucket[:], self.flat_index[:] = map(list, columns)
 
-    def _move(self, member: int, bucket: Bucket, place: int) -> None:
-        parameter, older, older_place = self._parameters[member], self.bucket_of[member], self.index_in_bucket[member]
-        if older.residual is not None:
-            bucket.carry_residual(place, older, older_place)
+    def _move(self, member: int, bucket: Bucket, slot: int) -> None:
+        parameter, old_bucket, old_slot = self.parameters[member], self.bucket_of[member], self.index_in_bucket[member]
+        if old_bucket.residual is not None:
+            bucket.carry_residual(slot, old_bucket, old_slot)
         gradient = parameter.grad
         if gradient is None or bucket.sparse or not bucket.grads_are_views:
             return
-        # Under the flag torch makes a view of every gradient that is there, and divides views otherwise than others.
-        if self._as_views or gradient is older.views[older_place]:
-            bucket.take_over(place, gradient)
+        # With gradient_as_bucket_view torch turns every present gradient into a view, and it divides views otherwise
+        # than other gradients.
+        if self._as_views or gradient is old_bucket.views[old_slot]:
+            bucket.memory.take_over(slot, gradient)
 
-    def rebuild_in_order(self, came: Sequence[int], limits_bytes: Sequence[int], group: dist.ProcessGroup) -> bool:
-        """Build them anew in the order in which gradients came last on rank 0. Every rank calls it alike.
+    def rebuild_in_order(self, arrivals: Sequence[int], limits_bytes: Sequence[int], group: dist.ProcessGroup) -> bool:
+        """Build the buckets in the order in which gradients became ready on rank 0. A collective call.
 
         Args:
-            came: Indices of the parameters as their gradients came here, with repetitions.
-            limits_bytes: Of the first bucket, the second, ...; the last one holds for the rest.
+            arrivals: Indices of the parameters as their gradients arrived on this rank, with repetitions.
+            limits_bytes: Limit of the first bucket, the second, ...; the last limit holds for all further buckets.
             group: The process group, which agrees on the order.
 
         Returns:
-            False where they stay as they are: on some rank another tensor has the memory of a gradient that is there.
+            False if the buckets stay as they are: on some rank another tensor shares the memory of a present gradient.
         """
-        last = list(dict.fromkeys(reversed(came)))[::-1]
-        rest = sorted(set(range(len(self._parameters))) - set(last))
-        agreed = torch.tensor(last + rest, dtype=torch.int64, device=self._parameters[0].device)
-        shared = agreed.new_tensor(self._shared())
-        wait_for(broadcast_from_first(group, [agreed]))
+        last_arrivals = list(dict.fromkeys(reversed(arrivals)))[::-1]
+        absent = sorted(set(range(len(self.parameters))) - set(last_arrivals))
+        order = torch.tensor(last_arrivals + absent, dtype=torch.int64, device=self.parameters[0].device)
+        shared = order.new_tensor(self._shares_memory())
+        wait_for(broadcast_from_first(group, [order]))
         wait_for(all_reduce(group, [shared]))
         if shared.item():
             return False
-        self.build(assignment.assign_in_order(self._parameters, agreed.tolist(), limits_bytes, self._expect_sparse))
+        self.build(assignment.assign_in_order(self.parameters, order.tolist(), limits_bytes, self.expect_sparse))
         return True
 
-    def _shared(self) -> bool:
-        """Whether memory of a gradient that is there has another tensor too, as by `data`, which may be used again."""
-        ends = time.monotonic() + _LATE_S
-        while shared := not self._as_views and any(bucket.shared and bucket.holds_gradients for bucket in self.buckets):
-            if time.monotonic() > ends:
+    def _shares_memory(self) -> bool:
+        """Whether another tensor shares the memory of a present gradient, as after `data`, and may be used again."""
+        deadline = time.monotonic() + _RELEASE_S
+        while shared := not self._as_views and any(
+            bucket.memory.is_shared and bucket.holds_gradients for bucket in self.buckets
+        ):
+            if time.monotonic() > deadline:
                 break
-            time.sleep(_LATE_S / 100)
+            time.sleep(_RELEASE_S / 100)
         return shared
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Reduce in `dtype` from now on, whatever the parameters' own is."""
+        """Reduce in `dtype` from now on, instead of the parameters' own."""
         self.dtype = dtype
         for bucket in self.buckets:
             bucket.set_dtype(dtype)
 
     def describe(self) -> list[wire.Bucket]:
-        """The buckets as they travel."""
-        return [bucket.describe(self._names) for bucket in self.buckets]
+        """The buckets in their wire form."""
+        return [bucket.describe(self.names) for bucket in self.buckets]

@@ -95,7 +95,7 @@ class _Pending:
         result: torch.Tensor = value[0] if isinstance(value, list) else value
         if self._bucket.sparse:
             self._bucket.parameters[0].grad = result
-        elif not (self._bucket.grads_are_views or self._bucket.shared_with_module):
+        elif self._bucket.casts:
             self._bucket.write_back(result)
         elif result.data_ptr() != self._bucket.buffer.data_ptr():
             _real(self._bucket.buffer).copy_(_real(result.view(-1)))

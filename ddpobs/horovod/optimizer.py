@@ -25,7 +25,7 @@ from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
 from ddpobs.horovod.reduction import OptimizerReducer
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.reducer import model_check
-from ddpobs.reducer.readiness import Settings
+from ddpobs.reducer.settings import Settings
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
@@ -109,15 +109,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         names,
         dense,
         group=_get_own_group(group, device, index),
-        comm_factory=factory_of(compression),
+        strategy=factory_of(compression),
         settings=Settings(
             first_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
             rebuilt_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
         ),
         recorder=recorder,
         passes=backward_passes_per_step,
-        before=pre_divisor,
-        after=post_factor,
+        predivisor=pre_divisor,
+        postfactor=post_factor,
         groups=fused,
     )
     _reducers[wrapper._reducer] = index

@@ -1,129 +1,147 @@
-"""The reducer of an optimizer: gradients are accumulated over some passes, and waited for before its step."""
+"""The reducer of an optimizer: gradients are accumulated over several passes, and reduced before its step."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
+from ddpobs.comm import CommFactory, Pending
 from ddpobs.errors import StepOrderError
 from ddpobs.horovod import timeline
-from ddpobs.reducer.participation import MissingAsZero, Participation
+from ddpobs.reducer import zero_participation
+from ddpobs.reducer.front_end import FrontEnd
+from ddpobs.reducer.observer import Observer
+from ddpobs.reducer.readiness import Hook
 from ddpobs.reducer.reducer import Reducer
+from ddpobs.reducer.settings import Settings
 from ddpobs.torch_seam import autograd
 
 
-class OptimizerReducer(Reducer):
-    """Buckets that start in the last of some backward passes, and end in `synchronize`.
+class OptimizerReducer(FrontEnd):
+    """The front end of an optimizer: buckets start in the last of several passes, and end in `synchronize`.
 
     Args:
-        *args: As the reducer's.
+        parameters: The parameters that require a gradient, in the optimizer's order.
+        names: Their names.
+        expect_sparse: By parameter, whether its gradient is sparse.
+        group: The process group.
+        strategy: Makes the object that communicates full buckets.
+        settings: Bucket limits.
+        recorder: Receives the times of each bucket; None with telemetry off.
         passes: Backward passes before gradients are reduced.
-        before: What gradients are divided by before the sum, None for nothing.
-        after: What the sum is multiplied by.
-        groups: Numbers of the parameters that share a bucket, those of no group having one each; None to fill buckets
+        predivisor: Divisor of the gradients before the sum; None for no division.
+        postfactor: Factor of the sum; None for none.
+        groups: Indices of the parameters that share a bucket; a parameter of no group has its own. None to fill buckets
             by size.
-        **kwargs: As the reducer's.
+
+    Attributes:
+        core: Launches the buckets and waits for them.
+        synchronised: Number of reductions so far.
     """
 
     def __init__(
         self,
-        *args: Any,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        expect_sparse: Sequence[bool],
+        *,
+        group: dist.ProcessGroup,
+        strategy: CommFactory,
+        settings: Settings,
+        recorder: Observer | None,
         passes: int,
-        before: float | None,
-        after: float | None,
+        predivisor: float | None,
+        postfactor: float | None,
         groups: Sequence[Sequence[int]] | None,
-        **kwargs: Any,
     ) -> None:
-        self._passes, self._before, self._after, self._groups = passes, before, after, groups
-        self._left = [passes] * len(args[0])
-        self._came_sparse: set[int] = set()
+        self._parameters, self._names = parameters, names
+        self._passes, self._predivisor, self._postfactor = passes, predivisor, postfactor
+        self._passes_left = [passes] * len(parameters)
+        self._made_dense: set[int] = set()
+        """Parameters whose gradient arrived sparse, and is reduced as a dense one."""
         self._timed: timeline.Reduction | None = None
         self.synchronised = 0
-        super().__init__(*args, **kwargs)
-
-    defers_last_bucket = False  # Between a backward and `synchronize` a script may do much, and nothing can be wrong.
+        self.core = Reducer(
+            parameters,
+            names,
+            expect_sparse,
+            group=group,
+            strategy=strategy,
+            settings=replace(
+                settings,
+                assignment=None if groups is None else _assign(parameters, groups),
+                missing_as_zero=True,
+                # A script may do much between a backward and `synchronize`, and no fault has to be reported.
+                ends_with_engine=False,
+            ),
+            recorder=recorder,
+            front_end=self,
+            wrap_hook=self._wrap_hook,
+        )
+        self._readiness = self.core.readiness
 
     @property
     def under_way(self) -> bool:
-        """Whether gradients have come that were not synchronised yet."""
-        return self._active or any(left != self._passes for left in self._left)
+        """Whether gradients have arrived that are not synchronised yet."""
+        return self._readiness.active or any(left != self._passes for left in self._passes_left)
 
     def set_passes(self, passes: int) -> None:
-        """Reduce after so many backward passes from now on."""
+        """Reduce after this many backward passes from now on."""
         self._passes = passes
-        self._left[:] = [passes] * len(self._left)
+        self._passes_left[:] = [passes] * len(self._passes_left)
 
     def synchronize(self) -> None:
-        """Start what is not under way yet, zeros where no gradient came, and wait for all of it."""
-        self._faults.poll_flags()
-        noted = self._recorder is not None and self._recorder.waiting_began()
+        """Start every bucket that is not under way yet, with zeros for missing gradients, and wait for all."""
+        recorder = self.core.recorder
+        self.core.faults.poll_flags()
+        recorded = recorder is not None and recorder.waiting_began()
         try:
-            if not self._active:
-                self.begin()
-            self._finish()
+            if not self._readiness.active:
+                self._readiness.begin()
+            self._densify_leftovers()
+            self.core.finish()
             self._rebuild_once()
         finally:
-            if self._active:  # Whatever an error left is Horovod's users' own affair.
-                self._end()
-            self._left[:] = [self._passes] * len(self._left)
-            if noted:
-                self._recorder.waiting_ended()  # type: ignore[union-attr]
+            if self._readiness.active:  # As with Horovod, the user handles the state that an error left.
+                self.core.end()
+            self._passes_left[:] = [self._passes] * len(self._passes_left)
+            if recorder is not None and recorded:
+                recorder.waiting_ended()
 
     def participate_with_zeros(self) -> None:
-        """As the reducer's."""
-        super().participate_with_zeros()
-        if (shown := timeline.current()) is not None:
-            shown.add(self._to_be_timed())  # Which stays empty: the ranks count alike.
+        """Take part in the other ranks' synchronisation, as a rank that is out of data."""
+        zero_participation.participate(self.core)
+        if (current := timeline.current()) is not None:
+            current.add(self._new_timing())  # It stays empty: the ranks have to count alike.
         if (device := self._parameters[0].device).type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # Or `join` runs ahead of the ranks that train.
         self.synchronised += 1
         self._rebuild_once()
 
-    def begin(self) -> None:
-        """As the reducer's."""
-        if timeline.current() is not None:
-            self._timed = self._to_be_timed()
-        super().begin()
-
-    def _to_be_timed(self) -> timeline.Reduction:
-        activity = f"{self._group.name().upper()}_ALLREDUCE"
-        return timeline.Reduction(self._names, self._parameters, self.bucket_members, activity)
-
     def _rebuild_once(self) -> None:
-        if self._order is not None:
-            self.rebuild()
+        if self._readiness.order is not None:
+            self.core.rebuild()
 
-    @property
-    def _rebuilds(self) -> bool:
-        return self._groups is None
+    def remove_hooks(self) -> None:
+        """Release the parameters: their gradients are no longer reduced."""
+        self._readiness.remove_hooks()
 
-    def _participating(self, static: bool) -> Participation:
-        return MissingAsZero()
+    # ------------------------------------------------------------------ a reduction, as the core calls it
 
-    def _first_assignment(self) -> list[list[int]]:
-        if self._groups is None:
-            return super()._first_assignment()
-        grouped = {index for group in self._groups for index in group}
-        alone = [[index] for index in range(len(self._parameters)) if index not in grouped]
-        alike: list[list[int]] = []
-        for group in self._groups:
-            kinds: dict[Any, list[int]] = {}
-            for index in group:
-                kinds.setdefault((self._parameters[index].dtype, self._parameters[index].device), []).append(index)
-            alike += kinds.values()
-        # Gradients come from the last parameter to the first.
-        return sorted(alike + alone, key=min, reverse=True)
-
-    def _hook(self, index: int) -> Callable[[torch.Tensor], None]:
-        ready, left, came_sparse = super()._hook(index), self._left, self._came_sparse
+    def _wrap_hook(self, index: int, ready: Hook) -> Hook:
+        """The hook of a parameter whose gradient is ready after several passes."""
+        passes_left, made_dense = self._passes_left, self._made_dense
 
         def accumulated(parameter: torch.Tensor) -> None:
             autograd.refuse_graph("DistributedOptimizer")
-            if not left[index]:
+            if not passes_left[index]:
                 raise StepOrderError(
                     f"{self._names[index]} got a gradient in more than backward_passes_per_step={self._passes} "
                     "backward passes without a step: raise backward_passes_per_step, or call step() or synchronize()"
@@ -131,37 +149,29 @@ class OptimizerReducer(Reducer):
             gradient = parameter.grad
             if gradient is not None and gradient.is_sparse:
                 self._make_dense(index)
-            elif came_sparse and left[index] == self._passes:
-                came_sparse.discard(index)
-            left[index] -= 1
-            if left[index]:
+            elif made_dense and passes_left[index] == self._passes:
+                made_dense.discard(index)
+            passes_left[index] -= 1
+            if passes_left[index]:
                 return
-            came = time.time_ns() if timeline.current() is not None else 0
+            ready_ns = time.time_ns() if timeline.current() is not None else 0
             ready(parameter)
             if self._timed is not None:
-                self._timed.ready[index] = came
+                self._timed.ready[index] = ready_ns
 
         return accumulated
 
-    def _await_end(self) -> None:
-        """`synchronize` is the end, not the engine."""
+    @override
+    def check_backward(self) -> None:
+        if timeline.current() is not None:
+            self._timed = self._new_timing()
 
-    def _divides_by(self) -> float | None:
-        return self._before
+    @override
+    def divisor(self) -> float | None:
+        return self._predivisor
 
-    def _stash_old_gradients(self, unreached: Sequence[int]) -> None:
-        """Older gradients count, as whatever else is in `.grad`; `sparse_again` may have left them sparse."""
-        for index in unreached:
-            gradient = self._parameters[index].grad
-            if gradient is not None and gradient.is_sparse:
-                self._make_dense(index)
-
-    def _make_dense(self, index: int) -> None:
-        self._came_sparse.add(index)
-        self._parameters[index].grad = self._parameters[index].grad.to_dense()  # type: ignore[union-attr]
-
-    def _launch(self, bucket: Bucket) -> None:
-        super()._launch(bucket)
+    @override
+    def bucket_launched(self, bucket: Bucket, pending: Pending) -> None:
         timed = self._timed
         if timed is None:
             return
@@ -171,27 +181,58 @@ class OptimizerReducer(Reducer):
         def done(_: object) -> None:
             timed.done[index] = time.time_ns()
 
-        self._pending[-1].on_done(done)
+        pending.on_done(done)
 
-    def _resolve_unused(self) -> None:
-        """Every parameter has a gradient then, the same on all ranks."""
+    @override
+    def write_results(self) -> None:
         self.synchronised += 1
-        for bucket in self._buckets:
-            if self._after is not None:
-                bucket.buffer.mul_(self._after)
-            bucket.restore_views()  # What a script put in a gradient's place since backward is reduced nowhere.
+        for bucket in self.core.buckets:
+            if self._postfactor is not None:
+                bucket.buffer.mul_(self._postfactor)
+            bucket.memory.restore_views()  # A tensor that a script assigned since backward is not reduced.
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is not view:
                     parameter.grad = view
         if self._timed is not None:
-            shown, timed = timeline.current(), self._timed
+            current, timed = timeline.current(), self._timed
             self._timed = None
-            if shown is not None:
-                shown.add(timed)
+            if current is not None:
+                current.add(timed)
+
+    def _new_timing(self) -> timeline.Reduction:
+        members = [bucket.members for bucket in self.core.buckets]
+        activity = f"{self.core.group.name().upper()}_ALLREDUCE"
+        return timeline.Reduction(self._names, self._parameters, members, activity)
+
+    # ------------------------------------------------------------------ sparse gradients
+
+    def _densify_leftovers(self) -> None:
+        """Convert older gradients that count in this reduction; `sparse_again` may have left them sparse."""
+        for index in self._readiness.unseen():
+            gradient = self._parameters[index].grad
+            if gradient is not None and gradient.is_sparse:
+                self._make_dense(index)
+
+    def _make_dense(self, index: int) -> None:
+        self._made_dense.add(index)
+        self._parameters[index].grad = self._parameters[index].grad.to_dense()  # type: ignore[union-attr]
 
     def sparse_again(self) -> None:
-        """Gradients that came sparse travelled dense; give them back as they came."""
-        for index in self._came_sparse:
+        """Return gradients that arrived sparse to that form."""
+        for index in self._made_dense:
             gradient = self._parameters[index].grad
             assert gradient is not None
             self._parameters[index].grad = gradient.to_sparse(1)
+
+
+def _assign(parameters: Sequence[torch.nn.Parameter], groups: Sequence[Sequence[int]]) -> list[list[int]]:
+    """A bucket per group, dtype and device, and one per parameter without a group."""
+    grouped = {index for group in groups for index in group}
+    buckets = [[index] for index in range(len(parameters)) if index not in grouped]
+    for group in groups:
+        kinds: dict[Any, list[int]] = {}
+        for index in group:
+            kinds.setdefault((parameters[index].dtype, parameters[index].device), []).append(index)
+        buckets += kinds.values()
+    # Gradients arrive from the last parameter to the first.
+    return sorted(buckets, key=min, reverse=True)

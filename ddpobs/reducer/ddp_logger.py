@@ -9,11 +9,11 @@ from ddpobs.reducer.module_reducer import ModuleReducer
 
 
 class Logger:
-    """Stands where torch's C++ logger stands, whose members insist on the C++ reducer.
+    """Replaces torch's C++ logger, which requires the C++ reducer.
 
     Args:
         reducer: The module's.
-        facts: What the constructor decided, under torch's names.
+        facts: The constructor's choices, under torch's names.
     """
 
     _ENVIRONMENT = ("MASTER_ADDR", "MASTER_PORT", "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "GLOO_DEVICE_TRANSPORT")
@@ -23,7 +23,7 @@ class Logger:
         self._facts = dict(facts)
 
     def set_runtime_stats_and_log(self) -> None:
-        """The reducer samples by itself."""
+        """Nothing to do: the reducer takes its samples itself."""
 
     def set_error_and_log(self, message: str) -> None:
         """Keep the last error."""
@@ -39,18 +39,16 @@ class Logger:
         self._facts["join_uneven_inputs"] = 1
 
     def _get_ddp_logging_data(self) -> _LoggingData:
-        return _LoggingData(self._facts | self._of_now())
+        return _LoggingData(self._facts | self._current_facts())
 
-    def _of_now(self) -> dict[str, str | int]:
-        reducer = self._reducer
+    def _current_facts(self) -> dict[str, str | int]:
+        reducer, buckets = self._reducer, self._reducer.core.buckets
         environment = {name.lower(): os.environ.get(name, "N/A") for name in self._ENVIRONMENT}
         rebuilt: dict[str, str | int] = {}
         if reducer.rebuilt:
             rebuilt = {
                 "rebuilt_bucket_sizes": ", ".join(map(str, reducer.bucket_bytes)),
-                "rebuilt_per_bucket_param_indices": ", ".join(
-                    " ".join(map(str, members)) for members in reducer.bucket_members
-                ),
+                "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, bucket.members)) for bucket in buckets),
             }
         return {
             **environment,
@@ -59,15 +57,15 @@ class Logger:
             "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
             "bucket_sizes": ", ".join(map(str, reducer.first_bucket_bytes)),
             "has_rebuilt_buckets": int(reducer.rebuilt),
-            "iteration": reducer.timings.told,
-            "num_buckets_reduced": len(reducer.bucket_bytes) if reducer.timings.iteration else 0,
+            "iteration": reducer.timings.sampled_iteration,
+            "num_buckets_reduced": len(buckets) if reducer.timings.iteration else 0,
             "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.gradient_order)),
-            "unused_parameter_size": reducer.unused_bytes,
+            "unused_parameter_size": reducer.core.unused.size_bytes,
         }
 
 
 class _LoggingData:
-    """Split as torch's: texts and numbers."""
+    """Texts and numbers in separate tables, as in torch's class."""
 
     def __init__(self, facts: Mapping[str, str | int]) -> None:
         self.strs_map = {name: value for name, value in facts.items() if isinstance(value, str)}

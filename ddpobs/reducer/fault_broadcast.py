@@ -1,9 +1,10 @@
-"""How every rank learns that something is wrong with one rank's backward, at the cost of one look at one element.
+"""Fault broadcast: every rank raises the same error if one rank's backward is faulty. A good one pays almost nothing.
 
-A rank that owes a gradient launches its buckets all the same, or the others would wait for ever. First it writes
-what is wrong into the process group's store, then it makes the first element of the last bucket NaN, which the
-all-reduce carries to every rank; whoever sees it reads the store. Nothing is sent in the good case, but one element of
-its own where the last bucket cannot carry a NaN: through a hook of the user's, say.
+A rank that lacks a gradient launches its buckets all the same, because the other ranks would wait for ever. First it
+writes the fault into the process group's store. Then it sets the first element of its last bucket to NaN, which the
+all-reduce carries to every rank. A rank that finds the NaN reads the store.
+
+If the last bucket cannot carry a NaN, as with a communication hook of the user's, one more element is reduced instead.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from ddpobs.errors import ReducerError, UnusedParametersError
 from ddpobs.torch_seam.collectives import all_reduce, name_of, wait_for
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
-"""Alarms of each process group, numbered as their first backward begins: in the same order on every rank of it, also
-where a rank has modules of other groups, or a copy of its own."""
+"""By process group, the number of its next broadcaster. A broadcaster takes its number at its first backward, so that
+the numbers agree between ranks, even if a rank has modules of other groups or copies of its own."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What is wrong on one rank: gradients that are missing, by name, or something else in words."""
+    """A fault of one rank: names of parameters whose gradient is missing, or a message."""
 
     missing: list[str] = field(default_factory=list)
     message: str = ""
@@ -36,13 +37,13 @@ class Fault:
 
 
 class FaultBroadcast:
-    """One reducer's alarm. Every rank numbers its synchronised backward passes alike.
+    """Reports one reducer's faults to all ranks, and theirs to this one. All ranks number their backward passes alike.
 
     Args:
         group: The reducer's process group.
 
     Attributes:
-        fault: What is wrong with this rank's backward; the first thing counts.
+        fault: The first fault of this rank's backward; None if there is none.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -51,118 +52,130 @@ class FaultBroadcast:
         self._number = 0
         self.fault: Fault | None = None
         self._published = False
-        self._pending_checks: list[_PendingCheck] = []
+        self._pending_checks: list[PendingCheck] = []
 
     def start_backward(self) -> None:
-        """One more synchronised backward, on every rank."""
+        """Count one more synchronised backward."""
         if self._store is None:
             name = f"ddpobs/alarm/{name_of(self._group)}/{next(_numbers.setdefault(self._group, count()))}"
             self._store = PrefixStore(name, dist.distributed_c10d._get_default_store())
         self._number += 1
 
     def record(self, fault: Fault | None) -> None:
-        """Keep what is wrong, if anything is, until it is told."""
+        """Keep a fault until it is published, unless an earlier one is kept."""
         self.fault = self.fault or fault
 
     def forget(self) -> None:
-        """That backward is over."""
+        """The backward is over."""
         self.fault, self._published = None, False
 
     def publish(self) -> None:
-        """Write down what is wrong here, once, and before any rank can see the last bucket's result."""
+        """Write this rank's fault into the store, once, before any rank can read the last bucket's result."""
         if self.fault is None or self._published:
             return
         self._published = True
         key = str(self._number)
-        place = self._store.add(key, 1)
-        said = {"rank": self._group.rank(), **asdict(self.fault)}
-        self._store.set(f"{key}/{place}", json.dumps(said))
+        entry = self._store.add(key, 1)
+        self._store.set(f"{key}/{entry}", json.dumps({"rank": self._group.rank(), **asdict(self.fault)}))
 
     def poison(self, buffer: torch.Tensor) -> None:
-        """Tell it, and have the bucket that is launched next carry it to every rank."""
+        """Publish the fault, and mark the buffer that is launched next."""
         self.publish()
         buffer[0] = float("nan")
 
     def all_reduce_flag(self, device: torch.device) -> torch.Tensor:
-        """An element that is NaN where any rank has something to tell, for buckets that cannot carry it."""
+        """Reduce a flag that is NaN if any rank has a fault, for buckets that cannot carry it. A collective call."""
         flag = torch.full((1,), float("nan") if self.fault else 0.0, dtype=torch.float32, device=device)
         wait_for(all_reduce(self._group, [flag]))
         return flag
 
     def raise_if_any_failed(self, element: torch.Tensor, at_once: bool) -> None:
-        """Raise the same error on every rank where some rank told of a fault.
+        """Raise the same error on every rank if some rank published a fault.
 
         Args:
-            element: What came of the marked one.
-            at_once: Wait for it on a device, too, where one that is healthy else goes on and hears of it later.
+            element: The reduced flag.
+            at_once: On a GPU, block until the flag is known. Otherwise a healthy rank continues, and raises in a later
+                call.
         """
         if self.fault is not None:
-            element.item()  # A device, too, has then heard every rank.
+            element.item()  # Every rank has published its fault by the time this is known, on a GPU too.
             self.raise_published()
         self.check_flag(element, at_once)
 
     def check_flag(self, element: torch.Tensor, at_once: bool = False) -> None:
-        """Look at the element that would be NaN; on a device it is only looked at once it is there."""
+        """Check the flag now if it is on the host, else when the device has delivered it."""
         if element.device.type == "cpu" or (at_once and not torch.cuda.is_current_stream_capturing()):
             value = element.item()
             if value != value:  # noqa: PLR0124 - NaN, also a complex one
                 self.raise_published()
-        elif not torch.cuda.is_current_stream_capturing():  # A graph's replays run no Python that could look.
-            self._pending_checks.append(_PendingCheck(element, self._number))
+        elif not torch.cuda.is_current_stream_capturing():  # A graph's replays run no Python that could check it.
+            self._pending_checks.append(PendingCheck(element, self._number))
 
     def poll_flags(self) -> None:
-        """Look at what a device has brought meanwhile, without waiting for it."""
+        """Check the flags that a device has delivered meanwhile, without waiting for it."""
         if self._pending_checks and torch.cuda.is_current_stream_capturing():
             return
         while self._pending_checks and self._pending_checks[0].is_ready():
-            look = self._pending_checks.pop(0)
-            if look.is_nan():
-                self.raise_published(look.number)
+            check = self._pending_checks.pop(0)
+            if check.is_nan():
+                self.raise_published(check.number)
 
     def raise_published(self, number: int | None = None) -> None:
-        """Raise what any rank has told of that backward; a NaN of the model's own has nothing written down.
+        """Raise the faults of a backward. A NaN of the model's own has no entry in the store, and raises nothing.
+
+        Args:
+            number: The backward's; None for the one in progress.
 
         Raises:
-            UnusedParametersError: Some rank's backward left out parameters that nobody said it may.
+            UnusedParametersError: Parameters got no gradient on some rank although all were required.
             ReducerError: Another fault.
         """
         key = str(self._number if number is None else number)
-        if not self._store.check([key]):  # Whoever tells does so before any rank can see the NaN.
+        if not self._store.check([key]):  # Faults are published before any rank can see the NaN.
             return
-        count = self._store.add(key, 0)
-        places = [f"{key}/{place}" for place in range(1, count + 1)]
-        told = [json.loads(self._store.get(place)) for place in places]
-        if told and self._store.add(f"{key}/read", 1) == self._group.size():
-            # The store may outlive the group, whose successor of the same name counts from the beginning again.
-            for done in (*places, f"{key}/read", key):
-                self._store.delete_key(done)
-        told.sort(key=lambda said: said["rank"])
+        faults = self._read(key)
         missing: dict[str, list[int]] = {}
-        for said in told:
-            for name in said["missing"]:
-                missing.setdefault(name, []).append(said["rank"])
+        for fault in faults:
+            for name in fault["missing"]:
+                missing.setdefault(name, []).append(fault["rank"])
         if missing:
             raise UnusedParametersError(missing)
-        messages = [f"rank {said['rank']}: {said['message']}" for said in told]
-        if messages:
-            error = ReducerError("; ".join(messages))
-            error.interrupted = all(said["interrupted"] for said in told)
+        if faults:
+            error = ReducerError("; ".join(f"rank {fault['rank']}: {fault['message']}" for fault in faults))
+            error.interrupted = all(fault["interrupted"] for fault in faults)
             raise error
 
+    def _read(self, key: str) -> list[dict[str, Any]]:
+        """The published faults by rank. The last rank to read them deletes them."""
+        entries = [f"{key}/{entry}" for entry in range(1, self._store.add(key, 0) + 1)]
+        faults = [json.loads(self._store.get(entry)) for entry in entries]
+        if faults and self._store.add(f"{key}/read", 1) == self._group.size():
+            # The store may outlive the group, and a later group of the same name counts from the start again.
+            for obsolete in (*entries, f"{key}/read", key):
+                self._store.delete_key(obsolete)
+        return sorted(faults, key=lambda fault: fault["rank"])
 
-class _PendingCheck:
-    """An element on its way from a device."""
+
+class PendingCheck:
+    """A flag on its way from a device to the host.
+
+    Args:
+        element: The flag, one element.
+        number: Of its backward.
+    """
 
     def __init__(self, element: torch.Tensor, number: int) -> None:
         self.number = number
         self._host = torch.empty_like(element, device="cpu", pin_memory=True)
         self._host.copy_(element, non_blocking=True)
         self._copied: Any = torch.cuda.Event()
-        # The copy is on the stream of the element's device, which need not be the current one.
+        # The copy runs on the stream of the element's device, which need not be the current device.
         self._copied.record(torch.cuda.current_stream(element.device))
 
     def is_ready(self) -> bool:
+        """Whether the flag has arrived on the host."""
         return bool(self._copied.query())
 
     def is_nan(self) -> bool:
+        """Whether some rank reported a fault."""
         return bool(torch.isnan(self._host))

@@ -1,278 +1,327 @@
-"""What torch's module code asks of its reducer and its logger, answered by ours."""
+"""The reducer that torch's DDP module code sees, with the members of torch's C++ reducer."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm import AllReduce, CommHook, GradBucket
+from ddpobs.comm import AllReduce, CommFactory, CommHook, GradBucket
 from ddpobs.errors import ReducerError
+from ddpobs.reducer import shared_parameters, zero_participation
 from ddpobs.reducer.ddp_timings import Timings
-from ddpobs.reducer.fault_broadcast import Fault, FaultBroadcast
+from ddpobs.reducer.fault_broadcast import Fault
+from ddpobs.reducer.front_end import FrontEnd
+from ddpobs.reducer.observer import Observer
 from ddpobs.reducer.reducer import Reducer
+from ddpobs.reducer.settings import Settings
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.collectives import all_reduce, wait_for
 
-_begun: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[ModuleReducer]]] = weakref.WeakKeyDictionary()
-"""Each group's reducers with a backward under way, in the order in which those began, and end on every rank."""
+_open: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[ModuleReducer]]] = weakref.WeakKeyDictionary()
+"""By group, the reducers with a backward in progress, in the order of their start: the same order on every rank."""
 
 _dtype = attrgetter("dtype")
-_SHARED = (
-    "two DistributedDataParallel modules reduce parameter {} in one backward, and its gradient is sparse, or one of "
-    "them gives outputs that nobody can look into: wrap both modules in one"
-)
 
 
-class ModuleReducer(Reducer):
-    """The reducer of a DDP module: waits for the module's forward, and rebuilds its buckets once.
+class ModuleReducer(FrontEnd):
+    """The front end of a DDP module: follows the module's forward calls, and rebuilds the buckets once.
 
     Args:
-        *args: As the reducer's.
-        module: Whose parameters these are.
-        **kwargs: As the reducer's.
+        parameters: The parameters that require a gradient, in the module's order.
+        names: Their names.
+        expect_sparse: By parameter, whether its gradient is sparse.
+        module: Owns the parameters.
+        group: The process group.
+        strategy: Makes the object that communicates full buckets.
+        settings: The constructor's choices.
+        recorder: Receives the times of each bucket; None with telemetry off.
+
+    Attributes:
+        core: Launches the buckets and waits for them.
+        timings: Torch's own coarse times.
+        rebuilt: The buckets have been rebuilt.
+        first_bucket_bytes: Size of each bucket before.
+        gradient_order: Indices of the parameters as their gradients arrived in the last backward that was observed.
     """
 
-    _forward_work: Any = None
-    _waits: tuple[Any, ...] = ()
-    _thread = 0
-
-    def __init__(self, *args: Any, module: torch.nn.Module, **kwargs: Any) -> None:
-        self._itself, self._module = weakref.ref(self), weakref.ref(module)
-        super().__init__(*args, **kwargs)
-        self._dtypes = list(map(_dtype, self._parameters))
-        self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        # As torch's: a backward that no forward of the DDP module came before is the user's own affair.
-        self._expected = False
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        expect_sparse: Sequence[bool],
+        *,
+        module: torch.nn.Module,
+        group: dist.ProcessGroup,
+        strategy: CommFactory,
+        settings: Settings,
+        recorder: Observer | None,
+    ) -> None:
+        self._weak_self, self._module = weakref.ref(self), weakref.ref(module)
+        self._forward_work: Any = None
+        self._post_backward_futures: tuple[Any, ...] = ()
+        self._thread = 0
+        self.core = Reducer(
+            parameters,
+            names,
+            expect_sparse,
+            group=group,
+            strategy=strategy,
+            settings=settings,
+            recorder=recorder,
+            front_end=self,
+        )
+        self._readiness, self._layout = self.core.readiness, self.core.layout
+        self._open = _open.setdefault(group, [])
+        self._divisor: float = self.core.ranks
+        self._dtypes = list(map(_dtype, parameters))
+        # As in torch, a backward without a forward of the DDP module belongs to the user alone.
+        self._readiness.expected = False
         self.timings = Timings()
         self.rebuilt = False
         self.first_bucket_bytes = self.bucket_bytes
         self.gradient_order: list[int] = []
 
-    def _reduce_over(self, group: dist.ProcessGroup) -> None:
-        super()._reduce_over(group)
-        self._begun = _begun.setdefault(group, [])
+    @property
+    def bucket_bytes(self) -> list[int]:
+        """Size of each bucket in launch order."""
+        return self.core.bucket_bytes
+
+    # ------------------------------------------------------------------ forward
 
     def prepare(self, synchronises: bool) -> None:
-        """As the reducer's."""
+        """Prepare for a forward whose outputs can be differentiated. Ends a backward that an error interrupted."""
         self._thread = get_ident()
-        super().prepare(synchronises)
+        self.core.faults.poll_flags()
+        self._readiness.expect(synchronises)
+        self.end_interrupted()
         if synchronises:
             self.timings.forward_began()
 
-    def begin(self) -> None:
-        """As the reducer's; under `join` with the ranks counted that still have data.
+    def forward_failed(self) -> None:
+        """The forward raised, so that the next backward belongs to an earlier one."""
+        self._readiness.forward_failed()
 
-        Raises:
-            ReducerError: Gradients of gradients are asked for, or the parameters are no longer what they were.
-        """
-        self._refuse()
-        if self._forward_work is not None:
-            wait_for(self._forward_work)
-            (ranks,) = self._forward_work.get_future().value()
-            self._divisor = float(ranks.item())
-            self._forward_work = None
-        self.timings.mark("backward_began")
-        if self._begun:
-            self._share()
-        self._begun.append(self._itself)
-        super().begin()
-
-    def _share(self) -> None:
-        """Whose gradient a module with a backward under way reduces too stays autograd's own until both have it."""
-        for other in filter(None, (itself() for itself in self._begun)):
-            for shared in self._index_of.keys() & other._index_of.keys():
-                index = self._index_of[shared]
-                if not other._lend(other._index_of[shared]):
-                    self._faults.record(Fault(message=_SHARED.format(self._names[index])))
-                self._bucket_of[index].share_with_module()
-
-    def _lend(self, index: int) -> bool:
-        """Leave a parameter's gradient to another module too; False where it is too late."""
-        bucket = self._bucket_of[index]
-        launched = bucket.index < len(self._pending)
-        if not launched:
-            bucket.share_with_module()
-        return not bucket.sparse and not (
-            self._used[index] and (launched or bucket.copied[self._index_in_bucket[index]])
-        )
-
-    def _notes(self) -> list[Callable[[int], None]]:
-        return super()._notes() + ([self.timings.ready] if self.timings.sampling else [])
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._waits = ()
-        if self._itself in self._begun:
-            self._begun.remove(self._itself)
-
-    def end_interrupted(self) -> None:
-        """As the reducer's, with all others of the group: one backward may go through several modules."""
-        # Inside a backward it is checkpointing that runs a module again: that backward is not interrupted.
-        if not self._begun or torch._C._current_graph_task_id() >= 0:
-            return
-        interrupted = [reducer for itself in self._begun if (reducer := itself()) is not None]
-        if interrupted and all(reducer._thread != get_ident() for reducer in interrupted):
-            return  # Nor is one that goes on in the thread that trains, beside others that ask a model.
-        self._begun.clear()
-        endings = [reducer.abort_backward() for reducer in interrupted]
-        for _ in range(2):
-            for ending in endings:
-                next(ending, None)
-
-    def _refuse(self) -> None:
-        """On every rank alike, before anything is launched."""
-        autograd.refuse_compiled()
-        autograd.refuse_graph("DistributedDataParallel")
-        if self._layout.dtype is not None:
-            return
-        dtypes = list(map(_dtype, self._parameters))  # 0.04 µs each; the whole model moves to a device, if any does.
-        index = 0
-        if dtypes != self._dtypes:
-            index = next(i for i, (a, b) in enumerate(zip(dtypes, self._dtypes, strict=True)) if a != b)
-        now, was, device = self._parameters[index], self._dtypes[index], self._bucket_of[index].buffer.device
-        if (now.dtype, now.device) != (was, device):
-            raise ReducerError(
-                f"parameter {self._names[index]} was {was} on {device} when DistributedDataParallel was built, "
-                f"and is {now.dtype} on {now.device} now: convert the module first, then wrap it"
-            )
-
-    def _explained(self, fault: Fault | None) -> Fault | None:
-        module = self._module()
-        if fault is None or module is None:
-            return fault
-        ours, theirs = dict(zip(self._names, self._parameters, strict=True)), dict(module.named_parameters())
-        replaced = [name for name in fault.missing if theirs.get(name, ours[name]) is not ours[name]]
-        if not replaced:
-            return fault
-        return Fault(
-            message=f"{len(replaced)} parameters, {replaced[0]} first, were replaced after DistributedDataParallel was "
-            "built, and nobody reduces the new ones: replace them first (load_state_dict(..., assign=True) does), "
-            "then wrap the module"
-        )
-
-    def _launch(self, bucket: Bucket) -> None:
-        if not self._pending:
-            self.timings.mark("comm_began")
-        super()._launch(bucket)
-
-    def _resolve_unused(self) -> None:
-        lent = [bucket for bucket in self._buckets if bucket.shared_with_module]
-        if lent:
-            for other in filter(None, (itself() for itself in self._begun)):
-                other._take_in()
-        for bucket in lent:
-            bucket.write_back(bucket.buffer, self._stashed)
-        super()._resolve_unused()
-
-    def _take_in(self) -> None:
-        """Another module is about to write its result where gradients are that this one has yet to reduce."""
-        for bucket in self._buckets[len(self._pending) :]:
-            if bucket.shared_with_module:
-                bucket.fill(self._used)
-                bucket.copied[:] = b"\1" * len(bucket.copied)
-
-    def _finish(self) -> None:
-        self.timings.mark("backward_ended")
-        if self._order:
-            self.gradient_order = list(self._order)
-        waits = self._waits
-        try:
-            super()._finish()
-            self.timings.comm_ended()
-        finally:
-            self._expected = False
-        if waits:
-            torch.futures.wait_all(list(waits))
+    def watch(self, outputs: Sequence[torch.Tensor]) -> None:
+        """Start the backward at a forward's outputs."""
+        self._readiness.watch(outputs)
 
     def prepare_for_forward(self) -> None:
         """Nothing to do: `prepare` is called for every forward."""
 
     def prepare_for_backward(self, outputs: list[torch.Tensor]) -> None:
-        """Have the next backward synchronise, also one whose forward ran under `no_sync`, or ended in it.
+        """Synchronise in the next backward, even if its forward ran under `no_sync`.
 
         Pipeline stages, Accelerate's `trigger_sync_in_backward` and Lightning's manual optimisation call it themselves.
         """
-        self.expect_backward()
-        if outputs and not self._watches:
+        self._readiness.expected = True
+        self.end_interrupted()
+        if outputs and not self._readiness.watches:
             self.watch(outputs)
 
+    # ------------------------------------------------------------------ backward, as the core calls it
+
+    @override
+    def check_backward(self) -> None:
+        self._refuse()
+        self._divisor = self.core.ranks
+        if self._forward_work is not None:  # Under `join` it counts the ranks that still have data.
+            wait_for(self._forward_work)
+            (ranks,) = self._forward_work.get_future().value()
+            self._divisor = float(ranks.item())
+            self._forward_work = None
+        self.timings.mark("backward_began")
+        if self._open:
+            shared_parameters.share(self.core, [other.core for other in self._open_reducers()])
+        self._open.append(self._weak_self)
+
+    def _refuse(self) -> None:
+        """Raise before anything is launched, on every rank alike.
+
+        Raises:
+            ReducerError: Gradients of gradients are requested, or a parameter was converted.
+        """
+        autograd.refuse_compiled()
+        autograd.refuse_graph("DistributedDataParallel")
+        if self._layout.dtype is not None:
+            return
+        # 0.04 µs each. A move to another device moves the whole model, so that one parameter's device is enough.
+        dtypes = list(map(_dtype, self._layout.parameters))
+        index = 0
+        if dtypes != self._dtypes:
+            index = next(i for i, (a, b) in enumerate(zip(dtypes, self._dtypes, strict=True)) if a != b)
+        parameter, dtype = self._layout.parameters[index], self._dtypes[index]
+        device = self._layout.bucket_of[index].buffer.device
+        if (parameter.dtype, parameter.device) != (dtype, device):
+            raise ReducerError(
+                f"parameter {self._layout.names[index]} was {dtype} on {device} when DistributedDataParallel was "
+                f"built, and is {parameter.dtype} on {parameter.device} now: convert the module first, then wrap it"
+            )
+
+    @override
+    def divisor(self) -> float | None:
+        return self._divisor if self.core.comm.divides else None
+
+    @override
+    def arrival_callbacks(self) -> list[Callable[[int], None]]:
+        return [self.timings.ready] if self.timings.sampling else []
+
+    @override
+    def first_launch(self) -> None:
+        self.timings.mark("comm_began")
+
+    @override
+    def backward_ended(self) -> None:
+        self.timings.mark("backward_ended")
+        if self._readiness.order:
+            self.gradient_order = list(self._readiness.order)
+        futures = self._post_backward_futures
+        try:
+            self.core.finish()
+            self.timings.comm_ended()
+        finally:
+            self._readiness.expected = False
+        if futures:
+            torch.futures.wait_all(list(futures))
+
+    @override
+    def explain(self, fault: Fault) -> Fault:
+        module = self._module()
+        if module is None:
+            return fault
+        wrapped = dict(zip(self._layout.names, self._layout.parameters, strict=True))
+        present = dict(module.named_parameters())
+        replaced = [name for name in fault.missing if present.get(name, wrapped[name]) is not wrapped[name]]
+        if not replaced:
+            return fault
+        return Fault(
+            message=f"{len(replaced)} parameters, {replaced[0]} first, were replaced after DistributedDataParallel was "
+            "built, and the new ones are not reduced: replace them first (load_state_dict(..., assign=True) does), "
+            "then wrap the module"
+        )
+
+    @override
+    def write_results(self) -> None:
+        shared_parameters.write_back(self.core, (other.core for other in self._open_reducers()))
+
+    @override
+    def reset(self) -> None:
+        self._post_backward_futures = ()
+        if self._weak_self in self._open:
+            self._open.remove(self._weak_self)
+
+    def _open_reducers(self) -> Iterator[ModuleReducer]:
+        for reference in self._open:
+            if (reducer := reference()) is not None:
+                yield reducer
+
+    # ------------------------------------------------------------------ without gradients
+
+    def end_interrupted(self) -> None:
+        """End every backward of the group that an error interrupted: one backward may run through several modules."""
+        # Inside a backward, checkpointing runs a module again: that backward is not interrupted.
+        if not self._open or torch._C._current_graph_task_id() >= 0:
+            return
+        interrupted = list(self._open_reducers())
+        if interrupted and all(reducer._thread != get_ident() for reducer in interrupted):
+            return  # A backward of the training thread is in progress while another thread evaluates a model.
+        self._open.clear()
+        endings = [zero_participation.abort(reducer.core) for reducer in interrupted]
+        for _ in range(2):
+            for ending in endings:
+                next(ending, None)
+
+    def participate_with_zeros(self) -> None:
+        """Take part in another rank's backward, as a rank that is out of data."""
+        zero_participation.participate(self.core)
+
+    def remove_hooks(self) -> None:
+        """Release the parameters: their gradients are no longer reduced."""
+        self._readiness.remove_hooks()
+
+    # ------------------------------------------------------------------ communication hooks
+
+    def set_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
+        """Reduce the buckets with the user's hook from now on.
+
+        Raises:
+            RuntimeError: A hook is registered already.
+            ReducerError: The constructor's `comm` names another strategy.
+        """
+        comm = self.core.comm
+        if isinstance(comm, CommHook):
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        if type(comm) is not AllReduce:
+            raise ReducerError(
+                f"a communication hook was registered (mixed_precision registers one of its own) on a module whose "
+                f"buckets are handled by comm={comm.name!r}: leave out one of the two"
+            )
+        comm_hook = CommHook(state, hook)
+        self.core.set_comm(comm_hook)
+        if self.core.recorder is not None:
+            self.core.recorder.event("comm_hook_set", name=comm_hook.name)
+
+    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
+        """The plain sum, for torch's hooks that wrap it."""
+        return all_reduce(self.core.group, [bucket.buffer()]).get_future()
+
+    def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
+        """Communicate a full bucket. Without a user's hook, the future that is returned is complete."""
+        if isinstance(self.core.comm, CommHook):
+            return self.core.comm.run(bucket)
+        future = torch.futures.Future[Any]()
+        self.core.comm.launch(bucket.bucket, bucket.is_last()).wait()
+        future.set_result(_result_of(bucket.bucket))
+        return future
+
+    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
+        """The buckets in launch order, with zeros in them and without the parameters' gradients."""
+        zeros = zero_participation.zero_buckets(self.core)
+        return [GradBucket(bucket, bucket is zeros[-1]) for bucket in zeros]
+
+    # ------------------------------------------------------------------ further members of torch's reducer
+
     def _rebuild_buckets(self) -> bool:
-        """Once, after the first backward."""
-        if not self._order or self._active:
+        """Rebuild the buckets once, after the first backward."""
+        if not self._readiness.order or self._readiness.active:
             return False
-        self.rebuilt = self.rebuild()
+        self.rebuilt = self.core.rebuild()
         return self.rebuilt
 
     def _push_all_rebuilt_params(self) -> None:
-        """A joined rank computes no gradients: any order will do, as rank 0's is taken."""
-        if self._order is not None:
-            self._order = list(range(len(self._parameters)))
+        """Use any order on a joined rank, which computes no gradients: rank 0's order decides."""
+        if self._readiness.order is not None:
+            self._readiness.order = list(range(len(self._layout.parameters)))
 
     def _set_forward_pass_work_handle(self, work: Any, use_static_world_size: bool) -> None:
         self._forward_work = None if use_static_world_size else work
 
-    def set_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
-        """Have the user's hook reduce the buckets from now on.
-
-        Raises:
-            RuntimeError: There is one already.
-            ReducerError: The constructor's `comm` says what is done with a full bucket.
-        """
-        if isinstance(self._comm, CommHook):
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        if type(self._comm) is not AllReduce:
-            raise ReducerError(
-                f"a communication hook was registered (mixed_precision registers one of its own) on a module whose "
-                f"buckets are handled by comm={self._comm.name!r}: leave out one of the two"
-            )
-        self.set_comm(CommHook(state, hook))
-        if self._recorder is not None:
-            self._recorder.event("comm_hook_set", name=self._comm.name)
-
-    def _run_allreduce_hook(self, bucket: GradBucket) -> Any:
-        """The plain sum, for torch's hooks that wrap it."""
-        return all_reduce(self._group, [bucket.buffer()]).get_future()
-
-    def _run_comm_hook(self, bucket: GradBucket) -> torch.futures.Future[Any]:
-        """What is done with a full bucket; without a hook it has been done when the future is given."""
-        if isinstance(self._comm, CommHook):
-            return self._comm.run(bucket)
-        reduced, done = bucket.bucket, torch.futures.Future[Any]()
-        self._comm.launch(reduced, bucket.is_last()).wait()
-        done.set_result(reduced.parameters[0].grad if reduced.sparse else reduced.buffer)
-        return done
-
-    def _get_zeros_like_grad_buckets(self) -> list[GradBucket]:
-        """The buckets in launch order, with zeros in them and without the parameters' gradients."""
-        shadows = self._zero_buckets()
-        return [GradBucket(bucket, bucket is shadows[-1]) for bucket in shadows]
-
     def _get_local_used_map(self) -> torch.Tensor:
-        """How many ranks used each parameter in the last backward that looked; int32, shape [parameters]."""
-        return self._used_map.users()
+        """How many ranks used each parameter in the last backward that compared them; int32, shape [parameters]."""
+        return self.core.used_map.users()
 
     def get_backward_stats(self) -> list[int]:
-        """By parameter, when its gradient came, in ns since the first one did, of the last sampled iteration."""
-        return [self.timings.ready_after_ns.get(index, 0) for index in range(len(self._parameters))]
+        """By parameter, ns from the first gradient to its own, in the last sampled iteration."""
+        return [self.timings.ready_after_ns.get(index, 0) for index in range(len(self._layout.parameters))]
 
     def _autograd_hook(self, _index: int) -> None:
-        """Under mixed precision torch's module tells of each gradient; our own hooks know already."""
+        """Nothing to do: torch's mixed precision reports each gradient, and our own hooks have done so already."""
 
     def _set_mixed_precision_param_dtype(self, dtype: torch.dtype) -> None:
         self._layout.set_dtype(dtype)
 
     def _set_sparse_metadata(self, _global_unique_ids: Mapping[str, torch.Tensor]) -> None:
-        """Only ever saves traffic: a sparse all-reduce has the same sum."""
+        """Nothing to do: it would only save traffic. A sparse all-reduce has the same sum."""
 
     def _delay_all_reduce(self) -> None:
-        """Nothing to start: a static graph's first backward waits for its end by itself."""
+        """Nothing to do: a static graph's first backward launches its buckets at its end anyway."""
 
     def _set_static_graph(self) -> None:
         if self.timings.iteration:
@@ -280,39 +329,39 @@ class ModuleReducer(Reducer):
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 "constructed."
             )
-        self.switch_to_static_graph()
+        self.core.switch_to_static_graph()
 
     def _ddp_graph_static(self) -> bool:
-        return self.graph_static
+        return self.core.unused.graph_static
 
     def _set_optimizer_in_backward(self) -> None:
-        """Optimizers that run as gradients come are the communication hook's affair."""
+        """Nothing to do: the communication hook runs such optimizers."""
 
     def _install_post_backward_futures(self, futures: Sequence[Any]) -> None:
-        self._waits += tuple(futures)
+        self._post_backward_futures += tuple(futures)
 
     def _remove_autograd_hooks(self) -> None:
         self.remove_hooks()
 
     def _check_reducer_finalized(self) -> None:
-        self.check_finished()
+        if self._readiness.active:
+            raise ReducerError("a backward is still under way, or was interrupted by an error")
 
     def _reset_state(self) -> None:
-        self._end()
-        self._expected, self.rebuilt = False, False
-        self._participation = self._participating(static=self._settings.static_graph)
-        self._order = [] if self._rebuilds else None
-        self.remove_hooks()  # A static graph's ask the participation.
-        self._add_hooks()
+        self.core.end()
+        self._readiness.expected, self.rebuilt = False, False
+        self.core.restart_participation()
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
-        self._reduce_over(group)
-        self._faults = FaultBroadcast(group)
-        if not isinstance(self._comm, CommHook):
-            self.set_comm(self._comm_factory(group))
+        self._open = _open.setdefault(group, [])
+        self.core.set_group(group, keeps_comm=isinstance(self.core.comm, CommHook))
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:
         self.timings.every = rate
 
     def set_logger(self, _logger: object) -> None:
-        """The logger is the module's own."""
+        """Nothing to do: the logger belongs to the module."""
+
+
+def _result_of(bucket: Bucket) -> Any:
+    return bucket.parameters[0].grad if bucket.sparse else bucket.buffer

@@ -1,53 +1,64 @@
-"""Launch and wait: the gradient reduction of one set of parameters.
+"""Launch and wait: the reduction of one set of parameters, bucket by bucket, while backward goes on.
 
-One backward, in order: `begin` (first gradient, or first gradient of an output), a hook per parameter that counts its
-bucket down (both in `readiness`), `_launch` strictly in bucket order while autograd goes on, `_finish` as the engine's
-last callback, which launches the last bucket: by then it is known whether the backward was as it should be.
+One backward, in order:
+
+1. `start_backward`: `Readiness` saw the first gradient, or the first gradient of an output.
+2. `bucket_ready`: a bucket's last gradient arrived. `_launch_ready` launches strictly in bucket order, on every rank.
+3. `finish`: autograd is done. Only now the last bucket is launched, because it carries the news of a fault to all
+   ranks. Then wait for every bucket, raise a fault that any rank reported, and settle unused parameters.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
-from ddpobs.buckets import bucket as bucketing
+from ddpobs.buckets import assignment
 from ddpobs.buckets.bucket import Bucket
+from ddpobs.buckets.layout import Layout
+from ddpobs.clocks import Stamp
 from ddpobs.comm import AllReduce, BucketComm, CommFactory, Pending, SkippedBucket
-from ddpobs.errors import ReducerError, UnusedParametersError
+from ddpobs.errors import UnusedParametersError
 from ddpobs.reducer.fault_broadcast import Fault, FaultBroadcast
-from ddpobs.reducer.readiness import Readiness, Settings
+from ddpobs.reducer.front_end import FrontEnd
+from ddpobs.reducer.observer import BackwardStamps, Observer
+from ddpobs.reducer.participation import Participation, choose
+from ddpobs.reducer.readiness import Hook, Readiness
+from ddpobs.reducer.settings import Settings
+from ddpobs.reducer.static_graph import StaticGraph
+from ddpobs.reducer.unused_parameters import UnusedParameters
 from ddpobs.reducer.used_map import UsedMap
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.collectives import all_reduce, time_collectives
 from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
 
-if TYPE_CHECKING:
-    from ddpobs.clocks import Stamp
-    from ddpobs.recording.module_recorder import ModuleRecorder
 
-
-class Reducer(Readiness):
-    """Reduces gradients bucket by bucket while backward goes on.
-
-    Attributes:
-        keeps_last: The last bucket is launched when the backward is over, and can tell every rank what was wrong.
-        graph_static: This rank's backwards have left out the same parameters so far.
+class Reducer:
+    """Reduces the gradients of one set of parameters.
 
     Args:
-        parameters: Those that require a gradient, in the module's order.
-        names: Theirs.
-        expect_sparse: Which of them get sparse gradients.
+        parameters: The parameters that require a gradient, in the module's order.
+        names: Their names.
+        expect_sparse: By parameter, whether its gradient is sparse.
         group: The process group.
-        comm_factory: Creates the communication strategy for the group.
-        settings: The constructor's.
-        recorder: Told of each bucket, or None with telemetry off.
-    """
+        strategy: Makes the object that communicates full buckets.
+        settings: The front end's choices.
+        recorder: Receives the times of each bucket; None with telemetry off.
+        front_end: Its methods are called in each backward.
+        wrap_hook: As for `Readiness`.
 
-    defers_last_bucket = True
+    Attributes:
+        readiness: Follows the gradients.
+        layout: The parameters and their buckets.
+        comm: The strategy.
+        pending: The communications of this backward, in bucket order.
+        unused: The parameters that a backward leaves out.
+        used_map: How many ranks used each parameter.
+        faults: Reports a fault of one rank to all.
+    """
 
     def __init__(
         self,
@@ -56,91 +67,144 @@ class Reducer(Readiness):
         expect_sparse: Sequence[bool],
         *,
         group: dist.ProcessGroup,
-        comm_factory: CommFactory = AllReduce,
+        strategy: CommFactory,
         settings: Settings,
-        recorder: ModuleRecorder | None,
+        recorder: Observer | None,
+        front_end: FrontEnd,
+        wrap_hook: Callable[[int, Hook], Hook] | None = None,
     ) -> None:
         rest_at_exit()
-        self._comm_factory = comm_factory
-        self._comm: BucketComm = comm_factory(group)
-        self.unused_bytes = 0
-        self.graph_static = True
-        self._left_out: list[int] | None = None
-        self._stashed: dict[int, torch.Tensor] = {}
-        self._pending: list[Pending] = []
+        self.settings, self.recorder, self._front_end = settings, recorder, front_end
+        self._strategy, self.comm = strategy, strategy(group)
+        self.faults = FaultBroadcast(group)
+        self.pending: list[Pending] = []
+        self._record: BackwardStamps | None = None
+        self._now: Callable[[], Stamp] = recorder.now if recorder is not None else int
+        self.layout = Layout(parameters, names, expect_sparse, settings.as_views)
+        self.layout.build(
+            settings.assignment or assignment.assign(parameters, settings.first_limits_bytes, expect_sparse)
+        )
+        self.buckets = self.layout.buckets
+        self.unused = UnusedParameters(self.layout, recorder)
+        self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
         device = parameters[0].device
-        used_map = UsedMap(len(names), device, lambda used: all_reduce(self._group, [used]), recorder)
-        alarm = FaultBroadcast(group)
-        super().__init__(
-            parameters, names, expect_sparse, settings=settings, used_map=used_map, alarm=alarm, recorder=recorder
+        self.used_map = UsedMap(len(names), device, lambda used: all_reduce(self.group, [used]), recorder)
+        self.readiness = Readiness(
+            self.layout,
+            self._nodes,
+            self._choose_participation(),
+            self,
+            keeps_order=self._rebuilds,
+            ends_with_engine=settings.ends_with_engine,
+            wrap_hook=wrap_hook,
         )
         self._reduce_over(group)
         self._report_layout()
 
-    def _reduce_over(self, group: dist.ProcessGroup) -> None:
-        """Over these ranks from now on."""
-        self._group, self._ranks = group, group.size()
-        self._divisor: float = self._ranks
-        self._works_time_themselves = self._recorder is not None and time_collectives(group, self._parameters[0].device)
+    def _choose_participation(self) -> Participation:
+        return choose(self.settings, self.layout.names, self._nodes, self.used_map)
+
+    @property
+    def _rebuilds(self) -> bool:
+        """Whether the buckets are rebuilt in the order in which gradients arrive in the first backward."""
+        return self.settings.assignment is None and (self.settings.static_graph or not self.settings.find_unused)
 
     @property
     def bucket_bytes(self) -> list[int]:
         """Size of each bucket in launch order."""
-        return [bucket.buffer.numel() * bucket.buffer.element_size() for bucket in self._buckets]
+        return [bucket.buffer.numel() * bucket.buffer.element_size() for bucket in self.buckets]
 
-    @property
-    def bucket_members(self) -> list[list[int]]:
-        """Indices of each bucket's parameters, in launch order."""
-        return [bucket.members for bucket in self._buckets]
+    def _reduce_over(self, group: dist.ProcessGroup) -> None:
+        self.group, self.ranks = group, group.size()
+        self._works_time_themselves = self.recorder is not None and time_collectives(
+            group, self.layout.parameters[0].device
+        )
 
-    # ------------------------------------------------------------------ a bucket
+    # ------------------------------------------------------------------ the start, as Readiness reports it
 
-    def _ready(self, bucket: Bucket) -> None:
+    def check_backward(self) -> None:
+        """Raise if the front end cannot reduce this backward."""
+        self._front_end.check_backward()
+
+    def start_backward(self) -> list[Callable[[int], None]]:
+        """Open the backward's record, and prepare each bucket's memory and divisor."""
+        self.faults.start_backward()
+        self._record = self.recorder.backward() if self.recorder is not None else None
+        divisor = self._front_end.divisor()
+        for bucket in self.buckets:
+            bucket.divisor = divisor
+            if bucket.copies_on_arrival:  # The other buckets restore their views when they are filled.
+                bucket.memory.restore_views()
+            if not self.settings.as_views:
+                bucket.reallocate_if_held()
+        callbacks = self._front_end.arrival_callbacks()
+        stamps = self._record.parameter_ready_ns if self._record is not None else None
+        if stamps is not None:
+            flat_index, now = self.layout.flat_index, self._now
+
+            def stamp(index: int) -> None:
+                stamps[flat_index[index]] = now()
+
+            callbacks = [stamp, *callbacks]
+        return callbacks
+
+    def stash_old_gradients(self, unreached: Sequence[int]) -> None:
+        """Keep older gradients of parameters that take no part, unless they count."""
+        if not self.settings.missing_as_zero:
+            self.unused.stash(unreached, self.readiness.used)
+
+    def record_fault(self, fault: Fault | None) -> None:
+        """Keep a fault of this rank until the last bucket reports it to the others."""
+        self.faults.record(fault)
+
+    # ------------------------------------------------------------------ launch
+
+    def bucket_ready(self, bucket: Bucket) -> None:
+        """Every gradient of the bucket has arrived: launch it, unless an earlier bucket is still incomplete."""
         if self._record is not None:
             self._record.ready_ns[bucket.index] = self._now()
         self._launch_ready()
 
     def _launch_ready(self, final: bool = False) -> None:
-        """Launch what is ready, strictly in order; at the end of a backward everything is."""
-        count = len(self._buckets)
-        while len(self._pending) < (count if final or not self.defers_last_bucket else count - 1):
-            bucket = self._buckets[len(self._pending)]
+        """Launch complete buckets, strictly in order. At the end of a backward (`final`) all are launched."""
+        count = len(self.buckets)
+        while len(self.pending) < (count if final or not self.settings.ends_with_engine else count - 1):
+            bucket = self.buckets[len(self.pending)]
             if bucket.pending > 0 and not final:
                 return
-            if self._settings.skip_unused and not self._participation.should_launch(bucket.members):
-                self._pending.append(SkippedBucket())
+            if self.settings.skip_unused and not self.readiness.participation.should_launch(bucket.members):
+                self.pending.append(SkippedBucket())
                 continue
             self._launch(bucket)
 
-    def _divides_by(self) -> float | None:
-        return self._divisor if self._comm.divides else None
-
     def _launch(self, bucket: Bucket) -> None:
+        if not self.pending:
+            self._front_end.first_launch()
         autograd.leave_context()
-        bucket.fill(self._used)
-        if self._stashed:
-            self._restore_stashed(bucket)
-        index, last, record = bucket.index, bucket is self._buckets[-1], self._record
-        if last and self._faults.fault is not None and self._in_band:
-            self._faults.poison(bucket.buffer)
+        bucket.fill(self.readiness.used)
+        if self.unused.stashed:
+            self.unused.restore(bucket)
+        last, record = bucket is self.buckets[-1], self._record
+        if last and self.faults.fault is not None and self.carries_faults:
+            self.faults.poison(bucket.buffer)
         if record is not None:
-            record.launched_ns[index] = self._now()
-        pending = self._comm.launch(bucket, last)
-        self._pending.append(pending)
+            record.launched_ns[bucket.index] = self._now()
+        pending = self.comm.launch(bucket, last)
+        self.pending.append(pending)
         if record is not None:
-            # A work keeps its buffer until it is read: not of buckets that are laid anew next.
-            if (
-                self._works_time_themselves
-                and self._order is None
-                and (work := getattr(pending, "work", None)) is not None
-            ):
-                record.works[index] = work
-            if not (last and self._last_is_timed_by_wait):
-                self._stamp_completion(pending, index, record.done_ns)
+            self._follow(pending, bucket.index, last, record)
+        self._front_end.bucket_launched(bucket, pending)
 
-    def _stamp_completion(self, pending: Pending, index: int, done_ns: list[Stamp]) -> None:
-        """Note when a bucket's communication completes."""
-        now = self._now
+    def _follow(self, pending: Pending, index: int, last: bool, record: BackwardStamps) -> None:
+        """Record when a bucket's communication completes."""
+        # A work keeps its buffer until it is read, so it is not kept for buckets that are about to be rebuilt.
+        if self._works_time_themselves and self.readiness.order is None:
+            work = getattr(pending, "work", None)
+            if work is not None:
+                record.works[index] = work
+        if last and self._last_is_timed_by_wait:
+            return
+        done_ns, now = record.done_ns, self._now
 
         def done(_: object) -> None:
             done_ns[index] = now()
@@ -148,211 +212,129 @@ class Reducer(Readiness):
 
         pending.on_done(done)
 
-    def _stash_old_gradients(self, unreached: Sequence[int]) -> None:
-        """Keep older gradients of parameters that take no part: replaced only where some rank used them."""
-        for index in unreached:
-            bucket, gradient = self._bucket_of[index], self._parameters[index].grad
-            if gradient is not None and not self._used[index] and not bucket.sparse:
-                view = bucket.views[self._index_in_bucket[index]]
-                self._stashed[index] = gradient.clone() if gradient is view else gradient
+    @property
+    def _last_is_timed_by_wait(self) -> bool:
+        """Whether the wait for the last bucket, which begins right after its launch, returns when it is done.
 
-    def _restore_stashed(self, bucket: Bucket) -> None:
-        for member in bucket.members:
-            if member in self._stashed:
-                self._parameters[member].grad = self._stashed[member]
-
-    # ------------------------------------------------------------------ the end of a backward
-
-    def _finish(self) -> None:
-        """The engine's last callback: wait for every bucket and settle what was left out.
-
-        An error that no other rank hears of, as one of a user's hook, leaves the backward to `abandon`.
+        Then that bucket needs no callback. The process group's thread would want the interpreter for it just when
+        training continues, which costs 0.1 ms per step.
         """
-        recorder, record = self._recorder, self._record
+        return self.settings.ends_with_engine and type(self.comm) is AllReduce
+
+    @property
+    def carries_faults(self) -> bool:
+        """Whether a NaN in the last bucket reaches every rank."""
+        return self.comm.carries_nan and self.buckets[-1].elements > 0 and not self.settings.skip_unused
+
+    # ------------------------------------------------------------------ wait
+
+    def backward_ended(self) -> None:
+        """The engine's last callback; the front end calls `finish`."""
+        self._front_end.backward_ended()
+
+    def finish(self) -> None:
+        """Wait for every bucket, and settle the parameters that were left out.
+
+        An error that the other ranks do not receive, as in a user's hook, leaves the backward open. It is then ended by
+        `zero_participation.abort`.
+        """
+        recorder, record = self.recorder, self._record
         autograd.leave_context()
-        self._launch_the_rest()
+        self._launch_rest()
         if record is not None and self._last_is_timed_by_wait:
-            self._pending[-1].wait()
+            self.pending[-1].wait()
             record.done_ns[-1] = self._now()
-        for pending in self._pending:
+        for pending in self.pending:
             pending.wait()
         try:
-            self._raise_shared_fault(self._buckets[-1])
-            self._resolve_unused()
+            self.raise_shared_fault(self.buckets[-1])
+            self._front_end.write_results()
+            unused = self.readiness.participation.resolve()
+            if unused is not None:
+                self.unused.settle(*unused, self.pending, self.ranks)
         except UnusedParametersError as error:
-            self._tell_left_out(error.parameters)
+            self.unused.report_missing(error.parameters, self.group)
             raise
         finally:
-            self._end()
+            self.end()
         if recorder is not None and record is not None:
             recorder.finished(record)
 
-    def _end(self) -> None:
-        """Nothing of the backward is owed to the other ranks any more."""
-        self._order_at_least()
-        self._reset()
-        self._used[:] = bytes(len(self._used))
-
-    def _launch_the_rest(self) -> None:
-        participation = self._participation
+    def _launch_rest(self) -> None:
+        readiness, participation = self.readiness, self.readiness.participation
         if participation.defers_launch:
-            for bucket in self._buckets:
+            for bucket in self.buckets:
                 bucket.pending -= 1
-        missing = [i for bucket in self._buckets if bucket.pending > 0 for i in bucket.members if not self._seen[i]]
-        self._faults.record(self._explained(participation.end(self._used, missing)))
-        self._faults.publish()
-        self._stash_old_gradients(missing)
-        if self._settings.skip_unused:
+        missing = readiness.unseen()
+        fault = participation.end(readiness.used, missing)
+        self.faults.record(fault and self._front_end.explain(fault))
+        self.faults.publish()
+        self.stash_old_gradients(missing)
+        if self.settings.skip_unused:
             participation.start_map_reduce()
         self._launch_ready(final=True)
         participation.start_map_reduce()
 
-    def _explained(self, fault: Fault | None) -> Fault | None:
-        """The fault, or what is behind it."""
-        return fault
+    def raise_shared_fault(self, last: Bucket) -> None:
+        """Raise the same error on every rank if some rank reported a fault; `last` is its last bucket, reduced."""
+        element = last.head if self.carries_faults else self.faults.all_reduce_flag(last.parameters[0].device)
+        self.faults.raise_if_any_failed(element, at_once=self.readiness.participation.is_first_backward)
 
-    @property
-    def _last_is_timed_by_wait(self) -> bool:
-        """Whether the wait for the last bucket, which begins as soon as it is launched, returns when it is done.
+    def end(self) -> None:
+        """Forget this backward: this rank owes the others nothing more of it."""
+        readiness = self.readiness
+        if readiness.order is not None and not readiness.order:
+            # Every rank rebuilds its buckets next, also a rank without any gradient.
+            readiness.order = list(reversed(range(len(self.layout.parameters))))
+        self._record = None
+        self.faults.forget()
+        readiness.reset()
+        self.pending = []
+        self.unused.forget()
+        self._front_end.reset()
 
-        Then that bucket needs no callback, for which the process group's thread would want the interpreter just when
-        training goes on: a tenth of a millisecond a step.
-        """
-        return self.defers_last_bucket and type(self._comm) is AllReduce
-
-    @property
-    def _in_band(self) -> bool:
-        """Whether the last bucket carries a NaN from one rank to all."""
-        return self._comm.carries_nan and self._buckets[-1].elements > 0 and not self._settings.skip_unused
-
-    def _raise_shared_fault(self, last: Bucket) -> None:
-        """Raise the same error on every rank where some rank told of a fault."""
-        element = last.head if self._in_band else self._faults.all_reduce_flag(last.parameters[0].device)
-        self._faults.raise_if_any_failed(element, at_once=self._participation.is_first_backward)
-
-    def _resolve_unused(self) -> None:
-        """Give `.grad` to what some rank used, and leave alone what nobody did."""
-        found = self._participation.resolve()
-        if found is None:
-            return
-        locally, nobody = found
-        self.graph_static = self.graph_static and self._left_out in (None, locally)
-        self._left_out = locally
-        self.unused_bytes = sum(self._parameters[i].numel() * self._parameters[i].element_size() for i in locally)
-        for index in nobody:
-            if not isinstance(self._pending[self._bucket_of[index].index], SkippedBucket):
-                self._bucket_of[index].return_residual(self._index_in_bucket[index], self._ranks)
-        for index in sorted(set(locally) - set(nobody)):
-            self._bucket_of[index].assign_grad(self._index_in_bucket[index])
-        if self._recorder is not None:
-            self._recorder.unused([self._names[i] for i in locally], [self._names[i] for i in nobody])
-
-    def _tell_left_out(self, parameters: dict[str, list[int]]) -> None:
-        if self._recorder is not None:
-            mine = self._group.rank()
-            everywhere = [name for name, ranks in parameters.items() if len(ranks) == self._ranks]
-            self._recorder.unused([name for name, ranks in parameters.items() if mine in ranks], everywhere)
-
-    def _reset(self) -> None:
-        super()._reset()
-        self._pending = []
-        self._stashed = {}
-        self._divisor = self._ranks
-
-    # ------------------------------------------------------------------ what a rank does that has no gradients
-
-    def participate_with_zeros(self) -> None:
-        """Take part in another rank's backward with zeros, call for call: one that is dropped as well."""
-        self._faults.poll_flags()
-        self._faults.start_backward()
-        self._participation.take_part_without_data()
-        try:
-            self._launch_rest_with_zeros(self._zero_buckets())
-            self._participation.resolve()
-        except ReducerError as error:
-            if not error.interrupted:
-                raise
-        finally:
-            self._participation.forget()
-        if self._recorder is not None:
-            self._recorder.shadowed()
-
-    def abort_backward(self) -> Iterator[None]:
-        """End a backward that an error interrupted: ranks that are still in it get an error too, and none hangs.
-
-        First comes what the others launch while they are in the backward; resumed, what they launch at its end.
-        """
-        self._faults.fault = Fault(
-            message="an error interrupted its backward, so that this one has no result on any rank. Drop the batch "
-            "(zero_grad) on every rank, or stop",
-            interrupted=True,
-        )
-        reduced = [bucket for bucket, _ in zip(self._buckets, self._pending, strict=False) if not bucket.sparse]
-        try:
-            self._participation.end(self._used, [i for i, fired in enumerate(self._seen) if not fired])
-            shadows = self._zero_buckets()
-            if not (self._participation.defers_launch or self._settings.skip_unused):
-                self._pending += [self._comm.launch(bucket, False) for bucket in shadows[len(self._pending) : -1]]
-            yield
-            for launched in self._pending:
-                with suppress(Exception):  # It was told of where it was waited for first, if it is an old one.
-                    launched.wait()
-            self._pending = [SkippedBucket() for _ in self._pending]
-            self._launch_rest_with_zeros(shadows)
-        except Exception:
-            pass  # Each rank's own, what every other rank raises, or what a hook has raised before.
-        finally:
-            for bucket in reduced:  # `zero_grad` may have come before the result.
-                bucket.buffer.zero_()
-            self._end()
-
-    def _zero_buckets(self) -> list[Bucket]:
-        return [bucketing.zeros_like(bucket) for bucket in self._buckets]
-
-    def _order_at_least(self) -> None:
-        """Every rank rebuilds its buckets next, also one where no gradient came."""
-        if self._order is not None and not self._order:
-            self._order = list(reversed(range(len(self._parameters))))
-
-    def _launch_rest_with_zeros(self, shadows: Sequence[Bucket]) -> None:
-        """Launch what is not launched yet with zeros in it, and wait for all."""
-        participation, rest, last = self._participation, shadows[len(self._pending) :], shadows[-1]
-        if self._faults.fault is not None and self._in_band:
-            self._faults.poison(last.buffer)
-        self._faults.publish()
-        if self._settings.skip_unused:
-            participation.start_map_reduce()
-        wanted = [bucket for bucket in rest if participation.should_launch(bucket.members)]
-        pending = [*self._pending, *(self._comm.launch(bucket, bucket is last) for bucket in wanted)]
-        participation.start_map_reduce()
-        for launched in pending:
-            launched.wait()
-        self._raise_shared_fault(last)
-
-    # ------------------------------------------------------------------ layout
+    # ------------------------------------------------------------------ changes of the setup
 
     def rebuild(self) -> bool:
-        """Lay the buckets anew, in the order in which gradients came last on rank 0. Every rank calls it alike.
+        """Rebuild the buckets in the order in which gradients arrived last on rank 0. A collective call.
 
-        False where they have to stay as they are.
+        Returns:
+            False if the buckets have to stay as they are.
         """
-        came, self._order = self._order or [], None
-        began = self._recorder.now() if self._recorder is not None else 0
-        laid = self._layout.rebuild_in_order(came, self._settings.rebuilt_limits_bytes, self._group)
-        if self._recorder is not None:  # As of the buffers' broadcast, the wait for a slow rank is most of it.
-            self._recorder.communicated("buffers", began, self._recorder.now())
-        if not laid:
+        arrivals, self.readiness.order = self.readiness.order or [], None
+        start = self.recorder.now() if self.recorder is not None else 0
+        rebuilt = self.layout.rebuild_in_order(arrivals, self.settings.rebuilt_limits_bytes, self.group)
+        if self.recorder is not None:  # As in the buffers' broadcast, most of it is the wait for a slow rank.
+            self.recorder.communicated("buffers", start, self.recorder.now())
+        if not rebuilt:
             return False
         self._report_layout()
-        if self._recorder is not None:
-            self._recorder.event("buckets_rebuilt", buckets=len(self._buckets))
+        if self.recorder is not None:
+            self.recorder.event("buckets_rebuilt", buckets=len(self.buckets))
         return True
 
     def _report_layout(self) -> None:
-        if self._recorder is not None:
-            self._recorder.layout(self._layout.describe(), self._comm.name)
+        if self.recorder is not None:
+            self.recorder.layout(self.layout.describe(), self.comm.name)
 
     def set_comm(self, comm: BucketComm) -> None:
-        """Have full buckets handed to `comm` from now on."""
-        self._comm = comm
+        """Communicate full buckets with `comm` from now on."""
+        self.comm = comm
         self._report_layout()
+
+    def set_group(self, group: dist.ProcessGroup, keeps_comm: bool) -> None:
+        """Reduce over another group from now on, with a new object of the strategy unless `keeps_comm`."""
+        self._reduce_over(group)
+        self.faults = FaultBroadcast(group)
+        if not keeps_comm:
+            self.set_comm(self._strategy(group))
+
+    def switch_to_static_graph(self) -> None:
+        """Expect the same parameters in every backward from now on."""
+        if not isinstance(self.readiness.participation, StaticGraph):
+            self.settings = replace(self.settings, static_graph=True, skip_unused=False)
+            self.restart_participation()
+
+    def restart_participation(self) -> None:
+        """Choose the policy anew, without the results of earlier backward passes."""
+        self.readiness.restart(self._choose_participation(), self._rebuilds)

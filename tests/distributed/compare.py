@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
-from ddpobs.reducer.readiness import Settings
+from ddpobs.reducer.settings import Settings
 
 Case = Callable[[Any, int], Any]
 """Takes the DDP class and the rank; gives tensors, or whatever else the user would see."""

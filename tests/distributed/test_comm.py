@@ -295,7 +295,7 @@ def topk_residuals(rank: int, world_size: int) -> list[bool]:
             total[index] += local_parameter.grad / world_size
             records[index] += p.grad
         residual = [torch.zeros_like(p) for p in ddp.parameters()]
-        for bucket in ddp.reducer._buckets:
+        for bucket in ddp.reducer.core.buckets:
             for member, part in zip(bucket.members, bucket.parts_of(bucket.residual), strict=True):
                 residual[member] += part
         for tensors in (total_now := [t.clone() for t in total], residual):
@@ -334,8 +334,8 @@ def topk_residual_of_an_unused_layer(rank: int, world_size: int) -> float:
         ddp(batch(rank, step), step < 2).sum().backward()
         produced += 400.0 * (step < 2)
         received += 0 if bias.grad is None else bias.grad
-    bucket = ddp.reducer._bucket_of[3]
-    residual = bucket.parts_of(bucket.residual)[ddp.reducer._index_in_bucket[3]].clone()
+    bucket = ddp.reducer.core.layout.bucket_of[3]
+    residual = bucket.parts_of(bucket.residual)[ddp.reducer.core.layout.index_in_bucket[3]].clone()
     dist.all_reduce(residual)
     return float((received + residual - produced).abs().max() / produced.max())
 

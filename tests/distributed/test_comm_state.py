@@ -100,11 +100,11 @@ def compressed(rank: int, world_size: int) -> dict[int, tuple[int, list[int]]]:
         strategy = partial(PowerSGD, rank=1, start_iteration=3)
         ddp = DistributedDataParallel(net(), comm=strategy, round_robin_groups=groups, bucket_cap_mb=0.001)
         train(ddp, rank, steps=4)
-        comm: Any = ddp.reducer._comm
+        comm: Any = ddp.reducer.core.comm
         compressed_buckets = [
             index for comm_of_group in getattr(comm, "_comms", [comm]) for index in comm_of_group._state.error_dict
         ]
-        results[groups] = len(ddp.reducer._buckets), sorted(compressed_buckets)
+        results[groups] = len(ddp.reducer.core.buckets), sorted(compressed_buckets)
     return results
 
 

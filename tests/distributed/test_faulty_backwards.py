@@ -401,7 +401,7 @@ def compiled_autograd(rank: int, world_size: int) -> tuple[str, int, bool]:
         with pytest.raises(ReducerError) as raised:
             step(batch(rank))
     torch._dynamo.reset()
-    left = len(ddp.reducer._begun)
+    left = len(ddp.reducer._open)
     ddp.zero_grad()
     ddp(batch(rank)).sum().backward()
     gradient = next(ddp.parameters()).grad

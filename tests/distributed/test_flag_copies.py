@@ -1,4 +1,4 @@
-"""What a device has yet to bring of each backward is looked at in time, and does not pile up."""
+"""Fault flags that a device has yet to deliver are checked in later calls, so that they do not accumulate."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ddpobs.reducer.fault_broadcast import FaultBroadcast
 from tests.distributed.launch import run_ranks
 
 
-def later(alarm: FaultBroadcast, *_: object) -> None:
-    """As a look at an element on a device, which has come by the next time."""
-    alarm._pending_checks.append(SimpleNamespace(there=lambda: True, alarming=lambda: False))  # type: ignore[arg-type]
+def check_later(faults: FaultBroadcast, *_: object) -> None:
+    """Act as for a flag on a device, which arrives before the next call."""
+    faults._pending_checks.append(SimpleNamespace(is_ready=lambda: True, is_nan=lambda: False))  # type: ignore[arg-type]
 
 
-def most_waiting(rank: int, world_size: int) -> dict[str, int]:
-    """Looks that wait after five steps of an optimizer, and after as many of other ranks' under `join`."""
+def pending_checks(rank: int, world_size: int) -> dict[str, int]:
+    """Flags not checked yet after five steps of an optimizer, and after five steps of other ranks under `join`."""
     capturing = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=False)
-    with capturing, mock.patch.object(FaultBroadcast, "look", later):
+    with capturing, mock.patch.object(FaultBroadcast, "check_flag", check_later):
         model: Any = torch.nn.Linear(4, 4)
         hvd.init()
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
@@ -34,10 +34,10 @@ def most_waiting(rank: int, world_size: int) -> dict[str, int]:
             for _ in range(1 + 5 * rank):
                 ddp(torch.ones(2, 4)).sum().backward()
     return {
-        "optimizer": len(optimizer._reducer._faults._pending_checks),
-        "join": len(ddp.reducer._faults._pending_checks),
+        "optimizer": len(optimizer._reducer.core.faults._pending_checks),
+        "join": len(ddp.reducer.core.faults._pending_checks),
     }
 
 
-def test_looks_at_what_a_device_brings_do_not_pile_up() -> None:
-    assert run_ranks(most_waiting, 2) == [{"optimizer": 1, "join": 1}] * 2
+def test_flags_that_a_device_delivers_late_do_not_accumulate() -> None:
+    assert run_ranks(pending_checks, 2) == [{"optimizer": 1, "join": 1}] * 2

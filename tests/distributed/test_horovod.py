@@ -316,7 +316,7 @@ def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 def bucket_counts(rank: int, ranks: int) -> int:
     hvd.init()
     model = net()
-    return len(together(model, rank, 2)._reducer.bucket_bytes)
+    return len(together(model, rank, 2)._reducer.core.bucket_bytes)
 
 
 @pytest.mark.parametrize(("threshold", "buckets"), [(None, 1), ("0", 6), ("10000", 2)])

@@ -23,7 +23,7 @@ CAP = {"bucket_cap_mb": 0.05}
 def let_go(buckets: Sequence[Bucket]) -> None:
     """Return once a thread of the process group's has let go of the buckets: a moment after they were waited for."""
     ends = time.monotonic() + 10
-    while any(torch._C._storage_Use_Count(b._storage) > b._uses for b in buckets) and time.monotonic() < ends:
+    while any(bucket.memory.is_shared for bucket in buckets) and time.monotonic() < ends:
         time.sleep(0.001)
     time.sleep(0.02)
 
@@ -46,8 +46,8 @@ def memory(rank: int, world_size: int) -> dict[str, int]:
             torch.nn.utils.clip_grad_norm_(ddp.parameters(), 1.0)
             [p.grad.untyped_storage().nbytes() for p in ddp.parameters()]
             optimizer.step()
-            let_go(ddp.reducer._buckets)
-            places.append([bucket.buffer.data_ptr() for bucket in ddp.reducer._buckets])
+            let_go(ddp.reducer.core.buckets)
+            places.append([bucket.buffer.data_ptr() for bucket in ddp.reducer.core.buckets])
         taken[name] = sum(before != after for before, after in pairwise(places[2:]))
     return taken
 

@@ -290,7 +290,7 @@ def error_in_first_backward(rank: int, world_size: int) -> list[int]:
     handle.remove()
     for step in range(STEPS):
         two_forwards(ddp, rank, step)
-    return sorted(member for bucket in ddp.reducer._buckets for member in bucket.members)
+    return sorted(member for bucket in ddp.reducer.core.buckets for member in bucket.members)
 
 
 def test_training_goes_on_after_a_backward_that_failed_on_every_rank() -> None:

@@ -1,4 +1,4 @@
-"""How an element is looked at that a device has to bring first, with what stands for the device."""
+"""The check of a flag that a device has yet to deliver, with a stand-in for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from ddpobs.reducer.fault_broadcast import PendingCheck
 
 
-def test_a_look_is_over_when_the_element_s_own_device_has_copied_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_check_waits_for_the_stream_of_the_flags_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[object] = []
     monkeypatch.setattr(torch, "empty_like", lambda *_, **__: SimpleNamespace(copy_=lambda *_, **__: None))
     monkeypatch.setattr(torch.cuda, "Event", lambda: SimpleNamespace(record=recorded.append))

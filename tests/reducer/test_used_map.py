@@ -1,4 +1,4 @@
-"""What the map of used parameters asks of its collective, with a work that stands for a device's."""
+"""Times of the used-parameter map's collective, with a stand-in for a device's work."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ddpobs.reducer import used_map
 from ddpobs.reducer.used_map import UsedMap
 
 
-@pytest.mark.parametrize(("stamp", "told"), [(7, 1), (0, 0)])
-def test_a_map_in_a_graph_s_capture_where_no_stamp_is_taken_is_followed_on_no_other_stream(
-    stamp: int, told: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("stamp", "records"), [(7, 1), (0, 0)])
+def test_a_map_without_a_stamp_as_in_a_graphs_capture_gets_no_callback(
+    stamp: int, records: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    followed: list[Any] = []
+    callbacks: list[Any] = []
     communicated: list[Any] = []
-    future = SimpleNamespace(add_done_callback=followed.append)
+    future = SimpleNamespace(add_done_callback=callbacks.append)
     work: Any = SimpleNamespace(get_future=lambda: future)
     recorder: Any = SimpleNamespace(now=lambda: stamp, communicated=lambda *facts: communicated.append(facts))
     monkeypatch.setattr(used_map, "wait_for", lambda _: None)
@@ -26,4 +26,4 @@ def test_a_map_in_a_graph_s_capture_where_no_stamp_is_taken_is_followed_on_no_ot
     used.launch([1])
     used.wait()
     assert used.read().tolist() == [1, 0, 1, 0]
-    assert (len(followed), len(communicated)) == (told, told)
+    assert (len(callbacks), len(communicated)) == (records, records)
