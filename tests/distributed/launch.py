@@ -28,7 +28,7 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         AssertionError: A rank failed, with its traceback; or none answered in time.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.imports"])
+    context.set_forkserver_preload(["tests.distributed.preload"])
     with TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [

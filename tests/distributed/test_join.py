@@ -15,7 +15,7 @@ from ddpobs import DistributedDataParallel
 from ddpobs.errors import ReducerError
 from tests.distributed.compare import batch, net, outcome
 from tests.distributed.launch import run_ranks
-from tests.distributed.test_failed_backwards import StopError, breaking
+from tests.distributed.test_interrupted_backwards import StopError, breaking
 
 CAP = {"bucket_cap_mb": 0.05}
 

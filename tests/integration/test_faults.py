@@ -34,7 +34,7 @@ from tests.integration.faults import (
     until,
     whole,
 )
-from tests.integration.namespaces import LARGE, Full, Room, full_disk, full_quota
+from tests.integration.full_disks import LARGE, Full, Room, full_disk, full_quota
 from tests.server.batches import assert_problem, batch, get, put, spans, steps
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from ddpobs import wire
 from tests import patience
-from tests.integration.test_whole_way import get
+from tests.integration.test_slow_rank_end_to_end import get
 from tests.integration.training import PATIENT, ROOT
 
 pytestmark = pytest.mark.timeout(500)

@@ -19,7 +19,7 @@ from ddpobs.reducer import fault_broadcast
 from tests.distributed.compare import batch, net, outcome, train
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
-from tests.distributed.test_failed_backwards import StopError, breaking
+from tests.distributed.test_interrupted_backwards import StopError, breaking
 
 CAP = {"bucket_cap_mb": 0.05}
 

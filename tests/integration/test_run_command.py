@@ -16,7 +16,7 @@ import torch
 import ddpobs
 from ddpobs.errors import DataParallelError
 from tests import patience
-from tests.integration.test_whole_way import get
+from tests.integration.test_slow_rank_end_to_end import get
 from tests.integration.training import PATIENT, ROOT
 
 NOBODY = "http://127.0.0.1:9"
