@@ -1,4 +1,4 @@
-"""Places with little room: a file system of a few megabytes, and a limit on the size of files."""
+"""Full disks for a collector: a small file system that is filled, and a limit on the size of its files."""
 
 from __future__ import annotations
 
@@ -12,59 +12,61 @@ from pathlib import Path
 import pytest
 
 from ddpobs import wire
-from tests.integration.faults import Mortal
+from tests.integration.faults import RestartableCollector
 
-Room = Callable[[Mortal], AbstractContextManager[int]]
-"""Takes a collector that stores there, and leaves no room while its block lasts, which is told the status of the
-answers meanwhile."""
-Full = Callable[[Path], AbstractContextManager[Room]]
-"""Makes a folder, and gives its room."""
+FillDisk = Callable[[RestartableCollector], AbstractContextManager[int]]
+"""Leaves no space for a collector that stores there, for the duration of the block.
+
+Yields the HTTP status with which the collector refuses batches meanwhile.
+"""
+SmallDisk = Callable[[Path], AbstractContextManager[FillDisk]]
+"""Makes the folder, and yields the function that fills its disk."""
 
 LARGE = [wire.Event(kind="large", at_ns=1, detail={"text": os.urandom(200).hex()}) for _ in range(500)]
-"""Events that fit into no page that happens to be free."""
+"""Events too large for a free page of the database file."""
 
 
 @contextmanager
-def full_disk(folder: Path) -> Iterator[Room]:
-    """A file system of its own, filled by a file; a skip where it cannot be mounted, and a failure in CI."""
+def full_disk(folder: Path) -> Iterator[FillDisk]:
+    """Mount a small file system, which a file can fill. Skip the test where mounting fails; in CI, fail it."""
     folder.mkdir()
-    done = subprocess.run(
+    mounted = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
     )
-    if done.returncode:
-        reason = f"no file system can be mounted here, which needs root: {done.stderr.strip()}"
+    if mounted.returncode:
+        reason = f"cannot mount a file system here (it needs root): {mounted.stderr.strip()}"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
 
     @contextmanager
-    def leave_no_room(_: Mortal) -> Iterator[int]:
-        other = folder / "other"
-        with other.open("wb", buffering=0) as out:
+    def fill(_: RestartableCollector) -> Iterator[int]:
+        filler = folder / "filler"
+        with filler.open("wb", buffering=0) as file:
             try:
-                while out.write(bytes(65_536)):
+                while file.write(bytes(65_536)):
                     pass
             except OSError:
                 pass
         yield 507
-        other.unlink()
+        filler.unlink()
 
     try:
-        yield leave_no_room
+        yield fill
     finally:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @contextmanager
-def full_quota(folder: Path) -> Iterator[Room]:
-    """A limit on the collector's files, which the system answers as it answers a quota: writing fails."""
+def full_quota(folder: Path) -> Iterator[FillDisk]:
+    """Limit the size of the collector's files. The system handles it like a quota: writes fail."""
     folder.mkdir()
 
     @contextmanager
-    def leave_no_room(collector: Mortal) -> Iterator[int]:
+    def fill(collector: RestartableCollector) -> Iterator[int]:
         pid = collector.running.process.pid
-        before = resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+        previous = resource.prlimit(pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
         yield 503
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, previous)
 
-    yield leave_no_room
+    yield fill

@@ -1,4 +1,4 @@
-"""`ddpobs run` around scripts that start their own ranks, end badly, use DataParallel, or bring a sitecustomize."""
+"""`ddpobs run` with scripts that start their own ranks, fail, use DataParallel, or have a sitecustomize."""
 
 from __future__ import annotations
 
@@ -19,34 +19,44 @@ from tests import patience
 from tests.integration.test_slow_rank_end_to_end import get
 from tests.integration.training import PATIENT, ROOT
 
-NOBODY = "http://127.0.0.1:9"
+NO_COLLECTOR = "http://127.0.0.1:9"
 SPAWNING = Path(__file__).with_name("scripts") / "spawning.py"
 
 
-def command(*arguments: object, url: str = NOBODY, run: str = "r") -> dict[str, Any]:
-    """`ddpobs run` around Python, as subprocess takes it."""
-    whole = [sys.executable, "-c", "from ddpobs.cli import main; main()", "run", "--collector", url, "--run", run, "--"]
+def command(*arguments: object, url: str = NO_COLLECTOR, run: str = "r") -> dict[str, Any]:
+    """Return arguments for `subprocess.Popen` that start Python under `ddpobs run`."""
+    ddpobs_run = [
+        sys.executable,
+        "-c",
+        "from ddpobs.cli import main; main()",
+        "run",
+        "--collector",
+        url,
+        "--run",
+        run,
+        "--",
+    ]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({} if url == NOBODY else PATIENT)
-    return {"args": [*whole, sys.executable, *map(str, arguments)], "env": environ, "text": True}
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({} if url == NO_COLLECTOR else PATIENT)
+    return {"args": [*ddpobs_run, sys.executable, *map(str, arguments)], "env": environ, "text": True}
 
 
-def ended(given: dict[str, Any]) -> subprocess.CompletedProcess[str]:
-    return patience.run(given["args"], environ=given["env"], timeout_s=100)
+def run_to_end(arguments: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    return patience.run(arguments["args"], environ=arguments["env"], timeout_s=100)
 
 
 @pytest.mark.parametrize("start", ["spawn", "forkserver", "fork"])
-def test_a_script_that_starts_its_own_ranks_is_seen_and_says_goodbye(url: str, start: str, tmp_path: Path) -> None:
+def test_a_script_that_starts_its_own_ranks_is_a_finished_run(url: str, start: str, tmp_path: Path) -> None:
     run = f"started-by-{start}"
-    done = ended(command(SPAWNING, start, tmp_path / "store", url=url, run=run))
+    done = run_to_end(command(SPAWNING, start, tmp_path / "store", url=url, run=run))
     assert done.returncode == 0, done.stdout + done.stderr
     assert sorted(done.stdout.splitlines()) == [f"rank {rank}: 2 threads, 0 in workers" for rank in range(2)]
-    found = get(url, run)
-    assert (found["state"], found["ranks"], found["steps"], found["dropped"]) == ("finished", 2, 4, 0)
+    summary = get(url, run)
+    assert (summary["state"], summary["ranks"], summary["steps"], summary["dropped"]) == ("finished", 2, 4, 0)
 
 
-def test_the_exit_status_and_a_signal_go_through_to_whoever_started_it() -> None:
-    assert ended(command("-c", "raise SystemExit(37)")).returncode == 37
+def test_the_exit_status_and_a_signal_reach_the_parent_process() -> None:
+    assert run_to_end(command("-c", "raise SystemExit(37)")).returncode == 37
     waiting = subprocess.Popen(
         **command("-c", "print(flush=True); import time; time.sleep(60)"), stdout=subprocess.PIPE
     )
@@ -57,10 +67,10 @@ def test_the_exit_status_and_a_signal_go_through_to_whoever_started_it() -> None
     waiting.stdout.close()
 
 
-def test_a_command_that_is_not_there_is_said_in_one_line() -> None:
-    given = command()
-    given["args"][-1] = "no-such-launcher"
-    done = ended(given)
+def test_a_missing_command_is_reported_in_one_line() -> None:
+    arguments = command()
+    arguments["args"][-1] = "no-such-launcher"
+    done = run_to_end(arguments)
     assert (done.returncode, done.stderr) == (127, "ddpobs: no-such-launcher: No such file or directory\n")
 
 
@@ -73,8 +83,8 @@ print(model.module.weight.grad.tolist())
 """
 
 
-def test_data_parallel_is_told_in_one_line_what_to_do_and_trains_on(tmp_path: Path) -> None:
-    done = ended(command("-c", DATA_PARALLEL))
+def test_data_parallel_gets_one_line_of_advice_and_trains(tmp_path: Path) -> None:
+    done = run_to_end(command("-c", DATA_PARALLEL))
     assert (done.returncode, done.stdout) == (0, "[[3.0, 3.0]]\n")
     (line,) = done.stderr.splitlines()
     assert line.startswith("ddpobs: no telemetry for this model: torch.nn.DataParallel ")
@@ -82,7 +92,7 @@ def test_data_parallel_is_told_in_one_line_what_to_do_and_trains_on(tmp_path: Pa
 
 
 @pytest.mark.parametrize("wrap", [ddpobs.DistributedDataParallel, ddpobs.attach])
-def test_data_parallel_inside_or_instead_of_ddp_is_refused_with_what_to_do(wrap: Callable[[Any], object]) -> None:
+def test_data_parallel_inside_or_instead_of_ddp_is_refused_with_advice(wrap: Callable[[Any], object]) -> None:
     with pytest.raises(DataParallelError, match="torchrun, and give the model itself to DistributedDataParallel"):
         wrap(torch.nn.DataParallel(torch.nn.Linear(2, 1)))
 
@@ -93,12 +103,14 @@ here = Path(__file__).parent.name
 """
 
 
-def test_a_sitecustomize_of_the_user_s_own_and_a_torch_imported_early_do_no_harm(tmp_path: Path) -> None:
-    """The hidden sitecustomize runs, keeps its file and name; torch imported by it is taught all the same."""
+def test_a_sitecustomize_of_the_user_is_kept_and_may_import_torch(tmp_path: Path) -> None:
+    """The user's sitecustomize runs with its own file and name. Torch is instrumented even if it imports torch."""
     (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE + "import torch\n")
-    given = command("-c", f"import sitecustomize\nprint(sitecustomize.here, sitecustomize.__name__)\n{DATA_PARALLEL}")
-    given["env"]["PYTHONPATH"] += os.pathsep + str(tmp_path)
-    done = ended(given)
+    arguments = command(
+        "-c", f"import sitecustomize\nprint(sitecustomize.here, sitecustomize.__name__)\n{DATA_PARALLEL}"
+    )
+    arguments["env"]["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    done = run_to_end(arguments)
     assert done.stdout.splitlines()[0] == f"{tmp_path.name} sitecustomize", done.stderr
     assert "no telemetry for this model" in done.stderr
 
@@ -106,8 +118,8 @@ def test_a_sitecustomize_of_the_user_s_own_and_a_torch_imported_early_do_no_harm
 EARLY = "import torch, runpy; runpy.run_path({!r})\n"
 
 
-def test_torch_that_was_there_before_sitecustomize_is_taught(tmp_path: Path) -> None:
+def test_torch_that_was_imported_before_sitecustomize_is_instrumented(tmp_path: Path) -> None:
     autoload = ROOT / "ddpobs" / "autoload" / "sitecustomize.py"
-    given = command("-c", EARLY.format(str(autoload)) + DATA_PARALLEL)
-    given["args"] = given["args"][given["args"].index("--") + 1 :]
-    assert "no telemetry for this model" in ended(given).stderr
+    arguments = command("-c", EARLY.format(str(autoload)) + DATA_PARALLEL)
+    arguments["args"] = arguments["args"][arguments["args"].index("--") + 1 :]
+    assert "no telemetry for this model" in run_to_end(arguments).stderr
