@@ -1,7 +1,7 @@
-"""What every rank imports, imported once by the server that they are forked from."""
+"""Imports of every rank, done once in the fork server."""
 
 import pytest  # noqa: F401
-import torch._dynamo  # noqa: F401 - the first optimizer of a process imports it, for seconds
+import torch._dynamo  # noqa: F401 - a process's first optimizer imports it, which takes seconds
 
 import ddpobs.ddp
 import ddpobs.telemetry  # noqa: F401
