@@ -19,9 +19,9 @@ FIRST = (
     "test_connections.py",
     "test_frameworks.py",
     "test_page.py",
-    "test_run.py",
+    "test_run_command.py",
     "test_page_requests.py",
-    "test_equality.py",
+    "test_equal_to_torch.py",
     "test_attach.py",
     "test_comm.py",
 )

@@ -1,4 +1,4 @@
-"""Runs one training on torch's DDP and on ours, in the same processes, and says how far the results are apart."""
+"""Runs one training on torch's DDP and on ours, in the same processes, and compares the results."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ddpobs import DistributedDataParallel
 from ddpobs.reducer.settings import Settings
 
 Case = Callable[[Any, int], Any]
-"""Takes the DDP class and the rank; gives tensors, or whatever else the user would see."""
+"""Takes the DDP class and the rank; returns tensors, or other results that a user sees."""
 
 
 def net(wide: int = 200) -> nn.Module:
-    """The same on every rank; its buckets are above `buckets.COPY_ON_ARRIVAL_ELEMENTS` or below, as they are capped."""
+    """Build the same network on every rank. The bucket cap decides whether buckets copy gradients on arrival."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 2))
 
@@ -31,7 +31,7 @@ def batch(rank: int, step: int = 0) -> torch.Tensor:
 
 
 def train(ddp: Any, rank: int, steps: int = 4, optimizer: Any = None) -> list[torch.Tensor]:
-    """A few steps of SGD; parameters and gradients at the end."""
+    """Train a few steps with SGD, and return the parameters and gradients at the end."""
     optimizer = optimizer or torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     for step in range(steps):
         optimizer.zero_grad()
@@ -41,44 +41,48 @@ def train(ddp: Any, rank: int, steps: int = 4, optimizer: Any = None) -> list[to
 
 
 def outcome(ddp: Any) -> list[torch.Tensor]:
-    """Copies of a module's parameters and of the gradients it has."""
+    """Return copies of a module's parameters and of its gradients."""
     parameters = list(ddp.parameters())
     gradients = [p.grad for p in parameters if p.grad is not None]
     return [tensor.detach().clone() for tensor in [*parameters, *gradients]]
 
 
 def verdicts(cases: Mapping[str, Case], rank: int) -> dict[str, str]:
-    """By case: `equal` (bit for bit), `close` (but for the order of sums), `raised` alike, or what differs."""
-    found = {}
+    """Compare the results of each case.
+
+    Returns:
+        By case: `equal` (bit for bit), `close` (up to the order of sums), `raised` (same error), or the difference.
+    """
+    by_case = {}
     with torchs_first_buckets():
         for name, case in cases.items():
             theirs, ours = (result(case, kind, rank) for kind in (TorchDDP, DistributedDataParallel))
-            found[name] = verdict(ours, theirs)
+            by_case[name] = verdict(ours, theirs)
             dist.barrier()
-    return found
+    return by_case
 
 
 @contextmanager
 def torchs_first_buckets() -> Iterator[None]:
-    """On more than two ranks have ours begin with torch's buckets, mostly one of all parameters.
+    """On more than two ranks, let our DDP begin with torch's buckets (mostly one bucket of all parameters).
 
-    A sum of more than two depends, in its last bits, on where the buckets are cut: that it shows in a result is chance.
+    The last bits of a sum of more than two terms depend on the cut of the buckets. A result shows that only by chance.
     """
     if dist.get_world_size() <= 2:
         yield
         return
-    own = DistributedDataParallel._settings
+    original = DistributedDataParallel._settings
 
     def as_torchs(ddp: DistributedDataParallel, static_graph: bool) -> Settings:
         limits, _ = ddp._bucket_config.compute_bucket_size_limits(static_graph, ddp.find_unused_parameters)
-        return replace(own(ddp, static_graph), first_limits_bytes=limits)
+        return replace(original(ddp, static_graph), first_limits_bytes=limits)
 
     with mock.patch.object(DistributedDataParallel, "_settings", as_torchs):
         yield
 
 
 class Raised(str):
-    """An error, in words."""
+    """An error as text."""
 
 
 def result(case: Case, kind: Any, rank: int) -> Any:
@@ -94,7 +98,7 @@ def verdict(ours: Any, theirs: Any) -> str:
         return "raised"
     if same(ours, theirs, torch.equal):
         return "equal"
-    return "close" if same(ours, theirs, close) else f"{described(ours)} instead of {described(theirs)}"
+    return "close" if same(ours, theirs, close) else f"{describe(ours)} instead of {describe(theirs)}"
 
 
 def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
@@ -110,7 +114,7 @@ def same(ours: Any, theirs: Any, equal: Callable[[torch.Tensor, torch.Tensor], b
     return type(ours) is type(theirs) and bool(ours == theirs)
 
 
-def described(value: Any) -> str:
+def describe(value: Any) -> str:
     tensors = [item for item in value if isinstance(item, torch.Tensor)] if isinstance(value, list) else []
     if tensors:
         return f"{len(tensors)} tensors of sum {sum(float(tensor.double().sum()) for tensor in tensors)}"

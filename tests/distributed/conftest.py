@@ -1,3 +1,5 @@
+"""The verdicts of the tests that compare our DDP with torch's, case by case."""
+
 from __future__ import annotations
 
 from importlib import import_module
@@ -9,10 +11,10 @@ from tests.distributed.launch import run_ranks
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest) -> list[dict[str, str]]:
-    """Each rank's verdicts on the module's `CASES`: with two ranks, and with four."""
-    return run_ranks(all_cases, request.param, request.module.__name__)
+def verdicts_by_rank(request: pytest.FixtureRequest) -> list[dict[str, str]]:
+    """Each rank's verdicts on the module's `CASES`, on two ranks and on four."""
+    return run_ranks(judge_cases, request.param, request.module.__name__)
 
 
-def all_cases(rank: int, world_size: int, module: str) -> dict[str, str]:
+def judge_cases(rank: int, world_size: int, module: str) -> dict[str, str]:
     return verdicts(import_module(module).CASES, rank)

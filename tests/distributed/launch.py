@@ -1,6 +1,6 @@
 """Runs a function on real gloo ranks, each a process of its own with one thread.
 
-They are forked from a server that has imported torch and has no threads: to import it takes longer than most tests.
+A fork server that has imported torch and has no threads starts them: importing torch takes longer than most tests.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 150) -> list[Any]:
-    """What `function(rank, world_size, *args)` returned on each rank.
+    """Return the result of `function(rank, world_size, *args)` on each rank.
 
     Args:
-        function: Importable by name; its results and arguments can be pickled.
-        world_size: How many ranks.
-        *args: Passed on.
-        timeout_s: After which every rank is killed.
+        function: Importable by name. Its results and arguments can be pickled.
+        world_size: Number of ranks.
+        *args: Further arguments of the function.
+        timeout_s: Seconds after which all ranks are killed.
 
     Raises:
-        AssertionError: A rank failed, with its traceback; or none answered in time.
+        AssertionError: A rank failed (the message has its traceback), or did not answer in time.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.imports"])
+    context.set_forkserver_preload(["tests.distributed.preload"])
     with TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
@@ -61,13 +61,13 @@ def _answer(pipe: Any, rank: int, timeout_s: float) -> tuple[bool, Any]:
 
 def _rank(  # noqa: PLR0917
     function: Callable[..., Any],
-    place: tuple[int, int],
+    rank_and_size: tuple[int, int],
     folder: str,
     pipe: Any,
     args: tuple[Any, ...],
     environ: dict[str, str],
 ) -> None:
-    rank, world_size = place
+    rank, world_size = rank_and_size
     os.environ.clear()
     os.environ.update(environ, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch
@@ -83,7 +83,7 @@ def _rank(  # noqa: PLR0917
             world_size=world_size,
             timeout=timedelta(seconds=60),
         )
-        dist.barrier()  # A rank that ends at once would close its connections while the others still make theirs.
+        dist.barrier()  # A rank that ends at once would close its connections while other ranks still open theirs.
         pipe.send((True, function(rank, world_size, *args)))
         dist.destroy_process_group()
     except BaseException:

@@ -1,4 +1,4 @@
-"""Small models with what makes a reducer's life hard."""
+"""Small models with hard cases for a reducer."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Transformer(nn.Module):
 
 
 class Branches(nn.Module):
-    """A branch that a negative first element skips, and one that nobody ever takes."""
+    """A branch that a negative first element skips, and a branch that is never used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,6 +66,6 @@ MODELS: dict[str, Any] = {"cnn": Cnn, "transformer": Transformer, "branches": Br
 
 
 def build(name: str) -> nn.Module:
-    """The same model on every rank."""
+    """Build the same model on every rank."""
     torch.manual_seed(7)
     return MODELS[name]()  # type: ignore[no-any-return]

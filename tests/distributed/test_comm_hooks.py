@@ -261,5 +261,5 @@ if not dist.is_nccl_available():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hooks_have_the_same_result_as_in_torch(found: list[dict[str, str]], case: str) -> None:
-    assert {verdict[case] for verdict in found} == ({"raised"} if case in RAISE else {"equal"})
+def test_hooks_have_the_same_result_as_in_torch(verdicts_by_rank: list[dict[str, str]], case: str) -> None:
+    assert {verdict[case] for verdict in verdicts_by_rank} == ({"raised"} if case in RAISE else {"equal"})

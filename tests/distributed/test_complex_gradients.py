@@ -46,5 +46,5 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hooks_have_the_same_result_as_in_torch(found: list[dict[str, str]], case: str) -> None:
-    assert {verdict[case] for verdict in found} == {"equal"}
+def test_hooks_have_the_same_result_as_in_torch(verdicts_by_rank: list[dict[str, str]], case: str) -> None:
+    assert {verdict[case] for verdict in verdicts_by_rank} == {"equal"}

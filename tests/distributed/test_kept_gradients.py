@@ -1,4 +1,4 @@
-"""Gradients that a script keeps, changes in a hook, or gives other memory: they are what torch's DDP makes of them."""
+"""Scripts that keep gradients, change them in a hook, or give them other memory get the results of torch's DDP."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ CAP = {"bucket_cap_mb": 0.05}
 
 
 def let_go(buckets: Sequence[Bucket]) -> None:
-    """Return once a thread of the process group's has let go of the buckets: a moment after they were waited for."""
+    """Wait until the process group's thread has released the buckets, a moment after their completion."""
     ends = time.monotonic() + 10
     while any(bucket.memory.is_shared for bucket in buckets) and time.monotonic() < ends:
         time.sleep(0.001)
     time.sleep(0.02)
 
 
-def memory(rank: int, world_size: int) -> dict[str, int]:
-    """By loop, how many times the buckets had other memory than in the step before, from the third step on."""
+def memory_moves(rank: int, world_size: int) -> dict[str, int]:
+    """Count by loop how often the buckets moved to other memory between steps, from the third step on."""
     taken = {}
     for name, (options, loop) in LOOPS.items():
         ddp = DistributedDataParallel(net(), **{**CAP, **options})
@@ -70,29 +70,28 @@ LOOPS: dict[str, Any] = {
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
-def test_a_training_in_which_nobody_keeps_gradients_stays_in_the_memory_it_has() -> None:
-    assert run_ranks(memory, 2) == [dict.fromkeys(LOOPS, 0)] * 2
+def test_a_training_that_keeps_no_gradients_reuses_its_bucket_memory() -> None:
+    assert run_ranks(memory_moves, 2) == [dict.fromkeys(LOOPS, 0)] * 2
 
 
 def keeping(keep: Callable[[torch.Tensor], torch.Tensor], accumulates: bool = False) -> Any:
-    """What someone keeps of each step's gradients, at the end; one parameter's may be accumulated from step to step."""
+    """Return the kept gradients of all steps at the end. Every third parameter may accumulate from step to step."""
 
     def case(kind: Any, rank: int) -> Any:
-        ddp, kept = kind(net(), **CAP), []
+        ddp, history = kind(net(), **CAP), []
         for step in range(4):
             ddp(batch(rank, step)).sum().backward()
-            places = [place for place, p in enumerate(ddp.parameters()) if not accumulates or place % 3]
-            parameters = list(ddp.parameters())
-            kept += [keep(parameters[place].grad) for place in places]
-            for place in places:
-                parameters[place].grad = None
-        return [*kept, *outcome(ddp)]
+            cleared = [p for index, p in enumerate(ddp.parameters()) if not accumulates or index % 3]
+            history += [keep(parameter.grad) for parameter in cleared]
+            for parameter in cleared:
+                parameter.grad = None
+        return [*history, *outcome(ddp)]
 
     return case
 
 
 def stepping_on_aliases(kind: Any, rank: int) -> Any:
-    """An optimizer by hand that took hold of each gradient's data once; one parameter is never used."""
+    """Step by hand on references to the first gradients' data. One layer is never used."""
     module = nn.ModuleDict({"used": net(), "never": nn.Linear(2, 2)})
     module.forward = module["used"].forward
     ddp = kind(module, find_unused_parameters=True)
@@ -107,72 +106,74 @@ def stepping_on_aliases(kind: Any, rank: int) -> Any:
     return outcome(ddp)
 
 
-def holding(take: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> Any:
-    """An optimizer by hand that took hold of the first step's gradients, and zeroes these and steps on them."""
+def stepping_on_first_gradients(take: Callable[[torch.Tensor], torch.Tensor], **options: Any) -> Any:
+    """Step by hand on references to the first step's gradients, which are also zeroed in place."""
 
     def case(kind: Any, rank: int) -> Any:
-        ddp, held, theirs = kind(net(), **CAP, **options), [], []
+        ddp, references, same_objects = kind(net(), **CAP, **options), [], []
         for step in range(5):
-            for gradient in held:
+            for gradient in references:
                 gradient.zero_()
             ddp(batch(rank, step)).sum().backward()
-            held = held or [take(p.grad) for p in ddp.parameters()]
-            theirs.append([p.grad is gradient for p, gradient in zip(ddp.parameters(), held, strict=True)])
+            references = references or [take(p.grad) for p in ddp.parameters()]
+            same_objects.append([p.grad is gradient for p, gradient in zip(ddp.parameters(), references, strict=True)])
             with torch.no_grad():
-                for parameter, gradient in zip(ddp.parameters(), held, strict=True):
+                for parameter, gradient in zip(ddp.parameters(), references, strict=True):
                     parameter.sub_(0.01 * gradient)
-        return [theirs, outcome(ddp)]
+        return [same_objects, outcome(ddp)]
 
     return case
 
 
-def leading_away(keeps: bool, set_to_none: bool, lead: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
-    """Gradients are given other memory after each step, as by old ways to clip them; what was theirs may be kept."""
+def replacing_memory(keeps: bool, set_to_none: bool, replace: Callable[[torch.Tensor, torch.Tensor], Any]) -> Any:
+    """Give gradients other memory after each step, as old clipping code does. The old memory may be kept."""
 
     def case(kind: Any, rank: int) -> Any:
-        ddp, kept, found = kind(net(), **CAP), [], []
+        ddp, history, outcomes = kind(net(), **CAP), [], []
         for step in range(4):
             ddp.zero_grad(set_to_none=set_to_none)
             ddp(batch(rank, step)).sum().backward()
-            found.append(outcome(ddp))
+            outcomes.append(outcome(ddp))
             older = [p.grad.data for p in ddp.parameters()]
             for parameter, gradient in zip(ddp.parameters(), older, strict=True):
-                lead(parameter.grad, gradient * 0.5)
-            kept.append(older if keeps else [])
+                replace(parameter.grad, gradient * 0.5)
+            history.append(older if keeps else [])
             del older, gradient
-        return [found, kept[0], outcome(ddp)]
+        return [outcomes, history[0], outcome(ddp)]
 
     return case
 
 
-def by_data(gradient: torch.Tensor, other: torch.Tensor) -> None:
-    gradient.data = other
+def assign_data(gradient: torch.Tensor, replacement: torch.Tensor) -> None:
+    gradient.data = replacement
 
 
-def clamps(parameter: torch.Tensor) -> None:
+def clamp(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.clamp_(-0.01, 0.01)
 
 
-def steps_alone(parameter: torch.Tensor) -> None:
-    """An optimizer in backward: what is reduced then is nothing."""
+def step_in_backward(parameter: torch.Tensor) -> None:
+    """Step the optimizer inside backward, so that no gradient is left to reduce."""
     with torch.no_grad():
         parameter -= 0.01 * parameter.grad
     parameter.grad = None
 
 
-def leads_away(parameter: torch.Tensor) -> None:
+def replace_data(parameter: torch.Tensor) -> None:
     assert parameter.grad is not None
     parameter.grad.data = parameter.grad.data * 0.5
 
 
-def hooking(hook: Callable[[torch.Tensor], None], again: bool = False, set_to_none: bool = True, **options: Any) -> Any:
-    """A hook that was registered after wrapping, once or anew for every step."""
+def hooking(
+    hook: Callable[[torch.Tensor], None], each_step: bool = False, set_to_none: bool = True, **options: Any
+) -> Any:
+    """Register a hook after wrapping, once or in every step."""
 
     def case(kind: Any, rank: int) -> Any:
         ddp, handles = kind(net(), **CAP, **options), []
         for step in range(4):
-            if again or step == 0:
+            if each_step or step == 0:
                 while handles:
                     handles.pop().remove()
                 handles += [p.register_post_accumulate_grad_hook(hook) for p in ddp.parameters()]
@@ -183,56 +184,60 @@ def hooking(hook: Callable[[torch.Tensor], None], again: bool = False, set_to_no
     return case
 
 
-def hooking_within(kind: Any, rank: int) -> Any:
-    """One that was registered between forward and backward."""
+def hooking_after_forward(kind: Any, rank: int) -> Any:
+    """Register a hook between forward and backward."""
     ddp = kind(net(), **CAP)
     loss = ddp(batch(rank)).sum()
     for parameter in ddp.parameters():
-        parameter.register_post_accumulate_grad_hook(clamps)
+        parameter.register_post_accumulate_grad_hook(clamp)
     loss.backward()
     return outcome(ddp)
 
 
 CASES = {
-    "a hook of the user's clamps": hooking(clamps),
-    "a hook of the user's clamps, anew for every step": hooking(clamps, again=True),
-    "a hook of the user's clamps, static": hooking(clamps, static_graph=True),
-    "a hook of the user's steps": hooking(steps_alone),
-    "a hook of the user's leads gradients away": hooking(leads_away),
-    "a hook of the user's leads gradients away, zeroed in place": hooking(leads_away, set_to_none=False),
-    "a hook that comes after the forward": hooking_within,
+    "a user's hook clamps": hooking(clamp),
+    "a user's hook clamps, registered in every step": hooking(clamp, each_step=True),
+    "a user's hook clamps, static": hooking(clamp, static_graph=True),
+    "a user's hook steps": hooking(step_in_backward),
+    "a user's hook replaces gradient memory": hooking(replace_data),
+    "a user's hook replaces gradient memory, zeroed in place": hooking(replace_data, set_to_none=False),
+    "a hook registered after the forward": hooking_after_forward,
     "gradients kept": keeping(lambda gradient: gradient),
     "gradients kept by detach": keeping(torch.Tensor.detach),
     "gradients kept by data": keeping(lambda gradient: gradient.data),
     "gradients kept by a view": keeping(lambda gradient: gradient.view(-1)[1:]),
-    "gradients kept beside accumulated ones": keeping(lambda gradient: gradient, accumulates=True),
-    "gradients kept by detach beside accumulated ones": keeping(torch.Tensor.detach, accumulates=True),
+    "gradients kept while some accumulate": keeping(lambda gradient: gradient, accumulates=True),
+    "gradients kept by detach while some accumulate": keeping(torch.Tensor.detach, accumulates=True),
     "stepping on aliases of gradients": stepping_on_aliases,
-    "stepping on the first gradients": holding(lambda gradient: gradient),
-    "stepping on the first gradients, static": holding(lambda gradient: gradient, static_graph=True),
-    "stepping on the first gradients' data": holding(lambda gradient: gradient.data),
-    "stepping on a view of the first gradients": holding(lambda gradient: gradient.view(gradient.shape)),
-    "gradients led away": leading_away(False, True, by_data),
-    "gradients led away, zeroed in place": leading_away(False, False, by_data),
-    "gradients led away, kept": leading_away(True, True, by_data),
-    "gradients led away, kept, zeroed in place": leading_away(True, False, by_data),
-    "gradients led away by set_, zeroed in place": leading_away(False, False, torch.Tensor.set_),
+    "stepping on the first gradients": stepping_on_first_gradients(lambda gradient: gradient),
+    "stepping on the first gradients, static": stepping_on_first_gradients(
+        lambda gradient: gradient, static_graph=True
+    ),
+    "stepping on the first gradients' data": stepping_on_first_gradients(lambda gradient: gradient.data),
+    "stepping on a view of the first gradients": stepping_on_first_gradients(
+        lambda gradient: gradient.view(gradient.shape)
+    ),
+    "gradient memory replaced": replacing_memory(False, True, assign_data),
+    "gradient memory replaced, zeroed in place": replacing_memory(False, False, assign_data),
+    "gradient memory replaced, kept": replacing_memory(True, True, assign_data),
+    "gradient memory replaced, kept, zeroed in place": replacing_memory(True, False, assign_data),
+    "gradient memory replaced by set_, zeroed in place": replacing_memory(False, False, torch.Tensor.set_),
 }
 
 
 CLOSE = {
-    "gradients kept by detach beside accumulated ones",
+    "gradients kept by detach while some accumulate",
     "stepping on the first gradients, static",
     "stepping on the first gradients' data",
     "stepping on a view of the first gradients",
-    "gradients led away, zeroed in place",
-    "gradients led away by set_, zeroed in place",
+    "gradient memory replaced, zeroed in place",
+    "gradient memory replaced by set_, zeroed in place",
 }
-"""On four ranks: ours keeps its first layout where somebody holds a gradient's memory, and torch lays a static graph's
-buckets anew a step later."""
+"""Cases that may differ on four ranks: our DDP keeps its first layout while a script holds a gradient's memory, and
+torch rebuilds a static graph's buckets a step later."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_results_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
-    allowed = {"equal", "close"} if case in CLOSE and len(found) > 2 else {"equal"}
-    assert {verdict[case] for verdict in found} <= allowed
+def test_results_equal_those_of_torch(verdicts_by_rank: list[dict[str, str]], case: str) -> None:
+    allowed = {"equal", "close"} if case in CLOSE and len(verdicts_by_rank) > 2 else {"equal"}
+    assert {verdict[case] for verdict in verdicts_by_rank} <= allowed

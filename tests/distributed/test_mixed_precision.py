@@ -1,4 +1,4 @@
-"""Torch's own mixed precision, on the host with streams that stand for a device's: torch's reducer has none there."""
+"""Torch's own mixed precision, on the CPU with stand-ins for a device's streams, as torch's reducer has none there."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class Stream(nullcontext[None]):
-    """What is done on it is done at once."""
+    """A stream that runs its work at once."""
 
     device = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """Some layers, one of them frozen."""
+    """Some layers, with a frozen last layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,31 +49,31 @@ def loss(model: nn.Module, rank: int, step: int, dtype: torch.dtype) -> torch.Te
     return model(batch(rank, step).to(dtype)).pow(2).mean()
 
 
-def alone(dtype: torch.dtype, reduced_in: torch.dtype, ranks: int) -> nn.Module:
-    """The same training in one process, with a narrow copy of the model for each rank's gradients."""
+def train_in_one_process(dtype: torch.dtype, reduce_dtype: torch.dtype, ranks: int) -> nn.Module:
+    """Run the same training in one process, with a low-precision copy of the model for each rank's gradients."""
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     for step in range(STEPS):
-        narrow = [copy.deepcopy(model).to(dtype) for _ in range(ranks)]
-        for rank, twin in enumerate(narrow):
-            loss(twin, rank, step, dtype).backward()
-        for parameter, *twins in zip(model.parameters(), *(twin.parameters() for twin in narrow), strict=True):
+        replicas = [copy.deepcopy(model).to(dtype) for _ in range(ranks)]
+        for rank, replica in enumerate(replicas):
+            loss(replica, rank, step, dtype).backward()
+        for parameter, *copies in zip(model.parameters(), *(replica.parameters() for replica in replicas), strict=True):
             if parameter.requires_grad:
-                total = sum(twin.grad.to(reduced_in) for twin in twins)  # type: ignore[union-attr]
+                total = sum(replica.grad.to(reduce_dtype) for replica in copies)  # type: ignore[union-attr]
                 parameter.grad = (total / ranks).float()  # type: ignore[union-attr]
         optimizer.step()
     return model
 
 
-def trained(rank: int, ranks: int, dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, bool]:
-    """By options, whether parameters are those of one process, in full width again."""
-    reference = alone(*dtypes, ranks)
-    with on_the_host():
+def agreement(rank: int, ranks: int, dtypes: tuple[torch.dtype, torch.dtype]) -> dict[str, bool]:
+    """Return by options whether the full-precision parameters equal those of one process."""
+    reference = train_in_one_process(*dtypes, ranks)
+    with cpu_streams():
         return {name: same(train(rank, dtypes, options), reference) for name, options in OPTIONS.items()}
 
 
 @contextmanager
-def on_the_host() -> Iterator[None]:
+def cpu_streams() -> Iterator[None]:
     events, current = SimpleNamespace(record=int, wait=lambda stream: None), SimpleNamespace(wait_stream=id)
     with (
         mock.patch.object(torch, "Stream", Stream),
@@ -99,5 +99,5 @@ def same(ddp: nn.Module, reference: nn.Module) -> bool:
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.bfloat16), (torch.float16, torch.float32)])
-def test_a_training_in_mixed_precision_is_that_of_one_process(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
-    assert run_ranks(trained, 2, dtypes) == [dict.fromkeys(OPTIONS, True)] * 2
+def test_a_training_in_mixed_precision_equals_that_of_one_process(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    assert run_ranks(agreement, 2, dtypes) == [dict.fromkeys(OPTIONS, True)] * 2

@@ -1,4 +1,4 @@
-"""Trainings drawn at random, each on torch's DDP and on ours: what they leave behind is the same, bit for bit."""
+"""Random trainings, each on torch's DDP and on ours: the results are equal bit for bit."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from tests.distributed.compare import Case, verdicts
 from tests.distributed.launch import run_ranks
 
 SEEDS = (*range(24), 113, 146)
-"""The first ones; one in which bfloat16 gradients of a bucket were partly in it, and one whose script replaced some."""
+"""Includes 113, in which bfloat16 gradients were partly in a bucket, and 146, in which a script replaced gradients."""
 WIDTH = 8
 
 
-class Drawn(nn.Module):
-    """Some blocks one after the other; a part may be left out in some steps on some ranks, and another always is."""
+class RandomModel(nn.Module):
+    """A sequence of random blocks. One part may be skipped on some ranks in some steps, another part always."""
 
     def __init__(self, draw: random.Random, leaves_out: bool) -> None:
         super().__init__()
         self.kinds = draw.choices(("linear", "norm", "batch norm", "checkpoint", "frozen", "half", "strided"), k=3)
-        self.blocks = nn.ModuleList(map(_block, self.kinds))
+        self.blocks = nn.ModuleList(map(build_block, self.kinds))
         self.rows = nn.Embedding(7, WIDTH, sparse=draw.random() < 0.5)
         self.wide = nn.Linear(WIDTH, WIDTH).double()
         self.scale = nn.Parameter(torch.tensor(1.1))
@@ -53,7 +53,7 @@ class Drawn(nn.Module):
         return {"y": y + self.tied(x) if hasattr(self, "tied") else y}
 
 
-def _block(kind: str) -> nn.Module:
+def build_block(kind: str) -> nn.Module:
     if kind == "norm":
         return nn.LayerNorm(WIDTH)
     if kind == "batch norm":
@@ -65,119 +65,119 @@ def _block(kind: str) -> nn.Module:
 
 
 class Training:
-    """One training, drawn by a seed: on whichever DDP it runs, it does the same."""
+    """A random training, determined by a seed: it runs the same steps on both kinds of DDP."""
 
     def __init__(self, seed: int, rank: int, kind: Any) -> None:
         self.draw, self.rank, self.step = random.Random(seed), rank, 0
         torch.manual_seed(seed)
-        # Torch lays a static graph's buckets anew a step later, and a sum of more than two depends on the cut.
+        # Torch rebuilds a static graph's buckets a step later, and a sum of more than two terms depends on the cut.
         static = self.draw.random() < 0.25 and dist.get_world_size() == 2
         leaves_out = not static and self.draw.random() < 0.5
         self.ddp = kind(
-            Drawn(self.draw, leaves_out),
+            RandomModel(self.draw, leaves_out),
             bucket_cap_mb=self.draw.choice((25, 0.002, 0.0005, 0.0001)),
             gradient_as_bucket_view=self.draw.random() < 0.5,
             static_graph=static,
             find_unused_parameters=leaves_out or (not static and self.draw.random() < 0.5),
         )
-        self.syncs_always = static  # Torch refuses to begin a static graph's training under `no_sync`.
+        self.always_syncs = static  # Torch refuses to begin a static graph's training under `no_sync`.
         self.parameters = [p for p in self.ddp.parameters() if p.requires_grad]
         self.optimizer = torch.optim.SGD(self.parameters, lr=0.05)
-        self.kept: list[torch.Tensor] = []
+        self.kept_gradients: list[torch.Tensor] = []
 
     def results(self) -> list[Any]:
-        """Parameters, gradients and buffers after each step, and what was kept of gradients, at the end."""
-        found: list[Any] = []
+        """Return parameters, gradients and buffers after each step, and the kept gradients at the end."""
+        tensors: list[Any] = []
         for step in range(self.draw.randint(2, 5)):
             self.step = step
             if self.draw.random() < 0.85:
                 self.optimizer.zero_grad(set_to_none=self.draw.random() < 0.6)
-            before, after = self.draw.choice(BEFORE), self.draw.choice(AFTER)
-            before(self)
+            prepare, finish = self.draw.choice(BEFORE), self.draw.choice(AFTER)
+            prepare(self)
             with torch.autocast("cpu", torch.bfloat16, enabled=self.draw.random() < 0.1):
                 loss = self.loss()
             (loss * self.draw.choice((1, 1, 1, 0))).backward()
-            after(self)
-            found += [None if p.grad is None else p.grad.to_dense().clone() for p in self.parameters]
+            finish(self)
+            tensors += [None if p.grad is None else p.grad.to_dense().clone() for p in self.parameters]
             self.optimizer.step()
-            found += [tensor.detach().clone() for tensor in self.ddp.state_dict().values()]
-        return found + [gradient.detach().clone() for gradient in self.kept]
+            tensors += [tensor.detach().clone() for tensor in self.ddp.state_dict().values()]
+        return tensors + [gradient.detach().clone() for gradient in self.kept_gradients]
 
     def loss(self, model: Any = None, salt: int = 0) -> torch.Tensor:
         inputs = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * self.rank + 10 * self.step + salt))
         return (model or self.ddp)(inputs, self.rank, self.step)["y"].float().pow(2).mean()
 
-    def dense(self) -> Iterator[torch.nn.Parameter]:
-        """Parameters with a gradient that is not sparse."""
+    def dense_parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Yield parameters with a dense gradient."""
         return (p for p in self.parameters if p.grad is not None and not p.grad.is_sparse)
 
-    # ------------------------------------------------------------------ before a backward
+    # ------------------------------------------------------------------ actions before a backward
 
-    def nothing(self) -> None:
+    def do_nothing(self) -> None:
         pass
 
-    def accumulates(self) -> None:
-        for salt in range(0 if self.syncs_always else self.draw.randint(1, 2)):
+    def accumulate(self) -> None:
+        for salt in range(0 if self.always_syncs else self.draw.randint(1, 2)):
             with self.ddp.no_sync():
                 self.loss(salt=1 + salt).backward()
 
-    def evaluates(self) -> None:
+    def evaluate(self) -> None:
         self.ddp.eval()
         with torch.no_grad():
             self.loss(salt=3)
         self.ddp.train()
 
-    def goes_around(self) -> None:
-        """A backward of the wrapped module itself: its gradients are this rank's own until they are reduced."""
-        if not self.syncs_always:
+    def run_wrapped_module(self) -> None:
+        """Run a backward of the wrapped module itself: its gradients are local until they are reduced."""
+        if not self.always_syncs:
             self.loss(self.ddp.module, salt=4).backward()
 
-    def forwards_in_vain(self) -> None:
+    def run_forward_only(self) -> None:
         self.loss(salt=5)
 
-    def replaces_gradients(self) -> None:
-        for parameter in self.dense():
+    def replace_gradients(self) -> None:
+        for parameter in self.dense_parameters():
             parameter.grad = 2 * parameter.grad.clone()  # type: ignore[union-attr]
 
-    def loads(self) -> None:
+    def load_state(self) -> None:
         self.ddp.load_state_dict({name: tensor.clone() for name, tensor in self.ddp.state_dict().items()})
 
-    # ------------------------------------------------------------------ after it
+    # ------------------------------------------------------------------ actions after it
 
-    def clips(self) -> None:
-        for parameter in self.dense():
+    def clip(self) -> None:
+        for parameter in self.dense_parameters():
             parameter.grad.clamp_(-0.01, 0.01)  # type: ignore[union-attr]
 
-    def detaches(self) -> None:
-        for parameter in self.dense():
+    def detach(self) -> None:
+        for parameter in self.dense_parameters():
             parameter.grad = parameter.grad.detach().clone()  # type: ignore[union-attr]
 
-    def forgets_some(self) -> None:
+    def clear_some(self) -> None:
         for parameter in self.parameters[::2]:
             parameter.grad = None
 
-    def keeps(self) -> None:
-        """Views of a bucket are the next step's too, by what `gradient_as_bucket_view` says."""
+    def keep(self) -> None:
+        """Keep the gradients, unless they are views, which the next step overwrites (`gradient_as_bucket_view`)."""
         if not self.ddp.gradient_as_bucket_view:
-            self.kept += [p.grad for p in self.dense() if p.grad is not None]
+            self.kept_gradients += [p.grad for p in self.dense_parameters() if p.grad is not None]
 
 
 Action = Callable[[Training], None]
 BEFORE: tuple[Action, ...] = (
-    Training.nothing,
-    Training.accumulates,
-    Training.evaluates,
-    Training.goes_around,
-    Training.forwards_in_vain,
-    Training.replaces_gradients,
-    Training.loads,
+    Training.do_nothing,
+    Training.accumulate,
+    Training.evaluate,
+    Training.run_wrapped_module,
+    Training.run_forward_only,
+    Training.replace_gradients,
+    Training.load_state,
 )
 AFTER: tuple[Action, ...] = (
-    Training.nothing,
-    Training.clips,
-    Training.detaches,
-    Training.forgets_some,
-    Training.keeps,
+    Training.do_nothing,
+    Training.clip,
+    Training.detach,
+    Training.clear_some,
+    Training.keep,
 )
 
 
@@ -185,12 +185,12 @@ def case(seed: int) -> Case:
     return lambda kind, rank: Training(seed, rank, kind).results()
 
 
-def all_drawn(rank: int, world_size: int) -> dict[str, str]:
+def judge_seeds(rank: int, world_size: int) -> dict[str, str]:
     return verdicts({f"seed {seed}": case(seed) for seed in SEEDS}, rank)
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_a_training_drawn_at_random_is_torchs(world_size: int) -> None:
-    for found in run_ranks(all_drawn, world_size):
-        assert {seed: verdict for seed, verdict in found.items() if verdict != "equal"} == {}
+def test_a_random_training_has_the_results_of_torch(world_size: int) -> None:
+    for by_seed in run_ranks(judge_seeds, world_size):
+        assert {seed: verdict for seed, verdict in by_seed.items() if verdict != "equal"} == {}

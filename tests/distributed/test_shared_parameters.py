@@ -1,4 +1,4 @@
-"""A parameter that two modules reduce in one backward: a layer they share, or a module inside the other one."""
+"""A parameter that two DDP modules reduce in one backward: a shared layer, or a DDP module inside another."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ SMALL = {"bucket_cap_mb": 1e-5}
 FLAG = {"find_unused_parameters": True}
 
 
-class Around(nn.Module):
-    """A wrapped module and a layer; the module may be left out."""
+class Outer(nn.Module):
+    """Layers around a wrapped module."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()
@@ -32,7 +32,8 @@ class Around(nn.Module):
         return self.last(self.inner(self.first(x)))  # type: ignore[no-any-return]
 
 
-def two(kind: Any, **options: Any) -> list[Any]:
+def build_pair(kind: Any, **options: Any) -> list[Any]:
+    """Wrap two networks that share a weight and a bias."""
     first, second = net(), net()
     second[2].weight, second[0].bias = first[2].weight, first[0].bias
     return [kind(module, **options) for module in (first, second)]
@@ -43,21 +44,21 @@ def gradients(*modules: nn.Module) -> Iterator[Any]:
         yield None if parameter.grad is None else parameter.grad.clone()
 
 
-def doubled(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
-    """Twice the mean: it shows how often it ran."""
+def reduce_to_twice_the_mean(buffer: torch.Tensor) -> torch.futures.Future[torch.Tensor]:
+    """Return twice the mean, so that the result shows how often the hook ran."""
     work = dist.all_reduce(buffer * (2 / dist.get_world_size()), async_op=True)
     return work.get_future().then(lambda sums: sums.value()[0])
 
 
-def doubling() -> Any:
-    return lambda state, bucket: doubled(bucket.buffer())
+def doubling_hook() -> Any:
+    return lambda state, bucket: reduce_to_twice_the_mean(bucket.buffer())
 
 
 def together(set_to_none: bool = True, hook: Any = None, accumulates: bool = False, **options: Any) -> Any:
-    """One backward through both; before the second one a backward of each."""
+    """Run one backward through both models. Before the second, run a backward of each model."""
 
     def case(kind: Any, rank: int) -> Any:
-        models, found = two(kind, **options), []
+        models, results = build_pair(kind, **options), []
         for model in models if hook else ():
             model.register_comm_hook(None, hook)
         for step in range(4):
@@ -68,8 +69,8 @@ def together(set_to_none: bool = True, hook: Any = None, accumulates: bool = Fal
                     model(batch(rank, 50 + number)).pow(2).sum().backward()
             losses = [model(batch(rank, 10 * step + number)).sum() for number, model in enumerate(models)]
             (losses[0] * losses[1]).backward()
-            found += gradients(*models)
-        return found
+            results += gradients(*models)
+        return results
 
     return case
 
@@ -77,20 +78,20 @@ def together(set_to_none: bool = True, hook: Any = None, accumulates: bool = Fal
 def nested(hook: Any = None, **options: Any) -> Any:
     def case(kind: Any, rank: int) -> Any:
         inner = kind(net(), **options)
-        ddp, found = kind(Around(inner), **options), []
+        ddp, results = kind(Outer(inner), **options), []
         for model in (inner, ddp) if hook else ():
             model.register_comm_hook(None, hook)
         for step in range(4):
             ddp.zero_grad(set_to_none=step % 2 == 0)
             ddp(batch(rank, step)).pow(2).sum().backward()
-            found += gradients(ddp)
-        return found
+            results += gradients(ddp)
+        return results
 
     return case
 
 
-class Turns(nn.Module):
-    """A layer that one rank uses in a step, and another one in the next."""
+class Alternating(nn.Module):
+    """A layer that each rank uses in every second step, the two ranks in turn."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,17 +104,17 @@ class Turns(nn.Module):
         return y + self.sometimes(x) if self.step % 2 else y
 
 
-def held(kind: Any, rank: int) -> Any:
-    """What a script sees that took a gradient's memory once, and zeroes it in place."""
-    inner = kind(Turns(), **FLAG)
-    ddp, memory, found = kind(Around(inner), **FLAG), None, []
+def memory_reference(kind: Any, rank: int) -> Any:
+    """Read gradients through a reference to their first memory, which is zeroed in place."""
+    inner = kind(Alternating(), **FLAG)
+    ddp, memory, results = kind(Outer(inner), **FLAG), None, []
     for step in range(5):
         ddp.zero_grad(set_to_none=step == 0)
         ddp(batch(rank, step)).pow(2).sum().backward()
         gradient = inner.module.sometimes.weight.grad
         memory = gradient.data if memory is None else memory
-        found += [memory.clone(), gradient.clone()]
-    return found
+        results += [memory.clone(), gradient.clone()]
+    return results
 
 
 CASES = {
@@ -127,39 +128,39 @@ CASES = {
     "nested": nested(),
     "nested, small buckets": nested(**SMALL),
     "nested, flag": nested(**FLAG),
-    "nested, flag, held": held,
+    "nested, flag, memory reference": memory_reference,
     "nested, static": nested(static_graph=True),
-    "nested, by hooks that double": nested(hook=doubling(), **SMALL),
+    "nested, by hooks that double": nested(hook=doubling_hook(), **SMALL),
 }
 
 
 CLOSE = {name for name in CASES if name.startswith("nested")}
-"""On four ranks: each module sums the same gradients, in buckets of its own cut, and the one that ends last is kept."""
+"""May differ on four ranks: each module sums the same gradients in its own buckets, and the last sum is kept."""
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
-    allowed = {"equal", "close"} if case in CLOSE and len(found) > 2 else {"equal"}
-    assert {verdict[case] for verdict in found} <= allowed
+def test_gradients_equal_those_of_torch(verdicts_by_rank: list[dict[str, str]], case: str) -> None:
+    allowed = {"equal", "close"} if case in CLOSE and len(verdicts_by_rank) > 2 else {"equal"}
+    assert {verdict[case] for verdict in verdicts_by_rank} <= allowed
 
 
-def as_views(rank: int, world_size: int) -> bool:
-    """Torch refuses this."""
+def equal_with_views(rank: int, world_size: int) -> bool:
+    """Compare gradients that are bucket views with copies, on our DDP alone: torch refuses this case."""
     views = {"gradient_as_bucket_view": True}
     pairs = ((together(**views), together()), (nested(**views), nested()))
     return all(
-        all(map(torch.equal, one(DistributedDataParallel, rank), other(DistributedDataParallel, rank)))
-        for one, other in pairs
+        all(map(torch.equal, with_views(DistributedDataParallel, rank), plain(DistributedDataParallel, rank)))
+        for with_views, plain in pairs
     )
 
 
-def test_gradients_that_may_be_views_are_the_same() -> None:
-    assert all(run_ranks(as_views, 2))
+def test_gradients_as_bucket_views_have_the_same_values() -> None:
+    assert all(run_ranks(equal_with_views, 2))
 
 
-class Hiding(nn.Module):
-    """What it gives cannot be looked into."""
+class HidingOutput(nn.Module):
+    """A module with an opaque output, in which DDP finds no tensors."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -172,15 +173,15 @@ class Hiding(nn.Module):
         return Hidden()
 
 
-def told(rank: int, world_size: int) -> str:
-    """A layer of two modules, one of which gives no outputs that could be watched; its gradients go in one by one."""
+def error_with_a_hidden_output(rank: int, world_size: int) -> str:
+    """Share a layer between two modules, one with an opaque output. The layer's gradients are copied on arrival."""
     layer = nn.Linear(8, 2000)
-    seen, hidden = DistributedDataParallel(layer), DistributedDataParallel(Hiding(layer))
+    visible, hidden = DistributedDataParallel(layer), DistributedDataParallel(HidingOutput(layer))
     with pytest.raises(ReducerError) as error:
-        (seen(batch(rank)).sum() + hidden(batch(rank, 1)).value.sum()).backward()
+        (visible(batch(rank)).sum() + hidden(batch(rank, 1)).value.sum()).backward()
     return str(error.value)
 
 
-def test_where_it_cannot_be_right_it_is_an_error_on_every_rank() -> None:
-    for text in run_ranks(told, 2):
+def test_a_shared_layer_behind_a_hidden_output_is_an_error_on_every_rank() -> None:
+    for text in run_ranks(error_with_a_hidden_output, 2):
         assert "rank 1: two DistributedDataParallel modules reduce parameter module." in text

@@ -1,4 +1,4 @@
-"""Parameters that take no part, on some rank or on all, in every way that a model can be written."""
+"""Parameters that some or all ranks leave unused, in models written in many ways."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FIND = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
 
 
 class Branching(nn.Module):
-    """`sometimes` is left out where the batch says so, `never` always; each layer is a bucket of its own."""
+    """The layer `sometimes` is skipped unless `takes` is set, `never` always. Each layer is a bucket of its own."""
 
     def __init__(self, reentrant: bool = False) -> None:
         super().__init__()
@@ -39,11 +39,11 @@ class Branching(nn.Module):
         return self.head(h)  # type: ignore[no-any-return]
 
 
-def taken(rank: int, step: int) -> bool:
+def takes_in_turn(rank: int, step: int) -> bool:
     return (rank + step) % 2 == 0
 
 
-def steps(ddp: Any, rank: int, count: int = 4, takes: Any = taken) -> Any:
+def train(ddp: Any, rank: int, count: int = 4, takes: Any = takes_in_turn) -> Any:
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     for step in range(count):
         optimizer.zero_grad()
@@ -52,25 +52,25 @@ def steps(ddp: Any, rank: int, count: int = 4, takes: Any = taken) -> Any:
     return [outcome(ddp), [p.grad is None for p in ddp.parameters()]]
 
 
-def some_ranks_each_step(kind: Any, rank: int) -> Any:
-    return steps(kind(Branching(), **FIND), rank)
+def used_on_some_ranks_in_each_step(kind: Any, rank: int) -> Any:
+    return train(kind(Branching(), **FIND), rank)
 
 
-def nobody_in_some_steps(kind: Any, rank: int) -> Any:
-    return steps(kind(Branching(), **FIND), rank, takes=lambda _, step: step == 1)
+def unused_on_all_ranks_in_some_steps(kind: Any, rank: int) -> Any:
+    return train(kind(Branching(), **FIND), rank, takes=lambda _, step: step == 1)
 
 
 def older_gradients_stay(kind: Any, rank: int) -> Any:
-    """Without zeroing, what nobody used keeps what it had, on each rank its own."""
+    """Train without zeroing: a parameter unused on all ranks keeps each rank's older gradient."""
     ddp = kind(Branching(), **FIND)
     ddp.module.never.weight.grad = torch.full((8, 8), float(rank))
     for step in range(3):
-        ddp(batch(rank, step), taken(rank, step)).sum().backward()
+        ddp(batch(rank, step), takes_in_turn(rank, step)).sum().backward()
     return [outcome(ddp), [p.grad is None for p in ddp.parameters()]]
 
 
-def over_no_sync(kind: Any, rank: int) -> Any:
-    """Used in a pass under `no_sync` and not in the synchronised one: it counts as used."""
+def used_under_no_sync(kind: Any, rank: int) -> Any:
+    """Use a parameter under `no_sync` and not in the synchronised pass: it counts as used."""
     ddp = kind(Branching(), **FIND)
     for step in range(3):
         ddp.zero_grad()
@@ -81,23 +81,23 @@ def over_no_sync(kind: Any, rank: int) -> Any:
 
 
 def skipped_buckets(kind: Any, rank: int) -> Any:
-    """All ranks alike, as torch needs it."""
+    """Skip the same buckets on all ranks, as torch requires."""
     options = FIND | {"skip_all_reduce_unused_params": True}
-    return steps(kind(Branching(), **options), rank, takes=lambda _, step: step % 2 == 0)
+    return train(kind(Branching(), **options), rank, takes=lambda _, step: step % 2 == 0)
 
 
 def static_with_unused(kind: Any, rank: int) -> Any:
-    return steps(kind(Branching(), static_graph=True), rank, takes=lambda *_: True)
+    return train(kind(Branching(), static_graph=True), rank, takes=lambda *_: True)
 
 
 def set_static_later(kind: Any, rank: int) -> Any:
     ddp = kind(Branching())
     ddp._set_static_graph()
-    return steps(ddp, rank, takes=lambda *_: True)
+    return train(ddp, rank, takes=lambda *_: True)
 
 
 class Reused(nn.Module):
-    """One layer three times, in two reentrant checkpoints and outside."""
+    """A layer used three times: in two reentrant checkpoints, and outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,14 +127,14 @@ def static_and_checkpointed(kind: Any, rank: int) -> Any:
 
 
 class Hidden:
-    """An output that nobody can look into."""
+    """An opaque output, in which DDP finds no tensors."""
 
     def __init__(self, inside: torch.Tensor) -> None:
         self.sum, self.pow = inside.sum, inside.pow
 
 
 class Hiding(nn.Module):
-    """The first gradient comes inside a checkpoint's own backward, and no output told that a backward begins."""
+    """The first gradient arrives inside a checkpoint's own backward, and no output marks the start of the backward."""
 
     def __init__(self, times: int = 1) -> None:
         super().__init__()
@@ -160,10 +160,10 @@ def checkpoints_behind_a_hidden_output(kind: Any, rank: int) -> Any:
 CASES = {
     function.__name__: function
     for function in (
-        some_ranks_each_step,
-        nobody_in_some_steps,
+        used_on_some_ranks_in_each_step,
+        unused_on_all_ranks_in_some_steps,
         older_gradients_stay,
-        over_no_sync,
+        used_under_no_sync,
         skipped_buckets,
         static_with_unused,
         set_static_later,
@@ -175,24 +175,24 @@ CASES = {
 
 
 CLOSE = {"set_static_later", "static_and_checkpointed", "static_and_reused", "static_with_unused"}
-"""On four ranks: torch lays a static graph's buckets anew a step later than ours, and sums depend on the cut."""
+"""May differ on four ranks: torch rebuilds a static graph's buckets a step later than ours; sums depend on the cut."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_gradients_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
-    allowed = {"equal", "close"} if case in CLOSE and len(found) > 2 else {"equal"}
-    assert {verdict[case] for verdict in found} <= allowed
+def test_gradients_equal_those_of_torch(verdicts_by_rank: list[dict[str, str]], case: str) -> None:
+    allowed = {"equal", "close"} if case in CLOSE and len(verdicts_by_rank) > 2 else {"equal"}
+    assert {verdict[case] for verdict in verdicts_by_rank} <= allowed
 
 
-def agrees(ddp: Any, plain: Any, rank: int, world_size: int, takes: Any = taken) -> bool:
-    """Whether ours has the mean of the gradients that every rank's data gives the model without DDP."""
+def agrees(ddp: Any, plain: Any, rank: int, world_size: int, takes: Any = takes_in_turn) -> bool:
+    """Whether our gradients are the mean over all ranks' data of the gradients of the model without DDP."""
     same = True
     for step in range(3):
         ddp.zero_grad()
         ddp(batch(rank, step), takes(rank, step)).sum().backward()
         plain.zero_grad()
-        for other in range(world_size):
-            (plain(batch(other, step), takes(other, step)).sum() / world_size).backward()
+        for data_rank in range(world_size):
+            (plain(batch(data_rank, step), takes(data_rank, step)).sum() / world_size).backward()
         for ours, theirs in zip(ddp.parameters(), plain.parameters(), strict=True):
             same &= (ours.grad is None) == (theirs.grad is None)
             same &= ours.grad is None or torch.allclose(ours.grad, theirs.grad, atol=1e-5)
@@ -209,16 +209,16 @@ def one_rank_takes(rank: int, _step: int) -> bool:
     return rank == 0
 
 
-def where_torch_cannot(rank: int, world_size: int) -> dict[str, bool]:
+def cases_that_torch_does_not_support(rank: int, world_size: int) -> dict[str, bool]:
     skipping = FIND | {"skip_all_reduce_unused_params": True}
     return {
         "reentrant checkpoints and unused parameters": agrees(
             DistributedDataParallel(Branching(reentrant=True), **FIND), Branching(reentrant=True), rank, world_size
         ),
-        "skipped buckets where ranks differ": agrees(
+        "buckets skipped, different between ranks": agrees(
             DistributedDataParallel(Branching(), **skipping), Branching(), rank, world_size
         ),
-        "skipped buckets that one rank alone leaves out": agrees(
+        "buckets skipped by one rank alone": agrees(
             DistributedDataParallel(without_never(), **skipping | {"bucket_cap_mb": 0.00001}),
             without_never(),
             rank,
@@ -231,20 +231,20 @@ def where_torch_cannot(rank: int, world_size: int) -> dict[str, bool]:
         "reused in checkpoints behind a hidden output": agrees(
             DistributedDataParallel(Hiding(2), static_graph=True), Hiding(2), rank, world_size
         ),
-        "two outputs of which the loss takes one": outputs_left_out(rank, world_size),
+        "two outputs, one used by the loss": unused_output(rank, world_size),
     }
 
 
-def outputs_left_out(rank: int, world_size: int) -> bool:
+def unused_output(rank: int, world_size: int) -> bool:
     class TwoHeads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(3)
-            self.trunk, self.one, self.other = (nn.Linear(8, 8) for _ in range(3))
+            self.trunk, self.used, self.unused = (nn.Linear(8, 8) for _ in range(3))
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             h = self.trunk(x)
-            return self.one(h), self.other(h)
+            return self.used(h), self.unused(h)
 
     ddp = DistributedDataParallel(TwoHeads(), **FIND)
     with warnings.catch_warnings():
@@ -252,19 +252,19 @@ def outputs_left_out(rank: int, world_size: int) -> bool:
         for step in range(2):
             ddp.zero_grad()
             ddp(batch(rank, step))[0].sum().backward()
-    return ddp.module.other.weight.grad is None and ddp.module.one.weight.grad is not None
+    return ddp.module.unused.weight.grad is None and ddp.module.used.weight.grad is not None
 
 
-def test_right_where_torch_hangs_or_fails() -> None:
-    for answers in run_ranks(where_torch_cannot, 2):
+def test_gradients_are_right_in_cases_where_torch_hangs_or_fails() -> None:
+    for answers in run_ranks(cases_that_torch_does_not_support, 2):
         assert all(answers.values()), answers
 
 
-def errors(rank: int, world_size: int) -> dict[str, str]:
-    """What each mistake raises, on this rank."""
+def errors_of_mistakes(rank: int, world_size: int) -> dict[str, str]:
+    """Return the error of each mistake on this rank."""
     cap = {"bucket_cap_mb": 0.0005}
 
-    def lopsided(ddp: Any) -> None:
+    def used_on_rank_0(ddp: Any) -> None:
         for step in range(2):
             ddp(batch(rank, step), rank == 0).sum().backward()
 
@@ -273,7 +273,7 @@ def errors(rank: int, world_size: int) -> dict[str, str]:
 
         ddp = DistributedDataParallel(Branching(), **cap)
         ddp.register_comm_hook(None, fp16_compress_hook)
-        lopsided(ddp)
+        used_on_rank_0(ddp)
 
     def joined() -> None:
         ddp = DistributedDataParallel(Branching(), **cap)
@@ -296,7 +296,7 @@ def errors(rank: int, world_size: int) -> dict[str, str]:
         for step in range(2):
             ddp(batch(rank, step), step == 0 if first else step == 1).sum().backward()
 
-    def used_between() -> None:
+    def used_under_no_sync_alone() -> None:
         ddp = DistributedDataParallel(Branching(), static_graph=True, **cap)
         for step in range(2):
             if step and rank == 0:
@@ -305,7 +305,7 @@ def errors(rank: int, world_size: int) -> dict[str, str]:
             ddp(batch(rank, step), False).sum().backward()
 
     def used_again(**options: Any) -> None:
-        """On one rank the first layer's gradients come once more after those that its buckets waited for."""
+        """On one rank, let the first layer's gradients arrive again after its buckets were complete."""
         module = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
 
         def forward(x: torch.Tensor, times: int) -> torch.Tensor:
@@ -321,33 +321,33 @@ def errors(rank: int, world_size: int) -> dict[str, str]:
     mistakes = {
         "used again": used_again,
         "static, used again": lambda: used_again(static_graph=True),
-        "flag off": lambda: lopsided(DistributedDataParallel(Branching(), **cap)),
+        "flag off": lambda: used_on_rank_0(DistributedDataParallel(Branching(), **cap)),
         "comm hook": hooked,
         "join": joined,
         "sparse": sparse_last,
         "used twice": used_twice,
         "static, less": lambda: changed_graph(True),
         "static, more": lambda: changed_graph(False),
-        "static, under no_sync alone": used_between,
+        "static, under no_sync alone": used_under_no_sync_alone,
     }
-    told = {}
+    messages = {}
     for name, mistake in mistakes.items():
         torch.distributed.barrier()
         try:
             mistake()
-            told[name] = "no error"
+            messages[name] = "no error"
         except ReducerError as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    return told
+            messages[name] = f"{type(error).__name__}: {error}"
+    return messages
 
 
 @pytest.fixture(scope="module")
-def told() -> list[dict[str, str]]:
-    return run_ranks(errors, 2, timeout_s=60)
+def errors_by_rank() -> list[dict[str, str]]:
+    return run_ranks(errors_of_mistakes, 2, timeout_s=60)
 
 
 @pytest.mark.parametrize(
-    ("mistake", "says"),
+    ("mistake", "message"),
     [
         ("flag off", "sometimes.weight (rank 1)"),
         ("comm hook", "sometimes.weight (rank 1)"),
@@ -361,41 +361,44 @@ def told() -> list[dict[str, str]]:
         ("static, under no_sync alone", "rank 0: the graph changed although static_graph=True: sometimes.bias"),
     ],
 )
-def test_every_rank_gets_the_same_error_at_that_backward(told: list[dict[str, str]], mistake: str, says: str) -> None:
-    first, second = (answers[mistake] for answers in told)
+def test_every_rank_gets_the_same_error_at_that_backward(
+    errors_by_rank: list[dict[str, str]], mistake: str, message: str
+) -> None:
+    first, second = (answers[mistake] for answers in errors_by_rank)
     assert first == second
-    assert says in first
+    assert message in first
 
 
 class Remote(Branching):
-    """Its output is held by a reference that other processes could have."""
+    """The output is in a reference that other processes could also have."""
 
     def forward(self, x: torch.Tensor, takes: bool) -> Any:
         return rpc.RRef(super().forward(x, takes))
 
 
 def by_reference(kind: Any, rank: int) -> Any:
-    ddp, found = kind(Remote(), **FIND), []
+    ddp, results = kind(Remote(), **FIND), []
     for step in range(3):
         ddp.zero_grad()
-        ddp(batch(rank, step), taken(rank, step)).local_value().sum().backward()
-        found.append(outcome(ddp))
-    return found
+        ddp(batch(rank, step), takes_in_turn(rank, step)).local_value().sum().backward()
+        results.append(outcome(ddp))
+    return results
 
 
-def with_references(rank: int, world_size: int, store: str) -> dict[str, str]:
+def verdicts_with_references(rank: int, world_size: int, store: str) -> dict[str, str]:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
     rpc.init_rpc(f"rank{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-    found = verdicts({"by reference": by_reference}, rank)
+    by_case = verdicts({"by reference": by_reference}, rank)
     rpc.shutdown()
-    return found
+    return by_case
 
 
-def test_an_output_held_by_a_remote_reference_is_as_with_torch(tmp_path: Path) -> None:
-    assert run_ranks(with_references, 2, str(tmp_path / "store")) == [{"by reference": "equal"}] * 2
+def test_an_output_in_a_remote_reference_gives_the_results_of_torch(tmp_path: Path) -> None:
+    assert run_ranks(verdicts_with_references, 2, str(tmp_path / "store")) == [{"by reference": "equal"}] * 2
 
 
-def warned(rank: int, world_size: int) -> list[int]:
+def count_warnings(rank: int, world_size: int) -> list[int]:
+    """Count the warnings of a model without unused parameters, and of a model with some."""
     counts = []
     for takes in (True, False):
         ddp = DistributedDataParallel(nn.Linear(8, 8) if takes else Branching(), find_unused_parameters=True)
@@ -408,10 +411,10 @@ def warned(rank: int, world_size: int) -> list[int]:
     return counts
 
 
-def test_the_flag_that_found_nothing_warns_once() -> None:
-    assert run_ranks(warned, 2) == [[1, 0], [1, 0]]
+def test_the_flag_warns_once_if_no_parameter_is_unused() -> None:
+    assert run_ranks(count_warnings, 2) == [[1, 0], [1, 0]]
 
 
-def test_the_errors_are_runtime_errors_as_torchs_are() -> None:
+def test_the_errors_are_runtime_errors_like_those_of_torch() -> None:
     assert issubclass(UnusedParametersError, RuntimeError)
     assert TorchDDP in DistributedDataParallel.__mro__

@@ -1,7 +1,7 @@
-"""What a fuzzer calls: bytes from anywhere are a batch that can be stored and read, or are refused. Nothing else.
+"""Fuzz target: any bytes either are a batch that can be stored and read, or are refused.
 
-`python -m tests.fuzz.target FOLDER [libFuzzer's flags]` runs atheris; what it finds interesting stays in the folder,
-what breaks the promise is written where `-artifact_prefix` says: it belongs into `corpus/`, which the tests replay.
+`python -m tests.fuzz.target FOLDER [libFuzzer's flags]` runs atheris. Inputs that reach new code stay in the folder.
+An input that causes a failure is written to the path of `-artifact_prefix`. Add it to `corpus/`, which tests replay.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ HERE = Path(__file__).parent
 GOLDEN = HERE.parent / "golden"
 LIMIT_BYTES = 2_000_000
 MSGPACK, JSON, SPANS = range(3)
-"""An input's first byte: what the others are."""
+"""Format of an input's remaining bytes, given by its first byte."""
 _stores: list[tuple[Store, Reports, tempfile.TemporaryDirectory[str]]] = []
 
 
 def check(data: bytes) -> None:
-    """Decode, and where that is possible store and read back.
+    """Decode an input. If that succeeds, store the batch and read it back.
 
     Raises:
-        Exception: A defect. Refusals are none.
+        Exception: A defect. A refused input raises nothing.
     """
     from ddpobs_server.ingest import limits
     from ddpobs_server.settings import Settings
@@ -56,7 +56,7 @@ def check(data: bytes) -> None:
 
 
 def store_and_read(batch: wire.Batch) -> None:
-    """What was accepted is stored, and every read of it is answered."""
+    """Store an accepted batch, and run every kind of read on it."""
     from ddpobs_server.reports.reports import Reports
     from ddpobs_server.store import Arrival, Store
 
@@ -70,8 +70,8 @@ def store_and_read(batch: wire.Batch) -> None:
     store, reports, _ = _stores[0]
     if batch.spans is not None:
         batch = msgspec.structs.replace(batch, packed_spans=wire.pack_spans(batch.spans))
-    other = msgspec.structs.replace(batch, rank=(batch.rank + 1) % batch.world_size, source="f" * 16)
-    store.ingest([Arrival(one, bytes(32), 1, time.time_ns()) for one in (batch, other)])
+    second = msgspec.structs.replace(batch, rank=(batch.rank + 1) % batch.world_size, source="f" * 16)
+    store.ingest([Arrival(arrived, bytes(32), 1, time.time_ns()) for arrived in (batch, second)])
     key = (batch.run, batch.attempt)
     assert store.run(batch.run) is not None
     for read in (store.sources, store.layouts, store.rollups, store.bucket_rollups):
@@ -82,8 +82,8 @@ def store_and_read(batch: wire.Batch) -> None:
     store.delete(batch.run)
 
 
-def seeds(folder: Path) -> None:
-    """Write what every version of the wire sent into a folder, and every case that was found."""
+def write_seeds(folder: Path) -> None:
+    """Write a batch of every version of the wire and every input of the corpus into a folder."""
     from ddpobs import wire
 
     for golden in GOLDEN.glob("batch-*.zst"):
@@ -93,12 +93,12 @@ def seeds(folder: Path) -> None:
         forms = {MSGPACK: body, JSON: wire.encode_json(batch), SPANS: wire.pack_spans(batch.spans)}
         for form, data in forms.items():
             (folder / f"{golden.stem}-{form}").write_bytes(bytes([form]) + data)
-    for found in HERE.glob("corpus/*"):
-        (folder / found.name).write_bytes(found.read_bytes())
+    for path in HERE.glob("corpus/*"):
+        (folder / path.name).write_bytes(path.read_bytes())
 
 
 def main() -> None:
-    """Fuzz."""
+    """Run the fuzzer on the folder in the first argument."""
     import atheris
 
     with atheris.instrument_imports(include=["ddpobs.wire", "ddpobs_server.ingest"]):
@@ -106,7 +106,7 @@ def main() -> None:
 
     folder = Path(sys.argv[1])
     folder.mkdir(parents=True, exist_ok=True)
-    seeds(folder)
+    write_seeds(folder)
     atheris.Setup(sys.argv, check)
     atheris.Fuzz()
 

@@ -1,4 +1,4 @@
-"""No bytes bring the collector down: what was found stays found, and the search goes on a little with every run."""
+"""No input makes the collector fail: every input of the corpus is replayed, and each run searches for new inputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.fuzz import target
 from tests.server.batches import batch, hello, layout, spans, steps
 
 ROOT = Path(__file__).parents[2]
-FOUND = sorted(target.HERE.glob("corpus/*"))
+CORPUS = sorted(target.HERE.glob("corpus/*"))
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "60"))
 SECONDS = 5
 
@@ -31,8 +31,8 @@ ODD: st.SearchStrategy[Any] = (
 COLUMNS = st.builds(lambda value, rows: [value] * rows, NUMBERS, st.sampled_from([0, 1, 2, 24, 48]))
 
 
-def everything() -> dict[str, Any]:
-    """A batch with every kind of record, as plain values."""
+def full_batch() -> dict[str, Any]:
+    """Return a batch with every kind of record, as plain values."""
     step = steps(0, 2).step
     full = batch(
         "fuzzed",
@@ -58,38 +58,38 @@ def everything() -> dict[str, Any]:
     return plain
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Where something is, columns as wholes."""
+def paths(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Return the paths of all values in nested containers. A column counts as one value."""
     inner: Any = value.items() if isinstance(value, dict) else ()
     if isinstance(value, list) and any(isinstance(item, dict) for item in value):
         inner = enumerate(value)
-    return [path, *(place for key, item in inner for place in places(item, (*path, key)))]
+    return [path, *(deeper for key, item in inner for deeper in paths(item, (*path, key)))]
 
 
-PLACES = places(everything())[1:]
+PATHS = paths(full_batch())[1:]
 
 
 @settings(max_examples=EXAMPLES, derandomize="FUZZ_EXAMPLES" not in os.environ, deadline=None)
-@given(st.lists(st.tuples(st.sampled_from(PLACES), ODD | COLUMNS), min_size=1, max_size=3))
+@given(st.lists(st.tuples(st.sampled_from(PATHS), ODD | COLUMNS), min_size=1, max_size=3))
 def test_a_batch_with_odd_values_anywhere_is_refused_or_stored_and_read(changes: list[tuple[Any, Any]]) -> None:
-    plain = everything()
-    for (*way, last), value in changes:
-        where = plain
+    plain = full_batch()
+    for (*parents, last), value in changes:
+        container = plain
         try:
-            for key in way:
-                where = where[key]
-            where[last] = value
+            for key in parents:
+                container = container[key]
+            container[last] = value
         except (KeyError, IndexError, TypeError):
-            continue  # An earlier change took this place away.
+            continue  # An earlier change removed this path.
     target.check(bytes([target.MSGPACK]) + msgspec.msgpack.encode(plain))
 
 
-@pytest.mark.parametrize("found", FOUND, ids=lambda path: path.name)
-def test_what_was_found_stays_refused_or_stored(found: Path) -> None:
-    target.check(found.read_bytes())
+@pytest.mark.parametrize("path", CORPUS, ids=lambda path: path.name)
+def test_each_input_of_the_corpus_is_refused_or_stored(path: Path) -> None:
+    target.check(path.read_bytes())
 
 
-def test_the_fuzzer_finds_nothing_new_in_a_moment(tmp_path: Path) -> None:
+def test_the_fuzzer_finds_no_new_failure_in_a_few_seconds(tmp_path: Path) -> None:
     if find_spec("atheris") is None:
         reason = "no coverage-guided fuzzing: pip install atheris"
         if os.environ.get("CI") == "true":

@@ -1,4 +1,4 @@
-"""Times from CUDA events agree with the work they surround, and taking them does not make training wait."""
+"""CUDA event times agree with the work around them, and recording them does not delay training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_a_stamp_does_not_wait_for_the_device() -> None:
     for _ in range(20):
         work = work @ work
     stamp = clock.now()
-    assert not clock.is_ready(stamp), "the device had twenty large products to go"
+    assert not clock.is_ready(stamp), "twenty large products are still queued on the device"
     clock.nanoseconds(stamp)
     assert clock.is_ready(stamp)
 
@@ -27,10 +27,10 @@ def test_a_stamp_does_not_wait_for_the_device() -> None:
 def test_device_times_lie_between_the_host_times_around_them() -> None:
     clock = CudaClock(torch.device("cuda"))
     torch.cuda.synchronize()
-    before = time.monotonic_ns()
+    begin_ns = time.monotonic_ns()
     stamps = [clock.now() for _ in range(3)]
     torch.cuda.synchronize()
-    after = time.monotonic_ns()
+    end_ns = time.monotonic_ns()
     times = [clock.nanoseconds(stamp) for stamp in stamps]
     slack_ns = 200_000
-    assert before - slack_ns <= times[0] <= times[1] <= times[2] <= after + slack_ns
+    assert begin_ns - slack_ns <= times[0] <= times[1] <= times[2] <= end_ns + slack_ns

@@ -18,7 +18,7 @@ Reply = tuple[int, dict[str, str], bytes]
 
 @dataclass
 class Seen:
-    """Requests as they came: path, body, and when."""
+    """Requests that the server received: path, body and time of arrival."""
 
     puts: list[tuple[str, bytes, float]] = field(default_factory=list)
     headers: list[Message] = field(default_factory=list)
@@ -82,6 +82,6 @@ def collector(*replies: Callable[[str], Reply], port: int = 0, tls: ssl.SSLConte
 
 
 def absent() -> str:
-    """An address where nobody listens."""
+    """Return the address of a port without a listener."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return f"http://127.0.0.1:{server.getsockname()[1]}"

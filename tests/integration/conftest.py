@@ -1,4 +1,4 @@
-"""A collector for the whole session, and one training with a slow rank in it."""
+"""Fixtures of the whole session: a collector, and a training with a slow rank."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def slow_run(url: str) -> str:
-    """A run whose rank 1 is slow in backward."""
+    """Name of a run with rank 1 slow in backward."""
     train(url, "slow-in-backward", slow_rank=SLOW_RANK, phase="backward", steps=80, launcher=TORCHRUN, flush_s=0.5)
     return "slow-in-backward"

@@ -1,6 +1,6 @@
-"""What tests of faults are made of: ranks that keep sending, a collector that can be killed, a proxy that misbehaves.
+"""Parts of the fault tests: ranks that keep sending, a collector that can be killed, a proxy that misbehaves.
 
-The ranks send through the real exporter, the collector is the real command, and what arrived is counted span by span.
+The ranks send through the real exporter. The collector is the real command. Tests count every stored span.
 """
 
 from __future__ import annotations
@@ -37,26 +37,30 @@ from tests.server.batches import ATTEMPT, get, source_of, spans, steps
 
 BUCKETS = 2
 WEIGHT = 1 + BUCKETS
-"""Records of a step: itself and its bucket spans."""
+"""Records of a step: the step and its bucket spans."""
 _STEP_S = 0.02
 _MOST_SPOOLED = 200
-"""Batches, five seconds of four ranks: by what a slow machine falls behind, the ranks wait for it."""
+"""Batches, five seconds of four ranks. Above it the ranks pause, so that a slow machine can catch up."""
 
 
-def until(holds: Callable[[], object], seconds: float = 60.0) -> None:
-    """Wait for something to become true."""
-    deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, f"it did not come true within {seconds} s"
+def wait_until(condition: Callable[[], object], limit_s: float = 60.0) -> None:
+    """Wait until a condition holds.
+
+    Raises:
+        AssertionError: It did not hold within `limit_s`.
+    """
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, f"the condition did not hold within {limit_s} s"
         time.sleep(0.1)
 
 
 class Ranks:
-    """Ranks that finish a step every few milliseconds, and tell of it through the real exporter.
+    """Ranks that finish a step every few milliseconds and report it through the real exporter.
 
     Attributes:
-        steps: How many steps each rank has offered; their numbers count from 0.
-        exporters: One a rank.
+        steps: Number of steps that each rank has offered; step numbers begin at 0.
+        exporters: One per rank.
     """
 
     def __init__(self, url: str, run: str, spool: Path, count: int = 4, **settings: Any) -> None:
@@ -79,7 +83,7 @@ class Ranks:
         self.stop()
 
     def stop(self) -> None:
-        """Train no more, and flush; what the collector does not take is in the spool then."""
+        """End the training and flush. Batches that the collector did not take stay in the spool."""
         self._ended.set()
         if self._thread.ident is not None:
             self._thread.join()
@@ -87,7 +91,7 @@ class Ranks:
             list(pool.map(Exporter.close, self.exporters))
 
     def step(self, count: int = 1) -> None:
-        """Have every rank finish so many steps."""
+        """Finish `count` steps on every rank."""
         for _ in range(count):
             for rank, exporter in enumerate(self.exporters):
                 exporter.offer(self.steps[rank], WEIGHT)
@@ -95,147 +99,155 @@ class Ranks:
 
     def _train(self) -> None:
         while not self._ended.wait(_STEP_S):
-            if spooled(self) < _MOST_SPOOLED:
+            if count_spooled(self) < _MOST_SPOOLED:
                 self.step()
 
 
 def _encode(records: Sequence[object], envelope: Envelope) -> wire.Batch:
-    number = np.array(records, np.int64)
+    numbers = np.array(records, np.int64)
     return wire.Batch(
         version=wire.VERSION,
         **vars(envelope),
-        steps=steps(0, len(number), step=number, collective=number),
-        spans=spans(0, len(number), step=np.repeat(number, BUCKETS)),
+        steps=steps(0, len(numbers), step=numbers, collective=numbers),
+        spans=spans(0, len(numbers), step=np.repeat(numbers, BUCKETS)),
     )
 
 
-class Mortal:
-    """A collector that may be killed and started again: the same port, the same database.
+class RestartableCollector:
+    """A collector that can be killed and started again with the same port and database.
 
     Args:
-        folder: For its log, and its database unless the settings name one.
-        away: It is not started yet.
-        settings: The collector's.
+        folder: Folder of its log, and of its database unless the settings name a database.
+        start: Start it now. Otherwise `start()` starts it.
+        settings: Settings of the collector.
     """
 
-    def __init__(self, folder: Path, *, away: bool = False, **settings: object) -> None:
+    def __init__(self, folder: Path, *, start: bool = True, **settings: object) -> None:
         folder.mkdir(exist_ok=True)
         self._folder, self._settings = folder, settings
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self._stack = ExitStack()
-        if not away:
+        if start:
             self.start()
 
-    def __enter__(self) -> Mortal:
+    def __enter__(self) -> RestartableCollector:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
     def start(self) -> None:
-        """Start it; back once it is ready."""
-        running = collectors.collector(self._folder, port=self.port, **self._settings)
-        self.running = self._stack.enter_context(running)
+        """Start it, and return once it is ready."""
+        context = collectors.collector(self._folder, port=self.port, **self._settings)
+        self.running = self._stack.enter_context(context)
 
-    def end(self, how: signal.Signals = signal.SIGKILL) -> None:
-        """By SIGKILL nothing is flushed and nobody is told; by SIGTERM it ends well, with 0."""
-        assert self.running.end(how) == (0 if how is signal.SIGTERM else -how)
+    def end(self, number: signal.Signals = signal.SIGKILL) -> None:
+        """End it by a signal: SIGKILL ends it without a flush, SIGTERM in order, with exit status 0."""
+        assert self.running.end(number) == (0 if number is signal.SIGTERM else -number)
 
     def batches(self, outcome: str = "stored") -> float:
-        """Batches with this outcome since its start, by its own metrics."""
-        told = httpx.get(f"{self.url}/metrics", timeout=30).text
-        found = re.search(rf'^ddpobs_server_batches_total{{outcome="{outcome}"}} (\S+)$', told, re.MULTILINE)
-        assert found, told
-        return float(found[1])
+        """Return the number of batches with this outcome since its start, from its own metrics."""
+        metrics = httpx.get(f"{self.url}/metrics", timeout=30).text
+        match = re.search(rf'^ddpobs_server_batches_total{{outcome="{outcome}"}} (\S+)$', metrics, re.MULTILINE)
+        assert match, metrics
+        return float(match[1])
 
-    def until_batches(self, more: int, outcome: str = "stored") -> None:
-        """Wait until so many batches more had this outcome."""
-        wanted = self.batches(outcome) + more
-        until(lambda: self.batches(outcome) >= wanted)
+    def wait_for_batches(self, count: int, outcome: str = "stored") -> None:
+        """Wait until `count` more batches had this outcome."""
+        target = self.batches(outcome) + count
+        wait_until(lambda: self.batches(outcome) >= target)
 
 
 def push(spool: Path, url: str) -> str:
-    """`ddpobs push`, which must send all of the spool; what it said."""
+    """Send the whole spool with `ddpobs push`, and return its output."""
     command = [str(Path(sys.executable).with_name("ddpobs")), "push", str(spool), "--collector", url]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def stored(url: str, run: str) -> Counter[tuple[int, int, int]]:
-    """(rank, step, bucket) of every span that the collector gives back."""
+def stored_spans(url: str, run: str) -> Counter[tuple[int, int, int]]:
+    """Count the (rank, step, bucket) of all spans that the collector returns."""
     columns = get(url, f"/runs/{run}/spans")["columns"]
     return Counter(zip(columns["rank"], columns["step"], columns["bucket"], strict=True))
 
 
-def assert_once(url: str, run: str, expected: Sequence[int]) -> None:
-    """Every span and step is there once, and the sums hold each once.
+def assert_stored_once(url: str, run: str, finished: Sequence[int]) -> None:
+    """Assert that every span and step is stored once, and that the sums include each once.
 
     Args:
         url: The collector's address.
         run: The run.
-        expected: How many steps each rank finished.
+        finished: Number of steps that each rank finished.
     """
-    wanted = Counter((r, step, b) for r, count in enumerate(expected) for step in range(count) for b in range(BUCKETS))
-    found = stored(url, run)
-    assert found == wanted, f"lost {list(wanted - found)[:5]}, too many {list(found - wanted)[:5]}"
+    expected = Counter(
+        (rank, step, bucket)
+        for rank, count in enumerate(finished)
+        for step in range(count)
+        for bucket in range(BUCKETS)
+    )
+    stored = stored_spans(url, run)
+    assert stored == expected, f"lost {list(expected - stored)[:5]}, too many {list(stored - expected)[:5]}"
     columns = get(url, f"/runs/{run}/steps")["columns"]
-    assert Counter(columns["rank"]) == Counter(dict(enumerate(expected)))
-    assert len(set(zip(columns["rank"], columns["step"], strict=True))) == sum(expected)
-    assert_sums(url, run, wanted)
+    assert Counter(columns["rank"]) == Counter(dict(enumerate(finished)))
+    assert len(set(zip(columns["rank"], columns["step"], strict=True))) == sum(finished)
+    assert_sums(url, run, expected)
 
 
-def whole(url: str, run: str) -> bool:
-    """Whether spans, steps and sums tell of the same steps, each once; false also where a batch came in between."""
-    found = stored(url, run)
-    assert set(found.values()) == {1}
+def is_consistent(url: str, run: str) -> bool:
+    """Whether spans, steps and sums describe the same steps, each once.
+
+    False also where a batch arrives between the reads.
+    """
+    spans_stored = stored_spans(url, run)
+    assert set(spans_stored.values()) == {1}
     with suppress(AssertionError):
-        assert_sums(url, run, found)
+        assert_sums(url, run, spans_stored)
         return True
     return False
 
 
 def assert_sums(url: str, run: str, spans_stored: Counter[tuple[int, int, int]]) -> None:
-    """The sums by bucket and by rank are those of the spans that are there."""
+    """Assert that the sums by bucket and by rank match the stored spans."""
     buckets = {bucket["bucket"]: bucket["steps"] for bucket in get(url, f"/runs/{run}/buckets")["buckets"]}
     assert buckets == Counter(bucket for _, _, bucket in spans_stored)
     ranks = {rank["rank"]: BUCKETS * rank["steps"] for rank in get(url, f"/runs/{run}/ranks")["ranks"]}
     assert ranks == Counter(rank for rank, _, _ in spans_stored)
 
 
-def spooled(ranks: Ranks) -> int:
-    """Batches in the ranks' spool."""
+def count_spooled(ranks: Ranks) -> int:
+    """Return the number of batches in the ranks' spool."""
     return sum(1 for _ in Spool(ranks.spool, 1).batches())
 
 
 class Proxy:
-    """A proxy before some collectors. It goes to the next where one does not answer, and misbehaves as asked.
+    """A proxy before some collectors: uses the next collector where the first does not answer, and injects faults.
 
     Attributes:
-        faults: What may become of a `PUT`; one is drawn for each. Nothing but passing it on where it is empty.
-        seen: How often each happened.
+        faults: Possible faults of a `PUT`; each request draws one. If empty, every request is passed on.
+        fault_counts: Number of requests by fault.
     """
 
     def __init__(self, *upstreams: str, faults: Sequence[str] = (), seed: int = 0) -> None:
         self.upstreams = [(split.hostname or "", split.port) for split in map(urlsplit, upstreams)]
-        self.faults, self.seen = faults, Counter[str]()
+        self.faults, self.fault_counts = faults, Counter[str]()
         self._random = random.Random(seed)
         self._late: list[threading.Thread] = []
 
     def settle(self) -> None:
-        """Wait for what was held back."""
+        """Wait for the requests that are passed on late."""
         while self._late:
             self._late.pop().join()
 
-    def draw(self) -> str:
-        """What becomes of this request."""
+    def draw_fault(self) -> str:
+        """Draw the fault of a request."""
         fault = self._random.choice(self.faults) if self.faults else "pass"
-        self.seen[fault] += 1
+        self.fault_counts[fault] += 1
         return fault
 
     def forward(self, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes]:
-        """The answer of the first collector that gives one."""
+        """Pass a request on, and return the answer of the first collector that answers."""
         for host, port in self.upstreams:
             connection = http.client.HTTPConnection(host, port, timeout=30)
             try:
@@ -246,17 +258,17 @@ class Proxy:
                 continue
             finally:
                 connection.close()
-        return 502, b"<html>nobody is there</html>"
+        return 502, b"<html>no upstream</html>"
 
     def forward_half(self, path: str, headers: dict[str, str], body: bytes) -> None:
-        """Begin to pass a request on, and hang up."""
+        """Send the first half of a request, and close the connection."""
         with suppress(OSError), socket.create_connection(self.upstreams[0], 30) as connection:
             head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
             text = f"PUT {path} HTTP/1.1\r\n{head}Content-Length: {len(body)}\r\n\r\n".encode()
             connection.sendall(text + body[: len(body) // 2])
 
-    def later(self, *request: Any) -> None:
-        """Pass a request on when others have overtaken it."""
+    def forward_late(self, *request: Any) -> None:
+        """Pass a request on after a delay, so that later requests overtake it."""
         delay_s = self._random.uniform(0.1, 0.6)
         thread = threading.Thread(target=lambda: (time.sleep(delay_s), self.forward(*request)), daemon=True)
         thread.start()
@@ -268,8 +280,8 @@ _HOP = ("connection", "content-length", "accept-encoding")
 
 
 @contextmanager
-def proxy(made: Proxy) -> Iterator[str]:
-    """The address of a running proxy."""
+def serving(proxy: Proxy) -> Iterator[str]:
+    """Run a proxy, and yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -278,22 +290,22 @@ def proxy(made: Proxy) -> Iterator[str]:
             body = self.rfile.read(int(self.headers["Content-Length"]))
             headers = {name: value for name, value in self.headers.items() if name.lower() not in _HOP}
             request = (self.path, headers, body)
-            fault = made.draw()
+            fault = proxy.draw_fault()
             if fault == "cut_half":
-                made.forward_half(*request)
+                proxy.forward_half(*request)
             if fault.startswith("late"):
-                made.later(*request)
+                proxy.forward_late(*request)
             if fault == "delay":
                 time.sleep(0.2)
             if fault == "twice":
-                made.later(*request)
+                proxy.forward_late(*request)
             if fault in ("cut", "cut_half", "late"):
                 return self.cut()
             if fault == "late_and_answered_502":
                 return self.answer(502, b"<html>busy</html>")
             if fault == "rubbish":
                 return self.answer(200, b"<html>welcome</html>")
-            answer = made.forward(*request)
+            answer = proxy.forward(*request)
             return self.cut() if fault == "cut_answer" else self.answer(*answer)
 
         def answer(self, status: int, text: bytes) -> None:

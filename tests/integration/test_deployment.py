@@ -1,4 +1,4 @@
-"""Image and compose files, as far as that can be told without a Docker engine: nothing here was started."""
+"""Checks of the image and the compose files that need no Docker engine; no container is started."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.integration.faults import until
+from tests.integration.faults import wait_until
 from tests.integration.tools import need
 from tests.integration.training import ROOT
 from tests.ports import free_port
@@ -22,8 +22,8 @@ COMPOSE = ("docker-compose.yml", "deploy/two-collectors.yml")
 
 
 def services(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((ROOT / name).read_text())["services"]
-    return found
+    by_name: dict[str, Any] = yaml.safe_load((ROOT / name).read_text())["services"]
+    return by_name
 
 
 @pytest.mark.parametrize("name", COMPOSE)
@@ -31,64 +31,65 @@ def test_a_compose_file_follows_the_specification(name: str, monkeypatch: pytest
     compose = need("docker-compose", "docker-compose")
     monkeypatch.setenv("DDPOBS_SERVER_TOKEN", "a-token")
     monkeypatch.setenv("POSTGRES_PASSWORD", "word")
-    done = subprocess.run([compose, "-f", name, "config"], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    checked = subprocess.run([compose, "-f", name, "config"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert checked.returncode == 0, checked.stderr
 
 
 @pytest.mark.parametrize("name", COMPOSE)
-def test_every_service_is_watched_and_started_again(name: str) -> None:
-    for service, found in services(name).items():
-        assert found["restart"] == "unless-stopped", service
-        assert "healthcheck" in found or "build" in found, f"{service}: the image of ours has its own"
+def test_every_service_has_a_health_check_and_is_restarted(name: str) -> None:
+    for service, settings in services(name).items():
+        assert settings["restart"] == "unless-stopped", service
+        # The image that this repository builds has its own health check.
+        assert "healthcheck" in settings or "build" in settings, f"{service} has no health check"
 
 
 @pytest.mark.parametrize("name", COMPOSE)
-def test_what_a_compose_file_mounts_and_builds_is_there(name: str) -> None:
+def test_the_files_that_a_compose_file_mounts_and_builds_exist(name: str) -> None:
     folder = (ROOT / name).parent
-    for found in services(name).values():
-        for mount in found.get("volumes", []):
+    for settings in services(name).values():
+        for mount in settings.get("volumes", []):
             if mount.startswith("."):
                 assert (folder / mount.partition(":")[0]).exists(), mount
-        if "build" in found:
-            assert (folder / found["build"]["context"] / found["build"]["dockerfile"]).exists()
+        if "build" in settings:
+            assert (folder / settings["build"]["context"] / settings["build"]["dockerfile"]).exists()
 
 
-def test_the_collectors_believe_the_proxy_that_is_before_them() -> None:
-    found = services("deploy/two-collectors.yml")
-    address = found["proxy"]["networks"]["default"]["ipv4_address"]
+def test_the_collectors_trust_the_proxy_before_them() -> None:
+    by_name = services("deploy/two-collectors.yml")
+    address = by_name["proxy"]["networks"]["default"]["ipv4_address"]
     upstreams = re.findall(r"server ([\w-]+):8321", (ROOT / "deploy" / "nginx.conf").read_text())
     assert upstreams == ["collector-1", "collector-2"]
     for upstream in upstreams:
-        assert found[upstream]["environment"]["DDPOBS_SERVER_TRUSTED_PROXIES"] == address
+        assert by_name[upstream]["environment"]["DDPOBS_SERVER_TRUSTED_PROXIES"] == address
 
 
-def test_the_image_runs_as_no_root_is_watched_and_copies_what_is_there() -> None:
+def test_the_image_runs_without_root_has_a_health_check_and_copies_existing_files() -> None:
     lines = (ROOT / "server" / "Dockerfile").read_text().splitlines()
-    last = lines[max(number for number, line in enumerate(lines) if line.startswith("FROM")) :]
-    assert [line.split()[1] for line in last if line.startswith("USER")] == ["8321"]
-    assert any(line.startswith("HEALTHCHECK") for line in last)
-    copied = [line.split()[1:-1] for line in lines if line.startswith("COPY") and "--from" not in line]
-    let_in = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
-    for source in {name for names in copied for name in names}:
+    last_stage = lines[max(number for number, line in enumerate(lines) if line.startswith("FROM")) :]
+    assert [line.split()[1] for line in last_stage if line.startswith("USER")] == ["8321"]
+    assert any(line.startswith("HEALTHCHECK") for line in last_stage)
+    copies = [line.split()[1:-1] for line in lines if line.startswith("COPY") and "--from" not in line]
+    not_ignored = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    for source in {name for names in copies for name in names}:
         assert Path(ROOT / source).exists(), source
-        assert source in let_in
+        assert source in not_ignored
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_the_image_watches_the_port_and_the_protocol_that_are_set(tmp_path: Path, tls: bool) -> None:
+def test_the_health_check_uses_the_port_and_the_protocol_of_the_settings(tmp_path: Path, tls: bool) -> None:
     settings: dict[str, Any] = {"port": free_port(), "host": "0.0.0.0", "token": "s3cret"}
     if tls:
-        made = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=elsewhere", "-days", "2"]
-        made += ["-keyout", "one.pem", "-out", "one.pem"]
-        subprocess.run([need("openssl", "openssl"), *made], cwd=tmp_path, check=True, capture_output=True)
-        settings["tls_cert"] = tmp_path / "one.pem"
+        arguments = ["req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=elsewhere", "-days", "2"]
+        arguments += ["-keyout", "certificate.pem", "-out", "certificate.pem"]
+        subprocess.run([need("openssl", "openssl"), *arguments], cwd=tmp_path, check=True, capture_output=True)
+        settings["tls_cert"] = tmp_path / "certificate.pem"
     log = (tmp_path / "log").open("wb")
     environ = os.environ | {f"DDPOBS_SERVER_{name.upper()}": str(value) for name, value in settings.items()}
     server = subprocess.Popen(
         [Path(sys.executable).with_name("ddpobs-server")], cwd=tmp_path, env=environ, stdout=log, stderr=log
     )
     try:
-        until(lambda: is_healthy(environ))
+        wait_until(lambda: is_healthy(environ))
         assert not is_healthy(environ | {"DDPOBS_SERVER_PORT": str(free_port())})
     finally:
         server.terminate()
@@ -97,7 +98,7 @@ def test_the_image_watches_the_port_and_the_protocol_that_are_set(tmp_path: Path
 
 
 def is_healthy(environ: dict[str, str]) -> bool:
-    """What the image's health check says, in such an environment."""
+    """Whether the image's health check passes in this environment."""
     lines = (ROOT / "server" / "Dockerfile").read_text().replace("\\\n", "").splitlines()
     (words,) = (line.partition(" CMD ")[2] for line in lines if line.startswith("HEALTHCHECK"))
     program, *arguments = json.loads(words)

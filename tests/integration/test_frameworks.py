@@ -1,4 +1,4 @@
-"""Scripts of Transformers, Accelerate, Lightning, Horovod and bare torch, each seen as what it is."""
+"""Scripts with Transformers, Accelerate, Lightning, Horovod and plain torch, each recorded with its steps and names."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from ddpobs import wire
 from tests import patience
-from tests.integration.test_whole_way import get
+from tests.integration.test_slow_rank_end_to_end import get
 from tests.integration.training import PATIENT, ROOT
 
 pytestmark = pytest.mark.timeout(500)
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(500)
 SCRIPTS = Path(__file__).with_name("scripts")
 BIN = Path(sys.executable).parent
 EVALUATION_NS = 400_000_000
-"""What each rank's share of an evaluation takes at least: its loader sleeps."""
+"""Least duration of each rank's share of an evaluation: its loader sleeps."""
 
 TORCHRUN = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2")
 ACCELERATE = (
@@ -35,7 +35,7 @@ ACCELERATE = (
 
 @dataclass(frozen=True)
 class Script:
-    """How a script is started, and what its run must look like, per rank."""
+    """Start command of a script, and the facts that its run must have on each rank."""
 
     launch: tuple[str, ...]
     name: str
@@ -83,8 +83,8 @@ RUNS = {
 }
 
 
-def launched(run: str, url: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The script under `ddpobs run`; ours by the import alone and `DDPOBS_TELEMETRY`."""
+def launch(run: str, url: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a script under `ddpobs run`; with our DDP, by the import and `DDPOBS_TELEMETRY` alone."""
     script = RUNS[run]
     path = SCRIPTS / script.name
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DDPOBS_", "HF_"))}
@@ -106,10 +106,10 @@ def launched(run: str, url: str, folder: Path) -> subprocess.CompletedProcess[st
 
 @pytest.fixture(scope="module")
 def launches(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """All of the scripts, two at a time: most of each is imports and an evaluation that sleeps."""
+    """Run all scripts, two at a time: most of the time is imports and an evaluation that sleeps."""
     folder = tmp_path_factory.mktemp("frameworks")
     with ThreadPoolExecutor(2) as pool:
-        yield {run: pool.submit(launched, run, url, folder) for run in RUNS}
+        yield {run: pool.submit(launch, run, url, folder) for run in RUNS}
 
 
 @pytest.fixture(params=RUNS)
@@ -121,15 +121,15 @@ def run(request: pytest.FixtureRequest, launches: dict[str, Future[Any]]) -> str
 
 
 def columns(url: str, run: str, rank: int) -> dict[str, Any]:
-    found = get(url, run, "/steps", rank=rank)["columns"]
-    return {name: np.array(values) for name, values in found.items()}
+    lists = get(url, run, "/steps", rank=rank)["columns"]
+    return {name: np.array(values) for name, values in lists.items()}
 
 
-def test_the_run_is_there_with_both_ranks_and_its_steps_and_said_goodbye(url: str, run: str) -> None:
-    script, found = RUNS[run], get(url, run)
-    assert (found["state"], found["ranks"], found["dropped"]) == ("finished", 2, 0)
-    assert found["hello"]["settings"]["reducer"] == script.reducer
-    assert [module["name"] for module in found["modules"]] == [script.model]
+def test_the_run_is_finished_with_both_ranks_and_all_steps(url: str, run: str) -> None:
+    script, summary = RUNS[run], get(url, run)
+    assert (summary["state"], summary["ranks"], summary["dropped"]) == ("finished", 2, 0)
+    assert summary["hello"]["settings"]["reducer"] == script.reducer
+    assert [module["name"] for module in summary["modules"]] == [script.model]
     for rank in range(2):
         steps = columns(url, run, rank)
         assert steps["step"].tolist() == list(range(script.steps))
@@ -146,12 +146,12 @@ def test_every_step_has_its_phases_and_they_add_up(url: str, run: str) -> None:
             assert (phases[phase] > 0).all(), phase
 
 
-def test_evaluations_and_checkpoints_are_in_no_step_and_break_the_origin(url: str, run: str) -> None:
+def test_evaluations_and_checkpoints_are_in_no_step_and_the_next_step_has_no_origin(url: str, run: str) -> None:
     script = RUNS[run]
     for rank in range(2):
         steps = columns(url, run, rank)
         evaluated_before = sorted(script.evaluated_before)
-        # A loader may take as long to start on a busy machine, but hardly after each of the evaluations.
+        # On a busy machine a loader may take as long to start, but hardly after each evaluation.
         assert not evaluated_before or steps["data_ns"][evaluated_before].min() < EVALUATION_NS
         gaps = steps["start_ns"][1:] - steps["end_ns"][:-1]
         assert script.evaluated_before <= set(np.flatnonzero(gaps >= EVALUATION_NS / 2) + 1)
@@ -171,7 +171,7 @@ def test_the_buckets_hold_every_parameter_by_name(url: str, run: str) -> None:
     assert last.count(script.steps - 1) == 2 * len(layout["buckets"])
 
 
-def test_only_the_script_that_forgot_set_epoch_hears_of_it(url: str, run: str) -> None:
+def test_only_the_script_without_set_epoch_has_that_finding(url: str, run: str) -> None:
     findings = {finding["code"]: finding for finding in get(url, run, "/diagnostics")["findings"]}
     assert ("epoch-not-set" in findings) == run.startswith("bare")
     if run.startswith("bare"):

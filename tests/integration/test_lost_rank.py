@@ -1,4 +1,4 @@
-"""A rank that is killed in a real training: what it sent is there, and the others' data are whole."""
+"""A rank is killed in a real training: its sent data are stored, and the other rank's data are complete."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 from tests.collector import running_collector
-from tests.integration.faults import until
+from tests.integration.faults import wait_until
 from tests.integration.training import PATIENT, ROOT
 from tests.ports import free_port
 from tests.server.batches import get
@@ -34,30 +34,30 @@ with open(sys.argv[1], "a", buffering=1) as done:
 """
 
 
-def test_what_a_killed_rank_sent_is_there_and_the_survivors_data_are_whole(tmp_path: Path) -> None:
+def test_the_sent_data_of_a_killed_rank_are_stored_and_the_survivors_are_complete(tmp_path: Path) -> None:
     with running_collector(tmp_path, lost_after_s=2) as url:
         port = free_port()
-        ranks = [_rank(rank, port, url, tmp_path) for rank in range(2)]
+        ranks = [start_rank(rank, port, url, tmp_path) for rank in range(2)]
         try:
-            until(lambda: _stored(url) > 40)
+            wait_until(lambda: stored_steps(url) > 40)
             ranks[1].send_signal(signal.SIGKILL)
-            assert ranks[0].wait(60) not in (0, None)  # Its all-reduce fails; nobody ends it from outside.
+            assert ranks[0].wait(60) not in (0, None)  # Its all-reduce fails; no other process ends it.
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
         survivor = len((tmp_path / "steps-0").read_text().splitlines())
-        until(lambda: get(url, "/runs/killed")["state"] == "lost")
-        told = {rank["rank"]: rank for rank in get(url, "/runs/killed/ranks")["ranks"]}
-        assert [told[rank]["state"] for rank in range(2)] == ["lost", "lost"]
-        assert [told[rank]["dropped"] for rank in range(2)] == [0, 0]
-        assert [told[rank]["steps"] for rank in range(2)] == [told[rank]["last_step"] + 1 for rank in range(2)]
-        assert_spans_once(url, {rank: told[rank]["steps"] for rank in range(2)})
-        assert told[0]["steps"] >= survivor > told[1]["steps"] - 2 > 38
+        wait_until(lambda: get(url, "/runs/killed")["state"] == "lost")
+        by_rank = {rank["rank"]: rank for rank in get(url, "/runs/killed/ranks")["ranks"]}
+        assert [by_rank[rank]["state"] for rank in range(2)] == ["lost", "lost"]
+        assert [by_rank[rank]["dropped"] for rank in range(2)] == [0, 0]
+        assert [by_rank[rank]["steps"] for rank in range(2)] == [by_rank[rank]["last_step"] + 1 for rank in range(2)]
+        assert_spans_once(url, {rank: by_rank[rank]["steps"] for rank in range(2)})
+        assert by_rank[0]["steps"] >= survivor > by_rank[1]["steps"] - 2 > 38
 
 
 def assert_spans_once(url: str, steps: dict[int, int]) -> None:
-    """Each rank has every bucket of its steps' layouts once."""
+    """Assert that each rank has every bucket of its steps' layouts once."""
     layouts = get(url, "/runs/killed/layout")["layouts"]
     buckets = {layout["revision"]: len(layout["buckets"]) for layout in layouts}
     columns = get(url, "/runs/killed/spans")["columns"]
@@ -67,13 +67,14 @@ def assert_spans_once(url: str, steps: dict[int, int]) -> None:
     assert rows == Counter((*key, rev, bucket) for key, rev in revisions.items() for bucket in range(buckets[rev]))
 
 
-def _stored(url: str) -> int:
+def stored_steps(url: str) -> int:
+    """Return the steps that both ranks have stored."""
     ranks = {run["run"] for run in get(url, "/runs")["runs"]} and get(url, "/runs/killed/ranks")["ranks"]
     return min((rank["steps"] for rank in ranks), default=0) if len(ranks) == 2 else 0
 
 
-def _rank(rank: int, port: int, url: str, folder: Path) -> subprocess.Popen[bytes]:
-    """Without a launcher: that would end the survivors as well."""
+def start_rank(rank: int, port: int, url: str, folder: Path) -> subprocess.Popen[bytes]:
+    """Start a rank without a launcher, which would end the survivors as well."""
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     environ |= {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "killed", "DDPOBS_FLUSH_S": "0.2", "DDPOBS_SPOOL": str(folder)}

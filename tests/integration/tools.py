@@ -1,4 +1,4 @@
-"""Programs that some tests need: a loud skip where one is missing, a failure in CI."""
+"""Programs that some tests need. If a program is missing, the test is skipped; in CI it fails."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import shutil
 import pytest
 
 _SYSTEM = "/usr/sbin:/sbin"
-"""Where Debian has some that are not in everybody's PATH."""
+"""Debian's folders of system programs, which are not in every user's PATH."""
 
 
 def need(program: str, package: str) -> str:
-    """Path of a program, or the end of the test with what to install."""
-    found = shutil.which(program) or shutil.which(program, path=_SYSTEM)
-    if found is None:
+    """Return the path of a program, or end the test with the package to install."""
+    path = shutil.which(program) or shutil.which(program, path=_SYSTEM)
+    if path is None:
         reason = f"{program} is not installed: apt-get install {package}"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
-    return found
+    return path

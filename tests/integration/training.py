@@ -1,4 +1,4 @@
-"""Runs the example training on real ranks, with one of them slowed down on request."""
+"""Runs the example training on real ranks, with an optional slow rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
 RANKS = 2
 PATIENT = {"DDPOBS_EXIT_S": "30"}
-"""For ranks whose last batch must come: two seconds may be too few on a full machine."""
+"""For tests that need each rank's last batch: the default of two seconds may be too short on a busy machine."""
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={RANKS}")
 
 
@@ -30,17 +30,17 @@ def train(
     script: Path = SCRIPT,
     flush_s: float = 2.0,
 ) -> str:
-    """Two ranks, reporting to `url`; returns what they printed.
+    """Train on two ranks that report to `url`, and return their output.
 
     Args:
         url: The collector's address.
         run: The run's name.
-        slow_rank: Which rank has more to do; none where it is negative.
-        phase: In which phase it has.
-        steps: How many steps are trained.
-        launcher: The command that starts the ranks; without one they are started as they are, which takes less time.
-        script: What is run.
-        flush_s: Seconds between flushes; a run must last some of them for the ranks' statistics to meet.
+        slow_rank: Rank with extra work; negative for none.
+        phase: Phase of the extra work.
+        steps: Number of training steps.
+        launcher: Command that starts the ranks. Without it, two processes are started directly, which is faster.
+        script: Training script.
+        flush_s: Seconds between flushes. The ranks exchange statistics only in a run of several flushes.
 
     Raises:
         AssertionError: The training failed or took more than two minutes.
@@ -52,14 +52,14 @@ def train(
     command = [*(launcher or [sys.executable]), script]
     command += [f"--steps={steps}", f"--slow-rank={slow_rank}", f"--slow-phase={phase}"]
 
-    def ended(place: dict[str, str]) -> str:
-        done = patience.run(command, environ=environ | place, timeout_s=120, stderr=subprocess.STDOUT)
+    def run_to_end(variables: dict[str, str]) -> str:
+        done = patience.run(command, environ=environ | variables, timeout_s=120, stderr=subprocess.STDOUT)
         assert done.returncode == 0, done.stdout
         return done.stdout
 
     if launcher:
-        return ended({})
+        return run_to_end({})
     rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
     with ThreadPoolExecutor(RANKS) as pool:
-        places = [rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS)]
-        return "".join(pool.map(ended, places))
+        by_rank = [rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS)]
+        return "".join(pool.map(run_to_end, by_rank))

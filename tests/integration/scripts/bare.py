@@ -1,4 +1,4 @@
-"""Digits by hand, as most scripts look; whoever wrote this forgot `sampler.set_epoch(epoch)`."""
+"""Digits with a plain training loop, which lacks `sampler.set_epoch(epoch)`."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def pictures(first: int, count: int) -> TensorDataset:
 
 
 class Slow(Dataset):
-    """Pictures that take their time, so that an evaluation which counts as training would be seen."""
+    """Pictures that load slowly, so that an evaluation counted as training shows in the times."""
 
     def __init__(self, first: int, count: int, seconds: float) -> None:
         self._pictures, self._pause_s = pictures(first, count), seconds / count

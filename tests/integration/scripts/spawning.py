@@ -1,6 +1,6 @@
-"""Starts its own two ranks, by the way that the first argument names (spawn, forkserver or fork).
+"""Starts its own two ranks with the start method in the first argument (spawn, forkserver or fork).
 
-Torch is imported first where ranks begin. Each counts ddpobs's threads in itself and in a loader's worker.
+Torch is imported only in the ranks. Each rank counts ddpobs's threads in itself and in a loader's worker.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def telemetry_threads() -> int:
 
 
 class Rows:
-    """Each row is how many of ddpobs's threads the process that reads it runs."""
+    """Rows that contain the number of ddpobs's threads in the process that reads them."""
 
     def __len__(self) -> int:
         return 4 * STEPS
@@ -36,16 +36,16 @@ def rank(number: int, store: str) -> None:
     from torch.nn.parallel import DistributedDataParallel
     from torch.utils.data import DataLoader
 
-    class Mine(DistributedDataParallel):
-        """What a user adds to torch's class."""
+    class UserDDP(DistributedDataParallel):
+        """A user's subclass of torch's class."""
 
         def __init__(self, module: torch.nn.Module) -> None:
             super().__init__(module)
-            self.mine = True
+            self.is_user_class = True
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=number, world_size=2)
-    model = Mine(torch.nn.Linear(2, 1))
+    model = UserDDP(torch.nn.Linear(2, 1))
     in_workers = 0.0
     for rows in DataLoader(Rows(), batch_size=4, num_workers=1, multiprocessing_context="fork"):
         in_workers += float(rows.sum())
@@ -63,5 +63,5 @@ if __name__ == "__main__":
     for process in ranks:
         process.join()
     if "torch" in sys.modules:
-        sys.exit("torch was imported in a process that trains nothing")
+        sys.exit("torch was imported in a process without training")
     sys.exit(os.EX_OK if all(process.exitcode == 0 for process in ranks) else 1)

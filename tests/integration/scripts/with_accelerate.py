@@ -1,7 +1,7 @@
-"""Digits by Accelerate: accumulation over two batches, an evaluation and a checkpoint after each epoch.
+"""Digits with Accelerate: accumulation over two batches, an evaluation and a checkpoint after each epoch.
 
-The first argument says whether rank 0 reads for everyone (`dispatch`) or each rank for itself (`shard`); the second is
-where checkpoints go.
+With `dispatch` as the first argument, rank 0 reads the data for all ranks; with `shard`, each rank reads its own. The
+second argument is the folder of the checkpoints.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from digits import Slow, network, pictures
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
 
-how, folder = sys.argv[1:]
+distribution, folder = sys.argv[1:]
 set_seed(1)
 accelerator = Accelerator(
     cpu=True,
     gradient_accumulation_steps=2,
-    dataloader_config=DataLoaderConfiguration(dispatch_batches=how == "dispatch"),
+    dataloader_config=DataLoaderConfiguration(dispatch_batches=distribution == "dispatch"),
 )
 model = network()
 model, optimizer, training, evaluation = accelerator.prepare(
@@ -38,11 +38,11 @@ for _ in range(3):
             optimizer.step()
             optimizer.zero_grad()
     model.eval()
-    right = 0
+    correct = 0
     with torch.no_grad():
         for images, labels in evaluation:
             answers = accelerator.gather_for_metrics(model(images).argmax(1) == labels)
-            right += int(answers.sum())
-    accelerator.print(f"{right} of 64 right")
+            correct += int(answers.sum())
+    accelerator.print(f"{correct} of 64 correct")
     accelerator.save_state(folder)
 accelerator.end_training()

@@ -1,4 +1,4 @@
-"""Digits by Lightning, which starts its second rank itself; the argument is where checkpoints go."""
+"""Digits with Lightning, which starts its second rank itself. The argument is the folder of the checkpoints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A tiny GPT-2 reads the standard library's sources, byte by byte, by Transformers' Trainer in bfloat16.
+"""A tiny GPT-2 on the bytes of the standard library's sources, with Transformers' Trainer in bfloat16.
 
-The argument is where checkpoints go.
+The argument is the folder of the checkpoints.
 """
 
 from __future__ import annotations

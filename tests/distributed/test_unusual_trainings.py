@@ -1,4 +1,4 @@
-"""What breaks into a training, or changes under it: it goes on as one would expect, or says why not."""
+"""Unusual trainings: changes of the model, failed forwards and mistakes give torch's results or a clear error."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from ddpobs.reducer import fault_broadcast
 from tests.distributed.compare import batch, net, outcome, train
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
-from tests.distributed.test_failed_backwards import StopError, breaking
+from tests.distributed.test_interrupted_backwards import StopError, make_interruptible
 
 CAP = {"bucket_cap_mb": 0.05}
 
 
 def wrapped_again(kind: Any, rank: int) -> Any:
-    """The first wrapper is never used, the second one is; then there is another beside the one that trains."""
+    """Wrap a module three times, and train with the second wrapper alone, before and after the third exists."""
     module = net()
     kind(module, **CAP)
     train(kind(module, **CAP), rank, 2)
-    beside = kind(module, **CAP)
+    third = kind(module, **CAP)
     hooks = [len(p._post_accumulate_grad_hooks or ()) <= 1 for p in module.parameters()]
-    return [train(kind(module, **CAP), rank), hooks, beside.training]
+    return [train(kind(module, **CAP), rank), hooks, third.training]
 
 
 def copied_on_one_rank(kind: Any, rank: int) -> Any:
-    """As for a moving average of the weights."""
+    """Copy the module on one rank, as for a moving average of the weights."""
     ddp = kind(net(), **CAP)
     if rank == 0:
         copy.deepcopy(ddp)
     return train(ddp, rank)
 
 
-def frozen_and_left(kind: Any, rank: int) -> Any:
-    """A loss through a model that is frozen for now, and whose wrapper is gone by the backward."""
+def frozen_and_deleted(kind: Any, rank: int) -> Any:
+    """Compute a loss through a frozen model, and delete its wrapper before the backward."""
     torch.manual_seed(1)
     first, second = nn.Linear(8, 8), net()
     ddp = kind(second, **CAP)
@@ -54,36 +54,36 @@ def frozen_and_left(kind: Any, rank: int) -> Any:
     return outcome(first)
 
 
-def trained_beside(kind: Any, rank: int) -> Any:
-    """A static graph's module has a part that no forward of the wrapper uses, which each rank trains by itself."""
-    module = nn.ModuleDict({"used": net(), "beside": nn.Linear(8, 2)})
+def part_trained_locally(kind: Any, rank: int) -> Any:
+    """Train, with a static graph, a part of the module that no forward of the wrapper uses, on each rank by itself."""
+    module = nn.ModuleDict({"used": net(), "local": nn.Linear(8, 2)})
     module.forward = module["used"].forward
-    ddp, found = kind(module, static_graph=True, **CAP), []
+    ddp, results = kind(module, static_graph=True, **CAP), []
     for step in range(3):
         ddp.zero_grad()
         if step:
-            module["beside"](batch(rank, step + 50)).sum().backward()
+            module["local"](batch(rank, step + 50)).sum().backward()
         ddp(batch(rank, step)).sum().backward()
-        found.append(outcome(ddp))
-    return found
+        results.append(outcome(ddp))
+    return results
 
 
-def forward_failed(kind: Any, rank: int) -> Any:
-    """A forward raises; the next backward is of the wrapped module itself, and so this rank's own."""
-    ddp, found = kind(net(), **CAP), []
+def failed_forward(kind: Any, rank: int) -> Any:
+    """Let a forward raise, then run a backward of the wrapped module itself, which is local to the rank."""
+    ddp, results = kind(net(), **CAP), []
     for step in range(3):
         ddp.zero_grad()
         with pytest.raises(RuntimeError, match="cannot be multiplied"):
             ddp(torch.ones(4, 7))
         ddp.module(batch(rank, step + 50)).sum().backward()
-        found.append(outcome(ddp))
+        results.append(outcome(ddp))
         ddp(batch(rank, step)).sum().backward()
-        found.append(outcome(ddp))
-    return found
+        results.append(outcome(ddp))
+    return results
 
 
 class Extra(nn.Module):
-    """A layer, and one more parameter, whose bucket is launched last."""
+    """A layer and an extra parameter; the bucket of the extra parameter is launched last."""
 
     def __init__(self, extra: torch.Tensor) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Extra(nn.Module):
         return self.layer(x).sum() + self.extra.abs().sum().to(x.dtype) * x.sum()
 
 
-def holding(extra: torch.Tensor) -> Any:
+def with_parameter(extra: torch.Tensor) -> Any:
     def case(kind: Any, rank: int) -> Any:
         ddp = kind(Extra(extra.clone()))
         for step in range(3):
@@ -105,8 +105,8 @@ def holding(extra: torch.Tensor) -> Any:
     return case
 
 
-class Halfhearted(torch.autograd.Function):
-    """A product whose weight may be given no gradient."""
+class OptionalWeightGradient(torch.autograd.Function):
+    """A matrix product with an optional gradient of the weight."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, gives: bool) -> torch.Tensor:
@@ -120,8 +120,8 @@ class Halfhearted(torch.autograd.Function):
         return slope @ weight.t(), x.t() @ slope if ctx.gives else None, None
 
 
-class Reached(nn.Module):
-    """A weight that one rank's backward reaches without a gradient for it."""
+class MayLackGradient(nn.Module):
+    """A weight that the backward of a rank may reach without a gradient for it."""
 
     def __init__(self, wide: int) -> None:
         super().__init__()
@@ -130,12 +130,12 @@ class Reached(nn.Module):
         self.layer = nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor, gives: bool) -> torch.Tensor:
-        return Halfhearted.apply(self.layer(x), self.weight, gives).sum()  # type: ignore[no-any-return]
+        return OptionalWeightGradient.apply(self.layer(x), self.weight, gives).sum()  # type: ignore[no-any-return]
 
 
-def reached(wide: int, accumulates: bool = False, **options: Any) -> Any:
+def without_gradient(wide: int, accumulates: bool = False, **options: Any) -> Any:
     def case(kind: Any, rank: int) -> Any:
-        ddp, found = kind(Reached(wide), **options), []
+        ddp, results = kind(MayLackGradient(wide), **options), []
         for step in range(4):
             ddp.zero_grad()
             gives = rank == step % 2
@@ -143,47 +143,48 @@ def reached(wide: int, accumulates: bool = False, **options: Any) -> Any:
                 with ddp.no_sync():
                     ddp(batch(rank, step + 50), gives).backward()
             ddp(batch(rank, step), gives).backward()
-            found.append(outcome(ddp))
-        return found
+            results.append(outcome(ddp))
+        return results
 
     return case
 
 
 LARGE = 5000
-"""Columns with which a weight's gradient goes into the bucket by itself."""
+"""Number of columns above which a weight's gradient is copied into the bucket on arrival."""
 CASES = {
-    "reached without a gradient": reached(4),
-    "reached without a gradient, large": reached(LARGE),
-    "reached without a gradient, accumulated": reached(LARGE, accumulates=True),
-    "reached without a gradient, flag": reached(4, find_unused_parameters=True),
-    "reached without a gradient, large, flag": reached(LARGE, find_unused_parameters=True),
-    "reached without a gradient, static": reached(4, static_graph=True),
+    "backward without a gradient": without_gradient(4),
+    "backward without a gradient, large": without_gradient(LARGE),
+    "backward without a gradient, accumulated": without_gradient(LARGE, accumulates=True),
+    "backward without a gradient, flag": without_gradient(4, find_unused_parameters=True),
+    "backward without a gradient, large, flag": without_gradient(LARGE, find_unused_parameters=True),
+    "backward without a gradient, static": without_gradient(4, static_graph=True),
     "wrapped again": wrapped_again,
-    "a forward that failed, and a backward beside": forward_failed,
-    "a part is trained beside, static": trained_beside,
+    "a failed forward, then a local backward": failed_forward,
+    "a part trained locally, static": part_trained_locally,
     "copied on one rank": copied_on_one_rank,
-    "frozen, and its wrapper gone": frozen_and_left,
-    "complex": holding(torch.full((3,), 1 + 2j)),
-    "nothing of a dtype": holding(torch.zeros(0, dtype=torch.float64)),
-    "bfloat16 and a scalar": holding(torch.tensor(2.0, dtype=torch.bfloat16)),
+    "frozen, and its wrapper deleted": frozen_and_deleted,
+    "complex": with_parameter(torch.full((3,), 1 + 2j)),
+    "an empty parameter": with_parameter(torch.zeros(0, dtype=torch.float64)),
+    "bfloat16 and a scalar": with_parameter(torch.tensor(2.0, dtype=torch.bfloat16)),
 }
 
 
-CLOSE = {"reached without a gradient, static", "a part is trained beside, static"}
-"""On four ranks: torch lays a static graph's buckets anew a step later than ours, and sums depend on the cut."""
+CLOSE = {"backward without a gradient, static", "a part trained locally, static"}
+"""May differ on four ranks: torch rebuilds a static graph's buckets a step later than ours; sums depend on the cut."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_results_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
-    allowed = {"equal", "close"} if case in CLOSE and len(found) > 2 else {"equal"}
-    assert {verdict[case] for verdict in found} <= allowed
+def test_results_equal_those_of_torch(verdicts_by_rank: list[dict[str, str]], case: str) -> None:
+    allowed = {"equal", "close"} if case in CLOSE and len(verdicts_by_rank) > 2 else {"equal"}
+    assert {verdict[case] for verdict in verdicts_by_rank} <= allowed
 
 
-def left_behind(rank: int, world_size: int) -> list[Any]:
+def remains_of_deleted_wrappers(rank: int, world_size: int) -> list[Any]:
+    """Return the hooks left on the module, whether the reducer is gone, and telemetry's counts of modules."""
     module = net()
-    with sending() as sent:
+    with sending() as capture:
         for _ in range(3):
-            ddp = DistributedDataParallel(module, telemetry=sent.config)
+            ddp = DistributedDataParallel(module, telemetry=capture.config)
             train(ddp, rank, 2)
             reducer = weakref.ref(ddp.reducer)
             del ddp
@@ -194,13 +195,13 @@ def left_behind(rank: int, world_size: int) -> list[Any]:
     return [sum(len(p._post_accumulate_grad_hooks) for p in module.parameters()), reducer() is None, kept]
 
 
-def test_a_wrapper_that_is_gone_leaves_nothing_on_its_module_nor_in_telemetry() -> None:
-    assert run_ranks(left_behind, 2) == [[0, True, [0, 0]]] * 2
+def test_a_deleted_wrapper_leaves_no_trace_on_its_module_or_in_telemetry() -> None:
+    assert run_ranks(remains_of_deleted_wrappers, 2) == [[0, True, [0, 0]]] * 2
 
 
-def mistaken(rank: int, world_size: int) -> list[str]:
-    """Each mistake's error; the last ones' are shared by a rank that has a copy besides."""
-    told = []
+def errors_of_mistakes(rank: int, world_size: int) -> list[str]:
+    """Return the error of each mistake. Rank 0 also has a copy of a module."""
+    messages = []
     first = DistributedDataParallel(net())
     if rank == 0:
         copy.deepcopy(first)
@@ -217,12 +218,12 @@ def mistaken(rank: int, world_size: int) -> list[str]:
             ddp.load_state_dict(copy.deepcopy(ddp.state_dict()), assign=True)
         with pytest.raises(ReducerError) as error:
             ddp(inputs).sum().backward(create_graph=mistake == "create_graph")
-        told.append(str(error.value))
-    return told
+        messages.append(str(error.value))
+    return messages
 
 
-def test_what_cannot_be_reduced_is_the_same_clear_error_on_every_rank() -> None:
-    first, second = run_ranks(mistaken, 2)
+def test_gradients_that_cannot_be_reduced_raise_the_same_clear_error_on_every_rank() -> None:
+    first, second = run_ranks(errors_of_mistakes, 2)
     assert first == second
     higher, converted, in_part, unused, replaced = first
     assert "torch.autograd.grad" in higher
@@ -234,30 +235,30 @@ def test_what_cannot_be_reduced_is_the_same_clear_error_on_every_rank() -> None:
     assert "were replaced after DistributedDataParallel was built" in replaced
 
 
-def forward_alone(rank: int, world_size: int) -> list[bool]:
-    """Whether torch's gradients, and ours, are this rank's own after a pass under `no_sync`."""
-    alone, own = net(), []
-    alone(batch(rank, 1)).sum().backward()
+def forward_without_backward(rank: int, world_size: int) -> list[bool]:
+    """Return whether torch's gradients, and ours, are local to the rank after a pass under `no_sync`."""
+    plain, are_local = net(), []
+    plain(batch(rank, 1)).sum().backward()
     for kind in (TorchDDP, DistributedDataParallel):
         ddp = kind(net(), **CAP)
         ddp(batch(rank))
         with ddp.no_sync():
             ddp(batch(rank, 1)).sum().backward()
-        pairs = zip(ddp.module.parameters(), alone.parameters(), strict=True)
-        own.append(all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs))
-    return own
+        pairs = zip(ddp.module.parameters(), plain.parameters(), strict=True)
+        are_local.append(all(torch.equal(ours.grad, theirs.grad) for ours, theirs in pairs))
+    return are_local
 
 
 def test_no_sync_holds_after_a_forward_that_had_no_backward() -> None:
-    assert run_ranks(forward_alone, 2) == [[False, True]] * 2
+    assert run_ranks(forward_without_backward, 2) == [[False, True]] * 2
 
 
-class Holding(torch.autograd.Function):
-    """Nothing but a hold on something, as activations are held."""
+class KeepAlive(torch.autograd.Function):
+    """An identity that keeps an object alive in the graph, like activations."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, held: Any) -> torch.Tensor:
-        ctx.held = held
+    def forward(ctx: Any, x: torch.Tensor, activations: Any) -> torch.Tensor:
+        ctx.activations = activations
         return x.clone()
 
     @staticmethod
@@ -265,12 +266,12 @@ class Holding(torch.autograd.Function):
         return slope, None
 
 
-def held(rank: int, world_size: int) -> list[bool]:
-    """Whether a graph is gone with its output: without a backward, and after one that failed."""
-    gone = []
+def graphs_freed(rank: int, world_size: int) -> list[bool]:
+    """Return whether a graph is freed with its output: without a backward, and after a failed backward."""
+    freed = []
     for fails in (False, True):
-        ddp = DistributedDataParallel(Activated(), **CAP)
-        breaking(ddp, 0)[0] = fails
+        ddp = DistributedDataParallel(WithActivations(), **CAP)
+        make_interruptible(ddp, 0)[0] = fails
         activations = nn.Module()
         alive = weakref.ref(activations)
         output = ddp(batch(rank), activations)
@@ -278,60 +279,64 @@ def held(rank: int, world_size: int) -> list[bool]:
             with pytest.raises(StopError):
                 output.sum().backward()
         del output, activations
-        gone.append(alive() is None)
-    return gone
+        freed.append(alive() is None)
+    return freed
 
 
-class Activated(nn.Sequential):
-    """Its graph holds what it is given."""
+class WithActivations(nn.Sequential):
+    """A network with a graph that keeps the given activations alive."""
 
     def __init__(self) -> None:
         super().__init__(*net())
 
     def forward(self, x: torch.Tensor, activations: Any) -> torch.Tensor:  # type: ignore[override]
-        return Holding.apply(super().forward(x), activations)  # type: ignore[no-any-return]
+        return KeepAlive.apply(super().forward(x), activations)  # type: ignore[no-any-return]
 
 
-def test_a_graph_without_a_backward_is_gone_with_its_output() -> None:
-    """Or what a script frees after it ran out of memory would not be free."""
-    assert run_ranks(held, 2) == [[True, True]] * 2
+def test_a_graph_without_a_backward_is_freed_with_its_output() -> None:
+    """Otherwise a script could not free memory after it ran out of it."""
+    assert run_ranks(graphs_freed, 2) == [[True, True]] * 2
 
 
-def each_reduced(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
-    """By way of going backward twice, whether gradients are the mean over the ranks."""
-    found = {}
-    for way in ("two forwards", "backward twice"):
-        ddp, alone = DistributedDataParallel(net(), **CAP, **options), net()
+def means_of_two_backwards(rank: int, world_size: int, options: dict[str, Any]) -> dict[str, bool]:
+    """Return for two kinds of double backward whether the gradients are the mean over the ranks."""
+    are_means = {}
+    for kind in ("two forwards", "backward twice"):
+        ddp, plain = DistributedDataParallel(net(), **CAP, **options), net()
         for _ in range(3):
             ddp.zero_grad()
-            losses = [ddp(batch(rank, step)).sum() for step in range(2 if way == "two forwards" else 1)]
+            losses = [ddp(batch(rank, step)).sum() for step in range(2 if kind == "two forwards" else 1)]
             for loss in losses * 2 if len(losses) == 1 else losses:
                 loss.backward(retain_graph=True)
-        for other in range(world_size):
-            for step in (0, 1) if way == "two forwards" else (0, 0):
-                (alone(batch(other, step)).sum() / world_size).backward()
-        pairs = zip(ddp.parameters(), alone.parameters(), strict=True)
-        found[way] = all(torch.allclose(ours.grad, theirs.grad, atol=1e-5) for ours, theirs in pairs)
-    return found
+        for data_rank in range(world_size):
+            for step in (0, 1) if kind == "two forwards" else (0, 0):
+                (plain(batch(data_rank, step)).sum() / world_size).backward()
+        pairs = zip(ddp.parameters(), plain.parameters(), strict=True)
+        are_means[kind] = all(torch.allclose(ours.grad, theirs.grad, atol=1e-5) for ours, theirs in pairs)
+    return are_means
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
 @pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}], ids=["plain", "flag"])
 def test_every_backward_after_a_forward_is_reduced(options: dict[str, Any]) -> None:
-    assert run_ranks(each_reduced, 2, options) == [{"two forwards": True, "backward twice": True}] * 2
+    assert run_ranks(means_of_two_backwards, 2, options) == [{"two forwards": True, "backward twice": True}] * 2
 
 
-def left_alone(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
-    """What a backward says whose wrapper is deleted; whether gradients are torch's where its hooks are removed."""
-    told: list[str] = []
-    for keeps in (False, True):  # A reference to the reducer keeps it, and not the wrapper.
+def unreduced_gradients(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
+    """Delete the wrapper before the backward, or remove its hooks.
+
+    Returns:
+        The errors after a deletion, and whether the gradients without hooks equal torch's, by step.
+    """
+    messages: list[str] = []
+    for keeps_reducer in (False, True):  # A reference to the reducer does not keep the wrapper alive.
         ddp = DistributedDataParallel(net(), **CAP)
-        kept, loss = ddp.reducer if keeps else None, ddp(batch(rank)).sum()
+        reducer, loss = ddp.reducer if keeps_reducer else None, ddp(batch(rank)).sum()
         del ddp
         with pytest.raises(ReducerError) as error:
             loss.backward()
-        told.append(str(error.value))
-        del kept, error
+        messages.append(str(error.value))
+        del reducer, error
     ours, theirs = (kind(net(), **CAP) for kind in (DistributedDataParallel, TorchDDP))
     same = []
     for step in range(3):
@@ -341,21 +346,21 @@ def left_alone(rank: int, world_size: int) -> tuple[list[str], list[bool]]:
             ddp.zero_grad()
             ddp(batch(rank, step)).sum().backward()
         same.append(all(map(torch.equal, gradients(ours), gradients(theirs))))
-    return told, same
+    return messages, same
 
 
 def gradients(ddp: nn.Module) -> list[torch.Tensor]:
     return [parameter.grad for parameter in ddp.parameters() if parameter.grad is not None]
 
 
-def test_gradients_that_nobody_reduces_are_an_error_unless_somebody_removed_the_hooks_before() -> None:
-    for told, same in run_ranks(left_alone, 2):
-        assert all("was deleted after the forward" in message for message in told)
+def test_unreduced_gradients_are_an_error_unless_the_user_removed_the_hooks() -> None:
+    for messages, same in run_ranks(unreduced_gradients, 2):
+        assert all("was deleted after the forward" in message for message in messages)
         assert same == [True] * 3
 
 
 def reduced_twice(rank: int, world_size: int) -> list[str]:
-    """With torch's compiled reducer, which registers hooks beside ours."""
+    """Enable torch's compiled reducer, which registers its own hooks."""
     from torch._dynamo import config
 
     with config.patch(optimize_ddp="python_reducer"), pytest.raises(ConfigError) as error:
@@ -367,11 +372,11 @@ def test_torchs_compiled_reducer_beside_ours_is_refused() -> None:
     assert run_ranks(reduced_twice, 1) == [["torch._dynamo.config.optimize_ddp", "python_reducer"]]
 
 
-def in_two_groups(rank: int, _world_size: int) -> list[list[str]]:
-    """A fault, then NaN gradients in what counts as a second group of the same name, with the same store."""
+def errors_in_two_groups(rank: int, _world_size: int) -> list[list[str]]:
+    """Raise a fault, then use NaN gradients in a second group with the same name and store."""
     raised: list[list[str]] = []
     for leaves_out in (True, False):
-        # Torchrun's store outlives the group; the next group counts from zero again.
+        # Torchrun's store outlives the group. The next group counts from zero again.
         fault_broadcast._numbers.clear()
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         ddp = DistributedDataParallel(model)
@@ -385,12 +390,12 @@ def in_two_groups(rank: int, _world_size: int) -> list[list[str]]:
     return raised
 
 
-def test_a_fault_of_an_earlier_group_is_not_told_again() -> None:
-    assert run_ranks(in_two_groups, 2) == [[["UnusedParametersError"], []]] * 2
+def test_a_fault_of_an_earlier_group_is_not_raised_again() -> None:
+    assert run_ranks(errors_in_two_groups, 2) == [[["UnusedParametersError"], []]] * 2
 
 
 def compiled_autograd(rank: int, world_size: int) -> tuple[str, int, bool]:
-    """The refusal, what it left to be ended, and whether the gradients of a plain backward after it are alike."""
+    """Return the refusal, the number of open backwards, and whether a plain backward then gives equal gradients."""
     ddp = DistributedDataParallel(net())
     with torch._dynamo.config.patch(compiled_autograd=True):
 
@@ -406,13 +411,13 @@ def compiled_autograd(rank: int, world_size: int) -> tuple[str, int, bool]:
     ddp(batch(rank)).sum().backward()
     gradient = next(ddp.parameters()).grad
     assert gradient is not None
-    others = [torch.empty_like(gradient) for _ in range(world_size)]
-    dist.all_gather(others, gradient)
-    return str(raised.value), left, all(torch.equal(gradient, other) for other in others)
+    gathered = [torch.empty_like(gradient) for _ in range(world_size)]
+    dist.all_gather(gathered, gradient)
+    return str(raised.value), left, all(torch.equal(gradient, gathered_gradient) for gathered_gradient in gathered)
 
 
-def test_a_backward_under_compiled_autograd_is_refused_instead_of_left_unreduced() -> None:
-    for refusal, left, alike in run_ranks(compiled_autograd, 2):
+def test_a_backward_under_compiled_autograd_is_refused() -> None:
+    for refusal, open_backwards, is_equal in run_ranks(compiled_autograd, 2):
         assert "compiled autograd" in refusal
-        assert left == 0
-        assert alike
+        assert open_backwards == 0
+        assert is_equal

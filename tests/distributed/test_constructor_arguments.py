@@ -1,4 +1,4 @@
-"""Every argument of the constructor does what it does in torch."""
+"""Every argument of the constructor has the same effect as in torch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def caps_of_each_bucket(kind: Any, rank: int) -> Any:
 
 
 def rebuilt_in_ready_order(kind: Any, rank: int) -> Any:
-    """Used in another order than defined, and in another one on each rank: rank 0's counts."""
+    """Use layers in an order that differs from their definition and between ranks: rank 0's order counts."""
 
     class Crossed(nn.Module):
         def __init__(self) -> None:
@@ -96,16 +96,16 @@ def gradients_as_views(kind: Any, rank: int) -> Any:
     return trained
 
 
-def gradients_of_ones_own(kind: Any, rank: int) -> Any:
-    """Without views a gradient that was kept is not written over, and can be detached."""
+def gradients_without_views(kind: Any, rank: int) -> Any:
+    """Keep gradients over several steps: without views they are not overwritten, and can be detached."""
     ddp = kind(net(), **CAP)
-    kept = []
+    history = []
     for step in range(3):
         ddp.zero_grad()
         ddp(batch(rank, step)).pow(2).mean().backward()
-        kept.append([p.grad for p in ddp.parameters()])
-    kept[-1][0].detach_()
-    return [gradient.clone() for gradients in kept for gradient in gradients]
+        history.append([p.grad for p in ddp.parameters()])
+    history[-1][0].detach_()
+    return [gradient.clone() for gradients in history for gradient in gradients]
 
 
 def accumulated_without_no_sync(kind: Any, rank: int) -> Any:
@@ -123,7 +123,7 @@ def zeroed_in_place(kind: Any, rank: int) -> Any:
     return outcome(ddp)
 
 
-def ignored(kind: Any, rank: int) -> Any:
+def ignored_parameters_and_buffers(kind: Any, rank: int) -> Any:
     module = nn.Sequential(net(), nn.BatchNorm1d(2))
     with torch.no_grad():
         module[0][0].bias.fill_(float(rank))
@@ -150,42 +150,42 @@ def shared_and_frozen(kind: Any, rank: int) -> Any:
     return train(kind(Tied()), rank)
 
 
-def frozen_later(kind: Any, rank: int) -> Any:
+def frozen_during_training(kind: Any, rank: int) -> Any:
     ddp = kind(net(), find_unused_parameters=True)
     train(ddp, rank, 2)
     ddp.module[0].requires_grad_(False)
     return train(ddp, rank, 3)
 
 
-def delayed(kind: Any, rank: int) -> Any:
-    """Two parameters leave the reducer and are reduced late, by a hook on the input side's parameter.
+def delayed_parameters(kind: Any, rank: int) -> Any:
+    """Reduce two parameters outside the reducer, late, by a hook on a parameter near the input.
 
-    Torch's module starts that all-reduce and never waits for it, so that what a user reads is chance: waited for here.
+    Torch's module starts that all-reduce and never waits for it, so that its result is read by chance. The test waits.
     """
     module = net()
-    late = [("4.weight", module[4].weight), ("4.bias", module[4].bias)]
-    ddp = kind(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
-    plain = dist.all_reduce
-    started: list[Any] = []
-    with mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: started.append(plain(*args, **kwargs))):
+    delayed = [("4.weight", module[4].weight), ("4.bias", module[4].bias)]
+    ddp = kind(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module[0].weight)
+    all_reduce = dist.all_reduce
+    works: list[Any] = []
+    with mock.patch.object(dist, "all_reduce", lambda *args, **kwargs: works.append(all_reduce(*args, **kwargs))):
         for step in range(3):
             ddp.zero_grad()
             ddp(batch(rank, step)).pow(2).mean().backward()
-            started.pop().wait()
+            works.pop().wait()
     return outcome(ddp)
 
 
-def all_delayed(kind: Any, rank: int) -> Any:
+def all_parameters_delayed(kind: Any, rank: int) -> Any:
     module = net()
-    late = list(module.named_parameters())
+    delayed = list(module.named_parameters())
     module.scale = nn.Parameter(torch.ones(1), requires_grad=False)
-    ddp = kind(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
+    ddp = kind(module, delay_all_reduce_named_params=delayed, param_to_hook_all_reduce=module[0].weight)
     ddp(batch(rank)).pow(2).mean().backward()
     dist.barrier()
     return [p.grad for p in ddp.parameters() if p.requires_grad]
 
 
-def delayed_by_half(kind: Any, rank: int) -> Any:
+def delayed_parameters_without_hook(kind: Any, rank: int) -> Any:
     return kind(net(), delay_all_reduce_named_params=[])
 
 
@@ -210,7 +210,7 @@ def no_parameters(kind: Any, rank: int) -> Any:
     return kind(net().requires_grad_(False))
 
 
-def device_ids_on_the_host(kind: Any, rank: int) -> Any:
+def device_ids_on_the_cpu(kind: Any, rank: int) -> Any:
     return kind(net(), device_ids=[0])
 
 
@@ -222,7 +222,7 @@ def buffers_follow_rank_0(kind: Any, rank: int) -> Any:
     return [buffer.clone() for buffer in ddp.buffers()]
 
 
-def buffers_left_alone(kind: Any, rank: int) -> Any:
+def buffers_without_broadcast(kind: Any, rank: int) -> Any:
     torch.manual_seed(5)
     ddp = kind(nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)), broadcast_buffers=False)
     for step in range(3):
@@ -234,25 +234,25 @@ def outputs_in_containers(kind: Any, rank: int) -> Any:
     @dataclasses.dataclass
     class Output:
         loss: torch.Tensor
-        others: list[dict[str, torch.Tensor]]
+        nested: list[dict[str, torch.Tensor]]
 
-    class Containing(nn.Module):
+    class Nesting(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.net = net()
 
         def forward(self, x: torch.Tensor) -> Any:
-            return Output(x.sum() * 0, [{"found": self.net(x)}])
+            return Output(x.sum() * 0, [{"output": self.net(x)}])
 
-    ddp = kind(Containing(), find_unused_parameters=True)
+    ddp = kind(Nesting(), find_unused_parameters=True)
     for step in range(3):
         output = ddp(batch(rank, step))
-        output.others[0]["found"].sum().backward()
+        output.nested[0]["output"].sum().backward()
     return outcome(ddp)
 
 
 def local_backward_of_the_module(kind: Any, rank: int) -> Any:
-    """Past the DDP module nothing is reduced, so that one rank may do it alone."""
+    """Run a backward of the wrapped module on one rank alone: it reduces nothing."""
     ddp = kind(net(), **CAP)
     train(ddp, rank)
     if rank == 0:
@@ -296,19 +296,19 @@ def logging_data(kind: Any, rank: int) -> Any:
     return [values, sorted(times), all(facts[name] >= 0 for name in times)]
 
 
-def told_at_samples(kind: Any, rank: int) -> Any:
-    """The first ten iterations, then one in as many as were asked for."""
+def logging_sample_rate(kind: Any, rank: int) -> Any:
+    """Read the logged iteration: the first ten iterations, then one in four, as the sample rate sets it."""
     ddp = kind(net())
     ddp._set_ddp_runtime_logging_sample_rate(4)
-    seen = []
+    logged = []
     for _ in range(18):
         train(ddp, rank, 1)
-        seen.append(ddp._get_ddp_logging_data()["iteration"])
-    return seen
+        logged.append(ddp._get_ddp_logging_data()["iteration"])
+    return logged
 
 
 def caps_of_twelve_megabytes(kind: Any, rank: int) -> Any:
-    """More than any of the caps, so that each cuts elsewhere, the first bucket's own of 1 MiB among them."""
+    """Use a model larger than every cap, so that each cap cuts elsewhere, including the first bucket's cap of 1 MiB."""
     layouts = []
     for caps in ({}, {"bucket_cap_mb": 4}, {"bucket_cap_mb": 0}, {"bucket_cap_mb_list": [1, 3, 2]}):
         torch.manual_seed(4)
@@ -322,7 +322,7 @@ def caps_of_twelve_megabytes(kind: Any, rank: int) -> Any:
     return layouts
 
 
-def static_graph_asked_for_too_late(kind: Any, rank: int) -> Any:
+def static_graph_set_too_late(kind: Any, rank: int) -> Any:
     ddp = kind(net())
     train(ddp, rank, 1)
     ddp._set_static_graph()
@@ -333,7 +333,7 @@ CASES = {
     for function in (
         caps_of_each_bucket,
         caps_of_twelve_megabytes,
-        static_graph_asked_for_too_late,
+        static_graph_set_too_late,
         rebuilt_in_ready_order,
         several_dtypes,
         half_precision_module,
@@ -341,36 +341,42 @@ CASES = {
         without_initial_sync,
         with_initial_sync,
         gradients_as_views,
-        gradients_of_ones_own,
+        gradients_without_views,
         accumulated_without_no_sync,
         zeroed_in_place,
-        ignored,
+        ignored_parameters_and_buffers,
         shared_and_frozen,
-        frozen_later,
-        delayed,
-        all_delayed,
-        delayed_by_half,
+        frozen_during_training,
+        delayed_parameters,
+        all_parameters_delayed,
+        delayed_parameters_without_hook,
         device_mesh,
         group_and_mesh,
         subgroup,
         batched_copy,
         no_parameters,
-        device_ids_on_the_host,
+        device_ids_on_the_cpu,
         buffers_follow_rank_0,
-        buffers_left_alone,
+        buffers_without_broadcast,
         outputs_in_containers,
         local_backward_of_the_module,
         logging_data,
-        told_at_samples,
+        logging_sample_rate,
     )
 }
 
 
-RAISE = {"all_delayed", "delayed_by_half", "group_and_mesh", "no_parameters", "device_ids_on_the_host"}
-RAISE |= {"static_graph_asked_for_too_late"}
-"""Where all are delayed torch's own forward fails."""
+RAISE = {
+    "all_parameters_delayed",
+    "delayed_parameters_without_hook",
+    "group_and_mesh",
+    "no_parameters",
+    "device_ids_on_the_cpu",
+}
+RAISE |= {"static_graph_set_too_late"}
+"""Cases with an error in torch too. If all parameters are delayed, torch's own forward fails."""
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_user_sees_is_what_torch_shows(found: list[dict[str, str]], case: str) -> None:
-    assert {verdict[case] for verdict in found} == ({"raised"} if case in RAISE else {"equal"})
+def test_each_argument_gives_the_results_of_torch(verdicts_by_rank: list[dict[str, str]], case: str) -> None:
+    assert {verdict[case] for verdict in verdicts_by_rank} == ({"raised"} if case in RAISE else {"equal"})

@@ -1,4 +1,4 @@
-"""After twenty steps our parameters are those of torch's DDP."""
+"""After twenty steps our parameters equal those of torch's DDP."""
 
 from __future__ import annotations
 
@@ -31,35 +31,35 @@ def train(ddp: Any, name: str, rank: int, steps: int, set_to_none: bool) -> list
     return [tensor.detach().clone() for tensor in ddp.state_dict().values()]
 
 
-def difference(rank: int, world_size: int, name: str, options: dict[str, Any]) -> list[tuple[bool, float]]:
-    """For both ways of zeroing: whether all is equal bit for bit, and the largest difference."""
-    found = []
+def differences(rank: int, world_size: int, name: str, options: dict[str, Any]) -> list[tuple[bool, float]]:
+    """Return for each way of zeroing whether all tensors are equal bit for bit, and the largest difference."""
+    by_zeroing = []
     for set_to_none in (True, False):
         ours = train(DistributedDataParallel(build(name), **options), name, rank, STEPS, set_to_none)
         theirs = train(TorchDDP(build(name), **options), name, rank, STEPS, set_to_none)
         equal = all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-        found.append((equal, max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))))
-    return found
+        by_zeroing.append((equal, max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True))))
+    return by_zeroing
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("name", ["cnn", "transformer"])
 def test_parameters_equal_those_of_torch_ddp(name: str, world_size: int) -> None:
-    for equal, largest in chain(*run_ranks(difference, world_size, name, CAPS)):
+    for equal, largest in chain(*run_ranks(differences, world_size, name, CAPS)):
         if world_size <= 2:
             assert equal, "sums of two do not depend on how the buckets are cut"
         assert largest < 1e-5
 
 
 @pytest.mark.parametrize(("world_size", "as_views"), [(1, False), (2, False), (3, True), (4, False)])
-def test_with_the_same_buckets_they_are_equal_bit_for_bit(world_size: int, as_views: bool) -> None:
+def test_with_the_same_buckets_parameters_are_equal_bit_for_bit(world_size: int, as_views: bool) -> None:
     options = CAPS | {"find_unused_parameters": True, "gradient_as_bucket_view": as_views}
     for name in ("transformer", "branches"):
-        assert all(equal for equal, _ in chain(*run_ranks(difference, world_size, name, options)))
+        assert all(equal for equal, _ in chain(*run_ranks(differences, world_size, name, options)))
 
 
-def accumulated(rank: int, world_size: int) -> bool:
-    """Three micro-batches of which only the last synchronises, on torch's DDP and on ours."""
+def equal_after_accumulation(rank: int, world_size: int) -> bool:
+    """Accumulate three micro-batches, of which only the last synchronises, on torch's DDP and on ours."""
     grads = []
     for kind in (TorchDDP, DistributedDataParallel):
         ddp = kind(build("transformer"), **CAPS)
@@ -74,11 +74,11 @@ def accumulated(rank: int, world_size: int) -> bool:
 
 
 def test_no_sync_accumulates_as_torch_does() -> None:
-    assert run_ranks(accumulated, 2) == [True, True]
+    assert run_ranks(equal_after_accumulation, 2) == [True, True]
 
 
-def untouched(rank: int, world_size: int) -> list[Any]:
-    """A gradient that the user left on a parameter nobody uses, and one that some ranks use."""
+def unused_gradients(rank: int, world_size: int) -> list[Any]:
+    """Return the gradients of a parameter that no rank uses, set by the user, and of a parameter that one rank uses."""
     ddp = DistributedDataParallel(build("branches"), find_unused_parameters=True)
     ddp.module.never.weight.grad = torch.full((16, 16), 3.0)
     batch = MODELS["branches"].batch(rank, 0)
@@ -88,8 +88,8 @@ def untouched(rank: int, world_size: int) -> list[Any]:
     return [never.bias.grad, bool((never.weight.grad == 3).all()), sometimes.weight.grad.tolist()]
 
 
-def test_globally_unused_gradients_are_left_alone_and_locally_unused_ones_get_the_mean() -> None:
-    first, second = run_ranks(untouched, 2)
+def test_globally_unused_gradients_stay_and_locally_unused_gradients_get_the_mean() -> None:
+    first, second = run_ranks(unused_gradients, 2)
     assert first[0] is None
     assert first[1]
     assert first[2] == second[2]
@@ -107,7 +107,7 @@ def unused_error(rank: int, world_size: int) -> str:
     return "no error"
 
 
-def test_unused_parameters_without_the_flag_are_the_same_error_on_every_rank_at_once() -> None:
+def test_unused_parameters_without_the_flag_raise_the_same_error_on_every_rank() -> None:
     messages = run_ranks(unused_error, 2)
     assert messages[0] == messages[1]
     assert messages[0].startswith("UnusedParametersError")
@@ -122,7 +122,7 @@ def real_nan(rank: int, world_size: int) -> bool:
     return bool(torch.isnan(next(ddp.parameters()).grad).any())
 
 
-def test_a_nan_of_the_models_own_is_not_taken_for_an_unused_parameter() -> None:
+def test_a_nan_gradient_of_the_model_is_not_reported_as_an_unused_parameter() -> None:
     assert run_ranks(real_nan, 2) == [True, True]
 
 
@@ -141,24 +141,24 @@ def copies(rank: int, world_size: int) -> list[bool]:
     return results
 
 
-def test_it_is_a_torch_ddp_and_survives_deepcopy_and_pickle() -> None:
+def test_the_module_is_a_torch_ddp_and_can_be_copied_and_pickled() -> None:
     assert run_ranks(copies, 2) == [[True] * 4] * 2
 
 
-def pickled(rank: int, world_size: int) -> list[bool]:
-    with sending() as sent:
-        ddp = DistributedDataParallel(build("transformer"), telemetry=replace(sent.config, token="s3cret"))
-        kept = pickle.dumps(ddp)
-        os.environ["DDPOBS_TOKEN"] = "this-process-s-own"
-        opened = pickle.loads(kept)
-    return [b"s3cret" not in kept, opened._telemetry_config.token == "this-process-s-own"]
+def tokens_in_pickles(rank: int, world_size: int) -> list[bool]:
+    with sending() as capture:
+        ddp = DistributedDataParallel(build("transformer"), telemetry=replace(capture.config, token="s3cret"))
+        pickled = pickle.dumps(ddp)
+        os.environ["DDPOBS_TOKEN"] = "token-of-this-process"
+        unpickled = pickle.loads(pickled)
+    return [b"s3cret" not in pickled, unpickled._telemetry_config.token == "token-of-this-process"]
 
 
 def test_no_token_is_pickled() -> None:
-    assert run_ranks(pickled, 1) == [[True, True]]
+    assert run_ranks(tokens_in_pickles, 1) == [[True, True]]
 
 
-def hooked(rank: int, world_size: int) -> bool:
+def equal_with_hooks(rank: int, world_size: int) -> bool:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     same = True
@@ -166,7 +166,7 @@ def hooked(rank: int, world_size: int) -> bool:
         results = []
         for kind in (TorchDDP, DistributedDataParallel):
             # One bucket, and no map of unused parameters: PowerSGD starts collectives from callbacks, which race with
-            # any other; torch's DDP crashes on gloo with `find_unused_parameters`.
+            # all other collectives. Torch's DDP crashes on gloo with `find_unused_parameters`.
             ddp = kind(build("transformer"))
             state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=3) if "power" in hook.__name__ else None
             ddp.register_comm_hook(state, hook)
@@ -176,10 +176,10 @@ def hooked(rank: int, world_size: int) -> bool:
 
 
 def test_torchs_own_comm_hooks_run_unchanged() -> None:
-    assert run_ranks(hooked, 2) == [True, True]
+    assert run_ranks(equal_with_hooks, 2) == [True, True]
 
 
-def uneven(rank: int, world_size: int) -> bool:
+def equal_under_join(rank: int, world_size: int) -> bool:
     same = True
     for options in ({}, {"find_unused_parameters": True}):
         results = []
@@ -192,10 +192,10 @@ def uneven(rank: int, world_size: int) -> bool:
 
 
 def test_uneven_inputs_under_join_train_as_with_torch() -> None:
-    assert run_ranks(uneven, 2) == [True, True]
+    assert run_ranks(equal_under_join, 2) == [True, True]
 
 
-def sparse(rank: int, world_size: int) -> bool:
+def equal_with_sparse_gradients(rank: int, world_size: int) -> bool:
     results = []
     for kind in (TorchDDP, DistributedDataParallel):
         torch.manual_seed(3)
@@ -210,5 +210,5 @@ def sparse(rank: int, world_size: int) -> bool:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_sparse_gradients_are_reduced(world_size: int) -> None:
-    assert all(run_ranks(sparse, world_size))
+def test_sparse_gradients_are_reduced_as_by_torch(world_size: int) -> None:
+    assert all(run_ranks(equal_with_sparse_gradients, world_size))

@@ -1,4 +1,4 @@
-"""From the gradient hook to the named slow rank: real ranks, a real collector, nothing in between but the wire."""
+"""From the gradient hook to the named slow rank: real ranks and a real collector, joined by the wire alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.integration.training import ROOT, TORCHRUN, train
 pytestmark = pytest.mark.alone
 
 
-def get(url: str, run: str, what: str = "", **query: Any) -> Any:
-    answer = httpx.get(f"{url}/api/v1/runs/{run}{what}", params=query, timeout=30)
+def get(url: str, run: str, path: str = "", **query: Any) -> Any:
+    answer = httpx.get(f"{url}/api/v1/runs/{run}{path}", params=query, timeout=30)
     answer.raise_for_status()
     return answer.json()
 
@@ -29,24 +29,24 @@ def stragglers(url: str, run: str) -> list[dict[str, Any]]:
 def test_the_slow_rank_is_named_with_its_phase(url: str, rank: int, phase: str) -> None:
     run = f"slow-{rank}-{phase}"
     train(url, run, slow_rank=rank, phase=phase)
-    found = stragglers(url, run)
-    assert [(f["ranks"], f["phase"]) for f in found] == [([rank], phase)]
-    assert found[0]["gain"]["step_ns"] > 0
+    findings = stragglers(url, run)
+    assert [(f["ranks"], f["phase"]) for f in findings] == [([rank], phase)]
+    assert findings[0]["gain"]["step_ns"] > 0
 
 
-def test_a_balanced_run_names_nobody(url: str) -> None:
+def test_a_balanced_run_names_no_rank(url: str) -> None:
     train(url, "balanced", steps=100)
     assert get(url, "balanced", "/diagnostics")["steps_seen"] == 100
     assert stragglers(url, "balanced") == []
 
 
-def test_backward_walls_alone_would_have_named_nobody(url: str, slow_run: str) -> None:
-    """The backward call lasts equally long everywhere; only own time tells the ranks apart."""
+def test_the_duration_of_the_backward_call_alone_names_no_rank(url: str, slow_run: str) -> None:
+    """The backward call lasts equally long on every rank; only own time separates the ranks."""
     columns = get(url, slow_run, "/steps")["columns"]
     walls: dict[int, list[int]] = {0: [], 1: []}
     names = ("rank", "step", "backward_ns", "exposed_comm_ns")
     for rank, step, backward, exposed in zip(*(columns[name] for name in names), strict=True):
-        if step >= 5:  # In the first one the ranks wait for each other's reading of the text.
+        if step >= 5:  # In the first step the ranks wait for each other to read the text.
             walls[rank].append(backward + exposed)
     means = [sum(values) / len(values) for values in walls.values()]
     assert max(means) < 1.25 * min(means)
@@ -75,18 +75,18 @@ def test_all_ranks_leave_a_collective_together_on_aligned_clocks(url: str, slow_
     assert stragglers_answer["noise_ns"] < median_delay
 
 
-def test_statistics_were_also_made_among_the_ranks(url: str, slow_run: str) -> None:
+def test_the_ranks_also_compute_straggler_statistics_among_themselves(url: str, slow_run: str) -> None:
     metrics = httpx.get(f"{url}/metrics", timeout=30).text
-    value = {
+    values = {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
         for line in metrics.splitlines()
         if not line.startswith("#")
     }
 
-    def of(rank: int) -> float:
-        return value[f'ddpobs_straggler_steps_total{{phase="backward",rank="{rank}",run="{slow_run}"}}']
+    def straggler_steps(rank: int) -> float:
+        return values[f'ddpobs_straggler_steps_total{{phase="backward",rank="{rank}",run="{slow_run}"}}']
 
-    assert of(SLOW_RANK) > 10 * max(1.0, of(1 - SLOW_RANK))
+    assert straggler_steps(SLOW_RANK) > 10 * max(1.0, straggler_steps(1 - SLOW_RANK))
 
 
 def test_the_trace_opens_as_chrome_json(url: str, slow_run: str) -> None:
@@ -96,7 +96,7 @@ def test_the_trace_opens_as_chrome_json(url: str, slow_run: str) -> None:
     assert {event["pid"] for event in phases} == {0, 1}
 
 
-def test_an_unchanged_script_with_torchs_own_ddp_is_seen_through_ddpobs_run(url: str, tmp_path: Path) -> None:
+def test_ddpobs_run_records_an_unchanged_script_with_torchs_own_ddp(url: str, tmp_path: Path) -> None:
     script = tmp_path / "train_torch.py"
     text = (ROOT / "examples" / "train_gpt.py").read_text()
     script.write_text(text.replace("from ddpobs import", "from torch.nn.parallel import"))

@@ -1,4 +1,4 @@
-"""Ours among the rest of torch: autocast, scalers, compilation, checkpoints on disk, debug levels."""
+"""Our DDP with other features of torch: autocast, scalers, compilation, checkpoints on disk, debug levels."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def autocast(kind: Any, rank: int) -> Any:
     return outcome(ddp)
 
 
-def scaled(kind: Any, rank: int) -> Any:
-    """One step overflows on one rank: the optimizer is skipped on every rank, and the scale falls."""
+def gradient_scaler(kind: Any, rank: int) -> Any:
+    """Let one step overflow on one rank: every rank skips the optimizer and lowers the scale."""
     ddp = kind(net(), **CAP)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -68,7 +68,7 @@ def compiled_inside(kind: Any, rank: int) -> Any:
 
 
 def split_at_buckets(kind: Any, rank: int) -> Any:
-    """The graphs into which DDPOptimizer cuts the model, which asks the active DDP module for its bucket size."""
+    """Count the graphs into which DDPOptimizer cuts the model, by the bucket size of the active DDP module."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -82,9 +82,9 @@ def split_at_buckets(kind: Any, rank: int) -> Any:
 def distributed_checkpoint(kind: Any, rank: int) -> Any:
     ddp = kind(net(), **CAP)
     train(ddp, rank)
-    with TemporaryDirectory() as own, warnings.catch_warnings():
+    with TemporaryDirectory() as local, warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        folder = [own]
+        folder = [local]
         dist.broadcast_object_list(folder)
         dcp.save(get_model_state_dict(ddp), checkpoint_id=folder[0])
         fresh = kind(net(), **CAP)
@@ -96,14 +96,14 @@ def distributed_checkpoint(kind: Any, rank: int) -> Any:
 
 
 def loaded_state(kind: Any, rank: int) -> Any:
-    """A state dict of torch's DDP goes into ours, and back."""
+    """Load a state dict of each DDP into torch's DDP, and train on."""
     first, second = kind(net()), TorchDDP(net())
     train(first, rank)
     second.load_state_dict(first.state_dict())
     return train(second, rank)
 
 
-def clipped(kind: Any, rank: int) -> Any:
+def gradient_clipping(kind: Any, rank: int) -> Any:
     ddp = kind(net(), **CAP)
     norms = []
     for step in range(3):
@@ -113,14 +113,14 @@ def clipped(kind: Any, rank: int) -> Any:
     return [outcome(ddp), norms]
 
 
-def evaluated(kind: Any, rank: int) -> Any:
+def evaluation(kind: Any, rank: int) -> Any:
     ddp = kind(net())
     train(ddp, rank)
     ddp.eval()
     with torch.no_grad():
-        without = ddp(batch(rank))
+        output = ddp(batch(rank))
     with torch.inference_mode():
-        return [without, ddp(batch(rank)).clone()]
+        return [output, ddp(batch(rank)).clone()]
 
 
 def wrapped_attributes(kind: Any, rank: int) -> Any:
@@ -128,63 +128,63 @@ def wrapped_attributes(kind: Any, rank: int) -> Any:
     return [isinstance(ddp, TorchDDP), type(ddp.module).__name__, ddp.device_type, ddp.require_backward_grad_sync]
 
 
-class Forked(nn.Module):
-    """A branch that only some steps take, on some ranks."""
+class OptionalLayer(nn.Module):
+    """A layer that only some steps use, on some ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.always, self.sometimes = nn.Linear(8, 8), nn.Linear(8, 8)
 
-    def forward(self, rows: torch.Tensor, both: bool) -> torch.Tensor:
+    def forward(self, rows: torch.Tensor, uses_both: bool) -> torch.Tensor:
         rows = self.always(rows)
-        return self.sometimes(rows) if both else rows
+        return self.sometimes(rows) if uses_both else rows
 
 
 def used_parameters(kind: Any, rank: int) -> Any:
     torch.manual_seed(0)
-    ddp = kind(Forked(), find_unused_parameters=True)
-    found = []
-    for step, both in enumerate((True, rank == 0, rank == 0, False, rank > 0)):
-        ddp(batch(rank, step), both).sum().backward()
-        found += [ddp.reducer._get_local_used_map().clone(), ddp.reducer._ddp_graph_static()]
-    return found
+    ddp = kind(OptionalLayer(), find_unused_parameters=True)
+    results = []
+    for step, uses_both in enumerate((True, rank == 0, rank == 0, False, rank > 0)):
+        ddp(batch(rank, step), uses_both).sum().backward()
+        results += [ddp.reducer._get_local_used_map().clone(), ddp.reducer._ddp_graph_static()]
+    return results
 
 
 def static_graphs(kind: Any, rank: int) -> Any:
-    found = []
+    are_static = []
     for options in ({}, {"static_graph": True}, {"find_unused_parameters": True}):
         ddp = kind(net(), **CAP, **options)
         train(ddp, rank)
-        found.append(ddp.reducer._ddp_graph_static())
-    return found
+        are_static.append(ddp.reducer._ddp_graph_static())
+    return are_static
 
 
 def buckets_of_zeros(kind: Any, rank: int) -> Any:
-    """What torch's `join` has a rank without data do: the buckets' shapes, and the others' sums."""
+    """Reduce buckets of zeros, as torch's `join` does on a rank without data: the shapes and the sums."""
     ddp = kind(net(), bucket_cap_mb=1)
     train(ddp, rank)
-    found = []
+    results = []
     for bucket in ddp.reducer._get_zeros_like_grad_buckets():
-        found += [bucket.buffer().clone(), torch.tensor([bucket.index(), bucket.is_last()])]
+        results += [bucket.buffer().clone(), torch.tensor([bucket.index(), bucket.is_last()])]
         bucket.buffer().fill_(rank + 1.0)
         value = ddp.reducer._run_comm_hook(bucket).wait()
-        found.append(value[0] if isinstance(value, list) else value)
-    return [*found, outcome(ddp)]
+        results.append(value[0] if isinstance(value, list) else value)
+    return [*results, outcome(ddp)]
 
 
 def hooked_buckets_of_zeros(kind: Any, rank: int) -> Any:
     ddp = kind(net(), bucket_cap_mb=1)
     ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
     train(ddp, rank)
-    found = []
+    results = []
     for bucket in ddp.reducer._get_zeros_like_grad_buckets():
         bucket.buffer().fill_(rank + 0.1)
-        found.append(ddp.reducer._run_comm_hook(bucket).wait())
-    return found
+        results.append(ddp.reducer._run_comm_hook(bucket).wait())
+    return results
 
 
 def backward_stats(kind: Any, rank: int) -> Any:
-    """When each gradient came: the last layer's first, and all after the first one."""
+    """Check the arrival times of the gradients: the last layer's come before the first layer's."""
     ddp = kind(net())
     train(ddp, rank)
     after_ns = ddp.reducer.get_backward_stats()
@@ -212,14 +212,14 @@ CASES = {
     function.__name__: function
     for function in (
         autocast,
-        scaled,
+        gradient_scaler,
         compiled_around,
         compiled_inside,
         split_at_buckets,
         distributed_checkpoint,
         loaded_state,
-        clipped,
-        evaluated,
+        gradient_clipping,
+        evaluation,
         wrapped_attributes,
         lbfgs,
         used_parameters,
@@ -232,20 +232,20 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_results_are_those_of_torch(found: list[dict[str, str]], case: str) -> None:
-    assert {verdict[case] for verdict in found} == {"equal"}
+def test_results_equal_those_of_torch(verdicts_by_rank: list[dict[str, str]], case: str) -> None:
+    assert {verdict[case] for verdict in verdicts_by_rank} == {"equal"}
 
 
 def sparse_bucket_of_zeros(rank: int, world_size: int) -> list[list[float]]:
-    """Torch's reducer gives none where gradients are sparse."""
+    """Reduce a sparse bucket of zeros, which torch's reducer does not support."""
     ddp = DistributedDataParallel(nn.Embedding(3, 1, sparse=True))
     (bucket,) = ddp.reducer._get_zeros_like_grad_buckets()
-    own = torch.sparse_coo_tensor([[rank]], [[2.0]], (3, 1))
-    bucket.bucket.parameters[0].grad = own
+    gradient = torch.sparse_coo_tensor([[rank]], [[2.0]], (3, 1))
+    bucket.bucket.parameters[0].grad = gradient
     return ddp.reducer._run_comm_hook(bucket).wait().to_dense().tolist()  # type: ignore[no-any-return]
 
 
-def test_the_sum_of_a_sparse_bucket_is_given() -> None:
+def test_a_sparse_bucket_of_zeros_is_summed() -> None:
     assert run_ranks(sparse_bucket_of_zeros, 2) == [[[2.0], [2.0], [0.0]]] * 2
 
 
@@ -256,19 +256,19 @@ def different_models(rank: int, world_size: int) -> list[str]:
         nn.Linear(4, 4).double() if rank == 0 else nn.Linear(4, 4),
         nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last if rank else torch.contiguous_format),
     ]
-    told = []
+    messages = []
     for model in models:
         try:
             DistributedDataParallel(model)
-            told.append("no error")
+            messages.append("no error")
         except ModelsDifferError as error:
-            told.append(str(error))
-    return told
+            messages.append(str(error))
+    return messages
 
 
 def test_ranks_that_built_different_models_get_the_same_message() -> None:
-    first, *others = run_ranks(different_models, 3)
-    assert all(other == first for other in others)
+    first, *further = run_ranks(different_models, 3)
+    assert all(messages == first for messages in further)
     shapes, counts, dtypes, strides = first
     assert "1.weight [2, 8] float32" in shapes
     assert "on rank 0, 2" in shapes
@@ -278,9 +278,8 @@ def test_ranks_that_built_different_models_get_the_same_message() -> None:
     assert "strides [36, 1, 12, 4]" in strides
 
 
-def normed(counts: bool) -> nn.Module:
-    """With buffers or without."""
-    return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, track_running_stats=counts))
+def batch_norm(has_buffers: bool) -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4, track_running_stats=has_buffers))
 
 
 def with_buffer(size: int) -> nn.Module:
@@ -289,12 +288,12 @@ def with_buffer(size: int) -> nn.Module:
     return module
 
 
-def otherwise_different(rank: int, world_size: int) -> list[str]:
-    """What differs on rank 1 besides the parameters' shapes."""
+def differences_on_rank_1(rank: int, world_size: int) -> list[str]:
+    """Return the reported difference of each case in which rank 1 differs, besides the parameters' shapes."""
     odd = rank == 1
     builds: list[Callable[[], Any]] = [
         lambda: DistributedDataParallel(nn.Sequential(nn.Embedding(9, 4, sparse=odd))),
-        lambda: DistributedDataParallel(normed(not odd)),
+        lambda: DistributedDataParallel(batch_norm(not odd)),
         lambda: DistributedDataParallel(with_buffer(3 + odd)),
         lambda: DistributedDataParallel(net(), find_unused_parameters=odd),
         lambda: DistributedDataParallel(net(), static_graph=odd),
@@ -304,15 +303,15 @@ def otherwise_different(rank: int, world_size: int) -> list[str]:
         lambda: DistributedDataParallel(net(), comm=Bf16 if odd else Fp16),
         lambda: DistributedDataParallel(net(), round_robin_groups=1 + odd),
     ]
-    told = []
+    messages = []
     for build in builds:
         with pytest.raises(ModelsDifferError) as error:
             build()
-        told.append(str(error.value).removeprefix("the ranks built different models: ").split(". Build")[0])
-    return told
+        messages.append(str(error.value).removeprefix("the ranks built different models: ").split(". Build")[0])
+    return messages
 
 
-def test_ranks_that_differ_in_anything_that_collectives_follow_from_are_told_in_what() -> None:
+def test_a_difference_between_ranks_that_changes_the_collectives_is_named() -> None:
     expected = [
         "parameter 0 is 0.weight [9, 4] float32 (strides [4, 1]) on rank 0 but "
         "0.weight [9, 4] float32 (strides [4, 1], sparse gradients) on rank 1",
@@ -331,25 +330,25 @@ def test_ranks_that_differ_in_anything_that_collectives_follow_from_are_told_in_
         "comm is Fp16 on rank 0 but Bf16 on rank 1",
         "round_robin_groups is 1 on rank 0 but 2 on rank 1",
     ]
-    assert run_ranks(otherwise_different, 2, timeout_s=30) == [expected] * 2
+    assert run_ranks(differences_on_rank_1, 2, timeout_s=30) == [expected] * 2
 
 
-def capped_differently(rank: int, world_size: int) -> dict[str, str]:
-    def case(kind: Any, rank: int) -> Any:
+def tolerated_differences(rank: int, world_size: int) -> dict[str, str]:
+    def different_caps(kind: Any, rank: int) -> Any:
         return train(kind(net(), bucket_cap_mb=1e-5 if rank else 0.05), rank)
 
-    def own_buffers(kind: Any, rank: int) -> Any:
-        """Which nobody compares where nobody sends them."""
+    def local_buffers(kind: Any, rank: int) -> Any:
+        """Buffers that are not broadcast are not compared."""
         return train(kind(with_buffer(3 + rank), broadcast_buffers=False), rank)
 
-    return verdicts({"caps": case, "buffers": own_buffers}, rank)
+    return verdicts({"caps": different_caps, "buffers": local_buffers}, rank)
 
 
-def test_ranks_may_differ_in_what_torch_takes_from_rank_0_or_does_not_send() -> None:
-    assert run_ranks(capped_differently, 2, timeout_s=30) == [{"caps": "equal", "buffers": "equal"}] * 2
+def test_ranks_may_differ_in_bucket_caps_and_in_buffers_that_are_not_broadcast() -> None:
+    assert run_ranks(tolerated_differences, 2, timeout_s=30) == [{"caps": "equal", "buffers": "equal"}] * 2
 
 
-def debugged(rank: int, world_size: int) -> str:
+def train_at_debug_level(rank: int, world_size: int) -> str:
     flags: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
     for options in flags:
         train(DistributedDataParallel(net(), **options), rank)
@@ -359,4 +358,4 @@ def debugged(rank: int, world_size: int) -> str:
 @pytest.mark.parametrize("level", ["OFF", "INFO", "DETAIL"])
 def test_every_debug_level_trains(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", level)
-    assert run_ranks(debugged, 2) == [level] * 2
+    assert run_ranks(train_at_debug_level, 2) == [level] * 2

@@ -1,0 +1,125 @@
+"""`ddpobs run` with scripts that start their own ranks, fail, use DataParallel, or have a sitecustomize."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import ddpobs
+from ddpobs.errors import DataParallelError
+from tests import patience
+from tests.integration.test_slow_rank_end_to_end import get
+from tests.integration.training import PATIENT, ROOT
+
+NO_COLLECTOR = "http://127.0.0.1:9"
+SPAWNING = Path(__file__).with_name("scripts") / "spawning.py"
+
+
+def command(*arguments: object, url: str = NO_COLLECTOR, run: str = "r") -> dict[str, Any]:
+    """Return arguments for `subprocess.Popen` that start Python under `ddpobs run`."""
+    ddpobs_run = [
+        sys.executable,
+        "-c",
+        "from ddpobs.cli import main; main()",
+        "run",
+        "--collector",
+        url,
+        "--run",
+        run,
+        "--",
+    ]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({} if url == NO_COLLECTOR else PATIENT)
+    return {"args": [*ddpobs_run, sys.executable, *map(str, arguments)], "env": environ, "text": True}
+
+
+def run_to_end(arguments: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    return patience.run(arguments["args"], environ=arguments["env"], timeout_s=100)
+
+
+@pytest.mark.parametrize("start", ["spawn", "forkserver", "fork"])
+def test_a_script_that_starts_its_own_ranks_is_a_finished_run(url: str, start: str, tmp_path: Path) -> None:
+    run = f"started-by-{start}"
+    done = run_to_end(command(SPAWNING, start, tmp_path / "store", url=url, run=run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: 2 threads, 0 in workers" for rank in range(2)]
+    summary = get(url, run)
+    assert (summary["state"], summary["ranks"], summary["steps"], summary["dropped"]) == ("finished", 2, 4, 0)
+
+
+def test_the_exit_status_and_a_signal_reach_the_parent_process() -> None:
+    assert run_to_end(command("-c", "raise SystemExit(37)")).returncode == 37
+    waiting = subprocess.Popen(
+        **command("-c", "print(flush=True); import time; time.sleep(60)"), stdout=subprocess.PIPE
+    )
+    assert waiting.stdout is not None
+    waiting.stdout.readline()
+    waiting.send_signal(signal.SIGTERM)
+    assert waiting.wait(30) == -signal.SIGTERM
+    waiting.stdout.close()
+
+
+def test_a_missing_command_is_reported_in_one_line() -> None:
+    arguments = command()
+    arguments["args"][-1] = "no-such-launcher"
+    done = run_to_end(arguments)
+    assert (done.returncode, done.stderr) == (127, "ddpobs: no-such-launcher: No such file or directory\n")
+
+
+DATA_PARALLEL = """
+import torch
+for _ in range(2):
+    model = torch.nn.DataParallel(torch.nn.Linear(2, 1))
+model(torch.ones(3, 2)).sum().backward()
+print(model.module.weight.grad.tolist())
+"""
+
+
+def test_data_parallel_gets_one_line_of_advice_and_trains(tmp_path: Path) -> None:
+    done = run_to_end(command("-c", DATA_PARALLEL))
+    assert (done.returncode, done.stdout) == (0, "[[3.0, 3.0]]\n")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("ddpobs: no telemetry for this model: torch.nn.DataParallel ")
+    assert "torchrun" in line
+
+
+@pytest.mark.parametrize("wrap", [ddpobs.DistributedDataParallel, ddpobs.attach])
+def test_data_parallel_inside_or_instead_of_ddp_is_refused_with_advice(wrap: Callable[[Any], object]) -> None:
+    with pytest.raises(DataParallelError, match="torchrun, and give the model itself to DistributedDataParallel"):
+        wrap(torch.nn.DataParallel(torch.nn.Linear(2, 1)))
+
+
+SITECUSTOMIZE = """
+from pathlib import Path
+here = Path(__file__).parent.name
+"""
+
+
+def test_a_sitecustomize_of_the_user_is_kept_and_may_import_torch(tmp_path: Path) -> None:
+    """The user's sitecustomize runs with its own file and name. Torch is instrumented even if it imports torch."""
+    (tmp_path / "sitecustomize.py").write_text(SITECUSTOMIZE + "import torch\n")
+    arguments = command(
+        "-c", f"import sitecustomize\nprint(sitecustomize.here, sitecustomize.__name__)\n{DATA_PARALLEL}"
+    )
+    arguments["env"]["PYTHONPATH"] += os.pathsep + str(tmp_path)
+    done = run_to_end(arguments)
+    assert done.stdout.splitlines()[0] == f"{tmp_path.name} sitecustomize", done.stderr
+    assert "no telemetry for this model" in done.stderr
+
+
+EARLY = "import torch, runpy; runpy.run_path({!r})\n"
+
+
+def test_torch_that_was_imported_before_sitecustomize_is_instrumented(tmp_path: Path) -> None:
+    autoload = ROOT / "ddpobs" / "autoload" / "sitecustomize.py"
+    arguments = command("-c", EARLY.format(str(autoload)) + DATA_PARALLEL)
+    arguments["args"] = arguments["args"][arguments["args"].index("--") + 1 :]
+    assert "no telemetry for this model" in run_to_end(arguments).stderr
