@@ -1,4 +1,4 @@
-# Every target does its own set-up.
+# Each target sets itself up.
 .PHONY: demo test check format dashboards bench fuzz
 
 RUN := .venv/bin
@@ -33,9 +33,9 @@ bench:
 	$(RUN)/python -m benchmarks.overhead
 	$(RUN)/python -m benchmarks.ingest
 
-# SECONDS=3600 searches longer. What it finds is written to build/fuzz, and belongs into tests/fuzz/corpus.
+# SECONDS=3600 searches longer. Failing inputs are written to build/fuzz; add them to tests/fuzz/corpus.
 fuzz:
 	@scripts/setup.sh test
-	FUZZ_EXAMPLES=300 $(RUN)/python -m pytest --timeout 0 tests/fuzz tests/server/test_contract.py
+	FUZZ_EXAMPLES=300 $(RUN)/python -m pytest --timeout 0 tests/fuzz tests/server/api/test_contract.py
 	@mkdir -p build/fuzz
 	$(RUN)/python -m tests.fuzz.target build/fuzz/corpus -max_total_time=$(or $(SECONDS),600) -timeout=60 -rss_limit_mb=1500 -artifact_prefix=build/fuzz/

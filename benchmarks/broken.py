@@ -1,8 +1,8 @@
-"""What an exporter may find at its collector's address.
+"""Broken collectors, each on a real socket.
 
-    python -m benchmarks.broken FAULT     listens, and prints where
+    python -m benchmarks.broken FAULT     listens, and prints the address
 
-Each fault is a real socket, on a port of the system's choice.
+The system chooses the port.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _ENDLESS = b"a" * 65536
 Answer = Callable[[socket.socket], None]
 
 
-def _says(text: bytes, *, then: bytes = b"", pause_s: float = 0.0) -> Answer:
-    """Answer every request with the same; `then`, where given, follows again and again, with pauses in between."""
+def _send(text: bytes, *, then: bytes = b"", pause_s: float = 0.0) -> Answer:
+    """Return an answer that sends `text` to every request, then repeats `then` (if given) with pauses in between."""
 
     def answer(connection: socket.socket) -> None:
         _request(connection)
@@ -38,7 +38,7 @@ def _says(text: bytes, *, then: bytes = b"", pause_s: float = 0.0) -> Answer:
 
 def _status(line: str, *headers: str, body: str = "no") -> Answer:
     lines = [f"HTTP/1.1 {line}", *headers, f"Content-Length: {len(body)}", "Connection: close", "", body]
-    return _says("\r\n".join(lines).encode())
+    return _send("\r\n".join(lines).encode())
 
 
 def _silent(connection: socket.socket) -> None:
@@ -56,22 +56,22 @@ FAULTS: dict[str, tuple[str, Answer | None]] = {
     "drops": ("does not answer a SYN", None),
     "waits": ("never accepts", None),
     "silent": ("accepts and never answers", _silent),
-    "drips": ("answers one byte a second", _says(b"HTTP/1.1 200 OK\r\nX-Slow: ", then=b"a", pause_s=1.0)),
+    "drips": ("answers one byte a second", _send(b"HTTP/1.1 200 OK\r\nX-Slow: ", then=b"a", pause_s=1.0)),
     "fails": ("answers 500", _status("500 Internal Server Error")),
-    "foreign": ("speaks no HTTP", _says(b"SSH-2.0-OpenSSH_9.9\r\n")),
+    "foreign": ("speaks no HTTP", _send(b"SSH-2.0-OpenSSH_9.9\r\n")),
     "page": ("answers 200 with a page", _status("200 OK", "Content-Type: text/html", body="<html>welcome</html>")),
-    "endless": ("answers without an end", _says(b"HTTP/1.1 200 OK\r\n\r\n", then=_ENDLESS, pause_s=0.01)),
-    "headers": ("answers headers without an end", _says(b"HTTP/1.1 200 OK\r\nX: ", then=_ENDLESS, pause_s=0.01)),
+    "endless": ("answers without an end", _send(b"HTTP/1.1 200 OK\r\n\r\n", then=_ENDLESS, pause_s=0.01)),
+    "headers": ("answers headers without an end", _send(b"HTTP/1.1 200 OK\r\nX: ", then=_ENDLESS, pause_s=0.01)),
     "redirects": ("redirects", _status("301 Moved Permanently", "Location: http://127.0.0.1:9/")),
     "busy": ("answers 429, retry in an hour", _status("429 Too Many Requests", "Retry-After: 3600")),
     "away": ("answers 503, retry on a date", _away),
 }
-"""What each does, in words and to a connection; None where none is ever accepted."""
+"""By fault: its title, and its treatment of a connection (None if it never accepts any)."""
 
 
 @contextmanager
 def broken(fault: str) -> Iterator[str]:
-    """The address of such a collector, for as long as the context lasts."""
+    """Run such a collector while the context lasts; yields its address."""
     answer = FAULTS[fault][1]
     with ExitStack() as stack:
         server = stack.enter_context(
@@ -88,12 +88,12 @@ def broken(fault: str) -> Iterator[str]:
 
 
 def _fill(address: tuple[str, int], stack: ExitStack) -> None:
-    """Take all places of a queue that nobody serves: the system does not answer who comes next."""
+    """Fill a backlog that is never accepted: the system does not answer further connections."""
     while True:
-        one = stack.enter_context(socket.socket())
-        one.settimeout(0.2)
+        client = stack.enter_context(socket.socket())
+        client.settimeout(0.2)
         try:
-            one.connect(address)
+            client.connect(address)
         except TimeoutError:
             return
 
@@ -109,15 +109,15 @@ def _accept(server: socket.socket, answer: Answer) -> None:
 
 
 def _request(connection: socket.socket) -> None:
-    """Read one request, its body included."""
+    """Read a request with its body."""
     text = b""
     while b"\r\n\r\n" not in text:
         text += _more(connection)
     head, _, body = text.partition(b"\r\n\r\n")
     lengths = [line.split(b":")[1] for line in head.lower().split(b"\r\n") if line.startswith(b"content-length:")]
-    left = int(lengths[0]) - len(body) if lengths else 0
-    while left > 0:
-        left -= len(_more(connection))
+    missing = int(lengths[0]) - len(body) if lengths else 0
+    while missing > 0:
+        missing -= len(_more(connection))
 
 
 def _more(connection: socket.socket) -> bytes:
@@ -128,7 +128,7 @@ def _more(connection: socket.socket) -> bytes:
 
 
 def main() -> None:
-    """Serve one fault until this process is ended."""
+    """Serve one fault until this process ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("fault", choices=FAULTS)
     with broken(parser.parse_args().fault) as url:

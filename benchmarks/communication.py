@@ -1,12 +1,13 @@
-"""What each way of handling a full bucket does on a slow link: step time and bytes, against the plain all-reduce.
+"""Measure each communication strategy on a slow link: step time and bytes, against the plain all-reduce.
 
     sudo python -m benchmarks.communication [--ranks 2] [--rate 1gbit] [--minutes 5] [--json FILE] [--smoke]
 
-Every rank lives in a network namespace of its own, with one thread and a shaped link. Every variant trains its own
-copy of the same model in the same processes; a round runs each of them for a few steps, in an order drawn anew. Bytes
-are the link's own counters, the larger of both directions. Printed are ratios of step time to the plain all-reduce with
-95 % intervals over rounds, bytes a step as a multiple of the gradients' size, and what the sources claim beside what
-was measured.
+Every rank has its own network namespace with one thread and a shaped link. Every variant trains its own copy of the
+same model in the same processes. A round runs each variant for a few steps, in a new random order. Bytes are the link's
+own counters, the larger of both directions.
+
+The first table has ratios of step time to the plain all-reduce with 95 % intervals over rounds, and bytes a step as a
+multiple of the gradients' size. The second compares published claims with the measurements.
 """
 
 from __future__ import annotations
@@ -42,15 +43,15 @@ Step = Callable[[], None]
 
 
 def model(width: int, layers: int = 24) -> nn.Module:
-    """An MLP of `layers` layers of the same width, the same on every rank."""
+    """Return an MLP of `layers` layers of the same width, identical on every rank."""
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.ReLU()) for _ in range(layers)))
 
 
 def variants() -> dict[str, Callable[[nn.Module], Any]]:
-    """By name, what wraps the model."""
+    """Return, by name, the function that wraps the model."""
     ours = DistributedDataParallel
-    made: dict[str, Callable[[nn.Module], Any]] = {
+    wrappers: dict[str, Callable[[nn.Module], Any]] = {
         PLAIN: ours,
         "the same again": ours,
         "fp16": partial(ours, comm="fp16"),
@@ -64,33 +65,33 @@ def variants() -> dict[str, Callable[[nn.Module], Any]]:
         "DataParallel-like": DataParallelLike,
     }
     for label, cap in CAPS_MB.items():
-        made[f"cap {label}"] = partial(ours, bucket_cap_mb=cap)
-        made[f"torch, cap {label}"] = partial(TorchDDP, bucket_cap_mb=cap)
-    return made
+        wrappers[f"cap {label}"] = partial(ours, bucket_cap_mb=cap)
+        wrappers[f"torch, cap {label}"] = partial(TorchDDP, bucket_cap_mb=cap)
+    return wrappers
 
 
 class DataParallelLike(nn.Module):
-    """The traffic of torch.nn.DataParallel, between processes: parameters out before, gradients back after."""
+    """Traffic of torch.nn.DataParallel between processes: parameters out before a step, gradients back after it."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The first rank's parameters, then the module."""
+        """Broadcast the first rank's parameters, then call the module."""
         flat = nn.utils.parameters_to_vector(self.module.parameters()).detach()
         dist.broadcast(flat, 0)
         nn.utils.vector_to_parameters(flat, self.module.parameters())
         return self.module(x)  # type: ignore[no-any-return]
 
     def collect(self) -> None:
-        """The sum of all gradients to the first rank."""
+        """Reduce the sum of all gradients to the first rank."""
         flat = torch.cat([p.grad.flatten() for p in self.module.parameters() if p.grad is not None])
         dist.reduce(flat, 0)
 
 
 def stepping(wrapped: nn.Module, batch: torch.Tensor) -> Step:
-    """One training step of a variant."""
+    """Return a function that trains one step of a variant."""
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-3)
 
     def step() -> None:
@@ -104,13 +105,13 @@ def stepping(wrapped: nn.Module, batch: torch.Tensor) -> Step:
 
 
 def rank_main(rank: int, options: argparse.Namespace) -> None:
-    """Run every variant in turns; the first rank writes what was measured."""
+    """Run every variant in turns; the first rank writes the measurements."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://{address(0)}:29500", rank=rank, world_size=options.ranks)
     batch = torch.randn(options.batch, options.width, generator=torch.Generator().manual_seed(rank))
     chosen = {name: wrap for name, wrap in variants().items() if not options.only or name in options.only}
     steps = {name: stepping(wrap(model(options.width)), batch) for name, wrap in chosen.items()}
-    for step in steps.values():  # Buckets are rebuilt after the first, and PowerSGD compresses from the third on.
+    for step in steps.values():  # Buckets are rebuilt after the first step, and PowerSGD compresses from the third on.
         for _ in range(4):
             step()
     order, shuffled = list(steps), random.Random(0)
@@ -120,47 +121,55 @@ def rank_main(rank: int, options: argparse.Namespace) -> None:
     while _agreed(time.monotonic() < deadline or not seconds[PLAIN]):
         shuffled.shuffle(order)
         for name in order:
-            took, sent, received = _turn(steps[name])
-            seconds[name].append(took)
-            moved[name].append([sent, received])
-    everyone: list[Any] = [None] * options.ranks
-    dist.all_gather_object(everyone, moved)
+            step_s, sent_bytes, received_bytes = _turn(steps[name])
+            seconds[name].append(step_s)
+            moved[name].append([sent_bytes, received_bytes])
+    by_rank: list[Any] = [None] * options.ranks
+    dist.all_gather_object(by_rank, moved)
     if rank == 0:
         size = sum(p.numel() * p.element_size() for p in model(options.width).parameters())
-        busiest = {name: float(np.median(np.max([m[name] for m in everyone], axis=(0, 2)))) / size for name in steps}
-        mean = {name: float(np.mean([m[name] for m in everyone])) / size for name in steps}
-        found = {"seconds": seconds, "busiest_link": busiest, "mean_link": mean, "gradient_bytes": size}
-        Path(options.found).write_text(json.dumps(found))
+        busiest = {name: float(np.median(np.max([m[name] for m in by_rank], axis=(0, 2)))) / size for name in steps}
+        mean = {name: float(np.mean([m[name] for m in by_rank])) / size for name in steps}
+        measurements = {"seconds": seconds, "busiest_link": busiest, "mean_link": mean, "gradient_bytes": size}
+        Path(options.results).write_text(json.dumps(measurements))
     dist.barrier()
 
 
 def _turn(step: Step) -> tuple[float, int, int]:
     dist.barrier()
-    sent, received = moved_bytes()
+    sent_bytes, received_bytes = moved_bytes()
     began = time.perf_counter()
     for _ in range(STEPS_A_TURN):
         step()
-    took = time.perf_counter() - began
+    elapsed_s = time.perf_counter() - began
     dist.barrier()
     sent_after, received_after = moved_bytes()
-    return took / STEPS_A_TURN, (sent_after - sent) // STEPS_A_TURN, (received_after - received) // STEPS_A_TURN
+    return (
+        elapsed_s / STEPS_A_TURN,
+        (sent_after - sent_bytes) // STEPS_A_TURN,
+        (received_after - received_bytes) // STEPS_A_TURN,
+    )
 
 
-def _agreed(goes_on: bool) -> bool:
-    flag = torch.tensor([int(goes_on)])
+def _agreed(continues: bool) -> bool:
+    flag = torch.tensor([int(continues)])
     dist.broadcast(flag, 0)
     return bool(flag.item())
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Start the ranks, each in its namespace, and collect what the first one found."""
+    """Start the ranks, each in its namespace, and return the first rank's measurements."""
     with tempfile.TemporaryDirectory() as folder, links(options.ranks, options.rate):
-        found = Path(folder) / "found.json"
+        results = Path(folder) / "results.json"
         ranks = [
             subprocess.Popen(
                 inside(rank, [sys.executable, "-m", "benchmarks.communication", *sys.argv[1:]]),
                 env=os.environ
-                | {"GLOO_SOCKET_IFNAME": INTERFACE, "DDPOBS_BENCH_RANK": str(rank), "DDPOBS_BENCH_FOUND": str(found)},
+                | {
+                    "GLOO_SOCKET_IFNAME": INTERFACE,
+                    "DDPOBS_BENCH_RANK": str(rank),
+                    "DDPOBS_BENCH_RESULTS": str(results),
+                },
                 cwd=Path(__file__).parents[1],
             )
             for rank in range(options.ranks)
@@ -172,13 +181,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                 rank.kill()
         if any(codes):
             raise SystemExit(f"the ranks ended with {codes}")
-        return json.loads(found.read_text())  # type: ignore[no-any-return]
+        return json.loads(results.read_text())  # type: ignore[no-any-return]
 
 
-def report(found: dict[str, Any], options: argparse.Namespace) -> str:
-    """Two Markdown tables."""
-    seconds = found["seconds"]
-    size = found["gradient_bytes"]
+def report(results: dict[str, Any], options: argparse.Namespace) -> str:
+    """Return two Markdown tables: the measurements, and the claims."""
+    seconds = results["seconds"]
+    size = results["gradient_bytes"]
     lines = [
         f"{options.ranks} ranks, {options.rate} links, {size / 2**20:.0f} MiB of gradients, "
         f"{len(seconds[PLAIN])} rounds of {STEPS_A_TURN} steps. "
@@ -187,27 +196,29 @@ def report(found: dict[str, Any], options: argparse.Namespace) -> str:
         "| variant | step time, plain = 1 | bytes on the busiest link, gradients = 1 | on the mean link |",
         "|---|---|---|---|",
     ]
-    for name, took in seconds.items():
-        against = ratio([took], [seconds[PLAIN]])
-        lines.append(f"| {name} | {against} | {found['busiest_link'][name]:.2f} | {found['mean_link'][name]:.2f} |")
-    return "\n".join([*lines, "", *_claims(found)])
+    for name, step_s in seconds.items():
+        against_plain = ratio([step_s], [seconds[PLAIN]])
+        lines.append(
+            f"| {name} | {against_plain} | {results['busiest_link'][name]:.2f} | {results['mean_link'][name]:.2f} |"
+        )
+    return "\n".join([*lines, "", *_claims(results)])
 
 
-def _claims(found: dict[str, Any]) -> list[str]:
-    seconds, busiest = found["seconds"], found["busiest_link"]
+def _claims(results: dict[str, Any]) -> list[str]:
+    seconds, busiest = results["seconds"], results["busiest_link"]
 
-    def against(one: str, other: str) -> str:
-        return str(ratio([seconds[one]], [seconds[other]])) if one in seconds and other in seconds else "not run"
+    def against(name: str, other: str) -> str:
+        return str(ratio([seconds[name]], [seconds[other]])) if name in seconds and other in seconds else "not run"
 
-    def traffic(one: str, other: str) -> str:
-        return f"{busiest[one] / busiest[other]:.2f}" if one in busiest and other in busiest else "not run"
+    def traffic(name: str, other: str) -> str:
+        return f"{busiest[name] / busiest[other]:.2f}" if name in busiest and other in busiest else "not run"
 
-    def below(one: str, other: str) -> bool | None:
-        both = one in seconds and other in seconds
-        return ratio([seconds[one]], [seconds[other]]).high < 1 if both else None
+    def below(name: str, other: str) -> bool | None:
+        measured = name in seconds and other in seconds
+        return ratio([seconds[name]], [seconds[other]]).high < 1 if measured else None
 
-    def less(one: str, other: str, low: float, high: float) -> bool | None:
-        return low <= busiest[one] / busiest[other] <= high if one in busiest and other in busiest else None
+    def less(name: str, other: str, low: float, high: float) -> bool | None:
+        return low <= busiest[name] / busiest[other] <= high if name in busiest and other in busiest else None
 
     caps = {label: np.median(seconds[f"cap {label}"]) for label in CAPS_MB if f"cap {label}" in seconds}
     best = min(caps, key=lambda label: caps[label]) if caps else "not run"
@@ -247,42 +258,42 @@ def _claims(found: dict[str, Any]) -> list[str]:
         ),
     ]
     words = {True: "holds", False: "does not hold here", None: "not run"}
-    told = [f"| {claim} | {measured} | {words[holds]} |" for claim, measured, holds in rows]
-    return ["| claimed | measured | |", "|---|---|---|", *told]
+    table = [f"| {claim} | {measured} | {words[holds]} |" for claim, measured, holds in rows]
+    return ["| claimed | measured | |", "|---|---|---|", *table]
 
 
 def main() -> None:
-    """The command line."""
+    """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rate", default="1gbit", help="of each link, as tc writes it")
     parser.add_argument("--minutes", type=float, default=5.0, help="of rounds, after the warm-up")
     parser.add_argument("--width", type=int, default=724, help="of the MLP's 24 layers: 12.6 M parameters")
     parser.add_argument("--batch", type=int, default=192)
-    parser.add_argument("--only", nargs="*", help="variants to run, the plain one among them")
-    parser.add_argument("--json", type=Path, help="where to write what was measured")
-    parser.add_argument("--table", action="store_true", help="measure nothing, print what the file holds")
-    parser.add_argument("--smoke", action="store_true", help="the smallest run that goes through everything")
+    parser.add_argument("--only", nargs="*", help="variants to run, including the plain one")
+    parser.add_argument("--json", type=Path, help="file for the measurements")
+    parser.add_argument("--table", action="store_true", help="measure nothing, print the results in the file")
+    parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     if options.table:
-        found = json.loads(options.json.read_text())
-        print(report(found, argparse.Namespace(**found["options"])))
+        results = json.loads(options.json.read_text())
+        print(report(results, argparse.Namespace(**results["options"])))
         return
     if options.smoke:
         options.width, options.batch, options.minutes = 64, 8, 0.0
     rank = os.environ.get("DDPOBS_BENCH_RANK")
     if rank is not None:
-        options.found = os.environ["DDPOBS_BENCH_FOUND"]
+        options.results = os.environ["DDPOBS_BENCH_RESULTS"]
         rank_main(int(rank), options)
         return
     try:
-        found = measure(options)
+        results = measure(options)
     except LinkError as error:
         raise SystemExit(str(error)) from error
-    print(report(found, options))
+    print(report(results, options))
     if options.json:
-        told = vars(options) | {"json": None}
-        options.json.write_text(json.dumps({"options": told, **found}, indent=1) + "\n")
+        settings = vars(options) | {"json": None}
+        options.json.write_text(json.dumps({"options": settings, **results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,12 @@
-"""What 10,000 steps leave behind: resident memory, traced memory, threads, open files; and garbage to be looked for.
+"""Measure the remains of 10,000 steps: resident memory, traced memory, threads, open files, and garbage collections.
 
     python -m benchmarks.endurance [--steps 10000] [--json FILE]
 
-The same small training four times: torch's DDP for comparison, ours without telemetry, ours with telemetry that nobody
-takes (so that it fills its spool), and with a real collector. The first eleventh of the steps is warm-up. Memory that
-lines of ddpobs allocated is traced in a second, shorter training, for tracing costs memory itself; what waits to be
-sent is let go first, and growth is the slope of a line through ten points.
+The same small training runs four times: torch's DDP for comparison, ours without telemetry, ours with telemetry and no
+collector (so that it fills its spool), and ours with a real collector. The first eleventh of the steps is warm-up.
+
+Tracing costs memory itself, so memory that lines of ddpobs allocated is traced in a second, shorter training. Records
+that wait to be sent are released first. Growth is the slope of a line through ten points.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ SMALL = Model(
 
 @dataclass(frozen=True)
 class Case:
-    """One training: whose DDP, and whether with telemetry and a collector."""
+    """A training with torch's DDP or ours, with or without telemetry and a collector."""
 
     title: str
     ours: bool = False
@@ -56,7 +57,7 @@ class Case:
     collector: bool = False
 
     def wrap(self, module: nn.Module, turn: Turn, traced: bool) -> nn.Module:
-        """The module in its DDP."""
+        """Wrap the module in its DDP."""
         if not self.ours:
             return TorchDDP(module, bucket_cap_mb=BUCKET_MB)
         config = turn.telemetry()
@@ -74,7 +75,7 @@ CASES = [
 
 
 def prepare(case: Case, turn: Turn, traced: bool) -> Steps:
-    """Steps whose note is what the process holds after them."""
+    """Return the training. Its note is the process's memory, threads and files after the steps."""
     logging.disable(logging.WARNING)
     if traced:
         tracemalloc.start()
@@ -91,83 +92,92 @@ def prepare(case: Case, turn: Turn, traced: bool) -> Steps:
         if traced:
             time.sleep(3 * TRACED_FLUSH_S)
             gc.collect()
-        return holds(traced) | {"collector_ns": collections.took_ns, "full_collections": collections.full}
+        return footprint_of(traced) | {"collector_ns": collections.took_ns, "full_collections": collections.full}
 
     return steps
 
 
 class Collections:
-    """What Python's garbage collector does in this process from now on."""
+    """Counts and times Python's garbage collections in this process from now on."""
 
     def __init__(self) -> None:
         self.took_ns = self.full = 0
         self._began_ns = 0
-        gc.callbacks.append(self._note)
+        gc.callbacks.append(self._count)
 
-    def _note(self, phase: str, found: dict[str, int]) -> None:
+    def _count(self, phase: str, info: dict[str, int]) -> None:
         if phase == "start":
             self._began_ns = time.perf_counter_ns()
         else:
             self.took_ns += time.perf_counter_ns() - self._began_ns
-            self.full += found["generation"] == 2
+            self.full += info["generation"] == 2
 
 
-def holds(traced: bool) -> dict[str, int]:
-    """What this process holds: resident bytes, bytes allocated by lines of ddpobs, threads, open files."""
+def footprint_of(traced: bool) -> dict[str, int]:
+    """Return this process's resident bytes, bytes allocated by lines of ddpobs, threads and open files."""
     resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    of_ddpobs = 0
+    ddpobs_bytes = 0
     if traced:
-        mine = tracemalloc.Filter(True, f"{Path(ddpobs.__file__).parent}/*")
-        found = tracemalloc.take_snapshot().filter_traces([mine]).statistics("filename")
-        of_ddpobs = sum(statistic.size for statistic in found)
+        own_lines = tracemalloc.Filter(True, f"{Path(ddpobs.__file__).parent}/*")
+        statistics = tracemalloc.take_snapshot().filter_traces([own_lines]).statistics("filename")
+        ddpobs_bytes = sum(statistic.size for statistic in statistics)
     return {
         "resident_bytes": resident,
-        "ddpobs_bytes": of_ddpobs,
+        "ddpobs_bytes": ddpobs_bytes,
         "threads": len(list(Path("/proc/self/task").iterdir())),
         "open_files": len(list(Path("/proc/self/fd").iterdir())),
     }
 
 
 def run(case: Case, steps: int, legs: int, traced: bool) -> list[dict[str, int]]:
-    """What rank 0 of two held after each leg; the first is warm-up."""
+    """Train, and return rank 0's footprint after each leg; the first leg is warm-up."""
     with TemporaryDirectory() as folder:
         turn = Turn(SMALL, 1, RANKS, Path(folder))
         companions = KINDS["collector"].serve(turn) if case.collector else []
         team = Team(RANKS, lambda: prepare(case, turn, traced), companions)
         try:
-            held = []
+            footprints = []
             for _ in range(legs + 1):
                 team.run(steps // legs)
-                held.append(team.notes[0])
-            return held
+                footprints.append(team.notes[0])
+            return footprints
         finally:
             team.disband()
 
 
-def summarise(held: list[dict[str, int]], traced: list[dict[str, int]], leg: int, traced_leg: int) -> dict[str, Any]:
-    """Ratios and slopes after warm-up; the last two are how many steps lie between two of `held`, of `traced`."""
-    first, last = held[1], held[-1]
-    sizes = [one["ddpobs_bytes"] for one in traced[1:]]
+def summarise(
+    footprints: list[dict[str, int]], traced: list[dict[str, int]], leg: int, traced_leg: int
+) -> dict[str, Any]:
+    """Compute ratios and slopes after warm-up.
+
+    Args:
+        footprints: After each leg of `leg` steps.
+        traced: The same with traced memory, after each leg of `traced_leg` steps.
+        leg: Steps between two footprints.
+        traced_leg: Steps between two traced footprints.
+    """
+    first, last = footprints[1], footprints[-1]
+    sizes = [footprint["ddpobs_bytes"] for footprint in traced[1:]]
     slope = float(np.polyfit(np.arange(len(sizes)) * traced_leg, sizes, 1)[0])
     return {
         "resident_ratio": last["resident_bytes"] / first["resident_bytes"],
         "resident_mb": last["resident_bytes"] / 1e6,
         "ddpobs_bytes_a_step": slope,
-        "collector_us_a_step": (last["collector_ns"] - first["collector_ns"]) / 1e3 / (leg * (len(held) - 2)),
+        "collector_us_a_step": (last["collector_ns"] - first["collector_ns"]) / 1e3 / (leg * (len(footprints) - 2)),
         "full_collections": last["full_collections"] - first["full_collections"],
         "threads": [first["threads"], last["threads"]],
         "open_files": [first["open_files"], last["open_files"]],
     }
 
 
-def table(found: dict[str, dict[str, Any]]) -> str:
-    """Markdown."""
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Return a Markdown table."""
     lines = [
         "| | resident memory, end over start | ddpobs' own memory, bytes a step | threads | open files | "
         "garbage collector, us a step | full collections |",
         "|---|---|---|---|---|---|---|",
     ]
-    for title, row in found.items():
+    for title, row in rows.items():
         threads, files = (" → ".join(map(str, row[name])) for name in ("threads", "open_files"))
         lines.append(
             f"| {title} | {row['resident_ratio']:.4f} of {row['resident_mb']:.0f} MB | "
@@ -178,7 +188,7 @@ def table(found: dict[str, dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=10_000, help="default: %(default)s")
     parser.add_argument("--traced-steps", type=int, default=2_000, help="default: %(default)s")
@@ -189,19 +199,21 @@ def main() -> None:
     if options.smoke:
         options.steps, options.traced_steps, options.legs = 20, 20, 2
     torch.set_num_threads(1)
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for case in CASES:
         try:
-            held = run(case, options.steps, options.legs, traced=False)
+            footprints = run(case, options.steps, options.legs, traced=False)
             traced = run(case, options.traced_steps, options.legs, traced=True)
         except MissingError as reason:
             print(f"not measured: {case.title}: {reason}", flush=True)
             continue
-        found[case.title] = summarise(held, traced, options.steps // options.legs, options.traced_steps // options.legs)
+        results[case.title] = summarise(
+            footprints, traced, options.steps // options.legs, options.traced_steps // options.legs
+        )
         print(f"{case.title}: {options.steps} steps", flush=True)
-    print(f"\n{table(found)}")
+    print(f"\n{table(results)}")
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""What telemetry does to training while its collector is broken: step time, processor time, memory, exit.
+"""Measure the effect of a broken collector on training: step time, processor time, memory, exit.
 
     python -m benchmarks.harm [--models tiny,transformer] [--faults drips,fails] [--launches 6] [--json FILE]
 
-Two gloo ranks train, with telemetry and without in turns of the same processes, as in `benchmarks.switched`, which see:
-one launch with a healthy collector on the same cores, one with each broken one, and all of them again. A collector is
-stopped while telemetry is off. Beside each fault all of them are taken together, for faults that do no harm are one
-thing, which many turns tell of.
+Two gloo ranks train, with telemetry and without in turns of the same processes, as in `benchmarks.switched`. There is
+one launch with a healthy collector on the same cores and one with each broken collector, then all of them again. A
+collector is stopped while telemetry is off. One row takes all faults together: faults without an effect are equal, and
+together have many turns.
 
-At its end a launch ends as a script does that reached its last line; the time until its processes are gone is its exit.
-What a rank holds more at a launch's end than in the middle is its growth.
+A launch ends like a script that reached its last line; the time until its processes are gone is its exit. A rank's
+growth is its memory at the end of a launch less that in the middle.
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def _serve(fault: str, turn: Turn) -> list[subprocess.Popen[bytes]]:
 
 
 def variant(name: str) -> Variant:
-    """The training with that collector: a healthy one, or one broken in this way."""
+    """Return the training with a healthy collector, or with this fault."""
     if name in FAULTS:
         return Variant(FAULTS[name][0], VARIANTS["on"].wrap, serve=partial(_serve, name))
     return VARIANTS[name]
 
 
 def table(launches: dict[str, list[Launch]]) -> str:
-    """Markdown: a row for each collector, of all its launches, and one for the broken ones together."""
+    """Return a Markdown table: a row for each collector, and one for the broken ones together."""
     head = [
         "collector",
         f"step time / off, at most {LIMIT}",
@@ -74,46 +74,46 @@ def table(launches: dict[str, list[Launch]]) -> str:
         "waiting, MB",
         "exit, s",
     ]
-    broken = [one for name, found in launches.items() if name in FAULTS for one in found]
+    broken = [launch for name, group in launches.items() if name in FAULTS for launch in group]
     rows = []
-    for title, found in [
+    for title, group in [
         (HEALTHY, launches.get("collector", [])),
         (BROKEN, broken),
         *((title, launches.get(name, [])) for name, (title, _) in FAULTS.items()),
     ]:
-        if not found:
+        if not group:
             continue
-        on = compare(found, "on")
+        with_telemetry = compare(group, "on")
         rows.append(
             [
                 title,
-                f"{on} {on.verdict(LIMIT)}",
-                str(compare(found, "again")),
-                str(compare(found, "on", "processor_s")),
-                f"{1e6 * sum(one['telemetry_s'] for one in found) / len(found):.0f}",
-                f"{max(one['growth_bytes'] for one in found) / 1e6:.1f}",
-                f"{max(one['waiting_bytes'] for one in found) / 1e6:.2f}",
-                f"{max(one['exit_s'] for one in found):.2f}",
+                f"{with_telemetry} {with_telemetry.verdict(LIMIT)}",
+                str(compare(group, "again")),
+                str(compare(group, "on", "processor_s")),
+                f"{1e6 * sum(launch['telemetry_s'] for launch in group) / len(group):.0f}",
+                f"{max(launch['growth_bytes'] for launch in group) / 1e6:.1f}",
+                f"{max(launch['waiting_bytes'] for launch in group) / 1e6:.2f}",
+                f"{max(launch['exit_s'] for launch in group):.2f}",
             ]
         )
     return rows_of(head, rows)
 
 
 def _next(launches: dict[str, list[Launch]], names: Sequence[str]) -> str:
-    """Whichever has the fewest launches: what drifts is in each alike."""
+    """Return the name with the fewest launches, so that a drift affects all alike."""
     return min(names, key=lambda name: len(launches.setdefault(name, [])))
 
 
 def main() -> None:
-    """Launch after launch, then print a table for each model."""
+    """Run the launches, and print a table for each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="tiny,transformer", help=f"of {', '.join(MODELS)}; default: %(default)s")
     parser.add_argument("--faults", default=",".join(FAULTS), help="default: %(default)s")
     parser.add_argument("--launches", type=int, default=3, help="with each collector; default: %(default)s")
     parser.add_argument("--launch-s", type=float, default=20.0, help="seconds of a launch; default: %(default)s")
     parser.add_argument("--turn-s", type=float, default=0.2, help="seconds of a turn; default: %(default)s")
-    parser.add_argument("--json", type=Path, help="go on from the launches that this file holds")
-    parser.add_argument("--anew", action="store_true", help="forget what the file holds")
+    parser.add_argument("--json", type=Path, help="continue from the launches in this file")
+    parser.add_argument("--anew", action="store_true", help="discard the results in the file")
     parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     if options.smoke:
@@ -122,9 +122,9 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     torch.set_num_threads(1)
     faults, models = options.faults.split(","), options.models.split(",")
-    for option, given, known in (("faults", faults, FAULTS), ("models", models, MODELS)):
-        if unknown := sorted(set(given) - set(known)):
-            parser.error(f"--{option}: expected some of {', '.join(known)}, got {', '.join(unknown)}")
+    for option, selected, allowed in (("faults", faults, FAULTS), ("models", models, MODELS)):
+        if unknown := sorted(set(selected) - set(allowed)):
+            parser.error(f"--{option}: expected some of {', '.join(allowed)}, got {', '.join(unknown)}")
     results = resumed(options.json, facts(*MEASURED) | {"models": {}}, anew=options.anew)
     for model in models:
         launches: dict[str, list[Launch]] = results["models"].setdefault(model, {})

@@ -1,11 +1,11 @@
-"""What one gradient and one bucket cost in the reducer, ours and torch's, and whether anything grows with the steps.
+"""Measure the cost of a gradient and of a bucket in the reducer, ours and torch's, and growth with the steps.
 
     python -m benchmarks.hook [--rounds 60] [--json FILE]
 
-One rank, so that an all-reduce is next to nothing. A single autograd node hands out the gradients of 1,000 parameters
-of four elements, and the same backward without DDP is subtracted. With one bucket the rest is the cost of a gradient
-(hook, copy into the bucket, and its share of what a step costs anyway); what 100 buckets take longer is the cost of a
-bucket. Variants run in processes of their own, in turns; medians over rounds, with the middle half of the rounds.
+One rank, so that an all-reduce costs next to nothing. A single autograd node returns the gradients of 1,000 parameters
+of four elements. The time of the same backward without DDP is subtracted. With one bucket, the rest is the cost of a
+gradient: hook, copy into the bucket, and its share of a step's fixed cost. The extra time with 100 buckets is the cost
+of a bucket. Variants run in their own processes, in turns; figures are medians with the middle half of the rounds.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.teams import Steps, Team
-from benchmarks.variants import NOBODY
+from benchmarks.variants import NO_COLLECTOR
 from ddpobs import DistributedDataParallel, TelemetryConfig, telemetry
 
 PARAMETERS, ELEMENTS, BUCKETS = 1000, 4, 100
 _LOOK, _LOOKS = 1, 10
-"""A turn of that many steps, and about how many of them."""
+"""Steps of a turn that counts memory blocks, and the approximate number of such turns."""
 MANY_MB = PARAMETERS / BUCKETS * ELEMENTS * 4 / 2**20
 
-Measured = dict[tuple[str, int], list[Any]]
+ByVariant = dict[tuple[str, int], list[Any]]
 Wrap = Callable[[nn.Module, float, Path], nn.Module]
 VARIANTS: dict[str, Wrap] = {
     "bare": lambda module, _cap, _folder: module,
@@ -46,14 +46,14 @@ VARIANTS: dict[str, Wrap] = {
     "torch, views": lambda module, cap, _: TorchDDP(module, bucket_cap_mb=cap, gradient_as_bucket_view=True),
     "ours, telemetry off": lambda module, cap, _: DistributedDataParallel(module, bucket_cap_mb=cap, telemetry=False),
     "ours, telemetry on": lambda module, cap, folder: DistributedDataParallel(
-        module, bucket_cap_mb=cap, telemetry=TelemetryConfig(collector=NOBODY, spool=folder)
+        module, bucket_cap_mb=cap, telemetry=TelemetryConfig(collector=NO_COLLECTOR, spool=folder)
     ),
 }
-"""Module, bucket cap in MB and a folder to the module that is trained."""
+"""Wrap a module, given the bucket cap in MB and a folder."""
 
 
-class _HandOut(torch.autograd.Function):
-    """Gives each parameter a fresh gradient and computes nothing."""
+class _FreshGradients(torch.autograd.Function):
+    """Returns a fresh gradient for each parameter and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, start: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
@@ -73,13 +73,13 @@ class Fan(nn.Module):
         self.parts = nn.ParameterList(torch.zeros(ELEMENTS) for _ in range(PARAMETERS))
 
     def forward(self, start: torch.Tensor) -> torch.Tensor:
-        """One output that depends on all of them."""
-        handed_out: torch.Tensor = _HandOut.apply(start, *self.parts)  # type: ignore[no-untyped-call]
-        return handed_out
+        """Return one output that depends on all parameters."""
+        output: torch.Tensor = _FreshGradients.apply(start, *self.parts)  # type: ignore[no-untyped-call]
+        return output
 
 
 def prepare(wrap: Wrap, cap_mb: float, folder: Path) -> Steps:
-    """Steps without an optimizer; after `_LOOK` of them the note is how many blocks of memory the interpreter holds."""
+    """Return steps without an optimizer. After `_LOOK` steps the note is the interpreter's count of memory blocks."""
     logging.disable(logging.WARNING)
     module = wrap(Fan(), cap_mb, folder)
     start = torch.zeros(1)
@@ -96,11 +96,11 @@ def prepare(wrap: Wrap, cap_mb: float, folder: Path) -> Steps:
 
 
 def _blocks() -> int:
-    """Without what waits to be sent, which comes and goes."""
+    """Count memory blocks once no record waits to be sent, because the queue's length varies."""
     process = telemetry._process
     while process is not None:
         process._journal.catch_up()
-        with process._exporter._working:  # Not while the thread has some of it in its hands.
+        with process._exporter._work_lock:  # Not while the thread handles records.
             if not process._exporter._queue:
                 break
         time.sleep(0.05)
@@ -108,55 +108,55 @@ def _blocks() -> int:
     return sys.getallocatedblocks()
 
 
-def measure(rounds: int, steps: int) -> tuple[Measured, Measured]:
-    """By variant and number of buckets: nanoseconds a step of each round, and blocks held at `_LOOKS` times."""
+def measure(rounds: int, steps: int) -> tuple[ByVariant, ByVariant]:
+    """Return nanoseconds a step of each round, and memory blocks at `_LOOKS` times."""
     order = random.Random(0)
-    took_ns: Measured = {}
-    blocks: Measured = {}
+    step_ns: ByVariant = {}
+    blocks: ByVariant = {}
     with ExitStack() as stack:
-        made: dict[tuple[str, int], Team] = {}
+        teams: dict[tuple[str, int], Team] = {}
         for name, wrap in VARIANTS.items():
             for buckets, cap_mb in ((1, 25.0), (BUCKETS, MANY_MB)):
                 folder = Path(stack.enter_context(TemporaryDirectory()))
-                made[name, buckets] = Team(1, partial(prepare, wrap, cap_mb, folder))
-                stack.callback(made[name, buckets].disband)
+                teams[name, buckets] = Team(1, partial(prepare, wrap, cap_mb, folder))
+                stack.callback(teams[name, buckets].disband)
         for number in range(rounds):
-            for key in order.sample(list(made), len(made)):
-                took_ns.setdefault(key, []).append(1e9 * made[key].run(steps)[0])
+            for key in order.sample(list(teams), len(teams)):
+                step_ns.setdefault(key, []).append(1e9 * teams[key].run(steps)[0])
                 if number % max(1, rounds // _LOOKS) == 0:
-                    made[key].run(_LOOK)
-                    blocks.setdefault(key, []).append(made[key].notes[0])
-    return took_ns, blocks
+                    teams[key].run(_LOOK)
+                    blocks.setdefault(key, []).append(teams[key].notes[0])
+    return step_ns, blocks
 
 
-def summarise(took_ns: Measured, blocks: Measured, steps: int) -> dict[str, dict[str, list[float]]]:
-    """By variant: the cost of a gradient and of a bucket as [median, lower and upper quartile], and what grows.
+def summarise(step_ns: ByVariant, blocks: ByVariant, steps: int) -> dict[str, dict[str, list[float]]]:
+    """Compute the cost of a gradient and of a bucket as [median, lower and upper quartile], and the growth.
 
-    Growth is from the median of the first half of the looks to that of the second, over the steps in between.
+    Growth is the difference between the median block counts of the first and the second half, over the steps between.
     """
-    found: dict[str, dict[str, list[float]]] = {}
-    bare = np.array(took_ns["bare", 1])
+    costs: dict[str, dict[str, list[float]]] = {}
+    bare = np.array(step_ns["bare", 1])
     for name in list(VARIANTS)[1:]:
-        one, many = np.array(took_ns[name, 1]), np.array(took_ns[name, BUCKETS])
-        held = blocks[name, BUCKETS]
-        half = len(held) // 2
-        between = half * max(1, len(one) // _LOOKS) * steps
-        found[name] = {
-            "gradient_ns": _quartiles((one - bare) / PARAMETERS),
-            "bucket_ns": _quartiles((many - one) / (BUCKETS - 1)),
-            "blocks_a_step": [float(np.median(held[half:]) - np.median(held[:half])) / between],
+        one_bucket, many_buckets = np.array(step_ns[name, 1]), np.array(step_ns[name, BUCKETS])
+        block_counts = blocks[name, BUCKETS]
+        half = len(block_counts) // 2
+        steps_between = half * max(1, len(one_bucket) // _LOOKS) * steps
+        costs[name] = {
+            "gradient_ns": _quartiles((one_bucket - bare) / PARAMETERS),
+            "bucket_ns": _quartiles((many_buckets - one_bucket) / (BUCKETS - 1)),
+            "blocks_a_step": [float(np.median(block_counts[half:]) - np.median(block_counts[:half])) / steps_between],
         }
-    return found
+    return costs
 
 
 def _quartiles(values: Any) -> list[float]:
     return [float(value) for value in np.percentile(values, [50, 25, 75])]
 
 
-def table(found: dict[str, dict[str, list[float]]]) -> str:
-    """Markdown."""
+def table(results: dict[str, dict[str, list[float]]]) -> str:
+    """Return a Markdown table."""
     lines = ["| | a gradient, ns | a bucket, ns | memory blocks that stay, a step |", "|---|---|---|---|"]
-    for name, row in found.items():
+    for name, row in results.items():
         costs = [
             f"{middle:,.0f} [{low:,.0f}, {high:,.0f}]" for middle, low, high in (row["gradient_ns"], row["bucket_ns"])
         ]
@@ -165,20 +165,20 @@ def table(found: dict[str, dict[str, list[float]]]) -> str:
 
 
 def main() -> None:
-    """Print the table."""
+    """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--steps", type=int, default=20, help="of a turn; default: %(default)s")
+    parser.add_argument("--steps", type=int, default=20, help="steps of a turn; default: %(default)s")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     if options.smoke:
         options.rounds, options.steps = 2, 2
     torch.set_num_threads(1)
-    found = summarise(*measure(options.rounds, options.steps), options.steps)
-    print(table(found))
+    results = summarise(*measure(options.rounds, options.steps), options.steps)
+    print(table(results))
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,15 @@
-"""Durable bucket spans a second over HTTP into SQLite, and bytes a span at rest.
+"""Measure durable bucket spans a second over HTTP into SQLite, and bytes a span at rest.
 
     python -m benchmarks.ingest [--rounds 3] [--batches 800] [--clients 8] [--mlflow COMMAND] [--json FILE] [--smoke]
 
-Each round floods a real collector on a fresh file (`ddpobs-server bench`); a batch counts when its acknowledgement is
-there, which is after its commit with `synchronous=FULL`. Beside it, in the same round: a bare collector, which is fed
-by the same clients and puts bodies into SQLite as they come (`bare_collector.py`), the ceiling of one Python process
-here; rows, one per span, by SQLite alone with one such commit a batch; what the disk takes in blocks of a batch's size
-with an fsync each; and, where its command is there, MLflow's log-batch with as many clients and a thousand metrics a
-request, into SQLite as well.
+Each round floods a real collector on a fresh file (`ddpobs-server bench`). A batch counts once it is acknowledged,
+after its commit with `synchronous=FULL`. For comparison, in the same round:
+
+- a bare collector with the same clients, which writes bodies to SQLite unread (`bare_collector.py`): the ceiling of one
+  Python process here;
+- rows, one per span, by SQLite alone, with one such commit a batch;
+- the disk, in blocks of a batch's size with an fsync each;
+- MLflow's log-batch, if its command exists, with as many clients and a thousand metrics a request, into SQLite too.
 """
 
 from __future__ import annotations
@@ -31,32 +33,32 @@ from ddpobs_server.operations import bench
 from ddpobs import wire
 
 SPANS = bench.FLOOD_STEPS * bench.FLOOD_BUCKETS
-"""Spans of a batch: what the exporter sends by default."""
+"""Spans of a batch, as the exporter sends them by default."""
 BARE = (sys.executable, str(Path(__file__).with_name("bare_collector.py")))
 _METRICS = 1000
-"""Most that MLflow takes in a request."""
+"""Most metrics that MLflow accepts in a request."""
 
 
 def bare(load: bench.Load) -> dict[str, float]:
-    """The same load, by the same clients, into a collector that only keeps bodies.
+    """Send the same load, by the same clients, to a collector that only keeps bodies.
 
     Raises:
-        RuntimeError: It did not start, did not acknowledge a batch, or does not hold every one.
+        RuntimeError: It did not start, did not acknowledge a batch, or lacks a batch.
     """
     with tempfile.TemporaryDirectory() as name, bench.senders(load.clients, bench.send, load) as pipes:
         file = Path(name) / "bare.db"
         with bench.collector(Path(name), f"sqlite:///{file}", BARE) as (process, address):
-            found = bench.drive(pipes, process.pid, address)
+            result = bench.drive(pipes, process.pid, address)
         connection = sqlite3.connect(file)
-        held = connection.execute("SELECT count(*) FROM batches").fetchone()[0]
+        count = connection.execute("SELECT count(*) FROM batches").fetchone()[0]
         connection.close()
-        if held != load.ranks * load.batches:
-            raise RuntimeError(f"the bare collector holds {held} of {load.ranks * load.batches} batches")
-        return {"bare_spans_per_s": found["spans_per_s"], "bare_cpu_ns_per_span": found["cpu_ns_per_span"]}
+        if count != load.ranks * load.batches:
+            raise RuntimeError(f"the bare collector has {count} of {load.ranks * load.batches} batches")
+        return {"bare_spans_per_s": result["spans_per_s"], "bare_cpu_ns_per_span": result["cpu_ns_per_span"]}
 
 
 def as_rows(folder: Path, batches: list[wire.Batch]) -> float:
-    """Spans a second as one row each with SQLite alone: no HTTP, no checks, one durable commit a batch."""
+    """Return spans a second with a row for each and SQLite alone: no HTTP, no checks, one durable commit a batch."""
     connection = sqlite3.connect(folder / "rows.db", isolation_level=None)
     connection.execute("PRAGMA journal_mode=WAL")
     connection.execute("PRAGMA synchronous=FULL")
@@ -68,25 +70,25 @@ def as_rows(folder: Path, batches: list[wire.Batch]) -> float:
     )
     insert = f"insert into spans values ({', '.join('?' * (len(names) + 2))})"
     began = time.perf_counter()
-    for one in batches:
-        columns = [getattr(one.spans, name).tolist() for name in names]
+    for batch in batches:
+        columns = [getattr(batch.spans, name).tolist() for name in names]
         connection.execute("BEGIN")
-        connection.executemany(insert, ((one.run, one.source, *row) for row in zip(*columns, strict=True)))
+        connection.executemany(insert, ((batch.run, batch.source, *row) for row in zip(*columns, strict=True)))
         connection.execute("COMMIT")
-    took = time.perf_counter() - began
+    elapsed_s = time.perf_counter() - began
     connection.close()
-    return len(batches) * SPANS / took
+    return len(batches) * SPANS / elapsed_s
 
 
 def mlflow_metrics_a_second(command: str, folder: Path, clients: int, requests: int) -> float:
-    """Metrics a second that MLflow's own server takes from as many clients."""
+    """Return the metrics a second that MLflow's own server accepts from as many clients."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with (folder / "mlflow.log").open("wb") as log:
-        where = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--default-artifact-root", str(folder)]
+        storage = ["--backend-store-uri", f"sqlite:///{folder}/mlflow.db", "--default-artifact-root", str(folder)]
         server = subprocess.Popen(
-            [command, "server", "--port", str(port), "--workers", "1", *where], stdout=log, stderr=log
+            [command, "server", "--port", str(port), "--workers", "1", *storage], stdout=log, stderr=log
         )
     try:
         run = _mlflow_run(port, time.monotonic() + 120)
@@ -97,10 +99,10 @@ def mlflow_metrics_a_second(command: str, folder: Path, clients: int, requests: 
             sender.start()
         for sender in senders:
             sender.join()
-        took = time.perf_counter() - began
+        elapsed_s = time.perf_counter() - began
         if any(sender.exitcode for sender in senders):
             raise RuntimeError((folder / "mlflow.log").read_text()[-2000:])
-        return clients * requests * _METRICS / took
+        return clients * requests * _METRICS / elapsed_s
     finally:
         server.terminate()
         server.wait(30)
@@ -128,10 +130,10 @@ def _log_batches(port: int, run: str, client: int, requests: int) -> None:
 
 
 def _post(
-    connection: http.client.HTTPConnection, what: str, body: dict[str, object]
+    connection: http.client.HTTPConnection, endpoint: str, body: dict[str, object]
 ) -> dict[str, dict[str, dict[str, str]]]:
     headers = {"Content-Type": "application/json"}
-    connection.request("POST", f"/api/2.0/mlflow/{what}", json.dumps(body), headers)
+    connection.request("POST", f"/api/2.0/mlflow/{endpoint}", json.dumps(body), headers)
     answer = connection.getresponse()
     text = answer.read()
     if answer.status != 200:
@@ -140,42 +142,42 @@ def _post(
 
 
 def measure(rounds: int, count: int, clients: int, mlflow: str | None) -> dict[str, float]:
-    """Medians over interleaved rounds."""
+    """Return medians over interleaved rounds."""
     load = bench.flood(clients, max(1, count // clients))
     few = [bench.batch(load, 0, seq) for seq in range(min(load.batches, 40))]
-    seen: dict[str, list[float]] = {}
+    figures: dict[str, list[float]] = {}
     for number in range(rounds):
         order = [bench.measure, bare] if number % 2 else [bare, bench.measure]
-        found = {key: value for call in order for key, value in call(load).items()}
-        found["of_bare"] = found["spans_per_s"] / found["bare_spans_per_s"]
+        result = {key: value for call in order for key, value in call(load).items()}
+        result["of_bare"] = result["spans_per_s"] / result["bare_spans_per_s"]
         with tempfile.TemporaryDirectory() as name:
-            size = int(found["bytes_per_span"] * SPANS)
-            found["row_spans_per_s"] = as_rows(Path(name), few)
-            found["disk_mb_per_s"] = bench.fsyncs_a_second(Path(name), size, 200) * size / 1e6
+            size = int(result["bytes_per_span"] * SPANS)
+            result["row_spans_per_s"] = as_rows(Path(name), few)
+            result["disk_mb_per_s"] = bench.fsyncs_a_second(Path(name), size, 200) * size / 1e6
             if mlflow:
-                found["mlflow_metrics_per_s"] = mlflow_metrics_a_second(mlflow, Path(name), clients, 8)
-        found["stored_mb_per_s"] = found["spans_per_s"] * found["bytes_per_span"] / 1e6
+                result["mlflow_metrics_per_s"] = mlflow_metrics_a_second(mlflow, Path(name), clients, 8)
+        result["stored_mb_per_s"] = result["spans_per_s"] * result["bytes_per_span"] / 1e6
         print(
-            f"round {number + 1}: {found['spans_per_s'] / 1e6:.2f} M spans/s, "
-            f"bare {found['bare_spans_per_s'] / 1e6:.2f}, ratio {found['of_bare']:.2f}",
+            f"round {number + 1}: {result['spans_per_s'] / 1e6:.2f} M spans/s, "
+            f"bare {result['bare_spans_per_s'] / 1e6:.2f}, ratio {result['of_bare']:.2f}",
             flush=True,
         )
-        for key, value in found.items():
-            seen.setdefault(key, []).append(value)
-    return {key: statistics.median(values) for key, values in seen.items()}
+        for key, value in result.items():
+            figures.setdefault(key, []).append(value)
+    return {key: statistics.median(values) for key, values in figures.items()}
 
 
 def main() -> None:
-    """Print the medians."""
+    """Measure, and print the medians."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batches", type=int, default=800)
     parser.add_argument("--clients", type=int, default=8)
     parser.add_argument(
-        "--mlflow", default=shutil.which("mlflow"), help="its command; not compared where there is none"
+        "--mlflow", default=shutil.which("mlflow"), help="MLflow's command; without it MLflow is not compared"
     )
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="one short round, to see that it runs")
+    parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     if options.smoke:
         options.rounds, options.batches, options.clients = 1, 8, 2
@@ -187,14 +189,14 @@ def main() -> None:
         f"\n{options.batches} batches of {SPANS} spans, {options.clients} clients, medians of {options.rounds} rounds\n"
         f"over HTTP, acknowledged after commit  {spans:12,.0f} spans/s   {m['bytes_per_span']:.2f} B/span   "
         f"{m['cpu_ns_per_span']:.0f} ns/span of the collector's processor   p99 {m['ack_p99_ms']:.0f} ms\n"
-        f"a bare collector, which only keeps it {m['bare_spans_per_s']:12,.0f} spans/s   ours takes "
+        f"a bare collector, which only stores   {m['bare_spans_per_s']:12,.0f} spans/s   ours takes "
         f"{m['of_bare']:.2f} of it   {m['bare_cpu_ns_per_span']:.0f} ns/span\n"
         f"a row a span, SQLite alone            {rows:12,.0f} spans/s   {spans / rows:.1f} times fewer\n"
         f"blocks of a batch with an fsync each  {disk:12,.0f} MB/s      of which {stored / disk:.2f} is stored"
     )
     if "mlflow_metrics_per_s" in m:
-        theirs = m["mlflow_metrics_per_s"]
-        print(f"MLflow's log-batch                    {theirs:12,.0f} metrics/s {spans / theirs:.0f} times fewer")
+        rate = m["mlflow_metrics_per_s"]
+        print(f"MLflow's log-batch                    {rate:12,.0f} metrics/s {spans / rate:.0f} times fewer")
     else:
         print("MLflow's log-batch was not compared: there is no `mlflow` command (pip install mlflow)")
     if options.json:

@@ -1,14 +1,15 @@
-"""A job of many ranks and one collector, both in the project's own code: is anything lost or late, does memory grow?
+"""Simulate a job of many ranks and one collector: is anything lost or late, and does memory grow?
 
     python -m benchmarks.job [--ranks 1024] [--seconds 600] [--clients 4] [--prepared FOLDER] [--json FILE] [--smoke]
 
-Each rank has the telemetry of a training process: a queue, batches cut when the exporter says so, pulses that ride in
-them, hello, layouts and readiness, counts of what was emitted; rank 0's carry the statistics over all ranks. Only the
-steps are made up: two a second, which all ranks end at the same moment, 40 buckets, no two alike.
+Ranks and collector run the project's own code. Each rank has the telemetry of a training process: a queue, batches that
+the exporter completes, pulses that travel in them, hello, layouts, readiness and counts. Rank 0 also sends the
+statistics over all ranks. Only the steps are synthetic: two a second, which all ranks end at the same moment, with 40
+different buckets.
 
-As one machine has no cores for all of them, their batches are made before, in simulated time, and written to files
-(`--prepared` keeps these for the next time). They are then sent by the real sender when they are due, each rank over a
-connection of its own. A batch's time runs from the moment at which it was due until it is acknowledged.
+One machine has no cores for all ranks. Their batches are therefore made before, in simulated time, and written to files
+(`--prepared` keeps the files for the next run). The real sender then sends each batch when it is due, each rank over
+its own connection. A batch's latency runs from the moment at which it was due to its acknowledgement.
 """
 
 from __future__ import annotations
@@ -36,42 +37,40 @@ from ddpobs import telemetry, wire
 from ddpobs.clocks import HostClock
 from ddpobs.config import TelemetryConfig
 from ddpobs.export import delivery, exporter, identity
+from ddpobs.export.batch_encoder import BatchEncoder
 from ddpobs.export.http_sender import Outcome, Sender
 from ddpobs.ranks import straggler_exchange
 from ddpobs.recording.module_recorder import BackwardRecord
+from ddpobs.steps.raw_step import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
 from ddpobs.steps.step_columns import RawSteps
-from ddpobs.steps.step_tracker import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
-from ddpobs.steps.summary import Summariser
 
 STEP_S, BUCKETS = 0.5, 40
 PARAMETERS = 10
-"""Of a bucket."""
+"""Parameters of a bucket."""
 RUN, ATTEMPT = "benchmark", "a" * 16
 _EARLY_S = 3.0
-"""Threads start so long before the first batch is due."""
-_AGAIN_S = 0.2
+"""Seconds from the threads' start to the first batch."""
+_RETRY_S = 0.2
 
 
 class Rank(telemetry.Telemetry):
-    """A process's telemetry without the process: it is given its steps, and hooks nothing.
+    """A process's telemetry without the process: it receives its steps, and hooks nothing.
 
     Args:
-        config: Of the exporter.
-        rank: Which of so many.
-        ranks: In the job.
-        now_ns: The time.
+        config: Settings of the exporter.
+        rank: This rank's number.
+        ranks: Number of ranks in the job.
+        now_ns: Returns the simulated time.
     """
 
     def __init__(self, config: TelemetryConfig, rank: int, ranks: int, now_ns: Callable[[], int]) -> None:
         self._clock, self._steps = HostClock(), RawSteps()
         self.exporter = self._exporter = exporter.Exporter(config, self._encode)
-        self._summariser = Summariser(telemetry._RESOLUTION_NS)
-        self._hello = wire.Hello(
+        hello = wire.Hello(
             host=f"node{rank // 8}", pid=1000 + rank, device="cpu", backend="gloo", versions={"ddpobs": "benchmark"}
         )
-        self._layouts: dict[int, wire.Layout] = {}
+        self._encoder = BatchEncoder(hello, self._read, lambda steps: None, self.exporter.count_lost)
         self._recorders = []
-        self._batches, self._exchange = 0, None
         self._config, self._now_ns, self._number, self._ranks = config, now_ns, rank, ranks
         self._random = np.random.default_rng(rank)
         self.steps = 0
@@ -81,7 +80,7 @@ class Rank(telemetry.Telemetry):
         self.exporter.offer(layout())
 
     def step(self) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         sampled = self.steps % self._config.readiness_every == 0
         self._add_step(raw_step(self.steps, self._now_ns(), self._random, sampled))
         self.steps += 1
@@ -89,42 +88,42 @@ class Rank(telemetry.Telemetry):
             self._share()
 
     def _share(self) -> None:
-        """Statistics over all ranks, as rank 0 sends them."""
+        """Offer statistics over all ranks, as rank 0 sends them."""
         window = np.arange(self.steps - self._config.peers_every, self.steps)
         rows = self._random.gamma(20.0, 1e6, (len(window), self._ranks, straggler_exchange.COLUMNS)).astype(np.int64)
         rows[:, :, 0], rows[:, :, 1] = window[:, None], round(1e9 * STEP_S)
         self.exporter.offer(straggler_exchange.statistics(rows))
 
     def end(self) -> None:
-        """The training is over: what is left is one more batch."""
+        """End the training: the remaining records become one more batch."""
         self._offer_steps()
         self._event("goodbye", self.steps, {})
         self.exporter._cut_everything()
 
     def _pulse(self) -> None:
-        told = wire.Pulse(
+        pulse = wire.Pulse(
             at_ns=self._now_ns(), phase="backward", step=self.steps, module=0, bucket=self.steps % BUCKETS
         )
-        self.exporter.offer_latest(told)
+        self.exporter.offer_latest(pulse)
 
 
 def layout() -> wire.Layout:
-    """Of a model of 400 parameters."""
+    """Return the layout of a model of 400 parameters."""
     buckets = [
         wire.Bucket(
             size_bytes=25_000_000,
             dtype="float32",
             parameters=[
-                wire.Parameter(name=f"layers.{one}.{place}.weight", size=625_000) for place in range(PARAMETERS)
+                wire.Parameter(name=f"layers.{bucket}.{index}.weight", size=625_000) for index in range(PARAMETERS)
             ],
         )
-        for one in range(BUCKETS)
+        for bucket in range(BUCKETS)
     ]
     return wire.Layout(module=0, name="Model", revision=0, comm="allreduce", buckets=buckets)
 
 
 def raw_step(number: int, end_ns: int, random: np.random.Generator, sampled: bool) -> RawStep:
-    """As the training thread leaves it; compute and communication of each bucket vary by themselves."""
+    """Return a step as the training thread records it. Compute and communication of each bucket vary independently."""
     ready = random.gamma(20.0, 4e5, BUCKETS).cumsum().astype(np.int64)
     launched = ready + random.integers(5_000, 60_000, BUCKETS)
     done = launched + random.gamma(4.0, 5e5, BUCKETS).astype(np.int64)
@@ -150,7 +149,7 @@ def raw_step(number: int, end_ns: int, random: np.random.Generator, sampled: boo
 
 
 class Due(msgspec.Struct, array_like=True):
-    """A batch in a file: its place there, and when it is to be sent, in seconds since the job's start."""
+    """A batch in a file: its offset there, and its time of sending, in seconds since the job's start."""
 
     source: str
     seq: int
@@ -161,12 +160,12 @@ class Due(msgspec.Struct, array_like=True):
 
 @dataclass
 class Prepared:
-    """One client's batches.
+    """The batches of one client.
 
     Attributes:
         bodies: Name of the file that holds them.
-        ranks: Of each rank, in order.
-        spans: In all of them.
+        ranks: The batches of each rank, in order.
+        spans: Number of spans in all of them.
     """
 
     bodies: str
@@ -174,8 +173,8 @@ class Prepared:
     spans: int
 
 
-def prepare(ranks: Sequence[int], of: int, seconds: float, flush_s: float, bodies: Path) -> Prepared:
-    """Make all batches of these ranks, in simulated time."""
+def prepare(ranks: Sequence[int], world_size: int, seconds: float, flush_s: float, bodies: Path) -> Prepared:
+    """Make all batches of these ranks of a job of `world_size` ranks, in simulated time."""
     now_s = 0.0
     origin_ns, wall_ns = time.monotonic_ns(), time.time_ns()
 
@@ -185,7 +184,7 @@ def prepare(ranks: Sequence[int], of: int, seconds: float, flush_s: float, bodie
     simulated = SimpleNamespace(
         time=lambda: now_s, monotonic=lambda: now_s, monotonic_ns=now_ns, time_ns=time.time_ns, sleep=lambda _: None
     )
-    found = Prepared(bodies.name, [], 0)
+    result = Prepared(bodies.name, [], 0)
     with ExitStack() as stack:
         for module in (exporter, delivery, telemetry):
             stack.enter_context(patch.object(module, "time", simulated))
@@ -193,8 +192,8 @@ def prepare(ranks: Sequence[int], of: int, seconds: float, flush_s: float, bodie
         stack.enter_context(patch.object(exporter, "anchor", anchored))
         out = stack.enter_context(bodies.open("wb"))
         for number in ranks:
-            now_s, dues = 0.0, list[Due]()
-            rank = Rank(TelemetryConfig(flush_s=flush_s), number, of, now_ns)
+            now_s, batches = 0.0, list[Due]()
+            rank = Rank(TelemetryConfig(flush_s=flush_s), number, world_size, now_ns)
             wakes_s = 0.0
             while rank.steps < round(seconds / STEP_S):
                 now_s = min(wakes_s, STEP_S * (rank.steps + 1))
@@ -204,40 +203,42 @@ def prepare(ranks: Sequence[int], of: int, seconds: float, flush_s: float, bodie
                     rank.exporter._tick()
                     rank.exporter._cut_due()
                     wakes_s = now_s + rank.exporter._pause_s()
-                dues += kept(rank.exporter._delivery, out)
+                batches += write_waiting(rank.exporter._delivery, out)
             rank.end()
-            dues += kept(rank.exporter._delivery, out, now_s)
-            found.ranks.append(dues)
-            found.spans += rank.steps * BUCKETS
-    return found
+            batches += write_waiting(rank.exporter._delivery, out, now_s)
+            result.ranks.append(batches)
+            result.spans += rank.steps * BUCKETS
+    return result
 
 
-def kept(sent: delivery.Delivery, out: BinaryIO, at_s: float | None = None) -> list[Due]:
-    """What waits to be sent, written down; at the end of a run it waits no more."""
-    dues = []
-    for one in sent._waiting:
-        dues.append(Due(one.source, one.seq, out.tell(), len(one.body), sent._spread_until if at_s is None else at_s))
-        out.write(one.body)
-    sent._waiting.clear()
-    return dues
+def write_waiting(sender: delivery.Delivery, file: BinaryIO, at_s: float | None = None) -> list[Due]:
+    """Write the waiting batches to the file. `at_s` is their time of sending at the end of a run."""
+    batches = []
+    for batch in sender._queue:
+        batches.append(
+            Due(batch.source, batch.seq, file.tell(), len(batch.body), sender._spread_until if at_s is None else at_s)
+        )
+        file.write(batch.body)
+    sender._queue.clear()
+    return batches
 
 
-def prepared(client: int, options: argparse.Namespace, folder: Path) -> Prepared:
-    """This client's batches: made, or found where the same were made before."""
-    made_by = digest("ddpobs", "benchmarks/job.py")
-    name = f"{made_by}-{options.ranks}-{options.seconds:g}-{options.flush_s:g}-{client}-of-{options.clients}"
+def load_or_prepare(client: int, options: argparse.Namespace, folder: Path) -> Prepared:
+    """Return this client's batches, from the files of an earlier run if they are the same."""
+    code = digest("ddpobs", "benchmarks/job.py")
+    name = f"{code}-{options.ranks}-{options.seconds:g}-{options.flush_s:g}-{client}-of-{options.clients}"
     bodies, index = folder / f"{name}.bodies", folder / f"{name}.index"
     if index.exists():
         return msgspec.msgpack.decode(index.read_bytes(), type=Prepared)
     ranks = range(client, options.ranks, options.clients)
-    found = prepare(ranks, options.ranks, options.seconds, options.flush_s, bodies)
-    index.write_bytes(msgspec.msgpack.encode(found))
-    return found
+    result = prepare(ranks, options.ranks, options.seconds, options.flush_s, bodies)
+    index.write_bytes(msgspec.msgpack.encode(result))
+    return result
 
 
 def send(client: int, address: Callable[[], str], options: argparse.Namespace, folder: Path) -> bench.Sent:
-    """Send this client's batches when they are due, a thread and a connection for each rank."""
-    batches = prepared(client, options, folder)
+    """Send this client's batches when they are due, with a thread and a connection for each rank."""
+    batches = load_or_prepare(client, options, folder)
     config = TelemetryConfig(collector=address())
     began = time.monotonic() + _EARLY_S
     took_s: dict[str, list[float]] = {"first": [], "last": [], "others": []}
@@ -251,7 +252,7 @@ def send(client: int, address: Callable[[], str], options: argparse.Namespace, f
                 time.sleep(max(0.0, due_s - time.monotonic()))
                 body = os.pread(bodies.fileno(), due.size, due.offset)
                 while (answer := sender.send(RUN, due.source, due.seq, body)).outcome is Outcome.RETRY:
-                    time.sleep(_AGAIN_S)
+                    time.sleep(_RETRY_S)
                 if answer.outcome not in (Outcome.STORED, Outcome.REPEATED):
                     failed.append(answer.detail)
                     return
@@ -269,7 +270,7 @@ def send(client: int, address: Callable[[], str], options: argparse.Namespace, f
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Send the whole job to a collector of its own.
+    """Send the whole job to a new collector.
 
     Raises:
         RuntimeError: The collector did not start, or refused a batch.
@@ -279,49 +280,49 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
         bench.senders(options.clients, send, options, folder) as pipes,
         bench.collector(Path(name), f"sqlite:///{name}/runs.db") as (process, address),
     ):
-        found = bench.drive(pipes, process.pid, address)
-        found["lost"] = found["spans"] - bench.stored(address)
-        found["ranks"], found["seconds"] = options.ranks, options.seconds
-        return found
+        result = bench.drive(pipes, process.pid, address)
+        result["lost"] = result["spans"] - bench.stored(address)
+        result["ranks"], result["seconds"] = options.ranks, options.seconds
+        return result
 
 
 def main() -> None:
-    """Print what came of it."""
+    """Measure, and print the result."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=1024, help="default: %(default)s")
-    parser.add_argument("--seconds", type=float, default=600, help="of training; default: %(default)s")
+    parser.add_argument("--seconds", type=float, default=600, help="seconds of training; default: %(default)s")
     parser.add_argument("--flush-s", type=float, default=TelemetryConfig().flush_s, help="default: %(default)s")
-    parser.add_argument("--clients", type=int, default=4, help="processes that send; default: %(default)s")
-    parser.add_argument("--prepared", type=Path, help="keep the batches in this folder, or take them from it")
+    parser.add_argument("--clients", type=int, default=4, help="sending processes; default: %(default)s")
+    parser.add_argument("--prepared", type=Path, help="folder that keeps the batches for later runs")
     parser.add_argument("--only-prepare", action="store_true", help="send nothing")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--smoke", action="store_true", help="the smallest job that touches everything")
+    parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     if options.smoke:
         options.ranks, options.seconds, options.flush_s, options.clients = 4, 8.0, 2.0, 2
     if options.seconds < (least := 4 * options.flush_s):
-        said = f"--seconds: expected {least:g} at least, for a first, a last and other batches"
-        parser.error(f"{said}, got {options.seconds:g}")
+        reason = f"--seconds: expected at least {least:g}, for a first, a last and other batches"
+        parser.error(f"{reason}, got {options.seconds:g}")
     with TemporaryDirectory(prefix="ddpobs-benchmark-") as name:
         folder = options.prepared or Path(name)
         folder.mkdir(parents=True, exist_ok=True)
         if options.only_prepare:
             with bench.senders(options.clients, send, options, folder) as pipes:
-                for ours in pipes:
-                    ours.recv()
+                for pipe in pipes:
+                    pipe.recv()
             return
-        found = measure(options, folder)
-    resident = ", ".join(f"{found[f'resident_{at}mb']:.0f}" for at in ("quarter_", "half_", "three_quarters_", ""))
+        result = measure(options, folder)
+    resident = ", ".join(f"{result[f'resident_{part}mb']:.0f}" for part in ("quarter_", "half_", "three_quarters_", ""))
     print(
-        f"{options.ranks} ranks for {options.seconds:g} s: {found['spans']:,.0f} bucket spans, "
-        f"{found['lost']:,.0f} lost\nacknowledged from when it was due: half within {found['ack_p50_ms']:.0f} ms, "
-        f"99 % within {found['ack_p99_ms']:.0f} ms\n99 % of the ranks' first batches within "
-        f"{found['ack_p99_first_ms']:.0f} ms, of their last, which come all at once, {found['ack_p99_last_ms']:.0f}, "
-        f"of the others {found['ack_p99_others_ms']:.0f}\nthe collector: {found['cpu_cores']:.2f} of a core, "
-        f"resident {resident} MB at each quarter, the end {found['resident_ratio']:.3f} of the middle"
+        f"{options.ranks} ranks for {options.seconds:g} s: {result['spans']:,.0f} bucket spans, "
+        f"{result['lost']:,.0f} lost\nacknowledged after being due: half within {result['ack_p50_ms']:.0f} ms, "
+        f"99 % within {result['ack_p99_ms']:.0f} ms\n99 % of the ranks' first batches within "
+        f"{result['ack_p99_first_ms']:.0f} ms, of their simultaneous last batches {result['ack_p99_last_ms']:.0f}, "
+        f"of the others {result['ack_p99_others_ms']:.0f}\nthe collector: {result['cpu_cores']:.2f} of a core, "
+        f"resident {resident} MB at each quarter, the end {result['resident_ratio']:.3f} of the middle"
     )
     if options.json:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
 
 
 if __name__ == "__main__":

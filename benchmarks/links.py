@@ -1,6 +1,6 @@
-"""Ranks on one machine with a link of a chosen speed between them: network namespaces behind a bridge, shaped by tbf.
+"""Ranks on one machine with links of a chosen speed: network namespaces behind a bridge, shaped by tbf.
 
-Needs root and iproute2, and leaves nothing behind.
+Needs root and iproute2. Removes everything afterwards.
 """
 
 from __future__ import annotations
@@ -15,79 +15,79 @@ from pathlib import Path
 _PREFIX = "ddpobs"
 _BRIDGE = f"{_PREFIX}-bridge"
 INTERFACE = "link0"
-"""What the link is called inside each namespace."""
+"""Name of the link inside each namespace."""
 SHAPE = "burst 128kb latency 400ms"
 
 
 class LinkError(RuntimeError):
-    """Links cannot be made here; says why."""
+    """Links cannot be made here; holds the reason."""
 
 
 def address(rank: int) -> str:
-    """A rank's address."""
+    """Return a rank's address."""
     return f"10.83.0.{rank + 1}"
 
 
 def namespace(rank: int) -> str:
-    """A rank's namespace."""
+    """Return the name of a rank's namespace."""
     return f"{_PREFIX}-{rank}"
 
 
 @contextmanager
 def links(ranks: int, rate: str) -> Iterator[None]:
-    """So many namespaces, each with a link of `rate` (as tc writes it: `1gbit`) in both directions.
+    """Set up a namespace for each rank, with a link of `rate` (as tc writes it: `1gbit`) in both directions.
 
     Raises:
         LinkError: Not root, or a tool is missing.
     """
-    # Where Debian has both, and not everybody's PATH leads to.
+    # Debian has both tools there, outside of many users' PATH.
     os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
     if os.geteuid() != 0 or missing:
         reason = f"{' and '.join(missing)} missing (iproute2)" if missing else "not root"
         raise LinkError(f"network namespaces with links of a chosen speed cannot be made here: {reason}")
-    _take_down(ranks)
+    _tear_down(ranks)
     try:
-        _put_up(ranks, rate)
+        _set_up(ranks, rate)
         yield
     finally:
-        _take_down(ranks)
+        _tear_down(ranks)
 
 
 def inside(rank: int, command: Sequence[str]) -> list[str]:
-    """The command that runs `command` in the rank's namespace."""
+    """Return the command that runs `command` in the rank's namespace."""
     return ["ip", "netns", "exec", namespace(rank), *command]
 
 
 def moved_bytes() -> tuple[int, int]:
-    """Sent and received so far over this process's own link, Ethernet headers included."""
+    """Return the bytes sent and received so far over this process's link, Ethernet headers included."""
     statistics = Path("/sys/class/net") / INTERFACE / "statistics"
     return int((statistics / "tx_bytes").read_text()), int((statistics / "rx_bytes").read_text())
 
 
-def _put_up(ranks: int, rate: str) -> None:
-    _do(f"ip link add {_BRIDGE} type bridge")
-    _do(f"ip link set {_BRIDGE} up")
+def _set_up(ranks: int, rate: str) -> None:
+    _run(f"ip link add {_BRIDGE} type bridge")
+    _run(f"ip link set {_BRIDGE} up")
     for rank in range(ranks):
         inner, outer, name = INTERFACE, f"{_PREFIX}{rank}", namespace(rank)
-        _do(f"ip netns add {name}")
-        _do(f"ip link add {outer} type veth peer name {inner} netns {name}")
-        _do(f"ip link set {outer} master {_BRIDGE} up")
-        _do(f"ip -n {name} addr add {address(rank)}/24 dev {inner}")
-        _do(f"ip -n {name} link set {inner} up")
-        _do(f"ip -n {name} link set lo up")
-        _do(f"tc qdisc add dev {outer} root tbf rate {rate} {SHAPE}")
-        _do(f"tc -n {name} qdisc add dev {inner} root tbf rate {rate} {SHAPE}")
+        _run(f"ip netns add {name}")
+        _run(f"ip link add {outer} type veth peer name {inner} netns {name}")
+        _run(f"ip link set {outer} master {_BRIDGE} up")
+        _run(f"ip -n {name} addr add {address(rank)}/24 dev {inner}")
+        _run(f"ip -n {name} link set {inner} up")
+        _run(f"ip -n {name} link set lo up")
+        _run(f"tc qdisc add dev {outer} root tbf rate {rate} {SHAPE}")
+        _run(f"tc -n {name} qdisc add dev {inner} root tbf rate {rate} {SHAPE}")
 
 
-def _take_down(ranks: int) -> None:
+def _tear_down(ranks: int) -> None:
     for rank in range(ranks):
         subprocess.run(["ip", "netns", "del", namespace(rank)], stderr=subprocess.DEVNULL, check=False)
         subprocess.run(["ip", "link", "del", f"{_PREFIX}{rank}"], stderr=subprocess.DEVNULL, check=False)
     subprocess.run(["ip", "link", "del", _BRIDGE], stderr=subprocess.DEVNULL, check=False)
 
 
-def _do(command: str) -> None:
-    done = subprocess.run(command.split(), capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        raise LinkError(f"`{command}` failed: {done.stderr.strip()}")
+def _run(command: str) -> None:
+    result = subprocess.run(command.split(), capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise LinkError(f"`{command}` failed: {result.stderr.strip()}")

@@ -1,4 +1,4 @@
-"""The models whose steps are measured: modules, a batch for each, and a loss in which every parameter takes part."""
+"""The models of the benchmarks: modules, a batch for each, and a loss in which every parameter takes part."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ class Model:
     """A model to train.
 
     Attributes:
-        title: What tables call it.
+        title: Its name in tables.
         build: Makes the module, with the current seed.
         batch: Makes the module's positional arguments.
-        outputs: The tensors of the module's result that the loss is made of.
+        outputs: Returns the tensors of the module's result that enter the loss.
     """
 
     title: str
@@ -27,12 +27,12 @@ class Model:
     outputs: Callable[[Any], list[torch.Tensor]]
 
     def size_bytes(self) -> int:
-        """Of the parameters, found without any memory for them; also imports whatever the module needs."""
+        """Return the size of the parameters without allocating them. Also imports the module's requirements."""
         with torch.device("meta"):
             return sum(parameter.numel() * parameter.element_size() for parameter in self.build().parameters())
 
     def loss(self, result: Any) -> torch.Tensor:
-        """Mean squares of the outputs, which stay finite for any number of steps."""
+        """Return the mean squares of the outputs, which stay finite for any number of steps."""
         return torch.stack([output.pow(2).mean() for output in self.outputs(result)]).sum()
 
 
@@ -89,4 +89,4 @@ MODELS: dict[str, Model] = {
         lambda result: [result.last_hidden_state, result.pooler_output],
     ),
 }
-"""ResNet-50 and BERT-base have the shapes of Transformers' default configurations; nothing is downloaded."""
+"""ResNet-50 and BERT-base have the shapes of Transformers' default configurations. Nothing is downloaded."""

@@ -1,12 +1,15 @@
-"""Ratios of two variants that ran in turns, with intervals that know of launches.
+"""Ratios of two variants that ran in turns, with intervals that account for differences between launches.
 
-A *launch* is one set of processes; which addresses they got can make one variant faster by a hair for as long as they
-live. A *round* is a turn, or a few, of every variant, in an order drawn anew. A launch's ratio is that of its totals:
-nothing is left out, a rare burst counts with its true weight; or the median of its rounds' ratios, which such a burst
-does not move, be it the machine's or what is measured. Launches are independent of each other, which rounds are
-not, so that the interval is Student's over the launches (of their logarithms, each weighted by its rounds): it holds
-what rounds and launches vary by, whatever rounds have to do with each other. A single launch has its rounds stand for
-launches, and its interval does not know of these; that of a median has none then.
+A *launch* is one set of processes. Its memory addresses can make one variant slightly faster for as long as they live.
+A *round* is a turn, or a few, of every variant, in a new random order.
+
+A launch's ratio is that of its totals, in which a rare burst counts with its true weight. Or it is the median of its
+rounds' ratios, which such a burst does not move, whether the machine or the variant caused it.
+
+Launches are independent of each other, rounds are not. The interval is therefore Student's t over the launches: of the
+logarithms of their ratios, each weighted by its rounds. It covers the variation of rounds and launches, whatever the
+dependence between rounds. With a single launch, its rounds take the place of launches, and the interval does not cover
+differences between launches. The median of a single launch has no interval.
 """
 
 from __future__ import annotations
@@ -41,30 +44,30 @@ class Ratio:
         return f"{self.middle:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
     def verdict(self, limit: float) -> str:
-        """Whether the ratio is at most `limit`: "holds" or "fails" where the whole interval says so, else "open"."""
+        """Return "holds" or "fails" if the whole interval is at most or above `limit`, otherwise "open"."""
         return "holds" if self.high <= limit else "fails" if self.low > limit else "open"
 
 
-def ratio(of: Seconds, to: Seconds, *, medians: bool = False) -> Ratio:
-    """The ratio of two variants that took turns.
+def ratio(numerator: Seconds, denominator: Seconds, *, medians: bool = False) -> Ratio:
+    """Return the ratio of two variants that took turns.
 
     Args:
-        of: The one.
-        to: The other, of as many launches and rounds.
-        medians: A launch's ratio is the median of its rounds', and not that of its totals.
+        numerator: Times of one variant.
+        denominator: Times of the other, with as many launches and rounds.
+        medians: A launch's ratio is the median of its rounds', not that of its totals.
 
     Raises:
         ValueError: The rounds do not pair up, or there are none.
     """
-    pairs = [np.array(pair, dtype=float) for pair in zip(of, to, strict=True)]
+    pairs = [np.array(pair, dtype=float) for pair in zip(numerator, denominator, strict=True)]
     pairs = [pair for pair in pairs if pair.shape[1]]
     if not pairs:
         raise ValueError("a ratio needs at least one round of both variants")
     rounds = [pair.shape[1] for pair in pairs]
     if medians:
-        logs = np.array([np.median(np.log(one / other)) for one, other in pairs])
+        logs = np.array([np.median(np.log(above / below)) for above, below in pairs])
     elif len(pairs) > 1:
-        logs = np.array([np.log(one.sum() / other.sum()) for one, other in pairs])
+        logs = np.array([np.log(above.sum() / below.sum()) for above, below in pairs])
     else:
         logs, rounds = np.log(pairs[0][0] / pairs[0][1]), [1] * rounds[0]
     weights = np.array(rounds) / sum(rounds)
@@ -78,7 +81,7 @@ def ratio(of: Seconds, to: Seconds, *, medians: bool = False) -> Ratio:
 
 
 def student(freedom: int) -> float:
-    """The 97.5 % quantile of Student's distribution; from eleven degrees of freedom on by its expansion."""
+    """Return the 97.5 % quantile of Student's distribution, from eleven degrees of freedom on by its expansion."""
     if freedom <= len(_STUDENT):
         return _STUDENT[freedom - 1]
     return 1.95996 + 2.3723 / freedom + 2.8225 / freedom**2

@@ -1,8 +1,8 @@
 """Teams: the rank processes of one variant, which run in turns and are stopped in between.
 
-Every variant is a training of its own, as a user would start it: own processes, one model in each, its own patches and
-threads. Whoever is not at turn is stopped (SIGSTOP), background threads and all, so that no variant's telemetry runs on
-another's time. Linux only.
+Every variant is a separate training, as a user would start it: own processes, one model in each, its own patches and
+threads. Between its turns a team is stopped (SIGSTOP), background threads included, so that no variant's telemetry runs
+on another's time. Linux only.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _context = multiprocessing.get_context("fork")
 _SETTLE_S = 0.002
 
 Steps = Callable[[int], object]
-"""Runs so many training steps; what it returns is the rank's note."""
+"""Runs a number of training steps, and returns the rank's note."""
 
 
 class RankError(RuntimeError):
@@ -39,14 +39,14 @@ class Team:
     """The ranks of one variant, forked from this process, which must not have started any threads.
 
     Args:
-        ranks: How many.
-        prepare: Called on each rank within its process group; returns what runs steps.
-        companions: Processes that only this variant needs, such as its collector: stopped along with it.
-        pin: Rank r runs on core r modulo their number, and so do its threads.
+        ranks: Number of ranks.
+        prepare: Called on each rank within its process group; returns the function that runs steps.
+        companions: Processes that only this variant needs, such as its collector; stopped together with it.
+        pin: Rank r and its threads run on core r modulo the number of cores.
 
     Attributes:
-        ranks: How many.
-        notes: What each rank's steps returned in the last turn.
+        ranks: Number of ranks.
+        notes: Return value of each rank's steps in the last turn.
     """
 
     def __init__(
@@ -63,26 +63,26 @@ class Team:
         self._connections: list[Connection] = []
         self._processes: list[Any] = []
         for rank in range(ranks):
-            ours, theirs = _context.Pipe()
+            connection, rank_end = _context.Pipe()
             process = _context.Process(
-                target=_rank_main, args=(theirs, (rank, ranks), f"{self._folder.name}/store", prepare, pin)
+                target=_rank_main, args=(rank_end, (rank, ranks), f"{self._folder.name}/store", prepare, pin)
             )
             process.start()
-            theirs.close()
-            self._connections.append(ours)
+            rank_end.close()
+            self._connections.append(connection)
             self._processes.append(process)
         try:
-            self._answers()
+            self._receive()
         except RankError:
             self.disband()
             raise
         self._signal(signal.SIGSTOP)
 
     def run(self, steps: int, warm: int = 0) -> tuple[float, float]:
-        """Take a turn of so many steps, after `warm` ones that are not measured.
+        """Take a turn of `steps` steps, after `warm` steps that are not measured.
 
         Returns:
-            Seconds on the wall and of processor time a step, each the mean over the ranks.
+            Wall seconds and processor seconds a step, each the mean over the ranks.
 
         Raises:
             RankError: A rank failed.
@@ -90,16 +90,16 @@ class Team:
         self._signal(signal.SIGCONT)
         for connection in self._connections:
             connection.send((steps, warm))
-        answers = self._answers()
+        answers = self._receive()
         self._signal(signal.SIGSTOP)
         wall, processor, self.notes = map(list, zip(*answers, strict=True))
         return sum(wall) / len(wall) / steps, sum(processor) / len(processor) / steps
 
     def end(self) -> float:
-        """Let the ranks end as a script does that reached its last line.
+        """End the ranks like a script that reached its last line.
 
         Returns:
-            Seconds until the last of them was gone.
+            Seconds until the last process was gone.
         """
         self._signal(signal.SIGCONT)
         began = time.perf_counter()
@@ -110,7 +110,7 @@ class Team:
         return time.perf_counter() - began
 
     def disband(self) -> None:
-        """End the ranks as they are, without their exit code: a last flush would take seconds."""
+        """Kill the ranks without their exit handlers: a last flush would take seconds."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -122,7 +122,7 @@ class Team:
             companion.wait()
         self._folder.cleanup()
 
-    def _answers(self) -> list[Any]:
+    def _receive(self) -> list[Any]:
         answers = []
         for rank, connection in enumerate(self._connections):
             try:
@@ -134,17 +134,17 @@ class Team:
             answers.append(answer)
         return answers
 
-    def _signal(self, which: signal.Signals) -> None:
+    def _signal(self, number: signal.Signals) -> None:
         for companion in self._companions:
-            os.killpg(companion.pid, which)
+            os.killpg(companion.pid, number)
         for process in self._processes:
-            os.kill(process.pid, which)
-            if which == signal.SIGSTOP:
+            os.kill(process.pid, number)
+            if number == signal.SIGSTOP:
                 os.waitpid(process.pid, os.WUNTRACED)
 
 
 def steps_of(team: Team, seconds: float) -> int:
-    """How many steps such a team takes in so many seconds, about; one at least."""
+    """Return the approximate number of steps that a team takes in `seconds`, at least one."""
     step_s, _ = team.run(2)
     if step_s < seconds / 2:
         step_s, _ = team.run(round(seconds / step_s))
@@ -152,7 +152,7 @@ def steps_of(team: Team, seconds: float) -> int:
 
 
 def companion(command: Sequence[str], log: Path, **environ: str) -> subprocess.Popen[bytes]:
-    """Start a process in a session of its own, which ends with this one at the latest."""
+    """Start a process in its own session. It ends with this process at the latest."""
     with log.open("wb") as out:
         return subprocess.Popen(
             command,
@@ -166,7 +166,7 @@ def companion(command: Sequence[str], log: Path, **environ: str) -> subprocess.P
 
 
 def machine_s() -> tuple[float, float]:
-    """Seconds that the machine's cores were busy, and that the hypervisor kept from them, since it started."""
+    """Return the seconds since boot that cores were busy, and that the hypervisor withheld from them."""
     fields = [int(field) for field in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     user, nice, system, _, _, irq, softirq, steal = (field / os.sysconf("SC_CLK_TCK") for field in fields)
     return user + nice + system + irq + softirq, steal
@@ -177,9 +177,9 @@ def _end_with_parent() -> None:
 
 
 def _rank_main(
-    connection: Connection, place: tuple[int, int], store: str, prepare: Callable[[], Steps], pin: bool
+    connection: Connection, position: tuple[int, int], store: str, prepare: Callable[[], Steps], pin: bool
 ) -> None:
-    rank, ranks = place
+    rank, ranks = position
     _end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if pin:
@@ -204,11 +204,11 @@ def _rank_main(
 
 
 def _serve(connection: Connection, steps: Steps) -> None:
-    """Tell that it is ready, then run as many steps as is asked, and tell seconds and processor seconds.
+    """Report readiness, then run the requested steps of each turn, and report seconds and processor seconds.
 
-    Caches are another team's when a turn begins, which is what `warm` steps are for. Threads that were stopped while
-    they waited look at the clock when they are continued, which only a stop makes them do: that is over before it
-    begins.
+    When a turn begins, the caches hold another team's data: `warm` steps refill them. Threads that were stopped while
+    they waited check the clock when they continue, which no real training does. A pause lets this end before the
+    measurement.
     """
     import torch.distributed as dist
 
@@ -219,6 +219,6 @@ def _serve(connection: Connection, steps: Steps) -> None:
         dist.barrier()
         if warm:
             steps(warm)
-        began, used = time.perf_counter(), time.process_time()
+        began, processor_began = time.perf_counter(), time.process_time()
         note = steps(count)
-        connection.send((time.perf_counter() - began, time.process_time() - used, note))
+        connection.send((time.perf_counter() - began, time.process_time() - processor_began, note))

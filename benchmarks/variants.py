@@ -1,4 +1,4 @@
-"""The ways to train that are compared, each as `Variant.prepare` sets it up on every rank of a team of its own."""
+"""The compared ways to train. `Variant.prepare` sets one up on every rank of its own team."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # The first step of a training imports it: once here, and not in every rank.
+import torch._dynamo  # The first step of a training imports it: import it once here, not in every rank.
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.models import Model
@@ -27,43 +27,43 @@ from benchmarks.teams import Steps, companion
 from ddpobs import DistributedDataParallel, TelemetryConfig, attach, telemetry
 
 Step = Callable[[torch.Tensor], None]
-NOBODY = "http://127.0.0.1:9"
-"""Where no collector listens: what is sent there is tried ever more rarely, and kept. A collector that answers costs
-the delivery thread about a millisecond of processor time a batch, which "collector" measures, and this does not."""
-_CUT_BEFORE = 4
+NO_COLLECTOR = "http://127.0.0.1:9"
+"""An address without a collector: batches are retried ever more rarely, and spooled. A collector that answers costs the
+delivery thread about a millisecond of processor time a batch, which only the variant "collector" measures."""
+_BATCHES_BEFORE = 4
 PROFILED_STEPS = 10
 """Steps of one cycle of torch.profiler."""
 
 
 class MissingError(RuntimeError):
-    """A variant cannot be measured here; says why."""
+    """A variant cannot be measured here; holds the reason."""
 
 
 @dataclass
 class Turn:
-    """What a variant is told of the measurement.
+    """The circumstances of a variant's measurement.
 
     Attributes:
-        model: What is trained.
-        variants: How many take turns. Timers go on while a team is stopped, so that periods given in seconds are
-            multiplied by it: per second of training they are then what they are by default. Batches are cut after so
-            many steps as train in the time of a flush.
-        ranks: Of each team.
-        folder: For whatever is written.
-        collector: The address of what `Variant.serve` started.
-        phase: How much of a flush has passed when the measurement begins, 0 to 1: to be drawn anew each time, or short
-            measurements would have fewer batches than they have steps for.
+        model: The trained model.
+        variants: Number of variants that take turns. Timers go on while a team is stopped, so periods in seconds are
+            multiplied by it: per second of training they then equal the defaults. Batches are completed after the
+            number of steps that train in the time of a flush.
+        ranks: Number of ranks of each team.
+        folder: Folder for all files.
+        collector: Address of the collector that `Variant.serve` started.
+        phase: Share of a flush that has passed when the measurement begins, 0 to 1. Draw it anew each time: otherwise
+            short measurements have fewer batches than their steps deserve.
     """
 
     model: Model
     variants: int
     ranks: int
     folder: Path
-    collector: str = NOBODY
+    collector: str = NO_COLLECTOR
     phase: float = 0.0
 
     def telemetry(self) -> TelemetryConfig:
-        """Telemetry by default, to this turn's collector."""
+        """Return the default telemetry, sent to this turn's collector."""
         plain = TelemetryConfig()
         return TelemetryConfig(
             collector=self.collector,
@@ -79,13 +79,13 @@ def _no_companion(_: Turn) -> list[subprocess.Popen[bytes]]:
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to train.
+    """A way to train.
 
     Attributes:
-        title: What tables call it.
+        title: Its name in tables.
         wrap: Wraps the module on a rank.
-        loop: Makes of the wrapped module and the plain step the function that runs so many steps; None: just that.
-        serve: Starts the other processes that it needs; may set the turn's collector.
+        loop: Returns the function that runs steps, from the wrapped module and the plain step. None repeats the step.
+        serve: Starts the other processes that it needs, and may set the turn's collector.
     """
 
     title: str
@@ -94,9 +94,9 @@ class Variant:
     serve: Callable[[Turn], list[subprocess.Popen[bytes]]] = field(default=_no_companion)
 
     def prepare(self, turn: Turn) -> Steps:
-        """Set the training up on this rank, and take some steps: buckets are rebuilt in the second."""
+        """Set up the training on this rank, and take some steps: buckets are rebuilt in the second."""
         logging.disable(logging.WARNING)
-        warnings.simplefilter("ignore")  # That a flag is not needed is what is measured.
+        warnings.simplefilter("ignore")  # Torch warns of the needless flag that is measured.
         model = turn.model
         batch = model.batch()
         wrapped = self.wrap(model.build(), turn)
@@ -107,11 +107,11 @@ class Variant:
             model.loss(wrapped(*batch)).backward()
             optimizer.step()
 
-        def plainly(count: int) -> None:
+        def repeat(count: int) -> None:
             for _ in range(count):
                 step()
 
-        steps = self.loop(wrapped, step, turn) if self.loop else plainly
+        steps = self.loop(wrapped, step, turn) if self.loop else repeat
         steps(4)
         if telemetry._process is not None:
             _pace(telemetry._process, steps, turn)
@@ -119,15 +119,15 @@ class Variant:
 
 
 def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
-    """Have batches cut by steps instead of by seconds, and train on until the phase that is asked for.
+    """Complete batches by steps instead of by seconds, and train until the turn's phase.
 
-    What a process does for the first time takes many times longer, once in a training of hours; a measurement of
-    seconds would have little else. So some batches are cut before.
+    The first batches of a process take many times longer than later ones: negligible in a training of hours, but most
+    of a measurement of seconds. Some batches are therefore completed before.
     """
     exporter, journal = process._exporter, process._journal
     config = exporter._config
     exporter._config = replace(config, batch_spans=1)
-    for _ in range(_CUT_BEFORE):
+    for _ in range(_BATCHES_BEFORE):
         steps(2)
         journal.catch_up()
         time.sleep(0.1)
@@ -135,13 +135,13 @@ def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
     emitted, began = exporter.emitted, time.perf_counter()
     steps(2)
     step_s = torch.tensor((time.perf_counter() - began) / 2)
-    torch.distributed.all_reduce(step_s, torch.distributed.ReduceOp.MAX)  # Ranks take as many steps as each other.
+    torch.distributed.all_reduce(step_s, torch.distributed.ReduceOp.MAX)  # All ranks must take equally many steps.
     journal.catch_up()
     records = (exporter.emitted - emitted) / 2
     per_s = 1 / turn.variants / step_s.item()
-    # Whether it is time is found out by a pulse.
-    cut_at = round(records * (config.flush_s - config.pulse_s / 2) * per_s)
-    exporter._config = replace(config, batch_spans=min(config.batch_spans, max(1, cut_at)))
+    # A pulse checks whether the flush is due, so half its period is subtracted.
+    batch_records = round(records * (config.flush_s - config.pulse_s / 2) * per_s)
+    exporter._config = replace(config, batch_spans=min(config.batch_spans, max(1, batch_records)))
     exporter._flush_due = math.inf
     if extra := round(turn.phase * config.flush_s * per_s):
         steps(extra)
@@ -154,7 +154,7 @@ def _attached(module: torch.nn.Module, turn: Turn) -> torch.nn.Module:
 
 
 def _profiled(written: bool) -> Callable[[torch.nn.Module, Callable[[], None], Turn], Steps]:
-    """Every step is recorded, in cycles; traces are written as torch's tutorials do it, or dropped."""
+    """Record every step in cycles. Traces are written as in torch's tutorials, or dropped."""
 
     def loop(_: torch.nn.Module, step: Callable[[], None], turn: Turn) -> Steps:
         folder = turn.folder / f"traces-{torch.distributed.get_rank()}"
@@ -170,7 +170,7 @@ def _profiled(written: bool) -> Callable[[torch.nn.Module, Callable[[], None], T
             schedule=torch.profiler.schedule(wait=0, warmup=0, active=PROFILED_STEPS),
             on_trace_ready=ready,
         )
-        os.dup2(os.open(turn.folder / "log", os.O_WRONLY | os.O_CREAT), 2)  # Kineto tells of every cycle.
+        os.dup2(os.open(turn.folder / "log", os.O_WRONLY | os.O_CREAT), 2)  # Kineto logs every cycle.
         profiler.start()
 
         def steps(count: int) -> None:
@@ -222,17 +222,17 @@ def _collector(turn: Turn) -> list[subprocess.Popen[bytes]]:
     process = companion([str(command), "--port", "0", "--database-url", database], log)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
-        if found := re.search(r"running on (http://[^ ]+)", log.read_text()):
-            turn.collector = found[1]
+        if match := re.search(r"running on (http://[^ ]+)", log.read_text()):
+            turn.collector = match[1]
             return [process]
         time.sleep(0.05)
     raise MissingError(f"no collector: {log.read_text()}")
 
 
 def _free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port: int = listener.getsockname()[1]
         return port
 
 

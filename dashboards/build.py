@@ -1,4 +1,4 @@
-"""Builds the Grafana dashboards, committed under `dashboards/grafana/`: run `python -m dashboards.build`."""
+"""Build the Grafana dashboards in `dashboards/grafana/`: `python -m dashboards.build`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from dashboards.run_overview import run_overview
 FOLDER = Path(__file__).parent / "grafana"
 
 
-def built() -> dict[str, str]:
-    """File name -> JSON of every dashboard."""
+def dashboard_files() -> dict[str, str]:
+    """Return the JSON of every dashboard by file name."""
     boards = {"run-overview.json": run_overview(), "collector.json": collector()}
     encoder = JSONEncoder(sort_keys=True, indent=2)
     return {name: encoder.encode(board.build()) + "\n" for name, board in boards.items()}
 
 
 def main() -> None:
-    """Write them all."""
-    for name, text in built().items():
+    """Write every dashboard, and print its path."""
+    for name, text in dashboard_files().items():
         json.loads(text)
         (FOLDER / name).write_text(text)
         print(f"dashboards/grafana/{name}")

@@ -1,4 +1,4 @@
-"""The collector itself: health, ingest, latency, what is refused."""
+"""The collector's dashboard: health, ingest, latency, refusals."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from grafana_foundation_sdk.builders import dashboard
 
 from dashboards.panels import OVER, Row, board, lines, number, stacked, variable
 
-OF = 'instance=~"$instance"'
-NAMED = "{{instance}}"
+INSTANCE = 'instance=~"$instance"'
+LEGEND = "{{instance}}"
 
 
 def collector() -> dashboard.Dashboard:
-    """Built from rows; an alert of `alerts.yml` has its panel here."""
+    """Return the dashboard; each alert on the collector in `alerts.yml` has its panel here."""
     return board(
         "ddpobs: collector",
         "ddpobs-collector",
-        "Health of the collectors, ingest, latency, and what they refuse.",
+        "Health of the collectors, ingest, latency, and refusals.",
         [variable("instance", "label_values(ddpobs_server_info, instance)", many=True)],
         _rows(),
     )
@@ -26,22 +26,22 @@ def _rows() -> list[Row]:
         (
             "Health",
             [
-                number("Database", f"ddpobs_server_database_up{{{OF}}}", "bool_yes_no", 4, NAMED),
-                number("Writer", f"ddpobs_server_writer_alive{{{OF}}}", "bool_yes_no", 4, NAMED),
-                number("Up for", f"time() - process_start_time_seconds{{{OF}}}", "s", 4, NAMED),
-                number("Disk free", f'ddpobs_server_disk_bytes{{{OF},what="free"}}', "bytes", 4, NAMED),
-                number("Store", f"ddpobs_server_store_bytes{{{OF}}}", "bytes", 4, NAMED),
-                number("Version", f"ddpobs_server_info{{{OF}}}", "short", 4, "{{version}}"),
+                number("Database", f"ddpobs_server_database_up{{{INSTANCE}}}", "bool_yes_no", 4, LEGEND),
+                number("Writer", f"ddpobs_server_writer_alive{{{INSTANCE}}}", "bool_yes_no", 4, LEGEND),
+                number("Uptime", f"time() - process_start_time_seconds{{{INSTANCE}}}", "s", 4, LEGEND),
+                number("Disk free", f'ddpobs_server_disk_bytes{{{INSTANCE},what="free"}}', "bytes", 4, LEGEND),
+                number("Store", f"ddpobs_server_store_bytes{{{INSTANCE}}}", "bytes", 4, LEGEND),
+                number("Version", f"ddpobs_server_info{{{INSTANCE}}}", "short", 4, "{{version}}"),
             ],
         ),
         (
             "Ingest",
             [
                 stacked("Batches a second", _rate("ddpobs_server_batches_total", "outcome"), "{{outcome}}", "short"),
-                lines("Bucket spans a second", [(_rate("ddpobs_server_spans_total", "instance"), NAMED)], "short"),
-                lines("Bytes a second", [(_rate("ddpobs_server_ingest_bytes_total", "instance"), NAMED)], "Bps"),
+                lines("Bucket spans a second", [(_rate("ddpobs_server_spans_total", "instance"), LEGEND)], "short"),
+                lines("Bytes a second", [(_rate("ddpobs_server_ingest_bytes_total", "instance"), LEGEND)], "Bps"),
                 lines(
-                    "Age of batches: long where ranks had to spool",
+                    "Age of batches at arrival (long after spooling)",
                     [(_quantile(0.5, "batch_age"), "median"), (_quantile(0.9, "batch_age"), "p90")],
                     "s",
                 ),
@@ -60,19 +60,19 @@ def _rows() -> list[Row]:
                     [
                         (_quantile(0.5, "commit"), "median"),
                         (_quantile(0.99, "commit"), "p99"),
-                        (f"max(ddpobs_server_writer_busy_seconds{{{OF}}})", "in flight"),
+                        (f"max(ddpobs_server_writer_busy_seconds{{{INSTANCE}}})", "in flight"),
                     ],
                     "s",
                 ),
                 lines(
                     "Batches waiting",
                     [
-                        (f"ddpobs_server_queue_depth{{{OF}}}", NAMED),
-                        (f"max(ddpobs_server_queue_limit{{{OF}}})", "most that may"),
+                        (f"ddpobs_server_queue_depth{{{INSTANCE}}}", LEGEND),
+                        (f"max(ddpobs_server_queue_limit{{{INSTANCE}}})", "limit"),
                     ],
                     "short",
                 ),
-                lines("Event loop late by", [(_quantile(0.99, "event_loop_lag"), "p99")], "s"),
+                lines("Event loop delay", [(_quantile(0.99, "event_loop_lag"), "p99")], "s"),
             ],
         ),
         (
@@ -85,7 +85,7 @@ def _rows() -> list[Row]:
                     "short",
                 ),
                 lines(
-                    "Records that ranks dropped",
+                    "Records dropped by ranks",
                     [("sum by (run) (ddpobs_telemetry_dropped_total)", "{{run}}")],
                     "short",
                 ),
@@ -94,14 +94,23 @@ def _rows() -> list[Row]:
         (
             "Database and retention",
             [
-                lines("The database answers within", [(f"ddpobs_server_database_answer_seconds{{{OF}}}", NAMED)], "s"),
-                lines("Clocks apart", [(f"abs(ddpobs_server_clock_skew_seconds{{{OF}}})", NAMED)], "s"),
-                lines("Removed a second", [(_rate("ddpobs_server_removed_total", "what"), "{{what}}")], "short"),
+                lines(
+                    "Database response time", [(f"ddpobs_server_database_answer_seconds{{{INSTANCE}}}", LEGEND)], "s"
+                ),
+                lines(
+                    "Clock difference to the database",
+                    [(f"abs(ddpobs_server_clock_skew_seconds{{{INSTANCE}}})", LEGEND)],
+                    "s",
+                ),
+                lines("Rows removed a second", [(_rate("ddpobs_server_removed_total", "what"), "{{what}}")], "short"),
                 lines(
                     "Retention",
                     [
-                        (f"time() - ddpobs_server_retention_success_timestamp_seconds{{{OF}}}", "since it succeeded"),
-                        (f"ddpobs_server_retention_seconds{{{OF}}}", "a round takes"),
+                        (
+                            f"time() - ddpobs_server_retention_success_timestamp_seconds{{{INSTANCE}}}",
+                            "since the last success",
+                        ),
+                        (f"ddpobs_server_retention_seconds{{{INSTANCE}}}", "duration of a round"),
                     ],
                     "s",
                 ),
@@ -110,18 +119,18 @@ def _rows() -> list[Row]:
         (
             "Process",
             [
-                lines("Processors busy", [(_rate("process_cpu_seconds_total", "instance"), NAMED)], "short"),
-                lines("Resident memory", [(f"process_resident_memory_bytes{{{OF}}}", NAMED)], "bytes"),
-                lines("Scrapes take", [(f"ddpobs_server_scrape_seconds{{{OF}}}", NAMED)], "s"),
-                lines("Open files", [(f"process_open_fds{{{OF}}}", NAMED)], "short"),
+                lines("Processors busy", [(_rate("process_cpu_seconds_total", "instance"), LEGEND)], "short"),
+                lines("Resident memory", [(f"process_resident_memory_bytes{{{INSTANCE}}}", LEGEND)], "bytes"),
+                lines("Scrape duration", [(f"ddpobs_server_scrape_seconds{{{INSTANCE}}}", LEGEND)], "s"),
+                lines("Open files", [(f"process_open_fds{{{INSTANCE}}}", LEGEND)], "short"),
             ],
         ),
     ]
 
 
-def _rate(metric: str, by: str) -> str:
-    return f"sum by ({by}) (rate({metric}{{{OF}}}[{OVER}]))"
+def _rate(metric: str, labels: str) -> str:
+    return f"sum by ({labels}) (rate({metric}{{{INSTANCE}}}[{OVER}]))"
 
 
-def _quantile(q: float, what: str) -> str:
-    return f"histogram_quantile({q}, sum by (le) (rate(ddpobs_server_{what}_seconds_bucket{{{OF}}}[{OVER}])))"
+def _quantile(q: float, duration: str) -> str:
+    return f"histogram_quantile({q}, sum by (le) (rate(ddpobs_server_{duration}_seconds_bucket{{{INSTANCE}}}[{OVER}])))"

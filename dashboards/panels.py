@@ -1,4 +1,4 @@
-"""Panels as all of our dashboards have them."""
+"""Panels and variables that the dashboards share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from grafana_foundation_sdk.models.dashboard import DashboardCursorSync, DataSou
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="${datasource}")
 OVER = "5m"
-"""What rates look back on: at least two scrapes, at Prometheus's own interval of a minute too, even where one fails."""
+"""Range of every rate: two scrapes, even at Prometheus's default interval of a minute and with a failed scrape."""
 Row = tuple[str, list[stat.Panel | timeseries.Panel | bargauge.Panel | table.Panel]]
 """A title and the panels under it."""
 
@@ -17,8 +17,8 @@ Row = tuple[str, list[stat.Panel | timeseries.Panel | bargauge.Panel | table.Pan
 def board(
     title: str, uid: str, description: str, variables: list[dashboard.QueryVariable], rows: list[Row]
 ) -> dashboard.Dashboard:
-    """A dashboard of rows, over the data source and the variables that its reader chooses."""
-    built = (
+    """Return a dashboard of rows, with a choice of data source and of the variables' values."""
+    result = (
         dashboard.Dashboard(title)
         .uid(uid)
         .description(description)
@@ -28,28 +28,28 @@ def board(
         .tooltip(DashboardCursorSync.CROSSHAIR)
         .with_variable(dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus"))
     )
-    for chosen in variables:
-        built = built.with_variable(chosen)
+    for choice in variables:
+        result = result.with_variable(choice)
     for name, panels in rows:
-        built = built.with_row(dashboard.Row(name))
+        result = result.with_row(dashboard.Row(name))
         for panel in panels:
-            built = built.with_panel(panel)
-    return built
+            result = result.with_panel(panel)
+    return result
 
 
 def variable(name: str, values: str, many: bool) -> dashboard.QueryVariable:
-    """A choice of one or of many of a label's values."""
-    chosen = dashboard.QueryVariable(name).label(name.capitalize()).datasource(SOURCE).query(values)
-    return chosen.include_all(many).multi(many).refresh(2)  # type: ignore[arg-type]
+    """Return a choice of a label's values, of several values if `many`."""
+    choice = dashboard.QueryVariable(name).label(name.capitalize()).datasource(SOURCE).query(values)
+    return choice.include_all(many).multi(many).refresh(2)  # type: ignore[arg-type]
 
 
 def query(expr: str, legend: str, ref: str = "A") -> prometheus.Dataquery:
-    """A question to Prometheus, and how its series are called."""
+    """Return a query to Prometheus with the legend of its series."""
     return prometheus.Dataquery().expr(expr).legend_format(legend).ref_id(ref).datasource(SOURCE)
 
 
 def number(title: str, expr: str, unit: str, span: int, legend: str = "{{run}}") -> stat.Panel:
-    """The last value, large."""
+    """Return a panel with the last value as a large number."""
     last = ReduceDataOptions().calcs(["lastNotNull"])
     return (
         stat.Panel()
@@ -64,7 +64,7 @@ def number(title: str, expr: str, unit: str, span: int, legend: str = "{{run}}")
 
 
 def lines(title: str, queries: list[tuple[str, str]], unit: str) -> timeseries.Panel:
-    """Lines over time, from zero: expressions and how their series are called."""
+    """Return lines over time, from zero. `queries` holds expressions and the legends of their series."""
     panel = timeseries.Panel().title(title).datasource(SOURCE).unit(unit).height(8).span(12).min(0)
     for index, (expr, legend) in enumerate(queries):
         panel = panel.with_target(query(expr, legend, chr(ord("A") + index)))
@@ -72,12 +72,12 @@ def lines(title: str, queries: list[tuple[str, str]], unit: str) -> timeseries.P
 
 
 def stacked(title: str, expr: str, legend: str, unit: str) -> timeseries.Panel:
-    """Areas that add up."""
+    """Return stacked areas over time."""
     return lines(title, [(expr, legend)], unit).fill_opacity(70).stacking(StackingConfig().mode(StackingMode.NORMAL))
 
 
 def bars(title: str, expr: str, unit: str) -> bargauge.Panel:
-    """The last values, a bar each."""
+    """Return a bar for the last value of each bucket."""
     last = ReduceDataOptions().calcs(["lastNotNull"])
     return (
         bargauge.Panel()

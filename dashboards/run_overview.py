@@ -1,4 +1,4 @@
-"""One run: is it slow, who is slow, and where the time goes."""
+"""A run's dashboard: its findings, its slow ranks, and the time by phase and bucket."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from grafana_foundation_sdk.builders import dashboard, table
 
 from dashboards.panels import OVER, SOURCE, Row, bars, board, lines, number, query, stacked, variable
 
-OF_RUN = 'run=~"$run"'
-OF_RANK = f'{OF_RUN},rank=~"$rank"'
+RUN = 'run=~"$run"'
+RANK = f'{RUN},rank=~"$rank"'
 _MEAN_STEP = (
-    f"sum by (run) (rate(ddpobs_step_duration_seconds_sum{{{OF_RUN}}}[{OVER}])) "
-    f"/ sum by (run) (rate(ddpobs_step_duration_seconds_count{{{OF_RUN}}}[{OVER}]))"
+    f"sum by (run) (rate(ddpobs_step_duration_seconds_sum{{{RUN}}}[{OVER}])) "
+    f"/ sum by (run) (rate(ddpobs_step_duration_seconds_count{{{RUN}}}[{OVER}]))"
 )
 
 
 def run_overview() -> dashboard.Dashboard:
-    """Built from rows."""
+    """Return the dashboard."""
     return board(
         "ddpobs: run overview",
         "ddpobs-run-overview",
@@ -35,7 +35,7 @@ def _rows() -> list[Row]:
             "At a glance",
             [
                 _findings(),
-                number("Steps a second", f"avg by (run) (rate(ddpobs_steps_total{{{OF_RUN}}}[{OVER}]))", "short", 4),
+                number("Steps a second", f"avg by (run) (rate(ddpobs_steps_total{{{RUN}}}[{OVER}]))", "short", 4),
                 number("Step time, mean", _MEAN_STEP, "s", 4),
                 number(
                     "Exposed communication",
@@ -49,7 +49,7 @@ def _rows() -> list[Row]:
             "Steps",
             [
                 lines(
-                    "Step time: mean, and quantiles as a histogram estimates them",
+                    "Step time: mean, and estimated quantiles",
                     [(_MEAN_STEP, "mean"), (_quantile(0.5), "median"), (_quantile(0.95), "95th percentile")],
                     "s",
                 ).description(
@@ -57,9 +57,9 @@ def _rows() -> list[Row]:
                     f"{', '.join(f'{bound:g}' for bound in STEP_BOUNDS_S)} s."
                 ),
                 stacked(
-                    "Where a step's time goes",
-                    f"sum by (phase) (rate(ddpobs_phase_seconds_total{{{OF_RANK}}}[{OVER}])) "
-                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RANK}}}[{OVER}])))",
+                    "A step's time by phase",
+                    f"sum by (phase) (rate(ddpobs_phase_seconds_total{{{RANK}}}[{OVER}])) "
+                    f"/ scalar(sum(rate(ddpobs_steps_total{{{RANK}}}[{OVER}])))",
                     "{{phase}}",
                     "s",
                 ),
@@ -69,7 +69,7 @@ def _rows() -> list[Row]:
             "Ranks",
             [
                 lines(
-                    "Delay that a rank caused, per step",
+                    "Delay caused by a rank, per step",
                     [(_per_compared_step("ddpobs_rank_delay_seconds_total"), "rank {{rank}}")],
                     "s",
                 ),
@@ -79,17 +79,17 @@ def _rows() -> list[Row]:
                     "s",
                 ),
                 stacked(
-                    "Share of steps in which a rank was late",
-                    f"sum by (rank, phase) (rate(ddpobs_straggler_steps_total{{{OF_RANK}}}[{OVER}])) "
+                    "Share of steps in which a rank was last and late",
+                    f"sum by (rank, phase) (rate(ddpobs_straggler_steps_total{{{RANK}}}[{OVER}])) "
                     "/ on (rank) group_left () "
-                    f"sum by (rank) (rate(ddpobs_compared_steps_total{{{OF_RANK}}}[{OVER}])) > 0 "
-                    f"or sum by (rank, phase) (ddpobs_straggler_steps_total{{{OF_RANK}}}) * 0",
+                    f"sum by (rank) (rate(ddpobs_compared_steps_total{{{RANK}}}[{OVER}])) > 0 "
+                    f"or sum by (rank, phase) (ddpobs_straggler_steps_total{{{RANK}}}) * 0",
                     "rank {{rank}}, {{phase}}",
                     "percentunit",
                 ),
                 lines(
                     "Seconds since a rank's last step",
-                    [(f"time() - ddpobs_last_step_timestamp_seconds{{{OF_RANK}}}", "rank {{rank}}")],
+                    [(f"time() - ddpobs_last_step_timestamp_seconds{{{RANK}}}", "rank {{rank}}")],
                     "s",
                 ),
             ],
@@ -107,51 +107,51 @@ def _rows() -> list[Row]:
                 ),
                 lines(
                     "Gradient bytes a second",
-                    [(f"rate(ddpobs_allreduce_bytes_total{{{OF_RANK}}}[{OVER}])", "rank {{rank}}")],
+                    [(f"rate(ddpobs_allreduce_bytes_total{{{RANK}}}[{OVER}])", "rank {{rank}}")],
                     "Bps",
                 ),
                 bars(
                     "Communication by bucket",
-                    f"sum by (bucket) (rate(ddpobs_bucket_comm_seconds_total{{{OF_RUN}}}[{OVER}])) "
-                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RUN}}}[{OVER}])))",
+                    f"sum by (bucket) (rate(ddpobs_bucket_comm_seconds_total{{{RUN}}}[{OVER}])) "
+                    f"/ scalar(sum(rate(ddpobs_steps_total{{{RUN}}}[{OVER}])))",
                     "s",
                 ),
                 bars(
                     "Exposed communication by bucket",
-                    f"sum by (bucket) (rate(ddpobs_bucket_exposed_seconds_total{{{OF_RUN}}}[{OVER}])) "
-                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RUN}}}[{OVER}])))",
+                    f"sum by (bucket) (rate(ddpobs_bucket_exposed_seconds_total{{{RUN}}}[{OVER}])) "
+                    f"/ scalar(sum(rate(ddpobs_steps_total{{{RUN}}}[{OVER}])))",
                     "s",
                 ),
                 bars(
-                    "Gradients computed by bucket",
-                    f"sum by (bucket) (rate(ddpobs_bucket_ready_seconds_total{{{OF_RUN}}}[{OVER}])) "
-                    f"/ scalar(sum(rate(ddpobs_steps_total{{{OF_RUN}}}[{OVER}])))",
+                    "Computation of gradients by bucket",
+                    f"sum by (bucket) (rate(ddpobs_bucket_ready_seconds_total{{{RUN}}}[{OVER}])) "
+                    f"/ scalar(sum(rate(ddpobs_steps_total{{{RUN}}}[{OVER}])))",
                     "s",
                 ),
-                bars("Bucket size", f"max by (bucket) (ddpobs_bucket_bytes{{{OF_RUN}}})", "bytes"),
+                bars("Bucket size", f"max by (bucket) (ddpobs_bucket_bytes{{{RUN}}})", "bytes"),
             ],
         ),
         (
             "Telemetry",
             [
-                number("Unused parameters", f"max by (run) (ddpobs_unused_parameters{{{OF_RUN}}})", "short", 8),
-                number("Records dropped", f"sum by (run) (ddpobs_telemetry_dropped_total{{{OF_RUN}}})", "short", 8),
-                number("Last step", f"max by (run) (ddpobs_last_step{{{OF_RUN}}})", "short", 8),
+                number("Unused parameters", f"max by (run) (ddpobs_unused_parameters{{{RUN}}})", "short", 8),
+                number("Records dropped", f"sum by (run) (ddpobs_telemetry_dropped_total{{{RUN}}})", "short", 8),
+                number("Last step", f"max by (run) (ddpobs_last_step{{{RUN}}})", "short", 8),
             ],
         ),
     ]
 
 
 def _quantile(q: float) -> str:
-    return f"histogram_quantile({q}, sum by (le) (rate(ddpobs_step_duration_seconds_bucket{{{OF_RUN}}}[{OVER}])))"
+    return f"histogram_quantile({q}, sum by (le) (rate(ddpobs_step_duration_seconds_bucket{{{RUN}}}[{OVER}])))"
 
 
 def _share(part: str, whole: str) -> str:
-    return f"sum(rate({part}{{{OF_RANK}}}[{OVER}])) / sum(rate({whole}{{{OF_RANK}}}[{OVER}]))"
+    return f"sum(rate({part}{{{RANK}}}[{OVER}])) / sum(rate({whole}{{{RANK}}}[{OVER}]))"
 
 
 def _per_step(metric: str, steps: str = "ddpobs_steps_total") -> str:
-    return f"rate({metric}{{{OF_RANK}}}[{OVER}]) / rate({steps}{{{OF_RANK}}}[{OVER}])"
+    return f"rate({metric}{{{RANK}}}[{OVER}]) / rate({steps}{{{RANK}}}[{OVER}])"
 
 
 def _per_compared_step(metric: str) -> str:
@@ -159,13 +159,13 @@ def _per_compared_step(metric: str) -> str:
 
 
 def _findings() -> table.Panel:
-    asked = query(f"ddpobs_findings{{{OF_RUN}}} > 0", "").instant().format("table")  # type: ignore[arg-type]
+    findings = query(f"ddpobs_findings{{{RUN}}} > 0", "").instant().format("table")  # type: ignore[arg-type]
     return (
         table.Panel()
         .title("Findings")
-        .description("What the collector found; its page says more.")
+        .description("The collector's findings. The run's page explains each of them.")
         .datasource(SOURCE)
         .height(6)
         .span(12)
-        .with_target(asked)
+        .with_target(findings)
     )

@@ -1,4 +1,4 @@
-"""An instrumented DistributedDataParallel that tells where every millisecond of a training step went."""
+"""An instrumented DistributedDataParallel that shows where each millisecond of a training step goes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,23 @@ if TYPE_CHECKING:
     from ddpobs.ddp import DistributedDataParallel
 
 __version__ = "0.1.0"
-__all__ = ["DistributedDataParallel", "TelemetryConfig", "attach"]
+__all__ = ["DistributedDataParallel", "TelemetryConfig", "__version__", "attach"]
 
-_HOME = {
+_MODULES = {
     "DistributedDataParallel": "ddpobs.ddp",
     "TelemetryConfig": "ddpobs.config",
     "attach": "ddpobs.attachment",
 }
+"""Module of each public name, imported on first use."""
 
 
 def __getattr__(name: str) -> Any:
     """Resolve public names on first use, so that a collector without torch can import ddpobs."""
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'ddpobs' has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
+    return getattr(import_module(_MODULES[name]), name)
+
+
+def __dir__() -> list[str]:
+    """List the public names alone."""
+    return sorted(__all__)

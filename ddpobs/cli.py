@@ -1,43 +1,53 @@
-"""The `ddpobs` command: run a training with telemetry, send a spool, and read what the collector found."""
+"""The `ddpobs` command: run a training with telemetry, send a spool, and read the collector's findings."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
+from urllib.parse import urlencode
 
 import httpcore
-import httpx
 import typer
 
 from ddpobs.config import TelemetryConfig, from_environment
 from ddpobs.errors import ConfigError
-from ddpobs.export.http_sender import Answer, Outcome, Sender, pause_s
+from ddpobs.export.http_sender import NETWORK_ERRORS, Answer, Outcome, Sender, pause_s, request_headers
 from ddpobs.export.spool import Spool, Spooled
+from ddpobs.wire import printable
 
 main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 _TRIES = 3
-_SHOWN = 8
-"""Of ranks, buckets or parameters, in a line."""
+_MAX_NAMES = 8
+"""Most ranks, buckets or parameters in a line."""
 CollectorOption = Annotated[
-    str | None, typer.Option("--collector", help="Address; else DDPOBS_TELEMETRY, else http://127.0.0.1:8321.")
+    str | None,
+    typer.Option("--collector", help="Address; by default DDPOBS_TELEMETRY, or http://127.0.0.1:8321."),
 ]
+
+
+class _Reply(NamedTuple):
+    body: bytes
+    document: Any
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
 def run(
-    command: Annotated[list[str], typer.Argument(help="The training, after `--`.")],
+    command: Annotated[list[str], typer.Argument(help="Command of the training, after `--`.")],
     collector: CollectorOption = None,
-    run_id: Annotated[str | None, typer.Option("--run", help="Run id; else DDPOBS_RUN or the launcher's.")] = None,
+    run_id: Annotated[
+        str | None, typer.Option("--run", help="Run id; by default DDPOBS_RUN, or the launcher's.")
+    ] = None,
 ) -> None:
-    """Run a command, its child processes included, with telemetry on."""
+    """Run a command and its child processes with telemetry."""
     config = _config(collector)
     environ = dict(os.environ, DDPOBS_TELEMETRY=config.collector)
     if run_id is not None:
@@ -54,14 +64,14 @@ def run(
 def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: CollectorOption = None) -> None:
     """Send the batches of a spool folder: DDPOBS_SPOOL, or ddpobs-spool-UID in the system's temporary folder.
 
-    Refused batches stay on disk; the exit code is 0 only where every batch was taken.
+    Refused batches stay on disk. The exit code is 0 only if the collector accepted every batch.
     """
     if not folder.is_dir():
         _fail(f"{folder}: no such folder", 2)
     config = _config(collector)
     sender, counts, detail = Sender(config), Counter[Outcome](), ""
-    kept = list(Spool(folder, int(config.spool_mb * 1e6)).batches())
-    for batch in kept:
+    batches = list(Spool(folder, int(config.spool_mb * 1e6)).batches())
+    for batch in batches:
         answer = _send(sender, batch)
         counts[answer.outcome] += 1
         detail = answer.detail or detail
@@ -70,31 +80,31 @@ def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: Coll
         elif answer.outcome is not Outcome.REFUSED:
             break
     sender.close()
-    sent, repeated, refused = (counts[o] for o in (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED))
-    left = len(kept) - sent - repeated - refused
-    typer.echo(f"sent {sent}, repeated {repeated}, refused {refused}, left {left}")
-    if refused or left:
+    stored, repeated, refused = (counts[outcome] for outcome in (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED))
+    remaining = len(batches) - stored - repeated - refused
+    typer.echo(f"sent {stored}, repeated {repeated}, refused {refused}, left {remaining}")
+    if refused or remaining:
         _fail(detail, 1)
 
 
 @main.command()
 def report(
-    run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="Else the newest one.")] = None,
+    run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="By default the newest run.")] = None,
     collector: CollectorOption = None,
 ) -> None:
-    """Say in plain words what the collector finds wrong with a run."""
+    """Print the collector's findings on a run, with their remedies."""
     config = _config(collector)
     run_id = _newest(config) if run_id is None else _checked(config, run=run_id).run
-    answer = _get(config, f"/runs/{run_id}/diagnostics").json()
+    answer = _get(config, f"/runs/{run_id}/diagnostics").document
     count = len(answer["findings"])
     typer.echo(f"run {answer['run']}: {answer['steps_seen']} steps seen, {count} finding{'s' * (count != 1)}")
     for finding in answer["findings"]:
         for line in _lines(finding):
-            typer.echo(_printable(line))
+            typer.echo(printable(line))
     if answer["missing"]:
         typer.echo()
     for missing in answer["missing"]:
-        typer.echo(_printable(f"not judged: {missing}"))
+        typer.echo(printable(f"not judged: {missing}"))
 
 
 @main.command()
@@ -104,21 +114,21 @@ def trace(
     output: Annotated[Path, typer.Option("-o", help="File for the Chrome trace.")],
     collector: CollectorOption = None,
 ) -> None:
-    """Save the steps' Chrome trace, for Perfetto or chrome://tracing."""
+    """Save steps as a Chrome trace, for Perfetto or chrome://tracing."""
     first, colon, last = steps.partition(":")
     if not (colon and first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
         _fail(f"--steps: expected A:B with A up to B, got {steps!r}", 2)
-    answer = _get(_checked(_config(collector), run=run_id), f"/runs/{run_id}/trace", {"from": first, "to": last})
-    if not answer.json()["traceEvents"]:
+    reply = _get(_checked(_config(collector), run=run_id), f"/runs/{run_id}/trace", {"from": first, "to": last})
+    if not reply.document["traceEvents"]:
         _fail(f"run {run_id} has none of the steps {first} to {last}", 1)
     try:
-        output.write_bytes(answer.content)
+        output.write_bytes(reply.body)
     except OSError as error:
         _fail(f"{output}: {error.strerror}", 1)
 
 
 def _newest(config: TelemetryConfig) -> str:
-    runs = _get(config, "/runs", {"limit": "1"}).json()["runs"]
+    runs = _get(config, "/runs", {"limit": "1"}).document["runs"]
     if not runs:
         _fail(f"no run has reported to {config.collector} yet", 1)
     newest: str = runs[0]["run"]
@@ -127,11 +137,11 @@ def _newest(config: TelemetryConfig) -> str:
 
 def _lines(finding: dict[str, Any]) -> list[str]:
     first, last = finding["steps"]
-    where = [f"steps {first} to {last}"]
-    where += [f"{what} {_some(finding[f'{what}s'])}" for what in ("rank", "bucket") if finding[f"{what}s"]]
-    lines = ["", f"{finding['severity']}: {finding['title']}", f"  where: {', '.join(where)}"]
+    location = [f"steps {first} to {last}"]
+    location += [f"{kind} {_list(finding[f'{kind}s'])}" for kind in ("rank", "bucket") if finding[f"{kind}s"]]
+    lines = ["", f"{finding['severity']}: {finding['title']}", f"  where: {', '.join(location)}"]
     if finding["parameters"]:
-        lines.append(f"  parameters: {_some(finding['parameters'])}")
+        lines.append(f"  parameters: {_list(finding['parameters'])}")
     lines.append(f"  do: {finding['remedy']}")
     if gain := finding["gain"]:
         error = gain["ratio"] * gain["error_ratio"]
@@ -139,14 +149,9 @@ def _lines(finding: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _some(values: Sequence[object]) -> str:
-    more = f" and {len(values) - _SHOWN} more" if len(values) > _SHOWN else ""
-    return ", ".join(map(str, values[:_SHOWN])) + more
-
-
-def _printable(line: str) -> str:
-    """A terminal shows it and obeys nothing in it: names are whatever somebody called a parameter."""
-    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in line)
+def _list(values: Sequence[object]) -> str:
+    more = f" and {len(values) - _MAX_NAMES} more" if len(values) > _MAX_NAMES else ""
+    return ", ".join(map(str, values[:_MAX_NAMES])) + more
 
 
 def _send(sender: Sender, batch: Spooled) -> Answer:
@@ -154,7 +159,7 @@ def _send(sender: Sender, batch: Spooled) -> Answer:
     for tries in range(_TRIES):
         try:
             body = batch.body()
-        except FileNotFoundError:  # Another push, or the training itself, sent it meanwhile.
+        except FileNotFoundError:  # Another push, or the training itself, has sent it meanwhile.
             return Answer(Outcome.REPEATED)
         except OSError as error:
             return Answer(Outcome.REFUSED, f"{batch.path}: {error.strerror}")
@@ -166,34 +171,38 @@ def _send(sender: Sender, batch: Spooled) -> Answer:
     return answer
 
 
-def _get(config: TelemetryConfig, path: str, query: dict[str, str] | None = None) -> httpx.Response:
-    headers = {"Authorization": f"Bearer {config.token}"} if config.token else {}
+def _get(config: TelemetryConfig, path: str, query: Mapping[str, str] | None = None) -> _Reply:
+    """Read a JSON document from the collector; any other reply ends the command.
+
+    Certificates are those of the system and of SSL_CERT_FILE, as for batches. Proxies in the environment are ignored.
+    """
     url = f"{config.collector.rstrip('/')}/api/v1{path}"
+    limits = dict.fromkeys(("connect", "read", "write", "pool"), config.timeout_s)
     try:
-        # This machine's certificates and SSL_CERT_FILE's, as for batches, and nobody's proxies.
-        trusted = httpcore.default_ssl_context()
-        answer = httpx.get(
-            url, params=query, headers=headers, timeout=config.timeout_s, trust_env=False, verify=trusted
-        )
-        answer.raise_for_status()
-        answer.json()
-    except httpx.HTTPStatusError as error:
-        _fail(f"{url}: HTTP {error.response.status_code}: {_problem(error.response)}", 1)
-    except httpx.HTTPError as error:
+        target = f"{url}?{urlencode(query)}" if query else url
+        response = httpcore.request("GET", target, headers=request_headers(config), extensions={"timeout": limits})
+    except (*NETWORK_ERRORS, OSError, ValueError) as error:
         _fail(f"{url}: {error}: is this the collector? --collector or DDPOBS_TELEMETRY names it", 1)
-    except ValueError:
-        _fail(f"{url}: no answer of a collector's: {_printable(answer.text[:300])}", 1)
-    return answer
-
-
-def _problem(answer: httpx.Response) -> str:
-    """What the collector says in its problem document; a proxy's own answer is none."""
+    if not 200 <= response.status < 300:
+        _fail(f"{url}: HTTP {response.status}: {_problem(response.status, response.content)}", 1)
     try:
-        problem = answer.json()
-        said = f"{problem['title']}: {problem['detail']}"
+        return _Reply(response.content, json.loads(response.content))
+    except ValueError:
+        _fail(f"{url}: not a collector's reply: {_excerpt(response.content)}", 1)
+
+
+def _problem(status: int, body: bytes) -> str:
+    """Describe a refusal: by the collector's problem document, or by the start of a proxy's own page."""
+    try:
+        problem = json.loads(body)
+        text = printable(f"{problem['title']}: {problem['detail']}")
     except (ValueError, KeyError, TypeError):
-        said = answer.text[:300]
-    return _printable(said) + (": set DDPOBS_TOKEN" if answer.status_code == HTTPStatus.UNAUTHORIZED else "")
+        text = _excerpt(body)
+    return text + (": set DDPOBS_TOKEN" if status == HTTPStatus.UNAUTHORIZED else "")
+
+
+def _excerpt(body: bytes) -> str:
+    return printable(body.decode(errors="replace")[:300])
 
 
 def _config(collector: str | None) -> TelemetryConfig:

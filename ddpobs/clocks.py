@@ -1,7 +1,7 @@
-"""Stamps of when something happened: host time, or CUDA events that are read later.
+"""Stamps: host times, or CUDA events that are read later.
 
-A *stamp* is what `now()` returns: an int in nanoseconds on the host, a recorded event on CUDA. Only the telemetry
-thread turns stamps into times, so that training never waits for a device.
+A *stamp* is the result of `now()`: an int in nanoseconds on the host, a recorded event on CUDA. Only the telemetry
+thread converts stamps to times, so that training never waits for a device.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ Stamp = Any
 
 
 class Clock(Protocol):
-    """What the recorder asks of a clock."""
+    """Interface of a clock."""
 
     def now(self) -> Stamp:
-        """A stamp for this moment, or for the moment when the current stream gets here; 0 if none can be taken.
+        """Return a stamp of this moment, or of the moment at which the current stream reaches this point.
 
-        Raises nothing: training calls it as it is.
+        Returns 0 if no stamp can be taken. Never raises, because training calls it without a guard.
         """
         ...
 
@@ -31,54 +31,55 @@ class Clock(Protocol):
         ...
 
     def times(self, stamps: Sequence[Stamp]) -> Sequence[int]:
-        """Nanoseconds on this process's monotonic clock; 0 where a stamp was not taken.
+        """Convert stamps to nanoseconds of this process's monotonic clock; a missing stamp (0) stays 0.
 
-        May wait for the device where `passed` is False.
+        May wait for the device if `is_ready` is False.
         """
         ...
 
     def duration_ns(self, work: Any) -> int:
-        """How long a collective that is over was moving; `wire.UNKNOWN` where its work does not tell."""
+        """Return the duration of a completed collective's transfer; `wire.UNKNOWN` if its work does not report it."""
         ...
 
     def set_capturing(self, begins: bool) -> None:
-        """A CUDA graph's capture begins or has ended: in between nothing may be asked of the device."""
+        """Mark the begin or the end of a CUDA graph's capture, during which the device must not be queried."""
         ...
 
 
 class HostClock:
-    """Stamps are `time.monotonic_ns()` itself."""
+    """Clock with `time.monotonic_ns()` itself as stamps."""
 
     def __init__(self) -> None:
         self.now: Callable[[], int] = time.monotonic_ns
 
     def is_ready(self, stamp: int) -> bool:
-        """Whether the stamp was taken; a list of stamps starts out as zeros."""
+        """Whether the stamp was taken; lists of stamps start as zeros."""
         return stamp > 0
 
     def times(self, stamps: Sequence[int]) -> Sequence[int]:
-        """The stamps themselves."""
+        """Return the stamps themselves."""
         return stamps
 
     def duration_ns(self, work: Any) -> int:
-        """As the work itself tells, which gloo's does not."""
+        """Return the duration that the work reports; gloo's work reports none."""
         return _took_ns(work)
 
     def set_capturing(self, begins: bool) -> None:
-        """Host time does not mind."""
+        """Ignore the capture, which does not affect host time."""
 
 
 class CudaClock:
-    """Stamps are events on the current stream; a collective's done-callback runs on a stream that follows it.
+    """Clock with events on the current stream as stamps; a collective's done-callback runs on a stream behind it.
 
-    While a CUDA graph is captured stamps are 0: an event inside it has no time, and one that another thread so much as
-    asks for makes the capture fail (cudaStreamCaptureModeGlobal).
+    While a CUDA graph is captured, stamps are 0. An event inside the graph has no time, and a query of any event by
+    another thread makes the capture fail (cudaStreamCaptureModeGlobal).
 
-    Elapsed time of events is a float in milliseconds (torch.cuda.Event.elapsed_time), whose rounding grows with the
-    distance from the reference, and the device's clock and the host's drift apart: so the reference is taken anew every
-    few seconds, on a stream on which nothing is waited for. That is one of high priority: of the others torch has 32,
-    dealt in turn to whoever asks, a collective's every done-callback among them, whose stream waits for the collective.
-    One that hangs must not hold up the telemetry thread, which tells of it: then the older reference serves on.
+    The elapsed time between events is a float in milliseconds (torch.cuda.Event.elapsed_time). Its rounding error grows
+    with the distance from the reference event, and the clocks of device and host drift apart. So the reference is
+    renewed every few seconds, on a stream of high priority, on which nothing else waits. Torch assigns its 32 other
+    streams in turn, also to the done-callbacks of collectives, and such a stream waits for its collective. A collective
+    that hangs must not block the telemetry thread, which reports the hang. In that case the older reference stays in
+    use.
     """
 
     _RENEW_NS = 4_000_000_000
@@ -88,7 +89,7 @@ class CudaClock:
     _MOST_NS = 10_000_000
 
     def __init__(self, device: Any) -> None:
-        """Tie the device's time to the host's.
+        """Relate the device's time to the host's.
 
         Args:
             device: A CUDA `torch.device`.
@@ -97,67 +98,69 @@ class CudaClock:
 
         self._cuda: Any = torch.cuda
         self._device = device
-        self._taken_ns = self._tried_ns = 0
+        self._taken_ns = self._attempted_ns = 0
         self._reference: Any = None
         self._stream: Any = torch.cuda.Stream(device, priority=-1)
-        self._asking = threading.Lock()
+        self._query_lock = threading.Lock()
         self._captures = False
         self._renew()
 
     def now(self) -> Stamp:
-        """An event recorded on the device's current stream; 0 while a graph is captured, or once the device failed."""
+        """Record an event on the current stream; returns 0 during a graph's capture and after a device failure."""
         if self._captures:
             return 0
         try:
             event = self._cuda.Event(enable_timing=True)
             event.record(self._cuda.current_stream(self._device))
-        except RuntimeError:  # Training hears of it from its own calls.
+        except RuntimeError:  # Training gets the error from its own calls.
             return 0
         return event
 
     def is_ready(self, stamp: Stamp) -> bool:
-        """Whether the device has got to the event."""
-        with self._asking:
-            return self._through(stamp)
+        """Whether the device has reached the event."""
+        with self._query_lock:
+            return self._is_ready_locked(stamp)
 
     def times(self, stamps: Sequence[Stamp]) -> Sequence[int]:
-        """Host times at which the device got to the events."""
+        """Return the host times at which the device reached the events."""
         return [self.nanoseconds(stamp) if stamp else 0 for stamp in stamps]
 
     def nanoseconds(self, stamp: Stamp) -> int:
-        """Host time at which the device got to the event."""
+        """Return the host time at which the device reached the event."""
         while True:
-            with self._asking:  # Elapsed time asks the device, too: a capture begins before all of this, or after.
-                if self._through(stamp):
-                    if time.monotonic_ns() - self._tried_ns > self._RENEW_NS:
+            with (
+                self._query_lock
+            ):  # elapsed_time queries the device too: a capture begins before this block or after it.
+                if self._is_ready_locked(stamp):
+                    if time.monotonic_ns() - self._attempted_ns > self._RENEW_NS:
                         self._renew()
                     after_ns: int = round(self._reference.elapsed_time(stamp) * 1e6)
                     return self._taken_ns + after_ns
             time.sleep(self._POLL_S)
 
     def duration_ns(self, work: Any) -> int:
-        """As NCCL's work tells, whose events the device has passed."""
+        """Return the duration that NCCL's work reports once the device has passed its events."""
         while True:
-            with self._asking:
+            with self._query_lock:
                 if not self._captures:
                     return _took_ns(work)
             time.sleep(self._POLL_S)
 
     def set_capturing(self, begins: bool) -> None:
-        """Ask nothing of the device from now on, or again; waits for a question under way, which takes microseconds."""
-        with self._asking:
+        """Suspend or resume queries of the device; waits for a running query, which takes microseconds."""
+        with self._query_lock:
             self._captures = begins
 
-    def _through(self, stamp: Stamp) -> bool:
-        """`passed`, for whoever holds the lock."""
+    def _is_ready_locked(self, stamp: Stamp) -> bool:
+        """`is_ready`, for a caller that has the lock."""
         return stamp != 0 and not self._captures and bool(stamp.query())
 
     def _renew(self) -> None:
-        """Read both clocks together: the quickest of a few tries, for a host may be held up in between."""
+        """Read both clocks together: the fastest of a few attempts, because the host may be interrupted in between."""
         quickest_ns = None
         for _ in range(self._TRIES):
             reference = self._cuda.Event(enable_timing=True)
-            began_ns = self._tried_ns = time.monotonic_ns()
+            began_ns = self._attempted_ns = time.monotonic_ns()
             reference.record(self._stream)
             while not reference.query():
                 waited_ns = time.monotonic_ns() - began_ns
@@ -180,10 +183,10 @@ def _took_ns(work: Any) -> int:
 
 
 def clock_for(device_type: str, device: Any = None) -> Clock:
-    """The clock that tells the truth for modules on that kind of device."""
+    """Return the clock for modules on that type of device."""
     return CudaClock(device) if device_type == "cuda" else HostClock()
 
 
 def anchor() -> Anchor:
-    """Wall and monotonic clock, read together."""
+    """Read wall and monotonic clock together."""
     return Anchor(wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns())

@@ -1,4 +1,4 @@
-"""Settings of the training side: one frozen object, and the only reader of the environment."""
+"""Settings of the training side: a frozen object, and the only code that reads the environment's settings."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddpobs.errors import ConfigError
+from ddpobs.wire.text import STRICT_RUN_ID
 
 DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 _NUMBERS = {int: (Integral, "a whole number"), float: (Real, "a number")}
 _END = 10**9
-_RUN_ID = re.compile(r"(?!\.{1,2}\Z)[A-Za-z0-9._-]{1,128}")
 
 
 @dataclass(frozen=True)
 class TelemetryConfig:
-    """What telemetry sends, where, and how much it may hold.
+    """Destination, limits and periods of telemetry.
 
-    Each field is also `DDPOBS_<FIELD>` in the environment, and the collector is `DDPOBS_TELEMETRY`. Settings made in
-    code are taken as they are: nothing of the environment joins them.
+    In the environment a field is `DDPOBS_<FIELD>`, and the collector is `DDPOBS_TELEMETRY`. If the code passes
+    settings, those of the environment are ignored.
 
     Attributes:
-        collector: The collector's address.
-        run: Run id; None takes the launcher's, or one that rank 0 makes and shares.
+        collector: Address of the collector.
+        run: Run id; None for the launcher's, or for an id that rank 0 creates and shares.
         token: Bearer token for the collector.
-        spool: Folder for batches that could not be sent; None keeps them under the system's temporary folder.
-        spool_mb: Most that the spool may hold, in MB (10^6 bytes).
-        queue_records: Most finished steps waiting for the telemetry thread; more are dropped and counted.
-        batch_spans: A batch is closed when it holds this many records (steps, bucket spans and the like).
-        flush_s: And at the latest after this many seconds, at the same moments on every rank. Each sends it at a moment
-            of its own before the next is cut, so that ranks do not all send at once.
-        timeout_s: How long one request to the collector may take, in seconds.
-        exit_s: How long the flush at exit may take, in seconds.
-        peers_every: Fewest new steps worth an exchange of straggler statistics among the ranks, tried twice a flush.
-        readiness_every: Each parameter's readiness is sent every so many steps.
-        pulse_s: Seconds between pulses, and so between the times that the telemetry thread wakes up.
+        spool: Folder for unsent batches; None for a folder under the system's temporary folder.
+        spool_mb: Limit of the spool's size, in MB (10^6 bytes).
+        queue_records: Most finished steps that wait for the telemetry thread; further steps are dropped and counted.
+        batch_spans: Number of records (steps, bucket spans and others) at which a batch is closed.
+        flush_s: Longest time before a batch is closed, in seconds. All ranks close their batches at the same moments.
+            Each rank sends its batch at another moment before the next one is closed.
+        timeout_s: Longest duration of one request to the collector, in seconds.
+        exit_s: Longest duration of the flush at exit, in seconds.
+        peers_every: Fewest new steps for an exchange of straggler statistics among the ranks, attempted twice a flush.
+        readiness_every: Number of steps between samples of every parameter's readiness.
+        pulse_s: Seconds between pulses, and therefore between wake-ups of the telemetry thread.
     """
 
     collector: str = DEFAULT_COLLECTOR
@@ -61,13 +61,13 @@ class TelemetryConfig:
         """Check every field.
 
         Raises:
-            ConfigError: Names the field.
+            ConfigError: A field has an invalid value.
         """
         if not _is_address(self.collector):
             raise ConfigError("collector", "an http:// or https:// address", self.collector)
         if self.token is not None and not _TOKEN.fullmatch(self.token):
-            raise ConfigError("token", "letters, digits and signs of ASCII, and no space or line end", "something else")
-        if self.run is not None and not _RUN_ID.fullmatch(self.run):
+            raise ConfigError("token", "ASCII letters, digits and signs without spaces and line ends", "another text")
+        if self.run is not None and not re.match(STRICT_RUN_ID, self.run):
             raise ConfigError("run", "1 to 128 of A-Z a-z 0-9 . _ -, and neither . nor ..", self.run)
         for setting in fields(self):
             value: Any = getattr(self, setting.name)
@@ -79,14 +79,15 @@ class TelemetryConfig:
 
 
 def resolve(telemetry: bool | str | TelemetryConfig | None, environ: Mapping[str, str]) -> TelemetryConfig | None:
-    """The settings that an argument and the environment ask for, or None for no telemetry.
+    """Return the settings for an argument and the environment; None for no telemetry.
 
     Args:
-        telemetry: None (as the environment says), False, True, a collector's address, or settings, taken as they are.
+        telemetry: None (the environment decides), False, True, a collector's address, or settings, which are returned
+            unchanged.
         environ: The process's environment.
 
     Raises:
-        ConfigError: A setting holds a value that it cannot have.
+        ConfigError: A setting has an invalid value.
     """
     if isinstance(telemetry, TelemetryConfig):
         return telemetry
@@ -100,10 +101,10 @@ def resolve(telemetry: bool | str | TelemetryConfig | None, environ: Mapping[str
 
 
 def from_environment(environ: Mapping[str, str]) -> TelemetryConfig:
-    """Settings as the environment gives them; the collector is `DDPOBS_TELEMETRY`'s address where it holds one.
+    """Read the settings from the environment; the collector is the address in `DDPOBS_TELEMETRY`, if it has one.
 
     Raises:
-        ConfigError: Names the variable.
+        ConfigError: A variable has an invalid value.
     """
     settings: dict[str, object] = {}
     flag = environ.get("DDPOBS_TELEMETRY", "1").strip()
@@ -117,14 +118,14 @@ def from_environment(environ: Mapping[str, str]) -> TelemetryConfig:
         return TelemetryConfig(**settings)  # type: ignore[arg-type]
     except ConfigError as error:
         name = "DDPOBS_TELEMETRY" if error.setting == "collector" else f"DDPOBS_{error.setting.upper()}"
-        raise ConfigError(name, error.expected, error.came) from None
+        raise ConfigError(name, error.expected, error.actual) from None
 
 
 def _is_address(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # Of brackets that do not close, or a port that is none.
+    except ValueError:  # For example, an unclosed bracket or an invalid port.
         return False
 
 

@@ -48,9 +48,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         *args: Torch's.
         telemetry: None (use `DDPOBS_TELEMETRY`), False, True, a collector's address, or settings. Switched off it costs
             nothing and starts no thread.
-        comm: The communication strategy: None for the plain all-reduce, `"fp16"`, `"bf16"`, `"int8"`,
-            `"topk:DENSITY"`, `"powersgd:RANK"`, `"parameter_server"`, or a callable that takes the process group and
-            returns a `ddpobs.comm.BucketComm`. docs/communication.md lists their costs.
+        comm: Communication strategy of full buckets: None for the plain all-reduce, a name (`"fp16"`, `"topk:0.01"`),
+            or a callable that takes the process group and returns a `ddpobs.comm.BucketComm`.
+            docs/communication.md lists the names, and the cost of each strategy.
         round_robin_groups: Number of process groups over which buckets are distributed in turn.
         **kwargs: Torch's.
 
@@ -81,7 +81,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if isinstance(module, torch.nn.DataParallel):
             raise DataParallelError
         self._telemetry_config = resolve(telemetry, os.environ)
-        self._way = choose(comm, round_robin_groups)  # The name is part of pickled modules.
+        self._comm_factory = choose(comm, round_robin_groups)
         self._recorder: ModuleRecorder | None = None
         self._arguments: dict[str, Any] | None = {
             **_ARGUMENTS.bind(self, module, *args, **kwargs).arguments,
@@ -200,7 +200,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             expect_sparse_gradient or [False] * len(parameters),
             module=self.module,
             group=self.process_group,
-            strategy=self._way,
+            comm_factory=self._comm_factory,
             settings=self._settings(static_graph),
             recorder=self._recorder,
         )

@@ -1,28 +1,39 @@
-"""The errors a user can meet, as one small tree. Each carries its facts as attributes."""
+"""Errors for the user, each with its facts as attributes.
+
+DdpobsError
+  ConfigError             a setting (ValueError)
+  DataParallelError       torch.nn.DataParallel instead of DDP (TypeError)
+  WireError               a batch (ValueError)
+  HorovodError            a call of Horovod's interface (ValueError)
+  StepOrderError          the order of backward, synchronize and step (AssertionError)
+  ReducerError            the reduction of gradients (RuntimeError)
+    UnusedParametersError
+    ModelsDifferError
+"""
 
 from __future__ import annotations
 
 
 class DdpobsError(Exception):
-    """Whatever ddpobs raises on purpose."""
+    """Base class of the errors that ddpobs raises on purpose."""
 
 
 class ConfigError(DdpobsError, ValueError):
-    """A setting holds a value that it cannot have.
+    """A setting has an invalid value.
 
     Attributes:
         setting: The setting's name, as the user wrote it (an environment variable or an argument).
-        expected: What it may hold.
-        came: What it held.
+        expected: Values that are valid.
+        actual: The invalid value.
     """
 
-    def __init__(self, setting: str, expected: str, came: object) -> None:
-        super().__init__(f"{setting}: expected {expected}, got {came!r}")
-        self.setting, self.expected, self.came = setting, expected, came
+    def __init__(self, setting: str, expected: str, actual: object) -> None:
+        super().__init__(f"{setting}: expected {expected}, got {actual!r}")
+        self.setting, self.expected, self.actual = setting, expected, actual
 
 
 class DataParallelError(DdpobsError, TypeError):
-    """`torch.nn.DataParallel` came where distributed training was expected."""
+    """The model is wrapped in `torch.nn.DataParallel`, which is not distributed training."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -33,41 +44,41 @@ class DataParallelError(DdpobsError, TypeError):
 
 
 class WireError(DdpobsError, ValueError):
-    """A batch that does not follow the wire schema.
+    """A batch does not follow the wire schema.
 
     Attributes:
         field: Path of the offending field, such as ``spans.done_ns``; ``$`` for the batch as a whole.
-        expected: What the schema asks for.
-        came: What came instead.
+        expected: Values that the schema allows.
+        actual: The value in the batch.
     """
 
-    def __init__(self, field: str, expected: str, came: object) -> None:
-        super().__init__(f"{field}: expected {expected}, got {came}")
-        self.field, self.expected, self.came = field, expected, came
+    def __init__(self, field: str, expected: str, actual: object) -> None:
+        super().__init__(f"{field}: expected {expected}, got {actual}")
+        self.field, self.expected, self.actual = field, expected, actual
 
 
 class ReducerError(DdpobsError, RuntimeError):
-    """The reduction of gradients cannot go on; torch's DDP raises a RuntimeError there too.
+    """The reduction of gradients cannot continue; torch's DDP raises a RuntimeError in the same cases.
 
     Attributes:
-        interrupted: An error ended some ranks' backward, and nothing else is wrong: the batch can be dropped.
+        interrupted: An error ended the backward of some ranks. Nothing else is wrong: the batch can be dropped.
     """
 
     interrupted = False
 
 
 class UnusedParametersError(ReducerError):
-    """A synchronised backward left parameters without a gradient and nobody said it may.
+    """A synchronised backward left parameters without a gradient, which the settings do not allow.
 
     Attributes:
-        parameters: Names of the parameters, each with the ranks that left it out.
+        parameters: Names of the parameters, each with the ranks on which it got no gradient.
     """
 
     def __init__(self, parameters: dict[str, list[int]]) -> None:
-        shown = "; ".join(f"{name} (rank {_ranks(ranks)})" for name, ranks in list(parameters.items())[:20])
+        names = "; ".join(f"{name} (rank {_ranks(ranks)})" for name, ranks in list(parameters.items())[:20])
         more = f"; and {len(parameters) - 20} more" if len(parameters) > 20 else ""
         super().__init__(
-            f"{len(parameters)} parameters got no gradient in this backward: {shown}{more}. Every rank "
+            f"{len(parameters)} parameters got no gradient in this backward: {names}{more}. Every rank "
             "reduces all of them. Pass find_unused_parameters=True, or make every parameter take part in the loss on "
             "every rank"
         )
@@ -79,13 +90,13 @@ class ModelsDifferError(ReducerError):
 
 
 class HorovodError(DdpobsError, ValueError):
-    """A call of Horovod's that cannot be answered, or not here."""
+    """A call of Horovod's interface that ddpobs does not support, or not in the current state."""
 
 
 class StepOrderError(DdpobsError, AssertionError):
-    """backward, `synchronize`, `step` and `zero_grad` were called in an order that would lose gradients.
+    """`backward`, `synchronize`, `step` and `zero_grad` were called in an order that would lose gradients.
 
-    An AssertionError, as Horovod raises it.
+    An AssertionError, as in Horovod.
     """
 
 

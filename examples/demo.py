@@ -1,11 +1,13 @@
-"""The whole way in one command: a collector, a training with one slow rank, and the finding that names it.
+"""Run the whole flow: a collector, a training with one slow rank, and the finding that names it.
 
-Which rank is slow is drawn at random and told to the training alone; at the end the finding is held against it.
+The demo picks a random slow rank. Only the training receives its number. At the end the demo compares the finding with
+it.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import signal
@@ -16,8 +18,7 @@ import textwrap
 import time
 from pathlib import Path
 from typing import Any
-
-import httpx
+from urllib.request import urlopen
 
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent / ".demo"
@@ -25,7 +26,7 @@ RUN = time.strftime("demo-%Y%m%d-%H%M%S")
 
 
 def main() -> int:
-    """Run the demo; the exit code says whether the slow rank was found, and in backward."""
+    """Run the demo. Returns the exit code: 0 if the finding names the slow rank and its phase."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--once", action="store_true", help="exit after the findings instead of staying for browsing")
     parser.add_argument("--steps", type=int, default=300)
@@ -38,22 +39,21 @@ def main() -> int:
     collector = _start_collector(url)
     try:
         print(f"collector   {url}")
-        slow_one = f"one of them, drawn at random, slow in {options.slow_phase}"
-        print(f"training    a small GPT on {ranks} ranks, {slow_one}", flush=True)
+        print(f"training    a small GPT on {ranks} ranks, a random one slow in {options.slow_phase}", flush=True)
         _train(url, ranks, slow, options)
-        found = _findings(url)
-        _tell(found)
-        right = any(f["code"] == "straggler" and f["ranks"] == [slow] for f in found["findings"])
-        right = right and found["findings"][0]["phase"] == options.slow_phase
-        print(f"\nthe slow rank was in truth {slow}: the collector {'is right' if right else 'DID NOT FIND IT'}")
+        diagnosis = _findings(url)
+        _print_findings(diagnosis)
+        named = any(finding["code"] == "straggler" and finding["ranks"] == [slow] for finding in diagnosis["findings"])
+        named = named and diagnosis["findings"][0]["phase"] == options.slow_phase
+        print(f"\nthe slow rank was {slow}: the collector {'named it' if named else 'DID NOT NAME IT'}")
         if not options.once and sys.stdin.isatty():
-            _tell_addresses(url)
+            _print_addresses(url)
             print("\nThe collector stays up for browsing; Ctrl-C ends it.")
             collector.wait()
         else:
             database = os.path.relpath(FOLDER / "ddpobs.db")
             print(f"\nto browse it: .venv/bin/ddpobs-server --database-url sqlite:///{database}")
-        return 0 if right else 1
+        return 0 if named else 1
     except KeyboardInterrupt:
         return 0
     finally:
@@ -71,12 +71,12 @@ def _start_collector(url: str) -> subprocess.Popen[bytes]:
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
         try:
-            if httpx.get(f"{url}/readyz").is_success:
+            with urlopen(f"{url}/readyz", timeout=5):
                 return process
-        except httpx.TransportError:
+        except OSError:
             time.sleep(0.1)
     process.kill()
-    raise SystemExit(f"the collector did not start; {log.name} says why")
+    raise SystemExit(f"the collector did not start; {log.name} has the reason")
 
 
 def _train(url: str, ranks: int, slow: int, options: argparse.Namespace) -> None:
@@ -85,46 +85,45 @@ def _train(url: str, ranks: int, slow: int, options: argparse.Namespace) -> None
     secret = {"SLOW_RANK": str(slow), "SLOW_PHASE": options.slow_phase, "OMP_NUM_THREADS": "1"}
     environment = os.environ | secret | {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": RUN}
     if subprocess.run(command, env=environment, check=False).returncode:
-        raise SystemExit("the training failed; its output above says why")
+        raise SystemExit("the training failed; its output above has the reason")
 
 
 def _findings(url: str) -> dict[str, Any]:
-    answer = httpx.get(f"{url}/api/v1/runs/{RUN}/diagnostics")
-    answer.raise_for_status()
-    return answer.json()  # type: ignore[no-any-return]
+    with urlopen(f"{url}/api/v1/runs/{RUN}/diagnostics", timeout=60) as response:
+        return json.load(response)  # type: ignore[no-any-return]
 
 
-def _tell(found: dict[str, Any]) -> None:
-    print(f"\nfindings of run {RUN}, over {found['steps_seen']} steps")
-    for finding in found["findings"]:
+def _print_findings(diagnosis: dict[str, Any]) -> None:
+    print(f"\nfindings of run {RUN}, over {diagnosis['steps_seen']} steps")
+    for finding in diagnosis["findings"]:
         gain = finding["gain"]
         print(f"\n  [{finding['severity']}] {finding['title']}")
         print(textwrap.fill(finding["remedy"], 110, initial_indent="    what to do: ", subsequent_indent="    "))
         if gain:
             error = gain["error_ratio"] * gain["ratio"]
-            print(f"    what it would gain: {gain['ratio']:.0%} of every step (± {error:.1%})")
-    for missing in found["missing"]:
+            print(f"    gain: {gain['ratio']:.0%} of every step (± {error:.1%})")
+    for missing in diagnosis["missing"]:
         print(f"\n  not judged: {missing}")
 
 
-def _tell_addresses(url: str) -> None:
+def _print_addresses(url: str) -> None:
     print(f"""
 open
   the page      {url}/runs/{RUN}
-  the answers   {url}/api/v1/runs/{RUN}/diagnostics
+  the findings  {url}/api/v1/runs/{RUN}/diagnostics
   the metrics   {url}/metrics
   the API       {url}/docs""")
 
 
 def _free_port() -> int:
-    """8321 where it is free, else any."""
+    """Return 8321 if it is free, otherwise any free port."""
     for port in (8321, 0):
-        with socket.socket() as taken:
+        with socket.socket() as listener:
             try:
-                taken.bind(("127.0.0.1", port))
+                listener.bind(("127.0.0.1", port))
             except OSError:
                 continue
-            return int(taken.getsockname()[1])
+            return int(listener.getsockname()[1])
     raise SystemExit("no free port on 127.0.0.1")
 
 

@@ -1,8 +1,8 @@
-"""Trains a small GPT on bytes of the Python standard library's own source, with one rank slowed down on request.
+"""Train a small GPT on the source of the Python standard library, with one rank slowed down on request.
 
     torchrun --nproc-per-node 2 examples/train_gpt.py --steps 100
 
-The slowness is real work in one of the phases, on one rank. Telemetry is not told of it.
+The slowness is real work in one of the phases, on one rank. Telemetry does not receive its number.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class Gpt(nn.Module):
 
 
 def work(rounds: int) -> None:
-    """Matrix products, as a heavier sample, layer or optimizer would need them."""
+    """Multiply matrices, as a heavier sample, layer or optimizer would."""
     matrix = torch.randn(160, 160)
     for _ in range(rounds):
         matrix = torch.tanh(matrix @ matrix)
 
 
 class HeavyBackward(torch.autograd.Function):
-    """Passes values and gradients through; its backward works, as recomputation would."""
+    """Passes values and gradients through; its backward does extra work, as recomputation would."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rounds: int) -> torch.Tensor:
@@ -79,7 +79,7 @@ class HeavyBackward(torch.autograd.Function):
 
 
 def main() -> None:
-    """Train, and print a line now and then from rank 0."""
+    """Train, and print the progress from rank 0."""
     options = _options()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
@@ -129,10 +129,10 @@ _PHASES = ("data", "forward", "backward", "optimizer")
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--batch", type=int, default=8, help="sequences a rank and step")
+    parser.add_argument("--batch", type=int, default=8, help="sequences per rank and step")
     parser.add_argument("--slow-rank", type=int, default=int(os.environ.get("SLOW_RANK", "-1")))
     parser.add_argument("--slow-phase", choices=_PHASES, default=os.environ.get("SLOW_PHASE", "backward"))
-    parser.add_argument("--work", type=int, default=200, help="matrix products more on the slow rank")
+    parser.add_argument("--work", type=int, default=200, help="additional matrix products on the slow rank")
     return parser.parse_args()
 
 

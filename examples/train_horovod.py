@@ -1,9 +1,9 @@
-"""A script written for Horovod, with its import alone changed: an MLP on scikit-learn's digits.
+"""A script written for Horovod, with only its import changed: an MLP on scikit-learn's digits.
 
     torchrun --nproc-per-node 2 examples/train_horovod.py
 
-Gradients add up over 4 backward passes, the learning rate grows with the number of ranks, and all ranks begin as rank 0
-does. With `DDPOBS_TELEMETRY` set to a collector's address its steps are seen there.
+Gradients add up over 4 backward passes, the learning rate grows with the number of ranks, and all ranks begin with rank
+0's parameters. If `DDPOBS_TELEMETRY` is set to a collector's address, the collector shows the steps.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ PASSES, TRAINING = 4, 1536
 
 
 def main() -> None:
-    """Train, and say how good it became."""
+    """Train, and print the accuracy of each epoch."""
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--epochs", type=int, default=3)
-    options.add_argument("--timeline", help="write a Chrome trace there")
+    options.add_argument("--timeline", help="file for a Chrome trace")
     arguments, _ = options.parse_known_args()
     hvd.init()
     torch.set_num_threads(1)
@@ -54,22 +54,22 @@ def main() -> None:
                 optimizer.step()
         accuracy = hvd.allreduce(correct(model, test), name="accuracy")
         if hvd.rank() == 0:
-            print(f"epoch {epoch + 1}: {accuracy.item():.1%} of the test digits right, {hvd.size()} ranks")
+            print(f"epoch {epoch + 1}: {accuracy.item():.1%} of the test digits correct, {hvd.size()} ranks")
     hvd.stop_timeline()
 
 
 def correct(model: nn.Module, test: TensorDataset) -> torch.Tensor:
-    """The share of a rank's test digits that the model reads right."""
+    """Return the share of a rank's test digits that the model reads correctly."""
     model.eval()
     images, labels = test[hvd.rank() :: hvd.size()]
     with torch.no_grad():
-        found: torch.Tensor = (model(images).argmax(1) == labels).float().mean()
+        share: torch.Tensor = (model(images).argmax(1) == labels).float().mean()
     model.train()
-    return found
+    return share
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """1536 digits to train on and 261 to test with: 8 x 8 pixels between 0 and 1, and what they show."""
+    """Return 1536 digits for training and 261 for the test: 8 x 8 pixels between 0 and 1, with labels."""
     try:
         from sklearn.datasets import load_digits
     except ImportError:

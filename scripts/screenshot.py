@@ -1,4 +1,4 @@
-"""Takes the README's picture of a run's page, with Debian's Chromium and a collector that holds the run.
+"""Take the README's picture of a run's page, with Debian's Chromium and a collector that holds the run.
 
 scripts/screenshot.py http://127.0.0.1:8321/runs/RUN docs/pictures/run.png
 """
@@ -23,7 +23,7 @@ QUIET = (
 
 
 def main() -> int:
-    """Open the page, wait for its findings, and save what it shows."""
+    """Open the page, wait for its findings, and save a picture of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("picture")

@@ -1,14 +1,31 @@
 #!/usr/bin/env bash
-# Everything that a fresh machine needs: a virtual environment, the dependencies, and on Debian as root the packages.
+# Set up a fresh machine: a virtual environment, the dependencies, and as root on Debian or Ubuntu the system packages.
 # usage: scripts/setup.sh demo|test
 set -euo pipefail
 cd "$(dirname "$0")/.."
-what=${1:?usage: scripts/setup.sh demo|test}
+target=${1:?usage: scripts/setup.sh demo|test}
 python=${PYTHON:-python3}
 
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || {
-    echo "ddpobs needs Python 3.11 or newer; $python is $("$python" --version 2>&1). Say PYTHON=/path/to/python make …" >&2
+    echo "ddpobs needs Python 3.11 or newer; $python is $("$python" --version 2>&1). Choose another one with PYTHON=/path/to/python make …" >&2
     exit 1
+}
+
+# The automatic updates of a fresh machine hold the package locks for minutes.
+apt_get() {
+    DEBIAN_FRONTEND=noninteractive apt-get -o DPkg::Lock::Timeout=600 "$@"
+}
+
+# apt-get itself does not wait for the lock of the package lists, whatever the timeout (apt 2.6).
+update_package_lists() {
+    local deadline=$((SECONDS + 600)) log
+    until log=$(LC_ALL=C apt_get update -q 2>&1); do
+        if [[ $log != *"Could not get lock"* ]] || [ "$SECONDS" -ge "$deadline" ]; then
+            echo "$log" >&2
+            return 1
+        fi
+        sleep 5
+    done
 }
 
 debian_packages() {
@@ -18,30 +35,32 @@ debian_packages() {
     done
     [ ${#missing[@]} -gt 0 ] || return 0
     if [ "$(id -u)" != 0 ]; then
-        echo "NOT INSTALLED, needs root: apt-get install ${missing[*]} (the tests that need them say so)" >&2
+        echo "Not installed, because this needs root: ${missing[*]}. Tests that need these packages are skipped." >&2
+        echo "Run as root: apt-get install ${missing[*]}" >&2
         return 0
     fi
-    apt-get update -q
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends "${missing[@]}"
+    echo "Installing ${missing[*]}. If another program holds the package lock, this waits up to 10 minutes." >&2
+    update_package_lists
+    apt_get install -y -q --no-install-recommends "${missing[@]}"
 }
 
-if [ "$what" = test ]; then
+if [ "$target" = test ]; then
     if command -v apt-get >/dev/null; then
         debian_packages prometheus chromium docker-compose iproute2 nginx-light openssl
     else
-        echo "Not Debian: install prometheus and chromium yourself; the tests that need them say so" >&2
+        echo "This is not Debian or Ubuntu: install prometheus and chromium yourself, or their tests are skipped." >&2
     fi
 fi
 
-stamp=.venv/.ddpobs-$what
+stamp=.venv/.ddpobs-$target
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
-    echo "installing torch and what else is needed into .venv: a few minutes" >&2
+    echo "Installing torch and the other dependencies into .venv. This takes a few minutes." >&2
     [ -x .venv/bin/python ] || "$python" -m venv .venv
-    # torch first and pinned, so that nothing else pulls another build. TORCH_INDEX_URL chooses where it comes from,
-    # such as https://download.pytorch.org/whl/cpu for the CPU build.
+    # torch first and pinned, so that no dependency pulls another build. TORCH_INDEX_URL selects its package index, such
+    # as https://download.pytorch.org/whl/cpu for the CPU build.
     .venv/bin/python -m pip install -q -c constraints.txt ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch
     extras=train,server
-    [ "$what" = demo ] || extras=dev
+    [ "$target" = demo ] || extras=dev
     .venv/bin/python -m pip install -q -c constraints.txt -e ".[$extras]"
     touch "$stamp"
 fi

@@ -1,4 +1,4 @@
-"""A real collector: the `ddpobs-server` command on a port of the system's choice and a SQLite file."""
+"""A real collector: the `ddpobs-server` command with a free port and a SQLite file."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from pathlib import Path
 import httpx
 
 START_S = 60.0
-_LISTENING = re.compile(r"Uvicorn running on (https?://[^ ]+)")
+_LISTENING = re.compile(r"ddpobs-server: (https?://[^ ,]+)")
 
 
 @dataclass
 class Collector:
-    """A running collector; `database` outlives it."""
+    """A running collector. Its database remains after its end."""
 
     url: str
     process: subprocess.Popen[bytes]
     database: Path
     log: Path
 
-    def end(self, how: signal.Signals = signal.SIGTERM) -> int:
+    def end(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Signal the process and wait for its end."""
-        self.process.send_signal(how)
+        self.process.send_signal(number)
         return self.process.wait(START_S)
 
 
@@ -39,18 +39,18 @@ class Collector:
 def collector(
     folder: Path, command: list[str] | None = None, ca: Path | None = None, **settings: object
 ) -> Iterator[Collector]:
-    """Start `ddpobs-server`; ends it at the exit if it still runs.
+    """Start `ddpobs-server`, and end it with the block if it still runs.
 
     Args:
-        folder: Where the database and the log are; a second collector there goes on with the same database.
-        command: What to start instead of this environment's `ddpobs-server`.
-        ca: Who signed its certificate, where it has one.
+        folder: Folder of database and log; a second collector in it continues with the same database.
+        command: Command to start instead of this environment's `ddpobs-server`.
+        ca: Authority that signed its certificate, if it has one.
         settings: Fields of `ddpobs_server.settings.Settings`.
     """
     log = folder / f"collector-{time.monotonic_ns()}.log"
-    given = {"port": 0, "database_url": f"sqlite:///{folder}/runs.db"} | settings
+    values = {"port": 0, "database_url": f"sqlite:///{folder}/runs.db"} | settings
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-    environ |= {f"DDPOBS_SERVER_{name.upper()}": str(value) for name, value in given.items()}
+    environ |= {f"DDPOBS_SERVER_{name.upper()}": str(value) for name, value in values.items()}
     with log.open("wb") as out:
         process = subprocess.Popen(
             command or [str(Path(sys.executable).with_name("ddpobs-server"))],
@@ -73,19 +73,19 @@ def collector(
 
 @contextmanager
 def running_collector(folder: Path, **settings: object) -> Iterator[str]:
-    """The address of a real collector, for as long as the context lasts."""
+    """Run a real collector and yield its address."""
     with collector(folder, **settings) as running:
         yield running.url
 
 
 def _listening(process: subprocess.Popen[bytes], log: Path, ca: Path | None) -> str:
-    trusted = ssl.create_default_context(cafile=ca)
+    authorities = ssl.create_default_context(cafile=ca)
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
             raise RuntimeError(f"the collector ended with {process.returncode}:\n{log.read_text()}")
-        if found := _LISTENING.search(log.read_text()):
-            httpx.get(f"{found[1]}/readyz", timeout=START_S, verify=trusted).raise_for_status()
-            return found[1]
+        if match := _LISTENING.search(log.read_text()):
+            httpx.get(f"{match[1]}/readyz", timeout=START_S, verify=authorities).raise_for_status()
+            return match[1]
         time.sleep(0.05)
     raise TimeoutError(f"no collector after {START_S} s:\n{log.read_text()}")

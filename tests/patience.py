@@ -1,4 +1,4 @@
-"""Runs a command and all that it starts; what hangs says where."""
+"""Run a command and all processes that it starts, with a report of the stacks if they hang."""
 
 from __future__ import annotations
 
@@ -16,48 +16,49 @@ _MARK = "TESTS_STARTED_BY"
 
 
 def run(
-    command: Sequence[str | Path], *, environ: Mapping[str, str], timeout_s: float, **given: Any
+    command: Sequence[str | Path], *, environ: Mapping[str, str], timeout_s: float, **options: Any
 ) -> subprocess.CompletedProcess[str]:
-    """The command's end and what it printed, as `subprocess.run` gives them.
+    """Run a command and return its exit status and output, as `subprocess.run` does.
 
     Args:
         command: The program and its arguments.
         environ: The environment of all processes.
-        timeout_s: How long the command, and whatever holds on to its output, may take.
-        **given: Other arguments of `subprocess.Popen`.
+        timeout_s: Longest duration of the command and of other processes with its output streams, in seconds.
+        **options: Other arguments of `subprocess.Popen`.
 
     Raises:
-        AssertionError: It took longer. Says what was printed, at its end the stacks of every process that still lived.
+        AssertionError: The time has run out. The message holds the output, which ends with the stacks of all remaining
+            processes.
     """
     mark = secrets.token_hex(8)
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     environ = {**environ, _MARK: mark, "PYTHONFAULTHANDLER": "1"}
-    process = subprocess.Popen(list(command), text=True, env=environ, **pipes | given)
+    process = subprocess.Popen(list(command), text=True, env=environ, **pipes | options)
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        # The youngest first: its parent, once told, would end it.
-        for how in (signal.SIGABRT, signal.SIGKILL):
+        # The youngest first, because a parent that gets the signal would end its children.
+        for number in (signal.SIGABRT, signal.SIGKILL):
             for pid in sorted(_started(mark), reverse=True):
-                _end(pid, how, mark)
+                _end(pid, number, mark)
         out, err = process.communicate(timeout=60)
         raise AssertionError(f"{command[0]} did not end within {timeout_s} s:\n{out or ''}\n{err or ''}") from None
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
-def _end(pid: int, how: signal.Signals, mark: str) -> None:
+def _end(pid: int, number: signal.Signals, mark: str) -> None:
     with suppress(ProcessLookupError):
-        os.kill(pid, how)
+        os.kill(pid, number)
     deadline = time.monotonic() + 5
     while pid in _started(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
 def _started(mark: str) -> list[int]:
-    """Processes with the mark in their environment, orphans included; none where the system does not tell."""
-    found = []
+    """List the processes with the mark in their environment, orphans included; empty on systems without /proc."""
+    pids = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
+                pids.append(int(folder.name))
+    return pids

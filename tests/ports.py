@@ -1,4 +1,4 @@
-"""Ports that a program under test can be told, and find free again when it is started anew."""
+"""Ports for programs under test, which remain free when the program restarts."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import socket
 from contextlib import suppress
 from random import SystemRandom
 
-_OURS = range(20_000, 32_768)
-"""Below the ports that systems give out by themselves, to whatever runs at the same time."""
+_RANGE = range(20_000, 32_768)
+"""Range below the ports that systems assign to other programs."""
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 where nobody listens.
+    """Return a port of 127.0.0.1 without a listener.
 
     Raises:
-        OSError: None was found.
+        OSError: No free port was found.
     """
-    for port in SystemRandom().sample(_OURS, 100):
+    for port in SystemRandom().sample(_RANGE, 100):
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
-    raise OSError(f"no free port among 100 of {_OURS}")
+    raise OSError(f"no free port among 100 of {_RANGE}")

@@ -1,4 +1,4 @@
-"""The benchmarks still run: each in its smallest form, and what they say of intervals is right."""
+"""Each benchmark runs in its smallest form, and intervals cover the truth as often as they claim."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run(name: str, *arguments: str) -> str:
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", f"benchmarks.{name}", "--smoke", *arguments],
         cwd=ROOT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
@@ -32,35 +32,35 @@ def run(name: str, *arguments: str) -> str:
         timeout=150,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.mark.parametrize("name", ["hook", "accuracy"])
-def test_it_prints_a_row_for_each_variant_and_keeps_them(name: str, tmp_path: Path) -> None:
-    told = run(name, "--json", str(tmp_path / "found.json"))
-    kept = json.loads((tmp_path / "found.json").read_text())
-    for variant in kept.get("found", kept):
-        assert f"\n| {variant} | " in told
+def test_a_benchmark_prints_and_saves_a_row_for_each_variant(name: str, tmp_path: Path) -> None:
+    output = run(name, "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    for variant in results.get("found", results):
+        assert f"\n| {variant} | " in output
 
 
-def test_reads_asks_each_question_of_both_databases(tmp_path: Path) -> None:
+def test_reads_measures_each_request_on_both_databases(tmp_path: Path) -> None:
     for database in ([], ["--postgres"]):
-        told = run("reads", "--json", str(tmp_path / "found.json"), *database)
-        kept = json.loads((tmp_path / "found.json").read_text())
-        assert {one["bound_ms"] for one in kept.values()} == {None, 50, 100, 300}
-        assert all(f"\n| {name} | " in told and one["median_ms"] > 0 for name, one in kept.items())
+        output = run("reads", "--json", str(tmp_path / "results.json"), *database)
+        results = json.loads((tmp_path / "results.json").read_text())
+        assert {row["bound_ms"] for row in results.values()} == {None, 50, 100, 300}
+        assert all(f"\n| {name} | " in output and row["median_ms"] > 0 for name, row in results.items())
 
 
 def test_overhead_compares_every_variant_with_torch(tmp_path: Path) -> None:
-    told = run("overhead", "--json", str(tmp_path / "found.json"))
+    output = run("overhead", "--json", str(tmp_path / "results.json"))
     for title in ("torch once more (the noise)", "ours, telemetry on", "telemetry on / torch, at most 1.00"):
-        assert title in told
-    settings = json.loads((tmp_path / "found.json").read_text())["settings"]
+        assert title in output
+    settings = json.loads((tmp_path / "results.json").read_text())["settings"]
     assert {setting["set"] for setting in settings.values()} == {"claims", "scale"}
 
 
-def test_what_the_flag_costs_is_told_of_each_reducer_by_itself() -> None:
+def test_the_cost_of_the_flag_is_a_ratio_within_each_reducer() -> None:
     seconds = {
         "torch": [0.1] * 4,
         "again": [0.1] * 4,
@@ -69,36 +69,36 @@ def test_what_the_flag_costs_is_told_of_each_reducer_by_itself() -> None:
         "finds": [0.09] * 4,
     }
     launch = {"seconds": seconds, "steps_a_turn": 1, "others_cores": 0.0, "stolen_cores": 0.0}
-    told = tables({"one": {"model": "tiny", "ranks": 2, "set": "unused", "launches": [launch] * 2}})
-    row = next(line for line in told.splitlines() if "400 tiny" in line)
+    output = tables({"one": {"model": "tiny", "ranks": 2, "set": "unused", "launches": [launch] * 2}})
+    row = next(line for line in output.splitlines() if "400 tiny" in line)
     assert re.findall(r"(\d\.\d{3}) \[", row) == ["1.000", "1.200", "1.125", "0.750"]
 
 
 def test_telemetry_is_switched_on_and_off_in_the_same_processes(tmp_path: Path) -> None:
-    told = run("switched", "--json", str(tmp_path / "found.json"))
-    ((model, launches),) = json.loads((tmp_path / "found.json").read_text())["found"].items()
-    assert f"\n| {model} | " in told
+    output = run("switched", "--json", str(tmp_path / "results.json"))
+    ((model, launches),) = json.loads((tmp_path / "results.json").read_text())["found"].items()
+    assert f"\n| {model} | " in output
     assert {len(turns) for turns in launches[0]["seconds"].values()} == {4}
 
 
-def test_ingest_loses_nothing_and_is_set_beside_rows(tmp_path: Path) -> None:
-    told = run("ingest", "--json", str(tmp_path / "found.json"))
-    assert json.loads((tmp_path / "found.json").read_text())["lost"] == 0
-    assert "a row a span, SQLite alone" in told
+def test_ingest_loses_nothing_and_is_compared_with_rows(tmp_path: Path) -> None:
+    output = run("ingest", "--json", str(tmp_path / "results.json"))
+    assert json.loads((tmp_path / "results.json").read_text())["lost"] == 0
+    assert "a row a span, SQLite alone" in output
 
 
 def test_a_job_by_the_real_exporter_loses_nothing(tmp_path: Path) -> None:
-    told = run("job", "--json", str(tmp_path / "found.json"))
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert (found["spans"], found["lost"]) == (4 * 16 * 40, 0)
-    assert " 0 lost" in told
+    output = run("job", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (results["spans"], results["lost"]) == (4 * 16 * 40, 0)
+    assert " 0 lost" in output
 
 
 def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path) -> None:
-    told = run("harm", "--json", str(tmp_path / "found.json"))
-    launches = json.loads((tmp_path / "found.json").read_text())["models"]["tiny"]
+    output = run("harm", "--json", str(tmp_path / "results.json"))
+    launches = json.loads((tmp_path / "results.json").read_text())["models"]["tiny"]
     for title in ("all broken ones together", "a healthy collector", FAULTS["silent"][0]):
-        assert f"\n| {title} | " in told
+        assert f"\n| {title} | " in output
     (silent,) = launches["silent"]
     assert silent["waiting_bytes"] > 0
     assert silent["exit_s"] > 0.7 * TelemetryConfig().exit_s
@@ -107,46 +107,46 @@ def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path
 def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:
     need("tc", "iproute2")
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:
-        pytest.skip("links of a chosen speed need root's rights over the network")
-    told = run("communication", "--json", str(tmp_path / "found.json"))
-    found = json.loads((tmp_path / "found.json").read_text())
-    assert all(f"| {variant} | " in told for variant in found["seconds"])
-    # The link's own counters: a cast to 16 bits halves what travels, less what a small model's packets cost anyway.
-    assert found["busiest_link"]["fp16"] < 0.8 * found["busiest_link"]["plain all-reduce"]
+        pytest.skip("links of a chosen speed need root's network rights")
+    output = run("communication", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert all(f"| {variant} | " in output for variant in results["seconds"])
+    # A cast to 16 bits halves the bytes, apart from the fixed cost of a small model's packets.
+    assert results["busiest_link"]["fp16"] < 0.8 * results["busiest_link"]["plain all-reduce"]
 
 
 @pytest.mark.parametrize("medians", [False, True])
 @pytest.mark.parametrize("launches", [2, 4, 12])
-def test_the_interval_of_a_ratio_covers_the_truth_about_as_often_as_it_says(launches: int, medians: bool) -> None:
+def test_the_interval_of_a_ratio_covers_the_truth_in_95_percent(launches: int, medians: bool) -> None:
     random = np.random.default_rng(0)
     covered = 0
     for _ in range(400):
         truths = [random.normal(1.0, 0.02, 2) for _ in range(launches)]
-        of, to = ([random.normal(one[side], 0.05, 12) for one in truths] for side in (0, 1))
-        found = ratio([list(one) for one in of], [list(one) for one in to], medians=medians)
-        covered += found.low <= 1.0 <= found.high
+        above, below = ([random.normal(truth[side], 0.05, 12) for truth in truths] for side in (0, 1))
+        interval = ratio([list(row) for row in above], [list(row) for row in below], medians=medians)
+        covered += interval.low <= 1.0 <= interval.high
     assert 0.92 <= covered / 400 <= 0.98
 
 
-def test_figures_of_other_code_or_another_machine_are_not_gone_on_from(tmp_path: Path) -> None:
-    file, here = tmp_path / "found.json", {"machine": {"cores": 2}, "code": "a"}
-    assert resumed(file, here | {"settings": {}}) == here | {"settings": {}}
-    keep(here | {"settings": {"kept": 1}}, file)
-    assert resumed(file, here | {"settings": {}})["settings"] == {"kept": 1}
-    assert resumed(file, here | {"settings": {}}, anew=True)["settings"] == {}
-    for other in ({"code": "b"}, {"machine": {"cores": 4}}):
-        with pytest.raises(SystemExit, match=f"of another {next(iter(other))}.* --anew"):
-            resumed(file, here | other)
+def test_figures_of_other_code_or_another_machine_are_refused(tmp_path: Path) -> None:
+    file, facts = tmp_path / "results.json", {"machine": {"cores": 2}, "code": "a"}
+    assert resumed(file, facts | {"settings": {}}) == facts | {"settings": {}}
+    keep(facts | {"settings": {"kept": 1}}, file)
+    assert resumed(file, facts | {"settings": {}})["settings"] == {"kept": 1}
+    assert resumed(file, facts | {"settings": {}}, anew=True)["settings"] == {}
+    for changed in ({"code": "b"}, {"machine": {"cores": 4}}):
+        with pytest.raises(SystemExit, match=f"of another {next(iter(changed))}.* --anew"):
+            resumed(file, facts | changed)
 
 
-def test_code_is_told_apart_by_any_file_of_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_digest_changes_with_any_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.source.ROOT", tmp_path)
     (tmp_path / "part").mkdir()
-    seen = set()
+    digests = set()
     for text in ("a", "b", "a"):
         (tmp_path / "part" / "x.py").write_text(text)
-        seen.add(digest("part"))
-    assert len(seen) == 2
+        digests.add(digest("part"))
+    assert len(digests) == 2
 
 
 def test_a_ratio_of_nothing_is_an_error() -> None:
@@ -155,8 +155,8 @@ def test_a_ratio_of_nothing_is_an_error() -> None:
 
 
 def test_a_rare_burst_counts_in_totals_and_not_in_medians() -> None:
-    of, to = [[1.0] * 9 + [11.0]] * 3, [[1.0] * 10] * 3
-    assert (ratio(of, to).middle, ratio(of, to, medians=True).middle) == (pytest.approx(2.0), 1.0)
+    bursty, steady = [[1.0] * 9 + [11.0]] * 3, [[1.0] * 10] * 3
+    assert (ratio(bursty, steady).middle, ratio(bursty, steady, medians=True).middle) == (pytest.approx(2.0), 1.0)
 
 
 def test_a_verdict_is_open_where_the_interval_holds_the_limit() -> None:

@@ -1,4 +1,4 @@
-"""Settings of the training side: where they come from, what goes before what, and what is refused."""
+"""Settings of the training side: sources, precedence and refused values."""
 
 from __future__ import annotations
 
@@ -32,25 +32,27 @@ ELSEWHERE = "http://elsewhere:1"
         (TelemetryConfig(collector="http://here:2"), "0", "http://here:2"),
     ],
 )
-def test_the_argument_goes_before_the_environment(telemetry: Any, flag: str | None, collector: str | None) -> None:
-    found = resolve(telemetry, {} if flag is None else {"DDPOBS_TELEMETRY": flag})
-    assert (found and found.collector) == collector
+def test_the_argument_takes_precedence_over_the_environment(
+    telemetry: Any, flag: str | None, collector: str | None
+) -> None:
+    config = resolve(telemetry, {} if flag is None else {"DDPOBS_TELEMETRY": flag})
+    assert (config and config.collector) == collector
 
 
-def test_settings_made_in_code_are_joined_by_nothing_of_the_environment() -> None:
-    given = TelemetryConfig(run="mine")
-    assert resolve(given, {"DDPOBS_RUN": "theirs", "DDPOBS_FLUSH_S": "9"}) is given
+def test_settings_from_code_ignore_the_environment() -> None:
+    config = TelemetryConfig(run="mine")
+    assert resolve(config, {"DDPOBS_RUN": "theirs", "DDPOBS_FLUSH_S": "9"}) is config
 
 
 def test_every_field_has_its_variable() -> None:
     environ = {"RUN": "r", "TOKEN": "t", "SPOOL": "/s", "SPOOL_MB": "1.5", "QUEUE_RECORDS": "7", "FLUSH_S": "0.5"}
-    found = from_environment({f"DDPOBS_{name}": value for name, value in environ.items()})
-    assert found == TelemetryConfig(run="r", token="t", spool="/s", spool_mb=1.5, queue_records=7, flush_s=0.5)
+    config = from_environment({f"DDPOBS_{name}": value for name, value in environ.items()})
+    assert config == TelemetryConfig(run="r", token="t", spool="/s", spool_mb=1.5, queue_records=7, flush_s=0.5)
 
 
 @pytest.mark.parametrize("value", [0, -1, math.inf, math.nan, 10**12, "1", None, True])
 @pytest.mark.parametrize("setting", ["spool_mb", "queue_records", "timeout_s", "exit_s", "peers_every"])
-def test_a_number_that_is_none_is_refused_where_the_settings_are_made(setting: str, value: Any) -> None:
+def test_an_invalid_number_is_refused_when_the_settings_are_created(setting: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=setting):
         TelemetryConfig(**{setting: value})
 
@@ -70,7 +72,7 @@ def test_a_number_that_is_none_is_refused_where_the_settings_are_made(setting: s
         ("DDPOBS_TELEMETRY", "http://here:abc"),
     ],
 )
-def test_what_a_variable_cannot_hold_is_said_with_its_name(variable: str, value: str) -> None:
+def test_an_invalid_value_is_reported_with_its_variable(variable: str, value: str) -> None:
     with pytest.raises(ConfigError, match=variable) as refused:
         from_environment({variable: value})
     assert value in str(refused.value)
@@ -83,15 +85,15 @@ def test_numbers_of_numpy_are_numbers_and_counts_are_whole() -> None:
         TelemetryConfig(peers_every=20.0)  # type: ignore[arg-type]
 
 
-def test_a_spool_may_be_named_by_a_path_or_a_string() -> None:
+def test_a_spool_may_be_a_path_or_a_string() -> None:
     assert TelemetryConfig(spool="/tmp/x").spool == "/tmp/x"
     assert TelemetryConfig(spool=Path("/tmp/x")).spool == Path("/tmp/x")
 
 
-def test_a_token_is_taken_without_its_line_end_and_shown_nowhere() -> None:
-    found = from_environment({"DDPOBS_TOKEN": "s3cret\n"})
-    assert found.token == "s3cret"
-    assert "s3cret" not in repr(found)
+def test_a_token_loses_its_line_end_and_is_never_printed() -> None:
+    config = from_environment({"DDPOBS_TOKEN": "s3cret\n"})
+    assert config.token == "s3cret"
+    assert "s3cret" not in repr(config)
     with pytest.raises(ConfigError, match="token") as refused:
         TelemetryConfig(token="s3cret\n")
     assert "s3cret" not in str(refused.value)

@@ -1,3 +1,5 @@
+"""`tests.patience`: end and output of commands, with stacks of those that hang."""
+
 from __future__ import annotations
 
 import os
@@ -21,12 +23,12 @@ print("began", flush=True)
 """
 
 
-def test_what_hangs_says_where_though_whoever_started_it_is_gone() -> None:
+def test_a_hanging_orphan_is_reported_with_its_stack() -> None:
     with pytest.raises(AssertionError, match=r"(?s)did not end within 3 s.*began.*in in_the_orphan"):
         patience.run([sys.executable, "-c", _SCRIPT], environ=os.environ, timeout_s=3)
 
 
-def test_what_ends_is_as_subprocess_gives_it() -> None:
+def test_a_command_that_ends_has_the_result_of_subprocess() -> None:
     script = "import sys; print('out'); print('err', file=sys.stderr); raise SystemExit(3)"
-    done = patience.run([sys.executable, "-c", script], environ=os.environ, timeout_s=60)
-    assert (done.returncode, done.stdout, done.stderr) == (3, "out\n", "err\n")
+    completed = patience.run([sys.executable, "-c", script], environ=os.environ, timeout_s=60)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (3, "out\n", "err\n")

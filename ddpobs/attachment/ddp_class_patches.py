@@ -1,4 +1,4 @@
-"""Torch's DDP class, instrumented to tell the attachment of a model, where it has one. The models stay untouched."""
+"""Patches of torch's DDP class that report to a model's attachment, if it has one. The models stay unchanged."""
 
 from __future__ import annotations
 
@@ -12,40 +12,44 @@ from ddpobs.torch_seam.patching import Patches
 
 
 class Attached(Protocol):
-    """Who is told."""
+    """Receives the calls of one model's DDP methods.
+
+    Attributes:
+        now: Takes a time stamp.
+    """
 
     now: Callable[[], Any]
 
     def forward_began(self, inputs: tuple[Any, ...], named: dict[str, Any], synchronises: bool) -> None:
-        """The model's forward was called."""
+        """Record that the model's forward was called."""
         ...
 
     def buffers_synced(self, began: Any) -> None:
-        """The buffers' broadcast has ended."""
+        """Record that the buffers' broadcast, which began at that stamp, has ended."""
         ...
 
-    def shadowed(self) -> None:
-        """The model, out of data, took part in a backward of the other ranks."""
+    def participated_with_zeros(self) -> None:
+        """Record that the model, out of data, took part in a backward of the other ranks."""
         ...
 
-    def observe(self, model: DistributedDataParallel) -> None:
-        """The model's reducer has another process group."""
+    def observe_group(self, model: DistributedDataParallel) -> None:
+        """Observe the new process group of the model's reducer."""
         ...
 
-    def timed(self, hook: Callable[..., Any]) -> Callable[..., Any]:
-        """The user's communication hook, timed."""
+    def time_hook(self, hook: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the user's communication hook with its times recorded."""
         ...
 
-    def hooked(self, hook: Callable[..., Any]) -> None:
-        """Torch took the user's communication hook."""
+    def hook_registered(self, hook: Callable[..., Any]) -> None:
+        """Record that torch accepted the user's communication hook."""
         ...
 
 
-class TorchClass:
-    """Torch's DDP class, instrumented for as long as it is installed.
+class DDPClassPatches:
+    """Wrappers around methods of torch's DDP class, until they are removed.
 
     Args:
-        attachments: By model; those that are there when a method is called are told.
+        attachments: Attachments by model, looked up at each call.
     """
 
     def __init__(self, attachments: Mapping[Any, Attached]) -> None:
@@ -53,22 +57,22 @@ class TorchClass:
         self._patches = Patches()
 
     def install(self) -> None:
-        """Wrap its methods."""
-        self.remove()  # Models that were collected left them wrapped.
+        """Wrap the methods."""
+        self.remove()  # They are still wrapped if the last attached models were garbage-collected.
         for name, around in (
-            ("_pre_forward", self._telling_forward),
-            ("_sync_buffers", self._telling_buffers),
-            ("register_comm_hook", self._timing_hook),
-            ("_update_process_group", self._observing_again),
-            ("_match_all_reduce_for_bwd_pass", self._telling_shadows),
+            ("_pre_forward", self._report_forward),
+            ("_sync_buffers", self._report_buffers),
+            ("register_comm_hook", self._time_hook),
+            ("_update_process_group", self._observe_new_group),
+            ("_match_all_reduce_for_bwd_pass", self._report_participation),
         ):
             self._patches.put(DistributedDataParallel, name, around)
 
     def remove(self) -> None:
-        """Put them back."""
+        """Restore the methods."""
         self._patches.undo()
 
-    def _telling_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _report_forward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         attachments = self._attachments
 
         def _pre_forward(model: Any, *inputs: Any, **kwargs: Any) -> Any:
@@ -79,7 +83,7 @@ class TorchClass:
 
         return _pre_forward
 
-    def _telling_buffers(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _report_buffers(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _sync_buffers(model: Any) -> Any:
             attachment = self._attachments.get(model)
             if attachment is None:
@@ -91,7 +95,7 @@ class TorchClass:
 
         return _sync_buffers
 
-    def _timing_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _time_hook(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def register_comm_hook(model: Any, state: object, hook: Callable[..., Any]) -> Any:
             attachment = self._attachments.get(model)
             if attachment is None:
@@ -100,29 +104,30 @@ class TorchClass:
 
         return register_comm_hook
 
-    def _observing_again(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _observe_new_group(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _update_process_group(model: Any, new_process_group: Any) -> Any:
             result = original(model, new_process_group)
             attachment = self._attachments.get(model)
             if attachment is not None:
-                attachment.observe(model)
+                attachment.observe_group(model)
             return result
 
         return _update_process_group
 
-    def _telling_shadows(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _report_participation(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def _match_all_reduce_for_bwd_pass(model: Any) -> Any:
             result = original(model)
             attachment = self._attachments.get(model)
             if attachment is not None:
-                attachment.shadowed()
+                attachment.participated_with_zeros()
             return result
 
         return _match_all_reduce_for_bwd_pass
 
 
 def register(model: Any, state: object, hook: Callable[..., Any], attachment: Attached) -> None:
-    """Register the user's hook, timed, on a model of the instrumented class; the model still names the user's own."""
-    DistributedDataParallel.register_comm_hook.__wrapped__(model, state, attachment.timed(hook))  # type: ignore[attr-defined]
+    """Register the timed form of the user's hook on a model; the model's list of hooks still holds the user's own."""
+    original = DistributedDataParallel.register_comm_hook.__wrapped__  # type: ignore[attr-defined]
+    original(model, state, attachment.time_hook(hook))
     model._comm_hooks[-1] = (hook, state)
-    attachment.hooked(hook)
+    attachment.hook_registered(hook)

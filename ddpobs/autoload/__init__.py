@@ -1,1 +1,1 @@
-"""What `ddpobs run` puts into the processes of an unchanged script: `sitecustomize`, found first on PYTHONPATH."""
+"""Code that `ddpobs run` loads into an unchanged script: `sitecustomize`, the first one on PYTHONPATH."""

@@ -1,7 +1,7 @@
-"""Runs at the start of every Python process under `ddpobs run`.
+"""Start-up code of every Python process under `ddpobs run`.
 
-It does next to nothing: only when the process itself imports torch's DDP is that class taught to attach telemetry to
-what it builds. A launcher or a loader worker builds none and so pays nothing.
+It does almost nothing at start-up. If the process imports torch's DDP, that class is patched to attach telemetry to
+each new instance. A launcher or a loader worker creates no instance and pays nothing.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 
 
 class _Finder(MetaPathFinder):
-    """Finds the modules of torch's parallel classes as usual, and has the classes taught once they are loaded."""
+    """Finds the modules of torch's parallel classes as usual, and patches the classes once they are loaded."""
 
     def __init__(self) -> None:
         self._busy = False
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if name not in _TAUGHT or self._busy:
+        if name not in _PATCHES or self._busy:
             return None
         self._busy = True
         try:
@@ -31,12 +31,12 @@ class _Finder(MetaPathFinder):
         finally:
             self._busy = False
         if spec is not None and spec.loader is not None:
-            spec.loader = _Teaching(spec.loader)
+            spec.loader = _PatchingLoader(spec.loader)
         return spec
 
 
-class _Teaching(Loader):
-    """The module's own loader, followed by `_teach`."""
+class _PatchingLoader(Loader):
+    """The module's own loader, followed by `_patch`."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -46,31 +46,31 @@ class _Teaching(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _teach(module)
+        _patch(module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
 
-def _teach(module: ModuleType) -> None:
-    """Have the module's class followed by what is ours, once an instance of it or of a subclass is built."""
-    name, built = _TAUGHT[module.__name__]
+def _patch(module: ModuleType) -> None:
+    """Patch the module's class: after an instance of it or of a subclass is built, call our function."""
+    name, after_init = _PATCHES[module.__name__]
     parallel = getattr(module, name)
-    build = parallel.__init__
+    original = parallel.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
-        build(self, *args, **kwargs)
+        original(self, *args, **kwargs)
         try:
-            built(self)
-        except Exception as error:  # telemetry never stops a training
-            _say(f"no telemetry for this model: {error}")
+            after_init(self)
+        except Exception as error:  # Telemetry never stops a training.
+            _print(f"no telemetry for this model: {error}")
 
-    __init__.__wrapped__ = build  # type: ignore[attr-defined]
+    __init__.__wrapped__ = original  # type: ignore[attr-defined]
     parallel.__init__ = __init__
 
 
 def _attach(model: Any) -> None:
-    """Attach telemetry to a DDP that torch built; ours has its own and is left alone."""
+    """Attach telemetry to an instance of torch's DDP; ours has its own telemetry."""
     if any(base.__module__ == "ddpobs.ddp" for base in type(model).__mro__):
         return
     from ddpobs.attachment.attachment import attach
@@ -79,39 +79,39 @@ def _attach(model: Any) -> None:
 
 
 def _advise(_model: Any) -> None:
-    """Say once what to do instead of DataParallel."""
-    if _TAUGHT.pop(_DATA_PARALLEL, None):
+    """Report once the alternative to DataParallel."""
+    if _PATCHES.pop(_DATA_PARALLEL, None):
         from ddpobs.errors import DataParallelError
 
         raise DataParallelError
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     print(f"ddpobs: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 _DATA_PARALLEL = "torch.nn.parallel.data_parallel"
-_TAUGHT: dict[str, tuple[str, Callable[[Any], None]]] = {
+_PATCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
     "torch.nn.parallel.distributed": ("DistributedDataParallel", _attach),
     _DATA_PARALLEL: ("DataParallel", _advise),
 }
 
 
 def _run_shadowed() -> None:
-    """Run the sitecustomize that this one hides, if there is one, and let it have its name."""
-    here = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
-    others = [path for path in sys.path if os.path.abspath(path or ".") != here]  # noqa: PTH100
-    spec = PathFinder.find_spec("sitecustomize", others)
+    """Run the sitecustomize that this one hides, if there is one, under its own name."""
+    folder = os.path.dirname(os.path.abspath(__file__))  # noqa: PTH100, PTH120
+    paths = [path for path in sys.path if os.path.abspath(path or ".") != folder]  # noqa: PTH100
+    spec = PathFinder.find_spec("sitecustomize", paths)
     if spec is not None and spec.loader is not None:
         sys.modules["sitecustomize"] = module_from_spec(spec)
         spec.loader.exec_module(sys.modules["sitecustomize"])
 
 
 def _begin() -> None:
-    """Teach what is loaded already (by a .pth file), and wait for the rest."""
-    for name in list(_TAUGHT):
+    """Patch the modules that are loaded already, by a .pth file for example, and the others when they are imported."""
+    for name in list(_PATCHES):
         if name in sys.modules:
-            _teach(sys.modules[name])
+            _patch(sys.modules[name])
     sys.meta_path.insert(0, _Finder())
 
 

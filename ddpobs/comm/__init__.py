@@ -1,34 +1,36 @@
-"""What is done with a full bucket: one small interface, and the ways behind it."""
+"""Communication strategies: the exchange that reduces a full bucket over the ranks."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.base import BucketComm, CommFactory, FuturePending, Pending, SkippedBucket
-from ddpobs.comm.cast import Bf16, Fp16
-from ddpobs.comm.int8 import Int8
-from ddpobs.comm.parameter_server import ParameterServer
-from ddpobs.comm.powersgd import PowerSGD
-from ddpobs.comm.registry import choose, name_of
+from ddpobs.comm.base import BucketComm, CommFactory, DenseOnly, FuturePending, Pending, SkippedBucket
+from ddpobs.comm.registry import STRATEGIES, choose, name_of
 from ddpobs.comm.round_robin import RoundRobin
-from ddpobs.comm.topk import TopK
 from ddpobs.comm.user_hook import CommHook, GradBucket
 
-__all__ = [
+_classes = {strategy.factory.__name__: strategy.factory for strategy in STRATEGIES}
+
+__all__ = [  # noqa: PLE0604 - the names of the strategies' classes
     "AllReduce",
-    "Bf16",
     "BucketComm",
     "CommFactory",
     "CommHook",
-    "Fp16",
+    "DenseOnly",
     "FuturePending",
     "GradBucket",
-    "Int8",
-    "ParameterServer",
     "Pending",
-    "PowerSGD",
     "RoundRobin",
     "SkippedBucket",
-    "TopK",
     "choose",
     "name_of",
+    *(name for name in _classes if name != "AllReduce"),
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return the class of a registered strategy."""
+    if name in _classes:
+        return _classes[name]
+    raise AttributeError(f"module 'ddpobs.comm' has no attribute {name!r}")

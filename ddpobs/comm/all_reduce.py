@@ -1,4 +1,4 @@
-"""The plain way: sum over all ranks."""
+"""The default strategy: a sum over all ranks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.torch_seam.collectives import all_reduce, wait_for
 
 
 class AllReduce:
-    """One all-reduce (sum) of the flat buffer; gradients were divided before."""
+    """One all-reduce (sum) of the flat buffer; the reducer has divided the gradients before."""
 
     name = "all_reduce"
     divides = True
@@ -26,7 +27,7 @@ class AllReduce:
         if bucket.sparse:
             gradient = bucket.parameters[0].grad
             assert gradient is not None
-            return _PendingSparse(all_reduce(self._group, [gradient]), bucket)
+            return _SparsePending(all_reduce(self._group, [gradient]), bucket)
         return _Pending(all_reduce(self._group, [bucket.buffer]))
 
 
@@ -39,17 +40,18 @@ class _Pending:
     def wait(self) -> None:
         wait_for(self.work)
 
-    def on_done(self, told: Callable[[object], None]) -> None:
-        self.work.get_future().add_done_callback(told)
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        self.work.get_future().add_done_callback(callback)
 
 
-class _PendingSparse(_Pending):
+class _SparsePending(_Pending):
     __slots__ = ("_bucket",)
 
     def __init__(self, work: dist.Work, bucket: Bucket) -> None:
         super().__init__(work)
         self._bucket = bucket
 
+    @override
     def wait(self) -> None:
         wait_for(self.work)
         result: torch.Tensor = self.work.get_future().value()[0]

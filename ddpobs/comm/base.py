@@ -1,4 +1,4 @@
-"""The interface between the reducer and what is done with a full bucket."""
+"""The interface between the reducer and a communication strategy, and a base class for strategies."""
 
 from __future__ import annotations
 
@@ -9,28 +9,29 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.buckets.bucket import Bucket
+from ddpobs.comm.all_reduce import AllReduce  # It imports nothing from here: its class fits the protocols below.
 from ddpobs.torch_seam.collectives import value_of
 
 
 class Pending(Protocol):
-    """A launched communication."""
+    """A launched exchange."""
 
     def wait(self) -> None:
         """Return when the bucket holds the result (on CUDA: when the current stream will wait for it)."""
         ...
 
-    def on_done(self, told: Callable[[object], None]) -> None:
-        """Have `told` called when it completes, from whatever thread sees that."""
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        """Call `callback` when the exchange completes, on the thread that completes it."""
         ...
 
 
 class BucketComm(Protocol):
-    """What is done with a full bucket.
+    """A communication strategy on one process group.
 
     Attributes:
-        name: What telemetry calls it.
+        name: The strategy's name in telemetry.
         divides: Whether the reducer divides gradients by the number of ranks before `launch`.
-        carries_nan: Whether a NaN in the first element of one rank's buffer is sure to be in every rank's result.
+        carries_nan: Whether a NaN in the first element of one rank's buffer is sure to reach every rank's result.
     """
 
     name: str
@@ -38,21 +39,73 @@ class BucketComm(Protocol):
     carries_nan: bool
 
     def launch(self, bucket: Bucket, last: bool) -> Pending:
-        """Start it, in the same order on every rank; only a first one may wait, for groups that all ranks make."""
+        """Start the exchange of a full bucket, without blocking.
+
+        The first launch alone may block, to create process groups together with the other ranks.
+
+        Args:
+            bucket: The full bucket. Every rank launches the buckets in the same order.
+            last: Whether it is the backward's last bucket.
+        """
         ...
 
 
 CommFactory = Callable[[dist.ProcessGroup], BucketComm]
-"""Makes what handles the buckets of one process group: a class of this package, `functools.partial` of one, or a
-user's own. It is pickled with the module, and called on one rank alone where a module is copied there: what needs
-the other ranks waits for the first `launch`."""
+"""Creates the strategy for one process group: a class of this package, `functools.partial` of a class, or the user's.
+
+The factory is pickled with the module. If a module is copied on one rank alone, the factory is called on that rank
+alone. A step that needs the other ranks must therefore wait for the first `launch`.
+"""
+
+
+class DenseOnly:
+    """Base of strategies for dense floating-point buckets; all other buckets go through the plain all-reduce.
+
+    A subclass sets `name` and implements `launch_dense`.
+
+    Args:
+        group: The process group.
+    """
+
+    name: str
+    divides = True
+    carries_nan = True
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._ranks = group, group.size()
+        self._plain = AllReduce(group)
+
+    def handles(self, bucket: Bucket) -> bool:
+        """Whether `launch_dense` takes the bucket."""
+        return not bucket.sparse and bucket.buffer.is_floating_point()
+
+    def launch(self, bucket: Bucket, last: bool) -> Pending:
+        """Start the strategy's exchange, or the plain all-reduce."""
+        if self.handles(bucket):
+            return self.launch_dense(bucket, last)
+        if not self.divides:
+            _divide(bucket, self._ranks)
+        return self._plain.launch(bucket, last)
+
+    def launch_dense(self, bucket: Bucket, last: bool) -> Pending:
+        """Start the exchange of a bucket that `handles` accepts; the arguments are `launch`'s."""
+        raise NotImplementedError
+
+
+def _divide(bucket: Bucket, ranks: int) -> None:
+    if not bucket.sparse:
+        bucket.buffer.div_(ranks)
+        return
+    gradient = bucket.parameters[0].grad
+    assert gradient is not None
+    bucket.parameters[0].grad = gradient / ranks
 
 
 class FuturePending:
-    """Pending until a future of torch's is done.
+    """Pending until a torch future is done.
 
-    On CUDA `wait` has the current stream wait for what wrote the future's value, and for nothing else: that has to be
-    the bucket's buffer.
+    On CUDA, `wait` makes the current stream wait for the kernels that wrote the future's value, and for nothing else.
+    The value must therefore be the bucket's buffer.
     """
 
     __slots__ = ("_future",)
@@ -61,19 +114,19 @@ class FuturePending:
         self._future = future
 
     def wait(self) -> None:
-        """As `Pending.wait`; an error in the exchange comes out here."""
+        """As `Pending.wait`; raises the exchange's error if it failed."""
         value_of(self._future)
 
-    def on_done(self, told: Callable[[object], None]) -> None:
+    def on_done(self, callback: Callable[[object], None]) -> None:
         """As `Pending.on_done`."""
-        self._future.add_done_callback(told)
+        self._future.add_done_callback(callback)
 
 
 class SkippedBucket:
-    """Stands where a bucket was left out."""
+    """Pending of a bucket that is not exchanged."""
 
     def wait(self) -> None:
-        """At once."""
+        """Return at once."""
 
-    def on_done(self, told: Callable[[object], None]) -> None:
-        """Never."""
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        """Never call `callback`."""

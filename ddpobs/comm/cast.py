@@ -5,38 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
+from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.base import FuturePending, Pending
+from ddpobs.comm.base import DenseOnly, FuturePending, Pending
 from ddpobs.torch_seam.collectives import all_reduce
 
 
-class _Cast:
+class _Cast(DenseOnly):
     """All-reduce in a narrower dtype. A bucket that is no wider, or sparse, is reduced as it is."""
 
-    divides = True
-    carries_nan = True
-    name: str
     dtype: torch.dtype
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        self._plain = AllReduce(group)
+    @override
+    def handles(self, bucket: Bucket) -> bool:
+        return super().handles(bucket) and bucket.buffer.element_size() > self.dtype.itemsize
 
-    def launch(self, bucket: Bucket, last: bool) -> Pending:
-        """Cast, start the all-reduce, and cast back as soon as it is done."""
+    @override
+    def launch_dense(self, bucket: Bucket, last: bool) -> Pending:
         buffer = bucket.buffer
-        if bucket.sparse or not buffer.is_floating_point() or buffer.element_size() <= self.dtype.itemsize:
-            return self._plain.launch(bucket, last)
         narrow = buffer.to(self.dtype)
-        return FuturePending(all_reduce(self._group, [narrow]).get_future().then(_into(buffer, narrow)))
+        return FuturePending(all_reduce(self._group, [narrow]).get_future().then(_widen_into(buffer, narrow)))
 
 
-def _into(buffer: torch.Tensor, narrow: torch.Tensor) -> Callable[[torch.futures.Future[object]], torch.Tensor]:
+def _widen_into(buffer: torch.Tensor, narrow: torch.Tensor) -> Callable[[torch.futures.Future[object]], torch.Tensor]:
     def widen(reduced: torch.futures.Future[object]) -> torch.Tensor:
-        reduced.value()  # Raises where the exchange failed.
+        reduced.value()  # Raises if the exchange failed.
         return buffer.copy_(narrow)
 
     return widen

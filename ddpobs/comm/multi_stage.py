@@ -1,11 +1,12 @@
 """Exchanges of several collectives, where the second needs the first one's result.
 
-Started from the first one's completion they would come in another order on another rank, and then they hang or mix up
-buckets. One thread runs them instead, bucket after bucket, over a process group that nobody else uses: in the order of
-launch, which is every rank's, also where several modules share the two.
+If the second collective started from the first one's completion, its order among the buckets would differ between
+ranks. The exchanges would then hang or mix up buckets. Here one thread runs them, bucket after bucket, over a side
+group that has no other user. Their order is the order of launch, which is the same on every rank. Several modules may
+share the thread and the side group.
 
-On CUDA that thread has a stream of its own: whatever waits for a collective on the backward's would hold up the rest of
-the backward, under which the collectives are to travel.
+On CUDA the thread has its own stream. To wait for a collective on the backward's stream would delay the rest of the
+backward, which is to hide the collectives.
 """
 
 from __future__ import annotations
@@ -21,44 +22,47 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpobs.comm.side_groups import group_beside
+from ddpobs.comm.side_groups import get_side_group
 
 _Job = tuple[Callable[[], None], Any, "Future[Any]"]
 _Jobs = SimpleQueue[_Job | None]
 
 _jobs: weakref.WeakKeyDictionary[dist.ProcessGroup, _Jobs] = weakref.WeakKeyDictionary()
-"""What waits for the thread of each process group that stages run over."""
+"""The queue of each side group's thread."""
 
 
 class Stages:
-    """Runs the later stages of exchanges in the order in which they were handed in.
+    """Runs the later stages of exchanges in the order of their submission.
 
     Args:
-        group: Over whose ranks. The first exchange over it makes a group beside it, for the collectives of all such
-            stages: not before, as a module may be copied on one rank alone.
+        group: The process group of the exchanges. The first exchange creates a side group for the collectives of the
+            later stages. The constructor does not, because a module may be copied on one rank alone.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        self._over = group
-        self._own: dict[torch.device, tuple[dist.ProcessGroup, _Jobs]] = {}
+        self._group = group
+        self._queues: dict[torch.device, tuple[dist.ProcessGroup, _Jobs]] = {}
 
     def run(self, stages: Callable[[dist.ProcessGroup], None], device: torch.device) -> StagedPending:
-        """Have `stages` called with the group, without gradients; on CUDA on a stream that follows the current one."""
-        if device not in self._own:
-            made = group_beside(self._over, device, 0)
-            self._own[device] = made, _jobs_of(made, device)
-        group, jobs = self._own[device]
-        begun = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
+        """Submit `stages`, which is called with the side group and without gradients.
+
+        On CUDA it runs on a stream that waits for the work of the current stream up to now.
+        """
+        if device not in self._queues:
+            side_group = get_side_group(self._group, device, 0)
+            self._queues[device] = side_group, _jobs_of(side_group, device)
+        side_group, jobs = self._queues[device]
+        submission = torch.cuda.current_stream(device).record_event() if device.type == "cuda" else None
         future: Future[Any] = Future()
-        jobs.put((partial(stages, group), begun, future))
+        jobs.put((partial(stages, side_group), submission, future))
         return StagedPending(stages, device, future)
 
 
 class StagedPending:
     """Pending until its last stage has run.
 
-    It keeps the stages: what they hold was made on the stream of who waits, and is not to be used for anything else
-    there before.
+    Holds a reference to the stages. Their tensors were allocated on the waiting stream, which must not reuse the memory
+    before the stages end.
     """
 
     __slots__ = ("_device", "_future", "_stages")
@@ -67,45 +71,45 @@ class StagedPending:
         self._stages, self._device, self._future = stages, device, future
 
     def wait(self) -> None:
-        """As `Pending.wait`; an error in any stage comes out here."""
-        ended = self._future.result()
-        if ended is not None:
-            torch.cuda.current_stream(self._device).wait_event(ended)
+        """As `Pending.wait`; raises the error of a stage that failed."""
+        completion = self._future.result()
+        if completion is not None:
+            torch.cuda.current_stream(self._device).wait_event(completion)
 
-    def on_done(self, told: Callable[[object], None]) -> None:
+    def on_done(self, callback: Callable[[object], None]) -> None:
         """As `Pending.on_done`."""
-        self._future.add_done_callback(told)
+        self._future.add_done_callback(callback)
 
 
-def _jobs_of(group: dist.ProcessGroup, device: torch.device) -> _Jobs:
-    jobs = _jobs.get(group)
+def _jobs_of(side_group: dist.ProcessGroup, device: torch.device) -> _Jobs:
+    jobs = _jobs.get(side_group)
     if jobs is None:
-        jobs = _jobs[group] = SimpleQueue()
-        threading.Thread(target=_work, args=(jobs, device), name="ddpobs-comm", daemon=True).start()
-        weakref.finalize(group, jobs.put, None)
+        jobs = _jobs[side_group] = SimpleQueue()
+        threading.Thread(target=_run_jobs, args=(jobs, device), name="ddpobs-comm", daemon=True).start()
+        weakref.finalize(side_group, jobs.put, None)
     return jobs
 
 
-def _work(jobs: _Jobs, device: torch.device) -> None:
+def _run_jobs(jobs: _Jobs, device: torch.device) -> None:
     stream = None
     while (job := jobs.get()) is not None:
-        stages, begun, future = job
+        stages, submission, future = job
         try:
-            if begun is not None:
-                stream = stream or _stream_of_its_own(device)
-                stream.wait_event(begun)
+            if submission is not None:
+                stream = stream or _create_stream(device)
+                stream.wait_event(submission)
             with torch.no_grad():
                 stages()
-            ended = stream.record_event() if stream is not None else None
+            completion = stream.record_event() if stream is not None else None
         except BaseException as error:
             future.set_exception(error)
         else:
-            future.set_result(ended)
+            future.set_result(completion)
         del job, stages, future
 
 
-def _stream_of_its_own(device: torch.device) -> Any:
-    """The current one of this thread from now on, whose device is the first one until it is told."""
+def _create_stream(device: torch.device) -> Any:
+    """Create a stream and make it this thread's current one; a new thread's current device is the first."""
     torch.cuda.set_device(device)
     stream = torch.cuda.Stream(device)
     torch.cuda.set_stream(stream)

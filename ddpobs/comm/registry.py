@@ -1,13 +1,14 @@
-"""A user's choice of what is done with a full bucket, as a string or as a way of their own."""
+"""The strategies by name, and the choice among them by the arguments of `DistributedDataParallel`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.base import CommFactory
+from ddpobs.comm.base import BucketComm, CommFactory
 from ddpobs.comm.cast import Bf16, Fp16
 from ddpobs.comm.int8 import Int8
 from ddpobs.comm.parameter_server import ParameterServer
@@ -16,59 +17,96 @@ from ddpobs.comm.round_robin import RoundRobin
 from ddpobs.comm.topk import TopK
 from ddpobs.errors import ConfigError
 
-_PLAIN: dict[str, CommFactory] = {
-    "all_reduce": AllReduce,
-    "fp16": Fp16,
-    "bf16": Bf16,
-    "int8": Int8,
-    "parameter_server": ParameterServer,
-    "powersgd": PowerSGD,
-    "topk": TopK,
-}
-_WITH_NUMBER: dict[str, tuple[CommFactory, str, Callable[[str], Any], Callable[[Any], bool]]] = {
-    "topk": (TopK, "density", float, lambda density: 0 < density <= 1),
-    "powersgd": (PowerSGD, "rank", int, lambda rank: rank >= 1),
-}
+
+@dataclass(frozen=True)
+class Argument:
+    """The number that may follow a strategy's name after a colon, as in `topk:0.01`.
+
+    Attributes:
+        name: The class's keyword argument.
+        convert: Converts the text; raises ValueError for other text.
+        is_valid: Whether the class accepts the number.
+        limits: The valid numbers, in the words of the error message.
+    """
+
+    name: str
+    convert: Callable[[str], Any]
+    is_valid: Callable[[Any], bool]
+    limits: str
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A strategy that a string names.
+
+    Attributes:
+        name: The string, without an argument.
+        factory: The class.
+        argument: The number that may follow the name; the class has a default for it.
+    """
+
+    name: str
+    factory: type[BucketComm]
+    argument: Argument | None = None
+
+
+STRATEGIES = (
+    Strategy("all_reduce", AllReduce),
+    Strategy("fp16", Fp16),
+    Strategy("bf16", Bf16),
+    Strategy("int8", Int8),
+    Strategy("parameter_server", ParameterServer),
+    Strategy("powersgd", PowerSGD, Argument("rank", int, lambda rank: rank >= 1, "at least 1")),
+    Strategy("topk", TopK, Argument("density", float, lambda density: 0 < density <= 1, "above 0, at most 1")),
+)
+"""A new strategy needs its module and one entry here; docs/communication.md describes it."""
+
+_BY_NAME = {strategy.name: strategy for strategy in STRATEGIES}
+_WITH_ARGUMENT = [
+    f"{strategy.name}:{strategy.argument.name.upper()} ({strategy.argument.limits})"
+    for strategy in STRATEGIES
+    if strategy.argument is not None
+]
 _EXPECTED = (
-    f"one of {', '.join(_PLAIN)}, topk:DENSITY (above 0, at most 1), powersgd:RANK (at least 1), "
-    "or a callable that takes the process group and gives a BucketComm"
+    f"one of {', '.join((*_BY_NAME, *_WITH_ARGUMENT))}, "
+    "or a callable that takes the process group and returns a BucketComm"
 )
 
 
 def choose(comm: str | CommFactory | None, round_robin_groups: int) -> CommFactory:
-    """The way that the arguments of `DistributedDataParallel` name.
+    """Return the factory for the arguments `comm` and `round_robin_groups` of `DistributedDataParallel`.
 
     Raises:
-        ConfigError: There is no such way.
+        ConfigError: `comm` names no strategy and is not callable, or the number of groups is no whole number above 0.
     """
     if not isinstance(round_robin_groups, int) or round_robin_groups < 1:
         raise ConfigError("round_robin_groups", "a whole number of process groups, at least 1", round_robin_groups)
-    way = AllReduce if comm is None else comm
-    if isinstance(way, str):
-        way = _named(way)
-    if not callable(way):
+    factory = AllReduce if comm is None else comm
+    if isinstance(factory, str):
+        factory = _parse(factory)
+    if not callable(factory):
         raise ConfigError("comm", _EXPECTED, comm)
-    return way if round_robin_groups == 1 else partial(RoundRobin, way=way, groups=round_robin_groups)
+    return factory if round_robin_groups == 1 else partial(RoundRobin, factory=factory, groups=round_robin_groups)
 
 
-def name_of(way: object) -> str:
-    """What the ranks' choices are compared by: a string as it is, what is the user's own by its class or function."""
-    if way is None:
+def name_of(comm: object) -> str:
+    """Name the choice, to compare it between ranks: a string as it is, a user's factory by its class or function."""
+    if comm is None:
         return "all_reduce"
-    return way if isinstance(way, str) else str(getattr(way, "__qualname__", type(way).__qualname__))
+    return comm if isinstance(comm, str) else str(getattr(comm, "__qualname__", type(comm).__qualname__))
 
 
-def _named(text: str) -> CommFactory:
+def _parse(text: str) -> CommFactory:
     name, colon, number = text.partition(":")
-    if not colon and name in _PLAIN:
-        return _PLAIN[name]
-    if name not in _WITH_NUMBER:
+    strategy = _BY_NAME.get(name)
+    if strategy is None or (colon and strategy.argument is None):
         raise ConfigError("comm", _EXPECTED, text)
-    way, argument, convert, holds = _WITH_NUMBER[name]
+    if not colon or strategy.argument is None:
+        return strategy.factory
     try:
-        value = convert(number)
+        value = strategy.argument.convert(number)
     except ValueError:
         raise ConfigError("comm", _EXPECTED, text) from None
-    if not holds(value):
+    if not strategy.argument.is_valid(value):
         raise ConfigError("comm", _EXPECTED, text)
-    return partial(way, **{argument: value})
+    return partial(strategy.factory, **{strategy.argument.name: value})

@@ -1,7 +1,8 @@
-"""Process groups made beside another one, over the same ranks, for whoever needs connections of its own there.
+"""Side groups: process groups over the ranks of another group, for exchanges that need their own connections.
 
-To make or destroy one takes all of its ranks, and when a module is collected differs from rank to rank. So they belong
-to the group that they were made beside: all modules of that group share them, and they stay for as long as it does.
+To create or destroy a group takes all of its ranks, and modules are garbage-collected at different times on different
+ranks. Side groups therefore belong to the group whose ranks they have. All modules of that group share them, and they
+live as long as it does.
 """
 
 from __future__ import annotations
@@ -18,49 +19,50 @@ from ddpobs.torch_seam.collectives import broadcast_from_first, name_of, wait_fo
 
 _Use = tuple["weakref.ref[dist.ProcessGroup]", torch.device, int]
 
-_made: weakref.WeakKeyDictionary[dist.ProcessGroup, _Use] = weakref.WeakKeyDictionary()
-"""What each was made for. Torch holds those that are not destroyed; one held here would keep a store, and its port."""
+_side_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, _Use] = weakref.WeakKeyDictionary()
+"""The use of each side group. Weak keys: a strong reference to a destroyed group would keep its store's port open."""
 
 
-def group_beside(group: dist.ProcessGroup, device: torch.device, place: int) -> dist.ProcessGroup:
-    """The process group for one use over the same ranks, the same one for whoever asks.
+def get_side_group(group: dist.ProcessGroup, device: torch.device, index: int) -> dist.ProcessGroup:
+    """Return the side group for one use; all callers with the same arguments share it.
 
-    Every rank of the group calls this for its uses in the same order, and no other needs to. The first call for a use
-    makes it, and destroys those whose own group was destroyed.
+    Every rank of the group, and no other rank, must call this for its uses in the same order. The first call for a use
+    creates the side group, and destroys the side groups of groups that were destroyed.
 
     Args:
-        group: A process group that torch knows.
-        device: Whose tensors it is for: several devices' backward passes run at once, in another order on every rank.
-        place: Tells several for one device apart.
+        group: A process group that is registered with torch.
+        device: The device of the tensors. Backward passes of several devices run at once, in another order per rank.
+        index: Distinguishes several side groups for one device.
     """
-    use = (weakref.ref(group), device, place)
-    for made, its in list(_made.items()):
-        if its == use:
-            return made
-    _destroy_left()
-    made = _another(group, device)
-    _made[made] = use
-    return made
+    use = (weakref.ref(group), device, index)
+    for side_group, other_use in list(_side_groups.items()):
+        if other_use == use:
+            return side_group
+    _destroy_orphans()
+    side_group = _create(group, device)
+    _side_groups[side_group] = use
+    return side_group
 
 
-def _destroy_left() -> None:
-    known = dist.distributed_c10d._world.pg_map
-    for made, (group, *_) in list(_made.items()):  # One beside another of these comes after it.
-        if made in known and group() not in known:
-            dist.destroy_process_group(made)
+def _destroy_orphans() -> None:
+    registered = dist.distributed_c10d._world.pg_map
+    for side_group, (group, *_) in list(_side_groups.items()):  # A side group of a side group comes after it.
+        if side_group in registered and group() not in registered:
+            dist.destroy_process_group(side_group)
 
 
-def _another(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
-    """Over the same ranks, and called on all of them.
+def _create(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup:
+    """Create a group over the same ranks; every rank must call this.
 
-    `torch.distributed.new_group` either wants every rank of the world, or (with `use_local_synchronization`) names the
-    group by how many groups a rank has, so that ranks with other groups besides wait for each other for ever.
+    `torch.distributed.new_group` either needs every rank of the world, or (with `use_local_synchronization`) names the
+    group by the number of groups a rank has. Ranks that have other groups besides would then wait for each other for
+    ever.
     """
-    # Its first rank names it: a group may have a rank that has made none before, and a name that an earlier one had.
+    # The first rank draws the name. Another rank may have created no group before, or one whose name an earlier had.
     name = torch.tensor([secrets.randbits(62)], device=device)
     wait_for(broadcast_from_first(group, [name]))
     c10d, ranks = dist.distributed_c10d, dist.get_process_group_ranks(group)
-    made, _ = c10d._new_process_group_helper(
+    side_group, _ = c10d._new_process_group_helper(
         len(ranks),
         group.rank(),
         ranks,
@@ -69,19 +71,19 @@ def _another(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGrou
         group_name=c10d.GroupName(f"{name_of(group)}/ddpobs/{name.item():x}"),
         timeout=_timeout_of(group, device),
     )
-    c10d._world.pg_group_ranks[made] = {rank: place for place, rank in enumerate(ranks)}
-    split_from_none(made, device)
-    return made  # type: ignore[no-any-return]
+    c10d._world.pg_group_ranks[side_group] = {rank: index for index, rank in enumerate(ranks)}
+    disable_communicator_split(side_group, device)
+    return side_group  # type: ignore[no-any-return]
 
 
-def split_from_none(made: dist.ProcessGroup, device: torch.device) -> None:
-    """Have NCCL connect the ranks anew at the first collective.
+def disable_communicator_split(side_group: dist.ProcessGroup, device: torch.device) -> None:
+    """Make NCCL connect the ranks anew at the first collective.
 
-    Where the default group is bound to a device, torch would split its communicator instead: for that NCCL waits for
-    every rank of the world, of which those outside of the group do not come.
+    If the default group is bound to a device, torch would split its communicator instead. For a split NCCL waits for
+    every rank of the world, but ranks outside of the group never take part.
     """
     try:
-        backend: Any = made._get_backend(device)
+        backend: Any = side_group._get_backend(device)
         options: Any = getattr(backend, "wrapped_pg", backend).options
         if options.split_from is not None:
             options.split_from = None
@@ -90,7 +92,7 @@ def split_from_none(made: dist.ProcessGroup, device: torch.device) -> None:
 
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
-    """How long the group's own collectives may take; torch's default for one that does not tell."""
+    """The timeout of the group's collectives; torch's default if the backend does not expose it."""
     try:
         backend: Any = group._get_backend(device)
         timeout: timedelta = backend.options._timeout

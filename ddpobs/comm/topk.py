@@ -6,51 +6,48 @@ import math
 
 import torch
 import torch.distributed as dist
+from typing_extensions import override
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm.all_reduce import AllReduce
-from ddpobs.comm.base import FuturePending, Pending
+from ddpobs.comm.base import DenseOnly, FuturePending, Pending
 from ddpobs.torch_seam.collectives import all_gather
 
 
-class TopK:
-    """All-gather of each rank's largest elements with their places, summed on every rank in the same order.
+class TopK(DenseOnly):
+    """All-gather of each rank's largest elements with their indices, summed on every rank in the same order.
 
-    Traffic grows with the number of ranks, as every rank's choice is another: (n - 1) · 8 · density bytes an element.
+    Traffic grows with the number of ranks, because each rank chooses other elements: (n - 1) · 8 · density bytes per
+    element.
 
     Args:
         group: The process group.
         density: Share of a bucket's elements that travel, above 0 and at most 1.
     """
 
-    divides = True
-    carries_nan = True
-
     def __init__(self, group: dist.ProcessGroup, density: float = 0.01) -> None:
+        super().__init__(group)
         self.name = f"topk:{density:g}"
-        self._group, self._ranks, self._density = group, group.size(), density
-        self._plain = AllReduce(group)
+        self._density = density
 
-    def launch(self, bucket: Bucket, last: bool) -> Pending:
-        """Choose, and start the all-gather."""
-        if bucket.sparse or not bucket.buffer.is_floating_point():
-            return self._plain.launch(bucket, last)
+    @override
+    def launch_dense(self, bucket: Bucket, last: bool) -> Pending:
         buffer = bucket.buffer
         if bucket.residual is None:
             bucket.residual = torch.zeros_like(buffer)
-        owed = bucket.residual.add_(buffer)
+        residual = bucket.residual.add_(buffer)
         count = math.ceil(buffer.numel() * self._density)
-        places = owed.abs().topk(count, sorted=False).indices
-        mine = torch.cat([places.to(torch.int32), owed[places].to(torch.float32).view(torch.int32)])
-        owed[places] = 0
-        owed.nan_to_num_(0, 0, 0)  # An overflow, which is told by what travels, is not to come back for k at a time.
-        everyone = mine.new_empty(self._ranks * 2 * count)
-        work = all_gather(self._group, everyone, mine)
+        indices = residual.abs().topk(count, sorted=False).indices
+        local = torch.cat([indices.to(torch.int32), residual[indices].to(torch.float32).view(torch.int32)])
+        residual[indices] = 0
+        # An overflow is in the elements that travel. Kept in the residual it would return, k elements in each step.
+        residual.nan_to_num_(0, 0, 0)
+        gathered = local.new_empty(self._ranks * 2 * count)
+        work = all_gather(self._group, gathered, local)
 
-        def add_up(gathered: torch.futures.Future[object]) -> torch.Tensor:
-            gathered.value()  # Raises where the exchange failed.
+        def add_up(completed: torch.futures.Future[object]) -> torch.Tensor:
+            completed.value()  # Raises if the exchange failed.
             buffer.zero_()
-            for chosen in everyone.view(self._ranks, 2, count):
+            for chosen in gathered.view(self._ranks, 2, count):
                 buffer.index_add_(0, chosen[0], chosen[1].view(torch.float32).to(buffer.dtype))
             return buffer
 

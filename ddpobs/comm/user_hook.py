@@ -15,10 +15,10 @@ Hook = Callable[[Any, Any], torch.futures.Future[torch.Tensor]]
 
 
 class GradBucket:
-    """A bucket as communication hooks see it, with torch's own members.
+    """A bucket with the interface that torch gives to communication hooks.
 
     Attributes:
-        bucket: The reducer's.
+        bucket: The reducer's bucket.
     """
 
     def __init__(self, bucket: Bucket, last: bool) -> None:
@@ -27,24 +27,27 @@ class GradBucket:
         self._buffer = bucket.parameters[0].grad if bucket.sparse else self._flat
 
     def index(self) -> int:
-        """The bucket's place in launch order."""
+        """The bucket's index in launch order."""
         return self.bucket.index
 
     def is_last(self) -> bool:
-        """Whether it is the last one launched."""
+        """Whether it is the backward's last bucket."""
         return self._last
 
     def buffer(self) -> torch.Tensor:
-        """The flat gradients, one dimension, not divided by the number of ranks; complex ones as pairs of real ones."""
+        """The flat gradients, one-dimensional, not divided by the number of ranks.
+
+        Complex gradients are pairs of real numbers.
+        """
         assert self._buffer is not None
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Put another tensor in the buffer's place."""
+        """Replace the buffer by another tensor."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """Each parameter's part of the buffer, also of one that was put in its place."""
+        """Each parameter's part of the buffer, or of the tensor that replaced it."""
         if self.bucket.sparse:
             return [self.buffer()]
         if not self.bucket.buffer.is_complex():
@@ -58,14 +61,15 @@ class GradBucket:
 
 
 class CommHook:
-    """Runs the user's hook on each bucket and puts its result back."""
+    """Runs the user's hook on each bucket and writes the result back."""
 
     divides = False
     carries_nan = False
 
     def __init__(self, state: object, hook: Hook) -> None:
         self._state, self._hook = state, hook
-        # Of torch's mixed precision. Its future does not know the stream, for which torch waits after the buckets.
+        # Torch's mixed precision sets it. The hook's future does not depend on that stream; torch waits for the
+        # stream after the buckets.
         self._stream: Any = getattr(state, "upcast_stream", None)
         self.name = getattr(hook, "__qualname__", type(hook).__name__)
 
@@ -74,7 +78,7 @@ class CommHook:
         return _Pending(bucket, self.run(GradBucket(bucket, last)), self._stream)
 
     def run(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """The hook's future; also for a rank that has run out of data and only takes part."""
+        """Return the hook's future; also for a rank that is out of data and takes part with zeros."""
         return self._hook(self._state, bucket)
 
 
@@ -96,11 +100,12 @@ class _Pending:
         elif result.data_ptr() != self._bucket.buffer.data_ptr():
             _real(self._bucket.buffer).copy_(_real(result.view(-1)))
 
-    def on_done(self, told: Callable[[object], None]) -> None:
-        with self._stream or nullcontext():  # A future that knows no stream calls at once, on the current one.
-            self._future.add_done_callback(told)
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        # A future without a stream calls back at once, on the current stream.
+        with self._stream or nullcontext():
+            self._future.add_done_callback(callback)
 
 
 def _real(flat: torch.Tensor) -> torch.Tensor:
-    """As torch hands it to hooks: a cast would take the imaginary parts away."""
+    """View complex numbers as pairs of real ones, as torch does for hooks; a cast would drop the imaginary parts."""
     return torch.view_as_real(flat).view(-1) if flat.is_complex() else flat

@@ -1,1 +1,1 @@
-"""The way out of the training process: records become batches, and batches travel."""
+"""Export from the training process: records become batches, and batches are delivered."""

@@ -1,6 +1,6 @@
-"""From encoded batches to acknowledged ones: a few in memory, the rest on disk, and a thread that may hang.
+"""Delivery of encoded batches until they are acknowledged: a few in memory, the rest on disk, and a thread of its own.
 
-Nobody waits for that thread: a request that hangs, or a name that does not resolve, holds up nothing but the delivery.
+No other thread waits for it: a hanging request or a name that does not resolve delays only the delivery.
 """
 
 from __future__ import annotations
@@ -21,124 +21,127 @@ from ddpobs.export.spool import Encoded, Spool, Spooled, default_folder
 
 _log = logging.getLogger("ddpobs")
 WAITING_BATCHES = 16
-"""Batches held in memory, besides the one under way, while the collector is away; more go to the spool."""
-_SPOOLED_AT_ONCE = 256
+"""Batches in memory, besides the one in flight, while the collector is not reachable; further ones go to the spool."""
+_BACKLOG_BATCHES = 256
+"""Most spooled batches that one listing of the spool takes."""
 _SPOOLED_PAUSE_S = 0.1
-"""Between batches of a backlog, so that sending it costs training next to nothing."""
+"""Seconds between batches of a backlog, so that sending it costs training almost nothing."""
 FORBIDDEN_PAUSE_S = 60.0
-"""After a token was not taken: collectors count wrong ones by address, where many ranks may be."""
-_OFF_OUR_HANDS = (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED)
+"""Seconds after a rejected token: collectors count wrong tokens by address, which many ranks may share."""
+_FINAL = (Outcome.STORED, Outcome.REPEATED, Outcome.REFUSED)
 
 
 class Once:
-    """Warnings, each said once."""
+    """Warnings, each logged once."""
 
     def __init__(self) -> None:
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     def __call__(self, key: str, message: str, *facts: object, trace: bool = False) -> None:
-        """Log it unless something with this key was said; `trace` adds the exception at hand."""
-        if key not in self._said:
-            self._said.add(key)
+        """Log a warning unless its key was used before; `trace` adds the current exception."""
+        if key not in self._logged:
+            self._logged.add(key)
             _log.warning("ddpobs: " + message, *facts, exc_info=trace)
 
 
 class Delivery:
-    """Batches of one source on their way to the collector.
+    """Delivery of one source's batches to the collector.
 
     Args:
         config: The collector's address, and limits.
-        lost: Told how many records were lost: the spool was full, or the collector refused them.
-        warn: Where warnings go.
+        count_lost: Called with the number of records that were lost: the spool was full, or the collector refused them.
+        warn: Logs warnings.
     """
 
-    def __init__(self, config: TelemetryConfig, lost: Callable[[int], None], warn: Once) -> None:
-        self._config, self._lost, self._warn = config, lost, warn
+    def __init__(self, config: TelemetryConfig, count_lost: Callable[[int], None], warn: Once) -> None:
+        self._config, self._count_lost, self._warn = config, count_lost, warn
         folder = Path(config.spool or default_folder())
         self._spool = Spool(folder, int(config.spool_mb * 1e6), private=not config.spool)
-        self._changed = threading.Condition()
-        """Guards the fields below; held for moments only, never over a request or the disk."""
-        self._waiting: deque[Encoded] = deque()
-        self._under_way: Encoded | None = None
+        self._condition = threading.Condition()
+        """Guards the fields below; locked for moments only, never during a request or a disk access."""
+        self._queue: deque[Encoded] = deque()
+        self._in_flight: Encoded | None = None
         self._deadline: float | None = None
         self._abandoned = False
         self._quiet_until = 0.0
-        self._put_last, self._spread_until = 0.0, 0.0
+        self._latest_put, self._spread_until = 0.0, 0.0
         self._attempts = 0
         self._on_disk = False
-        self._disk_failed, self._disk_quiet_until = 0, 0.0
+        self._disk_failures, self._disk_quiet_until = 0, 0.0
         self._backlog: deque[Spooled] = deque()
-        self._done_with: set[Path] = set()
-        """Files that were sent or given up, and could not be removed."""
+        self._ignored: set[Path] = set()
+        """Files that were sent or abandoned, and could not be removed."""
         self._source = ""
         self._jitter = random.Random()
         self._phase = self._jitter.random()
-        """The part of a flush after which this process sends: ranks cut theirs together, and would send them so."""
+        """Share of a flush after which this process sends. Ranks cut their batches together, but send them apart."""
         self._thread: threading.Thread | None = None
 
     @property
     def idle(self) -> bool:
         """Whether every batch in memory was sent."""
-        return not self._waiting and self._under_way is None
+        return not self._queue and self._in_flight is None
 
     @property
-    def held(self) -> list[int]:
-        """Sizes in bytes of the batches in memory."""
-        with self._changed:
-            return [len(batch.body) for batch in (*self._waiting, self._under_way) if batch is not None]
+    def queued_sizes(self) -> list[int]:
+        """Sizes of the batches in memory, in bytes."""
+        with self._condition:
+            return [len(batch.body) for batch in (*self._queue, self._in_flight) if batch is not None]
 
     def start(self) -> None:
         """Start the thread.
 
-        What it needs is made here and not there: a child forked during an import, or while OpenSSL reads certificates,
-        would wait for ever for what it finds half done.
+        Its sender is created here, not on the thread. A child forked during an import, or while OpenSSL reads
+        certificates, would wait forever for a lock that the thread holds.
         """
         sender = Sender(self._config)
         self._thread = threading.Thread(target=self._run, args=(sender,), name="ddpobs-delivery", daemon=True)
         self._thread.start()
 
     def put(self, batch: Encoded) -> None:
-        """Take a batch. Waits for no network; for the disk where memory holds enough."""
+        """Accept a batch. Never waits for the network; waits for the disk if memory holds enough batches."""
         now = time.monotonic()
-        with self._changed:
+        with self._condition:
             self._source = batch.source
-            if not self._waiting:
-                self._spread_until = now + self.spread_s(now - self._put_last)
-            self._put_last = now
-            self._waiting.append(batch)
+            if not self._queue:
+                self._spread_until = now + self.spread_s(now - self._latest_put)
+            self._latest_put = now
+            self._queue.append(batch)
             most = 0 if self._abandoned else WAITING_BATCHES
-            surplus = [self._waiting.popleft() for _ in range(len(self._waiting) - most)]
-            self._changed.notify()
-        for one in surplus:
-            self._keep(one)
+            surplus = [self._queue.popleft() for _ in range(len(self._queue) - most)]
+            self._condition.notify()
+        for surplus_batch in surplus:
+            self._spool_batch(surplus_batch)
 
     def spread_s(self, since_s: float) -> float:
-        """How long a batch waits that came so many seconds after the one before."""
+        """Return the wait of a batch that arrived `since_s` seconds after the previous one."""
         return self._phase * min(since_s, self._config.flush_s)
 
     def close(self, deadline: float) -> bool:
-        """Send what is left until `deadline` (`time.monotonic`), then keep the rest on disk, the one under way too.
+        """Send remaining batches until `deadline` (`time.monotonic`), then write the others to disk.
+
+        The batch in flight is written too. Later batches go to disk at once.
 
         Returns:
-            Whether anything is on disk then. What is put from now on goes there at once.
+            Whether any batch is on disk at the end.
         """
-        with self._changed:
+        with self._condition:
             self._deadline = deadline
-            self._changed.notify()
+            self._condition.notify()
         if self._thread is not None:
             self._thread.join(max(0.0, deadline - time.monotonic()))
-        with self._changed:
+        with self._condition:
             self._abandoned = True
-            left = [batch for batch in (self._under_way, *self._waiting) if batch is not None and batch.kept is None]
-            self._waiting.clear()
-        for batch in left:
-            self._keep(batch)
-        kept = self._on_disk or bool(self._backlog)
-        if kept:
+            unsent = [b for b in (self._in_flight, *self._queue) if b is not None and b.spooled is None]
+            self._queue.clear()
+        for batch in unsent:
+            self._spool_batch(batch)
+        spooled = self._on_disk or bool(self._backlog)
+        if spooled:
             folder, collector = self._spool.folder, self._config.collector
-            how = f"ddpobs push {folder} --collector {collector}"
-            _log.warning("ddpobs: batches are kept in %s: send all that is there with `%s`", folder, how)
-        return kept
+            command = f"ddpobs push {folder} --collector {collector}"
+            _log.warning("ddpobs: unsent batches are in %s: send them with `%s`", folder, command)
+        return spooled
 
     def _run(self, sender: Sender) -> None:
         while self._ready():
@@ -146,54 +149,54 @@ class Delivery:
                 batch = self._next()
                 if batch is not None:
                     self._settle(batch, self._send(sender, batch))
-            except Exception:  # The disk's, say: the next batch may do.
+            except Exception:  # For example, of the disk: the next batch may succeed.
                 self._warn("delivery", "telemetry failed (delivery); training goes on", trace=True)
-                with self._changed:
-                    self._under_way, self._on_disk, self._disk_failed = None, True, self._disk_failed + 1
-                    pause = pause_s(self._disk_failed, _SPOOLED_PAUSE_S, self._jitter)
+                with self._condition:
+                    self._in_flight, self._on_disk, self._disk_failures = None, True, self._disk_failures + 1
+                    pause = pause_s(self._disk_failures, _SPOOLED_PAUSE_S, self._jitter)
                     self._disk_quiet_until = time.monotonic() + pause
         sender.close()
 
     def _ready(self) -> bool:
-        """Wait until something may be sent (True) or nothing more will be (False)."""
-        with self._changed:
+        """Wait until a batch may be sent (True), or until no further one will be (False)."""
+        with self._condition:
             while True:
                 now, due = time.monotonic(), self._due()
                 if self._deadline is not None and not (self._attempts < 2 and max(now, due) < self._deadline - 0.05):
                     return False
                 if now >= due:
                     return True
-                self._changed.wait(None if due == math.inf else due - now)
+                self._condition.wait(None if due == math.inf else due - now)
 
     def _due(self) -> float:
-        """When the next batch is to be sent: never, where there is none."""
-        if self._waiting:
+        """Return the time at which the next batch is sent; infinity if there is none."""
+        if self._queue:
             return self._quiet_until if self._deadline is not None else max(self._quiet_until, self._spread_until)
         return max(self._quiet_until, self._disk_quiet_until) if self._on_disk or self._backlog else math.inf
 
     def _next(self) -> Encoded | None:
-        with self._changed:
-            if self._waiting:
-                self._under_way = self._waiting.popleft()
-                return self._under_way
+        with self._condition:
+            if self._queue:
+                self._in_flight = self._queue.popleft()
+                return self._in_flight
         if not self._backlog:
             self._on_disk = False
-            left = (kept for kept in self._spool.batches(self._source) if kept.path not in self._done_with)
-            self._backlog.extend(islice(left, _SPOOLED_AT_ONCE))
-            self._on_disk, self._disk_failed = self._on_disk or bool(self._backlog), 0
+            spooled = (batch for batch in self._spool.batches(self._source) if batch.path not in self._ignored)
+            self._backlog.extend(islice(spooled, _BACKLOG_BATCHES))
+            self._on_disk, self._disk_failures = self._on_disk or bool(self._backlog), 0
         while self._backlog:
-            kept = self._backlog[0]
+            first = self._backlog[0]
             try:
-                self._under_way = Encoded(kept.run, kept.source, kept.seq, kept.records, kept.body(), kept)
+                self._in_flight = Encoded(first.run, first.source, first.seq, first.records, first.body(), first)
             except FileNotFoundError:
-                self._backlog.popleft()  # `ddpobs push` sent it, or it made room for a newer one.
+                self._backlog.popleft()  # `ddpobs push` has sent it, or it was dropped for a newer one.
             except OSError as error:
                 self._backlog.popleft().set_aside()
-                self._done_with.add(kept.path)  # It may not have been possible.
-                self._lost(kept.records)
-                self._warn("unreadable", "%s cannot be read and is set aside: %s", kept.path, error)
+                self._ignored.add(first.path)  # The rename may have failed.
+                self._count_lost(first.records)
+                self._warn("unreadable", "%s cannot be read and is set aside: %s", first.path, error)
             else:
-                return self._under_way
+                return self._in_flight
         return None
 
     def _send(self, sender: Sender, batch: Encoded) -> Answer:
@@ -207,49 +210,51 @@ class Delivery:
             return Answer(Outcome.RETRY, repr(error))
 
     def _settle(self, batch: Encoded, answer: Answer) -> None:
-        """Draw the consequences of an answer, unless the batch was given up in the meantime."""
-        done = answer.outcome in _OFF_OUR_HANDS
-        with self._changed:
+        """Act on an answer, unless the batch was abandoned in the meantime."""
+        final = answer.outcome in _FINAL
+        with self._condition:
             if self._abandoned:
                 return
-            self._under_way = None
-            if not done:
+            self._in_flight = None
+            if not final:
                 least_s = FORBIDDEN_PAUSE_S if answer.outcome is Outcome.FORBIDDEN else answer.retry_after_s
                 self._quiet_until = time.monotonic() + pause_s(self._attempts, least_s, self._jitter)
                 self._attempts += 1
-                if batch.kept is None:
-                    self._waiting.appendleft(batch)
+                if batch.spooled is None:
+                    self._queue.appendleft(batch)
             else:
                 self._attempts = 0
-                if batch.kept is not None and self._deadline is None:
+                if batch.spooled is not None and self._deadline is None:
                     self._quiet_until = time.monotonic() + _SPOOLED_PAUSE_S
-        if done and batch.kept is not None:
+        if final and batch.spooled is not None:
             self._backlog.popleft()
             try:
-                batch.kept.path.unlink(missing_ok=True)
+                batch.spooled.path.unlink(missing_ok=True)
             except OSError:
-                self._done_with.add(batch.kept.path)
+                self._ignored.add(batch.spooled.path)
         if answer.outcome is Outcome.REFUSED:
-            self._lost(batch.records)
-            self._warn("refused", "the collector refuses a batch, which is lost: %s", answer.detail)
+            self._count_lost(batch.records)
+            self._warn("refused", "the collector refused a batch, which is lost: %s", answer.detail)
         elif answer.outcome is Outcome.FORBIDDEN:
-            self._warn("forbidden", "the collector wants another token (DDPOBS_TOKEN): %s", answer.detail)
+            self._warn("forbidden", "the collector rejects the token (DDPOBS_TOKEN): %s", answer.detail)
         elif answer.outcome is Outcome.RETRY:
             collector = self._config.collector
-            self._warn("away", "the collector %s takes no batches, they are kept: %s", collector, answer.detail)
+            self._warn("away", "the collector %s accepts no batches; they are kept: %s", collector, answer.detail)
 
-    def _keep(self, batch: Encoded) -> None:
+    def _spool_batch(self, batch: Encoded) -> None:
         def dropped(run: str, records: int) -> None:
-            self._warn("full", "the spool %s is full (DDPOBS_SPOOL_MB), its oldest batches go", self._spool.folder)
+            self._warn(
+                "full", "the spool %s is full (DDPOBS_SPOOL_MB); its oldest batches are dropped", self._spool.folder
+            )
             if run == batch.run:
-                self._lost(records)
-            else:  # Counted here they would be told as this run's.
-                self._warn(f"full, {run}", "with them batches of run %s, which are counted nowhere", run)
+                self._count_lost(records)
+            else:  # Counting them would add them to this run's losses.
+                self._warn(f"full, {run}", "the dropped batches include some of run %s, which are not counted", run)
 
         try:
             self._spool.put(batch, time.time_ns(), dropped)
         except OSError as error:
-            self._lost(batch.records)
-            self._warn("spool", "the spool %s takes nothing: %s", self._spool.folder, error)
+            self._count_lost(batch.records)
+            self._warn("spool", "the spool %s cannot be written: %s", self._spool.folder, error)
             return
         self._on_disk = True

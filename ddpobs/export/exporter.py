@@ -1,12 +1,11 @@
-"""From finished steps to encoded batches: one bounded queue, one daemon thread.
+"""Export of finished steps as encoded batches: one bounded queue, one daemon thread.
 
-`offer` never blocks. The thread turns what was offered into batches and hands them to the delivery, which has a thread
-of its own for what may hang. Whatever is lost is counted, and the count travels with every batch.
+`offer` never blocks. The thread builds batches from the queue and passes them to the delivery, which has its own thread
+for operations that may hang. Lost records are counted, and every batch carries the count.
 
-While the thread works a hook of the training's may wait for the interpreter, and with this rank every other one: what
-the ranks' threads did each at its own time would be the sum of all of them in a step's time. So they work together, at
-whole multiples of a period by the wall clock, as do the parallel systems of Petrini, Kerbyson and Pakin, "The case of
-the missing supercomputer performance" (SC 2003).
+While this thread holds the GIL, a gradient hook may wait, and every other rank waits with it. Delays at different
+moments would add up over the ranks. So the threads of all ranks wake at the same multiples of the period by the wall
+clock, as in Petrini, Kerbyson and Pakin, "The case of the missing supercomputer performance" (SC 2003).
 """
 
 from __future__ import annotations
@@ -31,12 +30,12 @@ from ddpobs.export.identity import Envelope, Identity
 from ddpobs.export.spool import Encoded
 
 _SLACK_S = 0.02
-"""What is due so soon is done at once: the thread wakes up less often."""
-_PLACES_A_BATCH = 1024
-_REST_S = 0.25
-"""How long a fork waits for the thread to come to rest."""
+"""Work that is due within this time is done at once, so that the thread wakes up less often."""
+_SLOTS_PER_BATCH = 1024
+_FORK_PAUSE_S = 0.25
+"""Longest time that a fork waits for the thread to pause."""
 DONE = object()
-"""What a periodic call returns that is not to be called again."""
+"""Return value of a periodic call that ends its repetition."""
 
 
 @dataclass
@@ -46,22 +45,22 @@ class _Periodic:
     due: float
 
 
-class _Waiting(NamedTuple):
-    """What is in the queue, for how many records it counts, and how many places it takes."""
+class _Queued(NamedTuple):
+    """An element of the queue: a record, its count of wire records, and the slots that it takes."""
 
     record: object
     weight: int
-    places: int
+    slots: int
 
 
 class Exporter:
-    """The way out of a training process.
+    """Queue and thread that export the records of a training process.
 
     Args:
         config: Addresses, limits and times.
-        encoder: Turns offered records into a batch; runs on the telemetry thread.
-        ready: Whether the encoder can do so without waiting for a device; what comes after a record that it cannot
-            waits with it.
+        encoder: Builds a batch from offered records; runs on the telemetry thread.
+        ready: Whether the encoder can process a record without waiting for a device. Later records wait behind a record
+            that is not ready.
 
     Attributes:
         emitted: Records offered so far.
@@ -75,8 +74,8 @@ class Exporter:
         ready: Callable[[object], bool] = lambda _: True,
     ) -> None:
         self._config, self._encoder, self._ready = config, encoder, ready
-        self._queue: deque[_Waiting] = deque()
-        self._places = 0
+        self._queue: deque[_Queued] = deque()
+        self._slots = 0
         self._weight = 0
         self._latest: object = None
         self._flush_due = _next(config.flush_s)
@@ -85,9 +84,9 @@ class Exporter:
         self._seq = 0
         self._warn = Once()
         self._delivery = Delivery(config, self.count_lost, self._warn)
-        self._working = threading.RLock()
-        """Held by the thread while it works: whoever else holds it finds the thread outside of any library."""
-        self._rounds, self._unrested = 0, -1
+        self._work_lock = threading.RLock()
+        """Locked by the thread while it works. With the lock, another thread finds it outside of any library."""
+        self._rounds, self._unpaused_round = 0, -1
         self._wake = threading.Event()
         self._stopping = False
         self._abandoned = False
@@ -95,17 +94,17 @@ class Exporter:
         self._closed = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
-        self._counting = threading.RLock()
-        """Held for a few additions, microseconds. A collected object may offer in the middle of them, too."""
+        self._count_lock = threading.RLock()
+        """Locked for a few additions, microseconds; reentrant, because a finalizer may offer a record meanwhile."""
         self.emitted = 0
         self.dropped = 0
-        self._told_dropped = 0
+        self._reported_dropped = 0
         _exporters.add(self)
 
     @property
     def queued_sizes(self) -> list[int]:
-        """Sizes in bytes of the batches in memory that wait to be sent."""
-        return self._delivery.held
+        """Sizes of the batches in memory that wait to be sent, in bytes."""
+        return self._delivery.queued_sizes
 
     def start(self) -> None:
         """Start the threads."""
@@ -113,50 +112,52 @@ class Exporter:
         self._thread = threading.Thread(target=self._run, name="ddpobs-telemetry", daemon=True)
         self._thread.start()
 
-    def offer(self, record: object, weight: int = 1, places: int = 1) -> bool:
-        """Take a record; False where the queue is full and it was dropped.
+    def offer(self, record: object, weight: int = 1, slots: int = 1) -> bool:
+        """Queue a record; returns False if the queue is full and the record was dropped.
 
         Args:
-            record: For the encoder.
-            weight: How many records it counts as.
-            places: How many it takes in the queue.
+            record: Input of the encoder.
+            weight: Number of wire records that it counts as.
+            slots: Number of slots that it takes in the queue.
         """
         if self._closed and threading.current_thread() is not self._thread:
             return False
-        with self._counting:
+        with self._count_lock:
             self.emitted += weight
-            if self._places + places > self._config.queue_records:
+            if self._slots + slots > self._config.queue_records:
                 self.dropped += weight
                 return False
-            self._queue.append(_Waiting(record, weight, places))
-            self._places += places
+            self._queue.append(_Queued(record, weight, slots))
+            self._slots += slots
             self._weight += weight
         if self._weight >= self._config.batch_spans:
             self._wake.set()
         return True
 
     def offer_latest(self, record: object) -> None:
-        """Have a record travel with the next batch, in place of the one given here before; it is not counted."""
+        """Send a record with the next batch. It replaces the previous such record, and is not counted."""
         self._latest = record
 
     def call_every(self, seconds: float, call: Callable[[], object]) -> None:
-        """Have the telemetry thread call this every so many seconds, when other ranks do, until it returns `DONE`.
+        """Call a function periodically on the telemetry thread, at the same moments as other ranks.
 
-        The first time is at once. Its errors are told once, and no more.
+        Args:
+            seconds: The period; the first call is immediate.
+            call: Called until it returns `DONE`. Its errors are logged once.
         """
         self._periodic.append(_Periodic(seconds, call, time.monotonic()))
 
     def count_lost(self, records: int) -> None:
-        """Count records that were offered and will not arrive."""
-        with self._counting:
+        """Count offered records that will not arrive."""
+        with self._count_lock:
             self.dropped += records
 
     def identify(self, identity: Identity) -> None:
-        """Say whose records these are; until then they wait in the queue."""
+        """Set the identity of the batches; until then, records wait in the queue."""
         self._identity = identity
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Flush for at most `timeout_s` (default `config.exit_s`); what is left goes to the spool. Never raises."""
+        """Flush for at most `timeout_s` (default `config.exit_s`); the rest goes to the spool. Never raises."""
         if self._closed:
             return
         self._closed = True
@@ -169,14 +170,14 @@ class Exporter:
             return
         self._thread.join(0.6 * limit_s)
         if self._thread.is_alive():
-            self._abandoned = True  # It hangs in a periodic call, the last that it makes.
-            rests = self._working.acquire(timeout=0.1 * limit_s)
+            self._abandoned = True  # It hangs in a periodic call, which is its last.
+            locked = self._work_lock.acquire(timeout=0.1 * limit_s)
             self._try("batch", self._cut_everything)
-            if rests:
-                self._working.release()
+            if locked:
+                self._work_lock.release()
         if self._try("exit", lambda: self._delivery.close(began + 0.8 * limit_s)):
-            self._try("loss", self._keep_loss)
-        # Coming back from C++, a store's, while the interpreter ends would abort the process.
+            self._try("loss", self._report_loss)
+        # A return from C++ code, such as a store's, while the interpreter ends would abort the process.
         self._thread.join(max(0.0, began + limit_s - time.monotonic()))
 
     def _run(self) -> None:
@@ -188,27 +189,27 @@ class Exporter:
             self._guard("batch", self._cut_due)
         self._finish()
 
-    def _guard(self, what: str, call: Callable[[], object]) -> object:
-        """Run one part of the thread's round, unless the thread was abandoned."""
-        with self._working:
-            return None if self._abandoned else self._try(what, call)
+    def _guard(self, part: str, call: Callable[[], object]) -> object:
+        """Run one part of the thread's round, unless the thread is abandoned."""
+        with self._work_lock:
+            return None if self._abandoned else self._try(part, call)
 
-    def _try(self, what: str, call: Callable[[], object]) -> object:
-        """An error in this is told once and goes no further."""
+    def _try(self, part: str, call: Callable[[], object]) -> object:
+        """Call a function; an error in it is logged once and does not propagate."""
         try:
             return call()
         except Exception:
-            self._warn(what, "telemetry failed (%s); training goes on", what, trace=True)
+            self._warn(part, "telemetry failed (%s); training goes on", part, trace=True)
             return None
 
     def _pause_s(self) -> float:
-        """Until something is due; never nothing, for a fork may be waiting for the thread to rest."""
+        """Return the time until work is due; never zero, because a fork may be waiting for the thread to pause."""
         due = min([self._flush_due, *(periodic.due for periodic in self._periodic)])
         return max(_SLACK_S / 2, due - time.monotonic())
 
     def _tick(self) -> None:
         soon = time.monotonic() + _SLACK_S
-        for periodic in [one for one in self._periodic if one.due <= soon]:
+        for periodic in [periodic for periodic in self._periodic if periodic.due <= soon]:
             periodic.due = _next(periodic.seconds)
             if self._try(f"periodic {periodic.call}", periodic.call) is DONE:
                 self._periodic.remove(periodic)
@@ -223,7 +224,7 @@ class Exporter:
     def _due(self, flushes: bool) -> bool:
         if self._queue and self._ready(self._queue[0].record):
             return flushes or self._weight >= self._config.batch_spans
-        # News alone wait until the collector has taken the news before.
+        # A latest record alone waits until the collector has accepted the previous batch.
         return flushes and self._latest is not None and self._delivery.idle
 
     def _cut_everything(self) -> None:
@@ -232,34 +233,34 @@ class Exporter:
         if self._identity is not None and self._latest is not None:
             self._cut_batch(self._identity)
 
-    def _keep_loss(self) -> None:
-        """Have one more batch in the spool tell what was lost since the last one was cut; it may cost another."""
-        while self._identity is not None and self.dropped != self._told_dropped:
+    def _report_loss(self) -> None:
+        """Spool one more batch that reports the losses since the last one; it may itself displace another batch."""
+        while self._identity is not None and self.dropped != self._reported_dropped:
             self._cut_batch(self._identity)
 
     def _cut_batch(self, identity: Identity) -> None:
-        taken: list[object] = []
-        weight = places = 0
+        records: list[object] = []
+        weight = slots = 0
         while self._queue and weight < self._config.batch_spans:
-            if places + self._queue[0].places > _PLACES_A_BATCH or not self._ready(self._queue[0].record):
+            if slots + self._queue[0].slots > _SLOTS_PER_BATCH or not self._ready(self._queue[0].record):
                 break
-            waiting = self._queue.popleft()
-            taken.append(waiting.record)
-            weight += waiting.weight
-            places += waiting.places
-        with self._counting:
+            queued = self._queue.popleft()
+            records.append(queued.record)
+            weight += queued.weight
+            slots += queued.slots
+        with self._count_lock:
             self._weight -= weight
-            self._places -= places
+            self._slots -= slots
         if self._latest is not None:
-            taken.append(self._latest)
+            records.append(self._latest)
             self._latest = None
         envelope = Envelope(
             **vars(identity), seq=self._seq, emitted=self.emitted, dropped=self.dropped, anchor=anchor()
         )
         self._seq += 1
-        self._told_dropped = envelope.dropped
+        self._reported_dropped = envelope.dropped
         try:
-            body = zstandard.compress(wire.encode(self._encoder(taken, envelope)), 1)
+            body = zstandard.compress(wire.encode(self._encoder(records, envelope)), 1)
         except Exception:
             self.count_lost(weight)
             self._warn("batch", "telemetry failed (batch); training goes on", trace=True)
@@ -267,9 +268,9 @@ class Exporter:
         self._delivery.put(Encoded(identity.run, identity.source, envelope.seq, weight, body))
 
     def _finish(self) -> None:
-        """The last batches, once it is known whose they are and the device got to the last step's end."""
-        # A rank that ends at once may be done before rank 0 said so.
-        while self._held_up() and time.monotonic() < self._deadline:
+        """Cut the last batches, once the identity is set and the device has reached the end of the last step."""
+        # A rank that ends at once may have finished before rank 0 shared the identity.
+        while self._must_wait() and time.monotonic() < self._deadline:
             self._guard("periodic", self._tick)
             time.sleep(_SLACK_S / 2)
         for periodic in self._periodic:
@@ -277,34 +278,34 @@ class Exporter:
         self._guard("batch", self._cut_everything)
         self.count_lost(self._weight)
 
-    def _held_up(self) -> bool:
-        return self._identity is None or not all(self._ready(waiting.record) for waiting in list(self._queue))
+    def _must_wait(self) -> bool:
+        return self._identity is None or not all(self._ready(queued.record) for queued in list(self._queue))
 
     def _pause_for_fork(self) -> None:
-        """Before a fork: have the thread rest until after it, so that the child inherits no lock that it held.
+        """Before a fork, pause the thread until after it, so that the child inherits no lock of the thread's.
 
-        A thread that hangs is waited for once only.
+        Only one fork waits for a thread that hangs.
         """
-        if not self._working.acquire(timeout=0 if self._unrested == self._rounds else _REST_S):
-            self._unrested = self._rounds
+        if not self._work_lock.acquire(timeout=0 if self._unpaused_round == self._rounds else _FORK_PAUSE_S):
+            self._unpaused_round = self._rounds
 
     def _resume_after_fork(self) -> None:
-        """After a fork, in the parent."""
-        with suppress(RuntimeError):  # It did not come to rest.
-            self._working.release()
+        """Continue after a fork, in the parent."""
+        with suppress(RuntimeError):  # The thread did not pause.
+            self._work_lock.release()
 
     def _reset_in_child(self) -> None:
-        """In a forked child (a loader worker): no thread came along, and nothing may be sent under the parent's key.
+        """Reset in a forked child, such as a loader worker: it has no thread, and must not send under the parent's key.
 
-        What waits is kept: what it holds of a CUDA device ends a process that drops it and did not make it.
+        The queue is kept alive. It may hold CUDA events, and a process that deletes another process's events is ended.
         """
         self._closed, self._thread = True, None
-        self._parents, self._queue = self._queue, deque()
-        self._counting, self._working = threading.RLock(), threading.RLock()
+        self._parent_queue, self._queue = self._queue, deque()
+        self._count_lock, self._work_lock = threading.RLock(), threading.RLock()
 
 
 def _next(seconds: float) -> float:
-    """When (`time.monotonic`) the wall clock is at a multiple of so many seconds next; not what is at hand already."""
+    """Return the `time.monotonic` of the wall clock's next multiple of a period, except one that is already due."""
     soon = time.time() + _SLACK_S
     return time.monotonic() + _SLACK_S + seconds - soon % seconds
 
@@ -312,16 +313,16 @@ def _next(seconds: float) -> float:
 _exporters: weakref.WeakSet[Exporter] = weakref.WeakSet()
 
 
-def _everyone(does: Callable[[Exporter], None]) -> Callable[[], None]:
-    def tell() -> None:
+def _for_each(action: Callable[[Exporter], None]) -> Callable[[], None]:
+    def act() -> None:
         for exporter in list(_exporters):
-            does(exporter)
+            action(exporter)
 
-    return tell
+    return act
 
 
 os.register_at_fork(
-    before=_everyone(Exporter._pause_for_fork),
-    after_in_parent=_everyone(Exporter._resume_after_fork),
-    after_in_child=_everyone(Exporter._reset_in_child),
+    before=_for_each(Exporter._pause_for_fork),
+    after_in_parent=_for_each(Exporter._resume_after_fork),
+    after_in_child=_for_each(Exporter._reset_in_child),
 )

@@ -1,8 +1,8 @@
-"""One batch over HTTP, and what the collector's answer means."""
+"""Sending of one batch over HTTP, and the meaning of the collector's answer."""
 
 from __future__ import annotations
 
-import encodings.idna  # noqa: F401 - else the first connection imports it, on whatever thread that is
+import encodings.idna  # noqa: F401 - otherwise the first connection imports it, on any thread
 import enum
 import random
 import ssl
@@ -24,7 +24,7 @@ _LONGEST_WAIT_S = 300.0
 _RETRIED = frozenset({408, 429})
 _ANSWER_BYTES = 64 * 1024
 _PIECE_BYTES = 16 * 1024
-_NETWORK_ERRORS = (
+NETWORK_ERRORS = (
     httpcore.TimeoutException,
     httpcore.NetworkError,
     httpcore.ProtocolError,
@@ -33,7 +33,7 @@ _NETWORK_ERRORS = (
 
 
 class Outcome(enum.Enum):
-    """What became of a batch."""
+    """Result of sending a batch."""
 
     STORED = "stored"
     REPEATED = "repeated"
@@ -44,7 +44,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Answer:
-    """An outcome, the collector's own words, and how long it asked to be left alone."""
+    """An outcome, the collector's own text, and the pause that it requests."""
 
     outcome: Outcome
     detail: str = ""
@@ -52,9 +52,9 @@ class Answer:
 
 
 class _DeadlineStream(httpcore.NetworkStream):
-    """A connection on which everything together ends at a deadline, however slowly bytes come and go.
+    """A connection with one deadline for all its operations, even if bytes arrive one by one.
 
-    A time-out of a socket runs anew with each byte.
+    A socket's own timeout starts again with each byte.
     """
 
     def __init__(self, stream: httpcore.NetworkStream, left_s: Callable[[], float]) -> None:
@@ -80,14 +80,14 @@ class _DeadlineStream(httpcore.NetworkStream):
 
 
 class _DeadlineBackend(httpcore.SyncBackend):
-    """Connections whose reads and writes end at `deadline`, on `time.monotonic`'s clock."""
+    """Connections with reads and writes that end at `deadline`, on `time.monotonic`'s clock."""
 
     deadline = 0.0
 
     def left_s(self) -> float:
         left_s = self.deadline - time.monotonic()
         if left_s <= 0:
-            raise httpcore.ReadTimeout("the request did not end in time")
+            raise httpcore.ReadTimeout("the request did not finish in time")
         return left_s
 
     def connect_tcp(self, host: str, port: int, *args: Any, **kwargs: Any) -> httpcore.NetworkStream:
@@ -102,21 +102,17 @@ class Sender:
     def __init__(self, config: TelemetryConfig) -> None:
         self._url = config.collector.rstrip("/")
         self._timeout_s = config.timeout_s
-        # httpcore would leave out the brackets of an IPv6 address.
-        host = urlsplit(self._url).netloc.rpartition("@")[2]
-        self._headers = [("Host", host), ("Content-Type", wire.MSGPACK), ("Content-Encoding", "zstd")]
-        if config.token:
-            self._headers.append(("Authorization", f"Bearer {config.token}"))
+        self._headers = [*request_headers(config), ("Content-Type", wire.MSGPACK), ("Content-Encoding", "zstd")]
         self._network = _DeadlineBackend()
-        # Certificates take time to read, and are for https alone.
+        # Reading certificates takes time, and only https needs them.
         trusted = httpcore.default_ssl_context() if self._url.startswith("https:") else None
         self._pool = httpcore.ConnectionPool(trusted, max_connections=1, network_backend=self._network)
 
     def send(self, run: str, source: str, seq: int, body: bytes, within_s: float | None = None) -> Answer:
-        """Send one batch; returns within about `within_s` seconds, however slowly the other side answers. Never raises.
+        """Send one batch, in at most about `within_s` seconds, even if the answer arrives slowly. Never raises.
 
-        Only looking up a name may take longer. Only a 200 or 201 that echoes source and seq acknowledges: a proxy's
-        own 200 does not.
+        Only a name lookup may take longer. A 200 or 201 acknowledges the batch only if it echoes source and seq; a
+        proxy's own 200 does not.
         """
         url = f"{self._url}/api/v1/runs/{run}/sources/{source}/batches/{seq}"
         self._network.deadline = time.monotonic() + (self._timeout_s if within_s is None else within_s)
@@ -126,10 +122,10 @@ class Sender:
                 for piece in response.iter_stream():
                     text += piece
                     if len(text) > _ANSWER_BYTES:
-                        return Answer(Outcome.RETRY, "the answer did not end")
+                        return Answer(Outcome.RETRY, "the answer did not end within 64 KiB")
                 headers = {name.lower(): value.decode("latin-1") for name, value in response.headers}
                 return _meaning(response.status, headers, text, source, seq)
-        except (*_NETWORK_ERRORS, OSError, ValueError) as error:
+        except (*NETWORK_ERRORS, OSError, ValueError) as error:
             return Answer(Outcome.RETRY, f"{type(error).__name__}: {error}")
 
     def close(self) -> None:
@@ -137,9 +133,15 @@ class Sender:
         self._pool.close()
 
 
-def pause_s(attempts: int, asked_s: float, jitter: random.Random) -> float:
-    """How long to wait before the next try: exponential, full jitter, never less than the collector asked for."""
-    return max(asked_s, jitter.uniform(0.0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempts, 10))))
+def request_headers(config: TelemetryConfig) -> list[tuple[str, str]]:
+    """Return the headers of every request to the collector: its host, and the token if there is one."""
+    host = urlsplit(config.collector).netloc.rpartition("@")[2]  # httpcore omits the brackets of an IPv6 address.
+    return [("Host", host), *([("Authorization", f"Bearer {config.token}")] if config.token else [])]
+
+
+def pause_s(attempts: int, least_s: float, jitter: random.Random) -> float:
+    """Return the pause before the next attempt: exponential backoff with full jitter, at least `least_s` seconds."""
+    return max(least_s, jitter.uniform(0.0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(attempts, 10))))
 
 
 def _meaning(status: int, headers: Mapping[bytes, str], text: bytes, source: str, seq: int) -> Answer:
@@ -150,25 +152,25 @@ def _meaning(status: int, headers: Mapping[bytes, str], text: bytes, source: str
         except msgspec.MsgspecError:
             return Answer(Outcome.RETRY, f"not a collector's answer: {detail}")
         if (echo.source, echo.seq) != (source, seq):
-            return Answer(Outcome.RETRY, f"the answer to another batch: {detail}")
+            return Answer(Outcome.RETRY, f"an answer to another batch: {detail}")
         return Answer(Outcome.REPEATED if echo.repeated else Outcome.STORED)
     if status in (401, 403, 421):
         return Answer(Outcome.FORBIDDEN, detail)
     if 300 <= status < 400:
-        detail = f"HTTP {status}: redirected to {headers.get(b'location')}; give the collector's own address"
+        detail = f"HTTP {status}: redirected to {headers.get(b'location')}; use the collector's own address"
     if status in _RETRIED or status >= 500 or 300 <= status < 400 or status == 404:
-        # A 404 or a redirect comes from something that is no collector (yet): keep the data.
+        # A 404 or a redirect comes from a server that is not a collector (yet): keep the data.
         return Answer(Outcome.RETRY, detail, _retry_after_s(headers.get(b"retry-after", "0")))
     return Answer(Outcome.REFUSED, detail)
 
 
-def _retry_after_s(asked: str) -> float:
-    """Seconds, or a date as proxies write it (RFC 9110, section 10.2.3)."""
+def _retry_after_s(value: str) -> float:
+    """Parse the header Retry-After: seconds, or a date as proxies write it (RFC 9110, section 10.2.3)."""
     try:
-        seconds = float(asked)
+        seconds = float(value)
     except ValueError:
         try:
-            seconds = parsedate_to_datetime(asked).timestamp() - time.time()
+            seconds = parsedate_to_datetime(value).timestamp() - time.time()
         except (ValueError, OverflowError):
             return 0.0
     return min(_LONGEST_WAIT_S, max(0.0, seconds))

@@ -1,4 +1,4 @@
-"""The identity of a process's batches: run, attempt, source, rank and sequence number."""
+"""Identity of a process's batches: run, attempt, source, rank and sequence number."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ddpobs import wire
 
 @dataclass(frozen=True)
 class Identity:
-    """Whose batches these are."""
+    """The part of a batch's envelope that stays the same for all batches of a process."""
 
     run: str
     attempt: str
@@ -20,7 +20,7 @@ class Identity:
 
 @dataclass(frozen=True)
 class Envelope(Identity):
-    """What a batch carries besides its records."""
+    """All of a batch but its records."""
 
     seq: int
     emitted: int

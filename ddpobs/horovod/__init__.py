@@ -133,11 +133,11 @@ mpi_built = _dist.is_mpi_available
 
 
 def __getattr__(name: str) -> Any:
-    """Say what is not there."""
+    """Raise AttributeError with a replacement for the parts of Horovod that do not exist here."""
     if name in ("elastic", "SyncBatchNorm"):
-        instead = {
+        replacements = {
             "elastic": "restart with `torchrun --max-restarts` and load a checkpoint",
             "SyncBatchNorm": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which works on CUDA",
         }
-        raise AttributeError(f"ddpobs.horovod has no {name}: {instead[name]}")
+        raise AttributeError(f"ddpobs.horovod has no {name}: {replacements[name]}")
     raise AttributeError(f"module 'ddpobs.horovod' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""The same start on every rank: parameters, optimizer state and objects from one of them."""
+"""Broadcasts that give every rank the same start: parameters, optimizer state and objects."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def broadcast_parameters(
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Have every rank's tensors hold what `root_rank`'s hold.
+    """Copy `root_rank`'s tensors to every rank.
 
     Args:
         params: A `state_dict()` or `named_parameters()`, with the same names on every rank.
-        root_rank: Whose values.
-        process_set: Who takes part.
+        root_rank: The rank that sends.
+        process_set: The ranks that take part.
 
     Raises:
-        HorovodError: Neither of the two came.
+        HorovodError: `params` is neither of the two.
     """
     try:
         named = sorted(params.items()) if isinstance(params, Mapping) else list(params)
@@ -48,50 +48,50 @@ def broadcast_optimizer_state(
     model: torch.nn.Module | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give every rank the state and the hyperparameters of `root_rank`'s optimizer; the others may have none yet.
+    """Copy the state and hyperparameters of `root_rank`'s optimizer to every rank, where the state may be empty.
 
     Args:
-        optimizer: Over the same parameters on every rank.
-        root_rank: Whose state.
-        model: Not needed.
-        process_set: Who takes part.
+        optimizer: An optimizer of the same parameters on every rank.
+        root_rank: The rank that sends.
+        model: No effect.
+        process_set: The ranks that take part.
     """
-    here = dist.get_rank() == root_rank
+    is_root = dist.get_rank() == root_rank
     state = optimizer.state_dict()
-    described = broadcast_object(
-        pytree.tree_map_only(torch.Tensor, lambda tensor: _Described(tensor.to("meta"), tensor.device.type), state),
+    templates = broadcast_object(
+        pytree.tree_map_only(torch.Tensor, lambda tensor: _Template(tensor.to("meta"), tensor.device.type), state),
         root_rank,
         process_set=process_set,
     )
-    if not here:
+    if not is_root:
         state = pytree.tree_map_only(
-            _Described, lambda one: torch.empty_like(one.shape, device=torch.device(one.device)), described
+            _Template, lambda t: torch.empty_like(t.meta, device=torch.device(t.device_type)), templates
         )
     tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
     broadcast_parameters([("", tensor) for tensor in tensors], root_rank, process_set)
-    if not here:
+    if not is_root:
         optimizer.load_state_dict(state)
 
 
 @dataclass(frozen=True)
-class _Described:
-    """A tensor without its values, and the kind of device it is on."""
+class _Template:
+    """A tensor without its values, and the type of its device."""
 
-    shape: torch.Tensor
-    device: str
+    meta: torch.Tensor
+    device_type: str
 
 
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """What `root_rank` gave, on every rank; it must be picklable."""
-    held = [obj]
-    dist.broadcast_object_list(held, root_rank, group=process_set.group)
-    return held[0]
+    """Return `root_rank`'s object on every rank; it must be picklable."""
+    objects = [obj]
+    dist.broadcast_object_list(objects, root_rank, group=process_set.group)
+    return objects[0]
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
-    """What each rank gave, by rank."""
+    """Return every rank's object, in the order of ranks."""
     gathered: list[Any] = [None] * process_set.size()
     dist.all_gather_object(gathered, obj, group=process_set.group)
     return gathered

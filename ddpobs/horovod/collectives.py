@@ -1,7 +1,7 @@
-"""Horovod's collectives over torch.distributed's: handles, and the calls that make them.
+"""Horovod's collectives on top of torch.distributed's, and their handles.
 
-The functions that return a new tensor can be differentiated, as in Horovod; those ending in `_` and those that return a
-handle cannot. Names are taken and not needed: every rank makes the same calls in the same order.
+As in Horovod, the functions that return a new tensor can be differentiated. Functions that end in `_` or return a
+handle cannot. The parameter `name` has no effect, because every rank makes the same calls in the same order.
 """
 
 from __future__ import annotations
@@ -27,24 +27,40 @@ _TORCH_OPS = {
 
 
 def check_op(op: str | None, average: bool | None = None) -> str:
-    """The operation that is meant, Average if nothing is said.
+    """Return the chosen operation; Average by default.
 
     Raises:
-        HorovodError: There is none of that name here; or both forms of asking were used.
+        HorovodError: The operation does not exist or is not supported, or both `op` and `average` were given.
     """
     if average is not None:
         if op is not None:
             raise HorovodError("give either op or average (which Horovod deprecates), not both")
         return Average if average else Sum
     if op == Adasum:
-        raise HorovodError("Adasum is not there: use op=Average, with the learning rate scaled by size()")
+        raise HorovodError("Adasum is not supported: use op=Average, with the learning rate scaled by size()")
     if op is not None and op not in _TORCH_OPS:
         raise HorovodError(f"op: expected one of {', '.join(_TORCH_OPS)}, got {op!r}")
     return op or Average
 
 
+def sum_or_average(op: str | None, function: str) -> str:
+    """Return the chosen operation of a function that supports only Sum and Average.
+
+    Args:
+        op: The user's choice; Average by default.
+        function: The function's name, for the message.
+
+    Raises:
+        HorovodError: Another operation.
+    """
+    op = check_op(op)
+    if op not in (Sum, Average):
+        raise HorovodError(f"{function}: expected op Sum or Average, got {op}")
+    return op
+
+
 class Handle:
-    """A collective under way."""
+    """A running collective."""
 
     __slots__ = ("_finish", "_works")
 
@@ -52,11 +68,11 @@ class Handle:
         self._works, self._finish = list(works), finish
 
     def poll(self) -> bool:
-        """Whether it is done."""
+        """Whether the collective has completed."""
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> Any:
-        """Its result, once it is done; the same however often."""
+        """Wait for the collective and return its result; further calls return the same result."""
         for work in self._works:
             work.wait()
         result = self._finish()
@@ -70,7 +86,7 @@ def poll(handle: Handle) -> bool:
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait for a collective; its result."""
+    """Wait for a collective and return its result."""
     return handle.wait()
 
 
@@ -89,36 +105,36 @@ def allreduce_async_(
     """Start a reduction in place, over the set's ranks.
 
     Args:
-        tensor: Of the same shape on every rank.
-        average: Horovod's older way of saying `op`.
-        name: Not needed.
+        tensor: A tensor of the same shape on every rank.
+        average: Horovod's older form of `op`.
+        name: No effect.
         op: Average, Sum, Min, Max or Product.
-        prescale_factor: Multiplied in before.
-        postscale_factor: Multiplied in after.
-        process_set: Who takes part.
+        prescale_factor: Factor before the reduction.
+        postscale_factor: Factor after the reduction.
+        process_set: The ranks that take part.
 
     Raises:
-        HorovodError: An operation that there is not, or a rank that is not of the set.
+        HorovodError: The operation does not exist, or this rank is not in the set.
     """
     op = check_op(op, average)
     with torch.no_grad():
         _scale(tensor, prescale_factor)
-        travels = tensor.detach().contiguous()
-        work = dist.all_reduce(travels, _TORCH_OPS[op], group=process_set.group, async_op=True)
+        dense = tensor.detach().contiguous()
+        work = dist.all_reduce(dense, _TORCH_OPS[op], group=process_set.group, async_op=True)
 
     def finish() -> torch.Tensor:
         with torch.no_grad():
             if op == Average:
-                whole = not (travels.is_floating_point() or travels.is_complex())
-                travels.div_(process_set.size(), rounding_mode="trunc" if whole else None)
-            _scale(travels, postscale_factor)
-            return _given_back(tensor, travels)
+                is_integer = not (dense.is_floating_point() or dense.is_complex())
+                dense.div_(process_set.size(), rounding_mode="trunc" if is_integer else None)
+            _scale(dense, postscale_factor)
+            return _write_back(tensor, dense)
 
     return Handle([work], finish)
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:
-    """In place; whole numbers lose what comes after the point, as in Horovod."""
+    """Multiply in place; integers lose the fraction, as in Horovod."""
     if factor == 1.0:
         return
     if tensor.is_floating_point() or tensor.is_complex():
@@ -127,11 +143,11 @@ def _scale(tensor: torch.Tensor, factor: float) -> None:
         tensor.copy_(tensor.double() * factor)
 
 
-def _given_back(tensor: torch.Tensor, travelled: torch.Tensor) -> torch.Tensor:
-    """The tensor, with what came for it where it is not contiguous: a backend writes as if it were."""
+def _write_back(tensor: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
+    """Copy the result into a tensor that is not contiguous, because backends write contiguous memory only."""
     if not tensor.is_contiguous():
         with torch.no_grad():
-            tensor.copy_(travelled)
+            tensor.copy_(dense)
     return tensor
 
 
@@ -141,7 +157,7 @@ def allreduce_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
 
 
 def allreduce_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `allreduce_async_`, waited for."""
+    """As `allreduce_async_`, but waits."""
     return synchronize(allreduce_async_(tensor, *args, **kwargs))  # type: ignore[no-any-return]
 
 
@@ -155,28 +171,28 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `allreduce_async_` with a `compression` for the way, into a new tensor; its gradient is reduced likewise."""
+    """As `allreduce_async_`, with compression, into a new tensor; its gradient is reduced the same way."""
     settings = (check_op(op, average), prescale_factor, postscale_factor, process_set)
 
-    def reduced(whole: torch.Tensor) -> torch.Tensor:
-        small, context = compression.compress(whole.detach().clone())
+    def reduce(value: torch.Tensor) -> torch.Tensor:
+        small, context = compression.compress(value.detach().clone())
         return compression.decompress(allreduce_(small, None, None, *settings), context)
 
-    return _differentiable(tensor, reduced, lambda gradient: allreduce(gradient, None, None, compression, *settings))
+    return _differentiable(tensor, reduce, lambda gradient: allreduce(gradient, None, None, compression, *settings))
 
 
 def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
     """As `allreduce_async_` for each; the result is a list."""
-    return _together([allreduce_async_(tensor, *args, **kwargs) for tensor in tensors])
+    return _merge([allreduce_async_(tensor, *args, **kwargs) for tensor in tensors])
 
 
 def grouped_allreduce_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
     """As `allreduce_async` for each; the result is a list."""
-    return _together([allreduce_async(tensor, *args, **kwargs) for tensor in tensors])
+    return _merge([allreduce_async(tensor, *args, **kwargs) for tensor in tensors])
 
 
 def grouped_allreduce_(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
-    """As `grouped_allreduce_async_`, waited for."""
+    """As `grouped_allreduce_async_`, but waits."""
     return synchronize(grouped_allreduce_async_(tensors, *args, **kwargs))  # type: ignore[no-any-return]
 
 
@@ -191,39 +207,37 @@ def sparse_allreduce_async(
     op: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start the Sum or Average of sparse tensors; the result is a new one.
+    """Start the Sum or Average of sparse tensors, into a new tensor.
 
     Raises:
         HorovodError: Another operation.
     """
-    op = check_op(op)
-    if op not in (Sum, Average):
-        raise HorovodError(f"sparse_allreduce_async: expected Sum or Average, got {op}")
+    op = sum_or_average(op, "sparse_allreduce_async")
     total = tensor.detach().coalesce().clone()
     work = dist.all_reduce(total, group=process_set.group, async_op=True)
     return Handle([work], lambda: total / process_set.size() if op == Average else total)
 
 
-# ---------------------------------------------------------------------- the others
+# ---------------------------------------------------------------------- other collectives
 
 
 def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Start gathering: the ranks' tensors one after the other along the first dimension, which may differ in length."""
+    """Start to concatenate the ranks' tensors along the first dimension, where their lengths may differ."""
     return _gather(tensor, process_set)[0]
 
 
 def _gather(tensor: torch.Tensor, process_set: ProcessSet) -> tuple[Handle, list[int]]:
-    mine = tensor.detach().contiguous()
-    mine = mine.reshape(1) if mine.ndim == 0 else mine
+    local = tensor.detach().contiguous()
+    local = local.reshape(1) if local.ndim == 0 else local
     group = process_set.group
-    rows = mine.new_tensor([len(mine)], dtype=torch.int64)
-    everyone = [torch.empty_like(rows) for _ in range(process_set.size())]
-    dist.all_gather(everyone, rows, group=group)
-    lengths = [int(length) for length in everyone]
-    padded = mine.new_zeros((max(lengths), *mine.shape[1:]))
-    padded[: len(mine)] = mine
+    row_count = local.new_tensor([len(local)], dtype=torch.int64)
+    row_counts = [torch.empty_like(row_count) for _ in range(process_set.size())]
+    dist.all_gather(row_counts, row_count, group=group)
+    lengths = [int(length) for length in row_counts]
+    padded = local.new_zeros((max(lengths), *local.shape[1:]))
+    padded[: len(local)] = local
     parts = [torch.empty_like(padded) for _ in lengths]
     work = dist.all_gather(parts, padded, group=group, async_op=True)
     finish = lambda: torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])  # noqa: E731
@@ -233,24 +247,24 @@ def _gather(tensor: torch.Tensor, process_set: ProcessSet) -> tuple[Handle, list
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """As `allgather_async`, waited for; its gradient is this rank's part of the ranks' mean."""
+    """As `allgather_async`, but waits; its gradient is this rank's part of the ranks' mean."""
     lengths: list[int] = []
 
-    def gathered(whole: torch.Tensor) -> torch.Tensor:
-        handle, lengths[:] = _gather(whole, process_set)
+    def gather(value: torch.Tensor) -> torch.Tensor:
+        handle, lengths[:] = _gather(value, process_set)
         return handle.wait()  # type: ignore[no-any-return]
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         mean = allreduce(gradient, op=Average, process_set=process_set)
-        mine: torch.Tensor = mean.split(lengths)[process_set.rank()]
-        return mine.reshape(tensor.shape)
+        part: torch.Tensor = mean.split(lengths)[process_set.rank()]
+        return part.reshape(tensor.shape)
 
-    return _differentiable(tensor, gathered, back)
+    return _differentiable(tensor, gather, back)
 
 
 def grouped_allgather_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
     """As `allgather_async` for each; the result is a list."""
-    return _together([allgather_async(tensor, *args, **kwargs) for tensor in tensors])
+    return _merge([allgather_async(tensor, *args, **kwargs) for tensor in tensors])
 
 
 def grouped_allgather(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -261,10 +275,10 @@ def grouped_allgather(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
-    """Start to have every rank's tensor hold what `root_rank`'s holds; a rank's number in the whole, also in a set."""
-    travels = tensor.detach().contiguous()
-    work = dist.broadcast(travels, root_rank, group=process_set.group, async_op=True)
-    return Handle([work], lambda: _given_back(tensor, travels))
+    """Start to copy `root_rank`'s values into every rank's tensor; the global rank, also in a process set."""
+    dense = tensor.detach().contiguous()
+    work = dist.broadcast(dense, root_rank, group=process_set.group, async_op=True)
+    return Handle([work], lambda: _write_back(tensor, dense))
 
 
 def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
@@ -273,7 +287,7 @@ def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
 
 
 def broadcast_(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """As `broadcast_async_`, waited for."""
+    """As `broadcast_async_`, but waits."""
     return synchronize(broadcast_async_(tensor, *args, **kwargs))  # type: ignore[no-any-return]
 
 
@@ -287,7 +301,7 @@ def broadcast(
         return mean if dist.get_rank() == root_rank else torch.zeros_like(mean)
 
     return _differentiable(
-        tensor, lambda whole: broadcast_(whole.detach().clone(), root_rank, process_set=process_set), back
+        tensor, lambda value: broadcast_(value.detach().clone(), root_rank, process_set=process_set), back
     )
 
 
@@ -297,16 +311,16 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start to send each rank its rows. The result is the rows received; with `splits` also how many from each.
+    """Start to send each rank its rows. The result is the received rows; with `splits` also the counts per rank.
 
     Args:
-        tensor: Rows, for rank 0 first.
-        splits: How many go to each rank; evenly without.
-        name: Not needed.
-        process_set: Who takes part.
+        tensor: Rows, beginning with rank 0's.
+        splits: Number of rows for each rank; without it all ranks get equally many.
+        name: No effect.
+        process_set: The ranks that take part.
 
     Raises:
-        HorovodError: The rows cannot be split so.
+        HorovodError: The rows cannot be split like this.
     """
     handle, received = _exchange(tensor, splits, process_set)
     return Handle(handle._works, lambda: handle.wait() if splits is None else (handle.wait(), received))
@@ -318,15 +332,15 @@ def _exchange(
     size, group = process_set.size(), process_set.group
     if splits is None and len(tensor) % size:
         raise HorovodError(f"alltoall: {len(tensor)} rows do not split evenly over {size} ranks; give splits")
-    given = [len(tensor) // size] * size if splits is None else [int(split) for split in splits]
-    if len(given) != size or sum(given) != len(tensor) or min(given) < 0:
-        raise HorovodError(f"alltoall: expected {size} splits that add up to {len(tensor)} rows, got {given}")
-    sent = tensor.new_tensor(given, dtype=torch.int64)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
+    counts = [len(tensor) // size] * size if splits is None else [int(split) for split in splits]
+    if len(counts) != size or sum(counts) != len(tensor) or min(counts) < 0:
+        raise HorovodError(f"alltoall: expected {size} splits that add up to {len(tensor)} rows, got {counts}")
+    outgoing = tensor.new_tensor(counts, dtype=torch.int64)
+    received = torch.empty_like(outgoing)
+    dist.all_to_all_single(received, outgoing, group=group)
     rows: list[int] = received.tolist()
     result = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    work = dist.all_to_all_single(result, tensor.detach().contiguous(), rows, given, group=group, async_op=True)
+    work = dist.all_to_all_single(result, tensor.detach().contiguous(), rows, counts, group=group, async_op=True)
     return Handle([work], lambda: result), received
 
 
@@ -336,18 +350,18 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """As `alltoall_async`, waited for; its gradient goes back the way the rows came."""
+    """As `alltoall_async`, but waits; its gradient returns each row's gradient to the row's sender."""
     received: list[torch.Tensor] = []
 
-    def exchanged(whole: torch.Tensor) -> torch.Tensor:
-        handle, rows = _exchange(whole, splits, process_set)
+    def exchange(value: torch.Tensor) -> torch.Tensor:
+        handle, rows = _exchange(value, splits, process_set)
         received.append(rows)
         return handle.wait()  # type: ignore[no-any-return]
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         return alltoall(gradient, received[0], process_set=process_set)[0]  # type: ignore[no-any-return]
 
-    result = _differentiable(tensor, exchanged, back)
+    result = _differentiable(tensor, exchange, back)
     return result if splits is None else (result, received[0])
 
 
@@ -357,20 +371,18 @@ def reducescatter_async(
     op: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
-    """Start a reduction of which this rank gets its share of rows; the first ranks get one more where it is uneven.
+    """Start a reduction that gives each rank its share of rows; if uneven, the first ranks get one row more.
 
     Raises:
         HorovodError: Neither Sum nor Average.
     """
-    op = check_op(op)
-    if op not in (Sum, Average):
-        raise HorovodError(f"reducescatter: expected Sum or Average, got {op}")
+    op = sum_or_average(op, "reducescatter")
     handle = allreduce_async(tensor, op=op, process_set=process_set)
-    place, parts = process_set.rank(), process_set.size()
+    index, parts = process_set.rank(), process_set.size()
 
     def finish() -> torch.Tensor:
-        mine: torch.Tensor = handle.wait().tensor_split(parts)[place].clone()
-        return mine
+        part: torch.Tensor = handle.wait().tensor_split(parts)[index].clone()
+        return part
 
     return Handle(handle._works, finish)
 
@@ -382,25 +394,25 @@ def reducescatter(
     op: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """As `reducescatter_async` with a `compression` for the way, waited for.
+    """As `reducescatter_async`, with compression, but waits.
 
-    Its gradient is all ranks', gathered, and for Sum times their number.
+    Its gradient is the concatenation of all ranks' gradients; for Sum multiplied by the number of ranks.
     """
 
-    def reduced(whole: torch.Tensor) -> torch.Tensor:
-        small, context = compression.compress(whole)
+    def reduce_scatter(value: torch.Tensor) -> torch.Tensor:
+        small, context = compression.compress(value)
         return compression.decompress(synchronize(reducescatter_async(small, name, op, process_set)), context)
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         scaled = gradient * process_set.size() if op == Sum else gradient
         return allgather(scaled, process_set=process_set)
 
-    return _differentiable(tensor, reduced, back)
+    return _differentiable(tensor, reduce_scatter, back)
 
 
 def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
     """As `reducescatter_async` for each; the result is a list."""
-    return _together([reducescatter_async(tensor, *args, **kwargs) for tensor in tensors])
+    return _merge([reducescatter_async(tensor, *args, **kwargs) for tensor in tensors])
 
 
 def grouped_reducescatter(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -409,11 +421,11 @@ def grouped_reducescatter(tensors: Sequence[torch.Tensor], *args: Any, **kwargs:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until every rank of the set is here."""
+    """Wait until every rank of the set has called this."""
     dist.barrier(process_set.group)
 
 
-def _together(handles: list[Handle]) -> Handle:
+def _merge(handles: list[Handle]) -> Handle:
     return Handle([work for handle in handles for work in handle._works], lambda: [h.wait() for h in handles])
 
 
@@ -426,15 +438,15 @@ def _differentiable(
 
 
 class _Collective(torch.autograd.Function):
-    """A collective and the one that brings its gradient back."""
+    """A collective, and the collective that computes its gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, run: Any, back: Any) -> Any:
-        """Run it."""
+        """Run the collective."""
         ctx.back = back
         return run(tensor)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        """Run the other one."""
+        """Run the gradient's collective."""
         return ctx.back(gradients[0].contiguous()), None, None

@@ -1,4 +1,4 @@
-"""What travels in the place of a gradient."""
+"""Compressors: the form in which a gradient travels."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm import AllReduce, Fp16, FuturePending, Pending
-from ddpobs.comm.base import CommFactory
+from ddpobs.comm.all_reduce import AllReduce
+from ddpobs.comm.base import CommFactory, FuturePending, Pending
+from ddpobs.comm.cast import Fp16
 from ddpobs.torch_seam.collectives import all_reduce
 
 
@@ -20,26 +21,26 @@ class Compressor:
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """What travels, and what `decompress` needs to know."""
+        """Return the tensor that travels, and the context that `decompress` needs."""
         raise NotImplementedError
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor as it was, up to what was lost."""
+        """Return the tensor in its original form, up to the loss of precision."""
         raise NotImplementedError
 
 
 class NoneCompressor(Compressor):
-    """Nothing is changed."""
+    """Tensors travel unchanged."""
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor, None
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
@@ -48,24 +49,24 @@ class FP16Compressor(Compressor):
 
     @staticmethod
     def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """In float16, with the dtype it had."""
+        """Return the tensor in float16, and its dtype."""
         return (tensor.half() if tensor.is_floating_point() else tensor), tensor.dtype
 
     @staticmethod
     def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """In the dtype it had."""
+        """Return the tensor in its former dtype."""
         return tensor.to(ctx)
 
 
 class Compression:
-    """Those that there are."""
+    """The built-in compressors."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
 
 
-def way_of(compressor: type[Compressor] | Compressor) -> CommFactory:
-    """What is done with a full bucket under that compressor."""
+def factory_of(compressor: type[Compressor] | Compressor) -> CommFactory:
+    """Return the factory of the communication strategy that applies the compressor."""
     if compressor is NoneCompressor:
         return AllReduce
     if compressor is FP16Compressor:
@@ -74,7 +75,7 @@ def way_of(compressor: type[Compressor] | Compressor) -> CommFactory:
 
 
 class _Compressed:
-    """All-reduce of what a user's compressor makes of a bucket, which it sees flat."""
+    """All-reduce of a bucket's flat buffer as a user's compressor changes it."""
 
     divides = True
     carries_nan = False
@@ -85,15 +86,17 @@ class _Compressed:
         self.name = kind.__name__
 
     def launch(self, bucket: Bucket, last: bool) -> Pending:
-        """Compress and start."""
+        """Compress the buffer and start its all-reduce."""
         small, context = self._compressor.compress(bucket.buffer)
-        return FuturePending(all_reduce(self._group, [small]).get_future().then(self._back(bucket, small, context)))
+        return FuturePending(
+            all_reduce(self._group, [small]).get_future().then(self._decompress_into(bucket, small, context))
+        )
 
-    def _back(
+    def _decompress_into(
         self, bucket: Bucket, small: torch.Tensor, context: Any
     ) -> Callable[[torch.futures.Future[Any]], torch.Tensor]:
-        def back(reduced: torch.futures.Future[Any]) -> torch.Tensor:
-            reduced.value()  # Raises where the exchange failed.
+        def decompress(reduced: torch.futures.Future[Any]) -> torch.Tensor:
+            reduced.value()  # Raises if the exchange failed.
             return bucket.buffer.copy_(self._compressor.decompress(small, context))
 
-        return back
+        return decompress

@@ -1,7 +1,7 @@
-"""When the model of an observed optimizer is called. The model may be saved, copied or scripted: nothing is left on it.
+"""Records the forwards of an optimizer's model. The model may be saved, copied or scripted, so it stays unchanged.
 
-What is wrapped is its class, while one of the class is watched. A hook on all modules' forwards would cost each of
-them a microsecond, break the graphs of `torch.compile` at every module, and not be shown keyword arguments.
+The model's class is wrapped, while a module of that class is watched. A hook on all modules' forwards would cost each
+module a microsecond, break the graphs of `torch.compile` at every module, and receive no keyword arguments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Method = tuple[type[torch.nn.Module], str]
 
 
 class Model(torch.nn.Module):
-    """Stands for the model, which an optimizer does not know, until its first forward shows it."""
+    """Stands for the model, which an optimizer does not have; the first forward reveals the real one."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__()
@@ -36,8 +36,8 @@ class _Watched:
     """A module that optimizers are watching.
 
     Attributes:
-        method: What is wrapped for it. What this inherits from may be wrapped as well, for another module.
-        recorders: One per optimizer; the first is told, as a forward is one forward however many optimizers there are.
+        method: The method that is wrapped for it. An inherited method may be wrapped as well, for another module.
+        recorders: One per optimizer. Only the first records forwards, so that a forward counts once.
     """
 
     method: Method
@@ -50,53 +50,53 @@ _wrapped: dict[Method, Patches] = {}
 
 
 def watch(model: Model, recorder: ModuleRecorder) -> None:
-    """Find the first module that is called and has one of these parameters, and tell of its forwards.
+    """Record the forwards of the first called module that has one of the model's parameters.
 
-    Ends with `model`.
+    Stops when `model` is garbage-collected.
     """
-    ours, standing_for = set(map(id, model.trained)), ref(model)
+    trained, reference = set(map(id, model.trained)), ref(model)
 
     @never_raises
-    def look(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
-        model = standing_for()
-        if model is None or not any(id(parameter) in ours for parameter in module.parameters()):
+    def find_model(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+        model = reference()
+        if model is None or not any(id(parameter) in trained for parameter in module.parameters()):
             return
         handle.remove()
-        told = id(module) in _watched
-        _found(model, module, recorder)
-        if not told:
+        is_recorded = id(module) in _watched
+        _watch_module(model, module, recorder)
+        if not is_recorded:
             recorder.forward_began(inputs)
 
-    # Where the first forward is a compiled one, what a skipped function calls is compiled nevertheless.
-    handle = register_module_forward_pre_hook(torch.compiler.disable(look))
+    # If the first forward is compiled, dynamo skips ddpobs' functions but compiles the functions that they call.
+    handle = register_module_forward_pre_hook(torch.compiler.disable(find_model))
     finalize(model, handle.remove).atexit = False
 
 
-def _found(model: Model, module: torch.nn.Module, recorder: ModuleRecorder) -> None:
+def _watch_module(model: Model, module: torch.nn.Module, recorder: ModuleRecorder) -> None:
     model.module = module
     if id(module) not in _watched:
-        method = _method(module)
+        method = _method_of(module)
         if method not in _wrapped:
             _wrapped[method] = _wrap(method)
         _watched[id(module)] = _Watched(method)
     _watched[id(module)].recorders.append(recorder)
-    finalize(model, _forget, id(module), recorder).atexit = False
+    finalize(model, _unwatch, id(module), recorder).atexit = False
 
 
-def _forget(number: int, recorder: ModuleRecorder) -> None:
-    watched = _watched[number]
+def _unwatch(module_id: int, recorder: ModuleRecorder) -> None:
+    watched = _watched[module_id]
     watched.recorders.remove(recorder)
     if watched.recorders:
         return
-    del _watched[number]
+    del _watched[module_id]
     if all(other.method != watched.method for other in _watched.values()):
         _wrapped.pop(watched.method).undo()
 
 
-def _method(module: torch.nn.Module) -> Method:
-    """The method that every call of the module passes.
+def _method_of(module: torch.nn.Module) -> Method:
+    """The method that runs in every call of the module.
 
-    `torch.compile` may hold its `__call__` from before; `Module.compile` holds `_call_impl`.
+    `torch.compile` may hold the unwrapped `__call__`; `Module.compile` holds `_call_impl`.
     """
     return type(module), "_call_impl" if module._compiled_call_impl is None else "__call__"
 
@@ -104,7 +104,7 @@ def _method(module: torch.nn.Module) -> Method:
 def _wrap(method: Method) -> Patches:
     def around(original: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-            _called(method, self, args, kwargs)
+            _record_call(method, self, args, kwargs)
             return original(self, *args, **kwargs)
 
         return call
@@ -114,8 +114,8 @@ def _wrap(method: Method) -> Patches:
     return patches
 
 
-def _called(method: Method, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _record_call(method: Method, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     watched = _watched.get(id(module))
     if watched is not None and watched.method == method:
-        for recorder in watched.recorders[:1]:  # Empty where the last optimizer is collected just now.
+        for recorder in watched.recorders[:1]:  # Empty if the last optimizer is being collected.
             recorder.forward_began(args, kwargs)

@@ -1,4 +1,4 @@
-"""`DistributedOptimizer`: the user's optimizer, whose gradients are reduced while backward goes on."""
+"""`DistributedOptimizer`: the user's optimizer, with gradients that are reduced during backward."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs.comm import name_of
-from ddpobs.comm.side_groups import group_beside
+from ddpobs.comm.side_groups import get_side_group
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import HorovodError, StepOrderError
-from ddpobs.horovod.collectives import Average, Sum, check_op
-from ddpobs.horovod.compression import Compression, Compressor, way_of
+from ddpobs.horovod.collectives import Average, sum_or_average
+from ddpobs.horovod.compression import Compression, Compressor, factory_of
 from ddpobs.horovod.forwards import Model, watch
 from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
 from ddpobs.horovod.reduction import OptimizerReducer
@@ -30,9 +30,11 @@ from ddpobs.torch_seam.patching import skip_in_dynamo
 
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
 _reducers: WeakKeyDictionary[OptimizerReducer, int] = WeakKeyDictionary()
-"""Each with the place among the process groups beside its ranks' own that it reduces over."""
+"""Each reducer with the index of its side group."""
 _joins = count()
-_NOT_REDUCED = "nobody would reduce their gradients. Wrap an optimizer that has them, unfrozen, in another one"
+_NOT_REDUCED = (
+    "their gradients would not be reduced. Unfreeze the parameters, then wrap their optimizer in a DistributedOptimizer"
+)
 
 
 def DistributedOptimizer(  # noqa: N802 - Horovod's name
@@ -49,40 +51,41 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     *,
     telemetry: bool | str | TelemetryConfig | None = None,
 ) -> Any:
-    """An optimizer of the given one's class and settings that steps on gradients reduced over the ranks.
+    """Create an optimizer of the same class and settings that steps on gradients reduced over the ranks.
 
     Args:
-        optimizer: Over the same parameters on every rank. It is not to be used itself any more.
-        named_parameters: Names for them, for messages and telemetry; those that require a gradient must all be there.
-        compression: What travels in the place of a gradient.
-        backward_passes_per_step: Backward passes whose gradients add up before they are reduced.
+        optimizer: An optimizer of the same parameters on every rank. The caller must not use it afterwards.
+        named_parameters: Names for messages and telemetry. Every parameter that requires a gradient must be included.
+        compression: The form in which a gradient travels.
+        backward_passes_per_step: Backward passes whose gradients accumulate before they are reduced.
         op: Average or Sum.
-        gradient_predivide_factor: With Average, what gradients are divided by before the sum; the rest of the
-            division comes after it.
-        num_groups: Reduce the parameters in so many groups.
-        groups: How many groups, or which parameters are in each; those of one group travel together.
-        sparse_as_dense: Leave gradients dense that came sparse. They travel dense either way.
-        process_set: Who takes part.
-        telemetry: As `ddpobs.DistributedDataParallel`'s.
+        gradient_predivide_factor: With Average, the divisor before the sum; the rest of the division follows the sum.
+        num_groups: Number of groups in which the parameters are reduced.
+        groups: Number of groups, or the parameters of each group; the parameters of a group travel together.
+        sparse_as_dense: Leave sparse gradients dense after the reduction. They travel dense in either case.
+        process_set: The ranks that take part.
+        telemetry: As in `ddpobs.DistributedDataParallel`.
 
     Raises:
-        HorovodError: Arguments that contradict each other or the optimizer.
-        ModelsDifferError: On every rank, where the ranks' parameters or arguments differ.
+        HorovodError: The arguments contradict each other or the optimizer.
+        ModelsDifferError: On every rank, if the ranks' parameters or arguments differ.
     """
     skip_in_dynamo()
     _check(optimizer, compression, backward_passes_per_step)
-    parameters, names = _named(optimizer, named_parameters)
-    before, after = _factors(check_op(op), gradient_predivide_factor, process_set.size())
+    parameters, names = _trained_parameters(optimizer, named_parameters)
+    pre_divisor, post_factor = _factors(
+        sum_or_average(op, "DistributedOptimizer"), gradient_predivide_factor, process_set.size()
+    )
     kind: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
-    made = kind(optimizer.param_groups)
-    made.defaults, made.state = optimizer.defaults, optimizer.state
-    made._sparse_as_dense = sparse_as_dense
-    made._frozen = [p for group in made.param_groups for p in group["params"] if not p.requires_grad]
+    wrapper = kind(optimizer.param_groups)
+    wrapper.defaults, wrapper.state = optimizer.defaults, optimizer.state
+    wrapper._sparse_as_dense = sparse_as_dense
+    wrapper._frozen = [p for group in wrapper.param_groups for p in group["params"] if not p.requires_grad]
     if not process_set.included() or not parameters:
-        return made
+        return wrapper
     group = process_set.group
     dense = [False] * len(parameters)
-    fused = _numbers(groups if groups is not None else num_groups or None, parameters)
+    fused = _group_indices(groups if groups is not None else num_groups or None, parameters)
     settings = {
         "compression": name_of(compression),
         "op": op,
@@ -95,35 +98,35 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         "parameters": model_check.parameters(names, parameters, dense),
     }
     device = parameters[0].device
-    limit, place = model_check.check_same_everywhere(facts, (_fusion_threshold(), _free_place()), group, device)
+    limit, index = model_check.check_same_everywhere(facts, (_fusion_threshold(), _free_index()), group, device)
     recorder = None
     config = resolve(telemetry, os.environ)
     if config is not None:
-        made._model = Model(parameters)
-        recorder = _observe(made, group, config, backward_passes_per_step)
-    made._reducer = OptimizerReducer(
+        wrapper._model = Model(parameters)
+        recorder = _observe(wrapper, group, config, backward_passes_per_step)
+    wrapper._reducer = OptimizerReducer(
         parameters,
         names,
         dense,
-        group=_group_of_its_own(group, device, place),
-        strategy=way_of(compression),
+        group=_get_own_group(group, device, index),
+        comm_factory=factory_of(compression),
         settings=Settings(
             first_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
             rebuilt_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
         ),
         recorder=recorder,
         passes=backward_passes_per_step,
-        predivisor=before,
-        postfactor=after,
+        pre_divisor=pre_divisor,
+        post_factor=post_factor,
         groups=fused,
     )
-    _reducers[made._reducer] = place
-    finalize(made, made._reducer.remove_hooks).atexit = False  # The model may be given another optimizer.
-    return made
+    _reducers[wrapper._reducer] = index
+    finalize(wrapper, wrapper._reducer.remove_hooks).atexit = False  # The model may get another optimizer.
+    return wrapper
 
 
 class _Distributed(torch.optim.Optimizer):
-    """What a DistributedOptimizer has beyond the optimizer's own class."""
+    """The attributes that a DistributedOptimizer adds to the optimizer's own class."""
 
     _reducer: OptimizerReducer | None = None
     _sparse_as_dense = False
@@ -132,10 +135,10 @@ class _Distributed(torch.optim.Optimizer):
     _should_synchronize = True
 
     def synchronize(self) -> None:
-        """Reduce what is not reduced yet and wait for all of it.
+        """Reduce the gradients that are not reduced yet, and wait for all of them.
 
         Raises:
-            HorovodError: A parameter trains that was frozen when this was made.
+            HorovodError: A parameter requires a gradient that was frozen at construction.
         """
         if self._reducer is not None:
             self._check_frozen()
@@ -148,23 +151,23 @@ class _Distributed(torch.optim.Optimizer):
         trained = [list(p.shape) for p in self._frozen if p.requires_grad]
         if trained:
             raise HorovodError(
-                f"{len(trained)} of the optimizer's parameters were frozen when DistributedOptimizer was made and are "
-                f"not now, the first of shape {trained[0]}: {_NOT_REDUCED}"
+                f"{len(trained)} of the optimizer's parameters were frozen when DistributedOptimizer was created and "
+                f"are not frozen now, the first of shape {trained[0]}: {_NOT_REDUCED}"
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's, while it is made.
+        """Add a group, which only the optimizer's own constructor may do.
 
         Raises:
-            HorovodError: It is made: whose gradients are reduced is decided.
+            HorovodError: The reducer exists, and its parameters are fixed.
         """
         if self._reducer is not None:
-            raise HorovodError(f"add_param_group() after DistributedOptimizer was made: {_NOT_REDUCED}")
+            raise HorovodError(f"add_param_group() after DistributedOptimizer was created: {_NOT_REDUCED}")
         super().add_param_group(param_group)
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Have `step` not synchronise: for after a `synchronize` of one's own, to clip gradients say."""
+        """Make `step` skip the synchronisation, after an explicit `synchronize` (to clip gradients, for example)."""
         self._should_synchronize = False
         try:
             yield
@@ -172,14 +175,14 @@ class _Distributed(torch.optim.Optimizer):
             self._should_synchronize = True
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Have gradients add up over so many backward passes from now on."""
+        """Accumulate gradients over this many backward passes from now on."""
         if self._reducer is not None:
             self._reducer.set_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Synchronise and let the optimizer step; what a closure's backward leaves is reduced after each of its calls.
+        """Synchronise and step. A closure's gradients are reduced after each of its calls.
 
-        Horovod's reduces only before, so that each rank steps by gradients of its own.
+        Horovod reduces only before the closure, so that each rank steps on its own gradients.
         """
         if self._should_synchronize:
             if self._synchronized:
@@ -191,11 +194,11 @@ class _Distributed(torch.optim.Optimizer):
             if closure is None:
                 self.synchronize()
             else:
-                closure = self._synchronising(closure)
+                closure = self._synchronise_after(closure)
         self._synchronized = False
         return super().step(closure)
 
-    def _synchronising(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _synchronise_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def synchronising() -> Any:
             loss = closure()
             self.synchronize()
@@ -204,61 +207,62 @@ class _Distributed(torch.optim.Optimizer):
 
         return synchronising
 
-    step.hooked = True  # type: ignore[attr-defined]  # Or torch would run step hooks here and in the optimizer's own.
+    step.hooked = True  # type: ignore[attr-defined]  # Else torch would run step hooks here and in the optimizer's own step.
 
     def zero_grad(self, *args: Any, **kwargs: Any) -> Any:
-        """As the optimizer's.
+        """Clear the gradients, as the optimizer does.
 
         Raises:
-            StepOrderError: Gradients are on their way.
+            StepOrderError: Some gradients are not synchronised yet.
         """
         if self._reducer is not None and self._reducer.under_way:
             raise StepOrderError(
-                "zero_grad() between backward() and step() or synchronize() would clear gradients on their way"
+                "zero_grad() between backward() and step() or synchronize() would clear gradients that are not "
+                "reduced yet"
             )
         return super().zero_grad(*args, **kwargs)
 
 
 def join(device: int = -1) -> int:
-    """Say that this rank has no data left: it takes part in the others' synchronisations with zeros until all say so.
+    """Take part in the other ranks' synchronisations with zeros, until all ranks have joined; for a rank out of data.
 
-    Meanwhile the others may use the one DistributedOptimizer there is and no other collective. Its Average still
-    divides by all ranks.
+    Meanwhile the other ranks may use the only DistributedOptimizer, and no other collective. Its Average still divides
+    by the number of all ranks.
 
     Args:
-        device: Not needed.
+        device: No effect.
 
     Returns:
-        The rank that joined last, the highest of several.
+        The rank that joined last; the highest if there are several.
 
     Raises:
-        HorovodError: There is not exactly one DistributedOptimizer.
+        HorovodError: The number of DistributedOptimizers is not one.
     """
     number = next(_joins)
     if size() == 1:
         return 0
     if len(_reducers) != 1:
-        raise HorovodError(f"join() works with exactly one DistributedOptimizer, and there are {len(_reducers)}")
+        raise HorovodError(f"join(): expected exactly one DistributedOptimizer, got {len(_reducers)}")
     (reducer,) = _reducers
     store = PrefixStore(f"ddpobs/join/{number}", dist.distributed_c10d._get_default_store())
     store.set(str(rank()), str(reducer.synchronised))
-    everyone = [str(other) for other in range(size())]
+    keys = [str(other) for other in range(size())]
     while True:
         reducer.participate_with_zeros()
-        # Whoever joined before this synchronisation has said so before it began, so that all ranks find the same.
-        if not store.check(everyone):
+        # Ranks that joined before this synchronisation set their keys before it began: all ranks read the same keys.
+        if not store.check(keys):
             continue
-        joined = [int(store.get(other)) for other in everyone]
+        joined = [int(store.get(key)) for key in keys]
         if max(joined) < reducer.synchronised:
-            return max(place for place, at in enumerate(joined) if at == max(joined))
+            return max(other for other, synchronised in enumerate(joined) if synchronised == max(joined))
 
 
 def _check(optimizer: object, compression: object, passes: Any) -> None:
-    """Have what would fail in mid-training, or in words that say nothing of it, fail here."""
+    """Refuse arguments that would fail later in training, or with an unclear message."""
     if isinstance(optimizer, _Distributed):
-        raise HorovodError("this optimizer is a DistributedOptimizer already: wrap the one that it was made of")
+        raise HorovodError("this optimizer is a DistributedOptimizer already: wrap the original optimizer")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise HorovodError(f"optimizer: expected one of torch's, got {type(optimizer).__name__}")
+        raise HorovodError(f"optimizer: expected a torch.optim.Optimizer, got {type(optimizer).__name__}")
     if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
         raise HorovodError(
             "compression: expected Compression.none, Compression.fp16 or an object with compress and decompress, "
@@ -268,87 +272,93 @@ def _check(optimizer: object, compression: object, passes: Any) -> None:
         raise HorovodError(f"backward_passes_per_step: expected a whole number, at least 1, got {passes!r}")
 
 
-def _named(
+def _trained_parameters(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.nn.Parameter]] | None
 ) -> tuple[list[torch.nn.Parameter], list[str]]:
     """The optimizer's parameters that require gradients, and their names."""
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if named_parameters is None:
-        return parameters, [f"parameter.{place}" for place in range(len(parameters))]
-    given = list(named_parameters)
-    if not all(isinstance(each, tuple) and len(each) == 2 for each in given):
-        raise HorovodError("named_parameters: expected (name, parameter) pairs, as model.named_parameters() gives them")
-    names = [name for name, _ in given]
-    twice = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    if twice:
-        raise HorovodError(f"named_parameters: these names come more than once: {', '.join(twice)}")
-    name_of = {id(parameter): name for name, parameter in given}
-    unnamed = [place for place, parameter in enumerate(parameters) if id(parameter) not in name_of]
+        return parameters, [f"parameter.{index}" for index in range(len(parameters))]
+    pairs = list(named_parameters)
+    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+        raise HorovodError(
+            "named_parameters: expected (name, parameter) pairs, as model.named_parameters() returns them"
+        )
+    names = [name for name, _ in pairs]
+    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if duplicates:
+        raise HorovodError(f"named_parameters: duplicate names: {', '.join(duplicates)}")
+    name_by_id = {id(parameter): name for name, parameter in pairs}
+    unnamed = [parameter for parameter in parameters if id(parameter) not in name_by_id]
     if unnamed:
         raise HorovodError(
-            f"named_parameters: {len(unnamed)} of the optimizer's {len(parameters)} parameters have no name in it"
+            f"named_parameters: {len(unnamed)} of the optimizer's {len(parameters)} parameters are missing in it"
         )
-    return parameters, [name_of[id(parameter)] for parameter in parameters]
+    return parameters, [name_by_id[id(parameter)] for parameter in parameters]
 
 
-def _numbers(
+def _group_indices(
     groups: int | Sequence[Sequence[torch.nn.Parameter]] | None, parameters: Sequence[torch.nn.Parameter]
 ) -> list[list[int]] | None:
-    """The groups by the parameters' numbers."""
+    """The parameters' indices in each group; None without groups."""
     if groups is None:
         return None
     if isinstance(groups, int):
         if groups < 1:
             raise HorovodError(f"groups: expected at least 1, got {groups}")
-        each = -(-len(parameters) // groups)
-        return [list(range(len(parameters)))[begin : begin + each] for begin in range(0, len(parameters), each)]
-    number = {id(parameter): place for place, parameter in enumerate(parameters)}
-    listed = isinstance(groups, Sequence) and not isinstance(groups, str)
-    if not listed or not all(isinstance(p, torch.Tensor) for group in groups for p in group):
-        raise HorovodError(f"groups: expected a number, or lists of parameters, got {groups!r}")
-    numbered = [[number[id(p)] for p in group if id(p) in number] for group in groups]
-    flat = [place for group in numbered for place in group]
+        group_size = -(-len(parameters) // groups)
+        return [
+            list(range(len(parameters)))[begin : begin + group_size] for begin in range(0, len(parameters), group_size)
+        ]
+    index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+    is_sequence = isinstance(groups, Sequence) and not isinstance(groups, str)
+    if not is_sequence or not all(isinstance(p, torch.Tensor) for group in groups for p in group):
+        raise HorovodError(f"groups: expected a number or lists of parameters, got {groups!r}")
+    indices = [[index_of[id(p)] for p in group if id(p) in index_of] for group in groups]
+    flat = [index for group in indices for index in group]
     if len(set(flat)) < len(flat):
         raise HorovodError("groups: a parameter may be in one group only")
-    return [group for group in numbered if group]
+    return [group for group in indices if group]
 
 
 def _factors(op: str, predivide: float, ranks: int) -> tuple[float | None, float | None]:
-    """What gradients are divided by before the sum over the ranks, and what the sum is multiplied by."""
-    if op not in (Average, Sum):
-        raise HorovodError(f"DistributedOptimizer: expected op Average or Sum, got {op}")
+    """The divisor of gradients before the sum over the ranks, and the factor after it; None for neither."""
     if not predivide > 0:
         raise HorovodError(f"gradient_predivide_factor: expected a number above 0, got {predivide}")
     if predivide == 1.0:
         return (float(ranks) if op == Average else None), None
     if op != Average:
-        raise HorovodError("gradient_predivide_factor is only for op=Average")
+        raise HorovodError("gradient_predivide_factor is supported only with op=Average")
     return predivide, predivide / ranks
 
 
-def _free_place() -> int:
-    """The first one that no optimizer has; rank 0's counts, as optimizers are collected at different times."""
-    taken = set(_reducers.values())
-    return next(place for place in count() if place not in taken)
+def _free_index() -> int:
+    """The first side-group index that no optimizer uses.
 
-
-def _group_of_its_own(group: dist.ProcessGroup, device: torch.device, place: int) -> dist.ProcessGroup:
-    """For one optimizer's gradients alone.
-
-    Where a rank leaves parameters out their bucket waits for `synchronize`, while it is under way on other ranks. Over
-    one process group it would meet what the script calls between the two: a metric's mean, another optimizer's.
+    All ranks take rank 0's index, because optimizers are garbage-collected at different times on different ranks.
     """
-    return group if group.size() == 1 else group_beside(group, device, -1 - place)
+    used = set(_reducers.values())
+    return next(index for index in count() if index not in used)
+
+
+def _get_own_group(group: dist.ProcessGroup, device: torch.device, index: int) -> dist.ProcessGroup:
+    """Return a process group for one optimizer's gradients alone.
+
+    If a rank leaves parameters out, their bucket waits there for `synchronize`, while other ranks have launched it. On
+    a shared process group the bucket could meet a collective that the script calls in between: a metric's mean, or
+    another optimizer's bucket.
+    """
+    return group if group.size() == 1 else get_side_group(group, device, -1 - index)
 
 
 def _fusion_threshold() -> int:
-    """Most bytes of a bucket: HOROVOD_FUSION_THRESHOLD, or DDP's; Horovod's 128 MB would overlap with nothing."""
-    given = os.environ.get("HOROVOD_FUSION_THRESHOLD")
-    if given is None:
+    """Largest bucket in bytes: HOROVOD_FUSION_THRESHOLD, else DDP's; Horovod's 128 MB would prevent overlap."""
+    text = os.environ.get("HOROVOD_FUSION_THRESHOLD")
+    if text is None:
         return _BUCKET
-    if not given.isdigit():
-        raise HorovodError(f"HOROVOD_FUSION_THRESHOLD: expected a number of bytes, got {given!r}")
-    return int(given)
+    if not text.isdigit():
+        raise HorovodError(f"HOROVOD_FUSION_THRESHOLD: expected a number of bytes, got {text!r}")
+    return int(text)
 
 
 def _observe(optimizer: Any, group: dist.ProcessGroup, config: TelemetryConfig, passes: int) -> ModuleRecorder:

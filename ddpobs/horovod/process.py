@@ -1,4 +1,4 @@
-"""Who takes part: ranks, and sets of them."""
+"""Ranks and process sets: the participants of a collective."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from ddpobs.errors import HorovodError
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Position:
+    """This rank's position on its host and among the hosts."""
+
     local_rank: int
     local_size: int
     cross_rank: int
@@ -25,15 +27,15 @@ class _Place:
     homogeneous: bool
 
 
-_place: _Place | None = None
-_made_group = False
+_position: _Position | None = None
+_created_group = False
 
 
 class ProcessSet:
-    """Some of the ranks, with collectives of their own. To be used after `add_process_set`.
+    """A subset of the ranks with its own collectives; to be used after `add_process_set`.
 
     Args:
-        *ranks: Their numbers, or one sequence of these; none for all.
+        *ranks: The ranks, or one sequence of ranks; without any, all ranks.
     """
 
     def __init__(self, *ranks: int | Sequence[int]) -> None:
@@ -43,30 +45,30 @@ class ProcessSet:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The process group behind it.
+        """The set's process group.
 
         Raises:
-            HorovodError: `init` or `add_process_set` has not been called, or this rank is not of the set.
+            HorovodError: `init` or `add_process_set` was not called, or this rank is not in the set.
         """
         check_initialized()
         if self.ranks is None:
             return dist.group.WORLD  # type: ignore[return-value]
         if not self.included():
-            raise HorovodError(f"rank {rank()} is not of the process set {self.ranks}, and may not use it")
+            raise HorovodError(f"rank {rank()} is not in the process set {self.ranks}, and may not use it")
         if self._group is None:
             raise HorovodError(f"the process set {self.ranks} is unknown: call add_process_set with it on every rank")
         return self._group
 
     def included(self) -> bool:
-        """Whether this rank is of the set."""
+        """Whether this rank is in the set."""
         return self.ranks is None or rank() in self.ranks
 
     def size(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks in the set."""
         return size() if self.ranks is None else len(self.ranks)
 
     def rank(self) -> int:
-        """This rank's number in the set."""
+        """This rank's index in the set."""
         return self.group.rank()
 
 
@@ -75,28 +77,30 @@ global_process_set = ProcessSet()
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | Literal["dynamic"] | None = None) -> None:
-    """Join the other ranks; more calls do nothing.
+    """Connect to the other ranks; later calls do nothing.
 
-    Takes the process group that is there, or makes one by the launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR,
-    MASTER_PORT, as torchrun sets them), with NCCL for CUDA and gloo for the host. With neither there is one rank.
+    Uses torch's default process group if it exists. Otherwise creates it from the launcher's environment (RANK,
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them), with NCCL for CUDA and gloo for the host. Without such
+    an environment there is one rank.
 
     Args:
-        comm: Horovod's MPI communicator; only None is understood.
-        process_sets: Made at once; or "dynamic", without which Horovod makes none later. Here that is always allowed.
+        comm: Horovod's MPI communicator; must be None.
+        process_sets: Sets to add at once, or "dynamic". Horovod needs "dynamic" to add sets later; here it is always
+            possible.
 
     Raises:
-        HorovodError: `comm` is given.
+        HorovodError: `comm` is not None.
     """
-    global _place, _made_group  # noqa: PLW0603 - one Horovod a process, as it is in Horovod
+    global _position, _created_group  # noqa: PLW0603 - one Horovod a process, as it is in Horovod
     if comm is not None:
-        raise HorovodError("init(comm=...) takes an MPI communicator; here torchrun says which ranks there are")
-    if _place is not None:
+        raise HorovodError("init(comm=...) takes an MPI communicator; here torchrun defines the ranks")
+    if _position is not None:
         return
     if not dist.is_initialized():
         _init_process_group()
-        _made_group = True
+        _created_group = True
         atexit.register(shutdown)
-    _place = _find_place()
+    _position = _find_position()
     for process_set in () if process_sets is None or process_sets == "dynamic" else process_sets:
         add_process_set(process_set)
 
@@ -111,96 +115,96 @@ def _init_process_group() -> None:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 
 
-def _find_place() -> _Place:
-    """This rank's place on its host; found by the hosts' names, whoever launched the ranks."""
+def _find_position() -> _Position:
+    """Find the position by comparing host names, which works with every launcher."""
     hosts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(hosts, socket.gethostname())
-    mine = hosts[dist.get_rank()]
-    local_rank = hosts[: dist.get_rank()].count(mine)
-    peers = [host for place, host in enumerate(hosts) if hosts[:place].count(host) == local_rank]
+    own_host = hosts[dist.get_rank()]
+    local_rank = hosts[: dist.get_rank()].count(own_host)
+    peers = [host for index, host in enumerate(hosts) if hosts[:index].count(host) == local_rank]
     homogeneous = len({hosts.count(host) for host in hosts}) == 1
-    return _Place(local_rank, hosts.count(mine), peers.index(mine), len(peers), homogeneous)
+    return _Position(local_rank, hosts.count(own_host), peers.index(own_host), len(peers), homogeneous)
 
 
 def shutdown() -> None:
-    """Leave; the process group too where `init` made it."""
-    global _place, _made_group
+    """Disconnect; destroys the process group if `init` created it."""
+    global _position, _created_group
     atexit.unregister(shutdown)
-    if _made_group and dist.is_initialized():
+    if _created_group and dist.is_initialized():
         dist.destroy_process_group()
-    _place, _made_group = None, False
+    _position, _created_group = None, False
 
 
 def is_initialized() -> bool:
     """Whether `init` was called."""
-    return _place is not None
+    return _position is not None
 
 
-def check_initialized() -> _Place:
-    """This rank's place.
+def check_initialized() -> _Position:
+    """Return this rank's position.
 
     Raises:
         HorovodError: `init` was not called.
     """
-    if _place is None:
+    if _position is None:
         raise HorovodError("call hvd.init() first")
-    return _place
+    return _position
 
 
 def size() -> int:
-    """How many ranks there are."""
+    """Number of ranks."""
     check_initialized()
     return dist.get_world_size()
 
 
 def rank() -> int:
-    """This rank's number."""
+    """This rank."""
     check_initialized()
     return dist.get_rank()
 
 
 def local_size() -> int:
-    """How many ranks are on this host."""
+    """Number of ranks on this host."""
     return check_initialized().local_size
 
 
 def local_rank() -> int:
-    """This rank's number on its host."""
+    """This rank's index on its host."""
     return check_initialized().local_rank
 
 
 def cross_size() -> int:
-    """How many hosts have a rank with this local rank."""
+    """Number of hosts that have a rank with this local rank."""
     return check_initialized().cross_size
 
 
 def cross_rank() -> int:
-    """This host's number among them."""
+    """This host's index among the hosts that have a rank with this local rank."""
     return check_initialized().cross_rank
 
 
 def is_homogeneous() -> bool:
-    """Whether every host has as many ranks."""
+    """Whether every host has the same number of ranks."""
     return check_initialized().homogeneous
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Make the set's connections; every rank calls this alike, those outside of it too.
+    """Create the set's process group. Every rank must call this, also ranks outside of the set.
 
     Raises:
-        HorovodError: `init` was not called, or a number is no rank's.
+        HorovodError: `init` was not called, or a rank of the set does not exist.
     """
-    made = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    ranks = made.ranks
+    created = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    ranks = created.ranks
     if ranks is not None:
         if not set(ranks) <= set(range(size())):
             raise HorovodError(f"process set: expected ranks below {size()}, got {ranks}")
-        made._group = dist.new_group(ranks)
-    return made
+        created._group = dist.new_group(ranks)
+    return created
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Let go of the set's connections; returns whether there were any."""
+    """Destroy the set's process group; return whether there was one."""
     group, process_set._group = process_set._group, None
     if group is None:
         return False

@@ -1,8 +1,8 @@
-"""Horovod's timeline: a Chrome trace of every tensor's way, written by rank 0.
+"""Horovod's timeline: a Chrome trace of every tensor's reduction, written by rank 0.
 
-A tensor is negotiated from when it is ready on rank 0 until every rank has started its bucket, with a mark for each;
-then it is reduced. Ranks start without asking each other here, and tell of their starts afterwards, through the
-rendezvous store and by their hosts' wall clocks.
+A tensor's negotiation lasts from its readiness on rank 0 until every rank has launched its bucket, with a mark for each
+rank. Then its reduction begins. Here ranks launch without a negotiation. They report their launch times afterwards,
+through the rendezvous store and in the wall clocks of their hosts.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ddpobs.horovod.process import rank, size
 
 _WAIT_S = 2.0
 _LAG = 2
-"""Synchronisations for which rank 0 lets the other ranks' marks be late."""
+"""Synchronisations that rank 0 keeps in memory while the other ranks' launch times are missing."""
 
 _current: Timeline | None = None
 _started = 0
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Write a timeline from now on. Called on every rank; only rank 0 writes the file.
+    """Start to write a timeline. Every rank must call this; only rank 0 writes the file.
 
     Args:
         file_path: A JSON file, for chrome://tracing or Perfetto.
-        mark_cycles: Also mark where each synchronisation of gradients begins.
+        mark_cycles: Whether to mark the begin of each synchronisation of gradients.
 
     Raises:
-        HorovodError: One is being written, or `init` was not called.
+        HorovodError: A timeline is being written already, or `init` was not called.
     """
     global _current, _started  # noqa: PLW0603 - one timeline a process
     if _current is not None:
@@ -46,7 +46,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
 
 
 def stop_timeline() -> None:
-    """Finish the file; without a timeline nothing happens."""
+    """Finish the file; does nothing without a timeline."""
     global _current
     timeline, _current = _current, None
     if timeline is not None:
@@ -54,18 +54,18 @@ def stop_timeline() -> None:
 
 
 def current() -> Timeline | None:
-    """The timeline that is being written."""
+    """Return the timeline that is being written, or None."""
     return _current
 
 
 class Reduction:
-    """What one synchronisation of an optimizer's gradients leaves: stamps in ns of the wall clock, 0 where none came.
+    """Stamps of one synchronisation of an optimizer's gradients, in ns of the wall clock; 0 for a missing stamp.
 
     Args:
-        names: The parameters'.
+        names: The parameters' names.
         gradients: The parameters, for dtype and shape.
-        buckets: The parameters' numbers by bucket, in launch order.
-        activity: What the reduction itself is called.
+        buckets: The parameters' indices by bucket, in launch order.
+        activity: The reduction's name in the trace.
     """
 
     def __init__(
@@ -79,12 +79,12 @@ class Reduction:
 
 
 class Timeline:
-    """One timeline.
+    """The file of one timeline.
 
     Args:
         path: The file.
         mark_cycles: Whether synchronisations are marked.
-        number: Tells it from the process's earlier ones.
+        number: Distinguishes it from the process's earlier timelines.
     """
 
     def __init__(self, path: Path, mark_cycles: bool, number: int) -> None:
@@ -105,61 +105,63 @@ class Timeline:
             )
 
     def add(self, reduction: Reduction) -> None:
-        """One more synchronisation is over, on every rank."""
+        """Add a synchronisation that has ended; to be called on every rank."""
         number, self._count = self._count, self._count + 1
         if self._rank:
             self._store.set(f"{number}/{self._rank}", json.dumps(reduction.launched))
             return
         self._waiting.append((number, reduction))
-        while self._waiting and (len(self._waiting) > _LAG or self._told(self._waiting[0][0])):
+        while self._waiting and (len(self._waiting) > _LAG or self._all_reported(self._waiting[0][0])):
             self._flush()
 
     def close(self) -> None:
-        """Write what is left and end the file."""
+        """Write the remaining synchronisations and end the file."""
         deadline = time.monotonic() + _WAIT_S
         while self._waiting:
-            while not self._told(self._waiting[0][0]) and time.monotonic() < deadline:
+            while not self._all_reported(self._waiting[0][0]) and time.monotonic() < deadline:
                 time.sleep(0.01)
             self._flush()
         if self._out is not None:
             self._out.write("{}]\n")
             self._out.close()
 
-    def _told(self, number: int) -> bool:
+    def _all_reported(self, number: int) -> bool:
         keys = [f"{number}/{other}" for other in range(1, self._ranks)]
         return not keys or bool(self._store.check(keys))
 
     def _flush(self) -> None:
         number, reduction = self._waiting.pop(0)
-        arrivals = {0: reduction.launched}
+        launches = {0: reduction.launched}
         for other in range(1, self._ranks):
             key = f"{number}/{other}"
             if self._store.check([key]):
-                arrivals[other] = json.loads(self._store.get(key))
+                launches[other] = json.loads(self._store.get(key))
                 self._store.delete_key(key)
         if self._mark_cycles:
             self._write("i", "CYCLE_START", 0, reduction.began, s="g")
         for bucket, members in enumerate(reduction.buckets):
             launched, done = reduction.launched[bucket], reduction.done[bucket]
             if not launched or not done:
-                continue  # This rank had joined, or its end was not seen.
-            here = {which: at[bucket] for which, at in arrivals.items() if bucket < len(at) and at[bucket]}
+                continue  # This rank had joined, or the bucket's end was not recorded.
+            starts_ns = {other: ns[bucket] for other, ns in launches.items() if bucket < len(ns) and ns[bucket]}
             for member in members:
-                self._write_tensor(reduction, member, here, launched, max(done, launched))
+                self._write_tensor(reduction, member, starts_ns, launched, max(done, launched))
 
-    def _write_tensor(self, reduction: Reduction, member: int, here: dict[int, int], launched: int, done: int) -> None:
+    def _write_tensor(
+        self, reduction: Reduction, member: int, starts_ns: dict[int, int], launched: int, done: int
+    ) -> None:
         lane, gradient = self._lane(reduction.names[member]), reduction.gradients[member]
         ready = min(reduction.ready[member] or launched, launched)
-        everyone = min(max(here.values()), done)
+        all_started = min(max(starts_ns.values()), done)
         self._write("B", "NEGOTIATE_ALLREDUCE", lane, ready)
-        for which, at in sorted(here.items(), key=lambda arrival: arrival[1]):
-            self._write("X", str(which), lane, min(max(at, ready), everyone), dur=0)
-        self._write("E", None, lane, everyone)
-        self._write("B", "ALLREDUCE", lane, everyone)
-        self._write("B", reduction.activity, lane, everyone)
+        for other, start_ns in sorted(starts_ns.items(), key=lambda start: start[1]):
+            self._write("X", str(other), lane, min(max(start_ns, ready), all_started), dur=0)
+        self._write("E", None, lane, all_started)
+        self._write("B", "ALLREDUCE", lane, all_started)
+        self._write("B", reduction.activity, lane, all_started)
         self._write("E", None, lane, done)
-        described = {"dtype": str(gradient.dtype).removeprefix("torch."), "shape": str(list(gradient.shape))}
-        self._write("E", None, lane, done, args=described)
+        description = {"dtype": str(gradient.dtype).removeprefix("torch."), "shape": str(list(gradient.shape))}
+        self._write("E", None, lane, done, args=description)
 
     def _lane(self, name: str) -> int:
         if name not in self._lanes:
@@ -169,9 +171,9 @@ class Timeline:
             self._write("M", "process_sort_index", lane, self._epoch, args={"sort_index": lane})
         return self._lanes[name]
 
-    def _write(self, kind: str, name: str | None, lane: int, at_ns: int, **more: Any) -> None:
+    def _write(self, kind: str, name: str | None, lane: int, time_ns: int, **fields: Any) -> None:
         assert self._out is not None
-        event = {"ph": kind, "ts": (at_ns - self._epoch) // 1000, "pid": lane, **more}
+        event = {"ph": kind, "ts": (time_ns - self._epoch) // 1000, "pid": lane, **fields}
         if name is not None:
             event["name"] = name
         self._out.write(json.dumps(event) + ",\n")

@@ -1,1 +1,1 @@
-"""What the ranks share through the rendezvous store, without a collective."""
+"""Exchanges among the ranks through the rendezvous store, without a collective."""

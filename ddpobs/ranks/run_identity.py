@@ -1,7 +1,8 @@
-"""Which run and attempt this is: drawn by one rank, and told to each that asks.
+"""Agreement of the ranks on the run and the attempt: one rank proposes an identity and answers every request.
 
-A launcher's store may hold what was drawn before a restart, and no two hosts' clocks agree on what is older. So nobody
-believes what lies there: each rank asks with a number that it has just made up, and takes the answer to that.
+A launcher's store may still hold an identity from before a restart, and the clocks of two hosts do not show which entry
+is older. So no rank trusts an entry that exists already. Each rank sends a request with a fresh nonce, and accepts only
+the answer to that nonce.
 """
 
 from __future__ import annotations
@@ -13,67 +14,69 @@ from collections.abc import Callable
 from typing import Any, TypedDict
 
 PATIENCE_S = 5.0
-"""How long a rank waits for somebody who has drawn or will; other ranks than 0 twice as long where something lies in
-the store, as rank 0 may be waiting, too."""
+"""Seconds a rank waits for an answer before it proposes an identity itself.
+
+Ranks other than 0 wait twice as long if the store holds an older identity, because rank 0 may be waiting too.
+"""
 
 
 class RunIdentity(TypedDict):
-    """What the ranks share."""
+    """Identity that the ranks share."""
 
     run: str
     attempt: str
 
 
 class IdentityExchange:
-    """This rank's end of it. No call waits for another rank.
-
-    Attributes:
-        draws: Whether this is the rank that has drawn.
+    """This rank's side of the agreement. No call waits for another rank.
 
     Args:
-        store: A `torch.distributed.Store` of its own, under a prefix that the ranks' telemetries share.
-        rank: This process's rank. Rank 0 draws, unless it has no telemetry.
-        draw: Makes a run and an attempt up.
+        store: A `torch.distributed.Store` of its own, under a prefix that all ranks' telemetries share.
+        rank: This process's rank. Rank 0 proposes, unless it has no telemetry.
+        propose: Creates a run and an attempt.
+
+    Attributes:
+        is_leader: Whether this rank's proposal is the shared identity.
     """
 
-    def __init__(self, store: Any, rank: int, draw: Callable[[], RunIdentity]) -> None:
-        self._store, self._rank, self._draw = store, rank, draw
-        self.is_leader, self._drawn = False, ""
+    def __init__(self, store: Any, rank: int, propose: Callable[[], RunIdentity]) -> None:
+        self._store, self._rank, self._propose = store, rank, propose
+        self.is_leader, self._proposal = False, ""
         self._unanswered: set[int] = set()
-        self._counted = 0
+        self._request_count = 0
         self._nonce = secrets.token_hex(8)
-        self._found = store.get("drawn").decode() if store.check(["drawn"]) else ""
+        self._older = store.get("drawn").decode() if store.check(["drawn"]) else ""
         store.set(f"asks/{store.add('asks', 1)}", self._nonce)
-        self._asked_at = time.monotonic()
+        self._requested_at = time.monotonic()
 
     def poll(self) -> RunIdentity | None:
-        """What was drawn, once this rank knows it."""
+        """Return the shared identity once it has arrived at this rank."""
         if self._store.check([f"answers/{self._nonce}"]):
             answer: RunIdentity = json.loads(self._store.get(f"answers/{self._nonce}"))
             return answer
-        if time.monotonic() - self._asked_at < self._patience_s:
+        if time.monotonic() - self._requested_at < self._patience_s:
             return None
-        mine = self._draw()
-        told = json.dumps(mine)
-        if self._store.compare_set("drawn", self._found, told).decode() != told:
+        identity = self._propose()
+        proposal = json.dumps(identity)
+        if self._store.compare_set("drawn", self._older, proposal).decode() != proposal:
             return None  # Another rank was faster, and will answer.
-        self.is_leader, self._drawn = True, told
-        return mine
+        self.is_leader, self._proposal = True, proposal
+        return identity
 
     def reply_to_others(self) -> None:
-        """Tell whoever has asked, on the rank that has drawn."""
+        """Answer the open requests, on the leader."""
         if not self.is_leader:
             return
-        asks = self._store.add("asks", 0)
-        self._unanswered.update(range(self._counted + 1, asks + 1))
-        self._counted = asks
-        for place in sorted(self._unanswered):
-            if self._store.check([f"asks/{place}"]):  # Else it has a place, and is about to ask.
-                self._store.set(f"answers/{self._store.get(f'asks/{place}').decode()}", self._drawn)
-                self._unanswered.discard(place)
+        count = self._store.add("asks", 0)
+        self._unanswered.update(range(self._request_count + 1, count + 1))
+        self._request_count = count
+        for number in sorted(self._unanswered):
+            if self._store.check([f"asks/{number}"]):  # Else the rank has counted itself, and is about to write.
+                self._store.set(f"answers/{self._store.get(f'asks/{number}').decode()}", self._proposal)
+                self._unanswered.discard(number)
 
     @property
     def _patience_s(self) -> float:
         if self._rank == 0:
-            return PATIENCE_S if self._found else 0.0
-        return 2 * PATIENCE_S if self._found else PATIENCE_S
+            return PATIENCE_S if self._older else 0.0
+        return 2 * PATIENCE_S if self._older else PATIENCE_S

@@ -1,7 +1,7 @@
-"""Who was last, made among the ranks themselves: through the process group's store, never through a collective.
+"""Straggler statistics, computed among the ranks through the process group's store, never through a collective.
 
-Each rank's telemetry thread overwrites one key with its latest own times; rank 0's thread reads them all and
-computes. A rank that is late, out of data or dead costs the others nothing.
+Each rank's telemetry thread overwrites one key with its latest own times. Rank 0's thread reads all keys and computes.
+A rank that is late, out of data or dead costs the other ranks nothing.
 """
 
 from __future__ import annotations
@@ -16,97 +16,99 @@ import numpy.typing as npt
 
 from ddpobs import wire
 
-_ROWS, _FEWEST = 8192, 32
-"""Of all ranks, and of one."""
+_ROWS, _MIN_ROWS = 8192, 32
+"""Most rows of all ranks' tables together, and fewest rows of a rank's table."""
 _BATCHES = 2
-"""A rank's table reaches back over so many of its batches: ranks cut theirs at different times, and share one's."""
+"""Latest batches that a rank's table covers.
+
+Ranks cut their batches at different times. With two batches each, they share the steps of at least one.
+"""
 COLUMNS = 2 + len(wire.OWN_PHASES)
-"""Of a published row: collective, the step's wall time, own time by phase; all in ns but the first."""
-ALARM_SHARE = 0.1
-"""A rank straggles in a step when its delay is above this share of the step."""
+"""Columns of a published row: collective, wall time of the step, own time by phase; times in ns."""
 _READ_TIMEOUT = timedelta(seconds=1)
 _GOLDEN = 2_654_435_761
 """2^32 over the golden ratio (Knuth, The Art of Computer Programming 3, section 6.4)."""
 
 
 class Exchange:
-    """This rank's end of the exchange.
+    """This rank's side of the exchange.
 
     Args:
         store: A `torch.distributed.Store` of its own (a clone), under a prefix that this attempt alone uses.
         rank: This process's rank.
-        world_size: How many ranks publish.
-        every: Fewest new steps worth an exchange; where the table holds less than twice as many, half of these.
+        world_size: Number of ranks that publish.
+        every: Fewest new steps for an exchange, at most half of the table's rows.
     """
 
     def __init__(self, store: Any, rank: int, world_size: int, every: int) -> None:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._rows = np.empty((0, COLUMNS), np.int64)
-        self._most = max(_FEWEST, _ROWS // world_size)
+        self._most = max(_MIN_ROWS, _ROWS // world_size)
         self._every = min(every, self._most // 2)
         self._added: deque[int] = deque(maxlen=_BATCHES)
-        self._apart = 1
-        self._fresh = 0
-        self._seen = -1
+        self._inverse_share = 1
+        self._new_rows = 0
+        self._last_compared = -1
         store.set_timeout(_READ_TIMEOUT)
 
     def add(self, steps: wire.Steps) -> None:
-        """Take in finished steps; one without own time is left out, and so drops out of the join.
+        """Add finished steps. A step without own time is left out, and therefore drops out of the join.
 
-        Where the table does not hold all, it holds a half, a quarter or an eighth of the collectives, on all ranks the
-        same ones.
+        If the table cannot hold all collectives, it holds a half, a quarter or an eighth of them: the same ones on all
+        ranks.
         """
         own = [getattr(steps, f"own_{name}_ns") for name in wire.OWN_PHASES]
         rows = np.stack([steps.collective, steps.end_ns - steps.start_ns, *own], axis=1)[steps.own_ns != wire.UNKNOWN]
         self._added.append(len(rows))
-        self._apart = 1 << max(0, math.ceil(math.log2(max(1, sum(self._added)) / self._most)))
-        rows, held = self._sample(rows), self._sample(self._rows)
-        kept = min(self._most, max(_FEWEST, 2 * self._every, sum(self._added)))
-        self._rows = np.concatenate([held, rows])[-kept:]
-        self._fresh += len(rows)
+        self._inverse_share = 1 << max(0, math.ceil(math.log2(max(1, sum(self._added)) / self._most)))
+        rows, older = self._sample(rows), self._sample(self._rows)
+        size = min(self._most, max(_MIN_ROWS, 2 * self._every, sum(self._added)))
+        self._rows = np.concatenate([older, rows])[-size:]
+        self._new_rows += len(rows)
 
     def publish(self) -> None:
-        """Overwrite this rank's key, when enough is new."""
-        if self._fresh >= self._every:
+        """Overwrite this rank's key if enough rows are new."""
+        if self._new_rows >= self._every:
             self._store.set(_key(self._rank), self._rows.astype("<i8").tobytes())
-            self._fresh = 0
+            self._new_rows = 0
 
-    def say(self, doing: bytes) -> None:
-        """Publish what this rank is doing right now: what can still be read when it hangs."""
-        self._store.set(f"doing/{self._rank}", doing)
+    def publish_activity(self, activity: bytes) -> None:
+        """Publish the current activity of this rank, which remains readable when the rank hangs."""
+        self._store.set(f"doing/{self._rank}", activity)
 
     def gather(self) -> wire.Peers | None:
-        """On rank 0: statistics over what all ranks published since the last time, or None where that is too little."""
+        """On rank 0, return statistics over the rows published since the last call; None if these are too few."""
         keys = [_key(rank) for rank in range(self._world_size)]
-        if self._rank != 0 or len(self._news(self._rows)) < self._every or not self._store.check(keys):
+        if self._rank != 0 or len(self._unseen(self._rows)) < self._every or not self._store.check(keys):
             return None
         blobs = self._store.multi_get(keys)
-        tables = [self._news(np.frombuffer(blob, "<i8").reshape(-1, COLUMNS)) for blob in blobs]
+        tables = [self._unseen(np.frombuffer(blob, "<i8").reshape(-1, COLUMNS)) for blob in blobs]
         if min(map(len, tables)) < self._every:
             return None
         joined = join(tables)
         if len(joined) < self._every:
             return None
-        self._seen = int(joined[-1, 0, 0])
+        self._last_compared = int(joined[-1, 0, 0])
         return statistics(joined)
 
     def _sample(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """A share of the collectives, evenly spread even where their numbers rise by more than one at a time.
+        """Select a share of the collectives by multiplicative hashing.
 
-        By multiplicative hashing. Those of a smaller share are among those of a larger one.
+        The share is evenly spread even if the numbers rise by more than one at a time. A smaller share is a subset of a
+        larger one.
         """
-        return rows[rows[:, 0] * _GOLDEN % 2**32 * self._apart < 2**32]
+        return rows[rows[:, 0] * _GOLDEN % 2**32 * self._inverse_share < 2**32]
 
-    def _news(self, table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows that no statistics were made of."""
-        return table[table[:, 0] > self._seen]
+    def _unseen(self, table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Select the rows that no statistics cover yet."""
+        return table[table[:, 0] > self._last_compared]
 
 
 def join(tables: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Rows of the collectives that every rank has.
+    """Select the rows of the collectives that every rank has.
 
     Args:
-        tables: One per rank, shape [rows, COLUMNS], ascending in the collective.
+        tables: One table per rank, shape [rows, COLUMNS], ascending in the collective.
 
     Returns:
         Shape [collectives, ranks, COLUMNS].
@@ -118,10 +120,10 @@ def join(tables: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
 
 
 def statistics(joined: npt.NDArray[np.int64]) -> wire.Peers:
-    """Delay, waiting and straggler counts per rank.
+    """Compute delay, waiting and straggler counts per rank.
 
-    `delay` of a step is the last rank's own time over the median of the other ranks'; the phase is the one in which
-    that rank exceeds the others' median most.
+    The delay of a step is the last rank's own time minus the median of the other ranks' own times. Its phase is the
+    phase in which that rank exceeds the other ranks' median most.
 
     Args:
         joined: Shape [collectives, ranks, COLUMNS] with at least one collective and two ranks.
@@ -131,11 +133,11 @@ def statistics(joined: npt.NDArray[np.int64]) -> wire.Peers:
     own = phases.sum(axis=2)
     rows = np.arange(steps)
     last = own.argmax(axis=1)
-    others = phases.copy()
-    others[rows, last] = np.inf
-    excess = phases[rows, last] - np.median(np.sort(others, axis=1)[:, :-1], axis=1)
+    without_last = phases.copy()
+    without_last[rows, last] = np.inf
+    excess = phases[rows, last] - np.median(np.sort(without_last, axis=1)[:, :-1], axis=1)
     delay = own.max(axis=1) - np.median(np.sort(own, axis=1)[:, :-1], axis=1)
-    straggles = delay > ALARM_SHARE * np.median(joined[:, :, 1], axis=1)
+    straggles = delay > wire.STRAGGLER_SHARE * np.median(joined[:, :, 1], axis=1)
     phase = excess.argmax(axis=1)
 
     def per_rank(weights: npt.NDArray[Any]) -> wire.Ints:

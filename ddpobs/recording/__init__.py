@@ -1,1 +1,1 @@
-"""Timestamps of what the training thread goes through: entries of a journal, no interpretation."""
+"""Stamps of the training thread's events: entries of a journal, without interpretation."""

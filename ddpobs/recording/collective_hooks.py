@@ -1,9 +1,9 @@
-"""Collectives that are not the reducer's: the user's own and SyncBatchNorm's, seen where training waits for them.
+"""Hooks on collectives outside of the reducer, the user's and SyncBatchNorm's, at the point where training waits.
 
-The methods of torch's process groups, of their works and of futures are wrapped for as long as telemetry runs, so that
-it does not matter how a caller came by `all_reduce`. What blocks is the wait, and the wait alone is timed; NCCL gives
-no work where nobody asked for one (`async_op=False`), and then the call is the wait, of the current stream. The reducer
-calls the plain methods, and is not seen here.
+The methods of torch's process groups, of their works and of futures are wrapped while telemetry runs. So every path
+to `all_reduce` is covered. Only the wait blocks, and only the wait is timed. NCCL returns no work with
+`async_op=False`; then the call itself is the wait, of the current stream. The reducer calls the unwrapped methods, and
+is not timed here.
 """
 
 from __future__ import annotations
@@ -23,31 +23,31 @@ _COLLECTIVES = (
     *("_reduce_scatter_base", "reduce_scatter_single", "reduce_scatter", "reduce", "allreduce", "allreduce_coalesced"),
     *("all_to_all_single", "alltoall_base", "alltoall", "barrier", "broadcast", "gather", "scatter", "_end_coalescing"),
 )
-"""What `torch.distributed` calls; some of the names are not there in every version of torch."""
+"""Methods that `torch.distributed` calls; not every version of torch has all of them."""
 
 
 class CollectiveHooks:
-    """Tells the journal of each wait for a collective on the training thread, for as long as it is installed."""
+    """Report each wait for a collective on the training thread to the journal, while installed."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._patches = Patches()
 
     def install(self) -> None:
-        """Put them in place."""
+        """Install the hooks."""
         self._patches.put(dist.Work, "wait", self._timed)
-        # A work's future is of this class, and torch.futures.Future calls it.
+        # The class of a work's future; torch.futures.Future calls it.
         self._patches.put(torch._C.Future, "wait", self._timed)
-        # Blocks by itself, without a work to wait for.
+        # Blocks inside the call; there is no work to wait for.
         self._patches.put(dist.ProcessGroup, "monitored_barrier", self._timed)
-        # Functional collectives wait in C++, DTensor's and tensor parallelism's among them.
-        self._patches.put(functional, "wait_tensor", self._timed_where_not_compiled)
+        # Functional collectives (DTensor, tensor parallelism) wait in C++.
+        self._patches.put(functional, "wait_tensor", self._timed_outside_compile)
         for name in _COLLECTIVES:
             if hasattr(dist.ProcessGroup, name):
                 self._patches.put(dist.ProcessGroup, name, self._timed_without_work)
 
     def remove(self) -> None:
-        """Take them out again."""
+        """Remove the hooks."""
         self._patches.undo()
 
     def _timed(self, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,13 +64,13 @@ class CollectiveHooks:
 
         return timed
 
-    def _timed_where_not_compiled(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _timed_outside_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         timed = self._timed(original)
 
         def wait(*args: Any, **kwargs: Any) -> Any:
             return original(*args, **kwargs) if torch.compiler.is_compiling() else timed(*args, **kwargs)
 
-        # `torch.compile` passes over what stands in ddpobs' files, which would break the user's graph here.
+        # `torch.compile` skips functions from ddpobs' files; that would break the user's graph here.
         wait.__code__ = wait.__code__.replace(co_filename=original.__code__.co_filename)
         return wait
 
@@ -88,6 +88,6 @@ class CollectiveHooks:
                 journal.collective_wait_ended(began if work is None else None)
             return work
 
-        # Of a group that is written in Python pybind11 takes only a caller of that name for the method itself.
+        # If a group is written in Python, pybind11 detects a call from the override by the caller's function name.
         timed.__code__ = timed.__code__.replace(co_name=original.__name__)
         return timed

@@ -1,4 +1,4 @@
-"""What stands around torch's loader: frameworks' own loaders, and samplers whose order repeats."""
+"""Hooks on loaders other than torch's, and on samplers that repeat an order."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.torch_seam.patching import Patches
 
 _FRAMEWORKS = {"accelerate.data_loader": ("DataLoaderShard", "DataLoaderDispatcher")}
-"""Loaders whose `__iter__` does more than ask torch's: they move, broadcast and slice batches."""
+"""Loaders that do more in `__iter__` than call torch's: they move, broadcast and slice batches."""
 
 
-class _Fetching:
-    """An iterator whose every step is the data phase."""
+class _TimedBatches:
+    """An iterator that records each call as the data phase."""
 
     def __init__(self, batches: Iterator[Any], journal: Journal) -> None:
         self._batches, self._journal = batches, journal
@@ -30,13 +30,13 @@ class _Fetching:
         return self
 
     def __len__(self) -> int:
-        return len(self._batches)  # type: ignore[arg-type]  # Or an error, as its own would be.
+        return len(self._batches)  # type: ignore[arg-type]  # Raises the iterator's own error if it has no length.
 
     def __bool__(self) -> bool:
         return bool(self._batches)  # A generator is true and has no length.
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_batches":  # Of a copy that is being made.
+        if name == "_batches":  # During a copy the attribute is not set yet.
             raise AttributeError(name)
         return getattr(self._batches, name)
 
@@ -50,79 +50,81 @@ class _Fetching:
 
 
 class LoaderHooks:
-    """Hooks on loaders and samplers, for as long as they are installed.
+    """Hooks on loaders and samplers, while installed.
 
     Args:
-        journal: Learns of the data phase.
-        told: Called with an event's kind, step and detail.
+        journal: Records the data phase.
+        report: Called with an event's kind, step and detail.
     """
 
-    def __init__(self, journal: Journal, told: Callable[[str, int, dict[str, wire.Scalar]], object]) -> None:
+    def __init__(self, journal: Journal, report: Callable[[str, int, dict[str, wire.Scalar]], object]) -> None:
         self._journal = journal
-        self._told = told
-        self._drawn_last: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-        self._repeating: dict[int, tuple[int, dict[str, wire.Scalar]]] = {}
-        self._said = False
+        self._report = report
+        self._last_draw: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
+        """Epoch and step of each sampler's last order."""
+        self._repeats: dict[int, tuple[int, dict[str, wire.Scalar]]] = {}
+        """Step and detail of each sampler's repeated order, by the sampler's id."""
+        self._reported = False
         self._patches = Patches()
 
     def install(self) -> None:
-        """Put them in place; a framework that is not imported is left alone."""
-        self._patches.put(DistributedSampler, "__iter__", self._drawn)
+        """Install the hooks; a framework that is not imported stays unchanged."""
+        self._patches.put(DistributedSampler, "__iter__", self._checked)
         for module, names in _FRAMEWORKS.items():
             for name in names:
                 if loader := getattr(sys.modules.get(module), name, None):
-                    self._patches.put(loader, "__iter__", self._fetching)
+                    self._patches.put(loader, "__iter__", self._timed)
         for loader in set(_subclasses(DataLoader)):
-            if "__iter__" in vars(loader):  # Some have a thread of theirs fetch ahead.
-                self._patches.put(loader, "__iter__", self._fetching)
+            if "__iter__" in vars(loader):  # Some fetch ahead on a separate thread.
+                self._patches.put(loader, "__iter__", self._timed)
 
     def remove(self) -> None:
-        """Take all of them out again."""
+        """Remove the hooks."""
         self._patches.undo()
 
     @never_raises
-    def look(self) -> None:
-        """Tell once of a sampler that repeats an order on which training went on; on any thread, now and then.
+    def report_repeated_order(self) -> None:
+        """Report the first repeated order of a sampler that was trained on; called periodically, on any thread.
 
-        Not at once: a script may draw a batch only to look at it, or go over its training data to evaluate.
+        Not reported at the draw: a script may draw a batch only to print it, or evaluate on its training data.
         """
-        for since, detail in list(self._repeating.values()):
-            if not self._said and self._journal.number > since:
-                self._said = True
-                self._told("sampler_without_set_epoch", since, detail)
+        for since, detail in list(self._repeats.values()):
+            if not self._reported and self._journal.number > since:
+                self._reported = True
+                self._report("sampler_without_set_epoch", since, detail)
 
-    def _fetching(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    def _timed(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def iterate(loader: Any) -> Iterator[Any]:
             batches = original(loader)
-            return (
-                batches if isinstance(batches, (_BaseDataLoaderIter, _Fetching)) else _Fetching(batches, self._journal)
-            )
+            if isinstance(batches, (_BaseDataLoaderIter, _TimedBatches)):
+                return batches
+            return _TimedBatches(batches, self._journal)
 
         return iterate
 
-    def _drawn(self, original: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:
+    def _checked(self, original: Callable[..., Iterator[int]]) -> Callable[..., Iterator[int]]:
         def draw(sampler: Any) -> Iterator[int]:
-            self._note(sampler)
+            self._check_epoch(sampler)
             return original(sampler)
 
         return draw
 
     @never_raises
-    def _note(self, sampler: Any) -> None:
-        self.look()
-        if self._said or not sampler.shuffle or self._journal.evaluating() or not torch.is_grad_enabled():
+    def _check_epoch(self, sampler: Any) -> None:
+        self.report_repeated_order()
+        if self._reported or not sampler.shuffle or self._journal.evaluating() or not torch.is_grad_enabled():
             return
         epoch, step = sampler.epoch, self._journal.number
-        last = self._drawn_last.get(sampler)
-        self._drawn_last[sampler] = (epoch, step)
+        last = self._last_draw.get(sampler)
+        self._last_draw[sampler] = (epoch, step)
         if last is None or last[0] != epoch:
-            self._repeating.pop(id(sampler), None)
+            self._repeats.pop(id(sampler), None)
         elif last[1] < step:
             detail = {"sampler": type(sampler).__name__, "dataset": type(sampler.dataset).__name__, "epoch": epoch}
-            self._repeating[id(sampler)] = (step, detail)
+            self._repeats[id(sampler)] = (step, detail)
 
 
-def _subclasses(of: type[Any]) -> Iterator[type[Any]]:
-    for subclass in of.__subclasses__():
+def _subclasses(base: type[Any]) -> Iterator[type[Any]]:
+    for subclass in base.__subclasses__():
         yield subclass
         yield from _subclasses(subclass)

@@ -1,4 +1,4 @@
-"""What a DDP module tells of its steps: the face towards the reducer, stores into preallocated lists."""
+"""Recorder of one DDP module, called by the reducer: stores into preallocated lists."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
 from ddpobs.recording.journal import Journal, never_raises
 
-_NAMES_A_BATCH = 2_000
+_MAX_NAMES_PER_BATCH = 2_000
+"""Names of unused parameters per batch; the collector refuses batches with too many names."""
 
 
 class BackwardRecord:
-    """Stamps of one synchronised backward of one module; a list per event, one place per bucket.
+    """Stamps of one synchronised backward of one module: a list per event, with one element per bucket.
 
-    `works` are collectives that know how long they were moving; empty where the backend does not tell. `last_ready` is
-    when the last gradient came, told where buckets cannot be seen.
+    `works` are collectives that report their time on the network; empty if the backend does not. `last_ready` is the
+    stamp of the last gradient, set if buckets are not visible.
     """
 
     __slots__ = (
@@ -46,11 +47,12 @@ class BackwardRecord:
 
 
 class ModuleRecorder:
-    """One DDP module's part of the process's telemetry.
+    """Records one DDP module's steps for the telemetry of its process.
 
     Attributes:
-        index: The module's number in this process.
+        index: Number of the module in this process.
         now: Takes a stamp; `time.monotonic_ns` on the host.
+        current: Record of the latest synchronised backward.
     """
 
     def __init__(
@@ -77,14 +79,14 @@ class ModuleRecorder:
         self._parameters = 0
         self._backwards = 0
         self._unused: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
-        self._names_told = 0
-        self._waiting: wire.Unused | None = None
-        self._telling = threading.Lock()
+        self._names_sent = 0
+        self._pending: wire.Unused | None = None
+        self._sending = threading.Lock()
         journal.modules += 1
 
     @never_raises
     def layout(self, buckets: list[wire.Bucket], comm: str) -> None:
-        """The module has new buckets, in launch order; `comm` names what is done with a full one."""
+        """Record the module's new buckets, in launch order, and the name of the communication strategy."""
         self._revision += 1
         self._buckets = len(buckets)
         self._parameters = sum(len(bucket.parameters) for bucket in buckets)
@@ -93,9 +95,10 @@ class ModuleRecorder:
         )
 
     def backward(self) -> BackwardRecord | None:
-        """A fresh record for the synchronised backward that begins; each parameter's readiness is sampled.
+        """Return a new record for the synchronised backward that begins.
 
-        None where nothing may be recorded, in the capture of a CUDA graph.
+        Some records sample the readiness of each parameter. None during the capture of a CUDA graph, in which nothing
+        may be recorded.
         """
         if self._journal.paused:
             return None
@@ -105,112 +108,115 @@ class ModuleRecorder:
         return self.current
 
     def finished(self, record: BackwardRecord) -> None:
-        """Every bucket of that backward was waited for."""
-        self._journal.synchronised(self.index, record)
+        """Record the end of a backward: all waits for its buckets are over."""
+        self._journal.gradients_reduced(self.index, record)
 
     def waiting_began(self) -> bool:
-        """Training waits for buckets outside of backward; False where that is not noted."""
+        """Record that training waits for buckets outside of backward; False if it is not recorded."""
         return bool(self._journal.waiting_began())
 
     def waiting_ended(self) -> None:
-        """That wait is over."""
+        """Record the end of that wait."""
         self._journal.waiting_ended()
 
     def shadowed(self) -> None:
-        """Under `join` this rank, out of data, took part in a synchronised backward of the others."""
-        self._journal.shadowed()
+        """Record that this rank, out of data under `join`, took part in a synchronised backward of other ranks."""
+        self._journal.zeros_contributed()
 
-    def on_backward_end(self, told: Callable[[], None]) -> Callable[[], None]:
-        """Have `told` called when the outermost backward returns; the result takes that back."""
-        listening = self._journal.on_backward_end
-        listening.append(told)
-        return lambda: listening.remove(told) if told in listening else None
+    def on_backward_end(self, callback: Callable[[], None]) -> Callable[[], None]:
+        """Call `callback` whenever the outermost backward returns; the result removes it."""
+        callbacks = self._journal.on_backward_end
+        callbacks.append(callback)
+        return lambda: callbacks.remove(callback) if callback in callbacks else None
 
     @property
     def in_backward(self) -> bool:
-        """Whether a backward is under way of whose end `on_backward_end` tells: torch's function was called for it."""
+        """Whether a backward is under way, begun by torch's function: its end calls `on_backward_end`."""
         return self._journal.in_backward
 
     def communicated(self, kind: str, launched_ns: Stamp, done_ns: Stamp) -> None:
-        """Communication other than gradient buckets; `kind` is one of `wire.COMM_KINDS`."""
-        self._journal.communicated(self.index, wire.COMM_KINDS.index(kind), launched_ns, done_ns)
+        """Record communication other than gradient buckets; `kind` is one of `wire.COMM_KINDS`."""
+        self._journal.comm_ended(self.index, wire.COMM_KINDS.index(kind), launched_ns, done_ns)
 
     @never_raises
     def unused(self, locally: Iterable[str], globally: Iterable[str]) -> None:
-        """Names of the parameters that the backward left out; travels when the set changes.
+        """Record the names of the parameters that the backward left out, if the set changed.
 
-        Where it changes all the time (experts, layers that are dropped) a batch would be made of names, and be refused:
-        of those beyond `_NAMES_A_BATCH` only the latest set travels, with the next batch.
+        If it changes all the time (experts, dropped layers), its names would fill the batch, and the batch would be
+        refused. Beyond `_MAX_NAMES_PER_BATCH` names only the latest set is sent, with the next batch.
         """
-        found = (tuple(locally), tuple(globally))
-        if found == self._unused:
+        names = (tuple(locally), tuple(globally))
+        if names == self._unused:
             return
-        self._unused = found
-        told = wire.Unused(
-            step=self._journal.number, module=self.index, locally=list(found[0]), globally=list(found[1])
+        self._unused = names
+        unused = wire.Unused(
+            step=self._journal.number, module=self.index, locally=list(names[0]), globally=list(names[1])
         )
-        with self._telling:
-            self._waiting = None
-            if self._names_told < _NAMES_A_BATCH:
-                self._tell(told)
+        with self._sending:
+            self._pending = None
+            if self._names_sent < _MAX_NAMES_PER_BATCH:
+                self._send_unused(unused)
             else:
-                self._waiting = told
+                self._pending = unused
 
     def batch_cut(self) -> None:
-        """What was told so far is in a batch; called on the telemetry thread."""
-        with self._telling:
-            self._names_told = 0
-            waiting, self._waiting = self._waiting, None
-            if waiting is not None:
-                self._tell(waiting)
+        """Begin a new batch, with the pending set of unused parameters; called on the telemetry thread."""
+        with self._sending:
+            self._names_sent = 0
+            pending, self._pending = self._pending, None
+            if pending is not None:
+                self._send_unused(pending)
 
-    def _tell(self, unused: wire.Unused) -> None:
-        self._names_told += len(unused.locally) + len(unused.globally)
+    def _send_unused(self, unused: wire.Unused) -> None:
+        self._names_sent += len(unused.locally) + len(unused.globally)
         self._offer(unused)
 
     def forward_began(self, inputs: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> None:
-        """The DDP module's forward was called with these inputs."""
+        """Record a call of the DDP module's forward with these inputs."""
         journal = self._journal
         try:
-            # One of several that are trained runs without gradients as part of a step, as a GAN's generator does for
-            # its discriminator; the only one does so to evaluate.
+            # If several modules are trained, one may run without gradients as part of a step, as a GAN's generator for
+            # its discriminator. A single module only does so to evaluate.
             if self.training:
                 training = torch.is_grad_enabled() or (len(journal.trained) > 1 and self.index in journal.trained)
             else:
                 training = journal.trains_in_eval and torch.is_grad_enabled()
             try:
                 samples = _batch_size(*inputs, *kwargs.values()) if kwargs else _batch_size(*inputs)
-            except Exception:  # A tensor subclass may have no such size.
+            except Exception:  # A tensor subclass may have no size.
                 samples = 0
             journal.forward_began(self.index, training, samples)
         except Exception:
-            journal.failed(ModuleRecorder.forward_began)
+            journal.log_failure(ModuleRecorder.forward_began)
 
     @property
     def training(self) -> bool | None:
-        """Whether the wrapped module is in training mode, the only mode that frameworks keep right; None once gone."""
+        """Whether the wrapped module is in training mode; None once it is collected.
+
+        Frameworks do not keep the wrapper's own mode right.
+        """
         module = self._module()
         return None if module is None else bool(module._modules.get("module", module).training)  # type: ignore[union-attr]
 
     @never_raises
     def event(self, kind: str, **detail: wire.Scalar) -> None:
-        """Something that happened once."""
+        """Record an event of this module."""
         self._offer(
             wire.Event(kind=kind, at_ns=_host_ns(), step=self._journal.number, detail={"module": self.index, **detail})
         )
 
     def launched_last(self) -> int:
-        """The bucket handed to the process group last, in the backward recorded last."""
+        """Index of the bucket last handed to the process group, in the latest recorded backward."""
         launched = self.current.launched_ns if self.current else []
         return sum(1 for stamp in launched if stamp) - 1
 
 
 def _batch_size(*inputs: Any) -> int:
-    """Rows of the first tensor that has any, looked for in order and inside of containers."""
+    """Rows of the first tensor that has rows, in order and inside of containers."""
     for value in inputs:
         rows = 0
         if isinstance(value, torch.Tensor):
-            rows = int(value.size(0)) if value.dim() else 0  # Nested ones have no shape.
+            rows = int(value.size(0)) if value.dim() else 0  # Nested tensors have no shape.
         elif isinstance(value, Mapping):
             rows = _batch_size(*value.values())
         elif isinstance(value, (list, tuple)):

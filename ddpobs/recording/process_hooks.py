@@ -1,4 +1,4 @@
-"""The process-wide hooks by which the journal learns of what the user's code calls, which stays as it is."""
+"""Process-wide hooks that report calls of the user's code to the journal; the user's code stays unchanged."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ddpobs.torch_seam.patching import Patches
 
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
 _STEP = Optimizer.profile_hook_step(id).__code__
-"""What torch wraps every optimizer's `step` in."""
+"""Code of torch's wrapper around every optimizer's `step`."""
 
 
 class ProcessHooks:
-    """Hooks on loaders, backward, optimizers and checkpoints, for as long as they are installed."""
+    """Hooks on loaders, backward, optimizers and checkpoints, while installed."""
 
     def __init__(self, journal: Journal, event: Callable[[str, int, dict[str, wire.Scalar]], None]) -> None:
         self._journal = journal
@@ -30,19 +30,19 @@ class ProcessHooks:
         self._undo: list[Callable[[], None]] = []
 
     def install(self) -> None:
-        """Put all of them in place."""
+        """Install the hooks."""
         journal = self._journal
-        journal.stepping = _stepping
-        before = register_optimizer_step_pre_hook(journal.optimizer_began)
-        after = register_optimizer_step_post_hook(journal.optimizer_ended)
-        self._undo += [before.remove, after.remove]
+        journal.optimizer_is_running = _optimizer_is_running
+        pre_hook = register_optimizer_step_pre_hook(journal.optimizer_began)
+        post_hook = register_optimizer_step_post_hook(journal.optimizer_ended)
+        self._undo += [pre_hook.remove, post_hook.remove]
         self._patches.put(torch.autograd, "backward", self._backward)
-        known = torch.serialization.save is torch.save
+        same_function = torch.serialization.save is torch.save
         self._patches.put(torch, "save", self._save)
-        if known:  # Whoever pickles the function, for a process that saves, looks for the same one there.
+        if same_function:  # Pickle looks the function up there, and requires the same object.
             self._patches.put(torch.serialization, "save", lambda _: torch.save)
         safetensors = sys.modules.get("safetensors.torch")
-        for name in ("serialize", "serialize_file"):  # By which every function of theirs saves.
+        for name in ("serialize", "serialize_file"):  # Every save function of safetensors calls these.
             if hasattr(safetensors, name):
                 self._patches.put(safetensors, name, self._save)
         self._patches.put(torch.cuda.CUDAGraph, "capture_begin", self._capture_begin)
@@ -51,7 +51,7 @@ class ProcessHooks:
         self._patches.put(dataloader.DataLoader, "__iter__", self._fetch)
 
     def remove(self) -> None:
-        """Take all of them out again."""
+        """Remove the hooks."""
         self._patches.undo()
         while self._undo:
             self._undo.pop()()
@@ -110,15 +110,15 @@ class ProcessHooks:
         journal = self._journal
 
         def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(obj, _STORAGES):  # Every tensor that is pickled comes by here.
-                journal.disturbed()
+            if not isinstance(obj, _STORAGES):  # Pickling a tensor saves its storage.
+                journal.training_interrupted()
             return original(obj, *args, **kwargs)
 
         return save
 
 
 @never_raises
-def _stepping() -> bool:
+def _optimizer_is_running() -> bool:
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back

@@ -84,7 +84,7 @@ def choose(settings: Settings, names: Sequence[str], nodes: Sequence[Node], used
     if settings.static_graph:
         return StaticGraph(names, used_map)
     if settings.find_unused:
-        return FindUnused(names, partial(autograd.unreached, nodes), used_map, settings.skip_unused)
+        return FindUnused(names, partial(autograd.find_unreached, nodes), used_map, settings.skip_unused)
     return MissingAsZero() if settings.missing_as_zero else AllRequired(names)
 
 

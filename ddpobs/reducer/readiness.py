@@ -115,7 +115,7 @@ class Readiness:
             if self._wrap_hook is not None:
                 hook = self._wrap_hook(index, hook)
             if self._lock is not None:
-                hook = autograd.one_at_a_time(hook, self._lock)
+                hook = autograd.serialize(hook, self._lock)
             self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
         self._next_handle = RemovableHandle.next_id
 
@@ -218,7 +218,7 @@ class Readiness:
         if self.watches:
             Variable._execution_engine.queue_callback(self._callbacks.backward_ended)
         else:  # The outputs are inside an opaque object, so this may be a checkpoint's own backward.
-            autograd.at_end(self._callbacks.backward_ended)
+            autograd.call_at_end(self._callbacks.backward_ended)
 
     # ------------------------------------------------------------------ a gradient
 

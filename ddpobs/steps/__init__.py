@@ -1,1 +1,1 @@
-"""Journal entries become steps, and steps become columns."""
+"""Conversion of journal entries into steps, and of steps into columns."""

@@ -1,69 +1,118 @@
 """Closed steps as columns of plain numbers, in which they wait for a batch.
 
-The garbage collector counts the objects that stay and can hold others. Every 700 of them it goes over the young ones,
-and whenever a quarter more have stayed it goes over all that the process has: tenths of a second, in every rank at
-another moment, for which each time all ranks wait. Numbers in lists it does not count (CPython 3.11, pycore_gc.h, the
-note on counting long-lived objects).
+Steps are kept as lists of numbers, not objects. Container objects trigger Python's garbage collector: a pass over the
+young objects after every 700 of them, and a pass over all objects of the process after a quarter more have survived.
+The latter takes tenths of a second, at a different moment on each rank, and stalls all of them. Numbers in lists are
+not counted (CPython 3.11, pycore_gc.h, the note on counting long-lived objects).
 """
+
+# ruff: noqa: RUF009  # `_column` returns a dataclass field.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
 
 from ddpobs import wire
 from ddpobs.clocks import Clock
-from ddpobs.steps.step_tracker import NO_STEP, RawStep
+from ddpobs.steps.raw_step import NO_STEP, RawStep, Segment
+
+_Reader = Callable[[Any, Clock], Sequence[Any]]
+_STEP, _SEGMENT, _BACKWARD = "step", "segment", "backward"
+
+
+def _column(source: str, read: _Reader) -> Any:
+    """Declare a column.
+
+    Args:
+        source: Object from which its values come: each step, each segment or each backward of a module.
+        read: Returns the object's values, in any number.
+    """
+    return field(default_factory=list, metadata={"source": source, "read": read})
+
+
+def _since_ns(step: RawStep, clock: Clock) -> Sequence[int]:
+    since_ns = clock.times([*(stamp for _, stamp in step.switches), step.end])
+    for hole in step.holes:  # Move the time before an evaluation in mid-step forward, to end where the evaluation ends.
+        gap_ns = since_ns[hole + 1] - since_ns[hole]
+        since_ns = [at_ns + gap_ns for at_ns in since_ns[: hole + 1]] + list(since_ns[hole + 1 :])
+    return since_ns
+
+
+def _took_ns(record: Any, clock: Clock) -> Sequence[int]:
+    took_ns = [wire.UNKNOWN] * len(record.ready_ns)
+    for bucket, work in record.works.items():
+        took_ns[bucket] = clock.duration_ns(work)
+    return took_ns
+
+
+def _readiness(step: RawStep, clock: Clock) -> Sequence[wire.Readiness]:
+    return [
+        wire.Readiness(
+            step=step.number,
+            module=record.module,
+            revision=record.revision,
+            ready_ns=np.array(clock.times(record.parameter_ready_ns), np.int64),
+        )
+        for segment in step.segments
+        for record in segment.records
+        if record.parameter_ready_ns is not None
+    ]
 
 
 @dataclass(slots=True)
 class RawSteps:
-    """Steps in order; times are host nanoseconds, 0 where a stamp was not taken.
+    """Steps in order. Times are host nanoseconds, 0 where a stamp was not taken.
 
-    Attributes:
-        number, samples, micro_steps: By step.
-        switches, comms, segments: By step, how many it has of the following.
-        phase, since_ns: By switch; a step's last one is its end.
-        comm_module, comm_kind, comm_launched_ns, comm_done_ns: By communication that is no gradient bucket.
-        end_ns, clean, collective, waited, backwards: By segment; the last is how many of the following it has.
-        module, revision, last_ready_ns, buckets: By backward of a module; the last is how many buckets it has.
-        ready_ns, launched_ns, done_ns, took_ns: By bucket; the last is how long it was moving, if somebody knows.
-        readiness: Of backwards in which each parameter was stamped.
+    A column's declaration is complete: adding, joining and truncating cover every field.
     """
 
-    number: list[int] = field(default_factory=list)
-    samples: list[int] = field(default_factory=list)
-    micro_steps: list[int] = field(default_factory=list)
-    switches: list[int] = field(default_factory=list)
-    comms: list[int] = field(default_factory=list)
-    segments: list[int] = field(default_factory=list)
-    phase: list[int] = field(default_factory=list)
-    since_ns: list[int] = field(default_factory=list)
-    comm_module: list[int] = field(default_factory=list)
-    comm_kind: list[int] = field(default_factory=list)
-    comm_launched_ns: list[int] = field(default_factory=list)
-    comm_done_ns: list[int] = field(default_factory=list)
-    end_ns: list[int] = field(default_factory=list)
-    clean: list[bool] = field(default_factory=list)
-    collective: list[int] = field(default_factory=list)
-    waited: list[bool] = field(default_factory=list)
-    backwards: list[int] = field(default_factory=list)
-    module: list[int] = field(default_factory=list)
-    revision: list[int] = field(default_factory=list)
-    last_ready_ns: list[int] = field(default_factory=list)
-    buckets: list[int] = field(default_factory=list)
-    ready_ns: list[int] = field(default_factory=list)
-    launched_ns: list[int] = field(default_factory=list)
-    done_ns: list[int] = field(default_factory=list)
-    took_ns: list[int] = field(default_factory=list)
-    readiness: list[wire.Readiness] = field(default_factory=list)
+    # By step; the last three count its rows in the columns below.
+    number: list[int] = _column(_STEP, lambda step, _: [step.number])
+    samples: list[int] = _column(_STEP, lambda step, _: [step.samples])
+    micro_steps: list[int] = _column(_STEP, lambda step, _: [step.micro_steps])
+    switches: list[int] = _column(_STEP, lambda step, _: [len(step.switches) + 1])
+    comms: list[int] = _column(_STEP, lambda step, _: [len(step.comms)])
+    segments: list[int] = _column(_STEP, lambda step, _: [len(step.segments)])
+
+    # By switch; a step's last one is its end.
+    phase: list[int] = _column(_STEP, lambda step, _: [*(phase for phase, _ in step.switches), NO_STEP])
+    since_ns: list[int] = _column(_STEP, _since_ns)
+
+    # By communication that is not a gradient bucket.
+    comm_module: list[int] = _column(_STEP, lambda step, _: [comm[0] for comm in step.comms])
+    comm_kind: list[int] = _column(_STEP, lambda step, _: [comm[1] for comm in step.comms])
+    comm_launched_ns: list[int] = _column(_STEP, lambda step, clock: clock.times([comm[2] for comm in step.comms]))
+    comm_done_ns: list[int] = _column(_STEP, lambda step, clock: clock.times([comm[3] for comm in step.comms]))
+
+    # By segment; `backwards` counts its rows in the columns below.
+    end_ns: list[int] = _column(_SEGMENT, lambda segment, clock: clock.times([segment.end]))
+    clean: list[bool] = _column(_SEGMENT, lambda segment, _: [segment.clean])
+    collective: list[int] = _column(_SEGMENT, lambda segment, _: [segment.collective])
+    waited: list[bool] = _column(_SEGMENT, lambda segment, _: [segment.waited])
+    backwards: list[int] = _column(_SEGMENT, lambda segment, _: [len(segment.records)])
+
+    # By backward of a module; `buckets` counts its rows in the columns below.
+    module: list[int] = _column(_BACKWARD, lambda record, _: [record.module])
+    revision: list[int] = _column(_BACKWARD, lambda record, _: [record.revision])
+    last_ready_ns: list[int] = _column(_BACKWARD, lambda record, clock: clock.times([record.last_ready]))
+    buckets: list[int] = _column(_BACKWARD, lambda record, _: [len(record.ready_ns)])
+
+    # By bucket; `took_ns` is its time on the network, `UNKNOWN` if the backend does not report it.
+    ready_ns: list[int] = _column(_BACKWARD, lambda record, clock: clock.times(record.ready_ns))
+    launched_ns: list[int] = _column(_BACKWARD, lambda record, clock: clock.times(record.launched_ns))
+    done_ns: list[int] = _column(_BACKWARD, lambda record, clock: clock.times(record.done_ns))
+    took_ns: list[int] = _column(_BACKWARD, _took_ns)
+
+    # By backward, if its parameters' readiness was sampled.
+    readiness: list[wire.Readiness] = _column(_STEP, _readiness)
 
     @classmethod
-    def of(cls, raws: Iterable[RawStep], clock: Clock) -> RawSteps:
-        """Those steps, whose stamps are of that clock."""
+    def from_steps(cls, raws: Iterable[RawStep], clock: Clock) -> RawSteps:
+        """Build columns of these steps; `clock` took their stamps."""
         steps = cls()
         for raw in raws:
             steps.add(raw, clock)
@@ -71,85 +120,40 @@ class RawSteps:
 
     @property
     def records(self) -> int:
-        """For how many they count in a batch."""
+        """Records that the steps add to a batch."""
         return len(self.number) + len(self.comm_kind) + len(self.ready_ns) + len(self.readiness)
 
     def extend(self, later: RawSteps) -> None:
-        """Append those of `later`."""
+        """Append the steps of `later`."""
         for name in self.__slots__:
             getattr(self, name).extend(getattr(later, name))
 
     def add(self, raw: RawStep, clock: Clock) -> None:
-        """Append one step, whose end the clock's device has passed; nothing of it where that fails."""
+        """Append a step after the device has passed its end; on an error in reading its stamps, append nothing."""
+        columns = [getattr(self, name) for name in self.__slots__]
+        lengths = [len(column) for column in columns]
         try:
-            self._add(raw, clock)
+            self._append(_STEP, raw, clock)
+            for segment in raw.segments:
+                self._append_segment(segment, clock)
         except BaseException:
-            self._forget_half_added()
+            for column, length in zip(columns, lengths, strict=True):
+                del column[length:]
             raise
 
-    def _add(self, raw: RawStep, clock: Clock) -> None:
-        phases, stamps = zip(*raw.switches, (NO_STEP, raw.end), strict=True)
-        since_ns = clock.times(stamps)
-        for hole in raw.holes:  # What came before an evaluation in the step's middle is told as if it came right after.
-            gap_ns = since_ns[hole + 1] - since_ns[hole]
-            since_ns = [at_ns + gap_ns for at_ns in since_ns[: hole + 1]] + list(since_ns[hole + 1 :])
-        self.switches.append(len(phases))
-        self.phase.extend(phases)
-        self.since_ns.extend(since_ns)
-        self.comms.append(len(raw.comms))
-        if raw.comms:
-            modules, kinds, launched, done = zip(*raw.comms, strict=True)
-            self.comm_module.extend(modules)
-            self.comm_kind.extend(kinds)
-            self.comm_launched_ns.extend(clock.times(launched))
-            self.comm_done_ns.extend(clock.times(done))
-        self.segments.append(len(raw.segments))
-        for segment in raw.segments:
-            self.end_ns.extend(clock.times([segment.end]))
-            self.clean.append(segment.clean)
-            self.collective.append(segment.collective)
-            self.waited.append(segment.waited)
-            self.backwards.append(len(segment.records))
-            for record in segment.records:
-                self._add_backward(raw.number, record, clock)
-        self.samples.append(raw.samples)
-        self.micro_steps.append(raw.micro_steps)
-        self.number.append(raw.number)  # The last: it is whole now.
+    def _append_segment(self, segment: Segment, clock: Clock) -> None:
+        self._append(_SEGMENT, segment, clock)
+        for record in segment.records:
+            self._append(_BACKWARD, record, clock)
 
-    def _add_backward(self, step: int, record: Any, clock: Clock) -> None:
-        """One `recorder.BackwardRecord`."""
-        buckets = len(record.ready_ns)
-        self.module.append(record.module)
-        self.revision.append(record.revision)
-        self.last_ready_ns.extend(clock.times([record.last_ready]))
-        self.buckets.append(buckets)
-        self.ready_ns.extend(clock.times(record.ready_ns))
-        self.launched_ns.extend(clock.times(record.launched_ns))
-        self.done_ns.extend(clock.times(record.done_ns))
-        took_ns = [wire.UNKNOWN] * buckets
-        for bucket, work in record.works.items():
-            took_ns[bucket] = clock.duration_ns(work)
-        self.took_ns.extend(took_ns)
-        if record.parameter_ready_ns is not None:
-            ready_ns = np.array(clock.times(record.parameter_ready_ns), np.int64)
-            told = wire.Readiness(step=step, module=record.module, revision=record.revision, ready_ns=ready_ns)
-            self.readiness.append(told)
+    def _append(self, source: str, values: Any, clock: Clock) -> None:
+        for name, read in _READERS[source]:
+            getattr(self, name).extend(read(values, clock))
 
-    def _forget_half_added(self) -> None:
-        steps = len(self.number)
-        segments = sum(self.segments[:steps])
-        backwards = sum(self.backwards[:segments])
-        for length, columns in (
-            (steps, (self.samples, self.micro_steps, self.switches, self.comms, self.segments)),
-            (sum(self.switches[:steps]), (self.phase, self.since_ns)),
-            (
-                sum(self.comms[:steps]),
-                (self.comm_module, self.comm_kind, self.comm_launched_ns, self.comm_done_ns),
-            ),
-            (segments, (self.end_ns, self.clean, self.collective, self.waited, self.backwards)),
-            (sum(self.buckets[:backwards]), (self.ready_ns, self.launched_ns, self.done_ns, self.took_ns)),
-            (backwards, (self.module, self.revision, self.last_ready_ns, self.buckets)),
-        ):
-            for column in columns:
-                del column[length:]
-        self.readiness = [told for told in self.readiness if told.step in self.number]
+
+_READERS: dict[str, list[tuple[str, _Reader]]] = {
+    source: [
+        (column.name, column.metadata["read"]) for column in fields(RawSteps) if column.metadata["source"] == source
+    ]
+    for source in (_STEP, _SEGMENT, _BACKWARD)
+}

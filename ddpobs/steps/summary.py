@@ -1,7 +1,7 @@
-"""How the stamps of many steps become the columns that travel: on the telemetry thread, all steps of a batch at once.
+"""Computation of wire columns from the stamps of many steps, on the telemetry thread, all steps of a batch at once.
 
-A hook that wants the interpreter waits for that thread, so that nothing here is done by the step or by the bucket
-that can be done for all of them.
+A hook that needs the interpreter waits for this thread. So each operation covers all steps and buckets, not one at a
+time.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
+from ddpobs.steps.raw_step import BACKWARD, EXPOSED_COMM, NO_STEP, OTHER
 from ddpobs.steps.step_columns import RawSteps
-from ddpobs.steps.step_tracker import BACKWARD, EXPOSED_COMM, NO_STEP, OTHER
 from ddpobs.wire import Ints
 
 _BLOCKING = [wire.COMM_KINDS.index(kind) for kind in ("buffers", "user")]
-"""Kinds of communication that training waits for where they are; the unused map travels under backward."""
+"""Kinds of communication that block training; the unused map travels under backward."""
 _PHASES = len(wire.PHASES)
-_MOST_CARRIED = 2**16
+_MAX_CARRIED = 2**16
+"""Pieces of time kept for the next step's own time."""
 _OWN = [wire.PHASES.index(phase) for phase in wire.OWN_PHASES]
 
 
 class Summary(NamedTuple):
-    """Steps as they travel, with their spans, other communication and sampled readiness."""
+    """Wire columns of steps, with their spans, other communication and sampled readiness."""
 
     steps: wire.Steps
     spans: wire.Spans
@@ -35,7 +36,7 @@ class Summary(NamedTuple):
 
 
 class _Windows(NamedTuple):
-    """Synchronised backward passes in order, one row each; `row` is the step's place among the summarised ones."""
+    """Synchronised backward passes in order, one row each; `row` is the index of its step in the summary."""
 
     row: Ints
     ready_ns: Ints
@@ -46,9 +47,10 @@ class _Windows(NamedTuple):
 
 
 class _Timeline(NamedTuple):
-    """Pieces of time, each of one phase: piece i lasts from `at_ns[i]` to `at_ns[i + 1]`, the last one for ever.
+    """Pieces of time, each of one phase.
 
-    `before_ns[i]` is the time by phase before piece i.
+    Piece i lasts from `at_ns[i]` to `at_ns[i + 1]`; the last piece has no end. `before_ns[i]` is the time by phase
+    before piece i.
     """
 
     at_ns: Ints
@@ -56,20 +58,20 @@ class _Timeline(NamedTuple):
     before_ns: Ints
 
     def between(self, begin_ns: Ints, end_ns: Ints) -> Ints:
-        """Time by phase from each begin to its end, shape [begins, phases]; both lie where pieces meet."""
+        """Time by phase from each begin to its end, shape [begins, phases]; both must be piece boundaries."""
         end_ns = np.maximum(begin_ns, end_ns)
-        taken: Ints = self.before_ns[self._place(end_ns)] - self.before_ns[self._place(begin_ns)]
-        return taken[:, :_PHASES]
+        elapsed: Ints = self.before_ns[self._piece(end_ns)] - self.before_ns[self._piece(begin_ns)]
+        return elapsed[:, :_PHASES]
 
-    def _place(self, at_ns: Ints) -> Any:
+    def _piece(self, at_ns: Ints) -> Any:
         return np.searchsorted(self.at_ns, at_ns).clip(max=len(self.at_ns) - 1)
 
 
 class Summariser:
-    """Turns raw steps into times, in order; carries what they leave for the next one's own time.
+    """Turn raw steps into times, in order; keeps the pieces of time that the next step's own time needs.
 
     Args:
-        resolution_ns: Times are multiples of it, rounded down: digits that mean nothing take most of the space.
+        resolution_ns: Times are rounded down to multiples of it: meaningless digits would take most of the space.
     """
 
     def __init__(self, resolution_ns: int = 1) -> None:
@@ -78,12 +80,13 @@ class Summariser:
         self._carried: tuple[Ints, Ints] = (_ints([]), _ints([]))
 
     def summarise(self, raws: RawSteps) -> Summary:
-        """The steps' phases, spans and own time.
+        """Compute phases, spans and own time of the steps.
 
-        Phases: the tracker's switches, over which exposed communication is laid: from a backward's last readiness to
-        its last completion, and every blocking collective. Own time: what was not exposed communication between the
-        end of the last full synchronisation and the last readiness. docs/diagnostics.md says why ranks are compared
-        by it.
+        Phases: the tracker's switches, overlaid with exposed communication. Exposed are every blocking collective and
+        the time from a backward's last readiness to its last completion.
+
+        Own time: time between the end of the last full synchronisation and the last readiness that is not exposed
+        communication. docs/diagnostics.md explains why ranks are compared by it.
         """
         numbers = _ints(raws.number)
         switches_ns, phases = np.maximum.accumulate(self._times(raws.since_ns)), _ints(raws.phase)
@@ -92,12 +95,11 @@ class Summariser:
         comm_rows, comms = self._comms(raws, numbers)
         span_windows, spans = self._spans(raws, numbers)
         windows = self._windows(raws, span_windows, spans, (comm_rows, comms))
-        blocks = np.isin(comms.kind, _BLOCKING)
-        within = start_ns[comm_rows[blocks]], end_ns[comm_rows[blocks]]
-        blocked_ns = np.clip(comms.launched_ns[blocks], *within)
-        blocked = (blocked_ns, np.clip(comms.done_ns[blocks], blocked_ns, within[1]))
         timeline = _timeline(
-            np.append(self._carried[0], switches_ns), np.append(self._carried[1], phases), blocked, windows
+            np.append(self._carried[0], switches_ns),
+            np.append(self._carried[1], phases),
+            _blocked(comms, start_ns[comm_rows], end_ns[comm_rows]),
+            windows,
         )
         phases_ns = timeline.between(start_ns, end_ns)
         own_ns, clean = self._own(timeline, windows, len(numbers))
@@ -123,10 +125,10 @@ class Summariser:
             **{f"{name}_ns": phases_ns[:, index] for index, name in enumerate(wire.PHASES)},
             **{f"own_{wire.PHASES[index]}_ns": np.where(clean, own_ns[:, index], wire.UNKNOWN) for index in _OWN},
         )
-        return Summary(steps, spans, comms, [self._readiness(one) for one in raws.readiness])
+        return Summary(steps, spans, comms, [self._readiness(sample) for sample in raws.readiness])
 
     def _times(self, times_ns: Sequence[int]) -> Ints:
-        """Nanoseconds, rounded down; a stamp that was not taken is 0."""
+        """Round nanoseconds down; a stamp that was not taken stays 0."""
         times = _ints(times_ns)
         return times - times % self._resolution_ns
 
@@ -141,10 +143,10 @@ class Summariser:
         )
 
     def _spans(self, raws: RawSteps, numbers: Ints) -> tuple[Ints, wire.Spans]:
-        """Which segment each span is of, and times that make sense.
+        """Index of each span's segment, and the spans with plausible times.
 
-        A completion seen late by its callback is cut at backward's return. A bucket that no rank used was not launched,
-        and has no span.
+        If a callback saw a completion late, it is cut at backward's return. A bucket that no rank used was not
+        launched, and has no span.
         """
         backward = _rows(raws.buckets)
         segment = _rows(raws.backwards)[backward]
@@ -173,9 +175,12 @@ class Summariser:
         return segment[launched], wire.Spans.from_table(spans.table[:, launched])
 
     def _windows(
-        self, raws: RawSteps, span_windows: Ints, spans: wire.Spans, others: tuple[Ints, wire.Comms]
+        self, raws: RawSteps, span_windows: Ints, spans: wire.Spans, other_comms: tuple[Ints, wire.Comms]
     ) -> _Windows:
-        """Last readiness and last completion of each synchronised backward, by buckets or `others`, told with rows."""
+        """Time of the last ready gradient and of the last completed communication of each synchronised backward.
+
+        Both cover the backward's buckets and `other_comms`: other collectives, with the row of their step.
+        """
         row, returned_ns = _rows(raws.segments), self._times(raws.end_ns)
         last_ready_ns = self._times(raws.last_ready_ns)
         unseen = last_ready_ns != 0
@@ -185,18 +190,18 @@ class Summariser:
         np.maximum.at(ready_ns, unseen_windows, last_ready_ns[unseen])
         ready_ns = np.where(ready_ns == 0, returned_ns, ready_ns)
         np.maximum.at(done_ns, span_windows, spans.done_ns)
-        until_ns = _until_ns(row, returned_ns, *others)
+        until_ns = _until_ns(row, returned_ns, *other_comms)
         done_ns = np.where(until_ns >= ready_ns, np.maximum(done_ns, until_ns), done_ns)
         done_ns = np.minimum(np.maximum(done_ns, ready_ns), returned_ns)
         done_ns[unseen_windows] = returned_ns[unseen_windows]
         return _Windows(row, ready_ns, done_ns, returned_ns, np.array(raws.clean, bool), np.array(raws.waited, bool))
 
     def _own(self, timeline: _Timeline, windows: _Windows, steps: int) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Own time by phase, shape [steps, phases], and in which steps every window has a clean origin."""
+        """Own time by phase, shape [steps, phases], and a mask of the steps whose windows all have a clean origin."""
         own_ns, unclean = np.zeros((steps, _PHASES), np.int64), np.ones(steps, bool)
         if len(windows.row):
             origin_ns = windows.ready_ns[0] if self._origin_ns is None else self._origin_ns
-            # The latest end of any before: of two optimizers' reductions the one that is waited for last may end first.
+            # Latest end of all earlier windows: with two optimizers, the reduction waited for last may end first.
             origins_ns = np.maximum.accumulate(np.append(origin_ns, windows.done_ns))
             clean = windows.clean.copy()
             clean[0] &= self._origin_ns is not None
@@ -206,23 +211,30 @@ class Summariser:
             self._origin_ns = int(origins_ns[-1])
         if self._origin_ns is not None:
             since = int(np.searchsorted(timeline.at_ns, self._origin_ns))
-            if len(timeline.at_ns) - since > _MOST_CARRIED:
+            if len(timeline.at_ns) - since > _MAX_CARRIED:
                 since, self._origin_ns = len(timeline.at_ns), None
             self._carried = timeline.at_ns[since:], timeline.phase[since:]
         return own_ns, ~unclean
 
-    def _readiness(self, told: wire.Readiness) -> wire.Readiness:
-        ready_ns = told.ready_ns - told.ready_ns % self._resolution_ns
-        return msgspec.structs.replace(told, ready_ns=np.where(ready_ns == 0, wire.UNKNOWN, ready_ns))
+    def _readiness(self, sample: wire.Readiness) -> wire.Readiness:
+        ready_ns = sample.ready_ns - sample.ready_ns % self._resolution_ns
+        return msgspec.structs.replace(sample, ready_ns=np.where(ready_ns == 0, wire.UNKNOWN, ready_ns))
 
 
 def _rows(counts: Sequence[int]) -> Ints:
-    """Of what each thing there is: [2, 0, 1] has the rows [0, 0, 2]."""
+    """Index of the parent of each row, from the number of rows per parent: [2, 0, 1] gives [0, 0, 2]."""
     return np.repeat(np.arange(len(counts)), _ints(counts))
 
 
+def _blocked(comms: wire.Comms, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Ints]:
+    """Begins and ends of blocking collectives, cut at the start and the end of their steps."""
+    blocks = np.isin(comms.kind, _BLOCKING)
+    begin_ns = np.clip(comms.launched_ns[blocks], start_ns[blocks], end_ns[blocks])
+    return begin_ns, np.clip(comms.done_ns[blocks], begin_ns, end_ns[blocks])
+
+
 def _until_ns(row: Ints, returned_ns: Ints, comm_row: Ints, comms: wire.Comms) -> Ints:
-    """When the last other communication was done that was launched before each backward's return; 0 for none."""
+    """Completion of the last other communication launched before each backward's return, within its step; 0 if none."""
     until_ns = np.zeros_like(returned_ns)
     if len(row):
         window = np.searchsorted(returned_ns, comms.launched_ns, side="right").clip(max=len(row) - 1)
@@ -232,40 +244,40 @@ def _until_ns(row: Ints, returned_ns: Ints, comm_row: Ints, comms: wire.Comms) -
 
 
 def _timeline(switches_ns: Ints, phases: Ints, blocked: tuple[Ints, Ints], windows: _Windows) -> _Timeline:
-    """The switches' phases with exposed communication laid over them.
+    """Overlay the switches' phases with exposed communication.
 
     Args:
-        switches_ns: When phases begin, ascending.
-        phases: Which.
-        blocked: Begins and ends of what training was blocked by, within steps.
-        windows: The rest of a backward after its last gradient is exposed until it is done, then other.
+        switches_ns: Begins of phases, ascending.
+        phases: Phase from each of them on.
+        blocked: Begins and ends of blocking collectives, within steps.
+        windows: After its last gradient, a backward is exposed communication until it is done, then `other`.
     """
     at_ns = np.unique(np.concatenate([switches_ns, *blocked, windows.ready_ns, windows.done_ns]))
     phase = phases[np.searchsorted(switches_ns, at_ns, side="right") - 1]
     if len(windows.row):
         window = np.searchsorted(windows.returned_ns, at_ns, side="right").clip(max=len(windows.row) - 1)
-        after = (phase == BACKWARD) & (at_ns >= windows.ready_ns[window]) & (at_ns < windows.returned_ns[window])
-        after &= ~windows.waited[window]
-        phase = np.where(after, np.where(at_ns < windows.done_ns[window], EXPOSED_COMM, OTHER), phase)
+        tail = (phase == BACKWARD) & (at_ns >= windows.ready_ns[window]) & (at_ns < windows.returned_ns[window])
+        tail &= ~windows.waited[window]
+        phase = np.where(tail, np.where(at_ns < windows.done_ns[window], EXPOSED_COMM, OTHER), phase)
     if len(blocked[0]):
-        begun = np.searchsorted(np.sort(blocked[0]), at_ns, side="right")
-        ended = np.searchsorted(np.sort(blocked[1]), at_ns, side="right")
-        phase = np.where((begun > ended) & (phase != NO_STEP), EXPOSED_COMM, phase)
+        begins = np.searchsorted(np.sort(blocked[0]), at_ns, side="right")
+        ends = np.searchsorted(np.sort(blocked[1]), at_ns, side="right")
+        phase = np.where((begins > ends) & (phase != NO_STEP), EXPOSED_COMM, phase)
     lasts_ns = np.zeros((len(at_ns), _PHASES + 1), np.int64)
     lasts_ns[np.arange(1, len(at_ns)), phase[:-1]] = np.diff(at_ns)
     return _Timeline(at_ns, phase, np.cumsum(lasts_ns, axis=0))
 
 
 def _union_ns(row: Ints, begin_ns: Ints, end_ns: Ints, rows: int) -> Ints:
-    """Time that the intervals of each row cover together."""
+    """Length of the union of each row's intervals."""
     covered = np.zeros(rows, np.int64)
     if not len(row):
         return covered
     base_ns = begin_ns.min()
-    # Row after row on an axis of its own, so that they do not meet.
-    apart_ns = row * (end_ns.max() - base_ns + 1) - base_ns
-    order = np.argsort(begin_ns + apart_ns)
-    row, begin_ns, end_ns = row[order], (begin_ns + apart_ns)[order], (end_ns + apart_ns)[order]
+    # Shift the rows along one axis, so that intervals of different rows do not overlap.
+    shift_ns = row * (end_ns.max() - base_ns + 1) - base_ns
+    order = np.argsort(begin_ns + shift_ns)
+    row, begin_ns, end_ns = row[order], (begin_ns + shift_ns)[order], (end_ns + shift_ns)[order]
     reached_ns = np.append(0, np.maximum.accumulate(end_ns)[:-1])
     np.add.at(covered, row, np.maximum(0, end_ns - np.maximum(begin_ns, reached_ns)))
     return covered

@@ -1,1 +1,1 @@
-"""Every private name of torch's that ddpobs relies on; `tests/torch_seam/test_contract.py` holds each."""
+"""Every private name of torch that ddpobs relies on; `tests/torch_seam/test_contract.py` checks each."""

@@ -1,4 +1,4 @@
-"""What is asked of the autograd engine while it runs a backward, all of it in microseconds."""
+"""Queries and callbacks of the autograd engine during a backward; each takes microseconds."""
 
 from __future__ import annotations
 
@@ -15,70 +15,73 @@ from torch.utils.hooks import RemovableHandle
 from ddpobs.errors import ReducerError
 
 _CUSTOM_BACKWARD = BackwardCFunction.apply.__code__
-_forget: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda _: None)
-"""Not there in every version of torch."""
+_remove_from_tls: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda _: None)
+"""Some versions of torch do not have it."""
 
 
 def leave_context() -> None:
-    """Have what is launched from here on, until the engine's next node, hold nothing of Python's.
+    """Remove Python's context, so that works launched before the engine's next node hold no Python object.
 
-    `backward` hands Python's context to each node, and a work that is launched there keeps it. Gloo's thread may be the
-    last that holds the work, and would need the interpreter to drop the context: where that is ending, the process is
-    aborted.
+    `backward` gives Python's context to each node, and a work that is launched there keeps a reference to it. Gloo's
+    thread may drop the last reference to the work, and then needs the interpreter to drop the context. If the
+    interpreter is exiting, the process is aborted.
     """
-    _forget("context")
+    _remove_from_tls("context")
 
 
-def watch(outputs: Sequence[torch.Tensor], begins: Callable[[Node], None]) -> int:
-    """Have `begins` called with an output's node when a backward gets to it; how many of them can be differentiated.
+def watch(outputs: Sequence[torch.Tensor], callback: Callable[[Node], None]) -> int:
+    """Call `callback` with an output's node when a backward reaches it; return the number of differentiable outputs.
 
-    The node is asked of the engine by then: who holds it from the forward on keeps all activations alive.
+    The engine gives the node at that time. A reference from the forward on would keep all activations alive.
     """
     differentiable = [output for output in outputs if output.grad_fn is not None]
     for output in differentiable:
-        output.register_hook(lambda _: begins(torch._C._current_autograd_node()))
+        output.register_hook(lambda _: callback(torch._C._current_autograd_node()))
     return len(differentiable)
 
 
-def one_at_a_time(hook: Callable[[torch.Tensor], None], turn: threading.RLock) -> Callable[[torch.Tensor], None]:
-    """The hook, for gradients that come on several threads at once."""
+def serialize(hook: Callable[[torch.Tensor], None], lock: threading.RLock) -> Callable[[torch.Tensor], None]:
+    """Wrap a hook with a lock, because gradients may arrive on several threads at once."""
 
-    def in_turn(tensor: torch.Tensor) -> None:
-        with turn:
+    def locked(tensor: torch.Tensor) -> None:
+        with lock:
             hook(tensor)
 
-    return in_turn
+    return locked
 
 
-def refuse_graph(through: str) -> None:
-    """Called in a backward that goes through such a wrapper.
+def refuse_graph(wrapper: str) -> None:
+    """Refuse a backward that records a graph of its own gradients.
+
+    Args:
+        wrapper: The class that reduces the gradients, for the message.
 
     Raises:
-        ReducerError: It makes a graph of its own gradients.
+        ReducerError: The running backward has `create_graph=True`.
     """
     if torch.is_grad_enabled():
         raise ReducerError(
-            f"backward(create_graph=True) through {through}: gradients of gradients are not reduced. Take the inner "
+            f"backward(create_graph=True) through {wrapper}: gradients of gradients are not reduced. Take the inner "
             "derivative with torch.autograd.grad(..., create_graph=True), and the last backward() without"
         )
 
 
 def refuse_compiled() -> None:
-    """Called as a backward begins.
+    """Refuse a backward under compiled autograd; to be called as the backward begins.
 
     Raises:
-        ReducerError: Compiled autograd traces it, which drops what is to be called at its end.
+        ReducerError: Compiled autograd traces the backward, and would drop the callbacks at its end.
     """
     compiled = sys.modules.get("torch._dynamo.compiled_autograd")
     if compiled is not None and compiled.in_compiled_autograd_region:
         raise ReducerError(
             "backward() under compiled autograd (torch._dynamo.config.compiled_autograd): nothing would reduce the "
-            "gradients. Leave it off, and compile the model: its backward is compiled too"
+            "gradients. Switch it off, and compile the model: its backward is compiled too"
         )
 
 
-def unreached(nodes: Sequence[Node]) -> list[int]:
-    """Which parameters (by their AccumulateGrad nodes) the running backward will not reach; 0.2 µs a parameter."""
+def find_unreached(nodes: Sequence[Node]) -> list[int]:
+    """Indices of the AccumulateGrad nodes that the running backward will not reach; 0.2 µs per parameter."""
     will_execute = torch._C._will_engine_execute_node
     return [index for index, node in enumerate(nodes) if not will_execute(node)]
 
@@ -86,46 +89,46 @@ def unreached(nodes: Sequence[Node]) -> list[int]:
 def concerns(nodes: Sequence[Node], output: Node) -> bool:
     """Whether the running backward accumulates into parameters, or would but reaches none.
 
-    `torch.autograd.grad` and `backward(inputs=...)` pass through the outputs too, for a gradient penalty say, and leave
-    the parameters out: they are then in the graph, but not to be executed.
+    `torch.autograd.grad` and `backward(inputs=...)` pass through the outputs too, for a gradient penalty for example,
+    and leave the parameters out. The parameters' nodes are then in the graph but will not be executed.
 
     Args:
         nodes: The parameters' AccumulateGrad nodes.
-        output: The node of the forward's output that the backward has got to.
+        output: The node of the forward's output that the backward has reached.
     """
     try:
         if any(map(torch._C._will_engine_execute_node, nodes)):
             return True
-    except RuntimeError:  # The gradient of a parameter is asked for and not accumulated.
+    except RuntimeError:  # `torch.autograd.grad` returns a parameter's gradient instead of accumulating it.
         return False
     ahead = [output]
-    ours, seen = set(nodes), set(ahead)
+    accumulators, visited = set(nodes), set(ahead)
     while ahead:
         node = ahead.pop()
-        if node in ours:
+        if node in accumulators:
             return False
-        fresh = {following for following, _ in node.next_functions if following is not None} - seen
-        seen |= fresh
+        fresh = {following for following, _ in node.next_functions if following is not None} - visited
+        visited |= fresh
         ahead.extend(fresh)
     return True
 
 
-def at_end(call: Callable[[], None]) -> None:
-    """Have `call` called at the end of the running backward, the outermost one.
+def call_at_end(callback: Callable[[], None]) -> None:
+    """Call `callback` at the end of the outermost running backward.
 
-    Inside a reentrant checkpoint the engine's own queue is that of the checkpoint's graph. What the outer graph runs
-    next is what the checkpoint leads to, and there its queue can be had.
+    Inside a reentrant checkpoint the engine's queue belongs to the checkpoint's graph. The outer graph next executes
+    the nodes that follow the checkpoint, and their pre-hooks have access to its queue.
     """
     outermost = _outermost_custom_backward()
     following = [node for node, _ in outermost.next_functions if node is not None] if outermost is not None else []
     if not following:
-        Variable._execution_engine.queue_callback(call)
+        Variable._execution_engine.queue_callback(callback)
         return
     handles: list[RemovableHandle] = []
 
     def queue(_: object) -> None:
         if handles:
-            Variable._execution_engine.queue_callback(call)
+            Variable._execution_engine.queue_callback(callback)
         while handles:
             handles.pop().remove()
 
@@ -133,11 +136,11 @@ def at_end(call: Callable[[], None]) -> None:
 
 
 def _outermost_custom_backward() -> Node | None:
-    """The `torch.autograd.Function` in whose backward this runs, as a checkpoint is one."""
-    found = None
+    """The outermost `torch.autograd.Function` whose backward is running; a checkpoint is such a function."""
+    outermost = None
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code is _CUSTOM_BACKWARD:
-            found = frame.f_locals["self"]
-    return found
+            outermost = frame.f_locals["self"]
+    return outermost

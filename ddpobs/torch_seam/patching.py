@@ -1,4 +1,4 @@
-"""Functions of other people's that are wrapped for a while, and put back."""
+"""Temporary wrappers around functions of other packages."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _INHERITED = object()
 
 
 class Patches:
-    """Some wrapped attributes, put back together."""
+    """Wrapped attributes, restored together."""
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
 
     def put(self, owner: Any, name: str, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-        """Have `owner.name` be what `around` makes of it; `__wrapped__` leads to the original."""
+        """Replace `owner.name` by `around(owner.name)`; `__wrapped__` refers to the original."""
         original, own = getattr(owner, name), vars(owner).get(name, _INHERITED)
         wrapped = wraps(original)(around(original))
         setattr(owner, name, wrapped)
 
         def undo() -> None:
-            # Someone may have wrapped ours meanwhile; then it stays, and costs a call.
+            # If other code has wrapped the wrapper meanwhile, it stays, and costs a call.
             if getattr(owner, name, None) is not wrapped:
                 return
             if own is _INHERITED:
@@ -33,13 +33,13 @@ class Patches:
         self._undo.append(undo)
 
     def undo(self) -> None:
-        """Put all of them back, the last one first."""
+        """Restore all attributes, the last first."""
         while self._undo:
             self._undo.pop()()
 
 
-def plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What stands under the wrappings."""
+def unwrap(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function inside all wrappers."""
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     return function
@@ -47,7 +47,7 @@ def plain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def skip_in_dynamo() -> None:
-    """Have `torch.compile` pass over ddpobs' own functions, as over torch's DDP: it compiles the model inside."""
+    """Make `torch.compile` skip ddpobs' functions, as it skips torch's DDP; it compiles the model inside."""
     from torch._dynamo import trace_rules
 
     trace_rules.add("ddpobs")

@@ -1,16 +1,18 @@
-"""What travels from a rank to the collector, and the only thing both sides share.
+"""Format of the data that travels from a rank to the collector: the only code that both sides share.
 
-As msgpack a batch's integer columns are raw little-endian arrays, delta coded where that is smaller, and its spans are
-packed by themselves, as they are kept; as JSON, meant for curl and for tests, columns are plain lists.
+In msgpack a batch's integer columns are raw little-endian arrays, delta coded if that is smaller. Its spans are packed
+separately, in the form in which they are stored. In JSON, meant for curl and for tests, columns are plain lists.
 """
 
-from ddpobs.wire.checks import LONGEST_NS, check
+from ddpobs.wire.checks import check
 from ddpobs.wire.coding import JSON, MSGPACK, acknowledgement, decode, encode, encode_json, pack, pack_json, unpack
 from ddpobs.wire.schema import (
     COMM_KINDS,
+    LONGEST_NS,
     NO_ORIGIN,
     OWN_PHASES,
     PHASES,
+    STRAGGLER_SHARE,
     SYNCHRONISED,
     UNKNOWN,
     VERSION,
@@ -20,6 +22,7 @@ from ddpobs.wire.schema import (
     Bucket,
     Comms,
     Event,
+    Fingerprint,
     Hello,
     Ints,
     Layout,
@@ -34,6 +37,7 @@ from ddpobs.wire.schema import (
     records,
 )
 from ddpobs.wire.tables import pack_spans, pack_steps, unpack_spans, unpack_steps
+from ddpobs.wire.text import printable
 
 __all__ = [
     "COMM_KINDS",
@@ -43,6 +47,7 @@ __all__ = [
     "NO_ORIGIN",
     "OWN_PHASES",
     "PHASES",
+    "STRAGGLER_SHARE",
     "SYNCHRONISED",
     "UNKNOWN",
     "VERSION",
@@ -52,6 +57,7 @@ __all__ = [
     "Bucket",
     "Comms",
     "Event",
+    "Fingerprint",
     "Hello",
     "Ints",
     "Layout",
@@ -72,6 +78,7 @@ __all__ = [
     "pack_json",
     "pack_spans",
     "pack_steps",
+    "printable",
     "records",
     "unpack",
     "unpack_spans",

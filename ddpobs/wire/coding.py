@@ -1,4 +1,4 @@
-"""Batches as bytes, and bytes as checked batches."""
+"""Encoding of batches, and decoding into checked batches."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ _R = TypeVar("_R", bound=msgspec.Struct | Columns)
 
 
 def encode(batch: Batch) -> bytes:
-    """The batch as msgpack, to be compressed by whoever sends it."""
+    """Encode a batch as msgpack; the sender compresses it."""
     if batch.spans is not None:
         batch = msgspec.structs.replace(batch, spans=None, packed_spans=pack_spans(batch.spans))
     return _MSGPACK_ENCODER.encode(batch)
 
 
 def encode_json(batch: Batch) -> bytes:
-    """The batch as columnar JSON."""
+    """Encode a batch as columnar JSON."""
     return _JSON_ENCODER.encode(msgspec.structs.replace(batch, packed_spans=None))
 
 
 def pack(record: msgspec.Struct) -> bytes:
-    """One record's columns as msgpack, as the collector keeps them."""
+    """Encode a record's columns as msgpack, the collector's first form of storage."""
     return _MSGPACK_ENCODER.encode(record)
 
 
 def pack_json(record: msgspec.Struct) -> bytes:
-    """One record as JSON."""
+    """Encode a record as JSON."""
     return _JSON_ENCODER.encode(record)
 
 
 def acknowledgement(text: bytes) -> Acknowledgement:
-    """The collector's answer.
+    """Decode the collector's answer.
 
     Raises:
-        msgspec.MsgspecError: It is another text.
+        msgspec.MsgspecError: The text is not an acknowledgement.
     """
     return _ACKNOWLEDGEMENT_DECODER.decode(text)
 
 
 def unpack(body: bytes, kind: type[_R]) -> _R:
-    """What `pack` packed."""
+    """Reverse `pack`."""
     return msgspec.msgpack.decode(body, type=kind, dec_hook=_dec)
 
 
 def decode(body: bytes, content_type: str = MSGPACK, limit_bytes: int = packing.UNPACKED_BYTES) -> Batch:
-    """A checked batch from its bytes.
+    """Decode and check a batch.
 
     Args:
-        body: As `encode` or `encode_json` made it.
-        content_type: Which of the two.
-        limit_bytes: Most that packed spans may unpack to.
+        body: Result of `encode` or `encode_json`.
+        content_type: `MSGPACK` or `JSON`.
+        limit_bytes: Limit of the size of the unpacked spans.
 
     Raises:
-        WireError: The bytes are not a batch; names the first field that is wrong.
+        WireError: The bytes are not a valid batch. Names the first wrong field.
     """
     decoder = _MSGPACK_DECODER if content_type == MSGPACK else _JSON_DECODER
     try:
@@ -81,11 +81,11 @@ def decode(body: bytes, content_type: str = MSGPACK, limit_bytes: int = packing.
 
 
 def _field_error(error: msgspec.ValidationError) -> WireError:
-    what, _, path = str(error).partition(" - at `")
+    reason, _, path = str(error).partition(" - at `")
     field = path.rstrip("`").removeprefix("$.") or "$"
     if isinstance(column := error.__cause__, WireError):
-        return WireError(f"{field}.{column.field}", column.expected, column.came)
-    return WireError(field, "the wire schema", what)
+        return WireError(f"{field}.{column.field}", column.expected, column.actual)
+    return WireError(field, "the wire schema", reason)
 
 
 def _enc_msgpack(value: Any) -> Any:
@@ -110,8 +110,8 @@ def _dec(kind: Any, value: Any) -> Any:
     return packing.unpack_column(value)
 
 
-# Every record's type is first decoded here, on one thread: two that do so at the same moment end in a segmentation
-# fault inside of msgspec (0.22), which looks into a type's fields before the other has filled them in.
+# Each record's type is first decoded here, on one thread. Two threads that do so at the same moment cause a
+# segmentation fault in msgspec (0.22), which reads a type's fields before the other thread has filled them in.
 _MSGPACK_ENCODER = msgspec.msgpack.Encoder(enc_hook=_enc_msgpack)
 _JSON_ENCODER = msgspec.json.Encoder(enc_hook=_enc_json)
 _MSGPACK_DECODER = msgspec.msgpack.Decoder(Batch, dec_hook=_dec)

@@ -1,10 +1,11 @@
-"""A record's columns: 64-bit integers, all of one length."""
+"""Columns of a record: 64-bit integers, all of one length, each with the range that its values may have."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Self, dataclass_transform
+from typing import Annotated, Any, ClassVar, Self, dataclass_transform, get_args, get_origin, get_type_hints
 
 import numpy as np
 import numpy.typing as npt
@@ -12,59 +13,130 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass_transform(kw_only_default=True)
-class Columns:
-    """Columns of one length, named by a subclass's annotations: the rows of one table, so that a call does for all.
+@dataclass(frozen=True)
+class Range:
+    """Values that a column may hold.
+
+    Attributes:
+        least: Smallest value.
+        most: Largest value.
+        is_time: The range is relative to the monotonic clock of the batch's anchor; `UNKNOWN` is allowed besides.
+    """
+
+    least: int
+    most: int
+    is_time: bool = False
+
+
+@dataclass(frozen=True)
+class _AddedLater:
+    default: int
+
+
+def added_later(default: int) -> Any:
+    """Declare a column that older clients do not send and older chunks do not hold.
 
     Args:
-        **columns: One for each name.
+        default: Value of each row of a record without the column.
+    """
+    return _AddedLater(default)
+
+
+def ranges_of(record: type) -> dict[str, Range]:
+    """Return the declared range of each column of a record, in order.
+
+    Raises:
+        TypeError: A column is declared as plain `Ints`, without a range.
+    """
+    ranges: dict[str, Range] = {}
+    for name, hint in get_type_hints(record, include_extras=True).items():
+        kind, *facts = get_args(hint) if get_origin(hint) is Annotated else (hint,)
+        if kind == Ints:
+            declared = [fact for fact in facts if isinstance(fact, Range)]
+            if not declared:
+                raise TypeError(
+                    f"{record.__name__}.{name} has no range: annotate it with one of wire.schema's kinds of column, "
+                    "such as Times, Durations or Counts"
+                )
+            ranges[name] = declared[0]
+    return ranges
+
+
+@dataclass_transform(kw_only_default=True)
+class Columns:
+    """Columns of one length, named by a subclass's annotations.
+
+    They are the rows of one table, so that one numpy call serves them all.
+
+    Args:
+        **columns: One array for each name; a column that was `added_later` may be absent.
 
     Attributes:
         table: Shape (columns, rows).
 
     Raises:
+        TypeError: A column is missing, or has no such name.
         ValueError: Columns of unequal length.
     """
 
     __slots__ = ("table",)
     names: ClassVar[tuple[str, ...]] = ()
+    ranges: ClassVar[Mapping[str, Range]] = {}
+    defaults: ClassVar[Mapping[str, int]] = {}
+    """Value of each column that was added later, for records without it."""
 
     def __init_subclass__(cls) -> None:
-        cls.names = tuple(cls.__annotations__)
-        for place, name in enumerate(cls.names):
-            setattr(cls, name, property(partial(_row, place)))
+        cls.ranges = ranges_of(cls)
+        cls.names = tuple(cls.ranges)
+        added = {name: fact.default for name, fact in vars(cls).items() if isinstance(fact, _AddedLater)}
+        cls.defaults = {**cls.defaults, **added}
+        for index, name in enumerate(cls.names):
+            setattr(cls, name, property(partial(_row, index)))
 
     def __init__(self, **columns: Ints) -> None:
+        columns = self.with_defaults(columns)
         if columns.keys() != set(self.names):
             raise TypeError(f"expected {', '.join(self.names)}, got {', '.join(columns)}")
         self.table: Ints = np.array([columns[name] for name in self.names], np.int64)
 
     @classmethod
+    def with_defaults(cls, columns: Mapping[str, Ints]) -> dict[str, Ints]:
+        """Add each absent column that has a default; other columns, such as a rank's, stay."""
+        rows = len(next(iter(columns.values()), ()))
+        absent = {name: value for name, value in cls.defaults.items() if name not in columns}
+        return {**columns, **{name: np.full(rows, value, np.int64) for name, value in absent.items()}}
+
+    @classmethod
+    def required(cls) -> list[str]:
+        """Names of the columns without a default."""
+        return [name for name in cls.names if name not in cls.defaults]
+
+    @classmethod
     def from_table(cls, table: Ints) -> Self:
-        """Columns that are the rows of a table."""
-        made = cls.__new__(cls)
-        made.table = table
-        return made
+        """Wrap a table, with a row for each column, without a copy."""
+        record = cls.__new__(cls)
+        record.table = table
+        return record
 
     @classmethod
     def concat(cls, parts: Sequence[Self]) -> Self:
-        """The rows of all parts, one part after the other."""
+        """Join the rows of all parts, in their order."""
         if len(parts) == 1:
             return parts[0]
         return cls.from_table(np.concatenate([part.table for part in parts], axis=1))
 
     def select(self, rows: Any) -> Self:
-        """Some rows, by whatever indexes an array."""
+        """Return some rows, chosen by any numpy index."""
         return self.from_table(self.table[:, rows])
 
     def by_name(self) -> dict[str, Ints]:
-        """Each column."""
+        """Map each name to its column, as a view."""
         return dict(zip(self.names, self.table, strict=True))
 
     def __len__(self) -> int:
         return len(self.table[0])
 
 
-def _row(place: int, columns: Columns) -> Ints:
-    row: Ints = columns.table[place]
+def _row(index: int, columns: Columns) -> Ints:
+    row: Ints = columns.table[index]
     return row

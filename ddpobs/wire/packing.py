@@ -1,4 +1,4 @@
-"""Columns of 64-bit integers as few bytes: in the narrowest width, as differences where these are smaller."""
+"""Columns of 64-bit integers in few bytes: in the narrowest width, as differences if these are smaller."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ from ddpobs.wire.columns import Columns, Ints
 
 _C = TypeVar("_C", bound=Columns)
 UNPACKED_BYTES = 64_000_000
-"""Most that packed columns may take, unless said otherwise."""
+"""Default limit of the size of unpacked columns."""
 _UNIT = 1000
 _WINDOW_BYTES = 2**24
-"""Most memory that zstd's own window may take."""
+"""Limit of the memory for zstd's window."""
 _SAMPLE = 512
 _FEW = 2048
-"""Rows below which a frame for each byte's place costs more than it saves."""
-_TOGETHER = 2**16
-"""Rows of columns that are looked at together: where there are few, a call costs more than the arithmetic."""
+"""Rows below which a frame for each byte's position costs more than it saves."""
+_CHUNK_VALUES = 2**16
+"""Values of several columns that one numpy call processes: for few rows, a call costs more than its arithmetic."""
 _WIDTHS = {width: np.dtype(width) for width in ("<i1", "<i2", "<i4", "<i8")}
 _BEYOND = np.array([2**7, 2**15, 2**31])
-"""The least numbers that do not fit into each width but the last."""
+"""Smallest numbers that do not fit into each width, except the last."""
 
 
-class _OfThread(threading.local):
+class _ThreadLocal(threading.local):
     def __init__(self) -> None:
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES)
 
 
-_of_thread = _OfThread()
+_thread_local = _ThreadLocal()
 _Order = Annotated[int, msgspec.Meta(ge=0, le=1)]
 _Base = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _PlanedColumn = tuple[Literal["<i1", "<i2", "<i4", "<i8"], _Order, _Base, Literal[1, 1000], list[bytes]]
@@ -47,7 +47,7 @@ _PACKED_DECODER = msgspec.msgpack.Decoder(
 
 
 class _Packed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_fields=True):
-    """A column as it travels: little-endian numbers of that width; the first clients had no unit."""
+    """A column in transit: little-endian numbers of that width. The first clients sent no unit."""
 
     width: Literal["<i1", "<i2", "<i4", "<i8"]
     order: _Order
@@ -57,21 +57,24 @@ class _Packed(msgspec.Struct, array_like=True, frozen=True, forbid_unknown_field
 
 
 def decompressor() -> zstandard.ZstdDecompressor:
-    """This thread's: to make one takes longer than most of what it is used for, and threads must not share one."""
-    return _of_thread.decompressor
+    """Return this thread's decompressor.
+
+    Threads must not share one, and creating one takes longer than most of its uses.
+    """
+    return _thread_local.decompressor
 
 
 def pack(columns: Mapping[str, Ints]) -> bytes:
-    """Columns of one length, compressed: byte by byte of the numbers, since high bytes vary less than low ones.
+    """Compress columns of one length, byte position by byte position, because high bytes vary less than low bytes.
 
-    Each byte's place is a frame of its own, with its own statistics; where there are few rows all share one.
+    Each byte position is a zstd frame with its own statistics. Columns of few rows share one frame.
     """
     compressor = zstandard.ZstdCompressor(1)
     rows = len(next(iter(columns.values()), ()))
     packed: dict[str, list[Any]] = {}
-    at_once = _TOGETHER // (rows + 1) + 1
-    for first in range(0, len(columns), at_once):
-        names = list(columns)[first : first + at_once]
+    columns_per_call = _CHUNK_VALUES // (rows + 1) + 1
+    for first in range(0, len(columns), columns_per_call):
+        names = list(columns)[first : first + columns_per_call]
         for name, (width, order, base, narrow, unit) in zip(
             names, _narrowed([columns[name] for name in names]), strict=True
         ):
@@ -82,66 +85,69 @@ def pack(columns: Mapping[str, Ints]) -> bytes:
 
 
 def unpack(packed: bytes, limit_bytes: int = UNPACKED_BYTES) -> dict[str, Ints]:
-    """What `pack` packed.
+    """Reverse `pack`.
 
     Raises:
-        WireError: It is no such thing, or columns that take more than `limit_bytes`.
+        WireError: The bytes are not packed columns, or their columns take more than `limit_bytes`.
     """
     names, table = _unpacked(packed, limit_bytes)
     return dict(zip(names, table, strict=True))
 
 
 def unpack_as(kind: type[_C], packed: bytes, limit_bytes: int = UNPACKED_BYTES) -> _C:
-    """What `pack` packed of a record.
+    """Reverse `pack` for the columns of a record; absent columns take their defaults.
 
     Raises:
-        WireError: As `unpack`'s, or columns are missing.
+        WireError: As for `unpack`, or a column without a default is missing.
     """
     names, table = _unpacked(packed, limit_bytes)
     if names == kind.names:
         return kind.from_table(table)
-    if missing := sorted(set(kind.names) - set(names)):
+    if missing := sorted(set(kind.required()) - set(names)):
         raise WireError("packed_spans", "every column of spans", f"none of {', '.join(missing)}")
-    return kind.from_table(table[[names.index(name) for name in kind.names]])
+    columns = kind.with_defaults(dict(zip(names, table, strict=True)))
+    return kind(**{name: columns[name] for name in kind.names})
 
 
 def pack_column(column: Ints) -> list[Any]:
-    """A column as ``[width, order, base, bytes, unit]``, in the narrowest little-endian width."""
-    return _travelling([column])[0]
+    """Pack a column as ``[width, order, base, bytes, unit]``, in the narrowest little-endian width."""
+    return _in_transit([column])[0]
 
 
 def pack_columns(columns: Columns) -> dict[str, list[Any]]:
-    """Each column as `pack_column` packs it."""
-    return dict(zip(columns.names, _travelling(columns.table), strict=True))
+    """Pack each column as `pack_column` does."""
+    return dict(zip(columns.names, _in_transit(columns.table), strict=True))
 
 
-def _travelling(columns: Sequence[Ints] | Ints) -> list[list[Any]]:
+def _in_transit(columns: Sequence[Ints] | Ints) -> list[list[Any]]:
     return [[width, order, base, narrow.tobytes(), unit] for width, order, base, narrow, unit in _narrowed(columns)]
 
 
 def unpack_columns(kind: type[_C], packed: Any) -> _C:
-    """What `pack_columns` packed, or a plain list of integers for each column.
+    """Reverse `pack_columns`, or read a plain list of integers for each column; absent columns take their defaults.
 
     Raises:
-        WireError: It is neither, names are missing, or columns differ in length.
-        ValueError: It has no names.
+        WireError: A column is in neither form, has no default and is missing, or differs in length.
+        ValueError: The value is not a map of names.
     """
     try:
-        found = msgspec.convert(packed, dict[str, _Packed])
-        columns = [found[name] for name in kind.names]
+        by_name = msgspec.convert(packed, dict[str, _Packed])
+        names = [name for name in kind.names if name in by_name or name not in kind.defaults]
+        columns = [by_name[name] for name in names]
     except (msgspec.ValidationError, KeyError):
         return _unpacked_one_by_one(kind, packed)
     rows = len(columns[0].values) // _WIDTHS[columns[0].width].itemsize
     if any(len(column.values) != rows * _WIDTHS[column.width].itemsize for column in columns):
         return _unpacked_one_by_one(kind, packed)
-    return kind.from_table(_widened(columns, rows))
+    table = _widened(columns, rows)
+    return kind.from_table(table) if len(names) == len(kind.names) else kind(**dict(zip(names, table, strict=True)))
 
 
 def unpack_column(packed: Any) -> Ints:
-    """What `pack_column` packed, or a plain list of integers.
+    """Reverse `pack_column`, or read a plain list of integers.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The value is in neither form.
     """
     if isinstance(packed, list) and set(map(type, packed)) <= {int}:
         try:
@@ -162,18 +168,20 @@ def unpack_column(packed: Any) -> Ints:
 def _unpacked_one_by_one(kind: type[_C], packed: Any) -> _C:
     if not isinstance(packed, dict):
         raise ValueError(f"Expected `object`, got `{type(packed).__name__}`")
-    found: dict[str, Ints] = {}
+    columns: dict[str, Ints] = {}
     for name in kind.names:
         if name not in packed:
+            if name in kind.defaults:
+                continue
             raise ValueError(f"Object missing required field `{name}`")
         try:
-            found[name] = unpack_column(packed[name])
+            columns[name] = unpack_column(packed[name])
         except ValueError as error:
             raise WireError(name, "the wire schema", error) from None
-        rows = len(found[kind.names[0]])
-        if len(found[name]) != rows:
-            raise WireError(name, f"{rows} values, as in the columns before it", len(found[name]))
-    return kind(**found)
+        rows = len(columns[kind.names[0]])
+        if len(columns[name]) != rows:
+            raise WireError(name, f"{rows} values, as in the columns before it", len(columns[name]))
+    return kind(**columns)
 
 
 def _unpacked(packed: bytes, limit_bytes: int) -> tuple[tuple[str, ...], Ints]:
@@ -195,7 +203,7 @@ def _unpacked(packed: bytes, limit_bytes: int) -> tuple[tuple[str, ...], Ints]:
 
 
 def _merged(column: _PlanedColumn, rows: int, zstd: zstandard.ZstdDecompressor) -> _Packed:
-    """A column whose bytes' places are together again."""
+    """Join the byte positions of a column."""
     width, order, base, unit, planes = column
     size_bytes = _WIDTHS[width].itemsize
     if len(planes) != size_bytes:
@@ -208,28 +216,28 @@ def _merged(column: _PlanedColumn, rows: int, zstd: zstandard.ZstdDecompressor) 
         plain.append(plane if rows < _FEW else zstd.decompress(plane))
     if size_bytes == 1:
         return _Packed(width, order, base, plain[0], unit)
-    together: Any = np.empty((rows, size_bytes), np.uint8)
-    for place, values in enumerate(plain):
-        together[:, place] = np.frombuffer(values, np.uint8)
-    return _Packed(width, order, base, together.data, unit)
+    joined: Any = np.empty((rows, size_bytes), np.uint8)
+    for position, values in enumerate(plain):
+        joined[:, position] = np.frombuffer(values, np.uint8)
+    return _Packed(width, order, base, joined.data, unit)
 
 
 def _widened(columns: Sequence[_Packed], rows: int) -> Ints:
-    """A table of columns that have so many values each."""
+    """Build a table of columns with `rows` values each."""
     table = np.empty((len(columns), rows), np.int64)
-    summed = [place for place, column in enumerate(columns) if column.order]
+    summed = [index for index, column in enumerate(columns) if column.order]
     if rows < _FEW:
-        of_width: dict[str, list[int]] = {}
-        for place, column in enumerate(columns):
-            of_width.setdefault(column.width, []).append(place)
-        for width, places in of_width.items():
-            values = np.frombuffer(b"".join([columns[place].values for place in places]), _WIDTHS[width])
-            table[places] = values.reshape(len(places), rows)
+        by_width: dict[str, list[int]] = {}
+        for index, column in enumerate(columns):
+            by_width.setdefault(column.width, []).append(index)
+        for width, indexes in by_width.items():
+            values = np.frombuffer(b"".join([columns[index].values for index in indexes]), _WIDTHS[width])
+            table[indexes] = values.reshape(len(indexes), rows)
         table *= np.array([column.unit for column in columns], np.int64)[:, None]
         table[summed] = np.add.accumulate(table[summed], axis=1)
         table += np.array([column.base for column in columns], np.int64)[:, None]
         return table
-    # Of many rows each pass takes longer than its call, and most columns need few.
+    # For many rows a pass takes longer than its call, and most columns need few passes.
     zeros = bytes(rows)
     for row, column in zip(table, columns, strict=True):
         if column.values == zeros:
@@ -248,10 +256,10 @@ def _widened(columns: Sequence[_Packed], rows: int) -> Ints:
 
 
 def _narrowed(columns: Sequence[Ints] | Ints) -> Iterator[tuple[str, int, int, npt.NDArray[Any], int]]:
-    """Each column's width, order, base, values in that width, and unit.
+    """Yield each column's width, order, base, values in that width, and unit.
 
-    The values times `unit`, as they are (order 0) or summed up (order 1), added to `base` give the column. Arithmetic
-    wraps at 64 bits, both ways.
+    A column is `base` plus `unit` times the values (order 0) or times their running sum (order 1). Arithmetic wraps at
+    64 bits, in both directions.
     """
     table = np.array(columns)
     if not table.shape[1]:
@@ -267,23 +275,23 @@ def _narrowed(columns: Sequence[Ints] | Ints) -> Iterator[tuple[str, int, int, n
     differences[:, 0] = 0
     np.subtract(offsets[:, 1:], offsets[:, :-1], out=differences[:, 1:])
     reach, rise = _reach(offsets), _reach(differences)
-    places = np.searchsorted(_BEYOND, [reach, rise], side="right")
-    smaller = (places[1] < places[0]) | ((places[1] == places[0]) & (_spread(differences) < _spread(offsets)))
+    widths = np.searchsorted(_BEYOND, [reach, rise], side="right")
+    smaller = (widths[1] < widths[0]) | ((widths[1] == widths[0]) & (_spread(differences) < _spread(offsets)))
     units = np.where(whole & offsets.any(axis=1), _UNIT, 1).tolist()
-    for index, (order, place) in enumerate(zip(smaller.tolist(), places.T.tolist(), strict=True)):
-        width = [*_WIDTHS][place[order]]
+    for index, (order, choices) in enumerate(zip(smaller.tolist(), widths.T.tolist(), strict=True)):
+        width = [*_WIDTHS][choices[order]]
         values = (differences if order else offsets)[index]
         yield width, int(order), bases[index], values.astype(_WIDTHS[width]), units[index]
 
 
 def _reach(table: Ints) -> Ints:
-    """How far each row goes from zero; as far as -1 - n for what is negative."""
+    """Return each row's largest distance from zero; a negative n counts as -1 - n."""
     reach: Ints = np.maximum(table.max(axis=1), ~table.min(axis=1))
     return reach
 
 
 def _spread(table: Ints) -> npt.NDArray[np.float64]:
-    """Each row's variance times the count: what varies less takes fewer bits, wherever it lies. Some values tell."""
+    """Estimate each row's variance times its count from a sample: less variation takes fewer bits, at any offset."""
     plain = table[:, :: table.shape[1] // _SAMPLE + 1].astype(np.float64)
     spread: npt.NDArray[np.float64] = (plain * plain).sum(axis=1) - plain.sum(axis=1) ** 2 / plain.shape[1]
     return spread

@@ -1,4 +1,4 @@
-"""Spans and steps packed as a whole: as spans travel, and as both are kept."""
+"""Spans and steps packed as whole tables: spans in transit, and both in the store."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from ddpobs.wire import packing
 from ddpobs.wire.schema import OWN_PHASES, PHASES, UNKNOWN, Ints, Spans, Steps
 
-_FORETOLD = (*(f"own_{phase}_ns" for phase in OWN_PHASES), "own_ns", "end_ns")
-"""Columns of steps that others foretell, each from those before it."""
+_PREDICTED = (*(f"own_{phase}_ns" for phase in OWN_PHASES), "own_ns", "end_ns")
+"""Step columns that earlier columns predict; only the residual is stored."""
 _NEVER = -(2**62)
-"""What stands for `UNKNOWN` in a column of differences."""
+"""Stands for `UNKNOWN` in a column of differences."""
 
 
 def pack_spans(spans: Spans) -> bytes:
-    """Spans as they travel and are kept: packed columns, a bucket's later times as what passed since the earlier.
+    """Pack spans for transit and for the store, with a bucket's later times relative to its earlier ones.
 
-    Each of these varies by itself, and where the earlier one differs they would all be large.
+    The differences vary independently. Absolute times would all be large wherever the earliest differs.
     """
     since_launch = np.where(spans.started_ns == UNKNOWN, _NEVER, spans.started_ns - spans.launched_ns)
     return packing.pack(
@@ -32,10 +32,10 @@ def pack_spans(spans: Spans) -> bytes:
 
 
 def unpack_spans(packed: bytes, limit_bytes: int = packing.UNPACKED_BYTES) -> Spans:
-    """What `pack_spans` packed.
+    """Reverse `pack_spans`.
 
     Raises:
-        WireError: It is no such thing, or more than `limit_bytes` of it.
+        WireError: The bytes are not packed spans, or unpack to more than `limit_bytes`.
     """
     spans = packing.unpack_as(Spans, packed, limit_bytes)
     launched, started, done = spans.launched_ns, spans.started_ns, spans.done_ns
@@ -48,29 +48,31 @@ def unpack_spans(packed: bytes, limit_bytes: int = packing.UNPACKED_BYTES) -> Sp
 
 
 def pack_steps(rank: Ints, steps: Steps) -> bytes:
-    """Steps of several ranks as they are kept: packed columns, without what others foretell."""
-    known = steps.by_name()
-    rests = {f"{name}_rest": known.pop(name) - _foretold(name, known) for name in reversed(_FORETOLD)}
-    return packing.pack({"rank": rank, **known, **rests})
+    """Pack steps of several ranks for the store; predicted columns are replaced by their residuals."""
+    columns = steps.by_name()
+    residuals = {f"{name}_rest": columns.pop(name) - _predicted(name, columns) for name in reversed(_PREDICTED)}
+    return packing.pack({"rank": rank, **columns, **residuals})
 
 
 def unpack_steps(packed: bytes, limit_bytes: int = packing.UNPACKED_BYTES) -> dict[str, Ints]:
-    """The columns that `pack_steps` packed, `rank` among them.
+    """Reverse `pack_steps`; the result holds the column `rank` and every column of `Steps`.
+
+    Columns that are absent, since the chunk is older than they are, take their defaults.
 
     Raises:
-        WireError: It is no such thing, or more than `limit_bytes` of it.
+        WireError: The bytes are not packed steps, or unpack to more than `limit_bytes`.
     """
-    found = packing.unpack(packed, limit_bytes)
-    for name in _FORETOLD:
-        if name not in found:  # The first chunks of this kind had every column.
-            found[name] = found.pop(f"{name}_rest") + _foretold(name, found)
-    return found
+    columns = packing.unpack(packed, limit_bytes)
+    for name in _PREDICTED:
+        if name not in columns:  # The first chunks of this kind had every column.
+            columns[name] = columns.pop(f"{name}_rest") + _predicted(name, columns)
+    return Steps.with_defaults(columns)
 
 
-def _foretold(name: str, known: Mapping[str, Ints]) -> Ints:
-    """What a column is likely to be: always for sums, mostly for a phase's own part."""
+def _predicted(name: str, columns: Mapping[str, Ints]) -> Ints:
+    """Predict a column from others: exactly for a consistent sum, mostly for a phase's own part."""
     if name == "end_ns":
-        return known["start_ns"] + sum(known[f"{phase}_ns"] for phase in PHASES)
+        return columns["start_ns"] + sum(columns[f"{phase}_ns"] for phase in PHASES)
     if name == "own_ns":
-        return sum((known[f"own_{phase}_ns"] for phase in OWN_PHASES), np.zeros_like(known["step"]))
-    return known[name.removeprefix("own_")]
+        return sum((columns[f"own_{phase}_ns"] for phase in OWN_PHASES), np.zeros_like(columns["step"]))
+    return columns[name.removeprefix("own_")]

@@ -1,4 +1,4 @@
-"""The collector: takes batches in, keeps them, and says which rank is slow and why."""
+"""The collector: stores the batches of all ranks and reports which rank is slow and why."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import sys
 
 
 def main() -> None:
-    """Console script; where only the training side is installed it says what is missing."""
+    """Run the console script; exit with an instruction if the server's packages are not installed."""
     try:
         from ddpobs_server import app
     except ModuleNotFoundError as error:
-        sys.exit(f"ddpobs-server: {error.name} is not installed: pip install '.[server]' brings all that it needs")
+        sys.exit(f"ddpobs-server: {error.name} is not installed; install the server with: pip install '.[server]'")
     app.main()

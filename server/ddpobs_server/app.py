@@ -17,6 +17,7 @@ from fastapi import FastAPI
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
+from typing_extensions import override
 
 import ddpobs
 from ddpobs_server import api, metrics, page
@@ -26,10 +27,10 @@ from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
 from ddpobs_server.ingest.writer import Writer
 from ddpobs_server.operations import logs, self_check
 from ddpobs_server.operations.commands import cli, open_store, print_error
-from ddpobs_server.operations.health_monitor import Watch
+from ddpobs_server.operations.health_monitor import HealthMonitor
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.reports.reports import Reports
-from ddpobs_server.settings import Settings, unknown
+from ddpobs_server.settings import Settings, unknown_settings
 from ddpobs_server.store import Store
 from ddpobs_server.web import problems, security_headers, serving
 from ddpobs_server.web.auth import Authenticator
@@ -37,50 +38,38 @@ from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol
 
 _log = logging.getLogger(__name__)
 _DRAIN_S = 10
-"""How long open requests may take after SIGTERM."""
+"""Seconds that open requests may take after SIGTERM."""
 _CLOSE_S, _STORE_S = 12, 1
-"""And then all that writes or reads on its own, and the store's connections."""
+"""Seconds to close first the background threads, then the store's connections."""
 
 
 class _Collector(FastAPI):
+    @override
     def openapi(self) -> dict[str, Any]:
-        """FastAPI's own, with the schemas of what ranks send."""
+        """Add the schemas of batches to FastAPI's document."""
         document = super().openapi()
         document["components"]["schemas"] |= upload.SCHEMAS
         return document
 
+    @override
     def build_middleware_stack(self) -> ASGIApp:
-        """FastAPI's own, with headers on what is answered to an error of ours too, which no middleware sees."""
+        """Wrap the whole stack, so that responses to internal errors carry the security headers too.
+
+        FastAPI creates those responses outside of every middleware.
+        """
         return security_headers.Headers(super().build_middleware_stack())
 
 
 def create_app(settings: Settings) -> FastAPI:
-    """The application; nothing is opened before it starts."""
+    """Create the application. The database is opened when the application starts."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        store = Store(settings.database_url, keep_free_bytes=int(settings.keep_free_mb * 1e6))
-        store.migrate()
-        app.state.store = store
-        app.state.authenticator = Authenticator(settings, store)
-        app.state.reports = Reports(store)
-        app.state.writer = Writer(store, settings.queue_batches, app.state.registry)
-        app.state.writer.start()
-        app.state.admission = Admission(settings, store)
-        app.state.large_batches = CapacityLimiter(1)
-        app.state.under_way = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), app.state.registry)
-        app.state.retention = RetentionJob(settings, store, app.state.registry)
-        app.state.retention.start()
-        app.state.watch = Watch(store, app.state.registry)
-        await run_in_threadpool(app.state.watch.start)
-        lag = asyncio.create_task(app.state.watch.measure_lag())
-        _log.info("collector started", extra={"version": ddpobs.__version__, "database": settings.database})
+        await _open(app.state)
+        lag = asyncio.create_task(app.state.health_monitor.measure_lag())
         yield
         lag.cancel()
-        state = app.state
-        serving.close(_CLOSE_S, state.watch.close, state.retention.close, state.writer.close, state.reports.close)
-        serving.close(_STORE_S, store.close)
-        _log.info("collector ended: what was accepted is written")
+        _close(app.state)
 
     app = _Collector(
         title="ddpobs collector",
@@ -92,13 +81,38 @@ def create_app(settings: Settings) -> FastAPI:
         responses=problems.RESPONSES,
         summary="Which rank is slow, why, and what each remedy would gain.",
     )
-    app.openapi_version = "3.0.3"  # the newest that the Swagger UI shipped with us can draw
+    app.openapi_version = "3.0.3"  # The newest version that the bundled Swagger UI renders.
     app.state.settings = settings
     app.state.registry = CollectorRegistry()
     problems.install(app)
-    for part in (api, route, metrics, page):
-        part.install(app)
+    for package in (api, route, metrics, page):
+        package.install(app)
     return app
+
+
+async def _open(state: Any) -> None:
+    """Open the database and start the background threads; `state` is the application's."""
+    settings, registry = state.settings, state.registry
+    state.store = store = Store(settings.database_url, keep_free_bytes=int(settings.keep_free_mb * 1e6))
+    store.migrate()
+    state.authenticator = Authenticator(settings, store)
+    state.reports = Reports(store)
+    state.writer = Writer(store, settings.queue_batches, registry)
+    state.writer.start()
+    state.admission = Admission(settings, store)
+    state.large_batch_limiter = CapacityLimiter(1)
+    state.memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), registry)
+    state.retention = RetentionJob(settings, store, registry)
+    state.retention.start()
+    state.health_monitor = HealthMonitor(store, registry)
+    await run_in_threadpool(state.health_monitor.start)
+
+
+def _close(state: Any) -> None:
+    threads = (state.health_monitor, state.retention, state.writer, state.reports)
+    serving.close(_CLOSE_S, *(thread.close for thread in threads))
+    serving.close(_STORE_S, state.store.close)
+    _log.info("collector stopped: all accepted batches are written")
 
 
 @cli.callback(invoke_without_command=True)
@@ -111,40 +125,42 @@ def _default(context: typer.Context) -> None:
 def serve(
     *,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on, else 127.0.0.1; without a token loopback only.")
+        str | None, typer.Option(help="Address to listen on; default 127.0.0.1. Without a token: loopback only.")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="Port to listen on, else 8321; 0 takes a free one.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on; default 8321; 0 selects a free port.")] = None,
     database_url: Annotated[
-        str | None, typer.Option(help="SQLAlchemy URL of the database, else sqlite:///ddpobs.db.")
+        str | None, typer.Option(help="SQLAlchemy URL of the database; default sqlite:///ddpobs.db.")
     ] = None,
-    token: Annotated[str | None, typer.Option(help="Bearer token asked for under /api and /metrics.")] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM: HTTPS instead of HTTP.")] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="The certificate's key, PEM.")] = None,
-    trusted_proxies: Annotated[str | None, typer.Option(help="Proxies whose X-Forwarded-For is believed.")] = None,
+    token: Annotated[str | None, typer.Option(help="Bearer token required under /api and /metrics.")] = None,
+    tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM); enables HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="Private key of the certificate (PEM).")] = None,
+    trusted_proxies: Annotated[str | None, typer.Option(help="Proxies whose X-Forwarded-For is trusted.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_format: Annotated[str | None, typer.Option(help="json, text, or auto: text on a terminal.")] = None,
+    log_format: Annotated[
+        str | None, typer.Option(help="json, text, or auto: text on a terminal, JSON elsewhere.")
+    ] = None,
 ) -> None:
-    """Run the collector until SIGTERM or Ctrl-C; what was accepted is written first.
+    """Run the collector until SIGTERM or Ctrl-C. Accepted batches are written before it ends.
 
-    Each option is also DDPOBS_SERVER_NAME in the environment; docs/operations.md has all settings.
+    Each option is also an environment variable DDPOBS_SERVER_NAME; docs/operations.md lists all settings.
     """
     settings = Settings(**{name: value for name, value in locals().items() if value is not None})
     logs.configure(settings.log_level, settings.log_format)
-    for line in unknown(os.environ):
-        _log.warning(line)
-    if (wrong := self_check.tls_problem(settings)) is not None:
-        raise _refusal(wrong)
-    _no_open_door(settings)
-    if (wrong := self_check.address_problem(settings.host, settings.port)) is not None:
-        raise _refusal(wrong, 1)
+    for warning in unknown_settings(os.environ):
+        _log.warning(warning)
+    if (problem := self_check.tls_problem(settings)) is not None:
+        raise _refusal(problem)
+    has_tokens = _refuse_public_without_token(settings)
+    if (problem := self_check.address_problem(settings.host, settings.port)) is not None:
+        raise _refusal(problem, 1)
     serving.run(
         create_app(settings),
+        on_start=lambda url: _log_address(url, settings, has_tokens),
         host=settings.host,
         port=settings.port,
         http=BoundedHttpProtocol,
         ws="none",
         log_config=None,
-        log_level=settings.log_level,
         access_log=settings.access_log,
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies,
@@ -154,23 +170,34 @@ def serve(
     )
 
 
-def _refusal(why: str, code: int = 2) -> typer.Exit:
-    print_error(why)
+def _refusal(reason: str, code: int = 2) -> typer.Exit:
+    print_error(reason)
     return typer.Exit(code)
 
 
-def _no_open_door(settings: Settings) -> None:
-    """Look into the database before a server is started: what is wrong with it is then said in a line, too."""
+def _refuse_public_without_token(settings: Settings) -> bool:
+    """Check before the server starts that other machines need a token; return whether a token exists.
+
+    The database is opened here, so that its errors also appear as one line.
+    """
     store = open_store(settings)
-    wrong = self_check.open_door(settings, bool(store.tokens()))
+    has_tokens = settings.token is not None or bool(store.tokens())
     store.close()
-    if wrong is not None:
-        raise _refusal(wrong)
+    if (problem := self_check.access_problem(settings, has_tokens)) is not None:
+        raise _refusal(problem)
+    return has_tokens
+
+
+def _log_address(url: str, settings: Settings, has_tokens: bool) -> None:
+    access = "token needed" if has_tokens else "no token needed (loopback only)"
+    _log.info(
+        "ddpobs-server: %s, database %s, %s", url, settings.database, access, extra={"version": ddpobs.__version__}
+    )
 
 
 def main() -> None:
-    """Console script; `ddpobs-server --port 0` means `ddpobs-server serve --port 0`."""
-    os.umask(0o077)  # What runs tell, and tokens' digests, are for the collector's user alone.
+    """Run the console script. `ddpobs-server --port 0` means `ddpobs-server serve --port 0`."""
+    os.umask(0o077)  # The database holds run data and token digests: only the collector's user may read it.
     if len(sys.argv) > 1 and sys.argv[1].startswith("-") and sys.argv[1] != "--help":
         sys.argv.insert(1, "serve")
     cli()

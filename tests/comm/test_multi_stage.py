@@ -1,4 +1,4 @@
-"""Where the later stages of an exchange run on a device, with streams that stand for its own."""
+"""The streams on which the later stages of an exchange run, with stand-ins for a device's streams."""
 
 from __future__ import annotations
 
@@ -16,38 +16,38 @@ DEVICE = torch.device("cuda", 1)
 
 
 class Stream:
-    """Writes down who waits for what."""
+    """Logs its events and waits."""
 
-    def __init__(self, name: str, told: list[str]) -> None:
-        self.name, self.told = name, told
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log = name, log
 
     def record_event(self) -> str:
-        self.told.append(f"{self.name} records")
+        self.log.append(f"{self.name} records")
         return self.name
 
     def wait_event(self, event: str) -> None:
-        self.told.append(f"{self.name} waits for {event}")
+        self.log.append(f"{self.name} waits for {event}")
 
 
-def test_the_backward_s_stream_waits_for_no_stage_before_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+def test_the_backward_stream_waits_for_a_stage_only_in_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
     at_rest = threading.Event()
-    backward = Stream("backward", told)
+    backward = Stream("backward", log)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: {DEVICE: backward}[device])
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(f"another on {device}", told))
-    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(f"thread is on {device}"))
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: told.append(f"thread takes {stream.name}"))
-    made: Any = object()
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream(f"another on {device}", log))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: log.append(f"thread is on {device}"))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: log.append(f"thread takes {stream.name}"))
+    side_group: Any = object()
     jobs: Any = SimpleQueue()
-    threading.Thread(target=multi_stage._work, args=(jobs, DEVICE), daemon=True).start()
-    exchange = Stages(made)
-    exchange._own[DEVICE] = made, jobs
-    pending = exchange.run(lambda group: told.append(f"stages with {group is made}"), DEVICE)
+    threading.Thread(target=multi_stage._run_jobs, args=(jobs, DEVICE), daemon=True).start()
+    exchange = Stages(side_group)
+    exchange._queues[DEVICE] = side_group, jobs
+    pending = exchange.run(lambda group: log.append(f"stages with {group is side_group}"), DEVICE)
     pending.on_done(lambda _: at_rest.set())
     assert at_rest.wait(30)
     pending.wait()
     jobs.put(None)
-    assert told == [
+    assert log == [
         "backward records",
         "thread is on cuda:1",
         "thread takes another on cuda:1",

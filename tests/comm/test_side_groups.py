@@ -1,4 +1,4 @@
-"""How a process group beside another one connects its ranks."""
+"""How NCCL connects the ranks of a side group."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from ddpobs.comm.side_groups import split_from_none
+from ddpobs.comm.side_groups import disable_communicator_split
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
-def test_a_group_s_communicator_is_not_split_from_one_that_has_other_ranks_too(wrapped: bool) -> None:
+def test_a_side_groups_communicator_is_not_split_from_the_worlds(wrapped: bool) -> None:
     nccl = SimpleNamespace(options=SimpleNamespace(split_from=object()))
     backend = SimpleNamespace(wrapped_pg=nccl) if wrapped else nccl
     group: Any = SimpleNamespace(_get_backend=lambda _: backend)
-    split_from_none(group, torch.device("cuda"))
+    disable_communicator_split(group, torch.device("cuda"))
     assert nccl.options.split_from is None

@@ -1,4 +1,4 @@
-"""How a communication hook's result is waited for, with streams that stand for a device's."""
+"""The wait for a communication hook's result, with stand-ins for a device's streams."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEVICE = torch.device("cuda", 1)
 
 
 class Stream:
-    """Is the current one, or is not."""
+    """A stream that records whether it is the current stream."""
 
     device = DEVICE
     current = False
@@ -39,7 +39,7 @@ def doubled(_: object, bucket: Any) -> torch.futures.Future[torch.Tensor]:
     return done
 
 
-def test_what_mixed_precision_writes_on_a_stream_of_its_own_is_waited_for_before_it_is_read(
+def test_a_result_on_mixed_precisions_stream_is_waited_for_before_it_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     parameter, stream = torch.nn.Parameter(torch.zeros(3)), Stream()
@@ -48,8 +48,8 @@ def test_what_mixed_precision_writes_on_a_stream_of_its_own_is_waited_for_before
 
     def current(device: torch.device) -> Any:
         assert parameter.grad is not None
-        at = parameter.grad.tolist()
-        return SimpleNamespace(wait_stream=lambda other: waited.append(((device, other), at)))
+        gradient = parameter.grad.tolist()
+        return SimpleNamespace(wait_stream=lambda other: waited.append(((device, other), gradient)))
 
     monkeypatch.setattr(torch.accelerator, "current_stream", current)
     CommHook(SimpleNamespace(upcast_stream=stream), doubled).launch(half(parameter), last=True).wait()
@@ -57,10 +57,10 @@ def test_what_mixed_precision_writes_on_a_stream_of_its_own_is_waited_for_before
     assert parameter.grad.tolist() == [2.0, 2.0, 2.0]
 
 
-def test_mixed_precision_is_done_when_its_own_stream_gets_there() -> None:
+def test_a_hook_of_mixed_precision_calls_back_on_its_own_stream() -> None:
     stream = Stream()
-    told: list[bool] = []
+    is_current: list[bool] = []
     bucket = half(torch.nn.Parameter(torch.zeros(3)))
     pending = CommHook(SimpleNamespace(upcast_stream=stream), doubled).launch(bucket, last=True)
-    pending.on_done(lambda _: told.append(stream.current))
-    assert told == [True]
+    pending.on_done(lambda _: is_current.append(stream.current))
+    assert is_current == [True]

@@ -1,4 +1,4 @@
-"""What this process's telemetry would send: it goes to a port where nobody listens, and so to a spool that is read."""
+"""Capture of this process's telemetry: no collector listens on its port, so batches go to a spool, which is read."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ddpobs.export.spool import Spool
 
 @dataclass
 class Sent:
-    """Everything that was sent, column by column over all batches."""
+    """All sent batches, joined by column."""
 
     config: TelemetryConfig
     batches: list[wire.Batch] = field(default_factory=list)
 
     @property
     def layouts(self) -> list[wire.Layout]:
-        told = {(layout.module, layout.revision): layout for batch in self.batches for layout in batch.layouts}
-        return [told[key] for key in sorted(told)]
+        layouts = {(layout.module, layout.revision): layout for batch in self.batches for layout in batch.layouts}
+        return [layouts[key] for key in sorted(layouts)]
 
     @property
     def unused(self) -> list[wire.Unused]:
@@ -45,32 +45,32 @@ class Sent:
         return self._column("comms", column)
 
     def phases(self) -> list[dict[str, int]]:
-        """By step, each phase's ns."""
+        """Nanoseconds of each phase, by step."""
         columns = [self.steps(f"{phase}_ns") for phase in wire.PHASES]
         return [dict(zip(wire.PHASES, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def own(self) -> list[dict[str, int]]:
-        """By step, each own phase's ns."""
+        """Nanoseconds of each own phase, by step."""
         columns = [self.steps(f"own_{phase}_ns") for phase in wire.OWN_PHASES]
         return [dict(zip(wire.OWN_PHASES, row, strict=True)) for row in zip(*columns, strict=True)]
 
     def _column(self, records: str, column: str) -> list[int]:
-        found = [getattr(getattr(batch, records), column) for batch in self.batches if getattr(batch, records)]
-        return [int(value) for value in np.concatenate(found)] if found else []
+        parts = [getattr(getattr(batch, records), column) for batch in self.batches if getattr(batch, records)]
+        return [int(value) for value in np.concatenate(parts)] if parts else []
 
 
 @contextmanager
 def sending() -> Iterator[Sent]:
-    """Build modules with `sent.config` inside; what they sent is there once this block has ended."""
+    """Capture the telemetry of modules that this block builds with `config`; complete when the block ends."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        sent = Sent(TelemetryConfig(collector="http://127.0.0.1:9", spool=folder, flush_s=0.2, exit_s=5))
+        capture = Sent(TelemetryConfig(collector="http://127.0.0.1:9", spool=folder, flush_s=0.2, exit_s=5))
         try:
-            yield sent
+            yield capture
         finally:
             process, telemetry._process = telemetry._process, None
             if process is not None:
                 process.close()
             bodies = [spooled.body() for spooled in Spool(folder, 2**30).batches()]
-            found = [wire.decode(zstandard.decompress(body, max_output_size=2**28)) for body in bodies]
-            sent.batches = sorted(found, key=lambda batch: batch.seq)
+            batches = [wire.decode(zstandard.decompress(body, max_output_size=2**28)) for body in bodies]
+            capture.batches = sorted(batches, key=lambda batch: batch.seq)

@@ -1,4 +1,4 @@
-"""Telemetry on torch's own DDP: the results stay torch's bit for bit, and as much is seen as on ours."""
+"""Telemetry on torch's own DDP: the same results to the bit, and the same records as on ours."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def builtin_after(ddp: Any, rank: int) -> Any:
 
 
 def copied(ddp: Any, rank: int) -> Any:
-    """A copy has no telemetry, and nothing of its original's."""
+    """Train a copy, which has no telemetry."""
     twin = copy.deepcopy(ddp)
     return [train(ddp, rank), train(twin, rank)]
 
@@ -106,47 +106,47 @@ def builtin_before(ddp: Any) -> Any:
     return ddp
 
 
-def seen(sent: Sent) -> dict[str, Any]:
-    """What a diagnosis needs of a run's records."""
-    ordered = zip(sent.spans("ready_ns"), sent.spans("launched_ns"), sent.spans("done_ns"), strict=True)
+def summarise(records: Sent) -> dict[str, Any]:
+    """Summarise the records that a diagnosis needs."""
+    ordered = zip(records.spans("ready_ns"), records.spans("launched_ns"), records.spans("done_ns"), strict=True)
     return {
-        "steps": len(sent.steps("step")),
-        "spans": len(sent.spans("step")),
+        "steps": len(records.steps("step")),
+        "spans": len(records.spans("step")),
         "ordered": all(0 < ready <= launched <= done for ready, launched, done in ordered),
-        "buckets": [[[p.name for p in b.parameters] for b in layout.buckets] for layout in sent.layouts],
-        "comm": sent.layouts[-1].comm if sent.layouts else None,
-        "exposed": sum(sent.steps("exposed_comm_ns")),
-        "events": sent.events,
-        "comms": sorted(set(sent.comms("kind"))),
-        "unused": [(unused.locally, unused.globally) for unused in sent.unused],
+        "buckets": [[[p.name for p in b.parameters] for b in layout.buckets] for layout in records.layouts],
+        "comm": records.layouts[-1].comm if records.layouts else None,
+        "exposed": sum(records.steps("exposed_comm_ns")),
+        "events": records.events,
+        "comms": sorted(set(records.comms("kind"))),
+        "unused": [(unused.locally, unused.globally) for unused in records.unused],
     }
 
 
 def everything(rank: int, world_size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (training, options) in TRAININGS.items():
         theirs = training(TorchDDP(net(), **options), rank)
-        with sending() as sent:
+        with sending() as records:
             ddp = TorchDDP(net(), **options)
-            ddpobs.attach(ddp, sent.config)
+            ddpobs.attach(ddp, records.config)
             attached = training(ddp, rank)
-        found[name] = (equal(attached, theirs), seen(sent))
+        results[name] = (equal(attached, theirs), summarise(records))
         del ddp
     for name, hooked in (("hook before", hooked_before), ("built-in before", builtin_before)):
         theirs = train(hooked(TorchDDP(net(), **CAP)), rank)
-        with sending() as sent:
+        with sending() as records:
             ddp = hooked(TorchDDP(net(), **CAP))
-            ddpobs.attach(ddp, sent.config)
+            ddpobs.attach(ddp, records.config)
             attached = train(ddp, rank)
-        found[name] = (equal(attached, theirs), seen(sent))
+        results[name] = (equal(attached, theirs), summarise(records))
         del ddp
-    with sending() as sent:
+    with sending() as records:
         ddp = hooked_before(TorchDDP(net(), **CAP))
         train(ddp, rank, 2)
-        ddpobs.attach(ddp, sent.config)
+        ddpobs.attach(ddp, records.config)
         train(ddp, rank, 2)
-    found["hook before, in training"] = (True, seen(sent))
-    return found
+    results["hook before, in training"] = (True, summarise(records))
+    return results
 
 
 def equal(ours: Any, theirs: Any) -> bool:
@@ -156,7 +156,7 @@ def equal(ours: Any, theirs: Any) -> bool:
 
 
 @pytest.fixture(scope="module", params=[2, 4])
-def found(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+def results(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
     return run_ranks(everything, request.param)
 
 
@@ -164,20 +164,20 @@ BEFORE = ["hook before", "built-in before"]
 
 
 @pytest.mark.parametrize("name", [*TRAININGS, *BEFORE])
-def test_not_a_bit_of_the_result_changes(found: list[dict[str, Any]], name: str) -> None:
-    assert all(answers[name][0] for answers in found)
+def test_the_result_is_the_same_to_the_bit(results: list[dict[str, Any]], name: str) -> None:
+    assert all(answers[name][0] for answers in results)
 
 
 @pytest.mark.parametrize(
     "name", ["plain", "views", "unused", "static", "hook after", "built-in after", "PowerSGD after", *BEFORE]
 )
-def test_every_bucket_of_every_step_is_seen(found: list[dict[str, Any]], name: str) -> None:
-    for answers in found:
+def test_every_bucket_of_every_step_is_recorded(results: list[dict[str, Any]], name: str) -> None:
+    for answers in results:
         records = answers[name][1]
         assert records["steps"] == 4
         assert records["ordered"]
         first, last = records["buckets"][0], records["buckets"][-1]
-        # Torch's first backward has its own buckets, a static graph's second one too.
+        # Torch's first backward has other buckets; with a static graph the second one too.
         early = 2 if name == "static" else 1
         assert records["spans"] == early * len(first) + (4 - early) * len(last)
         assert sorted(parameter for bucket in last for parameter in bucket) == sorted(
@@ -185,20 +185,20 @@ def test_every_bucket_of_every_step_is_seen(found: list[dict[str, Any]], name: s
         )
 
 
-def test_what_reduces_a_bucket_is_named(found: list[dict[str, Any]]) -> None:
-    for answers in found:
+def test_telemetry_names_the_strategy_or_the_hook(results: list[dict[str, Any]]) -> None:
+    for answers in results:
         assert answers["plain"][1]["comm"] == "all_reduce"
         assert answers["hook after"][1]["comm"] == answers["hook before"][1]["comm"] == "fp16_compress_hook"
         assert answers["PowerSGD after"][1]["comm"] == "powerSGD_hook"
 
 
-def test_micro_batches_and_joined_ranks_count_as_steps_of_their_own_rank(found: list[dict[str, Any]]) -> None:
-    assert [answers["no_sync"][1]["steps"] for answers in found] == [3] * len(found)
-    assert [answers["join"][1]["steps"] for answers in found] == [2 + rank for rank in range(len(found))]
+def test_micro_batches_and_joined_ranks_count_as_each_ranks_own_steps(results: list[dict[str, Any]]) -> None:
+    assert [answers["no_sync"][1]["steps"] for answers in results] == [3] * len(results)
+    assert [answers["join"][1]["steps"] for answers in results] == [2 + rank for rank in range(len(results))]
 
 
-def test_a_hook_that_cannot_be_seen_is_said_and_the_steps_are_kept(found: list[dict[str, Any]]) -> None:
-    for answers in found:
+def test_a_hook_that_cannot_be_timed_is_reported_and_its_steps_are_kept(results: list[dict[str, Any]]) -> None:
+    for answers in results:
         records = answers["hook before, in training"][1]
         assert records["events"].count("comm_hook_unseen") == 1
         assert (records["steps"], records["spans"]) == (2, 0)
@@ -206,7 +206,7 @@ def test_a_hook_that_cannot_be_seen_is_said_and_the_steps_are_kept(found: list[d
 
 
 class Mixed(nn.Module):
-    """A bucket of complex numbers, and one with as many reals as that one has real and imaginary parts."""
+    """A bucket of complex numbers, and a real bucket with as many numbers as real and imaginary parts there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -218,18 +218,18 @@ class Mixed(nn.Module):
 
 
 def with_complex_ones(rank: int, world_size: int, hook: bool) -> list[tuple[int, int]]:
-    with sending() as sent:
+    with sending() as records:
         ddp = TorchDDP(Mixed(), bucket_cap_mb=1e-6)
-        ddpobs.attach(ddp, telemetry=sent.config)
+        ddpobs.attach(ddp, telemetry=records.config)
         if hook:
             ddp.register_comm_hook(None, default_hooks.allreduce_hook)
         for step in range(4):
             ddp(batch(rank, step)).backward()
-    return sorted(zip(sent.spans("step"), sent.spans("bucket"), strict=True))[-6:]
+    return sorted(zip(records.spans("step"), records.spans("bucket"), strict=True))[-6:]
 
 
 @pytest.mark.parametrize("hook", [False, True])
-def test_buckets_of_complex_numbers_are_seen_as_what_they_are(hook: bool) -> None:
+def test_complex_buckets_are_told_apart_from_real_ones_of_the_same_size(hook: bool) -> None:
     assert run_ranks(with_complex_ones, 2, hook) == [[(step, bucket) for step in (2, 3) for bucket in range(3)]] * 2
 
 
@@ -243,20 +243,20 @@ def unused(rank: int, world_size: int) -> dict[str, Any]:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.sometimes(self.always(x)) if rank == 0 else self.always(x)  # type: ignore[no-any-return]
 
-    found = {}
+    results = {}
     for find in (True, False):
-        with sending() as sent:
+        with sending() as records:
             ddp = TorchDDP(Branching(), find_unused_parameters=find)
-            ddpobs.attach(ddp, sent.config)
+            ddpobs.attach(ddp, records.config)
             ddp(batch(rank)).sum().backward()
             if not find:
                 with pytest.raises(RuntimeError, match="finished reduction"):
-                    ddp(batch(rank))  # Until now another loss might have reached them.
-        found["flag" if find else "no flag"] = [(u.locally, u.globally) for u in sent.unused]
-    return found
+                    ddp(batch(rank))  # Before, another loss might have reached them.
+        results["flag" if find else "no flag"] = [(u.locally, u.globally) for u in records.unused]
+    return results
 
 
-def test_unused_parameters_are_told_also_where_torch_is_silent() -> None:
+def test_unused_parameters_are_reported_also_without_the_flag() -> None:
     never, sometimes = ["never.weight", "never.bias"], ["sometimes.weight", "sometimes.bias"]
     first, second = run_ranks(unused, 2)
     assert first == {"flag": [(never, never)], "no flag": [(never, [])]}
@@ -264,7 +264,7 @@ def test_unused_parameters_are_told_also_where_torch_is_silent() -> None:
 
 
 class Opaque(HostClock):
-    """Stamps that do not compare, as a device's events do not."""
+    """A clock with stamps that cannot be compared, as a device's events."""
 
     def __init__(self) -> None:
         self.now = lambda: SimpleNamespace(at_ns=time.monotonic_ns())  # type: ignore[assignment,return-value]
@@ -278,21 +278,21 @@ class Opaque(HostClock):
 
 def on_a_device(rank: int, world_size: int) -> dict[str, Any]:
     telemetry.clock_for = lambda *_: Opaque()  # type: ignore[assignment]
-    with sending() as sent:
+    with sending() as records:
         ddp = TorchDDP(net(), **CAP)
-        ddpobs.attach(ddp, sent.config)
+        ddpobs.attach(ddp, records.config)
         train(ddp, rank)
-    return seen(sent)
+    return summarise(records)
 
 
-def test_stamps_of_a_device_are_taken_as_they_are() -> None:
+def test_a_devices_stamps_are_recorded_without_a_comparison() -> None:
     (records,) = run_ranks(on_a_device, 1)
     assert (records["steps"], records["ordered"]) == (4, True)
     assert records["spans"] > 4
 
 
 def traces(ddp: Any) -> list[Any]:
-    """Where telemetry could leave something behind."""
+    """The state of every place that telemetry changes."""
     return [
         [len(p._post_accumulate_grad_hooks or ()) for p in ddp.parameters()],
         [len(module._forward_pre_hooks) for module in ddp.modules()],
@@ -308,50 +308,56 @@ def detached(rank: int, world_size: int) -> list[Any]:
     ddp = TorchDDP(net(), **CAP)
     for p in ddp.parameters():
         p.register_post_accumulate_grad_hook(lambda _: None).remove()
-    before = traces(ddp)
-    with sending() as sent:
-        attachment = ddpobs.attach(ddp, sent.config)
-        same = ddpobs.attach(ddp, sent.config) is attachment
+    before_attach = traces(ddp)
+    with sending() as records:
+        attachment = ddpobs.attach(ddp, records.config)
+        same = ddpobs.attach(ddp, records.config) is attachment
         train(ddp, rank)
         attachment.detach()
         ended = telemetry._process is None
-        after = traces(ddp)
+        after_detach = traces(ddp)
         again = train(ddp, rank)
         attachment.detach()
-        ddpobs.attach(ddp, sent.config)
+        ddpobs.attach(ddp, records.config)
         train(ddp, rank, 1)
     reference = TorchDDP(net(), **CAP)
     train(reference, rank)
-    return [before == after, same, ended, equal(again, train(reference, rank)), len(sent.steps("step"))]
+    return [
+        before_attach == after_detach,
+        same,
+        ended,
+        equal(again, train(reference, rank)),
+        len(records.steps("step")),
+    ]
 
 
-def test_taking_it_off_leaves_nothing_behind() -> None:
+def test_detach_leaves_no_trace() -> None:
     assert run_ranks(detached, 2) == [[True, True, True, True, 5]] * 2
 
 
 def collected(rank: int, world_size: int) -> list[Any]:
     module = net()
-    with sending() as sent:
-        before = traces(TorchDDP(module, **CAP))[3:-1]
+    with sending() as records:
+        before_attach = traces(TorchDDP(module, **CAP))[3:-1]
         for _ in range(3):
             ddp = TorchDDP(module, **CAP)
-            ddpobs.attach(ddp, sent.config)
+            ddpobs.attach(ddp, records.config)
             train(ddp, rank)
             del ddp
             gc.collect()
         process = telemetry._process
         assert process is not None
-        kept = [len(process._recorders), process._journal.modules, len(process._journal.on_backward_end)]
+        remaining = [len(process._recorders), process._journal.modules, len(process._journal.on_backward_end)]
         hooks = sum(len(p._post_accumulate_grad_hooks or ()) for p in module.parameters())
-        attachment = ddpobs.attach(TorchDDP(module, **CAP), sent.config)
+        attachment = ddpobs.attach(TorchDDP(module, **CAP), records.config)
         assert attachment is not None
         attachment.detach()
         ended = telemetry._process is None
-        after = traces(TorchDDP(module, **CAP))[3:-1]
-    return [kept, hooks, ended, before == after]
+        after_detach = traces(TorchDDP(module, **CAP))[3:-1]
+    return [remaining, hooks, ended, before_attach == after_detach]
 
 
-def test_a_collected_model_leaves_nothing_but_the_process_s_telemetry_which_the_next_ones_end() -> None:
+def test_a_collected_model_leaves_only_the_processs_telemetry_which_the_next_detach_ends() -> None:
     assert run_ranks(collected, 2) == [[[0, 0, 0], 0, True, True]] * 2
 
 
@@ -366,7 +372,7 @@ def refused(rank: int, world_size: int) -> list[Any]:
     return [*messages, ddpobs.attach(ours), ddpobs.attach(TorchDDP(net()), False)]
 
 
-def test_what_is_no_ddp_is_refused_with_what_to_do() -> None:
+def test_a_model_that_is_no_ddp_is_refused_with_the_remedy() -> None:
     (data_parallel, module, ours, off), *_ = run_ranks(refused, 1)
     assert "torchrun" in data_parallel
     assert "Sequential" in module

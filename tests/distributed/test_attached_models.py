@@ -1,4 +1,4 @@
-"""Models that come and go, and backward passes that bring a part of the gradients: telemetry on torch's own DDP."""
+"""Telemetry on torch's own DDP: models that are created and collected, and backwards with a part of the gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ddpobs import telemetry, wire
 from tests.distributed.compare import batch, net, train
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import Sent, sending
-from tests.distributed.test_steps import SLOW_NS, SLOW_S, makes
+from tests.distributed.test_steps import SLOW_NS, SLOW_S, ddp_factory
 
 UNUSED = {"find_unused_parameters": True}
 SMALL_BUCKETS = {"bucket_cap_mb": 1e-5}
@@ -56,7 +56,7 @@ def collect_in_the_next_attach() -> None:
 
 
 def trainings(rank: int, world_size: int) -> dict[str, Any]:
-    """Three models, each in a cycle of references; on each rank they are collected at another time, or never."""
+    """Train three models in reference cycles; each rank collects them at another time, or never."""
     collect: list[Callable[[], object]] = [
         gc.collect,
         collect_on_the_telemetry_thread,
@@ -65,23 +65,23 @@ def trainings(rank: int, world_size: int) -> dict[str, Any]:
     ]
     gc.collect()
     gc.disable()
-    with sending() as sent:
+    with sending() as records:
         for _ in range(3):
             ddp = TorchDDP(net())
             vars(ddp)["owner"] = SimpleNamespace(model=ddp)
-            ddpobs.attach(ddp, sent.config)
+            ddpobs.attach(ddp, records.config)
             train(ddp, rank, STEPS)
             del ddp
             collect[rank]()
     return {
-        "attempts": {(one.run, one.attempt, one.source) for one in sent.batches},
-        "steps": sent.steps("step"),
-        "spans": len(set(sent.spans("step"))),
-        "goodbyes": sent.events.count("goodbye"),
+        "attempts": {(sent_batch.run, sent_batch.attempt, sent_batch.source) for sent_batch in records.batches},
+        "steps": records.steps("step"),
+        "spans": len(set(records.spans("step"))),
+        "goodbyes": records.events.count("goodbye"),
     }
 
 
-def test_models_one_after_the_other_share_an_attempt_whenever_they_are_collected() -> None:
+def test_successive_models_share_an_attempt_whenever_they_are_collected() -> None:
     answers = run_ranks(trainings, 4)
     assert len({(run, attempt) for answer in answers for run, attempt, _ in answer["attempts"]}) == 1
     for answer in answers:
@@ -102,11 +102,11 @@ class ActorCritic(nn.Module):
 
 
 def two_losses(rank: int, world_size: int) -> dict[str, Any]:
-    found = {}
+    results = {}
     for name, options in {"one bucket": {}, "several buckets": SMALL_BUCKETS}.items():
-        with sending() as sent:
+        with sending() as records:
             ddp = TorchDDP(ActorCritic(), **options)
-            ddpobs.attach(ddp, sent.config)
+            ddpobs.attach(ddp, records.config)
             optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
             for step in range(STEPS):
                 optimizer.zero_grad()
@@ -114,46 +114,46 @@ def two_losses(rank: int, world_size: int) -> dict[str, Any]:
                 action.pow(2).mean().backward()
                 value.pow(2).mean().backward()
                 optimizer.step()
-        found[name] = sent
-    return {name: losses_seen(sent) for name, sent in found.items()}
+        results[name] = records
+    return {name: losses_seen(records) for name, records in results.items()}
 
 
-def losses_seen(sent: Sent) -> dict[str, Any]:
-    first, last = sent.layouts[0], sent.layouts[-1]
-    flags = sent.steps("flags")
+def losses_seen(records: Sent) -> dict[str, Any]:
+    first, last = records.layouts[0], records.layouts[-1]
+    flags = records.steps("flags")
     return {
         "buckets": [len(first.buckets), *[len(last.buckets)] * (STEPS - 1)],
-        "spans": [sent.spans("step").count(step) for step in range(STEPS)],
+        "spans": [records.spans("step").count(step) for step in range(STEPS)],
         "ordered": all(
             0 < ready <= launched <= done
             for ready, launched, done in zip(
-                sent.spans("ready_ns"), sent.spans("launched_ns"), sent.spans("done_ns"), strict=True
+                records.spans("ready_ns"), records.spans("launched_ns"), records.spans("done_ns"), strict=True
             )
         ),
-        "collectives": sent.steps("collective"),
-        "backwards": sent.steps("micro_steps"),
+        "collectives": records.steps("collective"),
+        "backwards": records.steps("micro_steps"),
         "clean": [not flag & wire.NO_ORIGIN for flag in flags],
-        "unused": len(sent.unused),
-        "phases": [sum(phases.values()) for phases in sent.phases()],
-        "wall": [end - start for start, end in zip(sent.steps("start_ns"), sent.steps("end_ns"), strict=True)],
+        "unused": len(records.unused),
+        "phases": [sum(phases.values()) for phases in records.phases()],
+        "wall": [end - start for start, end in zip(records.steps("start_ns"), records.steps("end_ns"), strict=True)],
     }
 
 
 def test_two_losses_with_parameters_of_their_own_are_one_synchronised_backward() -> None:
     for answers in run_ranks(two_losses, 2):
         assert answers["several buckets"]["buckets"][-1] > 1
-        for seen in answers.values():
-            assert seen["spans"] == seen["buckets"]
-            assert seen["ordered"]
-            assert seen["collectives"] == list(range(STEPS))
-            assert seen["backwards"] == [2] * STEPS
-            assert seen["clean"] == [False] + [True] * (STEPS - 1)
-            assert seen["unused"] == 0
-            assert seen["phases"] == seen["wall"]
+        for summary in answers.values():
+            assert summary["spans"] == summary["buckets"]
+            assert summary["ordered"]
+            assert summary["collectives"] == list(range(STEPS))
+            assert summary["backwards"] == [2] * STEPS
+            assert summary["clean"] == [False] + [True] * (STEPS - 1)
+            assert summary["unused"] == 0
+            assert summary["phases"] == summary["wall"]
 
 
 class Middle(nn.Module):
-    """Three layers of one size; nobody uses the middle one."""
+    """Three layers of one size, of which the middle one is unused."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -165,38 +165,43 @@ class Middle(nn.Module):
 
 
 def skipping(rank: int, world_size: int) -> dict[str, list[list[str]]]:
-    """By setting, of each step the parameters whose buckets are told as launched, or as ready."""
-    found = {}
+    """By setting and step, the parameters of the recorded buckets."""
+    results = {}
     for setting in ("find_unused_parameters", "static_graph"):
-        with sending() as sent:
+        with sending() as records:
             ddp = TorchDDP(Middle(), skip_all_reduce_unused_params=True, **SMALL_BUCKETS, **{setting: True})
-            ddpobs.attach(ddp, sent.config)
+            ddpobs.attach(ddp, records.config)
             train(ddp, rank, STEPS)
-        layouts = {layout.revision: layout.buckets for layout in sent.layouts}
-        spans = list(zip(sent.spans("step"), sent.spans("revision"), sent.spans("bucket"), strict=True))
-        found[setting] = [
-            [p.name for at, revision, bucket in spans if at == step for p in layouts[revision][bucket].parameters]
-            for step in sent.steps("step")
+        layouts = {layout.revision: layout.buckets for layout in records.layouts}
+        spans = list(zip(records.spans("step"), records.spans("revision"), records.spans("bucket"), strict=True))
+        results[setting] = [
+            [
+                p.name
+                for span_step, revision, bucket in spans
+                if span_step == step
+                for p in layouts[revision][bucket].parameters
+            ]
+            for step in records.steps("step")
         ]
-    return found
+    return results
 
 
-def test_a_bucket_that_torch_leaves_out_is_not_taken_for_the_next_one_of_its_size() -> None:
+def test_a_bucket_that_torch_skips_is_not_confused_with_the_next_of_its_size() -> None:
     used = ["last.weight", "first.weight"]
     for answer in run_ranks(skipping, 2):
         assert answer["find_unused_parameters"] == [used] * STEPS
-        # Its first two backward passes have one bucket.
+        # With a static graph the first two backwards have one bucket.
         assert answer["static_graph"][2:] == [used] * (STEPS - 2)
 
 
 def every_reduction_is_delayed(rank: int, world_size: int) -> bool:
-    """Torch 2.13 cannot run its forward, and has no reducer for it."""
+    """Attach a model with delayed reductions; torch 2.13 creates no reducer for it and cannot run its forward."""
     module = net()
     late = list(module.named_parameters())
     module.scale = nn.Parameter(torch.ones(1), requires_grad=False)
     ddp = TorchDDP(module, delay_all_reduce_named_params=late, param_to_hook_all_reduce=module[0].weight)
-    with sending() as sent:
-        attachment = ddpobs.attach(ddp, sent.config)
+    with sending() as records:
+        attachment = ddpobs.attach(ddp, records.config)
         assert attachment is not None
         attachment.detach()
     return telemetry._process is None
@@ -207,9 +212,9 @@ def test_a_model_whose_reductions_are_all_delayed_can_be_attached() -> None:
 
 
 def armed(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    """Two losses in turn, each reduced by word to the reducer alone, as Lightning and Accelerate have it."""
-    with sending() as sent:
-        ddp = makes(kind, sent)(net())
+    """Prepare the reducer directly before each of two losses, as Lightning and Accelerate do."""
+    with sending() as records:
+        ddp = ddp_factory(kind, records)(net())
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -220,22 +225,22 @@ def armed(rank: int, world_size: int, kind: str) -> dict[str, Any]:
                 loss.backward()
             optimizer.step()
     return {
-        "spans": sent.spans("step"),
-        "backwards": sent.steps("micro_steps"),
-        "ready": [ready > 0 for ready in sent.spans("ready_ns")],
-        "unused": len(sent.unused),
+        "spans": records.spans("step"),
+        "backwards": records.steps("micro_steps"),
+        "ready": [ready > 0 for ready in records.spans("ready_ns")],
+        "unused": len(records.unused),
     }
 
 
 @pytest.mark.parametrize("kind", ["ours", "attached"])
-def test_a_backward_that_the_reducer_alone_was_told_of_is_seen(kind: str) -> None:
+def test_a_backward_without_a_synchronised_forward_is_recorded(kind: str) -> None:
     steps = 2 * STEPS
     expected = {"spans": list(range(steps)), "backwards": [1] * steps, "ready": [True] * steps, "unused": 0}
     assert run_ranks(armed, 2, kind) == [expected] * 2
 
 
 class Sometimes(nn.Module):
-    """A layer that is used on request."""
+    """A layer that is used if `whole` is true."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,21 +253,25 @@ class Sometimes(nn.Module):
 
 
 def used_before(rank: int, world_size: int) -> tuple[list[list[str]], list[int]]:
-    """One layer is only used under `no_sync`, long before the gradients are reduced; in the last step not at all."""
-    with sending() as sent:
+    """Use one layer only under `no_sync`, long before the reduction; in the last step not at all."""
+    with sending() as records:
         ddp = TorchDDP(Sometimes(), find_unused_parameters=True, **SMALL_BUCKETS)
-        ddpobs.attach(ddp, sent.config)
+        ddpobs.attach(ddp, records.config)
         for step in range(STEPS):
             if step < STEPS - 1:
                 with ddp.no_sync():
                     ddp(batch(rank, step), True).sum().backward()
             time.sleep(SLOW_S)
             ddp(batch(rank, step), False).sum().backward()
-    waits = [at - ready for ready, at in zip(sent.spans("ready_ns"), sent.spans("launched_ns"), strict=True) if ready]
-    return [unused.locally for unused in sent.unused], waits
+    waits = [
+        launched - ready
+        for ready, launched in zip(records.spans("ready_ns"), records.spans("launched_ns"), strict=True)
+        if ready
+    ]
+    return [unused.locally for unused in records.unused], waits
 
 
-def test_a_gradient_of_a_micro_batch_long_ago_is_used_and_makes_no_bucket_ready_then() -> None:
+def test_an_earlier_micro_batchs_gradient_counts_as_used_but_not_as_ready() -> None:
     for unused, waits in run_ranks(used_before, 2):
         assert unused == [["sometimes.weight", "sometimes.bias"]]
         assert len(waits) >= STEPS
@@ -272,31 +281,31 @@ def test_a_gradient_of_a_micro_batch_long_ago_is_used_and_makes_no_bucket_ready_
 def refused_hook(rank: int, world_size: int) -> tuple[list[str], set[str]]:
     def hook(state: object, bucket: int) -> Any: ...
 
-    with sending() as sent:
+    with sending() as records:
         ddp = TorchDDP(net())
-        ddpobs.attach(ddp, sent.config)
+        ddpobs.attach(ddp, records.config)
         with pytest.raises(ValueError, match="bucket"):
             ddp.register_comm_hook(None, hook)
         train(ddp, rank, STEPS)
-    return sent.events, {layout.comm for layout in sent.layouts}
+    return records.events, {layout.comm for layout in records.layouts}
 
 
-def test_a_hook_that_torch_refuses_is_not_told_as_the_model_s() -> None:
+def test_a_hook_that_torch_refuses_is_not_recorded() -> None:
     for events, comm in run_ranks(refused_hook, 2):
         assert "comm_hook_set" not in events
         assert comm == {"all_reduce"}
 
 
-def between(ddp: Any, rank: int, attach: Callable[[Any], object]) -> list[torch.Tensor]:
-    """Attached after the first forward, before its backward."""
+def attach_before_backward(ddp: Any, rank: int, attach: Callable[[Any], object]) -> list[torch.Tensor]:
+    """Attach between the first forward and its backward."""
     loss = ddp(batch(rank)).sum()
     attach(ddp)
     loss.backward()
     return [p.grad.clone() for p in ddp.parameters()]
 
 
-def after_micro_batches(ddp: Any, rank: int, attach: Callable[[Any], object]) -> list[torch.Tensor]:
-    """Attached when a part of the gradients is there, of which torch remembers which parameters have one."""
+def attach_after_micro_batches(ddp: Any, rank: int, attach: Callable[[Any], object]) -> list[torch.Tensor]:
+    """Attach after micro-batches, for which torch has recorded the used parameters."""
     with ddp.no_sync():
         ddp(batch(rank), True).sum().backward()
     attach(ddp)
@@ -311,40 +320,43 @@ def hooked(module: nn.Module, **options: Any) -> Any:
 
 
 def attached_in_the_first_step(rank: int, world_size: int) -> list[bool]:
-    found = []
-    cases: list[tuple[Any, dict[str, Any], Any]] = [(net, {}, between), (Sometimes, UNUSED, after_micro_batches)]
+    results = []
+    cases: list[tuple[Any, dict[str, Any], Any]] = [
+        (net, {}, attach_before_backward),
+        (Sometimes, UNUSED, attach_after_micro_batches),
+    ]
     for build, options, first_step in cases:
         theirs = first_step(hooked(build(), **options), rank, lambda _: None)
-        with sending() as sent:
-            attach = partial(ddpobs.attach, telemetry=sent.config)
+        with sending() as records:
+            attach = partial(ddpobs.attach, telemetry=records.config)
             ours = first_step(hooked(build(), **options), rank, attach)
-        found += [all(map(torch.equal, ours, theirs)), "comm_hook_unseen" in sent.events]
-    return found
+        results += [all(map(torch.equal, ours, theirs)), "comm_hook_unseen" in records.events]
+    return results
 
 
-def test_attaching_in_the_midst_of_the_first_step_of_a_hooked_model_changes_nothing() -> None:
+def test_attaching_within_the_first_step_of_a_hooked_model_does_not_change_the_result() -> None:
     assert run_ranks(attached_in_the_first_step, 2) == [[True] * 4] * 2
 
 
 def joined_anew(rank: int, world_size: int, folder: str) -> list[tuple[int, int]]:
-    """Twice in one process, the second time with the ranks exchanged; the first model is still there."""
+    """Train twice in one process, the second time with exchanged ranks, while the first model is alive."""
     models = []
-    with sending() as sent:
+    with sending() as records:
         for turn in range(2):
             models.append(TorchDDP(net()))
-            ddpobs.attach(models[-1], sent.config)
+            ddpobs.attach(models[-1], records.config)
             train(models[-1], (rank + turn) % 2, STEPS)
             dist.destroy_process_group()
             address = f"file://{folder}/{turn}"
             dist.init_process_group("gloo", init_method=address, rank=(rank + 1 + turn) % 2, world_size=world_size)
-    return [(batch.rank, len(batch.steps.step)) for batch in sent.batches if batch.steps]
+    return [(batch.rank, len(batch.steps.step)) for batch in records.batches if batch.steps]
 
 
-def test_a_process_that_joins_the_others_anew_tells_its_new_rank(tmp_path: Path) -> None:
-    for rank, told in enumerate(run_ranks(joined_anew, 2, str(tmp_path))):
+def test_a_process_that_rejoins_reports_its_new_rank(tmp_path: Path) -> None:
+    for rank, batches in enumerate(run_ranks(joined_anew, 2, str(tmp_path))):
         steps: Counter[int] = Counter()
-        for whose, count in told:
-            steps[whose] += count
+        for reporting_rank, count in batches:
+            steps[reporting_rank] += count
         assert steps == {rank: STEPS, 1 - rank: STEPS}
 
 
@@ -353,21 +365,21 @@ def frozen_before_attaching(rank: int, world_size: int) -> list[object]:
     train(ddp, rank, 3)
     for p in ddp.module[0].parameters():
         p.requires_grad_(False)
-    with sending() as sent:
-        attachment = ddpobs.attach(ddp, sent.config)
+    with sending() as records:
+        attachment = ddpobs.attach(ddp, records.config)
         assert attachment is not None
         attachment.detach()
-    return [layout.buckets for layout in sent.layouts]
+    return [layout.buckets for layout in records.layouts]
 
 
-def test_a_model_that_was_frozen_in_part_since_it_was_wrapped_can_be_attached() -> None:
+def test_a_model_that_was_partly_frozen_after_wrapping_can_be_attached() -> None:
     assert run_ranks(frozen_before_attaching, 2) == [[]] * 2
 
 
 def detached(rank: int, world_size: int) -> list[bool]:
     ddp = TorchDDP(net())
-    with sending() as sent:
-        attachment = ddpobs.attach(ddp, sent.config)
+    with sending() as records:
+        attachment = ddpobs.attach(ddp, records.config)
         process = telemetry._process
         assert attachment is not None
         assert process is not None
@@ -379,5 +391,5 @@ def detached(rank: int, world_size: int) -> list[bool]:
     return [reference() is None for reference in references]
 
 
-def test_a_model_that_was_detached_keeps_nothing_of_its_telemetry() -> None:
+def test_a_detached_model_holds_no_reference_to_its_telemetry() -> None:
     assert run_ranks(detached, 2) == [[True, True]] * 2

@@ -1,4 +1,4 @@
-"""What is done with a full bucket, on real gloo ranks: each way against the plain all-reduce, and in training."""
+"""Communication strategies on real gloo ranks: each against the plain all-reduce, and in training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.comm import FuturePending, PowerSGD, TopK
+from ddpobs.comm import FuturePending, PowerSGD, TopK, registry
 from ddpobs.comm.int8 import BLOCK, decode, encode
 from ddpobs.errors import ConfigError, ReducerError, UnusedParametersError
 from tests.distributed.compare import batch, net, train
@@ -25,9 +25,11 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
 
 CAP = {"bucket_cap_mb": 0.05}
-WAYS = ["all_reduce", "fp16", "bf16", "int8", "topk:0.1", "powersgd:2", "parameter_server"]
+ARGUMENTS = {"topk": "topk:0.1", "powersgd": "powersgd:2"}
+STRATEGIES = [ARGUMENTS.get(registered.name, registered.name) for registered in registry.STRATEGIES]
+"""Every registered strategy; a strategy that compresses too much by default has an argument."""
 CLOSE = {"fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2, "parameter_server": 1e-6}
-"""How far a step's gradients may be from the plain mean, as a share of the largest."""
+"""Largest distance of a step's gradients from the plain mean, as a share of the largest gradient."""
 
 
 def gradients(ddp: nn.Module, rank: int) -> list[torch.Tensor]:
@@ -50,35 +52,36 @@ def same_everywhere(tensors: list[torch.Tensor]) -> bool:
 def one_step_and_more(rank: int, world_size: int) -> dict[str, Any]:
     plain = gradients(DistributedDataParallel(net(), **CAP), rank)
     trained = train(DistributedDataParallel(net(), **CAP), rank)
-    found: dict[str, Any] = {
-        f"{way}, distance": distance(gradients(DistributedDataParallel(net(), comm=way, **CAP), rank), plain)
-        for way in CLOSE
+    results: dict[str, Any] = {
+        f"{strategy}, distance": distance(gradients(DistributedDataParallel(net(), comm=strategy, **CAP), rank), plain)
+        for strategy in CLOSE
     }
     torchs = TorchDDP(net(), **CAP)
     torchs.register_comm_hook(None, default_hooks.fp16_compress_hook)
-    # Torch's first backward has one bucket, so four ranks add up in another order; two cannot, but for subnormals.
+    # Torch's first backward has one bucket, so four ranks add up in another order. Two ranks cannot, except for
+    # subnormals.
     ours = gradients(DistributedDataParallel(net(), comm="fp16", **CAP), rank)
-    apart = distance(ours, gradients(torchs, rank))
-    found["fp16, as torch's hook"] = apart < (1e-4 if world_size == 2 else 1e-3)
+    difference = distance(ours, gradients(torchs, rank))
+    results["fp16, as torch's hook"] = difference < (1e-4 if world_size == 2 else 1e-3)
     for groups in (2, 3):
         ddp = DistributedDataParallel(net(), round_robin_groups=groups, **CAP)
-        found[f"round robin {groups}, as plain"] = all(map(torch.equal, train(ddp, rank), trained))
-    for way in WAYS:
-        trained_so = train(
-            DistributedDataParallel(net(), comm=way, round_robin_groups=2, **CAP),
+        results[f"round robin {groups}, as plain"] = all(map(torch.equal, train(ddp, rank), trained))
+    for strategy in STRATEGIES:
+        trained_parameters = train(
+            DistributedDataParallel(net(), comm=strategy, round_robin_groups=2, **CAP),
             rank,
             steps=4 if world_size > 2 else 12,
         )
-        found[f"{way}, same on all ranks"] = same_everywhere(trained_so)
-    return found
+        results[f"{strategy}, same on all ranks"] = same_everywhere(trained_parameters)
+    return results
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_each_way_gives_its_mean_to_every_rank(world_size: int) -> None:
-    for found in run_ranks(one_step_and_more, world_size):
-        for way, limit in CLOSE.items():
-            assert found.pop(f"{way}, distance") < limit, way
-        assert found == dict.fromkeys(found, True)
+def test_each_strategy_gives_the_same_mean_to_every_rank(world_size: int) -> None:
+    for results in run_ranks(one_step_and_more, world_size):
+        for strategy, limit in CLOSE.items():
+            assert results.pop(f"{strategy}, distance") < limit, strategy
+        assert results == dict.fromkeys(results, True)
 
 
 class Mixed(nn.Module):
@@ -112,31 +115,31 @@ def joined(comm: str | None, rank: int) -> list[torch.Tensor]:
 
 
 def circumstances(rank: int, world_size: int) -> dict[str, Any]:
-    """Each way under what a training may ask for besides."""
-    found: dict[str, Any] = {}
+    """Each strategy combined with other features of training."""
+    results: dict[str, Any] = {}
     dtypes = mixed(DistributedDataParallel(Mixed()), rank)
     uneven = joined(None, rank)
-    for way in WAYS:
-        found[f"{way}: sparse and other dtypes"] = (
-            distance(mixed(DistributedDataParallel(Mixed(), comm=way), rank), dtypes) < CLOSE.get(way, 1.0)
-            or way == "topk:0.1"
+    for strategy in STRATEGIES:
+        results[f"{strategy}: sparse and other dtypes"] = (
+            distance(mixed(DistributedDataParallel(Mixed(), comm=strategy), rank), dtypes) < CLOSE.get(strategy, 1.0)
+            or strategy == "topk:0.1"
         )
-        found[f"{way}: join"] = same_everywhere(ended := joined(way, rank)) and (
-            way not in CLOSE or distance(ended, uneven) < CLOSE[way]
+        results[f"{strategy}: join"] = same_everywhere(ended := joined(strategy, rank)) and (
+            strategy not in CLOSE or distance(ended, uneven) < CLOSE[strategy]
         )
-        found[f"{way}: a missing gradient is told everywhere"] = left_out(way, rank)
-        ddp = DistributedDataParallel(net(), comm=way, round_robin_groups=2, **CAP)
+        results[f"{strategy}: a missing gradient raises on every rank"] = left_out(strategy, rank)
+        ddp = DistributedDataParallel(net(), comm=strategy, round_robin_groups=2, **CAP)
         first = gradients(copy.deepcopy(ddp), rank)
-        found[f"{way}: copied and pickled"] = all(
+        results[f"{strategy}: copied and pickled"] = all(
             map(torch.equal, gradients(pickle.loads(pickle.dumps(ddp)), rank), first)
         )
         ddp._update_process_group(dist.new_group())
-        found[f"{way}: group replaced"] = all(map(torch.equal, gradients(ddp, rank), first))
-    return found
+        results[f"{strategy}: group replaced"] = all(map(torch.equal, gradients(ddp, rank), first))
+    return results
 
 
 class Odd(nn.Module):
-    """Parameters that are no matrix: a single number, two that are empty, one in a bucket alone, and a complex one."""
+    """Parameters that are not matrices: a scalar, two empty ones (one alone in its bucket), and a complex one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,21 +151,23 @@ class Odd(nn.Module):
 
 
 def odd(rank: int, world_size: int) -> dict[str, Any]:
-    """As many steps as PowerSGD needs to begin."""
-    trained = {way: oddly(way, rank) for way in WAYS}
-    return {way: same_everywhere(to) and distance(to, trained["all_reduce"]) < 0.1 for way, to in trained.items()}
+    """Train for enough steps for PowerSGD to begin."""
+    trained = {strategy: oddly(strategy, rank) for strategy in STRATEGIES}
+    return {
+        strategy: same_everywhere(to) and distance(to, trained["all_reduce"]) < 0.1 for strategy, to in trained.items()
+    }
 
 
-def oddly(way: str, rank: int) -> list[torch.Tensor]:
-    found = train(DistributedDataParallel(Odd(), comm=way, **CAP), rank, steps=12)
-    return [torch.view_as_real(t) if t.is_complex() else t for t in found if t.numel()]
+def oddly(strategy: str, rank: int) -> list[torch.Tensor]:
+    results = train(DistributedDataParallel(Odd(), comm=strategy, **CAP), rank, steps=12)
+    return [torch.view_as_real(t) if t.is_complex() else t for t in results if t.numel()]
 
 
-def test_each_way_takes_single_numbers_empty_parameters_and_complex_ones() -> None:
-    assert run_ranks(odd, 2) == [dict.fromkeys(WAYS, True)] * 2
+def test_each_strategy_takes_scalar_empty_and_complex_parameters() -> None:
+    assert run_ranks(odd, 2) == [dict.fromkeys(STRATEGIES, True)] * 2
 
 
-def left_out(way: str, rank: int) -> bool:
+def left_out(strategy: str, rank: int) -> bool:
     """Rank 0 leaves one parameter out."""
 
     class Skips(nn.Module):
@@ -174,7 +179,7 @@ def left_out(way: str, rank: int) -> bool:
             h = self.body(x)
             return self.maybe(h) if rank else h
 
-    ddp = DistributedDataParallel(Skips(), comm=way, **CAP)
+    ddp = DistributedDataParallel(Skips(), comm=strategy, **CAP)
     try:
         ddp(batch(rank)).pow(2).mean().backward()
     except UnusedParametersError as error:
@@ -182,9 +187,9 @@ def left_out(way: str, rank: int) -> bool:
     return False
 
 
-def test_each_way_holds_with_sparse_gradients_join_faults_copies_and_other_groups() -> None:
-    for found in run_ranks(circumstances, 2):
-        assert found == dict.fromkeys(found, True)
+def test_each_strategy_works_with_sparse_gradients_join_faults_copies_and_other_groups() -> None:
+    for results in run_ranks(circumstances, 2):
+        assert results == dict.fromkeys(results, True)
 
 
 def digits_net() -> nn.Module:
@@ -193,15 +198,15 @@ def digits_net() -> nn.Module:
 
 
 def on_digits(rank: int, world_size: int) -> dict[str, float]:
-    """Loss on held-out digits after the same training, by way."""
+    """Loss on held-out digits after the same training, by strategy."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)
     shuffled = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     x, y = torch.tensor(images, dtype=torch.float32)[shuffled] / 16, torch.tensor(labels)[shuffled]
     losses = {}
-    for way in [*WAYS, partial(PowerSGD, rank=4, start_iteration=20), partial(TopK, density=0.05)]:
-        ddp = DistributedDataParallel(digits_net(), comm=way, bucket_cap_mb=0.03)
+    for strategy in [*STRATEGIES, partial(PowerSGD, rank=4, start_iteration=20), partial(TopK, density=0.05)]:
+        ddp = DistributedDataParallel(digits_net(), comm=strategy, bucket_cap_mb=0.03)
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1, momentum=0.9)
         order = torch.Generator().manual_seed(1)
         for _ in range(120):
@@ -210,35 +215,36 @@ def on_digits(rank: int, world_size: int) -> dict[str, float]:
             nn.functional.cross_entropy(ddp(x[chosen]), y[chosen]).backward()
             optimizer.step()
         with torch.no_grad():
-            losses[str(way)] = float(nn.functional.cross_entropy(ddp.module(x[1500:]), y[1500:]))
+            losses[str(strategy)] = float(nn.functional.cross_entropy(ddp.module(x[1500:]), y[1500:]))
     return losses
 
 
-def test_a_real_training_comes_to_the_same_loss_by_every_way() -> None:
+def test_a_real_training_reaches_the_same_loss_with_every_strategy() -> None:
     losses = run_ranks(on_digits, 2)[0]
     untrained, plain = math.log(10), losses.pop("all_reduce")
     assert plain < 0.15 * untrained
-    assert {way: loss for way, loss in losses.items() if loss > plain + 0.05 * untrained} == {}
+    assert {strategy: loss for strategy, loss in losses.items() if loss > plain + 0.05 * untrained} == {}
 
 
 def names_sent(rank: int, world_size: int) -> list[str]:
     names = []
-    ways = ("fp16", "bf16", "int8", "topk", "powersgd", "parameter_server")
-    for comm, groups in ((None, 1), *((way, 1) for way in ways), (None, 3), ("int8", 2)):
-        with sending() as sent:
-            ddp = DistributedDataParallel(net(), comm=comm, round_robin_groups=groups, telemetry=sent.config)
+    alone = [registered.name for registered in registry.STRATEGIES if registered.name != "all_reduce"]
+    for comm, groups in ((None, 1), *((name, 1) for name in alone), (None, 3), ("int8", 2)):
+        with sending() as records:
+            ddp = DistributedDataParallel(net(), comm=comm, round_robin_groups=groups, telemetry=records.config)
             train(ddp, rank)
-        names.append(sent.layouts[-1].comm)
+        names.append(records.layouts[-1].comm)
     return names
 
 
-def test_telemetry_names_the_way() -> None:
-    plain = ["all_reduce", "fp16", "bf16", "int8", "topk:0.01", "powersgd:1", "parameter_server"]
-    assert run_ranks(names_sent, 2)[0] == [*plain, "round_robin:3", "round_robin:2:int8"]
+def test_telemetry_names_the_strategy_with_its_argument() -> None:
+    defaults = {"topk": "topk:0.01", "powersgd": "powersgd:1"}
+    expected = [defaults.get(registered.name, registered.name) for registered in registry.STRATEGIES]
+    assert run_ranks(names_sent, 2)[0] == [*expected, "round_robin:3", "round_robin:2:int8"]
 
 
 def wrong_arguments(rank: int, world_size: int) -> list[str]:
-    said = []
+    refusals = []
     for arguments in (
         {"comm": "fp15"},
         {"comm": "topk:0"},
@@ -251,17 +257,17 @@ def wrong_arguments(rank: int, world_size: int) -> list[str]:
         try:
             DistributedDataParallel(net(), **arguments)
         except ConfigError as error:
-            said.append(f"{error.setting} {error.came}")
+            refusals.append(f"{error.setting} {error.actual}")
     ddp = DistributedDataParallel(net(), comm="fp16")
     with pytest.raises(ReducerError, match="comm='fp16'"):
         ddp.register_comm_hook(None, default_hooks.allreduce_hook)
-    return said
+    return refusals
 
 
-def test_what_is_no_way_is_a_clear_error() -> None:
-    (said,) = run_ranks(wrong_arguments, 1)
+def test_a_name_that_is_no_strategy_is_a_clear_error() -> None:
+    (refusals,) = run_ranks(wrong_arguments, 1)
     bad = ["fp15", "topk:0", "topk:many", "fp16:2", "powersgd:0", "16"]
-    assert said == [*(f"comm {value}" for value in bad), "round_robin_groups 0"]
+    assert refusals == [*(f"comm {value}" for value in bad), "round_robin_groups 0"]
 
 
 def test_blocks_of_eight_bits_are_off_by_at_most_half_a_scale() -> None:
@@ -274,40 +280,40 @@ def test_blocks_of_eight_bits_are_off_by_at_most_half_a_scale() -> None:
     assert encode(values).numel() == values.numel() * (1 + 4 / BLOCK)
 
 
-def what_topk_owes(rank: int, world_size: int) -> list[bool]:
-    """After each step: what was sent so far and what is still owed is all that ever came, across a rebuild too."""
+def topk_residuals(rank: int, world_size: int) -> list[bool]:
+    """Whether, after each step, sent gradients plus residuals equal all gradients so far, also across a rebuild."""
     ddp = DistributedDataParallel(net(), comm=partial(TopK, density=0.05), bucket_cap_mb=0.05)
     total = [torch.zeros_like(p) for p in ddp.parameters()]
-    sent = [torch.zeros_like(p) for p in ddp.parameters()]
-    held = []
+    records = [torch.zeros_like(p) for p in ddp.parameters()]
+    balanced = []
     for step in range(4):
         local = net()
         local(batch(rank, step)).pow(2).mean().backward()
         ddp.zero_grad()
         ddp(batch(rank, step)).pow(2).mean().backward()
-        for index, (mine, p) in enumerate(zip(local.parameters(), ddp.parameters(), strict=True)):
-            total[index] += mine.grad / world_size
-            sent[index] += p.grad
-        owed = [torch.zeros_like(p) for p in ddp.parameters()]
+        for index, (local_parameter, p) in enumerate(zip(local.parameters(), ddp.parameters(), strict=True)):
+            total[index] += local_parameter.grad / world_size
+            records[index] += p.grad
+        residual = [torch.zeros_like(p) for p in ddp.parameters()]
         for bucket in ddp.reducer.core.buckets:
             for member, part in zip(bucket.members, bucket.parts_of(bucket.residual), strict=True):
-                owed[member] += part
-        for tensors in (total_now := [t.clone() for t in total], owed):
+                residual[member] += part
+        for tensors in (total_now := [t.clone() for t in total], residual):
             for tensor in tensors:
                 dist.all_reduce(tensor)
-        held.append(
-            all(torch.allclose(a, b + c, atol=1e-6) for a, b, c in zip(total_now, sent, owed, strict=True))
+        balanced.append(
+            all(torch.allclose(a, b + c, atol=1e-6) for a, b, c in zip(total_now, records, residual, strict=True))
             and ddp.reducer.rebuilt == (step > 0)
         )
-    return held
+    return balanced
 
 
-def test_topk_loses_nothing_it_only_owes_it() -> None:
-    assert run_ranks(what_topk_owes, 2)[0] == [True] * 4
+def test_topk_keeps_every_unsent_gradient_in_its_residual() -> None:
+    assert run_ranks(topk_residuals, 2)[0] == [True] * 4
 
 
 class Sometimes(nn.Module):
-    """A layer that some steps leave out on every rank, in a bucket with another one."""
+    """A layer that some steps leave out on every rank, in a bucket with another layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -318,29 +324,29 @@ class Sometimes(nn.Module):
         return self.always(x) + 100 * self.sometimes(x) if uses else self.always(x)  # type: ignore[no-any-return]
 
 
-def what_topk_owes_to_the_unused(rank: int, world_size: int) -> float:
-    """How far what was given, and what is owed, of a layer's bias is from all that came, as a share of that."""
+def topk_residual_of_an_unused_layer(rank: int, world_size: int) -> float:
+    """Distance of a layer's received gradients plus residual from all its gradients, as a share of these."""
     ddp = DistributedDataParallel(Sometimes(), comm=partial(TopK, density=0.05), find_unused_parameters=True)
     bias = ddp.module.sometimes.bias
-    given, came = torch.zeros(8), torch.zeros(8)
+    received, produced = torch.zeros(8), torch.zeros(8)
     for step in range(6):
         ddp.zero_grad()
         ddp(batch(rank, step), step < 2).sum().backward()
-        came += 400.0 * (step < 2)
-        given += 0 if bias.grad is None else bias.grad
+        produced += 400.0 * (step < 2)
+        received += 0 if bias.grad is None else bias.grad
     bucket = ddp.reducer.core.layout.bucket_of[3]
-    owed = bucket.parts_of(bucket.residual)[ddp.reducer.core.layout.index_in_bucket[3]].clone()
-    dist.all_reduce(owed)
-    return float((given + owed - came).abs().max() / came.max())
+    residual = bucket.parts_of(bucket.residual)[ddp.reducer.core.layout.index_in_bucket[3]].clone()
+    dist.all_reduce(residual)
+    return float((received + residual - produced).abs().max() / produced.max())
 
 
 @pytest.mark.filterwarnings("ignore:find_unused_parameters")
-def test_topk_owes_on_what_nobody_used_meanwhile() -> None:
-    assert max(run_ranks(what_topk_owes_to_the_unused, 2)) < 1e-4
+def test_topk_keeps_the_residual_of_a_layer_that_is_unused_for_a_while() -> None:
+    assert max(run_ranks(topk_residual_of_an_unused_layer, 2)) < 1e-4
 
 
 class Rank0Alone:
-    """A user's own way, by the interface alone: everyone takes rank 0's gradients."""
+    """A user's strategy that uses the interface alone: every rank takes rank 0's gradients."""
 
     name, divides, carries_nan = "rank_0_alone", False, False
 
@@ -351,12 +357,12 @@ class Rank0Alone:
         return FuturePending(dist.broadcast(bucket.buffer, 0, self._group, async_op=True).get_future())
 
 
-def own_way(rank: int, world_size: int) -> bool:
+def users_strategy(rank: int, world_size: int) -> bool:
     local = net()
     local(batch(0)).pow(2).mean().backward()
     ours = gradients(DistributedDataParallel(net(), comm=Rank0Alone, **CAP), rank)
     return all(torch.equal(p.grad, gradient) for p, gradient in zip(local.parameters(), ours, strict=True))
 
 
-def test_a_user_may_bring_a_way_of_their_own() -> None:
-    assert run_ranks(own_way, 2) == [True, True]
+def test_a_user_may_pass_their_own_strategy() -> None:
+    assert run_ranks(users_strategy, 2) == [True, True]

@@ -1,4 +1,4 @@
-"""Every communication hook that torch ships, and the ways to register one, run on ours unchanged."""
+"""Every communication hook of torch, and every method to register a hook, works unchanged on ours."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def power_sgd() -> Any:
 
 
 def renamed(hook: Any) -> Any:
-    """Torch refuses bf16 hooks by their names where there is no NCCL, though gloo sums bfloat16."""
+    """Rename a hook: without NCCL torch refuses bf16 hooks by their names, although gloo sums bfloat16."""
 
     def bf16(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and no postponed ones
         return hook(state, bucket)
@@ -49,7 +49,7 @@ def renamed(hook: Any) -> Any:
 
 
 class _AsNccl:
-    """An all-gather whose future holds one tensor of all, as NCCL's does: the quantising hooks know no other."""
+    """An all-gather with all tensors stacked in its future, as NCCL's; the quantising hooks need this form."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._work = _ALL_GATHER(*args, **kwargs)
@@ -70,12 +70,12 @@ def quantised(hook: Any) -> Any:
 
 
 def batched_power_sgd(kind: Any, rank: int) -> Any:
-    """Torch's hook hands a matrix to what takes batches of them."""
+    """Torch's hook passes a single matrix to a function that takes batches."""
 
-    def each(matrices: torch.Tensor, epsilon: float = 0) -> None:
+    def batched(matrices: torch.Tensor, epsilon: float = 0) -> None:
         _ORTHOGONALIZE(matrices if matrices.ndim == 3 else matrices[None], epsilon)
 
-    with mock.patch.object(powerSGD_hook, "_orthogonalize", each):
+    with mock.patch.object(powerSGD_hook, "_orthogonalize", batched):
         return hooked(powerSGD_hook.batched_powerSGD_hook, power_sgd, bucket_cap_mb=25)(kind, rank)
 
 
@@ -91,12 +91,14 @@ def post_local_sgd(kind: Any, rank: int) -> Any:
 
 
 def user_defined(kind: Any, rank: int) -> Any:
-    """With a state of its own and every member of the bucket in use."""
-    seen: list[Any] = []
+    """A hook with its own state that uses every member of the bucket."""
+    buckets: list[Any] = []
 
     def halving(state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and no postponed ones
         state["calls"] += 1
-        seen.append((bucket.index(), bucket.is_last(), [g.shape for g in bucket.gradients()], len(bucket.parameters())))
+        buckets.append(
+            (bucket.index(), bucket.is_last(), [g.shape for g in bucket.gradients()], len(bucket.parameters()))
+        )
         bucket.set_buffer(bucket.buffer() / 2)
         work = dist.all_reduce(bucket.buffer(), async_op=True)
         return work.get_future().then(lambda future: future.value()[0])
@@ -104,7 +106,7 @@ def user_defined(kind: Any, rank: int) -> Any:
     state = {"calls": 0}
     ddp = kind(net(), find_unused_parameters=True, **CAP)
     ddp.register_comm_hook(state, halving)
-    return [train(ddp, rank), state["calls"], sorted(map(str, seen))]
+    return [train(ddp, rank), state["calls"], sorted(map(str, buckets))]
 
 
 def builtin(kind: Any, rank: int) -> Any:
@@ -151,7 +153,7 @@ def fused_optimizer(kind: Any, rank: int) -> Any:
 
 
 def stand_in_stream() -> Any:
-    """Torch's module makes a device's stream for this; on the host there is one order of things anyway."""
+    """Torch's module creates a device's stream for this; on the host everything runs in order."""
     stream = mock.MagicMock()
     stream.__enter__.return_value = stream
     return mock.patch.multiple(
@@ -185,7 +187,7 @@ def buffer_hook(location: Any) -> Any:
             ]
             if location == _BufferCommHookLocation.POST_FORWARD:
                 return [work.get_future() for work in works]
-            for work in works:  # The forward is about to read them.
+            for work in works:  # The forward reads the buffers next.
                 work.wait()
             return None
 
@@ -259,5 +261,5 @@ if not dist.is_nccl_available():
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hooks_do_what_they_do_in_torch(found: list[dict[str, str]], case: str) -> None:
+def test_hooks_have_the_same_result_as_in_torch(found: list[dict[str, str]], case: str) -> None:
     assert {verdict[case] for verdict in found} == ({"raised"} if case in RAISE else {"equal"})

@@ -1,4 +1,4 @@
-"""How long the process groups and threads live that a way needs beside its module's own, and who shares them."""
+"""The lifetime of side groups and stage threads, and the modules that share them."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from tests.distributed.compare import batch, net, outcome, train
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_comm import CAP
 
-WAYS = [("int8", 1), ("powersgd:2", 1), ("parameter_server", 1), ("all_reduce", 3), ("int8", 2)]
-"""Those that need groups of their own, and over how many groups in turn."""
+CASES = [("int8", 1), ("powersgd:2", 1), ("parameter_server", 1), ("all_reduce", 3), ("int8", 2)]
+"""Strategies that need side groups, and the number of round-robin groups."""
 
 
-def made(way: Any, groups: int = 1, group: Any = None) -> Any:
-    return DistributedDataParallel(net(), process_group=group, comm=way, round_robin_groups=groups, **CAP)
+def build(strategy: Any, groups: int = 1, group: Any = None) -> Any:
+    return DistributedDataParallel(net(), process_group=group, comm=strategy, round_robin_groups=groups, **CAP)
 
 
-def groups_known() -> int:
+def count_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def held() -> tuple[int, int]:
-    """Process groups that torch knows, and threads that run stages."""
+def count_resources() -> tuple[int, int]:
+    """Number of process groups that are registered with torch, and of threads that run stages."""
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "ddpobs-comm":
-            thread.join(0.3)  # One that was told to end needs a moment.
-    return groups_known(), sum(thread.name == "ddpobs-comm" for thread in threading.enumerate())
+            thread.join(0.3)  # A thread needs a moment to end.
+    return count_groups(), sum(thread.name == "ddpobs-comm" for thread in threading.enumerate())
 
 
 def equal(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
@@ -51,131 +51,133 @@ def restart(rank: int, world_size: int, store: Path) -> None:
     dist.barrier()  # As in `launch`.
 
 
-def modules_that_go(rank: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
-    """By way, what is held after each of some modules. Rank 1 collects none of them."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    kept = []
-    for way, groups in WAYS:
+def collected_modules(rank: int, world_size: int) -> dict[str, list[tuple[int, int]]]:
+    """By case, the resources after each of three modules. Rank 1 keeps all modules alive."""
+    results: dict[str, list[tuple[int, int]]] = {}
+    kept_models = []
+    for strategy, groups in CASES:
         for _ in range(3):
-            ddp = made(way, groups)
+            ddp = build(strategy, groups)
             train(ddp, rank, 2)
             if rank == 1:
-                kept.append(ddp)
+                kept_models.append(ddp)
             del ddp
-            found.setdefault(f"{way}, {groups} groups", []).append(held())
-    return found
+            results.setdefault(f"{strategy}, {groups} groups", []).append(count_resources())
+    return results
 
 
-def test_modules_that_go_leave_no_groups_and_no_threads() -> None:
-    alone, kept = run_ranks(modules_that_go, 2)
-    assert alone == kept
-    assert {way: counts for way, counts in alone.items() if len(set(counts)) > 1} == {}
+def test_collected_modules_leave_no_groups_and_no_threads() -> None:
+    alone, kept_models = run_ranks(collected_modules, 2)
+    assert alone == kept_models
+    assert {strategy: counts for strategy, counts in alone.items() if len(set(counts)) > 1} == {}
 
 
 def in_turn(rank: int, world_size: int) -> list[int]:
-    """Groups beside the world after modules with ever another number of groups in turn."""
+    """Number of side groups after modules with different numbers of round-robin groups."""
     counts = []
     for groups in (3, 2, 4, 3):
-        train(made("all_reduce", groups), rank, 1)
-        counts.append(groups_known() - 1)
+        train(build("all_reduce", groups), rank, 1)
+        counts.append(count_groups() - 1)
     return counts
 
 
-def test_modules_share_the_groups_that_buckets_go_to_in_turn() -> None:
+def test_modules_share_the_round_robin_groups() -> None:
     assert run_ranks(in_turn, 2) == [[2, 2, 3, 3]] * 2
 
 
 def after_a_restart(rank: int, world_size: int, folder: Path) -> dict[str, tuple[bool, bool]]:
-    """By way: whether a module trains on in a world made anew as in another group, and nothing of the old is held."""
-    found = {}
-    for number, (way, groups) in enumerate(WAYS):
-        kept, moved = made(way, groups), made(way, groups)
-        train(kept, rank, 2)
-        kept._update_process_group(dist.new_group())
-        expected = train(kept, rank, 2)
-        used = held()
-        del kept
+    """By case: whether a module trains on in a new world as in another group, and whether the old groups are gone."""
+    results = {}
+    for number, (strategy, groups) in enumerate(CASES):
+        kept_models, moved = build(strategy, groups), build(strategy, groups)
+        train(kept_models, rank, 2)
+        kept_models._update_process_group(dist.new_group())
+        expected = train(kept_models, rank, 2)
+        used = count_resources()
+        del kept_models
         train(moved, rank, 2)
         restart(rank, world_size, folder / str(number))
         moved._update_process_group(dist.group.WORLD)
         same = equal(train(moved, rank, 2), expected)
-        # Before, there were two groups, and what each had beside it.
-        found[f"{way}, {groups} groups"] = same, held() == (used[0] // 2, used[1] // 2)
+        # Before the restart there were two groups, each with its side groups.
+        results[f"{strategy}, {groups} groups"] = same, count_resources() == (used[0] // 2, used[1] // 2)
         del moved
         restart(rank, world_size, folder / f"{number}, ended")
-    return found
+    return results
 
 
-def test_a_module_outlives_the_world_that_it_was_made_in(tmp_path: Path) -> None:
-    expected = {f"{way}, {groups} groups": (True, True) for way, groups in WAYS}
+def test_a_module_outlives_the_world_of_its_construction(tmp_path: Path) -> None:
+    expected = {f"{strategy}, {groups} groups": (True, True) for strategy, groups in CASES}
     assert run_ranks(after_a_restart, 2, tmp_path) == [expected] * 2
 
 
 def joined_later(rank: int, world_size: int, folder: Path) -> bool:
-    """Rank 0 trains in a world of its own first, which has the name that both ranks' world gets."""
-    expected = train(made("int8"), rank)
+    """Rank 0 first trains in a world of one rank, which has the same name as the world of both ranks."""
+    expected = train(build("int8"), rank)
     dist.destroy_process_group()
     if rank == 0:
         restart(0, 1, folder / "alone")
-        train(made("int8"), rank)
-        train(made("all_reduce", 3), rank)
+        train(build("int8"), rank)
+        train(build("all_reduce", 3), rank)
     restart(rank, world_size, folder / "both")
-    return equal(train(made("int8"), rank), expected)
+    return equal(train(build("int8"), rank), expected)
 
 
-def test_a_rank_that_joins_finds_the_groups_of_those_that_were_there(tmp_path: Path) -> None:
+def test_a_rank_that_joins_later_shares_the_other_ranks_side_groups(tmp_path: Path) -> None:
     assert run_ranks(joined_later, 2, tmp_path, timeout_s=40) == [True, True]
 
 
-def groups_that_go(rank: int, world_size: int) -> dict[str, list[Any]]:
-    """By way, what is held in each of some groups that are destroyed one after the other. Rank 1 keeps the modules."""
-    found: dict[str, list[Any]] = {}
-    kept = []
-    for way, groups in WAYS:
+def destroyed_groups(rank: int, world_size: int) -> dict[str, list[Any]]:
+    """By case, the resources in each of three groups that are destroyed in turn. Rank 1 keeps the modules alive."""
+    results: dict[str, list[Any]] = {}
+    kept_models = []
+    for strategy, groups in CASES:
         for _ in range(3):
             group = dist.new_group()
-            ddp = made(way, groups, group)
+            ddp = build(strategy, groups, group)
             train(ddp, rank, 2)
-            found.setdefault(f"{way}, {groups} groups", []).append(groups_known() if rank == 1 else held())
+            results.setdefault(f"{strategy}, {groups} groups", []).append(
+                count_groups() if rank == 1 else count_resources()
+            )
             dist.destroy_process_group(group)
             if rank == 1:
-                kept.append(ddp)
+                kept_models.append(ddp)
             del ddp, group
-    return found
+    return results
 
 
-def test_what_was_made_beside_a_destroyed_group_goes_with_it() -> None:
-    alone, kept = run_ranks(groups_that_go, 2)
-    assert {way: counts for way, counts in alone.items() if len(set(counts)) > 1} == {}
-    assert kept == {way: [groups for groups, _ in counts] for way, counts in alone.items()}
+def test_side_groups_are_destroyed_with_their_group() -> None:
+    alone, kept_models = run_ranks(destroyed_groups, 2)
+    assert {strategy: counts for strategy, counts in alone.items() if len(set(counts)) > 1} == {}
+    assert kept_models == {strategy: [groups for groups, _ in counts] for strategy, counts in alone.items()}
 
 
 def one_moved(rank: int, world_size: int) -> dict[str, bool]:
-    """By way, whether a module trains on after another one over the same group went to another group."""
-    found = {}
-    for way, groups in WAYS:
-        first, second, alone = (made(way, groups) for _ in range(3))
+    """By case, whether a module trains on after another module of the same group moved to another group."""
+    results = {}
+    for strategy, groups in CASES:
+        first, second, alone = (build(strategy, groups) for _ in range(3))
         for ddp in (first, second, alone):
             train(ddp, rank, 2)
         expected = train(alone, rank, 2)
         first._update_process_group(dist.new_group())
-        found[f"{way}, {groups} groups"] = equal(train(second, rank, 2), expected)
-    return found
+        results[f"{strategy}, {groups} groups"] = equal(train(second, rank, 2), expected)
+    return results
 
 
-def test_a_module_that_goes_to_another_group_leaves_the_others_theirs() -> None:
-    assert run_ranks(one_moved, 2) == [{f"{way}, {groups} groups": True for way, groups in WAYS}] * 2
+def test_a_module_that_moves_to_another_group_leaves_the_side_groups() -> None:
+    assert run_ranks(one_moved, 2) == [{f"{strategy}, {groups} groups": True for strategy, groups in CASES}] * 2
 
 
 def together(rank: int, world_size: int) -> list[bool]:
-    """Whether each module comes to what it does alone, where all take turns and at times share a backward."""
+    """Whether each module trains as alone, while all take turns and sometimes share a backward."""
     kinds = [
-        *WAYS,
+        *CASES,
         (partial(PowerSGD, rank=2, start_iteration=2), 1),
         (partial(PowerSGD, rank=1, start_iteration=2), 2),
     ]
-    alone = [train(made(way, groups), rank, 6) for way, groups in kinds]
-    modules = [made(way, groups) for way, groups in kinds]
+    alone = [train(build(strategy, groups), rank, 6) for strategy, groups in kinds]
+    modules = [build(strategy, groups) for strategy, groups in kinds]
     optimizers = [torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9) for ddp in modules]
     for step in range(6):
         for optimizer in optimizers:
@@ -192,11 +194,11 @@ def together(rank: int, world_size: int) -> list[bool]:
 
 
 def test_modules_that_share_one_backward_or_take_turns_train_as_alone() -> None:
-    assert run_ranks(together, 2, timeout_s=40) == [[True] * (len(WAYS) + 2)] * 2
+    assert run_ranks(together, 2, timeout_s=40) == [[True] * (len(CASES) + 2)] * 2
 
 
 class Fails:
-    """A way whose stages fail on every rank."""
+    """A strategy that fails in its stages on every rank."""
 
     name, divides, carries_nan = "fails", False, False
 
@@ -211,9 +213,9 @@ class Fails:
 
 
 def after_a_fault(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether a module's stages failed, and another one over the same group trained on as if nothing had been."""
-    expected = train(made("int8"), rank, 4)
-    ddp, faulty = made("int8"), made(Fails)
+    """Whether a module's stages failed, and whether another module of the same group trained on unharmed."""
+    expected = train(build("int8"), rank, 4)
+    ddp, faulty = build("int8"), build(Fails)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05, momentum=0.9)
     failed = False
     for step in range(4):
@@ -227,5 +229,5 @@ def after_a_fault(rank: int, world_size: int) -> tuple[bool, bool]:
     return failed, equal(outcome(ddp), expected)
 
 
-def test_stages_that_fail_leave_the_other_modules_theirs() -> None:
+def test_failed_stages_do_not_disturb_other_modules() -> None:
     assert run_ranks(after_a_fault, 2, timeout_s=40) == [(True, True)] * 2

@@ -1,4 +1,4 @@
-"""What the ways keep from step to step: what they owe, their groups, their count of steps."""
+"""The state of strategies between steps: residuals, groups and counts of steps."""
 
 from __future__ import annotations
 
@@ -15,53 +15,53 @@ from ddpobs import DistributedDataParallel
 from ddpobs.comm import PowerSGD
 from tests.distributed.compare import batch, net, train
 from tests.distributed.launch import run_ranks
-from tests.distributed.test_comm import CAP, WAYS, same_everywhere
+from tests.distributed.test_comm import CAP, STRATEGIES, same_everywhere
 
 STEPS, OVERFLOWS = 8, 4
 
 
 def overflowing(rank: int, world_size: int) -> dict[str, list[tuple[bool, bool]]]:
-    """By way, after each step: whether all gradients are finite, and whether they are every rank's.
+    """By strategy, after each step: whether all gradients are finite, and whether they are the same on every rank.
 
-    On rank 1 one step's loss, or one gradient of it alone, is infinite; as GradScaler does, the optimizer leaves that
-    step out.
+    On rank 1 the loss of one step, or one gradient alone, is infinite. The optimizer skips that step, as GradScaler
+    does.
     """
-    found = {}
-    ways = [*WAYS, partial(PowerSGD, rank=2, start_iteration=2)]
-    for way in ways:
+    results = {}
+    strategies = [*STRATEGIES, partial(PowerSGD, rank=2, start_iteration=2)]
+    for strategy in strategies:
         for groups in (1, 2):
             for everywhere in (True, False):
-                ddp = DistributedDataParallel(net(), comm=way, round_robin_groups=groups, **CAP)
+                ddp = DistributedDataParallel(net(), comm=strategy, round_robin_groups=groups, **CAP)
                 optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
-                told = found[f"{way}, {groups} groups, {everywhere=}"] = []
+                verdicts = results[f"{strategy}, {groups} groups, {everywhere=}"] = []
                 for step in range(STEPS):
                     optimizer.zero_grad()
                     overflow = torch.inf if step == OVERFLOWS and rank == 1 else 1.0
                     bias = list(ddp.parameters())[-1]
-                    hook = bias.register_hook(lambda gradient, by=overflow: gradient * by)
+                    hook = bias.register_hook(lambda gradient, factor=overflow: gradient * factor)
                     (ddp(batch(rank, step)).pow(2).mean() * (overflow if everywhere else 1.0)).backward()
                     hook.remove()
                     gradients = [p.grad for p in ddp.parameters() if p.grad is not None]
                     finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
-                    told.append((finite, same_everywhere([gradient.nan_to_num() for gradient in gradients])))
+                    verdicts.append((finite, same_everywhere([gradient.nan_to_num() for gradient in gradients])))
                     if finite:
                         optimizer.step()
-    return found
+    return results
 
 
-def test_an_overflow_on_one_rank_is_every_ranks_in_that_step_and_in_no_other() -> None:
+def test_an_overflow_on_one_rank_reaches_every_rank_in_that_step_alone() -> None:
     expected = [(step != OVERFLOWS, True) for step in range(STEPS)]
-    for found in run_ranks(overflowing, 2):
-        assert {way: told for way, told in found.items() if told != expected} == {}
+    for results in run_ranks(overflowing, 2):
+        assert {strategy: verdicts for strategy, verdicts in results.items() if verdicts != expected} == {}
 
 
-def copied_alone(rank: int, world_size: int, way: str, groups: int) -> bool:
-    """Whether copies that rank 0 makes, before the first backward and after it, leave the training as it was."""
+def copied_alone(rank: int, world_size: int, strategy: str, groups: int) -> bool:
+    """Whether copies on rank 0 alone, before and after the first backward, leave the training unchanged."""
 
-    def made() -> Any:
-        return DistributedDataParallel(net(), comm=way, round_robin_groups=groups, **CAP)
+    def build() -> Any:
+        return DistributedDataParallel(net(), comm=strategy, round_robin_groups=groups, **CAP)
 
-    ours, twin = made(), made()
+    ours, twin = build(), build()
     trained = train(twin, rank, 3)
     if rank == 0:
         copy.deepcopy(ours)
@@ -72,40 +72,44 @@ def copied_alone(rank: int, world_size: int, way: str, groups: int) -> bool:
     return same and same_everywhere(train(ours, rank, 1))
 
 
-@pytest.mark.parametrize(("way", "groups"), [(way, 1 + (way == "all_reduce")) for way in WAYS] + [("int8", 3)])
-def test_a_copy_on_one_rank_alone_waits_for_nobody(way: str, groups: int) -> None:
-    assert run_ranks(copied_alone, 2, way, groups, timeout_s=30) == [True, True]
+@pytest.mark.parametrize(
+    ("strategy", "groups"), [(strategy, 1 + (strategy == "all_reduce")) for strategy in STRATEGIES] + [("int8", 3)]
+)
+def test_a_copy_on_one_rank_alone_does_not_wait_for_the_others(strategy: str, groups: int) -> None:
+    assert run_ranks(copied_alone, 2, strategy, groups, timeout_s=30) == [True, True]
 
 
 def replaced_unused(rank: int, world_size: int) -> dict[str, bool]:
-    """By way, whether a module whose group is replaced before its first backward trains as others do."""
-    found = {}
-    for way in WAYS:
-        first, second = (DistributedDataParallel(net(), comm=way, round_robin_groups=2, **CAP) for _ in range(2))
+    """By strategy, whether a module trains as others do if its group is replaced before the first backward."""
+    results = {}
+    for strategy in STRATEGIES:
+        first, second = (DistributedDataParallel(net(), comm=strategy, round_robin_groups=2, **CAP) for _ in range(2))
         first._update_process_group(dist.new_group())
-        found[way] = all(map(torch.equal, train(first, rank), train(second, rank)))
-    return found
+        results[strategy] = all(map(torch.equal, train(first, rank), train(second, rank)))
+    return results
 
 
-def test_what_was_never_used_is_closed_without_a_word() -> None:
-    assert run_ranks(replaced_unused, 2) == [dict.fromkeys(WAYS, True)] * 2
+def test_a_strategy_that_was_never_used_is_replaced_silently() -> None:
+    assert run_ranks(replaced_unused, 2) == [dict.fromkeys(STRATEGIES, True)] * 2
 
 
 def compressed(rank: int, world_size: int) -> dict[int, tuple[int, list[int]]]:
-    """By number of groups: how many buckets there are, and which of them PowerSGD compressed in its third step."""
-    found = {}
+    """By number of groups: the number of buckets, and the buckets that PowerSGD compressed in its third step."""
+    results = {}
     for groups in (1, 2, 3):
-        way = partial(PowerSGD, rank=1, start_iteration=3)
-        ddp = DistributedDataParallel(net(), comm=way, round_robin_groups=groups, bucket_cap_mb=0.001)
+        strategy = partial(PowerSGD, rank=1, start_iteration=3)
+        ddp = DistributedDataParallel(net(), comm=strategy, round_robin_groups=groups, bucket_cap_mb=0.001)
         train(ddp, rank, steps=4)
         comm: Any = ddp.reducer.core.comm
-        owed = [index for each in getattr(comm, "_comms", [comm]) for index in each._state.error_dict]
-        found[groups] = len(ddp.reducer.core.buckets), sorted(owed)
-    return found
+        compressed_buckets = [
+            index for comm_of_group in getattr(comm, "_comms", [comm]) for index in comm_of_group._state.error_dict
+        ]
+        results[groups] = len(ddp.reducer.core.buckets), sorted(compressed_buckets)
+    return results
 
 
 def test_powersgd_compresses_every_groups_buckets_from_its_first_iteration_on() -> None:
-    for found in run_ranks(compressed, 2):
-        for buckets, owed in found.values():
+    for results in run_ranks(compressed, 2):
+        for buckets, compressed_buckets in results.values():
             assert buckets >= 3
-            assert owed == list(range(buckets))
+            assert compressed_buckets == list(range(buckets))

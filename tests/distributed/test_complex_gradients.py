@@ -1,4 +1,4 @@
-"""Complex gradients, which torch hands to communication hooks as pairs of real numbers."""
+"""Complex gradients, which torch passes to communication hooks as pairs of real numbers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def hooked(hook: Any, **options: Any) -> Any:
 
 
 def new_mean(_state, bucket):  # type: ignore[no-untyped-def]  # torch reads annotations, and no postponed ones
-    """What a user might write: the result is another tensor than the bucket's."""
+    """A typical user's hook: the result is not the bucket's tensor."""
     work = dist.all_reduce(bucket.buffer(), async_op=True)
     return work.get_future().then(lambda sums: sums.value()[0] / dist.get_world_size())
 
@@ -46,5 +46,5 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_hooks_do_what_they_do_in_torch(found: list[dict[str, str]], case: str) -> None:
+def test_hooks_have_the_same_result_as_in_torch(found: list[dict[str, str]], case: str) -> None:
     assert {verdict[case] for verdict in found} == {"equal"}

@@ -1,4 +1,4 @@
-"""Works that a backward launched are dropped by threads of the process group's, at a time when Python may be gone."""
+"""The end of a process: works that a process group's threads drop late, and the events of an exit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import ddpobs
 from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.torch_seam import collectives, interpreter_exit
-from ddpobs.torch_seam.patching import plain
+from ddpobs.torch_seam.patching import unwrap
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
@@ -32,13 +32,13 @@ def attached(module: torch.nn.Module) -> Any:
     return model
 
 
-def test_works_hold_nothing_of_pythons() -> None:
-    for kept in run_ranks(contexts_kept, 2):
-        assert kept == {"plain": 0, "find_unused": 0, "static_graph": 0, "attached": 0}
+def test_works_hold_no_python_object() -> None:
+    for recording_all_reduce in run_ranks(contexts_kept, 2):
+        assert recording_all_reduce == {"plain": 0, "find_unused": 0, "static_graph": 0, "attached": 0}
 
 
 def contexts_kept(rank: int, _: int) -> dict[str, int]:
-    """Python contexts of backward passes that live on for as long as the works do that were launched in them."""
+    """Number of Python contexts of backward passes that live as long as the works launched in them."""
     return {
         "plain": contexts_of(DistributedDataParallel(net()), rank),
         "find_unused": contexts_of(DistributedDataParallel(net(), find_unused_parameters=True), rank),
@@ -48,25 +48,25 @@ def contexts_kept(rank: int, _: int) -> dict[str, int]:
 
 
 def callbacks_of_a_thread(rank: int, _: int) -> int:
-    """How many callbacks the busiest of the group's threads remembers."""
-    seen, counts = threading.local(), []
+    """Number of callbacks in the state of the group's busiest thread."""
+    thread_state, counts = threading.local(), []
 
-    def told(_: object) -> None:
-        if threading.current_thread() is threading.main_thread():  # The work was done before it was asked.
+    def count_callback(_: object) -> None:
+        if threading.current_thread() is threading.main_thread():  # The work was done before the callback was added.
             return
-        seen.count = getattr(seen, "count", 0) + 1
-        counts.append(seen.count)
+        thread_state.count = getattr(thread_state, "count", 0) + 1
+        counts.append(thread_state.count)
         interpreter_exit.stay_in_interpreter()
 
     for _ in range(200):
         work = collectives.all_reduce(dist.group.WORLD, [torch.ones(4)])
-        work.get_future().add_done_callback(told)
+        work.get_future().add_done_callback(count_callback)
         work.wait()
     dist.barrier()
     return max(counts, default=0)
 
 
-def test_threads_of_the_process_group_are_known_to_python_after_their_first_callback() -> None:
+def test_a_process_groups_thread_keeps_its_python_state_between_callbacks() -> None:
     assert all(most > 2 for most in run_ranks(callbacks_of_a_thread, 2))
 
 
@@ -74,15 +74,15 @@ def contexts_of(model: Any, rank: int) -> int:
     contexts: list[Any] = []
     works: list[Any] = []
 
-    def noted(_: torch.Tensor) -> None:
+    def record_context(_: torch.Tensor) -> None:
         contexts.append(weakref.ref(torch._C._get_obj_in_tls("context")))
 
-    def kept(*args: Any) -> Any:
-        works.append(plain(torch.distributed.ProcessGroup.allreduce)(*args))
+    def recording_all_reduce(*args: Any) -> Any:
+        works.append(unwrap(torch.distributed.ProcessGroup.allreduce)(*args))
         return works[-1]
 
-    next(reversed(list(model.parameters()))).register_hook(noted)
-    with mock.patch.object(collectives, "_ALL_REDUCE", kept):
+    next(reversed(list(model.parameters()))).register_hook(record_context)
+    with mock.patch.object(collectives, "_ALL_REDUCE", recording_all_reduce):
         for step in range(3):
             model(batch(rank, step)).sum().backward()
     assert len(works) >= len(contexts) == 3
@@ -90,26 +90,26 @@ def contexts_of(model: Any, rank: int) -> int:
 
 
 def dies(rank: int, _: int) -> list[str]:
-    """What is told of a script that an error ended, and of an interactive session in which there was one."""
-    told = []
+    """The last event of a script that ended by an error, and of an interactive session with an error."""
+    events = []
     for interactive in (False, True):
-        with mock.patch.object(sys, "last_value", KeyError("x"), create=True), sending() as sent:
+        with mock.patch.object(sys, "last_value", KeyError("x"), create=True), sending() as records:
             if interactive:
                 sys.ps1 = ">"
-            ddp = DistributedDataParallel(net(), telemetry=sent.config)
+            ddp = DistributedDataParallel(net(), telemetry=records.config)
             ddp(batch(rank, 0)).sum().backward()
-        told.append(sent.events[-1])
-    return told
+        events.append(records.events[-1])
+    return events
 
 
-def test_a_script_that_died_of_an_error_says_no_goodbye() -> None:
+def test_a_script_that_ended_by_an_error_sends_failed_instead_of_goodbye() -> None:
     assert run_ranks(dies, 2) == [["failed", "goodbye"]] * 2
 
 
 def raises_in_child(rank: int, _: int, code: int) -> list[str]:
-    """What `torch.multiprocessing.spawn` makes of an error: a message for its parent, and an exit."""
-    with sending() as sent:
-        ddp = DistributedDataParallel(net(), telemetry=sent.config)
+    """Exit as `torch.multiprocessing.spawn` does after an error: with a message for the parent and an exit code."""
+    with sending() as records:
+        ddp = DistributedDataParallel(net(), telemetry=records.config)
         ddp(batch(rank, 0)).sum().backward()
         assert telemetry._process is not None
         try:
@@ -119,29 +119,29 @@ def raises_in_child(rank: int, _: int, code: int) -> list[str]:
                 sys.exit(code)
         except SystemExit:
             telemetry._process._at_exit()
-    return sent.events[-1:]
+    return records.events[-1:]
 
 
-@pytest.mark.parametrize(("code", "said"), [(1, "failed"), (0, "goodbye")])
-def test_a_spawned_rank_that_died_of_an_error_says_no_goodbye(code: int, said: str) -> None:
-    assert run_ranks(raises_in_child, 2, code) == [[said]] * 2
+@pytest.mark.parametrize(("code", "last_event"), [(1, "failed"), (0, "goodbye")])
+def test_a_spawned_rank_that_ended_by_an_error_sends_failed_instead_of_goodbye(code: int, last_event: str) -> None:
+    assert run_ranks(raises_in_child, 2, code) == [[last_event]] * 2
 
 
 def keys_of_nan(rank: int, _: int) -> list[int]:
-    """How many keys the store has, after steps whose gradients are NaN, and after more of them."""
+    """Number of keys in the store after steps with NaN gradients, and after more of them."""
     store = torch.distributed.distributed_c10d._get_default_store()
-    ddp, found = DistributedDataParallel(net()), []
+    ddp, key_counts = DistributedDataParallel(net()), []
     for _ in range(3):
         for step in range(5):
             (ddp(batch(rank, step)).sum() * float("nan")).backward()
             ddp.zero_grad()
         torch.distributed.barrier()
-        found.append(store.num_keys())
+        key_counts.append(store.num_keys())
         torch.distributed.barrier()
-    return found
+    return key_counts
 
 
-def test_gradients_that_are_nan_leave_nothing_in_the_store() -> None:
+def test_nan_gradients_leave_no_keys_in_the_store() -> None:
     for first, *later in run_ranks(keys_of_nan, 2):
         assert later == [first, first]
 
@@ -159,8 +159,8 @@ time.sleep(3 * int(os.environ["RANK"]))
 """
 
 
-def test_a_rank_that_outlives_the_store_says_so_no_more_than_once(tmp_path: Any) -> None:
-    """Torch prints a page with each call whose connection is gone, and each pulse makes some."""
+def test_a_rank_that_outlives_the_store_logs_it_at_most_once(tmp_path: Any) -> None:
+    """Torch logs a page for each call on a lost connection, and each pulse makes such calls."""
     environ = os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SPOOL": str(tmp_path)}
     ranks = [
@@ -169,7 +169,7 @@ def test_a_rank_that_outlives_the_store_says_so_no_more_than_once(tmp_path: Any)
         )
         for rank in range(2)
     ]
-    said = [process.communicate(timeout=60)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], said
-    assert said[1].count("TCPStore") <= 3, said[1]  # One warning, whose stack names it twice.
-    assert "Traceback" not in said[1]
+    outputs = [process.communicate(timeout=60)[1] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert outputs[1].count("TCPStore") <= 3, outputs[1]  # One warning, with the name twice in its stack.
+    assert "Traceback" not in outputs[1]

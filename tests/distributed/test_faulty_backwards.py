@@ -360,7 +360,7 @@ def reduced_twice(rank: int, world_size: int) -> list[str]:
 
     with config.patch(optimize_ddp="python_reducer"), pytest.raises(ConfigError) as error:
         DistributedDataParallel(net(), **CAP)
-    return [error.value.setting, str(error.value.came)]
+    return [error.value.setting, str(error.value.actual)]
 
 
 def test_torchs_compiled_reducer_beside_ours_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""Telemetry keeps next to nothing that the garbage collector has to go over: that would stop ranks one by one."""
+"""Telemetry keeps few objects that the garbage collector must visit: collections would stall the ranks one by one."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
 
 STEPS = 300
-BEFORE, AFTER = 8, 1
-"""Objects a step, before the thread has seen it and while it waits for its batch, four seconds by default. An object an
-entry was 18."""
+MAX_UNREAD, MAX_WAITING = 8, 1
+"""Objects per step: before the telemetry thread reads it, and while it waits for its batch (four seconds by default).
+With an object per entry there were 18."""
 
 
-def train(rank: int, world_size: int, way: str) -> tuple[float, float]:
-    with sending() as sent:
-        config = replace(sent.config, flush_s=3600, pulse_s=3600)
-        if way == "attached":
+def train(rank: int, world_size: int, kind: str) -> tuple[float, float]:
+    with sending() as capture:
+        config = replace(capture.config, flush_s=3600, pulse_s=3600)
+        if kind == "attached":
             ddp: Any = TorchDDP(net())
             attach(ddp, config)
         else:
@@ -44,17 +44,17 @@ def train(rank: int, world_size: int, way: str) -> tuple[float, float]:
         process._journal.catch_up()
         gc.collect()
         gc.disable()
-        began = steps(1)
-        before = steps(STEPS)
+        start_objects = steps(1)
+        unread_objects = steps(STEPS)
         process._journal.catch_up()
-        after = len(gc.get_objects())
+        waiting_objects = len(gc.get_objects())
         gc.enable()
-    assert len(sent.steps("step")) >= STEPS
-    return (before - began) / STEPS, (after - began) / STEPS
+    assert len(capture.steps("step")) >= STEPS
+    return (unread_objects - start_objects) / STEPS, (waiting_objects - start_objects) / STEPS
 
 
-@pytest.mark.parametrize("way", ["ours", "attached"])
-def test_steps_that_wait_are_few_objects(way: str) -> None:
-    for before, after in run_ranks(train, 2, way):
-        assert 0 < before < BEFORE
-        assert after < AFTER
+@pytest.mark.parametrize("kind", ["ours", "attached"])
+def test_waiting_steps_are_few_objects(kind: str) -> None:
+    for unread, waiting in run_ranks(train, 2, kind):
+        assert 0 < unread < MAX_UNREAD
+        assert waiting < MAX_WAITING

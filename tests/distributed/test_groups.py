@@ -1,4 +1,4 @@
-"""Process groups that take another's place, and those that are made beside one."""
+"""Process groups that replace a module's group, and side groups."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def replaced(kind: Any, rank: int) -> Any:
 
 
 def shrunk(kind: Any, rank: int) -> Any:
-    """Rank 0 and 1 go on, each pair by itself."""
+    """Each pair of ranks continues by itself."""
     ddp = kind(net(), **CAP)
     train(ddp, rank)
     pairs = [dist.new_group([first, first + 1]) for first in range(0, dist.get_world_size(), 2)]
@@ -42,7 +42,7 @@ def shrunk(kind: Any, rank: int) -> Any:
 
 
 def grown(kind: Any, rank: int) -> Any:
-    """Ranks join one that has trained before: in the first backward nobody knows what will be unused."""
+    """Ranks join a rank that has trained before; in the first backward the unused parameters are unknown."""
     alone = dist.new_group([0])
     if rank == 0:
         ddp = kind(net(), process_group=alone, **CAP, **FLAG)
@@ -54,17 +54,17 @@ def grown(kind: Any, rank: int) -> Any:
 
 
 def static_anew(kind: Any, rank: int) -> Any:
-    """After another group has come the graph may be another."""
+    """After a change of the group the graph may change."""
     ddp = kind(net(), static_graph=True, **CAP)
     train(ddp, rank)
     ddp._update_process_group(dist.new_group())
-    found = []
+    results = []
     for step in range(3):
         ddp.zero_grad()
         hidden = ddp(batch(rank, step))
         (hidden * hidden).sum().backward()
-        found += [p.grad.clone() for p in ddp.parameters()]
-    return found
+        results += [p.grad.clone() for p in ddp.parameters()]
+    return results
 
 
 CASES = {"replaced": replaced, "shrunk": shrunk, "grown": grown, "static": static_anew}
@@ -75,43 +75,46 @@ def compared(rank: int, world_size: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_module_goes_on_in_another_group_as_torchs_does(ranks: int) -> None:
-    for found in run_ranks(compared, ranks, timeout_s=60):
-        # On four ranks: torch lays a static graph's buckets anew a step later than ours, and sums depend on the cut.
-        assert found.pop("static") in ({"equal"} if ranks == 2 else {"equal", "close"})
-        assert set(found.values()) == {"equal"}, found
+def test_a_module_continues_in_another_group_as_torchs_does(ranks: int) -> None:
+    for results in run_ranks(compared, ranks, timeout_s=60):
+        # On four ranks: torch rebuilds a static graph's buckets a step later than ours, and sums depend on the buckets.
+        assert results.pop("static") in ({"equal"} if ranks == 2 else {"equal", "close"})
+        assert set(results.values()) == {"equal"}, results
 
 
 def timed(rank: int, world_size: int, attached: bool) -> list[bool]:
-    """Whether each group was asked to time its collectives, as NCCL's does and gloo's does not."""
-    asked: list[dist.ProcessGroup] = []
+    """Whether each group was made to time its collectives, which NCCL supports and gloo does not."""
+    timed_groups: list[dist.ProcessGroup] = []
 
-    def noted(group: dist.ProcessGroup, _: torch.device) -> bool:
-        asked.append(group)
+    def record(group: dist.ProcessGroup, _: torch.device) -> bool:
+        timed_groups.append(group)
         return False
 
-    with sending() as sent, patch.object(attachment if attached else reducer, "time_collectives", noted):
-        ddp: Any = TorchDDP(net()) if attached else DistributedDataParallel(net(), telemetry=sent.config)
+    with sending() as records, patch.object(attachment if attached else reducer, "time_collectives", record):
+        ddp: Any = TorchDDP(net()) if attached else DistributedDataParallel(net(), telemetry=records.config)
         if attached:
-            attach(ddp, telemetry=sent.config)
+            attach(ddp, telemetry=records.config)
         other = dist.new_group()
         ddp._update_process_group(other)
-    return [group in asked for group in (dist.group.WORLD, other)]
+    return [group in timed_groups for group in (dist.group.WORLD, other)]
 
 
 @pytest.mark.parametrize("attached", [False, True])
-def test_a_group_that_takes_anothers_place_times_its_collectives_too(attached: bool) -> None:
+def test_a_group_that_replaces_another_times_its_collectives_too(attached: bool) -> None:
     assert run_ranks(timed, 1, attached) == [[True, True]]
 
 
-def made_beside(rank: int, world_size: int) -> list[float]:
+def side_group_timeouts(rank: int, world_size: int) -> list[float]:
     group = dist.new_group(timeout=timedelta(seconds=77))
     train(DistributedDataParallel(net(), process_group=group, round_robin_groups=2), rank, 1)
-    return [made._get_backend(torch.device("cpu")).options._timeout.total_seconds() for made in side_groups._made]
+    return [
+        side_group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+        for side_group in side_groups._side_groups
+    ]
 
 
-def test_a_group_beside_another_waits_as_long() -> None:
-    assert run_ranks(made_beside, 2) == [[77.0]] * 2
+def test_a_side_group_has_its_groups_timeout() -> None:
+    assert run_ranks(side_group_timeouts, 2) == [[77.0]] * 2
 
 
 def unnamed(rank: int, world_size: int, store: Path) -> tuple[str, str]:
@@ -120,5 +123,5 @@ def unnamed(rank: int, world_size: int, store: Path) -> tuple[str, str]:
     return dist.get_backend(), backend_of(dist.group.WORLD, torch.device("cpu"))
 
 
-def test_a_backend_that_nobody_named_has_a_name(tmp_path: Path) -> None:
+def test_a_backend_that_the_user_did_not_choose_has_a_name(tmp_path: Path) -> None:
     assert run_ranks(unnamed, 1, tmp_path / "store") == [("undefined", "gloo")]

@@ -1,4 +1,4 @@
-"""Horovod's optimizer: what a script written for `horovod.torch` trains, against gradients worked out on one rank."""
+"""Horovod's optimizer: trainings of scripts for `horovod.torch`, compared with gradients computed on one rank."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def half_used(model: Any, rank: int, number: int) -> torch.Tensor:
 
 
 def alone(  # noqa: PLR0917
-    model: nn.Module, ranks: int, steps: int, passes: int = 1, of: Loss = loss, total: bool = False
+    model: nn.Module, ranks: int, steps: int, passes: int = 1, loss_fn: Loss = loss, total: bool = False
 ) -> None:
-    """The training of all ranks worked out on one."""
+    """Compute the training of all ranks on one rank."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     parameters = list(model.parameters())
     for step in range(steps):
@@ -43,7 +43,7 @@ def alone(  # noqa: PLR0917
         for rank in range(ranks):
             optimizer.zero_grad()
             for number in range(step * passes, (step + 1) * passes):
-                of(model, rank, number).backward()
+                loss_fn(model, rank, number).backward()
             for added, parameter in zip(sums, parameters, strict=True):
                 added.add_(parameter.grad if parameter.grad is not None else 0)
         for added, parameter in zip(sums, parameters, strict=True):
@@ -51,8 +51,8 @@ def alone(  # noqa: PLR0917
         optimizer.step()
 
 
-def together(model: nn.Module, rank: int, steps: int, passes: int = 1, of: Loss = loss, **options: Any) -> Any:
-    """The same with a DistributedOptimizer."""
+def together(model: nn.Module, rank: int, steps: int, passes: int = 1, loss_fn: Loss = loss, **options: Any) -> Any:
+    """The same training with a DistributedOptimizer."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     optimizer = hvd.DistributedOptimizer(
         optimizer, named_parameters=model.named_parameters(), backward_passes_per_step=passes, **options
@@ -60,7 +60,7 @@ def together(model: nn.Module, rank: int, steps: int, passes: int = 1, of: Loss 
     for step in range(steps):
         optimizer.zero_grad()
         for number in range(step * passes, (step + 1) * passes):
-            of(model, rank, number).backward()
+            loss_fn(model, rank, number).backward()
         optimizer.step()
     return optimizer
 
@@ -76,8 +76,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "sum": {"op": hvd.Sum},
     "four passes": {"passes": 4},
-    "unused": {"of": half_used},
-    "unused in four passes": {"of": half_used, "passes": 4},
+    "unused": {"loss_fn": half_used},
+    "unused in four passes": {"loss_fn": half_used, "passes": 4},
     "two groups": {"num_groups": 2},
     "predivided by a power of two": {"gradient_predivide_factor": 4.0},
     "predivided": {"gradient_predivide_factor": 3.0},
@@ -97,79 +97,81 @@ class Halves(Compressor):
         return tensor.to(ctx)
 
 
-OPTIONS["a compressor of one's own"] = {"compression": Halves}
-LOSSY = {"fp16", "a compressor of one's own"}
+OPTIONS["a user's compressor"] = {"compression": Halves}
+LOSSY = {"fp16", "a user's compressor"}
 
 
 def trainings(rank: int, ranks: int) -> dict[str, str]:
     hvd.init()
-    found = {}
+    results = {}
     for name, options in OPTIONS.items():
         model, reference = net(), net()
-        passes, of = options.get("passes", 1), options.get("of", loss)
+        passes, loss_fn = options.get("passes", 1), options.get("loss_fn", loss)
         optimizer = together(model, rank, 4, **options)
-        alone(reference, ranks, 4, passes, of, total=options.get("op") == hvd.Sum)
-        found[name] = how_close(model, reference)
+        alone(reference, ranks, 4, passes, loss_fn, total=options.get("op") == hvd.Sum)
+        results[name] = how_close(model, reference)
         optimizer._reducer.remove_hooks()
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_training_is_that_of_all_batches_on_one_rank(ranks: int) -> None:
-    for found in run_ranks(trainings, ranks):
-        exact = {name for name, how in found.items() if how == "equal"}
-        if ranks == 2:  # The order of two summands makes no difference.
+    for results in run_ranks(trainings, ranks):
+        exact = {name for name, how in results.items() if how == "equal"}
+        if ranks == 2:  # A sum of two does not depend on the order.
             assert exact == set(OPTIONS) - {"predivided"} - LOSSY
-        off = {name: float(how.removeprefix("off by ")) for name, how in found.items() if name not in exact}
-        assert {name for name, apart in off.items() if apart > (1e-3 if name in LOSSY else 1e-6)} == set(), off
+        off = {name: float(how.removeprefix("off by ")) for name, how in results.items() if name not in exact}
+        assert {name for name, difference in off.items() if difference > (1e-3 if name in LOSSY else 1e-6)} == set(), (
+            off
+        )
 
 
-# ---------------------------------------------------------------------- the optimizer's own rules
+# ---------------------------------------------------------------------- the rules of the optimizer
 
 
 def rules(rank: int, ranks: int) -> dict[str, Any]:
     hvd.init()
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     model = net()
     inner = torch.optim.AdamW([{"params": list(model.parameters()), "lr": 0.25, "weight_decay": 0.5}])
     optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), backward_passes_per_step=2)
-    found["an AdamW"] = isinstance(optimizer, torch.optim.AdamW) and type(optimizer).__name__ == "AdamW"
-    found["settings"] = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]
+    results["an AdamW"] = isinstance(optimizer, torch.optim.AdamW) and type(optimizer).__name__ == "AdamW"
+    results["settings"] = optimizer.param_groups[0]["lr"], optimizer.param_groups[0]["weight_decay"]
     stepped = []
     optimizer.register_step_pre_hook(lambda *_: stepped.append(1))
     loss(model, rank, 0).backward()
-    found["zero_grad on the way"] = raised(StepOrderError, optimizer.zero_grad)
+    results["zero_grad before step"] = raised(StepOrderError, optimizer.zero_grad)
     loss(model, rank, 1).backward()
-    found["a third pass"] = raised(StepOrderError, lambda: loss(model, rank, 2).backward())
+    results["a third pass"] = raised(StepOrderError, lambda: loss(model, rank, 2).backward())
     optimizer.synchronize()
-    before = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+    reduced = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
     with optimizer.skip_synchronize():
         optimizer.step()
-    found["step hooks"] = len(stepped)
-    after = [parameter.grad for parameter in model.parameters()]
-    found["clipped"] = all(not torch.equal(a, b) for a, b in zip(before, after, strict=True) if b is not None)
+    results["step hooks"] = len(stepped)
+    clipped = [parameter.grad for parameter in model.parameters()]
+    results["clipped"] = all(not torch.equal(a, b) for a, b in zip(reduced, clipped, strict=True) if b is not None)
     optimizer.zero_grad()
     loss(model, rank, 3).backward()
     optimizer.synchronize()
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
         optimizer.step()
-    found["told"] = [str(warning.message)[:26] for warning in told]
+    results["warnings"] = [str(warning.message)[:26] for warning in caught_warnings]
     optimizer.set_backward_passes_per_step(1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     optimizer.zero_grad()
     loss(model, rank, 4).backward()
     optimizer.step()
     schedule.step()
-    found["scheduled"] = optimizer.param_groups[0]["lr"]
-    found["state"] = len(optimizer.state_dict()["state"])
+    results["scheduled"] = optimizer.param_groups[0]["lr"]
+    results["state"] = len(optimizer.state_dict()["state"])
     optimizer.zero_grad()
-    found["graph"] = raised(ReducerError, lambda: loss(model, rank, 5).backward(create_graph=True))
+    results["graph"] = raised(ReducerError, lambda: loss(model, rank, 5).backward(create_graph=True))
     for name, wrong in {
         "named_parameters": {"named_parameters": model.parameters()},
-        "more than once": {"named_parameters": [("x", p) for p in model.parameters()]},
-        "have no name": {"named_parameters": list(model.named_parameters())[1:]},
+        "duplicate names": {"named_parameters": [("x", p) for p in model.parameters()]},
+        "are missing in it": {"named_parameters": list(model.named_parameters())[1:]},
         "Adasum": {"op": hvd.Adasum},
         "op": {"op": hvd.Max},
         "gradient_predivide_factor": {"op": hvd.Sum, "gradient_predivide_factor": 2.0},
@@ -179,12 +181,12 @@ def rules(rank: int, ranks: int) -> dict[str, Any]:
         "compress and decompress": {"compression": "fp16"},
         "lists of parameters": {"groups": "2"},
         "already": {"optimizer": optimizer},
-        "one of torch's, got Sequential": {"optimizer": model},
+        "torch.optim.Optimizer, got Sequential": {"optimizer": model},
     }.items():
         message = raised(HorovodError, lambda wrong=wrong: hvd.DistributedOptimizer(**({"optimizer": inner} | wrong)))
-        found.setdefault("clear", []).append(name in message)
+        results.setdefault("clear", []).append(name in message)
     other = nn.Linear(3 + rank, 2)
-    found["models"] = raised(ModelsDifferError, lambda: hvd.DistributedOptimizer(torch.optim.SGD(other.parameters())))
+    results["models"] = raised(ModelsDifferError, lambda: hvd.DistributedOptimizer(torch.optim.SGD(other.parameters())))
     for name, odd in {
         "compression": {"compression": hvd.Compression.fp16},
         "op": {"op": hvd.Sum},
@@ -192,10 +194,10 @@ def rules(rank: int, ranks: int) -> dict[str, Any]:
         "backward_passes_per_step": {"backward_passes_per_step": 2},
         "groups": {"num_groups": 2},
     }.items():
-        mine = odd if rank else {}
-        message = raised(ModelsDifferError, lambda mine=mine: hvd.DistributedOptimizer(inner, **mine))
-        found.setdefault("differ", []).append(f"models: {name} is " in message)
-    return found
+        shard = odd if rank else {}
+        message = raised(ModelsDifferError, lambda shard=shard: hvd.DistributedOptimizer(inner, **shard))
+        results.setdefault("differ", []).append(f"models: {name} is " in message)
+    return results
 
 
 def raised(kind: type[Exception], call: Callable[[], Any]) -> str:
@@ -205,20 +207,20 @@ def raised(kind: type[Exception], call: Callable[[], Any]) -> str:
 
 
 def test_the_optimizer_keeps_horovods_rules() -> None:
-    for found in run_ranks(rules, 2):
-        assert found["an AdamW"]
-        assert found["settings"] == (0.25, 0.5)
-        assert "on their way" in found["zero_grad on the way"]
-        assert "backward_passes_per_step=2" in found["a third pass"]
-        assert found["clipped"]
-        assert found["step hooks"] == 1
-        assert found["told"] == ["step() after synchronize()"]
-        assert found["scheduled"] == 0.125
-        assert found["state"] == 6
-        assert "torch.autograd.grad" in found["graph"]
-        assert all(found["clear"])
-        assert "on rank" in found["models"]
-        assert all(found["differ"])
+    for results in run_ranks(rules, 2):
+        assert results["an AdamW"]
+        assert results["settings"] == (0.25, 0.5)
+        assert "not reduced yet" in results["zero_grad before step"]
+        assert "backward_passes_per_step=2" in results["a third pass"]
+        assert results["clipped"]
+        assert results["step hooks"] == 1
+        assert results["warnings"] == ["step() after synchronize()"]
+        assert results["scheduled"] == 0.125
+        assert results["state"] == 6
+        assert "torch.autograd.grad" in results["graph"]
+        assert all(results["clear"])
+        assert "on rank" in results["models"]
+        assert all(results["differ"])
 
 
 def sparse(rank: int, ranks: int) -> list[Any]:
@@ -239,7 +241,7 @@ def sparse(rank: int, ranks: int) -> list[Any]:
     return results
 
 
-def test_sparse_gradients_stay_sparse_unless_asked() -> None:
+def test_sparse_gradients_stay_sparse_without_sparse_as_dense() -> None:
     rows = [0.5, 0.5, 0, 0, 0, 1.0, 0, 0, 0, 0]
     assert run_ranks(sparse, 2) == [[(True, rows), (False, rows)]] * 2
 
@@ -257,20 +259,22 @@ def uneven(rank: int, ranks: int) -> Any:
 
 
 def test_a_rank_without_data_joins_and_the_others_go_on() -> None:
-    found = run_ranks(uneven, 4)
-    assert {last for last, *_ in found} == {3}
-    parameters = [parameters for _, parameters, _, batches in found if batches == 5]
+    results = run_ranks(uneven, 4)
+    assert {last for last, *_ in results} == {3}
+    parameters = [parameters for _, parameters, _, batches in results if batches == 5]
     assert parameters[0] == parameters[1]
-    assert {count for _, _, count, _ in found} == {6}  # Five steps of whoever had most, and one that found all joined.
+    assert {count for _, _, count, _ in results} == {
+        6
+    }  # The longest rank's five steps, and one in which all ranks had joined.
 
 
 def observed(rank: int, ranks: int) -> Any:
     hvd.init()
     model = net(1000)
-    with sending() as told:
+    with sending() as records:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         optimizer = hvd.DistributedOptimizer(
-            optimizer, model.named_parameters(), backward_passes_per_step=2, telemetry=told.config
+            optimizer, model.named_parameters(), backward_passes_per_step=2, telemetry=records.config
         )
         for step in range(5):
             optimizer.zero_grad()
@@ -280,26 +284,26 @@ def observed(rank: int, ranks: int) -> Any:
         with torch.no_grad():
             model.eval()
             model(batch(rank))
-    return told
+    return records
 
 
 def test_telemetry_is_that_of_a_ddp_module() -> None:
-    for told in run_ranks(observed, 2):
-        assert told.layouts[0].name == "SGD"
-        assert told.layouts[0].comm == "all_reduce"
-        assert next(p.name for b in told.layouts[-1].buckets for p in b.parameters) == "4.bias"
-        assert told.steps("step") == [0, 1, 2, 3, 4]
-        assert told.steps("micro_steps") == [2] * 5
-        assert told.steps("samples") == [8] * 5
-        assert told.steps("collective") == [0, 1, 2, 3, 4]
-        walls = [end - start for start, end in zip(told.steps("start_ns"), told.steps("end_ns"), strict=True)]
-        assert [sum(phases.values()) for phases in told.phases()] == walls
-        for phases in told.phases():
+    for records in run_ranks(observed, 2):
+        assert records.layouts[0].name == "SGD"
+        assert records.layouts[0].comm == "all_reduce"
+        assert next(p.name for b in records.layouts[-1].buckets for p in b.parameters) == "4.bias"
+        assert records.steps("step") == [0, 1, 2, 3, 4]
+        assert records.steps("micro_steps") == [2] * 5
+        assert records.steps("samples") == [8] * 5
+        assert records.steps("collective") == [0, 1, 2, 3, 4]
+        walls = [end - start for start, end in zip(records.steps("start_ns"), records.steps("end_ns"), strict=True)]
+        assert [sum(phases.values()) for phases in records.phases()] == walls
+        for phases in records.phases():
             assert all(phases[name] > 0 for name in ("forward", "backward", "exposed_comm", "optimizer")), phases
         assert all(
             ready <= launched <= done
             for ready, launched, done in zip(
-                told.spans("ready_ns"), told.spans("launched_ns"), told.spans("done_ns"), strict=True
+                records.spans("ready_ns"), records.spans("launched_ns"), records.spans("done_ns"), strict=True
             )
         )
 
@@ -329,11 +333,11 @@ def differing_thresholds(rank: int, ranks: int) -> int:
     return bucket_counts(rank, ranks)
 
 
-def test_rank_0s_fusion_threshold_counts() -> None:
+def test_every_rank_uses_rank_0s_fusion_threshold() -> None:
     assert run_ranks(differing_thresholds, 2) == [6, 6]
 
 
-def test_a_threshold_that_is_none_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_threshold_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from ddpobs.horovod.optimizer import _fusion_threshold
 
     monkeypatch.setenv("HOROVOD_FUSION_THRESHOLD", "64MB")
@@ -341,38 +345,38 @@ def test_a_threshold_that_is_none_is_a_clear_error(monkeypatch: pytest.MonkeyPat
 
 
 def with_closures(rank: int, ranks: int) -> list[bool]:
-    """By optimizer: whether each rank's parameters are those of one that trains on all batches."""
+    """By optimizer: whether each rank's parameters equal a training on all batches."""
     hvd.init()
     inputs = torch.randn(ranks * 4, 8, generator=torch.Generator().manual_seed(0))
-    found = []
+    results = []
     for kind, settings in ((torch.optim.SGD, {"lr": 0.1}), (torch.optim.LBFGS, {"lr": 0.1, "max_iter": 4})):
         trained = []
-        for mine in (inputs[rank * 4 : rank * 4 + 4], inputs):
+        for shard in (inputs[rank * 4 : rank * 4 + 4], inputs):
             torch.manual_seed(1)
             model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
             optimizer: Any = kind(model.parameters(), **settings)
-            if mine is not inputs:
+            if shard is not inputs:
                 optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())
 
-            def closure(model: Any = model, optimizer: Any = optimizer, mine: Any = mine) -> torch.Tensor:
+            def closure(model: Any = model, optimizer: Any = optimizer, shard: Any = shard) -> torch.Tensor:
                 optimizer.zero_grad()
-                loss: torch.Tensor = model(mine).pow(2).mean()
+                loss: torch.Tensor = model(shard).pow(2).mean()
                 loss.backward()
-                return loss if mine is inputs else hvd.allreduce(loss.detach())
+                return loss if shard is inputs else hvd.allreduce(loss.detach())
 
             for _ in range(3):
                 optimizer.step(closure)
             trained.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-        found.append(torch.allclose(*trained, rtol=1e-4, atol=1e-6))
-    return found
+        results.append(torch.allclose(*trained, rtol=1e-4, atol=1e-6))
+    return results
 
 
-def test_a_closure_s_gradients_are_reduced_before_the_step_that_takes_them() -> None:
+def test_a_closures_gradients_are_reduced_before_the_step_uses_them() -> None:
     assert run_ranks(with_closures, 2) == [[True, True]] * 2
 
 
 def in_turn(rank: int, ranks: int) -> str:
-    """One optimizer takes another's place, whose hooks would reduce every gradient once more."""
+    """Replace an optimizer by another; the first one's hooks would reduce every gradient twice."""
     hvd.init()
     model, reference = net(), net()
     for _ in range(2):

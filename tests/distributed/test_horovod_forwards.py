@@ -1,4 +1,4 @@
-"""Forwards as Horovod's telemetry sees them: each once, with nothing left on the model."""
+"""Forwards in Horovod's telemetry: each is recorded once, and the model stays unchanged."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STEPS = 3
 
 
 class Block(nn.Module):
-    """A class of its own, in which one can see what was wrapped."""
+    """A separate class, so that its wrapped methods are visible."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,18 +34,18 @@ class Block(nn.Module):
 
 
 class Wider(Block):
-    """What is wrapped for a `Block` is inherited."""
+    """Inherits a method that is wrapped for `Block`."""
 
 
 class Calling(Block):
-    """It has a call of its own."""
+    """A class with its own `__call__`."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return super().__call__(*args, **kwargs)
 
 
-def distributed(parameters: Any, told: Sent) -> Any:
-    return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.01), telemetry=told.config)
+def distributed(parameters: Any, records: Sent) -> Any:
+    return hvd.DistributedOptimizer(torch.optim.SGD(parameters, lr=0.01), telemetry=records.config)
 
 
 def train(rank: int, call: Callable[[torch.Tensor], torch.Tensor], *optimizers: Any) -> None:
@@ -60,60 +60,60 @@ def train(rank: int, call: Callable[[torch.Tensor], torch.Tensor], *optimizers: 
 def used_otherwise(rank: int, ranks: int) -> Any:
     hvd.init()
     model = net()
-    with sending() as told:
-        optimizer = distributed(model.parameters(), told)
+    with sending() as records:
+        optimizer = distributed(model.parameters(), records)
         train(rank, model, optimizer)
         file = io.BytesIO()
         torch.save(model, file)
         file.seek(0)
-        others = [torch.load(file, weights_only=False), deepcopy(model), torch.jit.script(model)]
-        train(rank, lambda x: model(x) - sum(other(x).detach() for other in others), optimizer)
-    return told, len(model._forward_pre_hooks)
+        copies = [torch.load(file, weights_only=False), deepcopy(model), torch.jit.script(model)]
+        train(rank, lambda x: model(x) - sum(other(x).detach() for other in copies), optimizer)
+    return records, len(model._forward_pre_hooks)
 
 
-def test_a_model_is_saved_copied_and_scripted_and_its_copies_are_not_counted() -> None:
-    for told, hooks in run_ranks(used_otherwise, 2):
-        assert told.steps("samples") == [ROWS] * 2 * STEPS
+def test_forwards_of_saved_copied_and_scripted_models_are_not_counted() -> None:
+    for records, hooks in run_ranks(used_otherwise, 2):
+        assert records.steps("samples") == [ROWS] * 2 * STEPS
         assert hooks == 0
 
 
 def in_parts(rank: int, ranks: int) -> Sent:
     hvd.init()
     model = net()
-    with sending() as told:
-        parts = [distributed(model[place].parameters(), told) for place in (0, 2, 4)]  # type: ignore[index]
+    with sending() as records:
+        parts = [distributed(model[layer].parameters(), records) for layer in (0, 2, 4)]  # type: ignore[index]
         train(rank, model, *parts)
         parts[0]._reducer.remove_hooks()
         del parts[0]
         gc.collect()
         train(rank, model, *parts)
-    return told
+    return records
 
 
-def test_a_forward_counts_once_however_many_optimizers_there_are() -> None:
-    for told in run_ranks(in_parts, 2):
-        assert told.steps("samples") == [ROWS] * 2 * STEPS
+def test_a_forward_counts_once_with_several_optimizers() -> None:
+    for records in run_ranks(in_parts, 2):
+        assert records.steps("samples") == [ROWS] * 2 * STEPS
 
 
 def replaced(rank: int, ranks: int) -> Sent:
     hvd.init()
     model = net()
-    with sending() as told:
+    with sending() as records:
         for _ in range(2):
-            optimizer = distributed(model.parameters(), told)
+            optimizer = distributed(model.parameters(), records)
             with torch.no_grad():
                 model(batch(rank))
             train(rank, model, optimizer)
             optimizer._reducer.remove_hooks()
             del optimizer
             gc.collect()
-    return told
+    return records
 
 
 def test_a_model_with_a_new_optimizer_is_still_the_only_one() -> None:
-    # Of several models, one that is in training mode may run without gradients as part of a step.
-    for told in run_ranks(replaced, 2):
-        assert told.steps("samples") == [ROWS] * 2 * STEPS
+    # With several models, a model in training mode may run without gradients as part of a step.
+    for records in run_ranks(replaced, 2):
+        assert records.steps("samples") == [ROWS] * 2 * STEPS
 
 
 def scripted(model: Any) -> Any:
@@ -125,7 +125,7 @@ def compiled(model: Any) -> Any:
 
 
 def compiled_and_called_itself(model: Any) -> Any:
-    """The first call is not of what is compiled."""
+    """Call the model itself first, and its compiled form afterwards."""
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     calls = count()
     return model, lambda x: compiled(x) if next(calls) else model(x)
@@ -140,50 +140,50 @@ def with_a_call_of_its_own(_model: Any) -> Any:
     return (Calling(),) * 2
 
 
-WAYS = [scripted, compiled, compiled_and_called_itself, compiled_in_place, with_a_call_of_its_own]
+BUILDS = [scripted, compiled, compiled_and_called_itself, compiled_in_place, with_a_call_of_its_own]
 
 
-def called(rank: int, ranks: int, way: Callable[[nn.Module], Any]) -> Sent:
+def called(rank: int, ranks: int, build: Callable[[nn.Module], Any]) -> Sent:
     hvd.init()
-    model, call = way(Block())
-    with sending() as told:
-        train(rank, call, distributed(model.parameters(), told))
-    return told
+    model, call = build(Block())
+    with sending() as records:
+        train(rank, call, distributed(model.parameters(), records))
+    return records
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_forwards_are_seen_however_the_model_is_called(way: Callable[[nn.Module], Any]) -> None:
-    (told,) = run_ranks(called, 1, way)
-    assert told.steps("samples") == [ROWS] * STEPS
+@pytest.mark.parametrize("build", BUILDS)
+def test_forwards_are_recorded_however_the_model_is_called(build: Callable[[nn.Module], Any]) -> None:
+    (records,) = run_ranks(called, 1, build)
+    assert records.steps("samples") == [ROWS] * STEPS
 
 
 def of_one_family(rank: int, ranks: int) -> Any:
     hvd.init()
     first, second = Block(), Wider()
     plain = dict(vars(Block)), dict(vars(Wider))
-    with sending() as told:
-        optimizers = [distributed(model.parameters(), told) for model in (second, first)]
+    with sending() as records:
+        optimizers = [distributed(model.parameters(), records) for model in (second, first)]
         train(rank, lambda x: second(first(x=first(x))), *optimizers)
         for optimizer in optimizers:
             optimizer._reducer.remove_hooks()
         del optimizer, optimizers
         gc.collect()
-        left = len(torch.nn.modules.module._global_forward_pre_hooks)
-    return told, plain == (dict(vars(Block)), dict(vars(Wider))), left
+        hooks_left = len(torch.nn.modules.module._global_forward_pre_hooks)
+    return records, plain == (dict(vars(Block)), dict(vars(Wider))), hooks_left
 
 
-def test_each_model_of_a_family_of_classes_counts_once_and_nothing_stays_wrapped() -> None:
-    ((told, as_before, left),) = run_ranks(of_one_family, 1)
-    # Keyword arguments are shown once the model is found, which its first forward did.
-    assert told.steps("samples") == [3 * ROWS] * STEPS
+def test_models_of_related_classes_count_once_and_nothing_stays_wrapped() -> None:
+    ((records, as_before, hooks_left),) = run_ranks(of_one_family, 1)
+    # Keyword arguments are recorded once the model is known, which is after its first forward.
+    assert records.steps("samples") == [3 * ROWS] * STEPS
     assert as_before
-    assert left == 0
+    assert hooks_left == 0
 
 
 def never_called(rank: int, ranks: int) -> int:
     hvd.init()
-    with sending() as told:
-        optimizer = distributed(Block().parameters(), told)
+    with sending() as records:
+        optimizer = distributed(Block().parameters(), records)
         optimizer._reducer.remove_hooks()
         del optimizer
         gc.collect()

@@ -1,4 +1,4 @@
-"""Gradients through Horovod's collectives, against what they are by hand."""
+"""Gradients through Horovod's collectives, compared with results by hand."""
 
 from __future__ import annotations
 
@@ -44,27 +44,27 @@ BY_HAND: dict[str, list[list[float]]] = {
     "summed and scattered": [[2, 4, 20]] * 2,
     "scattered in a group": [[2, 4, 20]] * 2,
 }
-"""By rank, where what comes of it gets the gradient 1, 2, ... on rank 0 and 10, 20, ... on rank 1."""
+"""By rank, for the result's gradient 1, 2, ... on rank 0 and 10, 20, ... on rank 1."""
 
 
 def gradients(rank: int, ranks: int) -> dict[str, list[float]]:
     hvd.init()
-    found = {}
+    results = {}
     for name, collective in COLLECTIVES.items():
         rows = torch.ones(ROWS, requires_grad=True)
         result = collective(rows)
         result.backward(torch.arange(1.0, len(result) + 1) * 10**rank)
         assert rows.grad is not None
-        found[name] = rows.grad.tolist()
-    return found
+        results[name] = rows.grad.tolist()
+    return results
 
 
 @pytest.fixture(scope="module")
-def found() -> list[dict[str, list[float]]]:
+def results() -> list[dict[str, list[float]]]:
     """Each rank's gradients."""
     return run_ranks(gradients, 2)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
-def test_the_gradient_is_what_it_is_by_hand(found: list[dict[str, list[float]]], name: str) -> None:
-    assert [by_name[name] for by_name in found] == BY_HAND[name]
+def test_the_gradient_equals_the_one_by_hand(results: list[dict[str, list[float]]], name: str) -> None:
+    assert [by_name[name] for by_name in results] == BY_HAND[name]

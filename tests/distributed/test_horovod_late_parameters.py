@@ -1,4 +1,4 @@
-"""Parameters that come to an optimizer, or begin to train, after it was wrapped."""
+"""Parameters that are added to an optimizer, or unfrozen, after it was wrapped."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def unfreezing(rank: int, ranks: int) -> tuple[str, str, str]:
     loss(model, rank, 0).backward()
     unfrozen = raised(HorovodError, optimizer.step)
     del optimizer
-    gc.collect()  # The error's traceback held it, and it its hooks.
+    gc.collect()  # The error's traceback held the optimizer, and the optimizer its hooks.
     model.zero_grad()
     optimizer = hvd.DistributedOptimizer(inner)
     for step in range(3):
@@ -38,7 +38,7 @@ def unfreezing(rank: int, ranks: int) -> tuple[str, str, str]:
     return added, unfrozen, how_close(model, reference)
 
 
-def test_parameters_that_nobody_would_reduce_are_told_and_another_wrapper_reduces_them() -> None:
+def test_parameters_that_would_not_be_reduced_raise_and_another_wrapper_reduces_them() -> None:
     for added, unfrozen, close in run_ranks(unfreezing, 2):
         assert "add_param_group() after" in added
         assert "1 of the optimizer's parameters were frozen" in unfrozen

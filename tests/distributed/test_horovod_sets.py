@@ -1,4 +1,4 @@
-"""Horovod's start and end, sets of ranks, and parameters in groups of one's own."""
+"""Horovod's init and shutdown, process sets, and groups of parameters."""
 
 from __future__ import annotations
 
@@ -24,42 +24,44 @@ def in_a_set(rank: int, ranks: int) -> dict[str, Any]:
     """Ranks 0 and 2 train together, and rank 1 by itself."""
     pair = hvd.ProcessSet(PAIR)
     hvd.init(process_sets=[pair])
-    mine = torch.tensor([float(rank)])
+    values = torch.tensor([float(rank)])
     model, reference = net(), net()
     optimizer = together(model, rank, 3, process_set=pair)
     peers = PAIR if pair.included() else [rank]
-    alone(reference, len(peers), 3, of=lambda model, place, number: loss(model, peers[place], number))
-    found: dict[str, Any] = {"trained": how_close(model, reference), "reduces": optimizer._reducer is not None}
-    found["outside"] = None if pair.included() else raised(HorovodError, lambda: hvd.allreduce(mine, process_set=pair))
+    alone(reference, len(peers), 3, loss_fn=lambda model, index, number: loss(model, peers[index], number))
+    results: dict[str, Any] = {"trained": how_close(model, reference), "reduces": optimizer._reducer is not None}
+    results["outside"] = (
+        None if pair.included() else raised(HorovodError, lambda: hvd.allreduce(values, process_set=pair))
+    )
     if pair.included():
-        found["place"] = pair.rank(), pair.size()
-        found["average"] = hvd.allreduce(mine, process_set=pair).tolist()
-        found["gathered"] = hvd.allgather(mine, process_set=pair).tolist()
-        found["root's"] = hvd.broadcast(mine, root_rank=2, process_set=pair).tolist()
-        found["to all"] = hvd.alltoall(torch.tensor([0, 1]) + 10 * rank, process_set=pair).tolist()
-        found["scattered"] = hvd.reducescatter(torch.tensor([1.0, 2.0]), op=hvd.Sum, process_set=pair).tolist()
-        found["object"] = hvd.broadcast_object(rank, root_rank=2, process_set=pair)
-        found["objects"] = hvd.allgather_object(rank, process_set=pair)
+        results["place"] = pair.rank(), pair.size()
+        results["average"] = hvd.allreduce(values, process_set=pair).tolist()
+        results["gathered"] = hvd.allgather(values, process_set=pair).tolist()
+        results["root's"] = hvd.broadcast(values, root_rank=2, process_set=pair).tolist()
+        results["to all"] = hvd.alltoall(torch.tensor([0, 1]) + 10 * rank, process_set=pair).tolist()
+        results["scattered"] = hvd.reducescatter(torch.tensor([1.0, 2.0]), op=hvd.Sum, process_set=pair).tolist()
+        results["object"] = hvd.broadcast_object(rank, root_rank=2, process_set=pair)
+        results["objects"] = hvd.allgather_object(rank, process_set=pair)
         hvd.barrier(pair)
-    found["everyone"] = hvd.allreduce(mine, op=hvd.Sum).tolist()
-    return found
+    results["everyone"] = hvd.allreduce(values, op=hvd.Sum).tolist()
+    return results
 
 
-def test_a_set_given_to_init_trains_and_talks_among_itself() -> None:
+def test_a_set_passed_to_init_trains_and_communicates_by_itself() -> None:
     first, outside, second = run_ranks(in_a_set, 3)
     assert first["trained"] == outside["trained"] == second["trained"] == "equal"
     assert (first["reduces"], outside["reduces"], second["reduces"]) == (True, False, True)
     assert first["everyone"] == outside["everyone"] == second["everyone"] == [3]
-    assert "not of the process set" in outside["outside"]
-    for place, found in enumerate((first, second)):
-        assert found["place"] == (place, 2)
-        assert found["average"] == [1]
-        assert found["gathered"] == [0, 2]
-        assert found["root's"] == [2]
-        assert found["to all"] == [[0, 20], [1, 21]][place]
-        assert found["scattered"] == [[2], [4]][place]
-        assert found["object"] == 2
-        assert found["objects"] == [0, 2]
+    assert "not in the process set" in outside["outside"]
+    for index, results in enumerate((first, second)):
+        assert results["place"] == (index, 2)
+        assert results["average"] == [1]
+        assert results["gathered"] == [0, 2]
+        assert results["root's"] == [2]
+        assert results["to all"] == [[0, 20], [1, 21]][index]
+        assert results["scattered"] == [[2], [4]][index]
+        assert results["object"] == 2
+        assert results["objects"] == [0, 2]
 
 
 def grouped(rank: int, ranks: int) -> dict[str, Any]:
@@ -75,37 +77,37 @@ def grouped(rank: int, ranks: int) -> dict[str, Any]:
     return {"how": how_close(model, reference), "buckets": optimizer._reducer.bucket_members, "twice": twice}
 
 
-def test_parameters_of_a_group_travel_together_and_the_others_alone() -> None:
-    for found in run_ranks(grouped, 2):
-        assert found["how"] == "equal"
-        assert sorted(map(sorted, found["buckets"])) == [[0, 5], [1], [2, 3], [4]]
-        assert "one group only" in found["twice"]
+def test_parameters_of_a_group_share_a_bucket_and_the_others_have_their_own() -> None:
+    for results in run_ranks(grouped, 2):
+        assert results["how"] == "equal"
+        assert sorted(map(sorted, results["buckets"])) == [[0, 5], [1], [2, 3], [4]]
+        assert "one group only" in results["twice"]
 
 
 def left_and_joined_again(rank: int, ranks: int, ports: list[int]) -> list[Any]:
-    """First in a process group that was there, then in two that `init` makes."""
-    found: list[Any] = []
-    before = raised(HorovodError, hvd.size)
+    """Init first with an existing process group, then twice with a group that `init` creates."""
+    results: list[Any] = []
+    before_init = raised(HorovodError, hvd.size)
     hvd.init()
     hvd.shutdown()
-    found.append((before == raised(HorovodError, hvd.rank), hvd.is_initialized(), dist.is_initialized()))
+    results.append((before_init == raised(HorovodError, hvd.rank), hvd.is_initialized(), dist.is_initialized()))
     dist.destroy_process_group()
     for port in ports:
         with mock.patch.dict(os.environ, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)):
             hvd.init(process_sets="dynamic")
         hvd.init()
-        here = hvd.is_initialized(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
+        initialised = hvd.is_initialized(), hvd.allreduce(torch.ones(1), op=hvd.Sum).item()
         hvd.barrier()
         hvd.shutdown()
         hvd.shutdown()
-        found.append((*here, hvd.is_initialized(), dist.is_initialized()))
-    return found
+        results.append((*initialised, hvd.is_initialized(), dist.is_initialized()))
+    return results
 
 
-def test_shutdown_leaves_what_init_found_and_ends_what_it_made() -> None:
+def test_shutdown_destroys_only_the_process_group_that_init_created() -> None:
     ports = [free_port(), free_port()]
-    for found in run_ranks(left_and_joined_again, 2, ports):
-        assert found == [(True, False, True), (True, 2, False, False), (True, 2, False, False)]
+    for results in run_ranks(left_and_joined_again, 2, ports):
+        assert results == [(True, False, True), (True, 2, False, False), (True, 2, False, False)]
 
 
 def on_hosts(rank: int, ranks: int, hosts: str) -> tuple[int, ...]:
@@ -114,7 +116,7 @@ def on_hosts(rank: int, ranks: int, hosts: str) -> tuple[int, ...]:
     return hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size(), hvd.is_homogeneous()
 
 
-def test_places_are_found_by_the_hosts_names() -> None:
+def test_local_and_cross_ranks_follow_the_host_names() -> None:
     assert run_ranks(on_hosts, 4, "abab") == [
         (0, 2, 0, 2, True),
         (0, 2, 1, 2, True),
@@ -123,5 +125,5 @@ def test_places_are_found_by_the_hosts_names() -> None:
     ]
 
 
-def test_hosts_with_unlike_numbers_of_ranks_are_not_homogeneous() -> None:
-    assert [place[-1] for place in run_ranks(on_hosts, 6, "abbccc")] == [False] * 6
+def test_hosts_with_different_numbers_of_ranks_are_not_homogeneous() -> None:
+    assert [index[-1] for index in run_ranks(on_hosts, 6, "abbccc")] == [False] * 6

@@ -1,4 +1,4 @@
-"""Sparse gradients in Horovod's optimizer: steps in which they do not come, against steps worked out by hand."""
+"""Sparse gradients in Horovod's optimizer: steps that leave them out, compared with steps by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.distributed.compare import batch
 from tests.distributed.launch import run_ranks
 
 USES = [(0, 1), (), (0,), (0, 1)]
-"""By step, the ranks that use the table; the layer after it is used always."""
+"""By step, the ranks that use the table; the layer after it is always used."""
 
 
 class Rows(nn.Module):
@@ -38,7 +38,7 @@ BEFORE_BACKWARD: dict[str, Callable[[Any], None]] = {
 
 
 def by_hand(prepare: Callable[[Any], None], ranks: int) -> list[torch.Tensor]:
-    """All ranks' models on one, dense: each rank's `.grad` becomes the mean of what is in it on all of them."""
+    """Train all ranks' models on one rank, dense: each `.grad` becomes the mean over the ranks."""
     models = [Rows(sparse=False) for _ in range(ranks)]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in models]
     for step in range(len(USES)):
@@ -46,8 +46,8 @@ def by_hand(prepare: Callable[[Any], None], ranks: int) -> list[torch.Tensor]:
             prepare(optimizer)
             model.loss(rank, step).backward()
         for alike in zip(*(model.parameters() for model in models), strict=True):
-            given = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]
-            mean = torch.stack(given).mean(0)
+            rank_gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in alike]
+            mean = torch.stack(rank_gradients).mean(0)
             for parameter in alike:
                 parameter.grad = mean.clone()
         for optimizer in optimizers:
@@ -73,20 +73,20 @@ def trained(prepare: Callable[[Any], None], rank: int, twice: bool, **options: A
 def left_out(rank: int, ranks: int) -> dict[str, Any]:
     hvd.init()
     warnings.simplefilter("ignore")  # Of `step` after `synchronize`.
-    found = {}
+    results = {}
     for name, prepare in BEFORE_BACKWARD.items():
         expected = by_hand(prepare, ranks)
         for as_dense in (False, True):
             for twice in (False, True):
                 model, were_sparse = trained(prepare, rank, twice, sparse_as_dense=as_dense)
                 equal = all(torch.equal(a, b) for a, b in zip(model.parameters(), expected, strict=True))
-                found[f"{name}, as_dense={as_dense}, twice={twice}"] = equal, were_sparse == {not as_dense}
-    return found
+                results[f"{name}, as_dense={as_dense}, twice={twice}"] = equal, were_sparse == {not as_dense}
+    return results
 
 
-def test_steps_that_leave_a_sparse_gradient_out_are_those_by_hand() -> None:
-    for found in run_ranks(left_out, 2):
-        assert found == dict.fromkeys(found, (True, True))
+def test_steps_without_a_sparse_gradient_equal_those_by_hand() -> None:
+    for results in run_ranks(left_out, 2):
+        assert results == dict.fromkeys(results, (True, True))
 
 
 def changing(rank: int, ranks: int) -> list[bool]:
@@ -103,5 +103,5 @@ def changing(rank: int, ranks: int) -> list[bool]:
     return were_sparse
 
 
-def test_a_gradient_is_given_back_as_it_came_last() -> None:
+def test_a_gradient_has_its_latest_layout_after_the_step() -> None:
     assert run_ranks(changing, 2) == [[True, False, True]] * 2

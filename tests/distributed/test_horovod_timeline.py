@@ -1,4 +1,4 @@
-"""`start_timeline`: Horovod's Chrome trace, and who was waited for in it."""
+"""`start_timeline`: Horovod's Chrome trace, and the rank for which the others wait."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.test_horovod import loss, net, raised, together
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def read_events(folder: Path) -> list[dict[str, Any]]:
     return [event for event in json.loads((folder / "timeline-0.json").read_text()) if event]
 
 
@@ -26,7 +26,7 @@ def traced(rank: int, ranks: int, folder: str) -> None:
     path = Path(folder) / f"timeline-{rank}.json"
     hvd.start_timeline(str(path), mark_cycles=True)
     raised(HorovodError, lambda: hvd.start_timeline(str(path)))
-    together(model, rank, 3, of=late)
+    together(model, rank, 3, loss_fn=late)
     hvd.stop_timeline()
     hvd.stop_timeline()
 
@@ -36,10 +36,10 @@ def late(model: nn.Module, rank: int, number: int) -> torch.Tensor:
     return loss(model, rank, number)
 
 
-def test_the_timeline_is_horovods(tmp_path: Path) -> None:
+def test_the_timeline_has_horovods_events(tmp_path: Path) -> None:
     run_ranks(traced, 2, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["timeline-0.json"]
-    events = told(tmp_path)
+    events = read_events(tmp_path)
     lanes = {e["args"]["name"]: e["pid"] for e in events if e["ph"] == "M" and e["name"] == "process_name"}
     assert set(lanes) - {""} == {name for name, _ in net().named_parameters()}
     assert sum(event.get("name") == "CYCLE_START" for event in events) == 3
@@ -49,7 +49,7 @@ def test_the_timeline_is_horovods(tmp_path: Path) -> None:
         names = [event.get("name") for event in ours]
         once = ["NEGOTIATE_ALLREDUCE", "0", "1", None, "ALLREDUCE", "GLOO_ALLREDUCE", None, None]
         assert names == once * 3
-        # Rank 1 sleeps before its backward: it is the one that is waited for.
+        # Rank 1 sleeps before its backward, so that rank 0 waits for it.
         marks = {event["name"]: event["ts"] for event in ours[:8] if event["ph"] == "X"}
         assert marks["1"] - marks["0"] > 100_000
         assert ours[7]["args"]["dtype"] == "float32"
@@ -68,9 +68,9 @@ def joined(rank: int, ranks: int, folder: str) -> None:
     hvd.stop_timeline()
 
 
-def test_ranks_count_alike_while_one_has_joined(tmp_path: Path) -> None:
+def test_ranks_count_synchronisations_alike_while_one_has_joined(tmp_path: Path) -> None:
     run_ranks(joined, 2, str(tmp_path))
-    events = told(tmp_path)
+    events = read_events(tmp_path)
     lane = next(event["pid"] for event in events if event["ph"] == "M" and event["args"]["name"])
     marks = "".join(event["name"] for event in events if event["pid"] == lane and event["ph"] == "X")
     assert sorted(marks) == sorted("01" * 2 + "0" * 2 + "01" * 2)

@@ -1,4 +1,4 @@
-"""Whose batches they are, where not every rank has a DDP module."""
+"""Agreement of the ranks on a run and an attempt, also if some ranks have no DDP module."""
 
 from __future__ import annotations
 
@@ -13,32 +13,34 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.ranks import run_identity
-from tests.distributed.compare import batch, net
+from ddpobs.ranks.rendezvous import launcher_run_id
+from tests.distributed.compare import batch as inputs
+from tests.distributed.compare import net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
 
 
-def train_until_known(ddp: DistributedDataParallel, rank: int) -> None:
-    """As long as it takes to find out whose records these are; as many steps on each rank."""
+def train_until_identified(ddp: DistributedDataParallel, rank: int) -> None:
+    """Train until the exporter has its identity, the same number of steps on each rank."""
     ends, group = time.monotonic() + 30, ddp.process_group
     while True:
-        ddp(batch(rank, 0)).sum().backward()
+        ddp(inputs(rank, 0)).sum().backward()
         assert telemetry._process is not None
-        known = torch.tensor(telemetry._process._exporter._identity is not None)
-        dist.all_reduce(known, dist.ReduceOp.MIN, group=group)
-        if known or time.monotonic() > ends:
+        identified = torch.tensor(telemetry._process._exporter._identity is not None)
+        dist.all_reduce(identified, dist.ReduceOp.MIN, group=group)
+        if identified or time.monotonic() > ends:
             return
 
 
 def without_rank_0(rank: int, _world_size: int) -> tuple[int, int]:
-    """Rank 1 trains alone, as a learner does beside a rank that coordinates."""
+    """Train on rank 1 only, as a learner beside a coordinating rank."""
     alone = dist.new_group([1])
-    with sending() as sent:
+    with sending() as capture:
         if rank == 1:
             with patch.object(run_identity, "PATIENCE_S", 0.5):
-                ddp = DistributedDataParallel(net(), process_group=alone, telemetry=sent.config)
-                train_until_known(ddp, rank)
-    return len(sent.steps("step")), sum(one.dropped for one in sent.batches)
+                ddp = DistributedDataParallel(net(), process_group=alone, telemetry=capture.config)
+                train_until_identified(ddp, rank)
+    return len(capture.steps("step")), sum(batch.dropped for batch in capture.batches)
 
 
 def test_telemetry_of_ranks_without_rank_0_is_sent() -> None:
@@ -49,46 +51,46 @@ def test_telemetry_of_ranks_without_rank_0_is_sent() -> None:
 
 
 def after_a_restart(rank: int, _world_size: int) -> str:
-    """The launcher's store still has what the attempt before drew."""
+    """Train with a store that still holds the identity of an earlier attempt."""
     if rank == 0:
-        left = PrefixStore(f"ddpobs/meeting/{telemetry._generation + 1}", dist.distributed_c10d._get_default_store())
-        left.set("drawn", json.dumps({"run": "job", "attempt": "dead"}))
-        left.add("asks", 3)
-        left.set("asks/1", "of-the-dead")
+        store = PrefixStore(f"ddpobs/meeting/{telemetry._generation + 1}", dist.distributed_c10d._get_default_store())
+        store.set("drawn", json.dumps({"run": "job", "attempt": "dead"}))
+        store.add("asks", 3)
+        store.set("asks/1", "of-the-dead")
     dist.barrier()
-    with sending() as sent, patch.object(run_identity, "PATIENCE_S", 0.5):
-        ddp = DistributedDataParallel(net(), telemetry=sent.config)
-        train_until_known(ddp, rank)
-    return sent.batches[0].attempt
+    with sending() as capture, patch.object(run_identity, "PATIENCE_S", 0.5):
+        ddp = DistributedDataParallel(net(), telemetry=capture.config)
+        train_until_identified(ddp, rank)
+    return capture.batches[0].attempt
 
 
-def test_a_restart_is_an_attempt_of_its_own() -> None:
+def test_a_restart_is_a_new_attempt() -> None:
     first, second = run_ranks(after_a_restart, 2)
     assert first == second != "dead"
 
 
 def with_clocks_apart(rank: int, _world_size: int) -> str:
-    """Two hosts whose clocks are an hour apart."""
+    """Train on two hosts with clocks an hour apart."""
     now_ns = time.time_ns
-    with sending() as sent, patch("time.time_ns", lambda: now_ns() + rank * 3600 * 10**9):
-        ddp = DistributedDataParallel(net(), telemetry=sent.config)
-        train_until_known(ddp, rank)
-    return sent.batches[0].attempt
+    with sending() as capture, patch("time.time_ns", lambda: now_ns() + rank * 3600 * 10**9):
+        ddp = DistributedDataParallel(net(), telemetry=capture.config)
+        train_until_identified(ddp, rank)
+    return capture.batches[0].attempt
 
 
-def test_no_clock_says_whose_records_they_are() -> None:
+def test_ranks_with_different_clocks_share_the_attempt() -> None:
     first, second = run_ranks(with_clocks_apart, 2)
     assert first == second
 
 
 @pytest.mark.parametrize(
-    ("told", "run"),
+    ("variable", "run"),
     [("job-7", "job-7"), ("a b/c", "a-b-c"), ("x" * 200, "x" * 128), ("none", None), ("", None), (None, None)],
 )
-def test_the_launchers_run_id_is_the_runs_where_it_is_a_real_one(
-    told: str | None, run: str | None, monkeypatch: pytest.MonkeyPatch
+def test_a_launchers_real_run_id_becomes_the_runs_id(
+    variable: str | None, run: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if told is not None:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", told)
-    assert telemetry._launcher_run() == run
+    if variable is not None:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", variable)
+    assert launcher_run_id() == run

@@ -1,4 +1,4 @@
-"""Which collectives are kept until they are read: each keeps the memory that it reduced."""
+"""Works that telemetry keeps until it reads their duration; each keeps its bucket's memory alive."""
 
 from __future__ import annotations
 
@@ -17,26 +17,26 @@ from tests.distributed.sent import sending
 
 
 def works_kept(rank: int, world_size: int) -> dict[str, list[int]]:
-    """How many in each of three backwards, as if gloo's told how long they took."""
-    found: dict[str, list[int]] = {}
+    """Number of kept works in each of three backwards, as if gloo timed its collectives."""
+    results: dict[str, list[int]] = {}
     for kind in ("ours", "torch's"):
-        kept = found.setdefault(kind, [])
+        counts = results.setdefault(kind, [])
         with ExitStack() as stack:
             for module in (reducer, attachment):
                 stack.enter_context(mock.patch.object(module, "time_collectives", return_value=True))
-            noted = stack.enter_context(mock.patch.object(ModuleRecorder, "finished"))
-            noted.side_effect = lambda record, kept=kept: kept.append(len(record.works))
-            sent = stack.enter_context(sending())
+            finished = stack.enter_context(mock.patch.object(ModuleRecorder, "finished"))
+            finished.side_effect = lambda record, counts=counts: counts.append(len(record.works))
+            records = stack.enter_context(sending())
             model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
             if kind == "ours":
-                ddp: TorchDDP = DistributedDataParallel(model, telemetry=sent.config)
+                ddp: TorchDDP = DistributedDataParallel(model, telemetry=records.config)
             else:
                 ddp = TorchDDP(model)
-                attach(ddp, sent.config)
+                attach(ddp, records.config)
             for _ in range(3):
                 ddp(torch.ones(2, 4)).sum().backward()
-    return found
+    return results
 
 
-def test_buckets_that_are_laid_anew_next_are_kept_by_no_work() -> None:
+def test_no_work_is_kept_before_buckets_are_rebuilt() -> None:
     assert run_ranks(works_kept, 2) == [{"ours": [0, 1, 1], "torch's": [0, 1, 1]}] * 2

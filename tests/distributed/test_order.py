@@ -1,4 +1,4 @@
-"""The ranks' collectives come in one order, whichever parameters each of them leaves out."""
+"""Every rank has the same order of collectives, whichever parameters it leaves out."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.distributed.launch import run_ranks
 
 
 class Choice(nn.Module):
-    """Layers all alike, of which a forward leaves one out."""
+    """Equal layers, of which a forward leaves out one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -28,15 +28,15 @@ class Choice(nn.Module):
 
 
 def in_a_chain(left_out: Any, **options: Any) -> Case:
-    """Two modules of one group in each backward; each rank leaves out layers of its own."""
+    """Two modules of one group in each backward; each rank leaves out other layers."""
 
     def case(kind: Any, rank: int) -> list[torch.Tensor]:
         first, second = (kind(Choice(), find_unused_parameters=True, bucket_cap_mb=1e-4, **options) for _ in range(2))
         optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
         for step in range(3):
             optimizer.zero_grad()
-            one, other = left_out(rank, step)
-            second(first(batch(rank, step), one), other).pow(2).sum().backward()
+            first_left_out, second_left_out = left_out(rank, step)
+            second(first(batch(rank, step), first_left_out), second_left_out).pow(2).sum().backward()
             optimizer.step()
         return outcome(first) + outcome(second)
 
@@ -53,7 +53,7 @@ SKIPPED = in_a_chain(lambda rank, _: (3 * rank, 3 - 3 * rank), skip_all_reduce_u
 
 
 def compared(rank: int, world_size: int) -> dict[str, str]:
-    # There torch hangs: what comes of it is what comes without skipping.
+    # Torch hangs in this case: the expected result is the result without skipping.
     plain, skipped = (
         result(CASES[_APART], DistributedDataParallel, rank),
         result(SKIPPED, DistributedDataParallel, rank),
@@ -62,6 +62,6 @@ def compared(rank: int, world_size: int) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_modules_of_one_group_that_leave_out_what_they_like_are_torchs(ranks: int) -> None:
+def test_modules_of_one_group_that_leave_out_different_layers_equal_torchs(ranks: int) -> None:
     for found in run_ranks(compared, ranks, timeout_s=60):
         assert found == dict.fromkeys([*CASES, "skipped"], "equal")

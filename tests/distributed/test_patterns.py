@@ -1,4 +1,4 @@
-"""What users do between forward and backward, beyond one of each: gradients are those of torch's DDP."""
+"""Unusual calls between forward and backward: gradients are equal to torch's DDP."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STEPS = 3
 
 def net() -> nn.Module:
     torch.manual_seed(0)
-    wide = 200  # Buckets are above `buckets.COPY_ON_ARRIVAL_ELEMENTS` or below, as they are capped.
+    wide = 200  # Depending on their cap, buckets are above or below `buckets.COPY_ON_ARRIVAL_ELEMENTS`.
     return nn.Sequential(nn.Linear(8, wide), nn.Tanh(), nn.Linear(wide, wide), nn.Tanh(), nn.Linear(wide, 2))
 
 
@@ -36,26 +36,26 @@ def penalty(ddp: Any, rank: int, step: int) -> None:
     (output.mean() + slope.pow(2).mean()).backward()
 
 
-def asked_for_parameters(ddp: Any, rank: int, step: int) -> None:
+def grad_of_parameters(ddp: Any, rank: int, step: int) -> None:
     output = ddp(batch(rank, step))
     torch.autograd.grad(output.sum(), list(ddp.parameters()), retain_graph=True)
     output.mean().backward()
 
 
-def inputs_only(ddp: Any, rank: int, step: int) -> None:
+def backward_to_inputs_only(ddp: Any, rank: int, step: int) -> None:
     inputs = batch(rank, step).requires_grad_()
     ddp(inputs).sum().backward(inputs=[inputs])
     ddp(batch(rank, step)).sum().backward()
 
 
-def evaluated_in_between(ddp: Any, rank: int, step: int) -> None:
+def evaluation_before_backward(ddp: Any, rank: int, step: int) -> None:
     loss = ddp(batch(rank, step)).sum()
     with torch.no_grad():
         ddp(batch(rank, step + 50))
     loss.backward()
 
 
-def frozen_for_a_while(ddp: Any, rank: int, step: int) -> None:
+def temporarily_frozen(ddp: Any, rank: int, step: int) -> None:
     ddp.requires_grad_(False)
     ddp(batch(rank, step).requires_grad_()).sum().backward()
     ddp.requires_grad_(True)
@@ -66,16 +66,16 @@ def two_forwards(ddp: Any, rank: int, step: int) -> None:
     (ddp(batch(rank, step)).sum() + ddp(batch(rank, step + 50)).sum()).backward()
 
 
-def checkpointed(ddp: Any, rank: int, step: int) -> None:
+def checkpoint_without_reentry(ddp: Any, rank: int, step: int) -> None:
     checkpoint(ddp, batch(rank, step).requires_grad_(), use_reentrant=False).sum().backward()
 
 
-def checkpointed_reentrant(ddp: Any, rank: int, step: int) -> None:
+def reentrant_checkpoint(ddp: Any, rank: int, step: int) -> None:
     checkpoint(ddp, batch(rank, step).requires_grad_(), use_reentrant=True).sum().backward()
 
 
-def armed_under_no_sync(ddp: Any, rank: int, step: int) -> None:
-    """As pipeline stages and Accelerate's `trigger_sync_in_backward` do."""
+def prepared_under_no_sync(ddp: Any, rank: int, step: int) -> None:
+    """Pipeline stages and Accelerate's `trigger_sync_in_backward` do this."""
     with ddp.no_sync():
         first, last = ddp(batch(rank, step)), ddp(batch(rank, step + 50))
         first.sum().backward()
@@ -83,7 +83,7 @@ def armed_under_no_sync(ddp: Any, rank: int, step: int) -> None:
     last.sum().backward()
 
 
-def armed_with_outputs(ddp: Any, rank: int, step: int) -> None:
+def prepared_with_outputs(ddp: Any, rank: int, step: int) -> None:
     with ddp.no_sync():
         output = ddp(batch(rank, step))
     ddp.reducer.prepare_for_backward([output])
@@ -91,7 +91,7 @@ def armed_with_outputs(ddp: Any, rank: int, step: int) -> None:
 
 
 class Manual(nn.Module):
-    """Two backward passes within one forward, as Lightning's manual optimisation runs them."""
+    """Runs two backward passes within one forward, like Lightning's manual optimization."""
 
     def __init__(self, net: nn.Module) -> None:
         super().__init__()
@@ -120,15 +120,15 @@ PATTERNS = {
     function.__name__: function
     for function in (
         penalty,
-        asked_for_parameters,
-        inputs_only,
-        evaluated_in_between,
-        frozen_for_a_while,
+        grad_of_parameters,
+        backward_to_inputs_only,
+        evaluation_before_backward,
+        temporarily_frozen,
         two_forwards,
-        checkpointed,
-        checkpointed_reentrant,
-        armed_under_no_sync,
-        armed_with_outputs,
+        checkpoint_without_reentry,
+        reentrant_checkpoint,
+        prepared_under_no_sync,
+        prepared_with_outputs,
     )
 }
 
@@ -141,7 +141,7 @@ def gradients(ddp: Any, step: Callable[[Any, int, int], None], rank: int) -> tor
 
 
 def all_patterns(rank: int, world_size: int) -> dict[str, str]:
-    if world_size > 2:  # Sums over more ranks depend on the layout, and torch's first is one bucket.
+    if world_size > 2:  # Sums over more ranks depend on the layout, and torch's first layout has one bucket.
         CAP.clear()
     return {name: verdict(function, rank) for name, function in PATTERNS.items()}
 
@@ -165,33 +165,36 @@ def test_gradients_are_those_of_torch_ddp(verdicts: list[dict[str, str]], patter
     assert {verdict[pattern] for verdict in verdicts} == {"equal"}
 
 
-def asked_of_a_static_graph(rank: int, world_size: int) -> list[bool]:
-    """Whether gradients are those without `static_graph`, by step. With it torch reduces nothing, and says nothing."""
-    found: list[list[list[torch.Tensor]]] = []
+def static_graph_after_autograd_grad(rank: int, world_size: int) -> list[bool]:
+    """Return whether gradients are equal to those without `static_graph`, by step.
+
+    Torch's DDP reduces nothing in this case, without an error.
+    """
+    gradients: list[list[list[torch.Tensor]]] = []
     for static in (False, True):
         ddp = DistributedDataParallel(net(), **CAP, static_graph=static)
-        found.append([])
+        gradients.append([])
         for step in range(STEPS):
             ddp.zero_grad()
-            asked_for_parameters(ddp, rank, step)
-            found[-1].append([p.grad.clone() for p in ddp.parameters() if p.grad is not None])
-    return [all(map(torch.equal, *gradients)) for gradients in zip(*found, strict=True)]
+            grad_of_parameters(ddp, rank, step)
+            gradients[-1].append([p.grad.clone() for p in ddp.parameters() if p.grad is not None])
+    return [all(map(torch.equal, *pair)) for pair in zip(*gradients, strict=True)]
 
 
-def test_a_static_graph_may_be_asked_for_gradients_before_its_first_backward() -> None:
-    assert run_ranks(asked_of_a_static_graph, 2) == [[True] * STEPS] * 2
+def test_a_static_graph_allows_autograd_grad_before_its_first_backward() -> None:
+    assert run_ranks(static_graph_after_autograd_grad, 2) == [[True] * STEPS] * 2
 
 
 def manual(rank: int, world_size: int) -> bool:
     return torch.equal(manual_backwards(DistributedDataParallel, rank), manual_backwards(TorchDDP, rank))
 
 
-def test_each_of_two_backwards_within_a_forward_is_reduced_where_it_is_asked_for() -> None:
+def test_each_of_two_prepared_backwards_within_a_forward_is_reduced() -> None:
     assert run_ranks(manual, 2) == [True, True]
 
 
 class Skipping(nn.Module):
-    """Reaches none of its parameters where the batch begins with a negative number."""
+    """Uses none of its parameters if the batch begins with a negative number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -201,22 +204,22 @@ class Skipping(nn.Module):
         return self.net(x) if bool(x[0, 0] > 0) else x * 2  # type: ignore[no-any-return]
 
 
-def skips_all(rank: int, step: int) -> torch.Tensor:
+def skipping_batch(rank: int, step: int) -> torch.Tensor:
     inputs = batch(rank, step)
     inputs[0, 0] = 1.0 if (rank + step) % 2 else -1.0
     return inputs.requires_grad_()
 
 
 def no_parameter_reached(rank: int, world_size: int) -> list[bool]:
-    """With the flag, whether each step's gradients are half of those of the one rank that reached parameters."""
+    """With the flag, whether each step's gradients are half of the gradients of the only rank that used parameters."""
     ddp = DistributedDataParallel(Skipping(), find_unused_parameters=True, **CAP)
     alone = Skipping()
     same = []
     for step in range(STEPS):
         for module in (ddp, alone):
             module.zero_grad()
-        ddp(skips_all(rank, step)).sum().backward()
-        alone(skips_all((1 + step) % 2, step)).sum().backward()
+        ddp(skipping_batch(rank, step)).sum().backward()
+        alone(skipping_batch((1 + step) % 2, step)).sum().backward()
         pairs = zip(ddp.module.parameters(), alone.parameters(), strict=True)
         same.append(all(torch.allclose(p.grad, q.grad / 2) for p, q in pairs))
     return same
@@ -229,22 +232,26 @@ def test_a_loss_that_reaches_no_parameter_on_one_rank_still_takes_part() -> None
 def no_parameter_reached_without_the_flag(rank: int, world_size: int) -> str:
     ddp = DistributedDataParallel(Skipping(), **CAP)
     try:
-        ddp(skips_all(rank, 0)).sum().backward()
+        ddp(skipping_batch(rank, 0)).sum().backward()
     except RuntimeError as error:
         return str(error)
     return "no error"
 
 
-def test_without_the_flag_it_is_the_same_error_on_every_rank() -> None:
+def test_without_the_flag_every_rank_raises_the_same_error() -> None:
     first, second = run_ranks(no_parameter_reached_without_the_flag, 2, timeout_s=40)
     assert first == second
     assert "net.0.weight (rank 0)" in first
 
 
 def first_reaches_nothing(rank: int, world_size: int, options: dict[str, Any]) -> tuple[list[int], bool]:
-    """Rank 0 reaches no parameter in the first backward: the steps that raised, and whether the last one is torch's."""
+    """Rank 0 uses no parameter in the first backward.
+
+    Returns:
+        The steps that raised, and whether the last step's gradients are equal to torch's.
+    """
     ddp, theirs = DistributedDataParallel(Skipping(), **CAP, **options), TorchDDP(Skipping(), **CAP)
-    told = []
+    failed_steps = []
     for step in range(3):
         ddp.zero_grad()
         inputs = batch(rank, step)
@@ -252,23 +259,23 @@ def first_reaches_nothing(rank: int, world_size: int, options: dict[str, Any]) -
         try:
             ddp(inputs.requires_grad_()).sum().backward()
         except ReducerError:
-            told.append(step)
+            failed_steps.append(step)
     theirs(inputs).sum().backward()
     pairs = zip(ddp.parameters(), theirs.parameters(), strict=True)
-    return told, all(torch.allclose(p.grad, q.grad) for p, q in pairs)
+    return failed_steps, all(torch.allclose(p.grad, q.grad) for p, q in pairs)
 
 
-def test_a_first_backward_that_reaches_nothing_on_one_rank_is_an_error_after_which_all_go_on() -> None:
+def test_training_goes_on_after_a_first_backward_that_used_no_parameter_on_one_rank() -> None:
     assert run_ranks(first_reaches_nothing, 2, {}, timeout_s=20) == [([0], True)] * 2
 
 
-def test_a_first_backward_of_a_static_graph_that_reaches_nothing_on_one_rank_hangs_nobody() -> None:
-    (told, _), _ = run_ranks(first_reaches_nothing, 2, {"static_graph": True}, timeout_s=20)
-    assert told == [1, 2], "the graph changed"
+def test_a_first_backward_of_a_static_graph_that_uses_no_parameter_on_one_rank_does_not_hang() -> None:
+    (failed_steps, _), _ = run_ranks(first_reaches_nothing, 2, {"static_graph": True}, timeout_s=20)
+    assert failed_steps == [1, 2], "the graph changed"
 
 
-def interrupted(rank: int, world_size: int) -> list[int]:
-    """An error in the first backward; then steps on, and the parameters' places in the rebuilt buckets."""
+def error_in_first_backward(rank: int, world_size: int) -> list[int]:
+    """Raise in the first backward and continue; return the parameters' indexes in the rebuilt buckets."""
 
     class StopError(Exception):
         pass
@@ -287,22 +294,22 @@ def interrupted(rank: int, world_size: int) -> list[int]:
 
 
 def test_training_goes_on_after_a_backward_that_failed_on_every_rank() -> None:
-    assert run_ranks(interrupted, 2) == [list(range(6))] * 2
+    assert run_ranks(error_in_first_backward, 2) == [list(range(6))] * 2
 
 
 def layouts(rank: int, world_size: int) -> list[tuple[list[int], list[int]]]:
-    """Ours and torch's rebuilt bucket sizes."""
-    found = []
+    """Return our and torch's rebuilt bucket sizes."""
+    sizes = []
     for options in ({}, CAP, {"bucket_cap_mb_list": [1]}):
         ours, theirs = DistributedDataParallel(net(), **options), TorchDDP(net(), **options)
         for ddp in (ours, theirs):
             for _ in range(2):
                 two_forwards(ddp, rank, 0)
-        sizes = theirs._get_ddp_logging_data()["rebuilt_bucket_sizes"]
-        found.append((ours.reducer.bucket_bytes, [int(size) for size in sizes.split(",")]))
-    return found
+        torch_sizes = theirs._get_ddp_logging_data()["rebuilt_bucket_sizes"]
+        sizes.append((ours.reducer.bucket_bytes, [int(size) for size in torch_sizes.split(",")]))
+    return sizes
 
 
-def test_rebuilt_buckets_are_torchs() -> None:
+def test_rebuilt_buckets_have_torchs_sizes() -> None:
     for ours, theirs in run_ranks(layouts, 1)[0]:
         assert ours == theirs

@@ -1,4 +1,4 @@
-"""A process group that is written in Python, as some services have: torch's DDP trains over it, and so does ours."""
+"""Training over a process group that is written in Python, as some services have."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
 
 CAP = {"bucket_cap_mb": 0.05}
-WAYS: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "finding unused": {"find_unused_parameters": True},
     "skipping unused": {"find_unused_parameters": True, "skip_all_reduce_unused_params": True},
@@ -28,7 +28,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Done(dist._Work):
-    """What was waited for already."""
+    """A work that is complete."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Done(dist._Work):
 
 
 class Relay(dist.ProcessGroup):
-    """Hands every collective to gloo, and waits."""
+    """Forwards every collective to gloo, and waits."""
 
     def __init__(self, store: Any, rank: int, size: int, timeout: Any) -> None:
         super().__init__(rank, size)
@@ -81,26 +81,26 @@ def relayed(rank: int, world_size: int, store: str) -> tuple[dict[str, str], boo
     dist.destroy_process_group()
     dist.Backend.register_backend("relay", Relay, devices=["cpu"])
     dist.init_process_group("relay", init_method=f"file://{store}", rank=rank, world_size=world_size)
-    found = {}
-    for way, arguments in WAYS.items():
+    results = {}
+    for name, arguments in OPTIONS.items():
         theirs, ours = (train(kind(net(), **CAP, **arguments), rank) for kind in (TorchDDP, DistributedDataParallel))
-        found[way] = verdict(ours, theirs)
+        results[name] = verdict(ours, theirs)
     plain = train(TorchDDP(net(), **CAP), rank)
-    with sending() as sent:
-        found["with telemetry"] = verdict(
-            train(DistributedDataParallel(net(), **CAP, telemetry=sent.config), rank), plain
+    with sending() as records:
+        results["with telemetry"] = verdict(
+            train(DistributedDataParallel(net(), **CAP, telemetry=records.config), rank), plain
         )
-    with sending() as seen:
+    with sending() as attached_records:
         attached = TorchDDP(net(), **CAP)
-        ddpobs.attach(attached, seen.config)
-        found["attached"] = verdict(train(attached, rank), plain)
-    return found, len(sent.spans("step")) > 0 and len(seen.spans("step")) > 0
+        ddpobs.attach(attached, attached_records.config)
+        results["attached"] = verdict(train(attached, rank), plain)
+    return results, len(records.spans("step")) > 0 and len(attached_records.spans("step")) > 0
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_trainings_over_it_are_torchs_and_are_seen(tmp_path: Path, ranks: int) -> None:
-    for found, seen in run_ranks(relayed, ranks, str(tmp_path / "store")):
-        # On four ranks: torch lays a static graph's buckets anew a step later than ours, and sums depend on the cut.
-        assert found.pop("static") in ({"equal"} if ranks == 2 else {"equal", "close"})
-        assert set(found.values()) == {"equal"}, found
-        assert seen
+def test_trainings_over_it_equal_torchs_and_are_recorded(tmp_path: Path, ranks: int) -> None:
+    for results, attached_records in run_ranks(relayed, ranks, str(tmp_path / "store")):
+        # On four ranks: torch rebuilds a static graph's buckets a step later than ours, and sums depend on the buckets.
+        assert results.pop("static") in ({"equal"} if ranks == 2 else {"equal", "close"})
+        assert set(results.values()) == {"equal"}, results
+        assert attached_records

@@ -1,4 +1,4 @@
-"""When a bucket is done: each one's own completion, whatever the others' are."""
+"""The completion of each bucket is its own, independent of the other buckets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STEPS = 4
 
 
 class Late:
-    """A bucket that is done so much later."""
+    """A bucket with a completion delayed by `LATE_S`."""
 
     def __init__(self, pending: Any) -> None:
         self._pending, self._done = pending, threading.Event()
@@ -30,53 +30,56 @@ class Late:
         self._pending.wait()
         self._done.wait()
 
-    def on_done(self, told: Callable[[object], None]) -> None:
-        self._timer.function = lambda: (told(None), self._done.set())
+    def on_done(self, callback: Callable[[object], None]) -> None:
+        self._timer.function = lambda: (callback(None), self._done.set())
         self._timer.start()
 
 
 def first_bucket_late(rank: int, world_size: int) -> tuple[list[int], list[int]]:
-    """When the first bucket and the last one were done, by step."""
-    plain = comm.AllReduce.launch
+    """Return the completions of the first and the last bucket, by step."""
+    original = comm.AllReduce.launch
 
     def launch(self: comm.AllReduce, bucket: Any, last: bool) -> Any:
-        pending = plain(self, bucket, last)
+        pending = original(self, bucket, last)
         return Late(pending) if bucket.index == 0 else pending
 
-    with sending() as sent:
-        ddp = DistributedDataParallel(net(), telemetry=sent.config, **CAP)
+    with sending() as capture:
+        ddp = DistributedDataParallel(net(), telemetry=capture.config, **CAP)
         comm.AllReduce.launch = launch  # type: ignore[method-assign, assignment]
         optimizer = torch.optim.SGD(ddp.parameters(), lr=0.05)
         for step in range(STEPS):
             optimizer.zero_grad()
             ddp(batch(rank, step)).sum().backward()
             optimizer.step()
-    bucket, done_ns = np.array(sent.spans("bucket")), np.array(sent.spans("done_ns"))
+    bucket, done_ns = np.array(capture.spans("bucket")), np.array(capture.spans("done_ns"))
     return done_ns[bucket == 0].tolist(), done_ns[bucket == bucket.max()].tolist()
 
 
-def test_the_last_bucket_is_done_when_it_is_and_not_when_an_earlier_one_is() -> None:
+def test_the_completion_of_the_last_bucket_does_not_wait_for_an_earlier_one() -> None:
     for first_ns, last_ns in run_ranks(first_bucket_late, 2):
         assert len(first_ns) == len(last_ns) == STEPS
-        # In every step, where nothing delays the machine; once is enough to tell.
+        # True in every step unless the machine is delayed; one step is enough evidence.
         assert any(last < first for first, last in zip(first_ns, last_ns, strict=True))
 
 
 def first_backward(rank: int, world_size: int) -> list[tuple[int, bool]]:
-    """Of the first step, without and with views: how many buckets, and whether all but the last two went early."""
-    found = []
+    """Return the number of buckets in the first step, and whether all but the last two were launched early.
+
+    Without and with `gradient_as_bucket_view`.
+    """
+    results = []
     for views in (False, True):
-        with sending() as sent:
+        with sending() as capture:
             layers = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(6)])
-            settings = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": views, "telemetry": sent.config}
+            settings = {"bucket_cap_mb": 0.01, "gradient_as_bucket_view": views, "telemetry": capture.config}
             ddp = DistributedDataParallel(layers, **settings)
             ddp(torch.ones(2, 64)).sum().backward()
-        ready_ns, launched_ns = np.array(sent.spans("ready_ns")), np.array(sent.spans("launched_ns"))
-        found.append((len(ready_ns), bool((launched_ns[:-2] < ready_ns[-1]).all())))
-    return found
+        ready_ns, launched_ns = np.array(capture.spans("ready_ns")), np.array(capture.spans("launched_ns"))
+        results.append((len(ready_ns), bool((launched_ns[:-2] < ready_ns[-1]).all())))
+    return results
 
 
-def test_the_first_backward_overlaps_already() -> None:
-    """Torch's has one bucket where every parameter has to take part."""
-    for found in run_ranks(first_backward, 2):
-        assert all(buckets > 3 and early for buckets, early in found), found
+def test_the_first_backward_overlaps_communication() -> None:
+    """Torch's DDP has a single bucket in its first backward if every parameter must take part."""
+    for results in run_ranks(first_backward, 2):
+        assert all(buckets > 3 and early for buckets, early in results), results

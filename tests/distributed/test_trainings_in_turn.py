@@ -1,4 +1,4 @@
-"""Trainings one after another in one process: each is told as if it were the only one."""
+"""Trainings one after another in one process: each is recorded like a single training."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from ddpobs import telemetry
+from ddpobs.export import batch_encoder
 from tests.distributed.compare import batch, net
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import sending
-from tests.distributed.test_steps import SLOW_S, makes, summary
+from tests.distributed.test_steps import SLOW_S, ddp_factory, summary
 
 
-def train(make: Any, rank: int) -> None:
-    """Four steps, and after two of them a look at the model, left in training mode, that takes its time."""
-    ddp = make(net())
+def train(wrap: Any, rank: int) -> None:
+    """Run four steps; after the second, a slow forward without gradients with the model left in training mode."""
+    ddp = wrap(net())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for step in range(4):
         ddp(batch(rank, step)).sum().backward()
@@ -30,30 +30,30 @@ def train(make: Any, rank: int) -> None:
 
 
 def in_turn(rank: int, world_size: int, kind: str) -> dict[str, Any]:
-    with sending() as sent:
+    with sending() as capture:
         for _ in range(2):
-            train(makes(kind, sent), rank)
-    return summary(sent)
+            train(ddp_factory(kind, capture), rank)
+    return summary(capture)
 
 
 def layouts_in_turn(rank: int, world_size: int, kind: str) -> list[set[int]]:
-    """Of which modules each batch tells, if it tells of all that there are."""
-    with patch.object(telemetry, "_REPEAT_HELLO", 1), sending() as sent:
+    """Return the modules in each batch, if every batch repeats all layouts."""
+    with patch.object(batch_encoder, "_REPEAT_HELLO", 1), sending() as capture:
         for _ in range(3):
-            train(makes(kind, sent), rank)
-    return [{layout.module for layout in told.layouts} for told in sent.batches]
+            train(ddp_factory(kind, capture), rank)
+    return [{layout.module for layout in wire_batch.layouts} for wire_batch in capture.batches]
 
 
 @pytest.mark.parametrize("kind", ["ours", "attached"])
-def test_layouts_of_models_that_are_gone_do_not_pile_up(kind: str) -> None:
-    for told in run_ranks(layouts_in_turn, 2, kind):
-        assert set.union(*told) == {0, 1, 2}
-        assert not told[-1] & {0, 1}
+def test_layouts_of_collected_models_are_not_repeated(kind: str) -> None:
+    for modules in run_ranks(layouts_in_turn, 2, kind):
+        assert set.union(*modules) == {0, 1, 2}
+        assert not modules[-1] & {0, 1}
 
 
 @pytest.mark.parametrize("kind", ["ours", "attached"])
-def test_a_model_after_another_that_is_gone_has_the_same_steps(kind: str) -> None:
-    for seen in run_ranks(in_turn, 2, kind):
-        assert seen["backwards"] == [1] * 8
-        assert seen["samples"] == [4] * 8
-        assert seen["clean"] == [False, True, False, True] * 2
+def test_a_model_after_a_collected_one_has_the_same_steps(kind: str) -> None:
+    for steps in run_ranks(in_turn, 2, kind):
+        assert steps["backwards"] == [1] * 8
+        assert steps["samples"] == [4] * 8
+        assert steps["clean"] == [False, True, False, True] * 2

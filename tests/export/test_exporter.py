@@ -1,3 +1,5 @@
+"""The exporter's queue and thread against real HTTP servers."""
+
 from __future__ import annotations
 
 import os
@@ -31,10 +33,10 @@ def encode(records: Sequence[object], envelope: Envelope) -> wire.Batch:
 
 def exporter(url: str, folder: Path, **settings: float) -> Exporter:
     config = TelemetryConfig(collector=url, spool=folder, flush_s=0.05, **settings)  # type: ignore[arg-type]
-    made = Exporter(config, encode)
-    made.identify(IDENTITY)
-    made.start()
-    return made
+    running = Exporter(config, encode)
+    running.identify(IDENTITY)
+    running.start()
+    return running
 
 
 def event(kind: str = "e") -> wire.Event:
@@ -42,98 +44,98 @@ def event(kind: str = "e") -> wire.Event:
 
 
 def kinds(puts: Sequence[tuple[str, bytes, float]]) -> list[str]:
-    """Of all events in these requests."""
-    return [one.kind for _, body, _ in puts for one in wire.decode(zstandard.decompress(body)).events]
+    """Kinds of all events in these requests."""
+    return [event.kind for _, body, _ in puts for event in wire.decode(zstandard.decompress(body)).events]
 
 
-def until(holds: Callable[[], object], seconds: float = 20.0) -> None:
+def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
     deadline = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come true"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
         time.sleep(0.02)
 
 
 def test_a_batch_reaches_the_collector_whole(tmp_path: Path) -> None:
-    with collector(acknowledge) as seen:
-        sent = exporter(seen.url, tmp_path)
-        assert sent.offer(event("hello"))
-        sent.close()
-    path, body, _ = seen.puts[0]
+    with collector(acknowledge) as server:
+        running = exporter(server.url, tmp_path)
+        assert running.offer(event("hello"))
+        running.close()
+    path, body, _ = server.puts[0]
     assert path == f"/api/v1/runs/r/sources/{'b' * 16}/batches/0"
     assert wire.decode(zstandard.decompress(body)).events[0].kind == "hello"
-    assert (sent.emitted, sent.dropped, list(tmp_path.iterdir())) == (1, 0, [])
+    assert (running.emitted, running.dropped, list(tmp_path.iterdir())) == (1, 0, [])
 
 
-def test_the_end_waits_for_what_the_device_is_not_through_with(tmp_path: Path) -> None:
-    """Also where something follows that needs no device, as the goodbye does."""
+def test_close_waits_for_records_that_the_device_has_not_finished(tmp_path: Path) -> None:
+    """A record that needs no device, such as the goodbye, may follow."""
     ready = threading.Event()
-    with collector(acknowledge) as seen:
-        config = TelemetryConfig(collector=seen.url, spool=tmp_path)
-        sent = Exporter(config, encode, lambda record: record.kind != "late" or ready.is_set())  # type: ignore[attr-defined]
-        sent.identify(IDENTITY)
-        sent.start()
+    with collector(acknowledge) as server:
+        config = TelemetryConfig(collector=server.url, spool=tmp_path)
+        running = Exporter(config, encode, lambda record: record.kind != "late" or ready.is_set())  # type: ignore[attr-defined]
+        running.identify(IDENTITY)
+        running.start()
         for kind in ("late", "goodbye"):
-            sent.offer(event(kind))
+            running.offer(event(kind))
         threading.Timer(0.1, ready.set).start()
-        sent.close()
-    assert kinds(seen.puts) == ["late", "goodbye"]
-    assert sent.dropped == 0
+        running.close()
+    assert kinds(server.puts) == ["late", "goodbye"]
+    assert running.dropped == 0
 
 
-def test_what_the_last_periodic_calls_offer_travels(tmp_path: Path) -> None:
-    with collector(acknowledge) as seen:
-        sent = exporter(seen.url, tmp_path)
+def test_records_from_the_last_periodic_calls_are_sent(tmp_path: Path) -> None:
+    with collector(acknowledge) as server:
+        running = exporter(server.url, tmp_path)
         offered: list[bool] = []
-        sent.call_every(1000, lambda: sent._stopping and offered.append(sent.offer(event("peers"))))
-        sent.close()
+        running.call_every(1000, lambda: running._stopping and offered.append(running.offer(event("peers"))))
+        running.close()
     assert all(offered)
-    assert kinds(seen.puts) == ["peers"] * len(offered) != []
+    assert kinds(server.puts) == ["peers"] * len(offered) != []
 
 
 @pytest.mark.parametrize("reply", [status(500), status(503), status(429), status(408), rubbish])
 def test_a_retry_has_the_same_body(tmp_path: Path, reply: Callable[..., object]) -> None:
-    with collector(reply, acknowledge) as seen:  # type: ignore[arg-type]
-        sent = exporter(seen.url, tmp_path)
-        sent.offer(event())
-        until(lambda: len(seen.puts) == 2)
-        sent.close()
-    assert seen.puts[0][:2] == seen.puts[1][:2]
-    assert sent.dropped == 0
+    with collector(reply, acknowledge) as server:  # type: ignore[arg-type]
+        running = exporter(server.url, tmp_path)
+        running.offer(event())
+        until(lambda: len(server.puts) == 2)
+        running.close()
+    assert server.puts[0][:2] == server.puts[1][:2]
+    assert running.dropped == 0
 
 
 @pytest.mark.parametrize("code", [429, 503])
 def test_retry_after_is_honoured(tmp_path: Path, code: int) -> None:
-    with collector(status(code, Retry_After="1"), acknowledge) as seen:
-        sent = exporter(seen.url, tmp_path)
-        sent.offer(event())
-        until(lambda: len(seen.puts) == 2)
-        sent.close()
-    assert seen.puts[1][2] - seen.puts[0][2] >= 1.0
+    with collector(status(code, Retry_After="1"), acknowledge) as server:
+        running = exporter(server.url, tmp_path)
+        running.offer(event())
+        until(lambda: len(server.puts) == 2)
+        running.close()
+    assert server.puts[1][2] - server.puts[0][2] >= 1.0
 
 
 @pytest.mark.parametrize("code", [409, 413, 422])
 def test_a_refused_batch_is_dropped_and_counted(tmp_path: Path, code: int) -> None:
-    with collector(status(code)) as seen:
-        sent = exporter(seen.url, tmp_path)
-        sent.offer(event(), weight=7)
-        sent.close()
-    assert (len(seen.puts), sent.dropped, list(tmp_path.iterdir())) == (1, 7, [])
+    with collector(status(code)) as server:
+        running = exporter(server.url, tmp_path)
+        running.offer(event(), weight=7)
+        running.close()
+    assert (len(server.puts), running.dropped, list(tmp_path.iterdir())) == (1, 7, [])
 
 
 @pytest.mark.parametrize("code", [401, 403, 421])
 def test_a_wrong_token_or_name_keeps_the_batch_in_the_spool(tmp_path: Path, code: int) -> None:
-    with collector(status(code)) as seen:
-        sent = exporter(seen.url, tmp_path)
-        sent.offer(event())
-        sent.close()
+    with collector(status(code)) as server:
+        running = exporter(server.url, tmp_path)
+        running.offer(event())
+        running.close()
     assert len(list(Spool(tmp_path, 10**6).batches())) == 1
-    assert sent.dropped == 0
+    assert running.dropped == 0
 
 
 def test_an_absent_collector_leaves_the_batch_in_the_spool(tmp_path: Path) -> None:
-    sent = exporter(absent(), tmp_path)
-    sent.offer(event())
-    sent.close()
+    running = exporter(absent(), tmp_path)
+    running.offer(event())
+    running.close()
     assert len(list(Spool(tmp_path, 10**6).batches())) == 1
 
 
@@ -143,72 +145,74 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path) -> None:
     assert (full.emitted, full.dropped) == (9, 3)
 
 
-def test_a_record_may_take_several_places_in_the_queue(tmp_path: Path) -> None:
-    made = Exporter(TelemetryConfig(spool=tmp_path, queue_records=5), encode)
-    assert [made.offer(event(), weight=9, places=places) for places in (4, 2, 1, 1)] == [True, False, True, False]
-    assert (made.emitted, made.dropped) == (36, 18)
+def test_a_record_may_take_several_slots_of_the_queue(tmp_path: Path) -> None:
+    full = Exporter(TelemetryConfig(spool=tmp_path, queue_records=5), encode)
+    assert [full.offer(event(), weight=9, slots=slots) for slots in (4, 2, 1, 1)] == [True, False, True, False]
+    assert (full.emitted, full.dropped) == (36, 18)
 
 
-def test_what_the_encoder_would_wait_for_holds_up_its_records_alone(tmp_path: Path) -> None:
-    """A device that hangs never gets to its steps' ends: pulses tell so, if they do not wait for it too."""
+def test_a_record_that_is_not_ready_does_not_delay_pulses(tmp_path: Path) -> None:
+    """A device that hangs never reaches the end of its steps. Pulses report the hang, so they must not wait for it."""
     passed = threading.Event()
-    with collector(acknowledge) as seen:
-        config = TelemetryConfig(collector=seen.url, spool=tmp_path, flush_s=0.05)
-        made = Exporter(config, encode, lambda record: passed.is_set() or record.kind == "pulse")  # type: ignore[attr-defined]
-        made.identify(IDENTITY)
-        made.call_every(0.01, lambda: made.offer_latest(event("pulse")))
-        made.start()
-        made.offer(event("step"))
-        until(lambda: len(seen.puts) > 3)
-        assert "step" not in kinds(seen.puts)
+    with collector(acknowledge) as server:
+        config = TelemetryConfig(collector=server.url, spool=tmp_path, flush_s=0.05)
+        waiting = Exporter(config, encode, lambda record: passed.is_set() or record.kind == "pulse")  # type: ignore[attr-defined]
+        waiting.identify(IDENTITY)
+        waiting.call_every(0.01, lambda: waiting.offer_latest(event("pulse")))
+        waiting.start()
+        waiting.offer(event("step"))
+        until(lambda: len(server.puts) > 3)
+        assert "step" not in kinds(server.puts)
         passed.set()
-        until(lambda: "step" in kinds(seen.puts))
-        made.close()
+        until(lambda: "step" in kinds(server.puts))
+        waiting.close()
 
 
 def test_an_error_in_the_encoder_does_not_end_the_thread(tmp_path: Path) -> None:
-    with collector(acknowledge) as seen:
-        sent = exporter(seen.url, tmp_path)
-        sent.offer(object())
-        until(lambda: sent.dropped == 1)
-        sent.offer(event())
-        until(lambda: seen.puts)
-        sent.close()
-    sent.close()
+    with collector(acknowledge) as server:
+        running = exporter(server.url, tmp_path)
+        running.offer(object())
+        until(lambda: running.dropped == 1)
+        running.offer(event())
+        until(lambda: server.puts)
+        running.close()
+    running.close()
 
 
 def test_a_forked_child_has_no_exporter(tmp_path: Path) -> None:
     with broken("silent") as url:
-        sent = exporter(url, tmp_path, exit_s=0.2)
-        sent.offer(event())
-        until(lambda: sent.queued_sizes)
+        running = exporter(url, tmp_path, exit_s=0.2)
+        running.offer(event())
+        until(lambda: running.queued_sizes)
         child = os.fork()
         if child == 0:
-            os._exit(0 if not sent.offer(event()) and threading.active_count() == 1 else 1)
+            os._exit(0 if not running.offer(event()) and threading.active_count() == 1 else 1)
         assert os.waitpid(child, 0)[1] == 0
-        assert sent.offer(event())
-        sent.close()
+        assert running.offer(event())
+        running.close()
 
 
-@pytest.mark.parametrize("known", [True, False])
-def test_the_last_flush_waits_a_moment_for_whose_records_these_are(tmp_path: Path, known: bool) -> None:
-    """A rank of a short run may be done before rank 0 shared the run's name; one that never hears it still ends."""
-    with collector(acknowledge) as seen:
-        made = Exporter(TelemetryConfig(collector=seen.url, spool=tmp_path), encode)
-        heard_at = time.monotonic() + 0.3
-        made.call_every(0.01, lambda: made.identify(IDENTITY) if known and time.monotonic() > heard_at else None)
-        made.start()
-        made.offer(event())
+@pytest.mark.parametrize("shared", [True, False])
+def test_the_last_flush_waits_a_moment_for_the_identity(tmp_path: Path, shared: bool) -> None:
+    """A short run may end before rank 0 has shared the identity. A rank without an identity still ends."""
+    with collector(acknowledge) as server:
+        waiting = Exporter(TelemetryConfig(collector=server.url, spool=tmp_path), encode)
+        shared_at = time.monotonic() + 0.3
+        waiting.call_every(
+            0.01, lambda: waiting.identify(IDENTITY) if shared and time.monotonic() > shared_at else None
+        )
+        waiting.start()
+        waiting.offer(event())
         began = time.monotonic()
-        made.close()
-    assert (len(seen.puts), made.dropped) == ((1, 0) if known else (0, 1))
+        waiting.close()
+    assert (len(server.puts), waiting.dropped) == ((1, 0) if shared else (0, 1))
     assert time.monotonic() - began < TelemetryConfig().exit_s
 
 
-def test_ranks_that_began_at_different_times_work_at_the_same_moments(
+def test_ranks_that_started_at_different_times_work_at_the_same_moments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What each did at its own time would hold up all the others."""
+    """Work at different moments would delay all other ranks each time."""
     now_s, booted_s, worked, cut = 0.0, 0.0, defaultdict[int, list[float]](list), defaultdict[int, list[float]](list)
     clocks = SimpleNamespace(monotonic=lambda: now_s - booted_s, time=lambda: now_s)
     monkeypatch.setattr("ddpobs.export.exporter.time", clocks)
@@ -216,20 +220,20 @@ def test_ranks_that_began_at_different_times_work_at_the_same_moments(
     def live(rank: int, began_s: float) -> None:
         nonlocal now_s, booted_s
         now_s, booted_s = began_s, 7.7 * rank
-        made = Exporter(TelemetryConfig(spool=tmp_path, flush_s=2.0), encode)
-        made.identify(IDENTITY)
-        made._delivery.put = lambda _: cut[rank].append(round(now_s, 1))  # type: ignore[method-assign]
-        made.call_every(0.5, lambda: worked[rank].append(round(now_s, 1)))
+        waiting = Exporter(TelemetryConfig(spool=tmp_path, flush_s=2.0), encode)
+        waiting.identify(IDENTITY)
+        waiting._delivery.put = lambda _: cut[rank].append(round(now_s, 1))  # type: ignore[method-assign]
+        waiting.call_every(0.5, lambda: worked[rank].append(round(now_s, 1)))
         while now_s < 9.0:
-            made.offer(event())
-            made._tick()
-            made._cut_due()
-            now_s += made._pause_s()
+            waiting.offer(event())
+            waiting._tick()
+            waiting._cut_due()
+            now_s += waiting._pause_s()
 
     live(0, 0.0)
     live(1, 1.3)
     live(2, 1.95)
     assert cut[0] == [2.0, 4.0, 6.0, 8.0]
     assert cut[1] == cut[2] == cut[0]
-    assert worked[1][1:] == [one / 2 for one in range(3, 18)]
+    assert worked[1][1:] == [number / 2 for number in range(3, 18)]
     assert worked[2][1:] == worked[0][-len(worked[2]) + 1 :]

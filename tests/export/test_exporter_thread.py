@@ -1,4 +1,4 @@
-"""The telemetry thread beside what a training process does: fork, and end."""
+"""The telemetry thread in a training process that forks and ends."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def forked(child: Callable[[], bool]) -> bool:
-    """Whether the child found that it is so."""
+    """Evaluate a condition in a forked child."""
     pid = os.fork()
     if pid == 0:
         os._exit(0 if child() else 1)
     return os.waitpid(pid, 0)[1] == 0
 
 
-def test_a_forked_child_finds_no_lock_that_the_thread_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs.export.exporter._REST_S", 20.0)
+def test_a_forked_child_inherits_no_lock_of_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddpobs.export.exporter._FORK_PAUSE_S", 20.0)
     library = threading.Lock()
 
     def call_into_it() -> None:
         with library:
             time.sleep(0.06)
 
-    made = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path), encode)
-    made.call_every(0.001, call_into_it)
-    made.start()
+    running = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path), encode)
+    running.call_every(0.001, call_into_it)
+    running.start()
     assert all(forked(lambda: library.acquire(timeout=5)) for _ in range(20))
-    made.close()
+    running.close()
 
 
-def test_a_forked_child_drops_nothing_of_the_parent_s(tmp_path: Path) -> None:
-    """An event of CUDA's ends the process that drops it and did not make it."""
+def test_a_forked_child_deletes_none_of_the_parents_records(tmp_path: Path) -> None:
+    """A CUDA event ends a process that deletes it without having created it."""
 
     class Event:
         def __del__(self) -> None:
@@ -57,41 +57,41 @@ def test_a_forked_child_drops_nothing_of_the_parent_s(tmp_path: Path) -> None:
 
     parent = os.getpid()
     journal = Journal(HostClock(), lambda _: None)
-    journal.communicated(0, 0, Event(), Event())
-    made = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path), encode)
-    made.offer(Event())
-    assert forked(lambda: not journal._entries and not made._queue)
+    journal.comm_ended(0, 0, Event(), Event())
+    running = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path), encode)
+    running.offer(Event())
+    assert forked(lambda: not journal._entries and not running._queue)
     assert len(journal._entries) == 3
 
 
 def test_forks_do_not_wait_for_a_request_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs.export.exporter._REST_S", 10.0)
+    monkeypatch.setattr("ddpobs.export.exporter._FORK_PAUSE_S", 10.0)
     with broken("silent") as url:
-        sent = exporter(url, tmp_path, exit_s=0.2)
-        sent.offer(event())
-        until(lambda: sent.queued_sizes)
+        running = exporter(url, tmp_path, exit_s=0.2)
+        running.offer(event())
+        until(lambda: running.queued_sizes)
         began = time.monotonic()
         assert all(forked(lambda: True) for _ in range(10))
         assert time.monotonic() - began < 10
-        sent.close()
+        running.close()
 
 
 def test_forks_wait_once_for_a_thread_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs.export.exporter._REST_S", 1.0)
-    hangs, goes_on = threading.Event(), threading.Event()
-    made = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path, exit_s=0.2), encode)
-    made.call_every(0.001, lambda: hangs.set() or goes_on.wait(60))
-    made.start()
+    monkeypatch.setattr("ddpobs.export.exporter._FORK_PAUSE_S", 1.0)
+    hangs, resumes = threading.Event(), threading.Event()
+    running = Exporter(TelemetryConfig(collector=absent(), spool=tmp_path, exit_s=0.2), encode)
+    running.call_every(0.001, lambda: hangs.set() or resumes.wait(60))
+    running.start()
     assert hangs.wait(20)
     began = time.monotonic()
     assert all(forked(lambda: True) for _ in range(10))
     assert time.monotonic() - began < 6
-    goes_on.set()
-    made.close()
+    resumes.set()
+    running.close()
 
 
 def test_the_thread_imports_nothing(tmp_path: Path) -> None:
-    """A child forked while it did would wait for ever for a module half imported."""
+    """A child forked during an import would wait forever for the half-imported module."""
     script = f"""
 import sys, threading
 from pathlib import Path
@@ -101,42 +101,42 @@ def imported(name, args):
         print(args[0])
 sys.addaudithook(imported)
 for url in sys.argv[1:]:
-    sent = exporter(url, Path({str(tmp_path)!r}))
-    sent.offer(event())
-    sent.close()
+    running = exporter(url, Path({str(tmp_path)!r}))
+    running.offer(event())
+    running.close()
 print("done")
 """
-    with collector(acknowledge) as seen:
-        named = seen.url.replace("127.0.0.1", "localhost")
-        assert _python(script, seen.url, named, "https://127.0.0.1:9").stdout == "done\n"
-    assert len(seen.puts) == 2
+    with collector(acknowledge) as server:
+        by_name = server.url.replace("127.0.0.1", "localhost")
+        assert _python(script, server.url, by_name, "https://127.0.0.1:9").stdout == "done\n"
+    assert len(server.puts) == 2
 
 
 def test_a_process_may_end_while_the_thread_is_in_a_store() -> None:
-    """C++ that comes back to an interpreter that is ending is unwound, and aborts the process."""
+    """C++ code that returns to an ending interpreter is unwound, which aborts the process."""
     script = """
 import sys, threading, time
 from torch.distributed import TCPStore
 from ddpobs import TelemetryConfig
 from ddpobs.clocks import HostClock
-from ddpobs.exporter import Exporter
-from ddpobs.journal import Journal
+from ddpobs.export.exporter import Exporter
+from ddpobs.recording.journal import Journal
 store = TCPStore("127.0.0.1", 0, 1, True)
 ours = store.clone()
 began = threading.Event()
-def ask():
+def check():
     began.set()
     end = time.monotonic() + 3.2
     while time.monotonic() < end:
         ours.check(["key"])
-made = Exporter(TelemetryConfig(collector="http://127.0.0.1:9", exit_s=4), lambda *_: None)
-made.every(0.001, ask)
-made.start()
+running = Exporter(TelemetryConfig(collector="http://127.0.0.1:9", exit_s=4), lambda *_: None)
+running.call_every(0.001, check)
+running.start()
 began.wait()
-made.close()
+running.close()
 """
-    done = _python(script)
-    assert (done.returncode, done.stderr) == (0, "")
+    completed = _python(script)
+    assert (completed.returncode, completed.stderr) == (0, "")
 
 
 def _python(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,3 +1,5 @@
+"""The spool's folder: order, limit and foreign files."""
+
 from __future__ import annotations
 
 import os
@@ -12,7 +14,7 @@ SOURCE = "b" * 16
 
 
 def put(spool: Spool, seq: int, size: int = 10, run: str = "r") -> list[tuple[str, int]]:
-    """Run and records of each batch that was dropped for it."""
+    """Put a batch; returns run and number of records of each dropped batch."""
     dropped: list[tuple[str, int]] = []
     spool.put(Encoded(run, SOURCE, seq, 5, b"x" * size), seq, lambda run, records: dropped.append((run, records)))
     return dropped
@@ -21,33 +23,33 @@ def put(spool: Spool, seq: int, size: int = 10, run: str = "r") -> list[tuple[st
 def test_a_full_spool_drops_its_oldest_and_counts_their_records(tmp_path: Path) -> None:
     spool = Spool(tmp_path, 25)
     assert [put(spool, seq) for seq in range(3)] == [[], [], [("r", 5)]]
-    assert [kept.seq for kept in spool.batches()] == [1, 2]
+    assert [batch.seq for batch in spool.batches()] == [1, 2]
 
 
-def test_a_foreign_file_is_passed_over(tmp_path: Path) -> None:
+def test_a_foreign_file_is_skipped(tmp_path: Path) -> None:
     spool = Spool(tmp_path, 100)
     (tmp_path / "rubbish.batch").write_bytes(b"?")
     put(spool, 0)
-    assert [(kept.run, kept.source, kept.body()) for kept in spool.batches()] == [("r", SOURCE, b"x" * 10)]
+    assert [(batch.run, batch.source, batch.body()) for batch in spool.batches()] == [("r", SOURCE, b"x" * 10)]
 
 
-def test_batches_of_other_processes_count_before_long(tmp_path: Path) -> None:
+def test_batches_of_other_processes_are_counted_soon(tmp_path: Path) -> None:
     spool, other = Spool(tmp_path, 1000), Spool(tmp_path, 1000)
     put(spool, 0)
     for seq in range(1, 100):
         put(other, seq)
     for seq in range(100, 180):
         put(spool, seq)
-    assert sum(kept.path.stat().st_size for kept in spool.batches()) <= 1000
+    assert sum(batch.path.stat().st_size for batch in spool.batches()) <= 1000
 
 
-def test_a_batch_larger_than_the_spool_drives_nothing_out(tmp_path: Path) -> None:
+def test_a_batch_larger_than_the_spool_displaces_nothing(tmp_path: Path) -> None:
     spool = Spool(tmp_path, 25)
     assert [put(spool, 0), put(spool, 1, size=26)] == [[], [("r", 5)]]
-    assert [kept.seq for kept in spool.batches()] == [0]
+    assert [batch.seq for batch in spool.batches()] == [0]
 
 
-def test_what_another_run_loses_is_told_with_its_name_even_if_the_disk_then_fails(
+def test_losses_of_another_run_are_reported_with_its_id_even_if_the_disk_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spool = Spool(tmp_path, 25)
@@ -60,7 +62,9 @@ def test_what_another_run_loses_is_told_with_its_name_even_if_the_disk_then_fail
     assert dropped == [("earlier", 5)]
 
 
-def test_a_file_that_may_not_be_removed_stays_and_another_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_removed_stays_and_another_is_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     spool = Spool(tmp_path, 25)
     put(spool, 0, run="theirs")
     put(spool, 1)
@@ -73,16 +77,16 @@ def test_a_file_that_may_not_be_removed_stays_and_another_goes(tmp_path: Path, m
 
     monkeypatch.setattr(Path, "unlink", unlink)
     assert put(spool, 2) == [("r", 5)]
-    assert [kept.seq for kept in spool.batches()] == [0, 2]
+    assert [batch.seq for batch in spool.batches()] == [0, 2]
 
 
-def test_a_folder_that_another_user_made_first_gets_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_another_user_created_gets_no_batch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spool = Spool(tmp_path, 100, private=True)
     put(spool, 0)
-    mine = os.getuid()
-    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    uid = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
     with pytest.raises(PermissionError, match="DDPOBS_SPOOL"):
         put(spool, 1)
-    assert [kept.seq for kept in spool.batches()] == [0]
-    put(Spool(tmp_path, 100), 2)  # One that was named may be somebody else's.
-    assert [kept.seq for kept in spool.batches()] == [0, 2]
+    assert [batch.seq for batch in spool.batches()] == [0]
+    put(Spool(tmp_path, 100), 2)  # A folder from the settings may belong to another user.
+    assert [batch.seq for batch in spool.batches()] == [0, 2]

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Reply = tuple[int, dict[str, str], bytes]
@@ -19,6 +21,8 @@ class Seen:
     """Requests as they came: path, body, and when."""
 
     puts: list[tuple[str, bytes, float]] = field(default_factory=list)
+    headers: list[Message] = field(default_factory=list)
+    """Of each GET."""
     url: str = ""
 
 
@@ -36,7 +40,7 @@ def rubbish(path: str) -> Reply:
 
 
 @contextmanager
-def collector(*replies: Callable[[str], Reply], port: int = 0) -> Iterator[Seen]:
+def collector(*replies: Callable[[str], Reply], port: int = 0, tls: ssl.SSLContext | None = None) -> Iterator[Seen]:
     """Answers with each reply in turn, and with the last one from then on."""
     seen = Seen()
 
@@ -49,6 +53,7 @@ def collector(*replies: Callable[[str], Reply], port: int = 0) -> Iterator[Seen]
             self.answer(replies[min(len(seen.puts), len(replies)) - 1](self.path))
 
         def do_GET(self) -> None:
+            seen.headers.append(self.headers)
             self.answer(replies[0](self.path))
 
         def answer(self, reply: Reply) -> None:
@@ -64,8 +69,11 @@ def collector(*replies: Callable[[str], Reply], port: int = 0) -> Iterator[Seen]
 
     server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     server.daemon_threads = True
+    if tls is not None:
+        server.socket = tls.wrap_socket(server.socket, server_side=True)
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    seen.url = f"http://127.0.0.1:{server.server_address[1]}"
+    port = server.server_address[1]
+    seen.url = f"http://127.0.0.1:{port}" if tls is None else f"https://localhost:{port}"
     try:
         yield seen
     finally:

@@ -1,4 +1,4 @@
-"""Every query of every panel and variable, evaluated by a real Prometheus that scraped a real run."""
+"""A real Prometheus that scraped a real run evaluates every query of every panel and variable."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from dashboards.build import FOLDER, built
+from dashboards.build import FOLDER, dashboard_files
 from tests.integration.conftest import SLOW_RANK
 from tests.integration.tools import need
 from tests.integration.training import ROOT, train
@@ -29,9 +29,9 @@ RUN = "on-the-dashboard"
 
 @pytest.fixture(scope="module")
 def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A Prometheus that scraped the collector every second while a training with a slow rank went on; asked of its end.
+    """A Prometheus that scraped the collector every second during a training with a slow rank.
 
-    A run that has ended leaves the metrics after a minute.
+    Queries are evaluated at the training's end, because a finished run leaves the metrics after a minute.
     """
     program = need("prometheus", "prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
@@ -64,7 +64,7 @@ def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[h
         client.close()
 
 
-def ask(prometheus: httpx.Client, query: str) -> list[Any]:
+def evaluate(prometheus: httpx.Client, query: str) -> list[Any]:
     answer = prometheus.get("/query", params={"query": query}).json()
     assert answer["status"] == "success", f"{query}: {answer}"
     return answer["data"]["result"]  # type: ignore[no-any-return]
@@ -74,16 +74,16 @@ def _wait_for(prometheus: httpx.Client, query: str, seconds: float = 90) -> None
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
-            if ask(prometheus, query):
+            if evaluate(prometheus, query):
                 return
-        except (httpx.TransportError, json.JSONDecodeError):  # Prometheus is not there yet, or not ready.
+        except (httpx.TransportError, json.JSONDecodeError):  # Prometheus has not started yet.
             pass
         time.sleep(0.5)
     raise AssertionError(f"{query} stayed empty for {seconds} s")
 
 
 def dashboards() -> list[Any]:
-    return [json.loads((FOLDER / name).read_text()) for name in built()]
+    return [json.loads((FOLDER / name).read_text()) for name in dashboard_files()]
 
 
 def queries() -> list[tuple[str, str]]:
@@ -95,12 +95,12 @@ def queries() -> list[tuple[str, str]]:
     ]
 
 
-def filled(expr: str) -> str:
+def with_values(expr: str) -> str:
     return expr.replace("$run", RUN).replace("$rank", ".*").replace("$instance", ".*")
 
 
 def test_no_panel_is_empty(prometheus: httpx.Client) -> None:
-    empty = [title for title, expr in queries() if not ask(prometheus, filled(expr))]
+    empty = [title for title, expr in queries() if not evaluate(prometheus, with_values(expr))]
     assert len(queries()) > 50
     assert empty == []
 
@@ -114,7 +114,7 @@ IN_15_S = {
     f'ddpobs_comm_wait_seconds_total{{run="{RUN}",rank="1"}}': 24 * 0.125,
     f'ddpobs_straggler_steps_total{{run="{RUN}",rank="1",phase="backward"}}': 12,
 }
-"""Four ranks at four steps a second, all of a quarter of a second; fast enough that not all of them are compared."""
+"""Growth of each counter in 15 s: four ranks at four steps a second of 0.25 s each, of which not all are compared."""
 
 
 @pytest.mark.parametrize(
@@ -122,45 +122,47 @@ IN_15_S = {
     [
         ("Steps a second", f'run="{RUN}"', 4),
         ("Step time, mean", f'run="{RUN}"', 0.25),
-        ("Delay that a rank caused, per step", f'run="{RUN}", rank="1"', 0.0625),
+        ("Delay caused by a rank, per step", f'run="{RUN}", rank="1"', 0.0625),
         ("Waiting for the last rank, per step", f'run="{RUN}", rank="1"', 0.125),
-        ("Share of steps in which a rank was late", 'rank="1", phase="backward"', 0.5),
+        ("Share of steps in which a rank was last and late", 'rank="1", phase="backward"', 0.5),
     ],
 )
-@pytest.mark.parametrize("scrapes", [4, 1], ids=["four scrapes a minute", "Prometheus's own one"])
-def test_a_panel_shows_what_its_title_says(tmp_path: Path, panel: str, labels: str, value: float, scrapes: int) -> None:
-    asked = {
-        "expr": filled(dict(queries())[panel]),
+@pytest.mark.parametrize("scrapes", [4, 1], ids=["four scrapes a minute", "one scrape a minute"])
+def test_a_panel_shows_the_value_of_its_title(
+    tmp_path: Path, panel: str, labels: str, value: float, scrapes: int
+) -> None:
+    expectation = {
+        "expr": with_values(dict(queries())[panel]),
         "eval_time": "10m" if scrapes > 1 else "10m30s",
         "exp_samples": [{"labels": f"{{{labels}}}", "value": value}],
     }
-    series = [{"series": name, "values": f"0+{grown * 4 / scrapes}x60"} for name, grown in IN_15_S.items()]
-    test = {"interval": f"{60 // scrapes}s", "input_series": series, "promql_expr_test": [asked]}
+    series = [{"series": name, "values": f"0+{growth * 4 / scrapes}x60"} for name, growth in IN_15_S.items()]
+    test = {"interval": f"{60 // scrapes}s", "input_series": series, "promql_expr_test": [expectation]}
     (tmp_path / "test.yml").write_text(json.dumps({"tests": [test]}))
     command = [need("promtool", "prometheus"), "test", "rules", tmp_path / "test.yml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_every_variable_has_values(prometheus: httpx.Client) -> None:
     variables = [variable for dashboard in dashboards() for variable in dashboard["templating"]["list"]]
-    asked = [variable for variable in variables if variable["type"] == "query"]
-    assert {variable["name"] for variable in asked} == {"run", "rank", "instance"}
-    for variable in asked:
+    with_query = [variable for variable in variables if variable["type"] == "query"]
+    assert {variable["name"] for variable in with_query} == {"run", "rank", "instance"}
+    for variable in with_query:
         query = variable["query"] if isinstance(variable["query"], str) else variable["query"]["query"]
-        found = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
-        assert found, query
-        assert all(series["metric"].get(found[2]) for series in ask(prometheus, filled(found[1])))
-        assert ask(prometheus, filled(found[1]))
+        match = re.fullmatch(r"label_values\((.+), (\w+)\)", query)
+        assert match, query
+        assert all(series["metric"].get(match[2]) for series in evaluate(prometheus, with_values(match[1])))
+        assert evaluate(prometheus, with_values(match[1]))
 
 
 def test_the_slow_rank_stands_out_in_prometheus(prometheus: httpx.Client) -> None:
     query = f'topk(1, ddpobs_rank_delay_seconds_total{{run="{RUN}"}})'
-    assert [series["metric"]["rank"] for series in ask(prometheus, query)] == [str(SLOW_RANK)]
+    assert [series["metric"]["rank"] for series in evaluate(prometheus, query)] == [str(SLOW_RANK)]
 
 
-def test_the_committed_dashboard_is_what_the_code_builds() -> None:
-    for name, text in built().items():
+def test_the_committed_dashboards_match_the_code() -> None:
+    for name, text in dashboard_files().items():
         assert (FOLDER / name).read_text() == text, "run `make dashboards`"
 
 
@@ -168,19 +170,19 @@ def test_rules_and_alerts_pass_promtools_tests() -> None:
     promtool = need("promtool", "prometheus")
     folder = ROOT / "dashboards" / "prometheus"
     for command in (["check", "config", "prometheus.yml"], ["test", "rules", "tests.yml", "collector_tests.yml"]):
-        done = subprocess.run([promtool, *command], cwd=folder, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout + done.stderr
+        result = subprocess.run([promtool, *command], cwd=folder, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_the_guides_scrapes_are_a_configuration_and_each_has_a_token_and_the_name_that_alerts_look_for(
+def test_the_guides_scrapes_are_valid_and_have_a_token_and_the_job_name_of_the_alerts(
     tmp_path: Path,
 ) -> None:
     guide = (ROOT / "docs" / "operations.md").read_text()
     (snippet,) = re.findall(r"^    global: .*\n    scrape_configs:\n(?:     .*\n)+", guide, re.MULTILINE)
     (tmp_path / "prometheus.yml").write_text(textwrap.dedent(snippet))
     command = [need("promtool", "prometheus"), "check", "config", "--syntax-only", tmp_path / "prometheus.yml"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
     scrapes = yaml.safe_load(snippet)["scrape_configs"]
     assert {scrape["params"]["only"][0] for scrape in scrapes} == {"runs", "collector"}
     for scrape in scrapes:
@@ -188,7 +190,7 @@ def test_the_guides_scrapes_are_a_configuration_and_each_has_a_token_and_the_nam
         assert scrape["authorization"]["credentials_file"]
 
 
-def test_every_alert_is_tested_where_it_is_told() -> None:
+def test_every_alert_has_a_test_in_which_it_fires() -> None:
     folder = ROOT / "dashboards" / "prometheus"
     groups = yaml.safe_load((folder / "alerts.yml").read_text())["groups"]
     tested = [
@@ -201,10 +203,10 @@ def test_every_alert_is_tested_where_it_is_told() -> None:
     assert {rule["alert"] for group in groups for rule in group["rules"]} == set(tested)
 
 
-def test_every_metric_that_dashboard_and_rules_name_exists(prometheus: httpx.Client) -> None:
+def test_every_metric_in_dashboards_and_rules_exists(prometheus: httpx.Client) -> None:
     texts = [expr for _, expr in queries()] + [
         path.read_text() for path in (ROOT / "dashboards" / "prometheus").glob("*s.yml") if "tests" not in path.name
     ]
     names = set(re.findall(r"(?<![:\w])ddpobs_\w+", " ".join(texts))) - {"ddpobs_exposed_comm", "ddpobs_data"}
-    known = set(prometheus.get("/label/__name__/values").json()["data"])
-    assert names - known == set()
+    existing = set(prometheus.get("/label/__name__/values").json()["data"])
+    assert names - existing == set()

@@ -195,7 +195,7 @@ def assert_left_behind(tmp_path: Path, database_url: str, room: Room) -> None:
                 with room(collector) as status:
                     collector.until_batches(5, "failed")
                     said = retryable(put(collector.url, batch("large", events=LARGE)), status)
-                    assert "nothing of this was stored" in said["detail"]
+                    assert "nothing of this request was stored" in said["detail"]
                     until(lambda: whole(collector.url, "full"))
             collector.until_batches(20)
         push(ranks.spool, collector.url)

@@ -1,4 +1,4 @@
-"""A collector's machine has no torch: a fresh environment with `[server]` alone installs, imports and serves."""
+"""Without torch, an environment with the extra `server` alone installs, imports and serves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.server.batches import batch, get, put, spans, steps
 ROOT = Path(__file__).parents[2]
 
 
-def ended(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
     environ = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
     return subprocess.run(
         [str(part) for part in command],
@@ -31,14 +31,14 @@ def ended(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str
 
 @pytest.fixture(scope="module")
 def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The commands of a fresh environment into which `.[server]` was installed."""
+    """Install `.[server]` into a new environment and return the folder of its commands."""
     folder = tmp_path_factory.mktemp("without-torch")
-    ended(sys.executable, "-m", "venv", folder / "venv", folder=folder).check_returncode()
+    run(sys.executable, "-m", "venv", folder / "venv", folder=folder).check_returncode()
     python = folder / "venv" / "bin" / "python"
-    pip = ended(python, "-m", "pip", "install", "-q", "--no-compile", f"{ROOT}[server]", folder=folder)
+    pip = run(python, "-m", "pip", "install", "-q", "--no-compile", f"{ROOT}[server]", folder=folder)
     if pip.returncode:
         reason = f"pip install '.[server]' failed: {pip.stderr[-2000:]}"
-        # No index within reach is a fact about the machine; on CI it is a failure like any other.
+        # A missing package index is a fact about the machine; on CI it is a failure.
         if os.environ.get("CI") == "true" or "No matching distribution" not in pip.stderr:
             pytest.fail(reason)
         pytest.skip(reason)
@@ -48,13 +48,13 @@ def bin_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(480)
 def test_the_package_and_the_wire_import_without_torch(bin_folder: Path, tmp_path: Path) -> None:
     code = "import ddpobs, ddpobs.wire, ddpobs_server.app, sys; assert 'torch' not in sys.modules; import torch"
-    imported = ended(bin_folder / "python", "-c", code, folder=tmp_path)
+    imported = run(bin_folder / "python", "-c", code, folder=tmp_path)
     assert imported.returncode == 1
     assert imported.stderr.strip().endswith("ModuleNotFoundError: No module named 'torch'")
 
 
 @pytest.mark.timeout(480)
-def test_the_installed_collector_takes_a_run_in_and_answers_without_torch(bin_folder: Path, tmp_path: Path) -> None:
+def test_the_installed_collector_stores_and_reports_a_run_without_torch(bin_folder: Path, tmp_path: Path) -> None:
     with collector(tmp_path, command=[str(bin_folder / "ddpobs-server")]) as running:
         assert put(running.url, batch("bare", steps=steps(0, 5), spans=spans(0, 5))).status_code == 201
         assert get(running.url, "/runs/bare")["steps"] == 5

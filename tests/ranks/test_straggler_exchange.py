@@ -1,4 +1,4 @@
-"""Statistics over ranks, and their exchange through a real store."""
+"""Straggler statistics over ranks, and their exchange through a real store."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from ddpobs import wire
 from ddpobs.ranks.straggler_exchange import COLUMNS, Exchange, join, statistics
+from tests.columns import make_steps
 
 QUIET = {"data": 10, "forward": 20, "backward": 40, "optimizer": 5, "other": 1}
 
@@ -18,17 +19,11 @@ def row(collective: int, wall: int = 100, **slow: int) -> list[int]:
 
 def steps(collectives: int, backward: int = 40, backwards: int = 1) -> wire.Steps:
     """Each of so many synchronised backwards, and with the number of the last one."""
-    zeros = np.zeros(collectives, np.int64)
-    own = {f"own_{name}_ns": zeros + ns for name, ns in (QUIET | {"backward": backward}).items()}
-    known = own | {
-        "collective": np.arange(collectives) * backwards + backwards - 1,
-        "end_ns": zeros + 100,
-        "own_ns": zeros + 1,
-    }
-    return wire.Steps(**{name: known.get(name, zeros) for name in wire.Steps.names})
+    own = {f"own_{name}_ns": ns for name, ns in (QUIET | {"backward": backward}).items()}
+    return make_steps(collective=np.arange(collectives) * backwards + backwards - 1, end_ns=100, own_ns=1, **own)
 
 
-def test_the_last_rank_has_the_delay_and_the_others_the_waiting() -> None:
+def test_the_last_rank_has_the_delay_and_the_others_wait() -> None:
     joined = np.array([[row(7), row(7, backward=70), row(7)], [row(8), row(8, backward=70), row(8)]])
     peers = statistics(joined)
     assert (peers.first_collective, peers.last_collective, peers.steps) == (7, 8, 2)
@@ -39,25 +34,25 @@ def test_the_last_rank_has_the_delay_and_the_others_the_waiting() -> None:
     assert peers.own_backward_ns.tolist() == [80, 140, 80]
 
 
-def test_two_ranks_show_the_whole_delay_and_not_half_of_it() -> None:
+def test_of_two_ranks_the_whole_delay_is_reported_and_not_half_of_it() -> None:
     peers = statistics(np.array([[row(0), row(0, data=50)]]))
     assert peers.delay_ns.tolist() == [0, 40]
     assert peers.straggler_data.tolist() == [0, 1]
 
 
-def test_a_delay_below_a_tenth_of_the_step_is_no_straggler() -> None:
+def test_a_delay_below_the_share_of_the_step_is_no_straggler() -> None:
     peers = statistics(np.array([[row(0), row(0, backward=49)]]))
     assert peers.straggler_backward.tolist() == [0, 0]
 
 
 def test_ranks_are_joined_by_the_collective_and_not_by_their_row() -> None:
-    one = np.array([row(c, data=c) for c in (3, 4, 5)])
-    other = np.array([row(c, data=c) for c in (4, 5, 6)])
-    joined = join([one, other])
+    first = np.array([row(c, data=c) for c in (3, 4, 5)])
+    second = np.array([row(c, data=c) for c in (4, 5, 6)])
+    joined = join([first, second])
     assert joined[:, :, 0].tolist() == [[4, 4], [5, 5]]
 
 
-def test_ranks_meet_through_the_store_and_a_missing_rank_holds_nobody_up() -> None:
+def test_ranks_exchange_through_the_store_without_waiting_for_a_missing_rank() -> None:
     store = dist.HashStore()
     exchanges = [Exchange(dist.PrefixStore("a", store), rank, 2, 4) for rank in range(2)]
     exchanges[0].add(steps(4))
@@ -68,11 +63,11 @@ def test_ranks_meet_through_the_store_and_a_missing_rank_holds_nobody_up() -> No
     peers = exchanges[0].gather()
     assert peers is not None
     assert peers.straggler_backward.tolist() == [0, 4]
-    assert exchanges[0].gather() is None, "what was told once is not told again"
-    assert exchanges[1].gather() is None, "only rank 0 tells"
+    assert exchanges[0].gather() is None, "the same steps are reported once"
+    assert exchanges[1].gather() is None, "only rank 0 reports"
 
 
-def test_of_more_steps_than_are_exchanged_the_statistics_tell_how_many_they_are_of() -> None:
+def test_statistics_over_a_sample_report_its_number_of_steps() -> None:
     store = dist.HashStore()
     exchanges = [Exchange(dist.PrefixStore("many", store), rank, 2, 4) for rank in range(2)]
     for exchange, backward in zip(exchanges, (40, 90), strict=True):
@@ -84,14 +79,13 @@ def test_of_more_steps_than_are_exchanged_the_statistics_tell_how_many_they_are_
 
 
 @pytest.mark.parametrize(("world_size", "every"), [(2, 5000), (512, 33), (1024, 16)])
-def test_an_exchange_takes_place_however_many_steps_are_asked_for(world_size: int, every: int) -> None:
+def test_an_exchange_happens_with_any_number_of_required_steps(world_size: int, every: int) -> None:
     store = dist.HashStore()
     exchanges = [Exchange(dist.PrefixStore("rare", store), rank, world_size, every) for rank in (0, 1)]
     for exchange in exchanges:
         exchange._world_size = 2
         for first in range(0, 6000, 3):
-            one = steps(first + 3)
-            exchange.add(wire.Steps(**{name: getattr(one, name)[-3:] for name in one.names}))
+            exchange.add(steps(first + 3).select(slice(-3, None)))
         exchange.publish()
     assert exchanges[0].gather() is not None
 
@@ -101,20 +95,20 @@ def test_an_exchange_takes_place_however_many_steps_are_asked_for(world_size: in
 def test_ranks_that_cut_their_batches_at_different_times_share_steps(
     ranks: int, per_s: int, share: int, backwards: int
 ) -> None:
-    """Of more steps than the tables hold, all ranks share a half, a quarter or an eighth."""
+    """If the tables cannot hold all steps, all ranks share a half, a quarter or an eighth of them."""
     store = dist.HashStore()
     exchanges = [Exchange(dist.PrefixStore("fast", store), rank, ranks, 4) for rank in range(ranks)]
-    whole, sent, compared = steps(24 * per_s, backwards=backwards), [0] * ranks, 0
+    whole, sizes, compared = steps(24 * per_s, backwards=backwards), [0] * ranks, 0
     for second in range(24):
         for rank, exchange in enumerate(exchanges):
             if second % 4 == rank % 4:
                 until = per_s * (second + 1)
-                exchange.add(wire.Steps(**{name: getattr(whole, name)[sent[rank] : until] for name in whole.names}))
-                sent[rank] = until
+                exchange.add(wire.Steps(**{name: getattr(whole, name)[sizes[rank] : until] for name in whole.names}))
+                sizes[rank] = until
                 exchange.publish()
         peers = exchanges[0].gather()
         compared += peers.steps if peers is not None else 0
-    assert compared >= 0.8 * min(sent) / share
+    assert compared >= 0.8 * min(sizes) / share
 
 
 def test_a_row_is_as_wide_as_its_columns() -> None:

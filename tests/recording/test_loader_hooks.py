@@ -1,4 +1,4 @@
-"""When a repeated order is told and when it is not, and which loaders' work is the data phase."""
+"""Reports of a repeated order, and loaders that count as the data phase."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ DATA = TensorDataset(torch.arange(8.0).unsqueeze(1))
 
 
 class Loop:
-    """A training's steps, and what was told meanwhile."""
+    """A training loop with the events that its hooks report."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.raw: list[Any] = []
-        self.told: list[tuple[str, int, dict[str, Any]]] = []
-        self.looking = True
+        self.events: list[tuple[str, int, dict[str, Any]]] = []
+        self.reporting = True
         self.journal = Journal(self.clock, self.raw.append)
-        self.loaders = LoaderHooks(self.journal, lambda *event: self.told.append(event))
+        self.loaders = LoaderHooks(self.journal, lambda *event: self.events.append(event))
 
     def train(self, loader: Any) -> None:
         for (batch,) in loader:
             self.journal.forward_began(0, training=True, samples=len(batch))
             self.journal.backward_began()
-            self.journal.synchronised(0, object())
+            self.journal.gradients_reduced(0, object())
             self.journal.backward_ended()
-            if self.looking:
-                self.loaders.look()
+            if self.reporting:
+                self.loaders.report_repeated_order()
 
-    def spent(self) -> dict[str, int]:
-        """By phase, ns of all steps."""
+    def phase_ns(self) -> dict[str, int]:
+        """Nanoseconds of all steps by phase."""
         self.journal.finish()
-        spent = dict.fromkeys(wire.PHASES, 0)
+        total_ns = dict.fromkeys(wire.PHASES, 0)
         for step in self.raw:
             switches = [*step.switches, (0, step.end)]
             for (phase, begin), (_, end) in pairwise(switches):
-                spent[wire.PHASES[phase]] += end - begin
-        return {phase: ns for phase, ns in spent.items() if ns}
+                total_ns[wire.PHASES[phase]] += end - begin
+        return {phase: ns for phase, ns in total_ns.items() if ns}
 
 
 @pytest.fixture
@@ -67,8 +67,8 @@ def loop() -> Iterator[Loop]:
     hooks.remove()
 
 
-class Ahead(DataLoader[Any]):
-    """Has a thread of its own fetch ahead."""
+class Prefetching(DataLoader[Any]):
+    """Fetches ahead on a separate thread."""
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
@@ -78,7 +78,7 @@ class Ahead(DataLoader[Any]):
 
 
 class Endless:
-    """An iterator of a class of its own, which can be copied."""
+    """A custom iterator, which can be copied."""
 
     def __iter__(self) -> Endless:
         return self
@@ -87,12 +87,12 @@ class Endless:
         return 1
 
 
-class Own(DataLoader[Any]):
+class WithCustomIterator(DataLoader[Any]):
     def __iter__(self) -> Any:
         return Endless()
 
 
-class Counted(DataLoader[Any]):
+class WithTorchIterator(DataLoader[Any]):
     def __iter__(self) -> Any:
         return super().__iter__()
 
@@ -102,55 +102,55 @@ def sampler(shuffle: bool = True) -> DistributedSampler[Any]:
 
 
 @pytest.mark.parametrize("epochs", [2, 3])
-@pytest.mark.parametrize("looking", [False, True])
-@pytest.mark.parametrize("looks", [False, True])
+@pytest.mark.parametrize("reporting", [False, True])
+@pytest.mark.parametrize("peeks", [False, True])
 @pytest.mark.parametrize(("inside", "workers"), [(False, 0), (True, 0), (False, 1)])
-def test_a_second_epoch_in_the_order_of_the_first_is_told_once(
-    loop: Loop, *, inside: bool, workers: int, looks: bool, looking: bool, epochs: int
+def test_a_second_epoch_in_the_order_of_the_first_is_reported_once(
+    loop: Loop, *, inside: bool, workers: int, peeks: bool, reporting: bool, epochs: int
 ) -> None:
-    """Whether or not the telemetry thread had the time to look during an epoch."""
-    loop.looking = looking
-    drawn = sampler()
-    how: dict[str, Any] = {"batch_sampler": BatchSampler(drawn, 2, False)} if inside else {"sampler": drawn}
-    loader = DataLoader(DATA, num_workers=workers, **how)
+    """Whether or not the telemetry thread checked during an epoch, and whether or not the script peeks at a batch."""
+    loop.reporting = reporting
+    shuffled = sampler()
+    arguments: dict[str, Any] = {"batch_sampler": BatchSampler(shuffled, 2, False)} if inside else {"sampler": shuffled}
+    loader = DataLoader(DATA, num_workers=workers, **arguments)
     for _ in range(epochs):
-        if looks:
+        if peeks:
             next(iter(loader))
         loop.train(loader)
     first = 2 if inside else 4
-    loop.loaders.look()
+    loop.loaders.report_repeated_order()
     detail = {"sampler": "DistributedSampler", "dataset": "TensorDataset", "epoch": 0}
-    assert loop.told == [("sampler_without_set_epoch", first, detail)]
+    assert loop.events == [("sampler_without_set_epoch", first, detail)]
 
 
-def epochs_set(loop: Loop) -> None:
-    drawn = sampler()
+def set_epoch_in_every_epoch(loop: Loop) -> None:
+    shuffled = sampler()
     for epoch in range(3):
-        drawn.set_epoch(epoch)
-        loop.train(DataLoader(DATA, sampler=drawn))
+        shuffled.set_epoch(epoch)
+        loop.train(DataLoader(DATA, sampler=shuffled))
 
 
-def not_shuffled(loop: Loop) -> None:
+def a_sampler_without_shuffling(loop: Loop) -> None:
     loader = DataLoader(DATA, sampler=sampler(shuffle=False))
     for _ in range(3):
         loop.train(loader)
 
 
-def a_look_at_a_batch_before_each_epoch(loop: Loop) -> None:
-    drawn = sampler()
-    loader = DataLoader(DATA, sampler=drawn)
+def a_peek_at_a_batch_before_each_epoch(loop: Loop) -> None:
+    shuffled = sampler()
+    loader = DataLoader(DATA, sampler=shuffled)
     for epoch in range(3):
         next(iter(loader))
-        drawn.set_epoch(epoch)
+        shuffled.set_epoch(epoch)
         next(iter(loader))
         loop.train(loader)
 
 
 def an_evaluation_on_the_training_data(loop: Loop) -> None:
-    drawn = sampler()
-    loader = DataLoader(DATA, sampler=drawn)
+    shuffled = sampler()
+    loader = DataLoader(DATA, sampler=shuffled)
     for epoch in range(3):
-        drawn.set_epoch(epoch)
+        shuffled.set_epoch(epoch)
         loop.train(loader)
         loop.journal.evaluating = lambda: True
         list(loader)
@@ -182,62 +182,62 @@ def a_distributed_sampler_that_accelerate_sets(loop: Loop) -> None:
 @pytest.mark.parametrize(
     "training",
     [
-        epochs_set,
-        not_shuffled,
-        a_look_at_a_batch_before_each_epoch,
+        set_epoch_in_every_epoch,
+        a_sampler_without_shuffling,
+        a_peek_at_a_batch_before_each_epoch,
         an_evaluation_on_the_training_data,
         a_random_sampler,
         accelerates_own_sampler,
         a_distributed_sampler_that_accelerate_sets,
     ],
 )
-def test_nothing_is_told_where_no_order_is_repeated(loop: Loop, training: Callable[[Loop], None]) -> None:
+def test_no_event_is_reported_if_no_order_repeats(loop: Loop, training: Callable[[Loop], None]) -> None:
     training(loop)
     assert loop.journal.number >= 5
-    assert loop.told == []
+    assert loop.events == []
 
 
-def test_what_accelerates_loader_does_with_a_batch_is_the_data_phase(
+def test_the_work_of_accelerates_loader_on_a_batch_is_the_data_phase(
     loop: Loop, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def moved(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        loop.clock.at += 70
+    def send_to_device(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        loop.clock.now_ns += 70
         return batch
 
-    monkeypatch.setattr(sys.modules["accelerate.data_loader"], "send_to_device", moved)
+    monkeypatch.setattr(sys.modules["accelerate.data_loader"], "send_to_device", send_to_device)
     loop.train(DataLoaderShard(DATA, device=torch.device("cpu"), batch_size=2))
-    assert loop.spent() == {"data": 4 * 70}
+    assert loop.phase_ns() == {"data": 4 * 70}
 
 
-def test_the_wait_for_a_loader_that_fetches_ahead_on_a_thread_of_its_own_is_the_data_phase(loop: Loop) -> None:
+def test_the_wait_for_a_loader_that_fetches_ahead_on_a_separate_thread_is_the_data_phase(loop: Loop) -> None:
     class Slow(TensorDataset):
         def __getitem__(self, index: Any) -> Any:
-            loop.clock.at += 70
+            loop.clock.now_ns += 70
             return super().__getitem__(index)
 
-    loader = Ahead(Slow(torch.arange(8.0).unsqueeze(1)), batch_size=2)
+    loader = Prefetching(Slow(torch.arange(8.0).unsqueeze(1)), batch_size=2)
     loop.train(loader)
-    assert loop.spent() == {"data": 8 * 70}
-    assert iter(loader).gi_yieldfrom is None, "what the iterator has besides is there"
+    assert loop.phase_ns() == {"data": 8 * 70}
+    assert iter(loader).gi_yieldfrom is None, "other attributes of the iterator stay available"
 
 
-def test_a_subclass_whose_iterator_is_torch_s_keeps_it(loop: Loop) -> None:
-    assert isinstance(iter(Counted(DATA)), _BaseDataLoaderIter)
+def test_a_loader_subclass_with_torchs_iterator_keeps_it(loop: Loop) -> None:
+    assert isinstance(iter(WithTorchIterator(DATA)), _BaseDataLoaderIter)
 
 
-def test_a_loader_s_own_iterator_is_true_and_copied_as_without_telemetry(loop: Loop) -> None:
-    """As of `if not batches: batches = iter(loader)`: a generator has no length."""
-    assert iter(Ahead(DATA, batch_size=2))
-    assert next(copy(iter(Own(DATA)))) == 1
+def test_a_custom_iterator_is_true_and_can_be_copied_as_without_telemetry(loop: Loop) -> None:
+    """Scripts write `if not batches: batches = iter(loader)`; a generator has no length."""
+    assert iter(Prefetching(DATA, batch_size=2))
+    assert next(copy(iter(WithCustomIterator(DATA)))) == 1
 
 
 def test_the_hooks_leave_nothing_behind() -> None:
-    def hooked() -> list[Any]:
+    def current() -> list[Any]:
         return [owner.__iter__ for owner in (DistributedSampler, DataLoaderShard, DataLoaderDispatcher)]
 
-    before = hooked()
+    originals = current()
     hooks = LoaderHooks(Journal(FakeClock(), print), print)
     hooks.install()
-    assert all(now is not then for now, then in zip(hooked(), before, strict=True))
+    assert all(now is not then for now, then in zip(current(), originals, strict=True))
     hooks.remove()
-    assert hooked() == before
+    assert current() == originals

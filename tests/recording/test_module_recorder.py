@@ -1,4 +1,4 @@
-"""Phases add up, exposed communication is found, and own time is measured from the last synchronisation on."""
+"""Phases add up, exposed communication is separate, and own time begins at the last synchronisation."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ddpobs import wire
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
-from ddpobs.steps.step_tracker import RawStep
 from ddpobs.steps.summary import Summariser, Summary
 
 
@@ -21,22 +21,22 @@ class FakeClock:
     """A clock that the test moves."""
 
     def __init__(self) -> None:
-        self.at = 1_000
+        self.now_ns = 1_000
         self.captures: list[bool] = []
 
     def now(self) -> int:
-        return self.at
+        return self.now_ns
 
     def times(self, stamps: Sequence[int]) -> Sequence[int]:
         return stamps
 
-    def passed(self, stamp: int) -> bool:
+    def is_ready(self, stamp: int) -> bool:
         return stamp > 0
 
-    def took_ns(self, work: object) -> int:
+    def duration_ns(self, work: object) -> int:
         return wire.UNKNOWN
 
-    def capturing(self, begins: bool) -> None:
+    def set_capturing(self, begins: bool) -> None:
         self.captures.append(begins)
 
 
@@ -56,8 +56,8 @@ class Step(NamedTuple):
     readiness: int
 
 
-def rows(found: Summary) -> list[Step]:
-    steps = found.steps
+def rows(summary: Summary) -> list[Step]:
+    steps = summary.steps
     return [
         Step(
             collective=steps.collective[row],
@@ -71,35 +71,38 @@ def rows(found: Summary) -> list[Step]:
             micro_steps=steps.micro_steps[row],
             samples=steps.samples[row],
             flags=steps.flags[row],
-            spans_done_ns=found.spans.done_ns[found.spans.step == number].tolist(),
-            readiness=sum(one.step == number for one in found.readiness),
+            spans_done_ns=summary.spans.done_ns[summary.spans.step == number].tolist(),
+            readiness=sum(sample.step == number for sample in summary.readiness),
         )
         for row, number in enumerate(steps.step)
     ]
 
 
 class Training:
-    """Drives a journal and a recorder as a training loop would, on a clock of its own."""
+    """Drives a journal and a recorder like a training loop, on a fake clock."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
         self.raw: list[RawStep] = []
-        self.told: list[object] = []
+        self.offered: list[object] = []
         self.journal = Journal(self.clock, self.raw.append)
         self.module = torch.nn.Linear(2, 2)
-        self.recorder = ModuleRecorder(
-            0, self.module, self.journal, clock=self.clock, offer=self.told.append, readiness_every=2
-        )
+        self.recorder = self.add_recorder(0, self.module)
         bucket = wire.Bucket(size_bytes=8, dtype="float32", parameters=[wire.Parameter(name="w", size=2)])
         self.recorder.layout([bucket, bucket], "all_reduce")
         self._summariser = Summariser()
         self._done: list[Step] = []
 
+    def add_recorder(self, index: int, module: torch.nn.Module) -> ModuleRecorder:
+        return ModuleRecorder(
+            index, module, self.journal, clock=self.clock, offer=self.offered.append, readiness_every=2
+        )
+
     def event(self, kind: str, step: int, detail: dict[str, wire.Scalar]) -> None:
-        self.told.append(kind)
+        self.offered.append(kind)
 
     def spend(self, ns: int) -> None:
-        self.clock.at += ns
+        self.clock.now_ns += ns
 
     def fetch(self, ns: int, loader: int = 0) -> None:
         self.journal.fetch_began(loader)
@@ -112,7 +115,7 @@ class Training:
         self.spend(ns)
 
     def backward(self, compute: int, exposed: int, tail: int = 0, synchronised: bool = True) -> None:
-        """Bucket 0 is ready half-way and done at once; bucket 1 at the end, done `exposed` later."""
+        """Bucket 0 is ready half-way and done 1 ns later; bucket 1 is ready at the end and done `exposed` later."""
         self.journal.backward_began()
         if not synchronised:
             self.spend(compute)
@@ -120,12 +123,12 @@ class Training:
             return
         record = self.recorder.backward()
         self.spend(compute // 2)
-        record.ready_ns[0] = record.launched_ns[0] = self.clock.at
-        record.done_ns[0] = self.clock.at + 1
+        record.ready_ns[0] = record.launched_ns[0] = self.clock.now_ns
+        record.done_ns[0] = self.clock.now_ns + 1
         self.spend(compute - compute // 2)
-        record.ready_ns[1] = record.launched_ns[1] = self.clock.at
+        record.ready_ns[1] = record.launched_ns[1] = self.clock.now_ns
         self.spend(exposed)
-        record.done_ns[1] = self.clock.at
+        record.done_ns[1] = self.clock.now_ns
         self.spend(tail)
         self.recorder.finished(record)
         self.journal.backward_ended()
@@ -138,7 +141,7 @@ class Training:
     def steps(self) -> list[Step]:
         self.journal.finish()
         if fresh := self.raw[len(self._done) :]:
-            self._done += rows(self._summariser.summarise(RawSteps.of(fresh, self.clock)))
+            self._done += rows(self._summariser.summarise(RawSteps.from_steps(fresh, self.clock)))
         return self._done
 
 
@@ -181,14 +184,14 @@ def test_phases_add_up_to_the_wall_time(training: Training) -> None:
     assert len(training.steps()) == 3
 
 
-def test_steps_are_the_same_however_many_are_summed_up_at_once(training: Training) -> None:
+def test_steps_are_the_same_however_many_are_summarised_at_once(training: Training) -> None:
     for data in (10, 1000, 30):
         plain_step(training, data=data, tail=2)
         training.backward(40, 0, synchronised=False)
     together = training.steps()
     summariser = Summariser()
-    each = [summariser.summarise(RawSteps.of([raw], training.clock)) for raw in training.raw]
-    assert [row for one in each for row in rows(one)] == together
+    summaries = [summariser.summarise(RawSteps.from_steps([raw], training.clock)) for raw in training.raw]
+    assert [row for summary in summaries for row in rows(summary)] == together
     assert together[1].own_phases_ns is not None
 
 
@@ -202,7 +205,7 @@ def test_own_time_runs_from_the_last_synchronisation_to_the_last_readiness(train
     assert not second.flags & wire.NO_ORIGIN
 
 
-def test_no_time_is_own_twice_where_the_reduction_that_is_waited_for_last_ends_first(training: Training) -> None:
+def test_no_time_is_own_twice_if_the_reduction_waited_for_last_ends_first(training: Training) -> None:
     """As with two of Horovod's optimizers over the two halves of a model."""
     for _ in range(3):
         training.fetch(10)
@@ -211,8 +214,8 @@ def test_no_time_is_own_twice_where_the_reduction_that_is_waited_for_last_ends_f
         later, earlier = training.recorder.backward(), training.recorder.backward()
         for record in (earlier, later):
             training.spend(20)
-            record.ready_ns = record.launched_ns = [training.clock.at] * 2
-            record.done_ns = [training.clock.at + 1] * 2
+            record.ready_ns = record.launched_ns = [training.clock.now_ns] * 2
+            record.done_ns = [training.clock.now_ns + 1] * 2
         training.journal.backward_ended()
         for record in (later, earlier):
             training.recorder.waiting_began()
@@ -291,24 +294,24 @@ def test_a_checkpoint_leaves_the_next_step_without_clean_origin(training: Traini
 
 
 def test_nothing_is_recorded_while_a_cuda_graph_is_captured(training: Training, monkeypatch: Any) -> None:
-    began: list[int] = []
-    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: began.append(training.clock.at))
+    captures: list[int] = []
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda _: captures.append(training.clock.now_ns))
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_end", lambda _: None)
-    graph: Any = object()  # One is only made where there is a GPU.
+    graph: Any = object()  # A real graph needs a GPU.
     hooks = ProcessHooks(training.journal, training.event)
     hooks.install()
     try:
         plain_step(training)
         plain_step(training)
         training.fetch(3)
-        begun = training.recorder.backward()
-        assert begun is not None
+        interrupted = training.recorder.backward()
+        assert interrupted is not None
         torch.cuda.CUDAGraph.capture_begin(graph)
         training.fetch(7)
         training.forward(9)
         training.journal.backward_began()
         record = training.recorder.backward()
-        training.recorder.finished(begun)  # Of a backward that a capture began in the midst of.
+        training.recorder.finished(interrupted)  # The capture began during its backward.
         training.journal.backward_ended()
         torch.cuda.CUDAGraph.capture_end(graph)
         plain_step(training)
@@ -316,10 +319,10 @@ def test_nothing_is_recorded_while_a_cuda_graph_is_captured(training: Training, 
     finally:
         hooks.remove()
     assert record is None
-    assert began
+    assert captures
     assert training.clock.captures == [True, False]
-    assert "cuda_graph_captured" in training.told
-    # Another rank, which captured nothing then, counted that one.
+    assert "cuda_graph_captured" in training.offered
+    # Another rank, which captured nothing, counted that backward.
     assert [step.collective for step in training.steps()] == [0, 1, 3, 4]
     assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, True, False]
 
@@ -347,10 +350,10 @@ def test_a_closure_that_runs_backward_inside_the_optimizer_is_nested(training: T
     assert sum(step.phases_ns) == step.end_ns - step.start_ns == 105
 
 
-def test_a_completion_told_late_is_cut_at_the_return_of_backward(training: Training) -> None:
+def test_a_late_completion_is_cut_at_the_return_of_backward(training: Training) -> None:
     plain_step(training)
     raw = training.raw or (training.journal.finish(), training.raw)[1]
-    raw[0].segments[0].records[0].done_ns = [0, training.clock.at + 10**9]
+    raw[0].segments[0].records[0].done_ns = [0, training.clock.now_ns + 10**9]
     step = training.steps()[0]
     assert all(done_ns <= step.end_ns for done_ns in step.spans_done_ns)
     assert phases(step)["exposed_comm"] == 30
@@ -365,11 +368,11 @@ def test_readiness_of_parameters_is_sampled(training: Training) -> None:
 def test_unused_parameters_travel_only_when_the_set_changes(training: Training) -> None:
     for locally in ([], ["w"], ["w"], []):
         training.recorder.unused(locally, [])
-    assert [record.locally for record in training.told if isinstance(record, wire.Unused)] == [["w"], []]
+    assert [record.locally for record in training.offered if isinstance(record, wire.Unused)] == [["w"], []]
 
 
 def test_the_hooks_see_loader_backward_and_optimizer_and_leave_nothing_behind(training: Training) -> None:
-    before = (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__)
+    originals = (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__)
     hooks = ProcessHooks(training.journal, training.event)
     hooks.install()
     try:
@@ -382,14 +385,14 @@ def test_the_hooks_see_loader_backward_and_optimizer_and_leave_nothing_behind(tr
     finally:
         hooks.remove()
     training.journal.catch_up()
-    seen = {phase for phase, _ in training.journal._tracker._step.switches}  # type: ignore[union-attr]
-    assert {wire.PHASES[phase] for phase in seen} >= {"data", "forward", "backward", "optimizer"}
-    assert (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__) == before
+    recorded = {phase for phase, _ in training.journal._tracker._step.switches}  # type: ignore[union-attr]
+    assert {wire.PHASES[phase] for phase in recorded} >= {"data", "forward", "backward", "optimizer"}
+    assert (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__) == originals
 
 
 @pytest.mark.parametrize("next_is", ["fetch", "forward", "optimizer"])
-def test_an_optimizer_that_failed_runs_no_more(training: Training, next_is: str) -> None:
-    """A user may catch the error of a closure, and go on; torch tells only that the step began."""
+def test_a_failed_optimizer_takes_no_time_in_later_steps(training: Training, next_is: str) -> None:
+    """A user may catch the error of a closure and continue; torch only reports that the step began."""
 
     def failing() -> float:
         training.journal.waiting_began()
@@ -416,16 +419,16 @@ def test_an_optimizer_that_failed_runs_no_more(training: Training, next_is: str)
     assert [phases(step).get("optimizer", 0) for step in training.steps()] == [5, 0, 0]
 
 
-def test_what_never_synchronises_is_no_step_and_takes_no_memory(
+def test_micro_batches_that_never_synchronise_are_no_step_and_take_bounded_memory(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpobs.steps.step_tracker._MOST_SWITCHES", 100)
+    monkeypatch.setattr("ddpobs.steps.step_tracker._MAX_SWITCHES", 100)
     plain_step(training)
     for _ in range(1000):
         training.fetch(10)
         training.forward(20)
         training.backward(40, 0, synchronised=False)
-        training.journal.communicated(0, 0, training.clock.at - 1, training.clock.at)
+        training.journal.comm_ended(0, 0, training.clock.now_ns - 1, training.clock.now_ns)
     training.journal.catch_up()
     step = training.journal._tracker._step
     assert step is not None
@@ -435,17 +438,17 @@ def test_what_never_synchronises_is_no_step_and_takes_no_memory(
     plain_step(training)
     _, interrupted, last = training.steps()
     assert sum(phases(interrupted).values()) == interrupted.end_ns - interrupted.start_ns
-    assert [bool(found.flags & wire.NO_ORIGIN) for found in (interrupted, last)] == [True, False]
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in (interrupted, last)] == [True, False]
 
 
-def test_collectives_without_end_take_no_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last step, say; the next one has no clean start, as it is not known what they blocked."""
-    monkeypatch.setattr("ddpobs.steps.step_tracker._MOST_COMMS", 100)
+def test_endless_collectives_take_bounded_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the last step, for example. The next step has no clean start: the time they blocked was not recorded."""
+    monkeypatch.setattr("ddpobs.steps.step_tracker._MAX_COMMS", 100)
     plain_step(training)
     plain_step(training)
     for _ in range(1000):
         training.spend(10)
-        training.journal.communicated(0, wire.COMM_KINDS.index("user"), training.clock.at - 10, training.clock.at)
+        training.journal.comm_ended(0, wire.COMM_KINDS.index("user"), training.clock.now_ns - 10, training.clock.now_ns)
     training.journal.catch_up()
     step = training.journal._tracker._step
     assert step is not None
@@ -453,10 +456,10 @@ def test_collectives_without_end_take_no_memory(training: Training, monkeypatch:
     plain_step(training)
     plain_step(training)
     training.journal.finish()
-    assert [bool(found.flags & wire.NO_ORIGIN) for found in training.steps()] == [True, False, True, False]
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, True, False]
 
 
-def test_an_error_inside_telemetry_is_told_once_and_never_raised(
+def test_an_error_inside_telemetry_is_logged_once_and_never_raised(
     training: Training, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken() -> int:

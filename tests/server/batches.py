@@ -1,4 +1,4 @@
-"""Small batches with times that can be added up by hand, and how a client sends them."""
+"""Small batches with times that can be added up by hand, and functions that send them as a client does."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import numpy as np
 import zstandard
 
 from ddpobs import wire
+from tests.columns import make_spans, make_steps
 
 ATTEMPT = "aaaaaaaaaaaaaaaa"
 MS = 1_000_000
@@ -20,7 +21,7 @@ def source_of(rank: int) -> str:
 
 
 def batch(run: str, seq: int = 0, rank: int = 0, **fields: Any) -> wire.Batch:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "version": wire.VERSION,
         "run": run,
         "attempt": ATTEMPT,
@@ -32,45 +33,43 @@ def batch(run: str, seq: int = 0, rank: int = 0, **fields: Any) -> wire.Batch:
         "dropped": 0,
         "anchor": wire.Anchor(wall_ns=10**18, monotonic_ns=0),
     }
-    return wire.Batch(**given | fields)
+    return wire.Batch(**defaults | fields)
 
 
 def steps(first: int, count: int, **columns: Any) -> wire.Steps:
     """Steps of 100 ms: data 10, forward 20, backward 40, exposed 5, optimizer 20, other 5; own time 95."""
     number = np.arange(first, first + count)
     times = {"data": 10, "forward": 20, "backward": 40, "optimizer": 20, "other": 5}
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "step": number,
         "collective": number,
         "start_ns": number * STEP_MS * MS,
         "end_ns": (number + 1) * STEP_MS * MS,
-        **{f"{phase}_ns": np.full(count, ms * MS) for phase, ms in times.items()},
-        **{f"own_{phase}_ns": np.full(count, ms * MS) for phase, ms in times.items()},
-        "exposed_comm_ns": np.full(count, 5 * MS),
-        "own_ns": np.full(count, 95 * MS),
-        "comm_ns": np.full(count, 30 * MS),
-        "micro_steps": np.ones(count, np.int64),
-        "samples": np.full(count, 8),
-        "flags": np.full(count, wire.SYNCHRONISED),
+        **{f"{phase}_ns": ms * MS for phase, ms in times.items()},
+        **{f"own_{phase}_ns": ms * MS for phase, ms in times.items()},
+        "exposed_comm_ns": 5 * MS,
+        "own_ns": 95 * MS,
+        "comm_ns": 30 * MS,
+        "micro_steps": 1,
+        "samples": 8,
+        "flags": wire.SYNCHRONISED,
     }
-    return wire.Steps(**given | columns)
+    return make_steps(**defaults | columns)
 
 
 def spans(first: int, count: int, **columns: Any) -> wire.Spans:
-    """Two buckets a step: ready 40 and 70 ms into it, reduced in 10 and 15 ms, the second all exposed."""
+    """Two buckets per step: ready after 40 and 70 ms, reduced in 10 and 15 ms, the second fully exposed."""
     step = np.repeat(np.arange(first, first + count), 2)
     ready = step * STEP_MS * MS + np.tile([40 * MS, 70 * MS], count)
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "step": step,
-        "module": np.zeros_like(step),
-        "revision": np.zeros_like(step),
         "bucket": np.tile([0, 1], count),
         "ready_ns": ready,
         "launched_ns": ready,
-        "started_ns": np.full_like(step, wire.UNKNOWN),
+        "started_ns": wire.UNKNOWN,
         "done_ns": ready + np.tile([10 * MS, 15 * MS], count),
     }
-    return wire.Spans(**given | columns)
+    return make_spans(**defaults | columns)
 
 
 def layout() -> wire.Layout:
@@ -83,22 +82,22 @@ def hello(host: str = "node") -> wire.Hello:
     return wire.Hello(host=host, pid=7, device="cpu", backend="gloo", versions={"torch": "2.13"})
 
 
-def path(sent: wire.Batch) -> str:
-    return f"/api/v1/runs/{sent.run}/sources/{sent.source}/batches/{sent.seq}"
+def path(payload: wire.Batch) -> str:
+    return f"/api/v1/runs/{payload.run}/sources/{payload.source}/batches/{payload.seq}"
 
 
-def put(url: str, sent: wire.Batch, form: str = "zstd", **headers: str) -> httpx.Response:
-    """Send a batch as `zstd` (as the exporter does), `msgpack`, `unpacked` (its spans too) or `json`."""
-    body = {"json": wire.encode_json, "unpacked": wire.pack}.get(form, wire.encode)(sent)
-    given = {"Content-Type": wire.JSON if form == "json" else wire.MSGPACK}
+def put(url: str, payload: wire.Batch, form: str = "zstd", **headers: str) -> httpx.Response:
+    """Send a batch as `zstd` (the exporter's form), `msgpack`, `unpacked` (spans as columns) or `json`."""
+    body = {"json": wire.encode_json, "unpacked": wire.pack}.get(form, wire.encode)(payload)
+    content = {"Content-Type": wire.JSON if form == "json" else wire.MSGPACK}
     if form == "zstd":
-        body, given["Content-Encoding"] = zstandard.compress(body), "zstd"
-    return httpx.put(url + path(sent), content=body, headers=given | headers, timeout=30)
+        body, content["Content-Encoding"] = zstandard.compress(body), "zstd"
+    return httpx.put(url + path(payload), content=body, headers=content | headers, timeout=30)
 
 
-def get(url: str, what: str, **query: Any) -> Any:
-    """The JSON of a read under /api/v1 that must succeed."""
-    answer = httpx.get(f"{url}/api/v1{what}", params=query, timeout=30)
+def get(url: str, route: str, **query: Any) -> Any:
+    """The JSON of a route under /api/v1; the read must succeed."""
+    answer = httpx.get(f"{url}/api/v1{route}", params=query, timeout=30)
     assert answer.status_code == 200, answer.text
     return answer.json()
 

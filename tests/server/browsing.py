@@ -1,4 +1,4 @@
-"""A visit of the page in a real browser, and a run for it to show."""
+"""A visit of the web page in a real browser, and a run to show there."""
 
 from __future__ import annotations
 
@@ -8,53 +8,51 @@ import httpx
 import numpy as np
 
 from ddpobs import wire
+from tests.columns import make_spans, make_steps
 
 EVIL = "<img src=x onerror=document.title='owned'>"
 STEPS, MS = 60, 1_000_000
 
 
 def batch(run: str, rank: int, slow: bool, host: str) -> wire.Batch:
-    """Sixty steps of two buckets; the slow rank computes 30 ms longer in backward, and the other one waits for it."""
+    """Sixty steps of two buckets; the slow rank computes 30 ms longer in backward, and the other rank waits for it."""
     step = np.arange(STEPS)
-    zero = step * 0
     backward, exposed = (50 * MS, 2 * MS) if slow else (20 * MS, 32 * MS)
     start = 10**12 * (rank + 1) + step * 70 * MS
-    known = np.where(step == 0, wire.UNKNOWN, 1)
+    known_ns = np.where(step == 0, wire.UNKNOWN, 1)
     own_backward = np.where(step == 0, wire.UNKNOWN, backward)
-    steps = wire.Steps(
+    steps = make_steps(
         step=step,
         collective=step,
         start_ns=start,
         end_ns=start + 70 * MS,
-        data_ns=zero + MS,
-        forward_ns=zero + 10 * MS,
-        backward_ns=zero + backward,
-        exposed_comm_ns=zero + exposed,
-        optimizer_ns=zero + 2 * MS,
-        other_ns=zero + 70 * MS - 13 * MS - backward - exposed,
+        data_ns=MS,
+        forward_ns=10 * MS,
+        backward_ns=backward,
+        exposed_comm_ns=exposed,
+        optimizer_ns=2 * MS,
+        other_ns=70 * MS - 13 * MS - backward - exposed,
         own_ns=np.where(step == 0, wire.UNKNOWN, backward + 13 * MS),
-        own_data_ns=known * MS,
-        own_forward_ns=known * 10 * MS,
+        own_data_ns=known_ns * MS,
+        own_forward_ns=known_ns * 10 * MS,
         own_backward_ns=own_backward,
-        own_optimizer_ns=known * 2 * MS,
+        own_optimizer_ns=known_ns * 2 * MS,
         own_other_ns=np.where(step == 0, wire.UNKNOWN, 0),
-        comm_ns=zero + exposed,
-        micro_steps=zero + 1,
-        samples=zero + 8,
+        comm_ns=exposed,
+        micro_steps=1,
+        samples=8,
         flags=np.where(step == 0, wire.SYNCHRONISED | wire.NO_ORIGIN, wire.SYNCHRONISED),
     )
-    begun = np.repeat(start + 11 * MS, 2)
+    backward_ns = np.repeat(start + 11 * MS, 2)
     bucket = np.tile([0, 1], STEPS)
-    ready = begun + np.where(bucket == 0, backward - 5 * MS, backward)
-    spans = wire.Spans(
+    ready = backward_ns + np.where(bucket == 0, backward - 5 * MS, backward)
+    spans = make_spans(
         step=np.repeat(step, 2),
-        module=bucket * 0,
-        revision=bucket * 0,
         bucket=bucket,
         ready_ns=ready,
         launched_ns=ready,
-        started_ns=bucket * 0 + wire.UNKNOWN,
-        done_ns=begun + 52 * MS + bucket,
+        started_ns=wire.UNKNOWN,
+        done_ns=backward_ns + 52 * MS + bucket,
     )
     layout = [
         wire.Bucket(size_bytes=4, dtype="float32", parameters=[wire.Parameter(name=name, size=1)])
@@ -80,43 +78,43 @@ def batch(run: str, rank: int, slow: bool, host: str) -> wire.Batch:
     )
 
 
-def put(url: str, sent: wire.Batch, client: Any = httpx, **headers: str) -> None:
+def put(url: str, payload: wire.Batch, client: Any = httpx, **headers: str) -> None:
     answer = client.put(
-        f"{url}/api/v1/runs/{sent.run}/sources/{sent.source}/batches/{sent.seq}",
-        content=wire.encode(sent),
+        f"{url}/api/v1/runs/{payload.run}/sources/{payload.source}/batches/{payload.seq}",
+        content=wire.encode(payload),
         headers={"Content-Type": wire.MSGPACK, **headers},
     )
     assert answer.status_code == 201, answer.text
 
 
 class Visit:
-    """A page, what it asked for and what it complained of; asked for a token, it gives the next of these."""
+    """An open page with its requests and errors; each prompt for a token receives the next of `tokens`."""
 
     def __init__(self, browser: Any, address: str, *tokens: str) -> None:
         self.page = browser.new_page(viewport={"width": 1280, "height": 1000})
         self.requests: list[str] = []
-        self.complaints: list[str] = []
+        self.errors: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.asked: list[str] = []
+        self.prompts: list[str] = []
         self._tokens = iter(tokens)
-        self.page.on("dialog", self._give_token)
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("console", lambda message: message.type == "error" and self.complaints.append(message.text))
+        self.page.on("dialog", self._enter_token)
+        self.page.on("pageerror", lambda error: self.errors.append(str(error)))
+        self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
         self.page.goto(address)
 
-    def _give_token(self, dialog: Any) -> None:
-        self.asked.append(dialog.message)
+    def _enter_token(self, dialog: Any) -> None:
+        self.prompts.append(dialog.message)
         dialog.accept(next(self._tokens, ""))
 
     def reads(self) -> int:
-        """How often it asked the REST: a request of ours is told of after all that came before."""
+        """Count the REST requests so far. The extra request flushes the events of all earlier ones."""
         self.page.evaluate("fetch('/healthz').then(() => 0)")
         return sum("/api/v1/" in address for address in self.requests)
 
 
-def held(browser: Any) -> Visit:
-    """A visit that has not begun, with a clock that only the test moves."""
+def paused_visit(browser: Any) -> Visit:
+    """A visit without a page yet, whose clock only the test advances."""
     visit = Visit(browser, "about:blank")
     visit.page.clock.install(time=0)
-    visit.page.clock.pause_at(3_600_000)  # The clock goes on until then.
+    visit.page.clock.pause_at(3_600_000)  # The clock runs until that time.
     return visit

@@ -23,18 +23,18 @@ FLAGS = (
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[databases.Fresh]:
-    """A server of our own; each use takes a database of its own."""
+    """A PostgreSQL server of the tests; each call creates a database."""
     with databases.postgresql() as fresh:
         yield fresh
 
 
 @pytest.fixture(scope="session", params=["sqlite", "postgresql"])
 def fresh(request: pytest.FixtureRequest) -> databases.Fresh:
-    """Makes empty databases, of one kind and then of the other."""
+    """Creates empty databases, of SQLite and then of PostgreSQL."""
     if request.param == "sqlite":
         return databases.sqlite
-    found: databases.Fresh = request.getfixturevalue("postgresql")
-    return found
+    create: databases.Fresh = request.getfixturevalue("postgresql")
+    return create
 
 
 @pytest.fixture(scope="session")
@@ -51,26 +51,26 @@ def on_postgresql(postgresql: databases.Fresh, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="session")
 def shared(fresh: databases.Fresh, request: pytest.FixtureRequest) -> Collector:
-    """One real collector on each database, for all tests that keep to a run of their own."""
-    found: Collector = request.getfixturevalue("on_sqlite" if fresh is databases.sqlite else "on_postgresql")
-    return found
+    """One real collector on each database, for all tests that use only a run of their own."""
+    running: Collector = request.getfixturevalue("on_sqlite" if fresh is databases.sqlite else "on_postgresql")
+    return running
 
 
 @pytest.fixture
 def store(fresh: databases.Fresh, tmp_path: Path) -> Iterator[Store]:
-    """An empty store on each database; each of its statements keeps to a run."""
+    """An empty store on each database; checks that each of its statements reads by run."""
     store = Store(fresh(tmp_path))
     store.migrate()
-    with recorded(store._engine) as seen:
+    with recorded(store._engine) as statements:
         yield store
     store.close()
-    for statement in set(seen):
+    for statement in set(statements):
         assert_spreads(statement)
 
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
-    """A run id that no other test has."""
+    """A run id that no other test uses."""
     return "".join(c if c.isalnum() else "-" for c in request.node.name)[:128]
 
 

@@ -1,4 +1,4 @@
-"""The application served by a thread of this process, so that a test may change its times."""
+"""The application served by a thread of this process, so that a test may change its time limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 
-def empty() -> FastAPI:
+def empty_app() -> FastAPI:
     app = FastAPI(openapi_url=None)
     app.state.registry = CollectorRegistry()
     problems.install(app)
@@ -22,10 +22,10 @@ def empty() -> FastAPI:
 
 @contextmanager
 def served(app: FastAPI | None = None) -> Iterator[tuple[str, int]]:
-    """The address of a server; of its own it answers every request 404 before its body has come."""
-    app = app or empty()
+    """The address of a server. Without an application it responds 404 to every request, before the body arrives."""
+    app = app or empty_app()
     listening = socket.create_server(("127.0.0.1", 0))
-    # What the system holds is no harm, nor bounded here.
+    # The system's buffer is outside of the limits under test: keep it small.
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     server = uvicorn.Server(uvicorn.Config(app, http=bounded_protocol.BoundedHttpProtocol, ws="none", log_config=None))
     thread = threading.Thread(target=server.run, args=([listening],))
@@ -37,6 +37,6 @@ def served(app: FastAPI | None = None) -> Iterator[tuple[str, int]]:
         thread.join(60)
 
 
-def answered(client: socket.socket) -> str:
-    """Everything until the collector closes the connection."""
+def read_until_closed(client: socket.socket) -> str:
+    """All data until the collector closes the connection."""
     return b"".join(iter(lambda: client.recv(65536), b"")).decode()

@@ -1,4 +1,4 @@
-"""What a cluster that spreads the tables by `run_id` can answer, told from a statement's text."""
+"""Checks from a statement's text that a cluster with tables distributed by `run_id` can run it."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ _ONE_RUN = re.compile(r"\b(\w+)\.run_id = [%?]")
 
 @contextmanager
 def recorded(target: Any = Engine) -> Iterator[list[str]]:
-    """The statements that an engine, or any, runs within the block."""
-    seen: list[str] = []
+    """The statements that an engine (default: any engine) runs within the block."""
+    statements: list[str] = []
 
-    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        seen.append(" ".join(statement.split()))
+    def record(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
+        statements.append(" ".join(statement.split()))
 
-    event.listen(target, "before_cursor_execute", note)
+    event.listen(target, "before_cursor_execute", record)
     try:
-        yield seen
+        yield statements
     finally:
-        event.remove(target, "before_cursor_execute", note)
+        event.remove(target, "before_cursor_execute", record)
 
 
 def assert_spreads(statement: str) -> None:
-    """Each table that is read is of one run, or joined by run; and then what is summed or numbered is so by run."""
+    """Each table is read for one run or joined by run; in a join, aggregates and window functions group by run."""
     if inserted := re.match(r"INSERT INTO (\w+) \((.*?)\)", statement):
         assert inserted[1] not in SPREAD or "run_id" in inserted[2].split(", "), statement
         return
@@ -44,7 +44,7 @@ def assert_spreads(statement: str) -> None:
     if of_one_run or set(read) <= {"runs"}:
         return
     grouped = re.search(r"GROUP BY (.*?)(?: ORDER BY|$)", statement)
-    by = [grouped[1]] if grouped else []
-    assert by or not re.search(r"\b(sum|count|max|min)\(", statement), f"summed over runs: {statement}"
-    for columns in [*by, *re.findall(r"PARTITION BY ([^)]*)", statement)]:
-        assert re.search(r"\.run_id\b", columns), f"summed over runs: {statement}"
+    groupings = [grouped[1]] if grouped else []
+    assert groupings or not re.search(r"\b(sum|count|max|min)\(", statement), f"aggregated over runs: {statement}"
+    for columns in [*groupings, *re.findall(r"PARTITION BY ([^)]*)", statement)]:
+        assert re.search(r"\.run_id\b", columns), f"aggregated over runs: {statement}"

@@ -1,4 +1,4 @@
-"""Evaluations, and models that are asked beside training: what is part of a step, and what of none."""
+"""Forwards and fetches without gradients: part of a step, or an evaluation outside of all steps."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from ddpobs import wire
-from ddpobs.recording.module_recorder import ModuleRecorder
 from tests.recording.test_module_recorder import Training, own, phases, plain_step
 
 
@@ -18,24 +17,24 @@ def training() -> Training:
 
 
 def test_a_model_that_is_trained_in_evaluation_mode_has_steps(training: Training) -> None:
-    """Without dropout on purpose, or because `train()` was forgotten."""
+    """On purpose, to train without dropout, or because the script does not call `train()`."""
     training.journal.evaluating = lambda: not training.module.training
     for _ in range(4):
         training.forward(20, training=False)
         training.backward(40, 30)
         training.optimizer(5)
     training.journal.finish()
-    first, *others = training.steps()
+    first, *later_steps = training.steps()
     assert phases(first)["backward"] == 40
-    assert [phases(step) for step in others] == [
+    assert [phases(step) for step in later_steps] == [
         {"forward": 20, "backward": 40, "exposed_comm": 30, "optimizer": 5}
     ] * 3
-    assert [step.samples for step in others] == [4] * 3
-    assert [bool(step.flags & wire.NO_ORIGIN) for step in others] == [False] * 3
+    assert [step.samples for step in later_steps] == [4] * 3
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in later_steps] == [False] * 3
 
 
-def test_a_model_goes_on_in_evaluation_mode_and_back_again(training: Training) -> None:
-    """As where normalisation is frozen half-way."""
+def test_steps_are_recorded_while_the_model_changes_its_mode(training: Training) -> None:
+    """Normalisation may be frozen half-way."""
     training.journal.evaluating = lambda: not training.module.training
     for mode in (True, False, True):
         for _ in range(4):
@@ -45,11 +44,11 @@ def test_a_model_goes_on_in_evaluation_mode_and_back_again(training: Training) -
     steps = training.steps()
     assert len(steps) == 12
     assert [phases(step)["backward"] for step in steps] == [40] * 12
-    # The first of them in evaluation mode looks like an evaluation until its gradients are reduced.
-    assert [place for place, step in enumerate(steps) if phases(step).get("forward") != 20] == [4]
+    # The first forward in evaluation mode counts as an evaluation until its gradients are reduced.
+    assert [index for index, step in enumerate(steps) if phases(step).get("forward") != 20] == [4]
 
 
-def test_an_evaluation_of_such_a_model_is_part_of_no_step(training: Training) -> None:
+def test_an_evaluation_of_a_model_trained_in_evaluation_mode_is_part_of_no_step(training: Training) -> None:
     training.journal.evaluating = lambda: not training.module.training
     for _ in range(2):
         training.forward(20, training=False)
@@ -74,7 +73,7 @@ def validate(training: Training, *, mode: bool) -> None:
 
 @pytest.mark.parametrize("mode", [False, True])
 def test_a_validation_without_gradients_is_part_of_no_step(training: Training, mode: bool) -> None:
-    """Some leave the model in training mode."""
+    """Some scripts leave the model in training mode."""
     training.journal.evaluating = lambda: not training.module.training
     for _ in range(3):
         plain_step(training)
@@ -104,7 +103,7 @@ def test_a_validation_between_two_micro_steps_takes_none_of_the_steps_time(train
 
 
 def test_a_backward_in_an_evaluation_does_not_make_evaluations_training(training: Training) -> None:
-    """An attack on the inputs, say, whose gradients nobody steps on."""
+    """For example, an attack on the inputs: no optimizer uses its gradients."""
     training.journal.evaluating = lambda: not training.module.training
     plain_step(training)
     training.fetch(10)
@@ -122,9 +121,7 @@ def test_a_backward_in_an_evaluation_does_not_make_evaluations_training(training
 
 def test_a_teacher_in_evaluation_mode_is_part_of_the_step(training: Training) -> None:
     teacher = torch.nn.Linear(2, 2).eval()
-    teaching = ModuleRecorder(
-        1, teacher, training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
-    )
+    teaching = training.add_recorder(1, teacher)
     training.journal.evaluating = lambda: not training.module.training
     for _ in range(3):
         training.fetch(10)
@@ -138,11 +135,9 @@ def test_a_teacher_in_evaluation_mode_is_part_of_the_step(training: Training) ->
     assert [step.samples for step in training.steps()] == [4] * 3
 
 
-def test_a_look_at_a_module_that_is_trained_is_no_teacher_s(training: Training) -> None:
-    """One rank alone samples from its generator, say: what that takes is not its own time."""
-    other = ModuleRecorder(
-        1, torch.nn.Linear(2, 2), training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
-    )
+def test_a_forward_without_gradients_of_a_trained_module_is_not_a_teachers(training: Training) -> None:
+    """For example, a single rank samples from its generator: that is not its own time."""
+    other = training.add_recorder(1, torch.nn.Linear(2, 2))
     training.journal.evaluating = lambda: False
     for _ in range(3):
         plain_step(training)
@@ -156,32 +151,30 @@ def test_a_look_at_a_module_that_is_trained_is_no_teacher_s(training: Training) 
     assert bool(training.steps()[-1].flags & wire.NO_ORIGIN)
 
 
-def test_a_thread_that_asks_a_model_takes_the_training_from_nobody(training: Training) -> None:
+def test_inference_on_another_thread_does_not_move_the_training(training: Training) -> None:
     module = torch.nn.Linear(2, 2)
-    asked = ModuleRecorder(
-        1, module, training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
-    )
+    inference = training.add_recorder(1, module)
 
-    def ask() -> None:
+    def infer() -> None:
         with torch.no_grad():
-            asked.forward_began((torch.zeros(4, 2),))
+            inference.forward_began((torch.zeros(4, 2),))
 
     with ThreadPoolExecutor(1) as pool:
         for _ in range(3):
             training.journal.fetch_began()
             training.spend(10)
-            pool.submit(ask).result()
+            pool.submit(infer).result()
             training.spend(90)
             training.journal.fetch_ended()
             training.forward(20)
-            pool.submit(ask).result()
+            pool.submit(infer).result()
             training.backward(40, 30)
             training.optimizer(5)
             training.spend(7)
-            pool.submit(ask).result()
+            pool.submit(infer).result()
     training.journal.finish()
-    found = [phases(step) for step in training.steps()]
-    assert [(step["data"], step["forward"], step["backward"], step["optimizer"]) for step in found] == [
+    steps = [phases(step) for step in training.steps()]
+    assert [(step["data"], step["forward"], step["backward"], step["optimizer"]) for step in steps] == [
         (100, 20, 40, 5)
     ] * 3
     assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False]
@@ -191,7 +184,7 @@ def test_a_thread_that_asks_a_model_takes_the_training_from_nobody(training: Tra
 def test_a_forward_without_gradients_between_fetch_and_forward_is_part_of_the_step(
     training: Training, mode: bool
 ) -> None:
-    """Labels that the model gives itself."""
+    """The model labels its own batch."""
     training.journal.evaluating = lambda: not training.module.training
     for _ in range(3):
         training.fetch(10)
@@ -211,7 +204,7 @@ def test_a_forward_without_gradients_between_fetch_and_forward_is_part_of_the_st
     assert [step.samples for step in steps] == [4] * 4
 
 
-def test_a_forward_without_gradients_after_a_fetch_is_an_evaluation_where_another_fetch_follows(
+def test_a_forward_without_gradients_after_a_fetch_is_an_evaluation_if_another_fetch_follows(
     training: Training,
 ) -> None:
     training.journal.evaluating = lambda: not training.module.training
@@ -229,7 +222,7 @@ def test_a_forward_without_gradients_after_a_fetch_is_an_evaluation_where_anothe
     assert bool(second.flags & wire.NO_ORIGIN)
 
 
-def test_a_batch_that_is_fetched_without_gradients_and_trained_on_is_the_step_s(training: Training) -> None:
+def test_a_batch_fetched_without_gradients_and_trained_on_belongs_to_the_step(training: Training) -> None:
     training.journal.evaluating = lambda: not training.module.training
     for _ in range(3):
         with torch.no_grad():
@@ -241,11 +234,9 @@ def test_a_batch_that_is_fetched_without_gradients_and_trained_on_is_the_step_s(
     assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False]
 
 
-def test_a_copy_that_is_not_trained_leaves_the_model_s_validation_one(training: Training) -> None:
-    """As of an average of its weights."""
-    average = ModuleRecorder(
-        1, torch.nn.Linear(2, 2), training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
-    )
+def test_a_validation_beside_one_of_an_untrained_copy_is_part_of_no_step(training: Training) -> None:
+    """The copy holds averaged weights."""
+    average = training.add_recorder(1, torch.nn.Linear(2, 2))
     training.journal.evaluating = lambda: False
     for _ in range(3):
         plain_step(training)
@@ -257,20 +248,18 @@ def test_a_copy_that_is_not_trained_leaves_the_model_s_validation_one(training: 
     assert {step.end_ns - step.start_ns for step in steps} == {10 + 20 + 70 + 5 + 3}
 
 
-def test_samples_of_a_validation_of_several_modules_are_no_step_s(training: Training) -> None:
+def test_validation_samples_count_for_no_step_of_several_modules(training: Training) -> None:
     other = Training()
     other.journal, other.clock = training.journal, training.clock
-    other.recorder = ModuleRecorder(
-        1, other.module, training.journal, clock=training.clock, offer=training.told.append, readiness_every=2
-    )
+    other.recorder = training.add_recorder(1, other.module)
     bucket = wire.Bucket(size_bytes=8, dtype="float32", parameters=[wire.Parameter(name="w", size=2)])
     other.recorder.layout([bucket, bucket], "all_reduce")
     training.journal.evaluating = lambda: False
     for _ in range(3):
         training.fetch(10)
-        for one in (training, other):
-            one.forward(20)
-            one.backward(40, 30)
+        for loop in (training, other):
+            loop.forward(20)
+            loop.backward(40, 30)
         with torch.no_grad():
             for _ in range(2):
                 training.fetch(100)
@@ -280,7 +269,7 @@ def test_samples_of_a_validation_of_several_modules_are_no_step_s(training: Trai
 
 
 ACTING = 9
-"""Steps in a row with a forward of the policy's, until it is a habit; the first has no origin anyway."""
+"""Consecutive steps with a forward of the policy after which it is a habit; the first has no origin anyway."""
 
 
 def act(training: Training, mode: bool) -> None:
@@ -294,7 +283,7 @@ def act(training: Training, mode: bool) -> None:
 def test_a_forward_without_gradients_in_every_step_becomes_part_of_it(
     training: Training, mode: bool, replay: bool
 ) -> None:
-    """A policy that acts; its batches may come from a loader."""
+    """A policy acts in every step; the training batches may come from a loader."""
     training.journal.evaluating = lambda: not training.module.training
     for _ in range(2 * ACTING):
         act(training, mode)
@@ -311,9 +300,9 @@ def test_a_forward_without_gradients_in_every_step_becomes_part_of_it(
     clean = [not step.flags & wire.NO_ORIGIN for step in steps]
     assert not any(clean[: ACTING - 1])
     assert all(clean[ACTING:])
-    told = own(steps[-1])
-    assert told["other"] == 60
-    assert told["forward"] == 20
+    own_ns = own(steps[-1])
+    assert own_ns["other"] == 60
+    assert own_ns["forward"] == 20
     whole = 60 + (10 if replay else 0) + 20 + 40 + 30 + 5
     assert {step.end_ns - step.start_ns for step in steps[ACTING:-1]} == {whole}
 
@@ -344,8 +333,8 @@ def test_a_forward_without_gradients_now_and_then_never_becomes_part_of_a_step(t
 
 
 @pytest.mark.parametrize("mode", [False, True])
-def test_a_validation_after_every_step_is_part_of_none(training: Training, mode: bool) -> None:
-    """Its batches are fetched to evaluate, each for two forwards."""
+def test_a_validation_after_every_step_is_part_of_no_step(training: Training, mode: bool) -> None:
+    """Its batches are fetched without gradients, each for two forwards."""
     training.journal.evaluating = lambda: not training.module.training
     for _ in range(2 * ACTING):
         plain_step(training)
@@ -360,8 +349,8 @@ def test_a_validation_after_every_step_is_part_of_none(training: Training, mode:
     assert all(step.flags & wire.NO_ORIGIN for step in steps)
 
 
-def test_batches_of_two_loaders_fetched_without_gradients_are_the_step_s(training: Training) -> None:
-    """With labels and without, as semi-supervised training draws them."""
+def test_batches_of_two_loaders_fetched_without_gradients_belong_to_the_step(training: Training) -> None:
+    """Semi-supervised training fetches one batch with labels and one without."""
     training.journal.evaluating = lambda: not training.module.training
     for validated in (False, False, True, False):
         with torch.no_grad():
@@ -380,7 +369,7 @@ def test_batches_of_two_loaders_fetched_without_gradients_are_the_step_s(trainin
 
 @pytest.mark.parametrize("fetched", [False, True])
 def test_a_validation_of_a_copy_before_the_forward_is_part_of_no_step(training: Training, fetched: bool) -> None:
-    """Of averaged weights, which no DDP module runs; the batch of the step may have been fetched before it."""
+    """No DDP module runs the averaged weights. The batch of the step may have been fetched before."""
     training.journal.evaluating = lambda: not training.module.training
     for validates in (False, True, False):
         if fetched:
@@ -400,7 +389,7 @@ def test_a_validation_of_a_copy_before_the_forward_is_part_of_no_step(training: 
 
 
 def test_a_loss_after_a_fetch_is_forward(training: Training) -> None:
-    """The next batch is fetched while a device is at the forward."""
+    """The next batch is fetched while the device computes the forward."""
     for _ in range(3):
         training.forward(20)
         training.fetch(10)
@@ -411,21 +400,21 @@ def test_a_loss_after_a_fetch_is_forward(training: Training) -> None:
     assert [phases(step)["data"] for step in training.steps()] == [10] * 3
 
 
-def test_a_thread_that_asks_a_model_with_gradients_on_takes_no_training_over(training: Training) -> None:
-    """As in self-play, where nobody thought of `no_grad`; one that calls backward does."""
+def test_inference_with_gradients_on_another_thread_does_not_move_the_training(training: Training) -> None:
+    """Self-play may omit `no_grad`. Only a thread that calls backward takes over the training."""
     with ThreadPoolExecutor(1) as pool:
-        for asks in (False, True, True):
+        for infers in (False, True, True):
             training.fetch(10)
             training.forward(20)
-            if asks:
+            if infers:
                 pool.submit(training.recorder.forward_began, (torch.zeros(4, 2),)).result()
             training.backward(40, 30)
             training.optimizer(5)
-        beside = len(training.steps()), [phases(step) for step in training.steps()]
+        first_steps = [phases(step) for step in training.steps()]
         for _ in range(3):
             pool.submit(plain_step, training).result()
     training.journal.finish()
     whole = {"data": 10, "forward": 20, "backward": 40, "exposed_comm": 30, "optimizer": 5}
-    assert beside == (3, [whole] * 3)
+    assert first_steps == [whole] * 3
     assert [phases(step)["backward"] for step in training.steps()] == [40] * 6
     assert [phases(step).get("data") for step in training.steps()][-2:] == [10, 10]

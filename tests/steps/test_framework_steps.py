@@ -1,4 +1,4 @@
-"""Steps as frameworks make them: inputs by keyword, the wrapper's mode forgotten, forward in a closure, evaluations."""
+"""Steps of frameworks: inputs by keyword, a wrong mode on the wrapper, forward in a closure, evaluations."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_samples_are_counted_wherever_the_batch_is(
 
 
 @pytest.mark.parametrize("wrapper", [True, False])
-def test_only_the_wrapped_module_s_mode_says_whether_this_is_training(wrapper: bool) -> None:
+def test_only_the_mode_of_the_wrapped_module_decides_whether_this_is_training(wrapper: bool) -> None:
     """Lightning leaves the wrapper in evaluation mode after its first validation, Transformers in training mode."""
     clock, raw = FakeClock(), list[Any]()
     journal = Journal(clock, raw.append)
@@ -85,35 +85,35 @@ def test_a_closure_without_backward_leaves_the_phases_balanced(training: Trainin
     assert wire.PHASES[training.journal.phase] == "other"
 
 
-@pytest.mark.parametrize("seen", ["forward", "fetch", "fetch and forward"])
-def test_an_evaluation_is_part_of_no_step(training: Training, seen: str) -> None:
-    """Its forward may go past DDP (Transformers), and it may come without a loader."""
+@pytest.mark.parametrize("hooks", ["forward", "fetch", "fetch and forward"])
+def test_an_evaluation_is_part_of_no_step(training: Training, hooks: str) -> None:
+    """Its forward may bypass DDP (Transformers), and it may have no loader."""
     training.journal.evaluating = lambda: not training.module.training
     plain_step(training)
     plain_step(training)
     training.module.eval()
-    training.spend(0 if "fetch" in seen else 3)
+    training.spend(0 if "fetch" in hooks else 3)
     for _ in range(2):
-        if "fetch" in seen:
+        if "fetch" in hooks:
             training.fetch(700)
-        if "forward" in seen:
+        if "forward" in hooks:
             training.forward(800, training=False)
-            training.journal.communicated(0, 0, training.clock.at - 500, training.clock.at)
-    if "fetch" in seen:
+            training.journal.comm_ended(0, 0, training.clock.now_ns - 500, training.clock.now_ns)
+    if "fetch" in hooks:
         training.fetch(10)
     training.module.train()
     training.forward(20)
     training.backward(40, 30)
     plain_step(training)
-    _, before, after, last = training.steps()
-    assert before.end_ns - before.start_ns == 10 + 20 + 40 + 30 + 5 + 3 + (0 if "fetch" in seen else 3)
-    assert phases(after) == ({"data": 10} if "fetch" in seen else {}) | {
+    _, earlier, later, last = training.steps()
+    assert earlier.end_ns - earlier.start_ns == 10 + 20 + 40 + 30 + 5 + 3 + (0 if "fetch" in hooks else 3)
+    assert phases(later) == ({"data": 10} if "fetch" in hooks else {}) | {
         "forward": 20,
         "backward": 40,
         "exposed_comm": 30,
     }
-    assert after.comm_ns == 31
-    assert [bool(step.flags & wire.NO_ORIGIN) for step in (before, after, last)] == [False, True, False]
+    assert later.comm_ns == 31
+    assert [bool(step.flags & wire.NO_ORIGIN) for step in (earlier, later, last)] == [False, True, False]
 
 
 def test_micro_batches_before_an_evaluation_are_kept(training: Training) -> None:

@@ -1,4 +1,4 @@
-"""Steps as few people write them, but do: phases, own time and numbers are right there too."""
+"""Phases, own time and step numbers of unusual training loops."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def training() -> Training:
 def test_closures_without_a_loader_are_a_step_each(training: Training) -> None:
     for _ in range(4):
         training.journal.optimizer_began()
-        for _ in range(2):  # As LBFGS evaluates its closure.
+        for _ in range(2):  # LBFGS calls its closure several times.
             training.forward(20)
             training.backward(40, 30)
         training.spend(5)
@@ -47,13 +47,13 @@ def test_a_backward_of_something_else_opens_no_step(training: Training) -> None:
     assert training.journal._tracker._step is None
 
 
-def test_a_map_that_travels_under_backward_is_not_exposed(training: Training) -> None:
+def test_an_unused_map_under_backward_is_not_exposed(training: Training) -> None:
     for _ in range(2):
         training.fetch(10)
         training.forward(20)
-        launched = training.clock.at
+        launched = training.clock.now_ns
         training.backward(40, 30)
-        training.journal.communicated(0, wire.COMM_KINDS.index("unused_map"), launched, launched + 25)
+        training.journal.comm_ended(0, wire.COMM_KINDS.index("unused_map"), launched, launched + 25)
     training.journal.finish()
     assert [phases(step)["backward"] for step in training.steps()] == [40, 40]
     assert [phases(step)["exposed_comm"] for step in training.steps()] == [30, 30]
@@ -61,16 +61,16 @@ def test_a_map_that_travels_under_backward_is_not_exposed(training: Training) ->
     assert [step.comm_ns for step in training.steps()] == [25 + 30] * 2
 
 
-def test_a_bucket_that_was_left_out_has_no_span_and_hides_no_waiting(training: Training) -> None:
+def test_an_unused_bucket_has_no_span_and_hides_no_waiting(training: Training) -> None:
     for _ in range(2):
         training.fetch(10)
         training.forward(20)
         training.journal.backward_began()
         record = training.recorder.backward()
         training.spend(40)
-        record.ready_ns[0] = record.launched_ns[0] = training.clock.at
+        record.ready_ns[0] = record.launched_ns[0] = training.clock.now_ns
         training.spend(30)
-        record.done_ns[0] = training.clock.at
+        record.done_ns[0] = training.clock.now_ns
         training.recorder.finished(record)
         training.journal.backward_ended()
     training.journal.finish()
@@ -78,7 +78,7 @@ def test_a_bucket_that_was_left_out_has_no_span_and_hides_no_waiting(training: T
     assert [len(step.spans_done_ns) for step in training.steps()] == [1, 1]
 
 
-def test_a_collective_after_the_step_makes_no_communication_of_what_ends_its_backward(training: Training) -> None:
+def test_a_collective_after_the_step_makes_no_communication_of_the_end_of_its_backward(training: Training) -> None:
     for _ in range(2):
         training.fetch(10)
         training.forward(20)
@@ -92,7 +92,7 @@ def test_a_collective_after_the_step_makes_no_communication_of_what_ends_its_bac
     assert own(second) == {"data": 10, "forward": 20, "backward": 40, "optimizer": 5, "other": 15}
 
 
-def test_a_pause_loses_its_step_and_no_number(training: Training) -> None:
+def test_a_graph_capture_drops_its_step_and_leaves_no_gap_in_the_numbers(training: Training) -> None:
     for _ in range(2):
         plain_step(training)
     training.fetch(10)
@@ -106,7 +106,7 @@ def test_a_pause_loses_its_step_and_no_number(training: Training) -> None:
     assert [raw.number for raw in training.raw] == [0, 1, 2, 3]
 
 
-def test_a_rank_that_shadowed_has_no_clean_start(training: Training) -> None:
+def test_a_step_after_a_contribution_of_zeros_has_no_clean_start(training: Training) -> None:
     plain_step(training)
     plain_step(training)
     training.recorder.shadowed()
@@ -120,7 +120,7 @@ def test_own_time_of_many_optimizers_is_whole_across_batches(training: Training)
     plain_step(training)
     for _ in range(399):
         training.optimizer(5)
-    training.fetch(10)  # The first step is closed, and summarised by itself.
+    training.fetch(10)  # Closes the first step, which is summarised alone.
     assert phases(training.steps()[0])["optimizer"] == 400 * 5
     training.forward(20)
     training.backward(40, 30)
@@ -144,7 +144,7 @@ def test_pickled_tensors_are_no_checkpoint(training: Training) -> None:
     assert [bool(step.flags & wire.NO_ORIGIN) for step in training.steps()] == [True, False, False, True]
 
 
-def test_another_threads_collective_during_a_backward_is_not_training_s(training: Training) -> None:
+def test_another_threads_collective_during_a_backward_is_not_part_of_training(training: Training) -> None:
     training.fetch(10)
     training.forward(20)
     training.journal.backward_began()
@@ -165,8 +165,8 @@ def test_an_optimizer_after_one_with_a_closure_belongs_to_its_step(training: Tra
     assert [step.end_ns - step.start_ns for step in training.steps()] == [20 + 40 + 30 + 7] * 3
 
 
-@pytest.mark.parametrize("often", ["after each entry", "by the training thread itself"])
-def test_steps_are_the_same_however_late_the_journal_is_replayed(training: Training, often: str) -> None:
+@pytest.mark.parametrize("frequency", ["after each entry", "by the training thread itself"])
+def test_steps_are_the_same_however_late_the_journal_is_replayed(training: Training, frequency: str) -> None:
     def train(training: Training) -> list[Any]:
         for data in (10, 700, 30, 40):
             plain_step(training, data=data)
@@ -181,7 +181,7 @@ def test_steps_are_the_same_however_late_the_journal_is_replayed(training: Train
     assert len(late) == 4
     soon = Training()
     soon.journal._full = 7 * 3
-    if often == "after each entry":
+    if frequency == "after each entry":
         append = soon.journal._append
 
         def append_and_replay(entry: Any) -> None:
@@ -195,9 +195,9 @@ def test_steps_are_the_same_however_late_the_journal_is_replayed(training: Train
 
 
 @pytest.mark.parametrize("fetched", [False, True])
-def test_an_optimizer_that_failed_before_the_first_step_runs_no_more(training: Training, fetched: bool) -> None:
+def test_an_optimizer_that_failed_before_the_first_step_takes_no_time_later(training: Training, fetched: bool) -> None:
     training.journal.optimizer_began()
-    training.journal.stepping = lambda: False
+    training.journal.optimizer_is_running = lambda: False
     for _ in range(3):
         if fetched:
             training.fetch(10)
@@ -209,8 +209,7 @@ def test_an_optimizer_that_failed_before_the_first_step_runs_no_more(training: T
     assert [phases(step).get("optimizer", 0) for step in steps] == [0, 0, 0]
 
 
-def test_a_forked_child_takes_over_nothing_of_the_journal(training: Training) -> None:
-    """Nor a lock that was held."""
+def test_a_forked_child_inherits_no_entries_and_no_held_lock(training: Training) -> None:
     plain_step(training)
     with training.journal._replaying:
         child = os.fork()
@@ -221,7 +220,7 @@ def test_a_forked_child_takes_over_nothing_of_the_journal(training: Training) ->
     assert len(training.steps()) == 1
 
 
-def test_a_replay_that_hangs_holds_nobody_up(training: Training) -> None:
+def test_a_replay_that_hangs_does_not_block_training(training: Training) -> None:
     plain_step(training)
     with training.journal._replaying:
         training.journal._full = 3 * 3
@@ -231,8 +230,8 @@ def test_a_replay_that_hangs_holds_nobody_up(training: Training) -> None:
     assert len(training.steps()) == 11
 
 
-def test_a_replay_that_hangs_for_ever_takes_so_much_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "_MOST_HELD", 50)
+def test_a_replay_that_hangs_forever_takes_bounded_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "_MAX_BACKLOG", 50)
     training.journal._full = 3 * 3
     with training.journal._replaying:
         for _ in range(100):
@@ -243,8 +242,8 @@ def test_a_replay_that_hangs_for_ever_takes_so_much_memory(training: Training, m
     assert phases(training.steps()[-1])["backward"] == 40
 
 
-def test_training_moves_to_another_thread(training: Training) -> None:
-    """As in a worker's, after a batch was looked at on the main thread."""
+def test_steps_are_recorded_after_training_moves_to_another_thread(training: Training) -> None:
+    """A worker thread trains after the main thread fetched a batch to inspect it."""
     training.fetch(10)
     with ThreadPoolExecutor(1) as pool:
         for _ in range(3):
@@ -269,13 +268,13 @@ def test_training_that_moves_to_another_thread_after_some_steps_loses_no_forward
     assert [bool(step.flags & wire.NO_ORIGIN) for step in steps] == [True, False, True, False]
 
 
-def test_a_backward_by_the_engine_alone_ends_a_step_and_leaves_nothing(training: Training) -> None:
+def test_a_backward_without_torchs_function_ends_a_step_and_leaves_no_records(training: Training) -> None:
     for _ in range(3):
         training.fetch(10)
         training.forward(20)
         record = training.recorder.backward()
         training.spend(70)
-        record.ready_ns[:] = record.launched_ns[:] = record.done_ns[:] = [training.clock.at] * 2
+        record.ready_ns[:] = record.launched_ns[:] = record.done_ns[:] = [training.clock.now_ns] * 2
         training.recorder.finished(record)
         training.optimizer(5)
     training.journal.finish()
@@ -283,7 +282,7 @@ def test_a_backward_by_the_engine_alone_ends_a_step_and_leaves_nothing(training:
     assert not training.journal._tracker._records
 
 
-def test_an_interrupt_whose_end_nobody_tells_is_over_with_the_next_forward(training: Training) -> None:
+def test_a_call_that_an_interrupt_cut_off_ends_with_the_next_forward(training: Training) -> None:
     for _ in range(2):
         plain_step(training)
     training.journal.fetch_began()
@@ -293,11 +292,11 @@ def test_an_interrupt_whose_end_nobody_tells_is_over_with_the_next_forward(train
     training.journal.backward_began()
     training.forward(20)
     assert training.journal.backward_began()
-    _, plain, *others = map(phases, training.steps())
-    assert others[-2:] == [plain] * 2
+    _, plain, *later_steps = map(phases, training.steps())
+    assert later_steps[-2:] == [plain] * 2
 
 
-def test_inputs_without_a_size_cost_only_their_number(training: Training) -> None:
+def test_inputs_without_a_size_lose_only_their_sample_count(training: Training) -> None:
     class Sizeless(torch.Tensor):
         def size(self, *_: object) -> int:  # type: ignore[override]
             raise RuntimeError("no size")
@@ -312,7 +311,7 @@ def test_inputs_without_a_size_cost_only_their_number(training: Training) -> Non
     assert [step.samples for step in training.steps()] == [0, 2]
 
 
-def test_a_function_that_saves_can_be_sent_to_a_process_that_does(training: Training) -> None:
+def test_the_patched_save_function_can_be_pickled(training: Training) -> None:
     hooks = ProcessHooks(training.journal, training.event)
     original = torch.save
     hooks.install()
@@ -324,11 +323,11 @@ def test_a_function_that_saves_can_be_sent_to_a_process_that_does(training: Trai
     assert torch.save is torch.serialization.save is original
 
 
-def test_what_follows_the_last_step_is_no_part_of_it(training: Training) -> None:
+def test_time_after_the_last_step_is_no_part_of_it(training: Training) -> None:
     for _ in range(3):
         plain_step(training)
-    training.spend(12_000)  # An upload, or the wait for the exit.
-    training.journal.communicated(0, wire.COMM_KINDS.index("user"), training.clock.at, training.clock.at + 500)
+    training.spend(12_000)  # For example, an upload or the wait for the exit.
+    training.journal.comm_ended(0, wire.COMM_KINDS.index("user"), training.clock.now_ns, training.clock.now_ns + 500)
     training.spend(500)
     training.journal.finish()
     _, second, last = training.steps()
@@ -338,23 +337,21 @@ def test_what_follows_the_last_step_is_no_part_of_it(training: Training) -> None
 
 
 def test_unused_sets_that_change_all_the_time_do_not_fill_a_batch(training: Training) -> None:
-    """A collector takes so many names a batch, and no more."""
+    """The collector limits the number of names in a batch."""
     names = [f"layer.{number}" for number in range(1500)]
     for step in range(20):
         training.recorder.unused(names[step:], [])
-    told = [one for one in training.told if isinstance(one, wire.Unused)]
-    assert [one.locally[0] for one in told] == ["layer.0", "layer.1"]
+    sets = [record for record in training.offered if isinstance(record, wire.Unused)]
+    assert [record.locally[0] for record in sets] == ["layer.0", "layer.1"]
     training.recorder.batch_cut()
     training.recorder.batch_cut()
-    told = [one for one in training.told if isinstance(one, wire.Unused)]
-    assert [one.locally[0] for one in told][2:] == ["layer.19"]
+    sets = [record for record in training.offered if isinstance(record, wire.Unused)]
+    assert [record.locally[0] for record in sets][2:] == ["layer.19"]
     training.recorder.unused([], [])
-    assert getattr(training.told[-1], "locally", None) == []
+    assert getattr(training.offered[-1], "locally", None) == []
 
 
-def test_a_stamp_that_could_not_be_taken_is_the_one_before_it(
-    training: Training, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_stamp_is_replaced_by_the_one_before_it(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     training.forward(20)
     monkeypatch.setattr(training.journal, "_now", lambda: 0)
     training.backward(40, 30)
@@ -365,8 +362,8 @@ def test_a_stamp_that_could_not_be_taken_is_the_one_before_it(
     assert phases(first) == {"other": 90}  # The backward began with the forward, and took no time.
 
 
-def test_a_checkpoint_by_safetensors_is_one(training: Training, tmp_path: Path) -> None:
-    """Scripts have its function by name."""
+def test_a_save_by_safetensors_counts_as_a_checkpoint(training: Training, tmp_path: Path) -> None:
+    """Scripts import its function by name."""
     hooks = ProcessHooks(training.journal, training.event)
     hooks.install()
     try:

@@ -1,4 +1,4 @@
-"""How closed steps wait for their batch."""
+"""Closed steps in the queue for their batch."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from unittest.mock import Mock
 import pytest
 
 from ddpobs import TelemetryConfig, wire
+from ddpobs.export.batch_encoder import BatchEncoder
 from ddpobs.export.identity import Envelope
 from ddpobs.steps.step_columns import RawSteps
-from ddpobs.steps.summary import Summariser
 from ddpobs.telemetry import Telemetry
 from tests.recording.test_module_recorder import Training, plain_step
 
 
 def nine_steps() -> tuple[Training, Telemetry, list[tuple[Any, int, int]]]:
-    """Closed, and telemetry for them that offers as told: what, for how many records, in how many places."""
+    """Nine closed steps, and a telemetry object that lists each offer: the object, its records and its weight."""
     training = Training()
     offered: list[tuple[Any, int, int]] = []
     process = Telemetry.__new__(Telemetry)
     process._clock, process._steps, process._config = training.clock, RawSteps(), TelemetryConfig(batch_spans=40)
-    process._exporter = SimpleNamespace(offer=lambda *told: offered.append((*told, 1)[:3]))  # type: ignore[assignment]
+    process._exporter = SimpleNamespace(offer=lambda *offer: offered.append((*offer, 1)[:3]))  # type: ignore[assignment]
     for _ in range(9):
         plain_step(training)
     training.steps()
@@ -32,9 +32,9 @@ def nine_steps() -> tuple[Training, Telemetry, list[tuple[Any, int, int]]]:
 
 @pytest.mark.parametrize("read", range(7))
 def test_an_error_of_the_device_spoils_no_other_step(read: int) -> None:
-    """Wherever in a step it comes: the step is offered as it is, and the encoder then counts it as lost."""
+    """At any read in a step: the step is offered in stamps, and the encoder later counts it as lost."""
     training, process, offered = nine_steps()
-    whole = RawSteps.of(training.raw[:2] + training.raw[3:4], training.clock)
+    whole = RawSteps.from_steps(training.raw[:2] + training.raw[3:4], training.clock)
     for raw in training.raw[:2]:
         process._add_step(raw)
     answers = [*range(read)]
@@ -50,46 +50,44 @@ def test_an_error_of_the_device_spoils_no_other_step(read: int) -> None:
     del training.clock.times
     process._add_step(training.raw[3])
     process._offer_steps()
-    before, broken, after = (told for told, *_ in offered)
+    earlier, broken, later = (steps for steps, *_ in offered)
     assert broken is training.raw[2]
-    before.extend(after)
-    assert [told.step for told in before.readiness] == [told.step for told in whole.readiness]
-    before.readiness, whole.readiness = [], []
-    assert before == whole
+    earlier.extend(later)
+    assert [sample.step for sample in earlier.readiness] == [sample.step for sample in whole.readiness]
+    earlier.readiness, whole.readiness = [], []
+    assert earlier == whole
 
 
-def test_a_device_that_failed_holds_up_nothing() -> None:
-    """Where it answers no question any more, what else there is to tell is told, and what it had is counted."""
+def test_events_are_sent_after_a_device_failed_and_its_steps_count_as_lost() -> None:
+    """Every read of the failed device raises."""
     training, process, offered = nine_steps()
     lost: list[int] = []
-    process._exporter.count_lost = lost.append  # type: ignore[method-assign]
-    process._recorders, process._layouts, process._batches, process._exchange = [], {}, 1, None
-    process._summariser = Summariser()
+    process._recorders, process._encoder = [], BatchEncoder(Mock(), process._read, Mock(), lost.append)
     failure = RuntimeError("an illegal memory access was encountered")
-    training.clock.times = training.clock.passed = Mock(side_effect=failure)  # type: ignore[method-assign]
+    training.clock.times = training.clock.is_ready = Mock(side_effect=failure)  # type: ignore[method-assign]
     for raw in training.raw[:2]:
         process._add_step(raw)
     failed = wire.Event(kind="failed", at_ns=1, step=2, detail={})
-    assert all(process._passed(told) for told, *_ in offered)
+    assert all(process._passed(steps) for steps, *_ in offered)
     envelope = Envelope(
         "run", "a" * 16, "b" * 16, 0, 2, seq=1, emitted=9, dropped=0, anchor=wire.Anchor(wall_ns=1, monotonic_ns=1)
     )
-    batch = process._encode([*(told for told, *_ in offered), failed], envelope)
+    batch = process._encode([*(steps for steps, *_ in offered), failed], envelope)
     assert batch.events == [failed]
     assert batch.steps is None
     assert lost == [raw.records for raw in training.raw[:2]]
 
 
-def test_steps_wait_together_but_those_that_the_device_is_not_through() -> None:
+def test_steps_are_offered_together_except_those_that_the_device_has_not_finished() -> None:
     training, process, offered = nine_steps()
     late = training.raw[6].end
     for raw in training.raw:
         if raw.end == late:
-            training.clock.passed = lambda stamp: stamp < late  # type: ignore[method-assign]
+            training.clock.is_ready = lambda stamp: stamp < late  # type: ignore[method-assign]
         process._add_step(raw)
     for _ in range(2):
         process._offer_steps()
-    assert [told.number for told, *_ in offered] == [[0, 1, 2], [3, 4, 5], 6, 7, 8]
-    # A step has two buckets, and every other one has its parameters' readiness.
+    assert [steps.number for steps, *_ in offered] == [[0, 1, 2], [3, 4, 5], 6, 7, 8]
+    # A step has two buckets; every other step has its parameters' readiness.
     assert [records for _, records, _ in offered] == [11, 10, 4, 3, 4]
-    assert [places for *_, places in offered] == [3, 3, 1, 1, 1]
+    assert [weight for *_, weight in offered] == [3, 3, 1, 1, 1]

@@ -1,4 +1,4 @@
-"""What is asked of the autograd engine, where no process group is needed."""
+"""The autograd seam, as far as it needs no process group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ddpobs.torch_seam import autograd
 
 
 def test_hooks_on_several_threads_run_one_at_a_time() -> None:
-    """One of them calls another, as the first gradient of a backward begins it."""
+    """A hook may call another hook, as the first gradient of a backward does."""
     inside: list[int] = []
     most: list[int] = []
 
@@ -21,10 +21,10 @@ def test_hooks_on_several_threads_run_one_at_a_time() -> None:
         most.append(len(inside))
         if tensor.item() == 0:
             locked(torch.ones(()))
-        time.sleep(0.01)  # As a launch does, it lets go of the interpreter.
+        time.sleep(0.01)  # Releases the GIL, as a launch does.
         inside.pop()
 
-    locked = autograd.one_at_a_time(hook, threading.RLock())
+    locked = autograd.serialize(hook, threading.RLock())
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(locked, [torch.zeros(())] + [torch.ones(())] * 7))
     assert sorted(most) == [1] * 8 + [2]

@@ -1,4 +1,4 @@
-"""The private members of torch that the training side stands on. One that goes or changes shows here, by its name."""
+"""The private members of torch that the training side uses. A removed or changed member fails here by its name."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OVERRIDDEN = {
     "_sync_buffers": [],
     "register_comm_hook": ["state", "hook"],
 }
-"""What torch's module code calls and we answer, with its parameters."""
+"""Methods that torch's module code calls and ddpobs overrides, with their parameters."""
 
 CALLED = {
     "_build_debug_param_to_name_mapping": ["parameters"],
@@ -40,17 +40,17 @@ CALLED = {
     "_get_ddp_logging_data": [],
     "_passing_sync_batchnorm_handle": ["module"],
 }
-"""What we call on torch's module, with its parameters."""
+"""Methods of torch's module that ddpobs calls, with their parameters."""
 
 ON_GROUPS_AND_WORKS = {
     "_enable_collectives_timing": torch.distributed.ProcessGroup,
     "_get_duration": torch.distributed.Work,
     "wait": torch._C.Future,
 }
-"""What CUDA's times ask of NCCL, and what a work's future waits by."""
+"""Methods that CUDA's times need of NCCL, and the wait of a work's future."""
 
 ON_THE_REDUCER = {"_remove_autograd_hooks", "_set_static_graph", "_update_process_group"}
-"""What attaching calls on torch's C++ reducer."""
+"""Methods of torch's C++ reducer that `attach` calls."""
 
 FROM_MODULES = {
     "torch": {"_foreach_copy_"},
@@ -83,7 +83,7 @@ FROM_MODULES = {
     "torch.utils.data.dataloader": {"_BaseDataLoaderIter"},
     "torch.utils._pytree": {"tree_leaves", "tree_map_only"},
 }
-"""Private functions and classes, by where they live."""
+"""Private functions and classes, by module."""
 
 
 def parameters_of(function: Any) -> list[str]:
@@ -110,58 +110,58 @@ def test_torchs_reducer_has_the_methods_that_attaching_calls() -> None:
     assert set(dir(torch.distributed.Reducer)) >= ON_THE_REDUCER
 
 
-@pytest.mark.parametrize("where", FROM_MODULES)
-def test_the_private_functions_are_where_we_take_them_from(where: str) -> None:
+@pytest.mark.parametrize("module", FROM_MODULES)
+def test_the_private_functions_are_in_their_modules(module: str) -> None:
     importlib.import_module("torch._dynamo")
     holder: Any = torch
-    for part in where.split(".")[1:]:
+    for part in module.split(".")[1:]:
         holder = getattr(holder, part)
-    assert FROM_MODULES[where] <= set(dir(holder))
+    assert FROM_MODULES[module] <= set(dir(holder))
 
 
 def test_no_other_private_name_of_torch_is_used() -> None:
-    known = set().union(*FROM_MODULES.values(), OVERRIDDEN, CALLED, ON_THE_REDUCER)
-    known |= {"_C", "_distributed_c10d", "_dynamo", "_execution_engine", "_bucket_config", "_comm_hooks", "_pytree"}
+    declared = set().union(*FROM_MODULES.values(), OVERRIDDEN, CALLED, ON_THE_REDUCER)
+    declared |= {"_C", "_distributed_c10d", "_dynamo", "_execution_engine", "_bucket_config", "_comm_hooks", "_pytree"}
     used = {name for path in SOURCES.rglob("*.py") for name in private_names_of_torch(ast.parse(path.read_text()))}
-    assert used <= known
+    assert used <= declared
 
 
 def private_names_of_torch(tree: ast.AST) -> set[str]:
-    """Private names imported from torch, attributes of `torch....`, and torch's own on `self` and `model`."""
-    found: set[str] = set()
+    """Private names imported from torch, attributes of `torch....`, and torch's members of `self` and `model`."""
+    names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
-            found |= set((node.module or "").split(".")) | {alias.name for alias in node.names}
+            names |= set((node.module or "").split(".")) | {alias.name for alias in node.names}
         if isinstance(node, ast.Attribute):
             root = ast.unparse(node).split(".")[0]
             of_module = root in ("self", "model", "super()") and hasattr(TorchDDP, node.attr)
             if of_module or root in ("torch", "dist", "Variable"):
-                found.add(node.attr)
-    return {name for name in found if re.fullmatch(r"_[^_].*", name)}
+                names.add(node.attr)
+    return {name for name in names if re.fullmatch(r"_[^_].*", name)}
 
 
 @pytest.mark.parametrize(("attribute", "ours"), [("reducer", ModuleReducer), ("logger", Logger)])
-def test_ours_answers_whatever_torchs_module_code_asks(attribute: str, ours: type) -> None:
+def test_ours_has_every_member_that_torchs_module_code_uses(attribute: str, ours: type) -> None:
     source = inspect.getsource(torch_ddp)
     for ours_instead in OVERRIDDEN:
         source = source.replace(inspect.getsource(getattr(TorchDDP, ours_instead)), "")
-    asked = set(re.findall(rf"\b{attribute}\.(\w+)\(?", source))
-    asked -= {"warning", "info", "debug", "exception", "error"}  # The file's own `logging` logger has the same name.
-    assert len(asked) > 4
-    assert asked <= set(dir(ours))
+    called = set(re.findall(rf"\b{attribute}\.(\w+)\(?", source))
+    called -= {"warning", "info", "debug", "exception", "error"}  # The file's own `logging` logger has the same name.
+    assert len(called) > 4
+    assert called <= set(dir(ours))
 
 
 @pytest.mark.parametrize(
     ("theirs", "ours"), [(torch.distributed.Reducer, ModuleReducer), (torch.distributed.Logger, Logger)]
 )
-def test_ours_has_whatever_torchs_has(theirs: type, ours: type) -> None:
+def test_ours_has_every_public_member_of_torchs(theirs: type, ours: type) -> None:
     of_construction = {"set_construction_data_and_log"}  # Ours gives the facts to the logger's constructor.
-    face = {name for name in dir(theirs) if not name.startswith(("__", "_pybind11"))} - of_construction
-    assert len(face) > 5
-    assert face <= set(dir(ours))
+    members = {name for name in dir(theirs) if not name.startswith(("__", "_pybind11"))} - of_construction
+    assert len(members) > 5
+    assert members <= set(dir(ours))
 
 
-def test_torchs_bucket_limits_are_made_as_we_expect() -> None:
+def test_torchs_bucket_limits_are_as_expected() -> None:
     config = torch_ddp._BucketCapacityConfig.create(None, None, False)
     assert config.compute_bucket_size_limits(static_graph=False, find_unused_parameters=True) == (
         [2**20, 25 * 2**20],
@@ -173,28 +173,28 @@ def test_torchs_bucket_limits_are_made_as_we_expect() -> None:
     assert custom.first_bucket_bytes_cap == 2**21
 
 
-def test_the_engine_says_beforehand_which_parameters_it_will_reach() -> None:
+def test_the_engine_predicts_which_parameters_it_will_reach() -> None:
     reached, left_out = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in (reached, left_out)]
     answers: list[list[bool]] = []
 
-    def ask(_: torch.Tensor) -> None:
+    def query(_: torch.Tensor) -> None:
         answers.append([torch._C._will_engine_execute_node(node) for node in nodes])
 
-    both = torch.stack([reached, left_out])
-    both.register_hook(ask)
-    reached.register_post_accumulate_grad_hook(ask)
+    stacked = torch.stack([reached, left_out])
+    stacked.register_hook(query)
+    reached.register_post_accumulate_grad_hook(query)
     (reached * 2).sum().backward()
-    (both.sum() * 2).backward()
+    (stacked.sum() * 2).backward()
     assert answers == [[True, False], [True, True], [True, True]]
 
 
-def test_a_tensors_hook_is_told_the_node_that_made_the_tensor() -> None:
-    made = nn.Parameter(torch.ones(2)) * 2
-    told: list[Any] = []
-    made.register_hook(lambda _: told.append(torch._C._current_autograd_node()))  # type: ignore[no-untyped-call]
-    made.sum().backward()
-    assert told == [made.grad_fn]
+def test_inside_a_tensors_hook_the_current_node_is_the_tensors() -> None:
+    output = nn.Parameter(torch.ones(2)) * 2
+    nodes_at_hook: list[Any] = []
+    output.register_hook(lambda _: nodes_at_hook.append(torch._C._current_autograd_node()))  # type: ignore[no-untyped-call]
+    output.sum().backward()
+    assert nodes_at_hook == [output.grad_fn]
 
 
 def test_a_queued_callback_runs_once_after_the_last_gradient() -> None:

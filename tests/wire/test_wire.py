@@ -1,4 +1,4 @@
-"""What travels comes back the same, and what cannot be is refused by the name of its field."""
+"""Batches survive encoding and decoding, and an invalid field is refused by name."""
 
 from __future__ import annotations
 
@@ -15,28 +15,27 @@ from hypothesis import strategies as st
 from ddpobs import wire
 from ddpobs.errors import WireError
 from ddpobs.wire import packing
+from tests.columns import make_spans
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-"""A batch as each version of the wire sent it."""
+"""A batch in each version of the wire."""
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-def spans(rows: int = 3, **changed: Any) -> wire.Spans:
+def spans(rows: int = 3, **changes: Any) -> wire.Spans:
     step = np.arange(rows)
     plain = {
         "step": step,
-        "module": step * 0,
-        "revision": step * 0,
         "bucket": step % 2,
         "ready_ns": 10**15 + step * 1000,
         "launched_ns": 10**15 + step * 1000 + 5,
-        "started_ns": step * 0 + wire.UNKNOWN,
+        "started_ns": wire.UNKNOWN,
         "done_ns": 10**15 + step * 1000 + 500,
     }
-    return wire.Spans(**(plain | changed))
+    return make_spans(**(plain | changes))
 
 
-def batch(**changed: Any) -> wire.Batch:
+def batch(**changes: Any) -> wire.Batch:
     fields = {
         "version": 1,
         "run": "run-1",
@@ -50,20 +49,20 @@ def batch(**changed: Any) -> wire.Batch:
         "anchor": wire.Anchor(wall_ns=10**18, monotonic_ns=10**15),
         "spans": spans(),
     }
-    return wire.Batch(**(fields | changed))
+    return wire.Batch(**(fields | changes))
 
 
 @pytest.mark.parametrize(("encode", "content_type"), [(wire.encode, wire.MSGPACK), (wire.encode_json, wire.JSON)])
-def test_a_batch_comes_back_as_it_was_sent(encode: Any, content_type: str) -> None:
-    back = wire.decode(encode(batch()), content_type)
-    assert back.spans is not None
+def test_a_batch_survives_both_encodings(encode: Any, content_type: str) -> None:
+    decoded = wire.decode(encode(batch()), content_type)
+    assert decoded.spans is not None
     for name in wire.Spans.names:
-        np.testing.assert_array_equal(getattr(back.spans, name), getattr(spans(), name))
-    assert (back.run, back.seq, back.anchor.wall_ns) == ("run-1", 0, 10**18)
+        np.testing.assert_array_equal(getattr(decoded.spans, name), getattr(spans(), name))
+    assert (decoded.run, decoded.seq, decoded.anchor.wall_ns) == ("run-1", 0, 10**18)
 
 
-def _of(rows: int) -> st.SearchStrategy[list[int]]:
-    """A column of so many rows: anything, or a few multiples of a thousand, as times of short steps are."""
+def _column(rows: int) -> st.SearchStrategy[list[int]]:
+    """A column with any values, or with a few multiples of a thousand, like times of short steps."""
     few = st.sampled_from([-2000, -1000, 0, 1000])
     return st.lists(INT64, min_size=rows, max_size=rows) | st.lists(few, min_size=rows, max_size=rows)
 
@@ -74,20 +73,20 @@ COLUMN = st.lists(INT64, max_size=50) | st.lists(st.sampled_from([-2000, -1000, 
 @given(COLUMN)
 def test_any_column_of_64_bit_integers_survives_both_encodings(values: list[int]) -> None:
     readiness = wire.Readiness(step=0, module=0, revision=0, ready_ns=np.array(values, np.int64))
-    sent = batch(readiness=[readiness])
-    for body, content_type in ((wire.encode(sent), wire.MSGPACK), (wire.encode_json(sent), wire.JSON)):
+    original = batch(readiness=[readiness])
+    for body, content_type in ((wire.encode(original), wire.MSGPACK), (wire.encode_json(original), wire.JSON)):
         assert wire.decode(body, content_type).readiness[0].ready_ns.tolist() == values
 
 
-@given(st.integers(0, 9).flatmap(lambda rows: st.lists(_of(rows), min_size=20, max_size=20)))
+@given(st.integers(0, 9).flatmap(lambda rows: st.lists(_column(rows), min_size=20, max_size=20)))
 @example([[1000, 0]] * 20)
-def test_columns_that_travel_together_are_each_what_they_were(columns: list[list[int]]) -> None:
-    sent = wire.Steps.from_table(np.array(columns, np.int64))
-    assert (wire.unpack(wire.pack(sent), wire.Steps).table == sent.table).all()
-    assert (np.array(list(packing.unpack(packing.pack(sent.by_name())).values())) == sent.table).all()
+def test_columns_packed_together_survive(columns: list[list[int]]) -> None:
+    steps = wire.Steps.from_table(np.array(columns, np.int64))
+    assert (wire.unpack(wire.pack(steps), wire.Steps).table == steps.table).all()
+    assert (np.array(list(packing.unpack(packing.pack(steps.by_name())).values())) == steps.table).all()
 
 
-def test_regular_times_take_next_to_no_space() -> None:
+def test_regular_times_take_almost_no_space() -> None:
     rows = 5000
     assert len(wire.encode(batch(spans=spans(rows)))) < rows
 
@@ -99,27 +98,27 @@ def test_regular_times_take_next_to_no_space() -> None:
     ),
     st.sampled_from([1, 1000]),
 )
-def test_packed_spans_are_the_spans(rows: list[tuple[int, int, int, int]], times_over: int) -> None:
-    times = np.tile(np.array(rows, np.int64).reshape(-1, 4), (times_over, 1))
+def test_spans_survive_packing(rows: list[tuple[int, int, int, int]], repeats: int) -> None:
+    times = np.tile(np.array(rows, np.int64).reshape(-1, 4), (repeats, 1))
     ready = times[:, 0]
     launched = ready + times[:, 1]
     done = launched + times[:, 3]
     started = np.where(times[:, 2] < 0, wire.UNKNOWN, np.minimum(times[:, 2], done))
-    sent = spans(len(ready), ready_ns=ready, launched_ns=launched, started_ns=started, done_ns=done)
-    back = wire.unpack_spans(wire.pack_spans(sent))
+    original = spans(len(ready), ready_ns=ready, launched_ns=launched, started_ns=started, done_ns=done)
+    unpacked = wire.unpack_spans(wire.pack_spans(original))
     for name in wire.Spans.names:
-        assert getattr(back, name).tolist() == getattr(sent, name).tolist()
+        assert getattr(unpacked, name).tolist() == getattr(original, name).tolist()
 
 
 @given(st.lists(st.lists(INT64, min_size=20, max_size=20), max_size=20))
-def test_packed_steps_are_the_steps_whatever_others_foretell(rows: list[list[int]]) -> None:
+def test_steps_survive_packing_even_if_predictions_are_wrong(rows: list[list[int]]) -> None:
     values = np.array(rows, np.int64).reshape(-1, 20).T
-    ranks, sent = values[0], dict(zip(wire.Steps.names, values, strict=True))
-    kept_before = packing.pack({"rank": ranks, **sent})
-    for packed in (wire.pack_steps(ranks, wire.Steps(**sent)), kept_before):
-        back = wire.unpack_steps(packed)
-        assert {name: column.tolist() for name, column in back.items()} == {
-            name: column.tolist() for name, column in {"rank": ranks, **sent}.items()
+    ranks, columns = values[0], dict(zip(wire.Steps.names, values, strict=True))
+    first_form = packing.pack({"rank": ranks, **columns})
+    for packed in (wire.pack_steps(ranks, wire.Steps(**columns)), first_form):
+        unpacked = wire.unpack_steps(packed)
+        assert {name: column.tolist() for name, column in unpacked.items()} == {
+            name: column.tolist() for name, column in {"rank": ranks, **columns}.items()
         }
 
 
@@ -133,7 +132,7 @@ def test_packed_steps_are_the_steps_whatever_others_foretell(rows: list[list[int
         wire.pack_spans(spans())[:-9],
     ],
 )
-def test_packed_spans_that_are_none_are_refused_by_name(packed: bytes) -> None:
+def test_invalid_packed_spans_are_refused_by_name(packed: bytes) -> None:
     body = wire.pack(batch(spans=None, packed_spans=packed))
     with pytest.raises(WireError) as caught:
         wire.decode(body, limit_bytes=1_000_000)
@@ -148,7 +147,7 @@ def test_packed_columns_of_unequal_length_are_refused() -> None:
         wire.decode(wire.pack(batch(spans=None, packed_spans=packed)))
 
 
-def test_packed_columns_that_would_take_too_much_are_refused() -> None:
+def test_packed_columns_beyond_the_size_limit_are_refused() -> None:
     packed = wire.pack_spans(spans(200_000))
     assert len(packed) < 20_000
     with pytest.raises(WireError, match="at most 1000000 bytes of columns, got 12800000"):
@@ -156,15 +155,15 @@ def test_packed_columns_that_would_take_too_much_are_refused() -> None:
 
 
 @pytest.mark.parametrize("golden", sorted(GOLDEN.glob("batch-*.zst")), ids=lambda path: path.stem)
-def test_what_older_clients_sent_is_still_read(golden: Any) -> None:
-    read = wire.decode(zstandard.decompress(golden.read_bytes()))
-    assert read.version == int(golden.stem.removeprefix("batch-"))
-    assert (read.run, read.seq, read.rank, read.layouts[0].name) == ("golden", 3, 1, "model")
-    assert read.steps is not None
-    assert read.steps.own_ns.tolist() == [95_000_000] * 4
-    assert read.spans is not None
-    assert (read.spans.done_ns - read.spans.launched_ns).tolist() == [10_000_000, 15_000_000] * 4
-    assert [event.kind for event in read.events] == ["goodbye"]
+def test_batches_of_older_clients_are_still_read(golden: Any) -> None:
+    decoded = wire.decode(zstandard.decompress(golden.read_bytes()))
+    assert decoded.version == int(golden.stem.removeprefix("batch-"))
+    assert (decoded.run, decoded.seq, decoded.rank, decoded.layouts[0].name) == ("golden", 3, 1, "model")
+    assert decoded.steps is not None
+    assert decoded.steps.own_ns.tolist() == [95_000_000] * 4
+    assert decoded.spans is not None
+    assert (decoded.spans.done_ns - decoded.spans.launched_ns).tolist() == [10_000_000, 15_000_000] * 4
+    assert [event.kind for event in decoded.events] == ["goodbye"]
 
 
 def test_every_version_has_its_golden_file() -> None:
@@ -172,7 +171,7 @@ def test_every_version_has_its_golden_file() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "field"),
+    ("changes", "field"),
     [
         ({"spans": spans(done_ns=np.zeros(3, np.int64))}, "spans.done_ns"),
         ({"spans": spans(bucket=np.array([0, -1, 0]))}, "spans.bucket"),
@@ -183,29 +182,29 @@ def test_every_version_has_its_golden_file() -> None:
         ({"seq": -1}, "seq"),
     ],
 )
-def test_what_cannot_be_is_refused_by_its_field(changed: dict[str, Any], field: str) -> None:
+def test_an_impossible_value_is_refused_by_its_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(WireError) as refused:
-        wire.decode(wire.pack(batch(**changed)))
+        wire.decode(wire.pack(batch(**changes)))
     assert refused.value.field == field
 
 
 def test_phases_that_do_not_add_up_are_refused() -> None:
-    one = np.array([1])
-    columns = dict.fromkeys(wire.Steps.names, one) | {"start_ns": one * 0, "end_ns": one * 7}
+    single = np.array([1])
+    columns = dict.fromkeys(wire.Steps.names, single) | {"start_ns": single * 0, "end_ns": single * 7}
     with pytest.raises(WireError, match="add up"):
         wire.decode(wire.encode(batch(steps=wire.Steps(**columns))))
-    wire.decode(wire.encode(batch(steps=wire.Steps(**(columns | {"end_ns": one * 6})))))
+    wire.decode(wire.encode(batch(steps=wire.Steps(**(columns | {"end_ns": single * 6})))))
 
 
 @given(st.binary(max_size=200))
-def test_rubbish_is_refused_and_nothing_else_is_raised(body: bytes) -> None:
+def test_arbitrary_bytes_raise_nothing_but_a_wire_error(body: bytes) -> None:
     for content_type in (wire.MSGPACK, wire.JSON):
         with pytest.raises(WireError):
             wire.decode(body, content_type)
 
 
 @pytest.mark.parametrize("column", [["<i1", 0, 7, b"12", 1], [1, 2], ["<i4", 0, 0, b"1234", 1000], None])
-def test_columns_that_are_missing_or_of_another_length_are_refused(column: Any) -> None:
+def test_columns_that_are_missing_or_have_another_length_are_refused(column: Any) -> None:
     plain = msgspec.msgpack.decode(wire.pack(batch()))
     if column is None:
         del plain["spans"]["done_ns"]
@@ -216,17 +215,17 @@ def test_columns_that_are_missing_or_of_another_length_are_refused(column: Any) 
     assert refused.value.field == ("spans" if column is None else "spans.done_ns")
 
 
-def test_columns_may_be_lists_and_new_ones_are_skipped() -> None:
+def test_columns_may_be_lists_and_unknown_columns_are_skipped() -> None:
     plain = msgspec.msgpack.decode(wire.pack(batch()))
     whole = wire.decode(wire.pack(batch())).spans
     assert whole is not None
     plain["spans"] |= {"done_ns": whole.done_ns.tolist(), "invented_later": "x"}
-    back = wire.decode(msgspec.msgpack.encode(plain)).spans
-    assert back is not None
-    assert (back.table == whole.table).all()
+    decoded = wire.decode(msgspec.msgpack.encode(plain)).spans
+    assert decoded is not None
+    assert (decoded.table == whole.table).all()
 
 
-def test_columns_of_unequal_length_make_no_record() -> None:
+def test_columns_of_unequal_length_are_refused() -> None:
     with pytest.raises(ValueError, match="inhomogeneous"):
         spans(done_ns=np.array([1, 2]))
     with pytest.raises(TypeError, match="expected step, module"):
@@ -246,7 +245,7 @@ def test_columns_of_unequal_length_make_no_record() -> None:
         "x",
     ],
 )
-def test_a_column_that_is_none_is_refused(column: Any) -> None:
+def test_an_invalid_column_is_refused(column: Any) -> None:
     plain = msgspec.msgpack.decode(wire.pack(batch()))
     plain["spans"]["ready_ns"] = column
     with pytest.raises(WireError) as refused:

@@ -1,1 +1,1 @@
-"""Pure functions of arrays: columns in, findings out, no I/O."""
+"""Pure functions of arrays: columns in, findings out."""

@@ -1,85 +1,85 @@
-"""One timeline over ranks, from the ends of the collectives that they shared."""
+"""Put the times of all ranks on one clock, by the ends of the collectives that the ranks share."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.joined_steps import Floats, ranks_of
+from ddpobs_server.analysis.joined_steps import Floats, index_ranks
 
-_MOST_STEPS = 2**40
+_MAX_STEPS = 2**40
 _SHARED_STEPS = 4
-"""So many steps that ranks share are enough to align their clocks by."""
+"""Number of shared steps that suffice to align the ranks' clocks."""
 
 
 def offsets_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire.Spans]) -> tuple[dict[int, int], int]:
-    """What to add to each rank's times to put them on the lowest rank's clock, and the noise of doing so.
+    """Return the offset of each rank's clock from the lowest rank's clock, and the noise of the alignment.
 
-    All ranks end an all-reduce together: offset_r = median_i(done_{0,i} - done_{r,i}). Ranks number their steps each by
-    itself, and with uneven inputs the numbers part: it is the collective's number that is the same on all of them.
+    All ranks end an all-reduce together: offset_r = median_i(done_{0,i} - done_{r,i}). Each rank numbers its steps by
+    itself, and with uneven inputs the numbers part. Only the number of the collective is the same on all ranks.
 
-    Where no collective is shared by all ranks, the first ends of each are set side by side: the offsets are then wrong
-    by as much time as lies between these. `steps_missing` says how many steps to add, lest that happens.
+    If no collective is shared by all ranks, the first ends of all ranks are taken as equal. The offsets are then wrong
+    by the time between these ends. `steps_to_add` returns how many more steps to read to avoid this.
 
     Args:
-        steps: Ranks and columns of shape [steps]; they tell which collective a step's spans belong to.
-        spans: Ranks and columns of shape [rows]; those of a step that is not among `steps` count for nothing.
+        steps: Ranks and columns of shape [steps]; they map a step of a span to its collective.
+        spans: Ranks and columns of shape [rows]; spans of steps that are not in `steps` are ignored.
 
     Returns:
-        Offsets by rank, and the median spread of the aligned ends over ranks, both in ns.
+        Offsets to add to the times of each rank, and the median spread of the aligned ends over ranks, both in ns.
     """
     rank, columns = spans
-    ranks, place = ranks_of(rank)
+    ranks, index = index_ranks(rank)
     if not len(ranks):
         return {}, 0
-    # Relative to the first end: a float holds 53 bits, a clock in ns more.
-    base = columns.done_ns[np.unique(place, return_index=True)[1]]
-    apart = dict(zip(ranks.tolist(), (base[0] - base).tolist(), strict=True))
+    # Ends are relative to the first end: a float holds 53 bits, and a clock in ns needs more.
+    base = columns.done_ns[np.unique(index, return_index=True)[1]]
+    base_offsets = dict(zip(ranks.tolist(), (base[0] - base).tolist(), strict=True))
     collective = _collectives(steps, rank, columns.step)
-    joins = collective >= 0
-    key = np.stack([collective, columns.module, columns.revision, columns.bucket])[:, joins]
-    table = _shared(_numbered(key), place[joins], (columns.done_ns - base[place])[joins], len(ranks))
+    joinable = collective >= 0
+    key = np.stack([collective, columns.module, columns.revision, columns.bucket])[:, joinable]
+    table = _common_ends(_number(key), index[joinable], (columns.done_ns - base[index])[joinable], len(ranks))
     if not len(table):
-        return apart, 0
+        return base_offsets, 0
     shift = np.median(table[:, :1] - table, axis=0)
-    aligned = table + shift
-    spread = round(float(np.median(aligned.max(axis=1) - aligned.min(axis=1))))
-    return {r: by + round(ns) for (r, by), ns in zip(apart.items(), shift.tolist(), strict=True)}, spread
+    ends = table + shift
+    spread = round(float(np.median(ends.max(axis=1) - ends.min(axis=1))))
+    return {r: base + round(ns) for (r, base), ns in zip(base_offsets.items(), shift.tolist(), strict=True)}, spread
 
 
-def _shared(identity: wire.Ints, place: wire.Ints, ends_ns: wire.Ints, ranks: int) -> Floats:
-    """When each rank ended what all of them have, shape [identities, ranks]; of what one has twice, the last.
+def _common_ends(identity: wire.Ints, index: wire.Ints, ends_ns: wire.Ints, ranks: int) -> Floats:
+    """Return the end of each all-reduce that every rank has, shape [identities, ranks]; of duplicates the last.
 
-    The others are left out first: clients may tell of as many as they like, each on one rank alone.
+    Incomplete identities are removed before the table is made: a client may send any number of them on one rank.
     """
-    there = np.bincount(np.unique(identity * ranks + place) // ranks)
-    whole = there == ranks
-    rows = whole[identity]
-    table = np.empty((int(whole.sum()), ranks))
-    table[(np.cumsum(whole) - 1)[identity[rows]], place[rows]] = ends_ns[rows]
+    counts = np.bincount(np.unique(identity * ranks + index) // ranks)
+    complete = counts == ranks
+    rows = complete[identity]
+    table = np.empty((int(complete.sum()), ranks))
+    table[(np.cumsum(complete) - 1)[identity[rows]], index[rows]] = ends_ns[rows]
     return table
 
 
-def steps_missing(steps: tuple[wire.Ints, wire.Steps]) -> int:
-    """How many steps to either side have to come to these, so that the ranks share enough collectives.
+def steps_to_add(steps: tuple[wire.Ints, wire.Steps]) -> int:
+    """Return how many steps to add on either side, so that the ranks share enough collectives.
 
     Args:
         steps: Ranks and columns of shape [steps], sorted by step.
 
     Returns:
-        Zero where numbers have not parted, or by little beside the number of steps.
+        Zero if the ranks' numbers have not parted, or by little compared with the number of steps.
     """
-    known = steps[1].collective != wire.UNKNOWN
-    step, collective = steps[1].step[known], steps[1].collective[known]
+    numbered = steps[1].collective != wire.UNKNOWN
+    step, collective = steps[1].step[numbered], steps[1].collective[numbered]
     begins = np.flatnonzero(np.diff(step, prepend=wire.UNKNOWN))
     if not len(begins):
         return 0
-    apart = int((np.maximum.reduceat(collective, begins) - np.minimum.reduceat(collective, begins)).max())
-    return apart + _SHARED_STEPS if apart and len(begins) < apart + _SHARED_STEPS else 0
+    gap = int((np.maximum.reduceat(collective, begins) - np.minimum.reduceat(collective, begins)).max())
+    return gap + _SHARED_STEPS if gap and len(begins) < gap + _SHARED_STEPS else 0
 
 
-def _numbered(key: wire.Ints) -> wire.Ints:
-    """A number for each different column of the key, shape [columns]."""
+def _number(key: wire.Ints) -> wire.Ints:
+    """Number the distinct columns of the key; returns the number of each column, shape [columns]."""
     order = np.lexsort(key)
     numbers = np.zeros(key.shape[1], np.int64)
     numbers[order[1:]] = np.cumsum((key[:, order[1:]] != key[:, order[:-1]]).any(axis=0))
@@ -87,18 +87,18 @@ def _numbered(key: wire.Ints) -> wire.Ints:
 
 
 def _collectives(steps: tuple[wire.Ints, wire.Steps], rank: wire.Ints, step: wire.Ints) -> wire.Ints:
-    """The collective of each (rank, step), shape [rows]; unknown where no such step is there."""
-    known_rank, known = steps
-    if not len(known_rank):
+    """Return the collective of each (rank, step), shape [rows]; `wire.UNKNOWN` if there is no such step."""
+    step_rank, columns = steps
+    if not len(step_rank):
         return np.full_like(step, wire.UNKNOWN)
-    keys, wanted = known_rank * _MOST_STEPS + known.step, rank * _MOST_STEPS + step
+    keys, row_keys = step_rank * _MAX_STEPS + columns.step, rank * _MAX_STEPS + step
     order = np.argsort(keys)
-    place = order[np.searchsorted(keys, wanted, sorter=order).clip(max=len(keys) - 1)]
-    return np.where(keys[place] == wanted, known.collective[place], wire.UNKNOWN)
+    row = order[np.searchsorted(keys, row_keys, sorter=order).clip(max=len(keys) - 1)]
+    return np.where(keys[row] == row_keys, columns.collective[row], wire.UNKNOWN)
 
 
-def aligned(rank: wire.Ints, offsets: dict[int, int], times_ns: wire.Ints) -> wire.Ints:
-    """Times of many ranks on the lowest rank's clock; unknown ones stay unknown."""
-    ranks, place = ranks_of(rank)
-    shift = np.array([offsets.get(r, 0) for r in ranks.tolist()], np.int64)[place]
+def align(rank: wire.Ints, offsets: dict[int, int], times_ns: wire.Ints) -> wire.Ints:
+    """Put times of several ranks on the lowest rank's clock; unknown times stay unknown."""
+    ranks, index = index_ranks(rank)
+    shift = np.array([offsets.get(r, 0) for r in ranks.tolist()], np.int64)[index]
     return np.where(times_ns == wire.UNKNOWN, times_ns, times_ns + shift)

@@ -1,70 +1,121 @@
-"""The input of every finding: one attempt's columns and facts."""
+"""The input and the output of every finding function."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Protocol
 
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.finding import Finding, NotJudged
-from ddpobs_server.analysis.joined_steps import Joined, ranks_of
+from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
+from ddpobs_server.analysis.joined_steps import JoinedSteps, index_ranks
 
 MIN_STEPS = 20
+"""Fewest steps that most findings are judged by."""
+MAX_LISTED = 50
+"""Most parameter names that a finding lists."""
+
+Judgement = Sequence[Finding | NotJudged]
+"""Result of a finding function: its findings, and its questions that could not be judged."""
 
 
-_SHOWN = 50
+class ColumnsTooLargeError(Exception):
+    """The requested columns have more rows than one read may return."""
+
+
+class ColumnReader(Protocol):
+    """Reads further columns of the attempt, which are too large to read for every diagnosis.
+
+    Each method may raise `ColumnsTooLargeError`. A finding function handles the error: it returns `NotJudged`.
+    """
+
+    def layouts(self) -> list[wire.Layout]:
+        """Return the bucket layouts of all modules and revisions."""
+
+    def spans(self, ranks: list[int], first: int, last: int) -> tuple[wire.Ints, wire.Spans]:
+        """Return the bucket spans of the steps in [first, last], and the rank of each row."""
+
+    def comms(self, rank: int, first: int, last: int) -> wire.Comms:
+        """Return the other communication of a rank in the steps in [first, last]."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """Everything a finding may rest on.
+    """The facts of one attempt that a finding may use.
 
     Attributes:
-        rank: Of each row of `steps`.
-        steps: The steps looked at, all ranks.
-        joined: Those in which all ranks can be compared.
-        unused: (rank, unused set) as told: the last of those that name parameters, if any, and `LATEST_SETS`.
+        rank: Rank of each row of `steps`.
+        steps: The latest steps of all ranks.
+        joined: The steps in which all ranks can be compared.
+        unused: (rank, unused set) in the order in which each rank recorded them; of each rank and module at least the
+            latest `LATEST_SETS`.
         settings: The reducer's settings.
-        emitted: Records emitted, by rank.
-        dropped: Records dropped, by rank.
-        missing_batches: How many have not arrived of ranks that said goodbye, by rank.
-        sent_batches: By those ranks together.
-        events: (rank, event) as told.
+        emitted: Emitted records by rank.
+        dropped: Dropped records by rank.
+        missing_batches: Missing batches by rank, for ranks that ended in order.
+        sent_batches: Batches that these ranks sent, in total.
+        events: (rank, event), the first of each source and kind.
         ahead_ns: How far each rank's wall clock is ahead of the collector's.
-        absent: Ranks of the world that are not among the joined ones.
-        apart: Why the ranks do not wait for each other, empty where they do.
-        gaps: Whether a batch of any rank is missing before another; looked at with `find_unused_parameters` only.
+        hosts: Host name by rank.
+        absences: Ranks of the world that are not in `joined`, by reason; the reason has `{}` for the ranks.
+        separate_groups_reason: The reason if the ranks do not wait for each other, else empty.
+        has_gaps: Whether a batch is missing before a later one of the same rank. Only looked up if
+            `find_unused_parameters` is on.
+        columns: Reads further columns; None if there are none.
+        world_size: Number of ranks.
+        pulses: Latest heartbeat by rank; `Pulse.at_ns` is on that rank's monotonic clock.
+        silent_ns: Time since each rank's last batch, on the collector's clock.
+        ended: How each rank ended: `finished`, `failed`, or empty while it runs.
+        fingerprints: (rank, fingerprint) of the sampled steps.
+        now_ns: The collector's wall clock when the evidence was read; None if it is not known. Diagnoses are cached
+            until the run's next commit, so a finding that depends on the time needs a cache version that expires.
     """
 
     rank: wire.Ints
     steps: wire.Steps
-    joined: Joined
-    unused: list[tuple[int, wire.Unused]]
-    settings: dict[str, wire.Scalar]
-    emitted: dict[int, int]
-    dropped: dict[int, int]
-    missing_batches: dict[int, int]
-    sent_batches: int
+    joined: JoinedSteps
+    unused: list[tuple[int, wire.Unused]] = field(default_factory=list)
+    settings: dict[str, wire.Scalar] = field(default_factory=dict)
+    emitted: dict[int, int] = field(default_factory=dict)
+    dropped: dict[int, int] = field(default_factory=dict)
+    missing_batches: dict[int, int] = field(default_factory=dict)
+    sent_batches: int = 0
     events: list[tuple[int, wire.Event]] = field(default_factory=list)
     ahead_ns: dict[int, int] = field(default_factory=dict)
-    absent: list[int] = field(default_factory=list)
-    apart: str = ""
-    gaps: bool = False
+    hosts: dict[int, str] = field(default_factory=dict)
+    absences: dict[str, list[int]] = field(default_factory=dict)
+    separate_groups_reason: str = ""
+    has_gaps: bool = False
+    columns: ColumnReader | None = None
+    world_size: int = 0
+    pulses: dict[int, wire.Pulse] = field(default_factory=dict)
+    silent_ns: dict[int, int] = field(default_factory=dict)
+    ended: dict[int, str] = field(default_factory=dict)
+    fingerprints: list[tuple[int, wire.Fingerprint]] = field(default_factory=list)
+    now_ns: int | None = None
 
     @property
-    def seen(self) -> tuple[int, int]:
-        """First and last step looked at."""
+    def step_range(self) -> tuple[int, int]:
+        """First and last step of `steps`."""
         return (int(self.steps.step.min()), int(self.steps.step.max())) if len(self.steps.step) else (0, 0)
 
     @cached_property
+    def absent_ranks(self) -> list[int]:
+        """Ranks of the world that are not in `joined`, in rising order."""
+        return sorted(rank for ranks in self.absences.values() for rank in ranks)
+
+    @property
+    def absence_reasons(self) -> list[str]:
+        """A sentence for each reason of `absences` that applies."""
+        return [reason.format(format_ranks(ranks)) for reason, ranks in self.absences.items() if ranks]
+
+    @cached_property
     def last_steps(self) -> dict[int, int]:
-        """Each rank's last step, by its own numbers."""
-        ranks, place = ranks_of(self.rank)
+        """Last step of each rank, by the rank's own numbers."""
+        ranks, index = index_ranks(self.rank)
         last = np.full(len(ranks), wire.UNKNOWN, np.int64)
-        np.maximum.at(last, place, self.steps.step)
+        np.maximum.at(last, index, self.steps.step)
         return dict(zip(ranks.tolist(), last.tolist(), strict=True))
-
-
-Judgement = list[Finding] | NotJudged

@@ -1,4 +1,4 @@
-"""What the analysis tells: findings, most severe first."""
+"""The result types of the analysis: findings, and questions that could not be judged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _ORDER = {"critical": 0, "warning": 1, "info": 2}
 
 @dataclass(frozen=True)
 class Gain:
-    """What the remedy is predicted to save per step: time, share of the step, and the relative error of both."""
+    """Predicted saving per step if the remedy works: time, share of the step, and the relative error of both."""
 
     step_ns: int
     ratio: float
@@ -20,7 +20,7 @@ class Gain:
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong: who, where, since when, how sure, what to do, and what that would gain."""
+    """One problem of a run, with its place, its evidence, a remedy and the predicted gain."""
 
     code: str
     severity: Severity
@@ -35,13 +35,13 @@ class Finding:
     gain: Gain | None = None
 
     def as_json(self) -> dict[str, Any]:
-        """The finding as the REST gives it."""
+        """Return the finding in the form of the REST API."""
         return asdict(self) | {"steps": list(self.steps)}
 
 
 @dataclass(frozen=True)
 class NotJudged:
-    """Why a finding could not be judged."""
+    """A question that the evidence could not answer, and the reason."""
 
     code: str
     reason: str
@@ -51,17 +51,17 @@ class NotJudged:
 
 
 def format_ranks(ranks: list[int]) -> str:
-    """Ranks as a sentence has them: the first few of many."""
+    """Format ranks for a sentence; a long list is cut after 20 ranks."""
     return ", ".join(map(str, ranks[:20])) + (", ..." if len(ranks) > 20 else "")
 
 
 def by_severity(findings: list[Finding]) -> list[Finding]:
-    """Most severe first; within a severity by what can be gained."""
+    """Sort findings, the most severe first; within a severity the largest gain first."""
     return sorted(findings, key=lambda f: (_ORDER[f.severity], -(f.gain.step_ns if f.gain else 0), f.code))
 
 
 def severity_of(share: float) -> Severity:
-    """How bad it is to lose this share of every step."""
+    """Return the severity of losing this share of every step."""
     if share >= 0.25:
         return "critical"
     return "warning" if share >= 0.1 else "info"

@@ -1,4 +1,4 @@
-"""Rows of many ranks to matrices, joined by the collective that all ranks took part in."""
+"""Match the steps of all ranks by collective: the store's rows become matrices of steps and ranks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Joined:
-    """Steps in which every rank's own time is known.
+class JoinedSteps:
+    """Steps for which the own time of every rank is recorded.
 
     Attributes:
         collective: Sequence numbers, shape [steps].
@@ -38,50 +38,56 @@ class Joined:
     def __len__(self) -> int:
         return len(self.collective)
 
-    def latest(self, count: int) -> Joined:
-        """The last so many steps."""
+    def latest(self, count: int) -> JoinedSteps:
+        """Return the last `count` steps."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return Joined(**{name: v if name == "ranks" else v[-count:] for name, v in columns.items()})
+        return JoinedSteps(**{name: v if name == "ranks" else v[-count:] for name, v in columns.items()})
 
     @cached_property
     def step_ns(self) -> Floats:
-        """Each step's wall time, the median over ranks, shape [steps]."""
+        """Wall time of each step, the median over ranks, shape [steps]."""
         return np.median(self.wall_ns, axis=1)
 
     @cached_property
-    def followed(self) -> npt.NDArray[np.bool_]:
-        """Whether the step after each one is among these, too; shape [steps]. A step may have several collectives."""
+    def has_successor(self) -> npt.NDArray[np.bool_]:
+        """Whether the next step is joined too, shape [steps]. A step may have several collectives."""
         return np.append(np.diff(self.step) == 1, False)[: len(self)]
 
     @cached_property
     def window_ns(self) -> Floats:
-        """From one synchronisation to the next, as own times are measured, shape [steps].
+        """Time from one synchronisation to the next, which own times are measured in, shape [steps].
 
-        A step ends later than its synchronisation. Where ranks wait in between for one that is late, as at a barrier,
-        that wait is in the wall time of the step before the one whose own time shows it.
+        A step ends later than its synchronisation. If the ranks wait for a late rank after it, as at a barrier, the
+        wait is in the wall time of this step. The late rank's own time is in the next step.
         """
         last_own_ns = self.own_ns.max(axis=1)
         before_ns = np.maximum(0.0, last_own_ns - self.step_ns)
-        after_ns = np.where(self.followed, np.append(before_ns[1:], 0.0)[: len(self)], 0.0)
+        after_ns = np.where(self.has_successor, np.append(before_ns[1:], 0.0)[: len(self)], 0.0)
         return np.asarray(np.maximum(self.step_ns + before_ns - after_ns, last_own_ns))
 
 
-def ranks_of(rank: wire.Ints) -> tuple[wire.Ints, wire.Ints]:
-    """The ranks there are, rising, and of each row the place of its own; ranks are small, and need no sorting."""
-    there = np.bincount(rank) > 0
-    return np.flatnonzero(there), (np.cumsum(there) - 1)[rank]
+def index_ranks(rank: wire.Ints) -> tuple[wire.Ints, wire.Ints]:
+    """Return the distinct ranks in rising order, and for each row the index of its rank among them.
+
+    Ranks are small numbers, so they are counted and not sorted.
+    """
+    present = np.bincount(rank) > 0
+    return np.flatnonzero(present), (np.cumsum(present) - 1)[rank]
 
 
-def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
-    """The collectives that every rank has, without steps that took no time or whose own time has no clean origin.
+def join(rank: wire.Ints, steps: wire.Steps) -> JoinedSteps:
+    """Join the ranks' rows by collective.
+
+    A collective is left out if any rank has no row for it. So is a step that took no time, or that has no clean origin
+    of its own time.
 
     Args:
-        rank: Of each row, shape [rows].
+        rank: Rank of each row, shape [rows].
         steps: Columns, each of shape [rows].
     """
-    known = (steps.own_ns >= 0) & (steps.collective >= 0) & (steps.end_ns > steps.start_ns)
-    usable = np.flatnonzero(((steps.flags & wire.NO_ORIGIN) == 0) & known)
-    ranks, _ = ranks_of(rank)
+    complete_row = (steps.own_ns >= 0) & (steps.collective >= 0) & (steps.end_ns > steps.start_ns)
+    usable = np.flatnonzero(((steps.flags & wire.NO_ORIGIN) == 0) & complete_row)
+    ranks, _ = index_ranks(rank)
     order = usable[np.lexsort((rank[usable], steps.collective[usable]))]
     collective, counts = np.unique(steps.collective[order], return_counts=True)
     complete = collective[counts == len(ranks)]
@@ -90,7 +96,7 @@ def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
     def matrix(name: str) -> Floats:
         return np.asarray(getattr(steps, name)[rows], np.float64)
 
-    return Joined(
+    return JoinedSteps(
         collective=complete,
         step=steps.step[rows[:, 0]] if len(rows) else complete,
         ranks=ranks,
@@ -102,43 +108,48 @@ def join(rank: wire.Ints, steps: wire.Steps) -> Joined:
 
 
 def silent_ranks(rank: wire.Ints, steps: wire.Steps) -> wire.Ints:
-    """Ranks without a row in the later half of all collectives looked at: nothing tells what they do now."""
-    ranks, place = ranks_of(rank)
-    known = steps.collective >= 0
-    if not known.any():
+    """Return the ranks without a row in the later half of all collectives: their current work is not recorded."""
+    ranks, index = index_ranks(rank)
+    numbered = steps.collective >= 0
+    if not numbered.any():
         return ranks[:0]
     last = np.full(len(ranks), wire.UNKNOWN, np.int64)
-    np.maximum.at(last, place[known], steps.collective[known])
-    ahead = steps.collective[known & (last == last.max())[place]]
+    np.maximum.at(last, index[numbered], steps.collective[numbered])
+    ahead = steps.collective[numbered & (last == last.max())[index]]
     return np.asarray(ranks[last < (int(ahead.min()) + int(ahead.max())) // 2])
 
 
 def median_of_others(values: Floats) -> Floats:
-    """For each rank the median over all the other ranks.
+    """Return for each rank the median over all other ranks.
+
+    With the median of all ranks, two ranks would show half of their difference.
 
     Args:
         values: Shape [steps, ranks, ...] with at least two ranks.
 
     Returns:
-        The same shape. With the median of all, two ranks would show half of what sets them apart.
+        The same shape.
     """
-    others = values.shape[1] - 1
-    low, high = (others - 1) // 2, others // 2
+    count = values.shape[1] - 1
+    low, high = (count - 1) // 2, count // 2
     middle = np.partition(values, range(low, high + 2), axis=1)
 
-    def nth(place: int) -> Floats:
-        """The so-manieth of the others: one further on for those that lie before it themselves."""
-        at, following = middle[:, place, None], middle[:, place + 1, None]
-        return np.where(values > at, at, following)
+    def order_statistic(k: int) -> Floats:
+        """Return the k-th smallest value of the others; a rank's own value at or below it moves the index by one."""
+        value, successor = middle[:, k, None], middle[:, k + 1, None]
+        return np.where(values > value, value, successor)
 
-    return np.asarray((nth(low) + nth(high)) / 2)
+    return np.asarray((order_statistic(low) + order_statistic(high)) / 2)
 
 
 def mean_over_ranks(steps: wire.Steps) -> dict[str, wire.Ints]:
-    """Wall time and phases of each step, the mean over the ranks that have it, in ns; and how many these are.
+    """Return each step's wall time and phases, averaged over the ranks that have the step, and the number of these.
 
     Args:
         steps: Sorted by step.
+
+    Returns:
+        Columns of shape [steps]; times in ns.
     """
     begins = np.flatnonzero(np.diff(steps.step, prepend=-1))
     ranks = np.diff(begins, append=len(steps.step))

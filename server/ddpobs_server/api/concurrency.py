@@ -1,6 +1,6 @@
-"""Reads take turns: each takes a thread and memory, and ingest needs a thread as well.
+"""Limits concurrent reads: each takes a thread and memory, and ingest needs threads too.
 
-An answer takes memory until its reader has read it, so that those under way are bounded too.
+A response occupies memory until the client has read it, so unsent responses are limited as well.
 """
 
 from __future__ import annotations
@@ -12,37 +12,40 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.types import Receive, Scope, Send
+from typing_extensions import override
 
 from ddpobs_server.web.auth import refresh_tokens_for
 
-_AT_ONCE, _UNSENT = 4, 16
-"""Reads that have a turn, and those whose answer is being made or sent: a large one takes 16 MB."""
+_READS, _UNSENT_RESPONSES = 4, 16
+"""Reads computed at the same time, and responses that are computed or sent; a large response takes 16 MB."""
 
 
 def install(app: FastAPI) -> None:
-    """Make the turns."""
-    app.state.turns = asyncio.Semaphore(_AT_ONCE)
-    app.state.unsent = asyncio.Semaphore(_UNSENT)
+    """Create the slots."""
+    app.state.read_slots = asyncio.Semaphore(_READS)
+    app.state.response_slots = asyncio.Semaphore(_UNSENT_RESPONSES)
 
 
 class ConcurrencyLimitedRoute(APIRoute):
-    """A route that waits for its turn without a thread, and has it until its answer is made.
+    """A route that holds one of four read slots while its response is computed; it waits on the event loop.
 
-    So whoever reads slowly takes no turn from the others, unless too many do.
+    The slot is free before the response is sent, so slow clients do not block reads until 16 responses are unsent.
     """
 
+    @override
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """FastAPI's own, in turn."""
+        """Wrap FastAPI's handler with a read slot."""
         handle = super().get_route_handler()
 
-        async def in_turn(request: Request) -> Response:
-            async with request.app.state.turns:
+        async def handle_in_slot(request: Request) -> Response:
+            async with request.app.state.read_slots:
                 return await handle(request)
 
-        return in_turn
+        return handle_in_slot
 
+    @override
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """FastAPI's own, once few enough answers are under way; `heads` ends those that nobody reads."""
+        """Handle a request in a response slot; `web.bounded_protocol` aborts responses that stay unread."""
         await refresh_tokens_for(Request(scope))
-        async with scope["app"].state.unsent:
+        async with scope["app"].state.response_slots:
             await super().handle(scope, receive, send)

@@ -1,11 +1,13 @@
-"""What routes ask for, as annotations."""
+"""Dependencies of the routes, as annotations."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 from fastapi import Depends, Path, Query, Request
 
+from ddpobs.wire.text import NONCE, RUN_ID
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
@@ -34,28 +36,44 @@ Reader = Annotated[Caller, Depends(needs("read"))]
 Admin = Annotated[Caller, Depends(needs("admin"))]
 
 
-def _run(run: Annotated[str, Path(pattern=r"^[A-Za-z0-9._-]{1,128}$")], caller: Reader, store: StoreDep) -> Run:
-    found = store.run(caller.key(run))
-    if found is None:
-        raise Problem(404, "Unknown run", f"no run {run} has reported here; GET /api/v1/runs lists those that have")
-    return found
+def _run(run: Annotated[str, Path(pattern=f"^{RUN_ID}$")], caller: Reader, store: StoreDep) -> Run:
+    record = store.run(caller.key(run))
+    if record is None:
+        raise Problem(404, "Unknown run", f"no run {run} has reported here; GET /api/v1/runs lists all runs")
+    return record
 
 
 RunDep = Annotated[Run, Depends(_run)]
 
 
-def _attempt(
-    run: RunDep, store: StoreDep, attempt: Annotated[str | None, Query(pattern=r"^[0-9a-f]{16}$")] = None
-) -> str:
+def _attempt(run: RunDep, store: StoreDep, attempt: Annotated[str | None, Query(pattern=f"^{NONCE}$")] = None) -> str:
     if attempt is None:
         return run.attempt
-    if attempt not in {known.attempt for known in store.attempts(run.run)}:
+    if attempt not in {record.attempt for record in store.attempts(run.run)}:
         raise Problem(404, "Unknown attempt", f"run {run.name} has no attempt {attempt}")
     return attempt
 
 
 AttemptDep = Annotated[str, Depends(_attempt)]
 RankQuery = Annotated[int | None, Query(ge=0, le=2**20 - 1, description="Only this rank.")]
-FromQuery = Annotated[int | None, Query(alias="from", ge=0, le=2**62 - 1, description="First step.")]
-ToQuery = Annotated[int | None, Query(alias="to", ge=0, le=2**62 - 1, description="Last step.")]
 ModuleQuery = Annotated[int | None, Query(ge=0, le=2**20 - 1, description="Only this DDP module.")]
+
+
+@dataclass(frozen=True)
+class StepRange:
+    """Steps `first` to `last` of one attempt; None leaves that end open."""
+
+    attempt: str
+    first: int | None
+    last: int | None
+
+
+def _step_range(
+    attempt: AttemptDep,
+    first: Annotated[int | None, Query(alias="from", ge=0, le=2**62 - 1, description="First step.")] = None,
+    last: Annotated[int | None, Query(alias="to", ge=0, le=2**62 - 1, description="Last step.")] = None,
+) -> StepRange:
+    return StepRange(attempt, first, last)
+
+
+StepRangeDep = Annotated[StepRange, Depends(_step_range)]

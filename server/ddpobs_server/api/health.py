@@ -1,4 +1,4 @@
-"""Is it alive, and can it store?"""
+"""Liveness and readiness of the collector."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ router = APIRouter(tags=["health"])
 
 @router.get("/healthz")
 async def healthz() -> dict[str, str]:
-    """The process answers."""
+    """The process responds."""
     return {"status": "ok"}
 
 
 @router.get("/readyz")
 def readyz(request: Request, store: StoreDep) -> dict[str, str]:
-    """The database answers too, and somebody writes to it."""
+    """The database responds and the writer thread is alive."""
     if not request.app.state.writer.alive:
-        raise Problem(503, "Not ready", "the thread that writes has ended: the log says why; restart the collector")
+        detail = "the writer thread has ended: see the collector's log for the reason, and restart the collector"
+        raise Problem(503, "Not ready", detail)
     try:
         store.ready()
     except Exception as error:
-        raise Problem(503, "Not ready", f"the database does not answer: {type(error).__name__}") from error
+        raise Problem(503, "Not ready", f"the database does not respond: {type(error).__name__}") from error
     return {"status": "ready"}

@@ -1,4 +1,4 @@
-"""Large answers as JSON: FastAPI's own way looks at each number by itself."""
+"""Large responses as JSON, without FastAPI's encoder, which checks each number by itself."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from fastapi import Response
 from ddpobs import wire
 
 
-def json_answer(body: dict[str, Any]) -> Response:
-    """Plain values, and columns of integers as lists."""
-    return Response(msgspec.json.encode(body, enc_hook=_listed), media_type=wire.JSON)
+def json_response(body: dict[str, Any]) -> Response:
+    """Encode plain values, and columns of integers as lists."""
+    return Response(msgspec.json.encode(body, enc_hook=_to_list), media_type=wire.JSON)
 
 
-def columns_answer(run: str, attempt: str, columns: dict[str, wire.Ints], following: int | None) -> Response:
-    """Columns of a page of steps; `following` is the next page's first step."""
-    return json_answer({"run": run, "attempt": attempt, "columns": columns, "next": following})
+def columns_response(run: str, attempt: str, columns: dict[str, wire.Ints], next_step: int | None) -> Response:
+    """Encode the columns of a page of steps; `next_step` is the next page's first step."""
+    return json_response({"run": run, "attempt": attempt, "columns": columns, "next": next_step})
 
 
-def _listed(values: Any) -> Any:
-    return values.tolist()
+def _to_list(column: Any) -> Any:
+    return column.tolist()

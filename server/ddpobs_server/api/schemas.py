@@ -1,10 +1,10 @@
-"""What the routes answer. Where a route makes its JSON itself, these are for the OpenAPI document alone."""
+"""Schemas of the responses. If a route encodes its JSON itself, its schema is only for the OpenAPI document."""
 
 from __future__ import annotations
 
 from typing import Any, Literal
 
-from typing_extensions import TypedDict  # pydantic's own are these before Python 3.12
+from typing_extensions import TypedDict  # Before Python 3.12 pydantic accepts only these.
 
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.reports.run_state import RankState, RunState
@@ -15,14 +15,14 @@ _Phases = dict[str, int]
 """Nanoseconds by phase."""
 
 
-class OfAttempt(TypedDict):
-    """What is of one attempt of a run."""
+class AttemptResponse(TypedDict):
+    """Base of the responses about one attempt of a run."""
 
     run: str
     attempt: str
 
 
-class RunSummary(OfAttempt):
+class RunSummary(AttemptResponse):
     """A run, with the sums over its latest attempt."""
 
     state: RunState
@@ -36,7 +36,7 @@ class RunSummary(OfAttempt):
 
 
 class LastDiagnosis(TypedDict):
-    """`worst` is the worst finding's title, the others are counts; `current`: nothing came since."""
+    """Title of the worst finding, and counts; `current` is true if no batch arrived since."""
 
     worst: str | None
     findings: int
@@ -45,7 +45,7 @@ class LastDiagnosis(TypedDict):
 
 
 class ListedRun(RunSummary):
-    """A run in a list; without a diagnosis where nobody asked yet."""
+    """A run in a list; `diagnosis` is null until the run's diagnostics are first requested."""
 
     diagnosis: LastDiagnosis | None
 
@@ -58,7 +58,7 @@ class RunPage(TypedDict):
 
 
 class Hello(TypedDict):
-    """What a rank's process said of itself."""
+    """Facts that a rank's process sent at its start."""
 
     host: str
     pid: int
@@ -84,7 +84,7 @@ class RunDetails(RunSummary):
 
 
 class Pulse(TypedDict):
-    """What a process was doing when its telemetry last looked; -1 where it was at no module or bucket."""
+    """Last recorded activity of a process; -1 if it was in no module or bucket."""
 
     at_ns: int
     phase: str
@@ -93,29 +93,43 @@ class Pulse(TypedDict):
     bucket: int
 
 
-class Rank(TypedDict):
-    """A rank's process; times are means of a step. Those that are None are not known yet."""
+class SourceFields(TypedDict):
+    """Fields of a rank that are copied from `store.Source`."""
 
     rank: int
-    state: RankState
     source: str
+    last_step: int
+    last_seen_ns: int
+    emitted: int
+    dropped: int
+    goodbye: bool
+
+
+class ProcessFields(TypedDict):
+    """Fields of a rank that are copied from its hello; null until the hello arrives."""
+
     host: str | None
     device: str | None
     backend: str | None
     pid: int | None
+
+
+class RankFields(TypedDict):
+    """Fields of a rank that are computed; times are means per step, null until they are known."""
+
+    state: RankState
     steps: int
-    last_step: int
-    last_seen_ns: int
     clock_ahead_ns: int
-    emitted: int
-    dropped: int
     phases_ns: _Phases | None
     own_ns: int | None
     pulse: Pulse | None
-    goodbye: bool
 
 
-class Ranks(OfAttempt):
+class Rank(SourceFields, ProcessFields, RankFields):
+    """A rank's process. Times are means per step; values that are not known yet are null."""
+
+
+class Ranks(AttemptResponse):
     """The attempt's ranks."""
 
     ranks: list[Rank]
@@ -145,13 +159,13 @@ class Layout(Module):
     buckets: list[LaidOutBucket]
 
 
-class Layouts(OfAttempt):
+class Layouts(AttemptResponse):
     """By module and revision."""
 
     layouts: list[Layout]
 
 
-class Columns(OfAttempt):
+class Columns(AttemptResponse):
     """Columns of one length, by name; `next` is the next page's first step."""
 
     columns: dict[str, list[int]]
@@ -159,7 +173,7 @@ class Columns(OfAttempt):
 
 
 class Bucket(TypedDict):
-    """Mean times of a bucket; its size, type and number of parameters are None where no layout tells."""
+    """Mean times of a bucket; size, type and number of parameters are null without its layout."""
 
     module: int
     revision: int
@@ -173,7 +187,7 @@ class Bucket(TypedDict):
     exposed_ns: int
 
 
-class Buckets(OfAttempt):
+class Buckets(AttemptResponse):
     """By module, revision and index."""
 
     buckets: list[Bucket]
@@ -189,14 +203,14 @@ class UnusedSet(TypedDict):
     globally: list[str]
 
 
-class UnusedSets(OfAttempt):
+class UnusedSets(AttemptResponse):
     """Each time a set changed."""
 
     unused: list[UnusedSet]
 
 
 class Lateness(TypedDict):
-    """How often a rank was last, and late; its mean delay, median own time, and excess by phase."""
+    """Shares of steps in which a rank was last or late; its mean delay, median own time, and excess by phase."""
 
     rank: int
     last_share: float
@@ -206,7 +220,7 @@ class Lateness(TypedDict):
     excess_ns: _Phases
 
 
-class Stragglers(OfAttempt):
+class Stragglers(AttemptResponse):
     """By step, and by step and rank."""
 
     steps: list[int]
@@ -220,8 +234,8 @@ class Stragglers(OfAttempt):
     next: int | None
 
 
-class Diagnostics(OfAttempt):
-    """Findings, the most severe first; `missing` says what could not be judged, and why."""
+class Diagnostics(AttemptResponse):
+    """Findings, the most severe first; `missing` lists the findings that could not be judged, and why."""
 
     steps_seen: int
     findings: list[Finding]

@@ -1,1 +1,1 @@
-"""A batch comes in; its acknowledgement goes out after commit."""
+"""Ingest of batches; each is acknowledged after its commit."""

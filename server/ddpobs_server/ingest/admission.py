@@ -11,80 +11,72 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 from ddpobs_server.web.problems import Problem
 
-_REMEMBERED = 100_000
-
-
-_COUNTED_S = 5.0
-"""How long a count of a run's sources is gone by."""
-
-
-_LATER = {"Retry-After": "60"}
+_MAX_REMEMBERED = 100_000
+_COUNT_VALID_S = 5.0
+"""Seconds for which the count of a run's sources is used."""
+_RETRY_LATER = {"Retry-After": "60"}
 
 
 class Admission:
-    """Lets new runs and new sources in until there are too many; those that are known always may send.
+    """Admits new runs and sources up to the configured limits; known sources are always admitted.
 
-    Those that arrive before the first of them is stored are all let in, and several collectors on one database count
-    for themselves: there may be a few more.
+    The limits are approximate: concurrent first batches all pass, and each collector on a shared database counts by
+    itself.
 
     Args:
         settings: `max_runs` and `max_sources`.
-        store: Knows who is there.
+        store: Holds the stored runs and sources.
     """
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self._settings, self._store = settings, store
-        self._known: dict[tuple[str, str], None] = {}
-        self._left: dict[str, tuple[int, float]] = {}
-        """Of runs that are stored, how many sources more each may have, and until when that holds."""
-        self._counting = asyncio.Lock()
+        self._admitted: dict[tuple[str, str], None] = {}
+        self._remaining: dict[str, tuple[int, float]] = {}
+        """By stored run: how many further sources it may have, and until when this count is valid."""
+        self._count_lock = asyncio.Lock()
 
     async def check(self, workspace: str, run: str, source: str) -> None:
-        """Return where the source may send; `remember` it once it has.
+        """Return if the source may send; call `remember` after its batch is stored.
 
         Raises:
-            Problem: 429, where the workspace has too many runs or the run too many sources.
+            Problem: 429 if the workspace has too many runs or the run too many sources.
         """
-        if self._let_in(run, source):
+        if self._is_admitted(run, source):
             return
-        async with self._counting:  # All ranks of a job begin at once: what one has found holds for the others.
-            if not self._let_in(run, source):
-                await run_in_threadpool(self._count, workspace, run, source)
+        async with self._count_lock:  # All ranks of a job start at once: one rank's count serves the other ranks.
+            if not self._is_admitted(run, source):
+                await run_in_threadpool(self._count_sources, workspace, run, source)
 
     def remember(self, run: str, source: str) -> None:
-        """A batch of the source is stored."""
-        self._known[run, source] = None
-        if len(self._known) > _REMEMBERED:
-            del self._known[next(iter(self._known))]
+        """Record that a batch of the source is stored."""
+        self._admitted[run, source] = None
+        if len(self._admitted) > _MAX_REMEMBERED:
+            del self._admitted[next(iter(self._admitted))]
 
-    def _let_in(self, run: str, source: str) -> bool:
-        if (run, source) in self._known:
+    def _is_admitted(self, run: str, source: str) -> bool:
+        if (run, source) in self._admitted:
             return True
-        left, until = self._left.pop(run, (0, 0.0))
-        if left == 0 or time.monotonic() > until:
+        remaining, valid_until = self._remaining.pop(run, (0, 0.0))
+        if remaining == 0 or time.monotonic() > valid_until:
             return False
-        self._left[run] = left - 1, until
+        self._remaining[run] = remaining - 1, valid_until
         return True
 
-    def _count(self, workspace: str, run: str, source: str) -> None:
-        sources, known = self._store.sources_there(run, source)
+    def _count_sources(self, workspace: str, run: str, source: str) -> None:
+        sources, is_known = self._store.count_sources(run, source)
         if sources:
-            self._left[run] = max(0, self._settings.max_sources - sources - 1), time.monotonic() + _COUNTED_S
-            if len(self._left) > _REMEMBERED:
-                del self._left[next(iter(self._left))]
-        if known:
+            remaining = max(0, self._settings.max_sources - sources - 1)
+            self._remaining[run] = remaining, time.monotonic() + _COUNT_VALID_S
+            if len(self._remaining) > _MAX_REMEMBERED:
+                del self._remaining[next(iter(self._remaining))]
+        if is_known:
             return
         if sources >= self._settings.max_sources:
-            raise Problem(
-                429,
-                "Too many sources",
-                f"the run has {sources} sources (DDPOBS_SERVER_MAX_SOURCES); start another run",
-                _LATER,
+            detail = f"the run has {sources} sources (DDPOBS_SERVER_MAX_SOURCES); start another run"
+            raise Problem(429, "Too many sources", detail, _RETRY_LATER)
+        if sources == 0 and (runs := self._store.count_runs(workspace)) >= self._settings.max_runs:
+            detail = (
+                f"workspace {workspace} has {runs} runs (DDPOBS_SERVER_MAX_RUNS); delete some, or let old runs expire "
+                "(DDPOBS_SERVER_KEEP_RUNS_DAYS)"
             )
-        if sources == 0 and (runs := self._store.runs_there(workspace)) >= self._settings.max_runs:
-            raise Problem(
-                429,
-                "Too many runs",
-                f"workspace {workspace} has {runs} runs (DDPOBS_SERVER_MAX_RUNS); delete some, or have them expire",
-                _LATER,
-            )
+            raise Problem(429, "Too many runs", detail, _RETRY_LATER)

@@ -12,53 +12,53 @@ from ddpobs_server.ingest.memory_budget import Reservation
 from ddpobs_server.settings import Settings
 from ddpobs_server.web.problems import Problem
 
-_DIGITS = 20
-"""Most of a length that is read. Any number of zeros may stand before it, and `int` refuses what is too long."""
+_MAX_DIGITS = 20
+"""Longest `Content-Length` that is parsed. Leading zeros are allowed without limit, and `int` refuses long texts."""
 
 
-async def read_body(request: Request, held: Reservation, settings: Settings) -> bytes:
-    """The body, as it comes.
+async def read_body(request: Request, reservation: Reservation, settings: Settings) -> bytes:
+    """Return the request's body as it was sent.
 
     Raises:
-        Problem: 413 where it is too large, 408 where it takes too long, 400 where it ends early, 503 from `held`.
+        Problem: 413 if it is too large, 408 if it arrives too slowly, 400 if it ends early, 503 from `reservation`.
     """
     limit = int(settings.max_body_mb * 1e6)
     try:
         async with asyncio.timeout(settings.upload_timeout_s):
-            return await _read(request, held, limit)
+            return await _read(request, reservation, limit)
     except TimeoutError:
         raise Problem(
             408,
             "Upload too slow",
-            f"the body did not come within {settings.upload_timeout_s:g} s (DDPOBS_SERVER_UPLOAD_TIMEOUT_S)",
+            f"the body did not arrive within {settings.upload_timeout_s:g} s (DDPOBS_SERVER_UPLOAD_TIMEOUT_S)",
             {"Connection": "close"},
         ) from None
     except ClientDisconnect:
-        raise Problem(400, "Body cut short", "the connection was closed before the body's end") from None
+        raise Problem(400, "Body cut short", "the connection was closed before the end of the body") from None
 
 
-async def _read(request: Request, held: Reservation, limit: int) -> bytes:
-    told = request.headers.get("Content-Length", "")
-    parts: list[bytes] = []
-    size = int(told) if told.isdecimal() and len(told) <= _DIGITS else 0
+async def _read(request: Request, reservation: Reservation, limit: int) -> bytes:
+    announced = request.headers.get("Content-Length", "")
+    chunks: list[bytes] = []
+    size = int(announced) if announced.isdecimal() and len(announced) <= _MAX_DIGITS else 0
     if size <= limit:
         size = 0
-        async for part in request.stream():
-            size += len(part)
+        async for chunk in request.stream():
+            size += len(chunk)
             if size > limit:
                 break
-            held.add(len(part))
-            parts.append(part)
+            reservation.add(len(chunk))
+            chunks.append(chunk)
         else:
-            return b"".join(parts)
-    raise Problem(413, "Body too large", f"at most {limit} bytes are taken (DDPOBS_SERVER_MAX_BODY_MB)")
+            return b"".join(chunks)
+    raise Problem(413, "Body too large", f"a body may have at most {limit} bytes (DDPOBS_SERVER_MAX_BODY_MB)")
 
 
 def plain_bytes(body: bytes, encoding: str, limit: int) -> int:
-    """How many bytes a body will be when decompressed; the limit, where it does not tell.
+    """Size of a body after decompression; `limit` if the body does not state it.
 
     Raises:
-        Problem: 413, where these are too many; 422, where it is no zstd.
+        Problem: 413 if the size exceeds `limit`; 422 if the body is not zstd.
     """
     size = len(body)
     if encoding:
@@ -72,6 +72,6 @@ def plain_bytes(body: bytes, encoding: str, limit: int) -> int:
 
 
 def batch_too_large(limit: int) -> Problem:
-    """The answer to a batch of more than `limit` bytes."""
-    detail = f"at most {limit} bytes when decompressed (DDPOBS_SERVER_MAX_BATCH_MB)"
+    """The problem for a batch of more than `limit` bytes."""
+    detail = f"a batch may have at most {limit} bytes after decompression (DDPOBS_SERVER_MAX_BATCH_MB)"
     return Problem(413, "Batch too large", detail)

@@ -1,4 +1,4 @@
-"""How much a client may send, and how much may be under way at once. The settings say how much; see `Settings`."""
+"""Refuse batches beyond the size limits of `Settings`."""
 
 from __future__ import annotations
 
@@ -9,59 +9,74 @@ from ddpobs import wire
 from ddpobs_server.settings import Settings
 from ddpobs_server.web.problems import Problem
 
-_FACTS, _FACTS_LENGTH = 100, 16_384
-"""Entries of a mapping that a client fills, and its characters: each source's is read with all others' of its run."""
+_MAX_FACTS, _MAX_FACTS_LENGTH = 100, 16_384
+"""Most entries and characters of a mapping that a client fills. A run's reads load the mappings of all its sources."""
 
 
 def check_batch(batch: wire.Batch, settings: Settings) -> None:
     """Refuse a batch of a size that no training sends.
 
     Raises:
-        Problem: 413 with too many records or names; 422 with too large a world, too many layouts, or too long a name.
+        Problem: 413 for too many records or names; 422 for too large a world, too many layouts, or too long a name.
     """
-    _at_most("world_size", batch.world_size, settings.max_ranks, "MAX_RANKS")
-    rows = wire.records(batch) + sum(len(told.ready_ns) for told in batch.readiness)
-    rows += sum(len(told.rank) for told in batch.peers)
-    if rows > settings.max_records:
-        raise _too_many("records", rows, settings.max_records, "MAX_RECORDS")
+    _check_at_most("world_size", batch.world_size, settings.max_ranks, "MAX_RANKS")
+    _check_records(batch, settings)
+    _check_modules(batch, settings)
+    for field, facts in _facts(batch):
+        _check_facts(field, facts)
+    if batch.layouts or batch.unused or batch.events or batch.hello is not None:
+        _check_names(batch, settings)
+
+
+def _check_records(batch: wire.Batch, settings: Settings) -> None:
+    records = wire.records(batch) + sum(len(readiness.ready_ns) for readiness in batch.readiness)
+    records += sum(len(peers.rank) for peers in batch.peers)
+    if records > settings.max_records:
+        raise _too_many("records", records, settings.max_records, "MAX_RECORDS")
+
+
+def _check_modules(batch: wire.Batch, settings: Settings) -> None:
+    """Check module, revision and bucket numbers; all count from 0."""
     for layout in batch.layouts:
-        _at_most("layouts.revision", layout.revision + 1, settings.max_layouts, "MAX_LAYOUTS")
-        _at_most("layouts.buckets", len(layout.buckets), settings.max_buckets, "MAX_BUCKETS")
+        _check_at_most("layouts.revision", layout.revision + 1, settings.max_layouts, "MAX_LAYOUTS")
+        _check_at_most("layouts.buckets", len(layout.buckets), settings.max_buckets, "MAX_BUCKETS")
     for field in ("layouts", "unused", "readiness"):
-        for told in getattr(batch, field):
-            _at_most(f"{field}.module", told.module + 1, settings.max_layouts, "MAX_LAYOUTS")
+        for record in getattr(batch, field):
+            _check_at_most(f"{field}.module", record.module + 1, settings.max_layouts, "MAX_LAYOUTS")
     for field in ("spans", "comms"):
         columns = getattr(batch, field)
         if columns is not None and len(columns):
-            _at_most(f"{field}.module", int(columns.module.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
+            _check_at_most(f"{field}.module", int(columns.module.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
     if batch.spans is not None and len(batch.spans):
-        _at_most("spans.revision", int(batch.spans.revision.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
-        _at_most("spans.bucket", int(batch.spans.bucket.max()) + 1, settings.max_buckets, "MAX_BUCKETS")
-    for field, facts in _facts(batch):
-        for what, limit, came in (
-            ("entries", _FACTS, len(facts)),
-            ("characters", _FACTS_LENGTH, sum(map(len, _texts(facts)))),
-        ):
-            if came > limit:
-                expected = f"at most {limit} {what}"
-                detail = f"{field}: expected {expected}, got {came}"
-                raise Problem(422, "Beyond a limit", detail, field=field, expected=expected, came=str(came))
-    if batch.layouts or batch.unused or batch.events or batch.hello is not None:
-        names = list(_names(batch))
-        if len(names) > settings.max_names:
-            raise _too_many("names", len(names), settings.max_names, "MAX_NAMES")
-        _at_most("names", max(map(len, names), default=0), settings.max_name_length, "MAX_NAME_LENGTH")
+        _check_at_most("spans.revision", int(batch.spans.revision.max()) + 1, settings.max_layouts, "MAX_LAYOUTS")
+        _check_at_most("spans.bucket", int(batch.spans.bucket.max()) + 1, settings.max_buckets, "MAX_BUCKETS")
+
+
+def _check_facts(field: str, facts: Mapping[str, Any]) -> None:
+    for unit, limit, size in (
+        ("entries", _MAX_FACTS, len(facts)),
+        ("characters", _MAX_FACTS_LENGTH, sum(map(len, _texts(facts)))),
+    ):
+        if size > limit:
+            raise _beyond_limit(field, f"at most {limit} {unit}", size)
+
+
+def _check_names(batch: wire.Batch, settings: Settings) -> None:
+    names = list(_names(batch))
+    if len(names) > settings.max_names:
+        raise _too_many("names", len(names), settings.max_names, "MAX_NAMES")
+    _check_at_most("names", max(map(len, names), default=0), settings.max_name_length, "MAX_NAME_LENGTH")
 
 
 def _facts(batch: wire.Batch) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """What a client says of itself and of its events, in words of its own."""
+    """The batch's mappings with keys of the client's choice, each with its field's name."""
     if (hello := batch.hello) is not None:
         yield from (("hello.versions", hello.versions), ("hello.settings", hello.settings))
     yield from (("events.detail", event.detail) for event in batch.events)
 
 
 def _names(batch: wire.Batch) -> Iterator[str]:
-    """Every text that a client chose."""
+    """Every text that the client chose."""
     if (hello := batch.hello) is not None:
         yield from (hello.host, hello.device, hello.backend)
         yield from _texts(hello.versions)
@@ -84,11 +99,16 @@ def _texts(facts: Mapping[str, Any]) -> Iterator[str]:
     yield from (value for value in facts.values() if isinstance(value, str))
 
 
-def _at_most(field: str, came: int, limit: int, setting: str) -> None:
-    if came > limit:
-        detail = f"{field}: expected at most {limit} (DDPOBS_SERVER_{setting}), got {came}"
-        raise Problem(422, "Beyond a limit", detail, field=field, expected=f"at most {limit}", came=str(came))
+def _check_at_most(field: str, value: int, limit: int, setting: str) -> None:
+    if value > limit:
+        raise _beyond_limit(field, f"at most {limit}", value, f" (DDPOBS_SERVER_{setting})")
 
 
-def _too_many(what: str, came: int, limit: int, setting: str) -> Problem:
-    return Problem(413, "Batch too large", f"at most {limit} {what} a batch (DDPOBS_SERVER_{setting}), got {came}")
+def _beyond_limit(field: str, expected: str, value: int, setting: str = "") -> Problem:
+    detail = f"{field}: expected {expected}{setting}, got {value}"
+    return Problem(422, "Beyond a limit", detail, field=field, expected=expected, came=str(value))
+
+
+def _too_many(records: str, count: int, limit: int, setting: str) -> Problem:
+    detail = f"a batch may have at most {limit} {records} (DDPOBS_SERVER_{setting}), got {count}"
+    return Problem(413, "Batch too large", detail)

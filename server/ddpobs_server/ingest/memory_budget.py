@@ -1,4 +1,4 @@
-"""The memory that batches may hold together, from their first byte to their commit."""
+"""Bounds the memory of all batches together, from their first byte to their commit."""
 
 from __future__ import annotations
 
@@ -9,40 +9,40 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from ddpobs_server.web.problems import Problem
 
-_IN_MEMORY = 10
-"""Most that a batch takes in memory, against its bytes before decoding."""
+_DECODED_RATIO = 10
+"""Largest ratio of a decoded batch's memory to its bytes before decoding."""
 
 
 class Reservation:
-    """What one request takes of `IngestMemoryBudget`."""
+    """One request's share of an `IngestMemoryBudget`."""
 
-    def __init__(self, shared: IngestMemoryBudget) -> None:
-        self._shared, self.bytes = shared, 0
+    def __init__(self, budget: IngestMemoryBudget) -> None:
+        self._budget, self.bytes = budget, 0
 
     def add(self, size_bytes: int) -> None:
-        """Take more.
+        """Reserve further memory.
 
         Raises:
-            Problem: 503, where others hold too much already; whoever is alone may go on.
+            Problem: 503 if the budget is spent. A request that is alone may exceed the budget.
         """
-        others = self._shared.bytes - self.bytes
-        if others and self._shared.bytes + size_bytes > self._shared.limit_bytes:
+        budget = self._budget
+        if budget.bytes > self.bytes and budget.bytes + size_bytes > budget.limit_bytes:
             raise Problem(
                 503,
                 "Busy",
-                f"batches under way take {self._shared.limit_bytes} bytes (DDPOBS_SERVER_MAX_UNDER_WAY_MB); try again",
+                f"batches under way use {budget.limit_bytes} bytes (DDPOBS_SERVER_MAX_UNDER_WAY_MB); try again",
                 {"Retry-After": "1"},
             )
         self.bytes += size_bytes
-        self._shared.bytes += size_bytes
+        budget.bytes += size_bytes
 
 
 class IngestMemoryBudget:
-    """Memory of batches from their first byte to their commit. Belongs to the event loop's thread.
+    """Memory of batches from their first byte to their commit. Used only on the event loop's thread.
 
     Args:
-        limit_bytes: Most that all of them may take.
-        registry: Takes the metric.
+        limit_bytes: Most memory of all requests together.
+        registry: Receives the metric.
     """
 
     def __init__(self, limit_bytes: int, registry: CollectorRegistry) -> None:
@@ -51,15 +51,15 @@ class IngestMemoryBudget:
         gauge.set_function(lambda: self.bytes)
 
     @contextmanager
-    def hold(self) -> Iterator[Reservation]:
-        """What is added is given back at the end of the block."""
-        held = Reservation(self)
+    def reserve(self) -> Iterator[Reservation]:
+        """Open a reservation, empty at first, and release it at the end of the block."""
+        reservation = Reservation(self)
         try:
-            yield held
+            yield reservation
         finally:
-            self.bytes -= held.bytes
+            self.bytes -= reservation.bytes
 
 
-def memory_bytes(plain: int) -> int:
-    """What a batch may take in memory once it is decoded."""
-    return plain * _IN_MEMORY
+def decoded_bytes(plain_bytes: int) -> int:
+    """Most memory of a decoded batch that has `plain_bytes` before decoding."""
+    return plain_bytes * _DECODED_RATIO

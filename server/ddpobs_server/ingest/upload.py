@@ -1,4 +1,4 @@
-"""What came over HTTP as one batch, and how it becomes one: checked, and within every limit."""
+"""One batch as it was sent over HTTP, and its decoding within every limit."""
 
 from __future__ import annotations
 
@@ -18,52 +18,53 @@ from ddpobs import wire
 from ddpobs.errors import WireError
 from ddpobs.wire import packing
 from ddpobs.wire.columns import Columns
+from ddpobs.wire.text import NONCE, RUN_ID
 from ddpobs_server.ingest import body, limits
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival
 from ddpobs_server.web.problems import Problem
 
 KEY: dict[str, dict[str, Any]] = {
-    "run": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,128}$"},
-    "source": {"type": "string", "pattern": "^[0-9a-f]{16}$"},
+    "run": {"type": "string", "pattern": f"^{RUN_ID}$"},
+    "source": {"type": "string", "pattern": f"^{NONCE}$"},
     "seq": {"type": "integer", "minimum": 0, "maximum": 2**48},
 }
-"""A batch's natural key as the path's parameters have it, each a JSON schema."""
-_AT = "#/components/schemas/Wire{name}"
+"""JSON schemas of the path's parameters, which together are a batch's natural key."""
+_REFERENCE = "#/components/schemas/Wire{name}"
 _PATTERNS = {name: re.compile(schema.get("pattern", r"^[0-9]{1,15}$")) for name, schema in KEY.items()}
 
 
-def _documented() -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
-    """A batch and its acknowledgement as JSON schemas that refer to others, and those, as OpenAPI 3.0 has them."""
+def _openapi_schemas() -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
+    """Schemas of a batch and its acknowledgement, and the components they refer to, as OpenAPI 3.0 expects them."""
     kinds = [wire.Batch, wire.Acknowledgement]
-    references, schemas = msgspec.json.schema_components(kinds, schema_hook=_columns, ref_template=_AT)
-    del schemas["Batch"]["properties"]["packed_spans"]  # JSON has them as columns.
-    named = {f"Wire{name}": schema for name, schema in schemas.items()}
-    return references, json.loads(json.dumps(named).replace(r"\\Z", "$"))  # JavaScript knows no \Z.
+    references, schemas = msgspec.json.schema_components(kinds, schema_hook=_column_schema, ref_template=_REFERENCE)
+    del schemas["Batch"]["properties"]["packed_spans"]  # In JSON spans are sent as columns.
+    components = {f"Wire{name}": schema for name, schema in schemas.items()}
+    return references, json.loads(json.dumps(components).replace(r"\\Z", "$"))  # JavaScript's patterns lack \Z.
 
 
-def _columns(kind: Any) -> dict[str, Any]:
+def _column_schema(kind: Any) -> dict[str, Any]:
     column = {"type": "array", "items": {"type": "integer"}}
     if not issubclass(kind, Columns):
         return column
-    return {"type": "object", "required": list(kind.names), "properties": dict.fromkeys(kind.names, column)}
+    return {"type": "object", "required": kind.required(), "properties": dict.fromkeys(kind.names, column)}
 
 
-(BATCH, ACKNOWLEDGEMENT), SCHEMAS = _documented()
+(BATCH, ACKNOWLEDGEMENT), SCHEMAS = _openapi_schemas()
 
 
 @dataclass(frozen=True)
 class Upload:
-    """A batch's body that nobody has looked into yet.
+    """The undecoded body of a batch.
 
     Attributes:
-        run: What the store calls the run.
+        run: Key of the run in the store.
         path: The path's parameters.
-        body: As it came.
+        body: The bytes as they were sent.
         content_type: `wire.MSGPACK` or `wire.JSON`.
         encoding: "zstd", or "" for none.
-        received_ns: Wall clock of this collector.
-        settings: Hold the limits.
+        received_ns: Time of arrival, this collector's wall clock.
+        settings: Contain the limits.
     """
 
     run: str
@@ -76,32 +77,32 @@ class Upload:
 
     @cached_property
     def plain_bytes(self) -> int:
-        """Size when decompressed; the limit, where the body does not tell.
+        """Size after decompression; the limit if the body does not state it.
 
         Raises:
-            Problem: 413, where that is too much; 422, where it is not compressed as it says.
+            Problem: 413 if the size exceeds the limit; 422 if the body is not compressed as announced.
         """
         return body.plain_bytes(self.body, self.encoding, self._limit)
 
     @cached_property
     def arrival(self) -> Arrival:
-        """The batch.
+        """The decoded and checked batch.
 
         Raises:
-            Problem: 413 or 422; it says what is wrong with the body.
+            Problem: 413 or 422, with the fault of the body.
         """
         try:
-            plain = self._decompressed() if self.encoding else self.body
+            plain = self._decompress() if self.encoding else self.body
             batch = wire.decode(plain, self.content_type, self._limit)
         except WireError as error:
             raise Problem(
-                422, "Malformed batch", str(error), field=error.field, expected=error.expected, came=str(error.came)
+                422, "Malformed batch", str(error), field=error.field, expected=error.expected, came=str(error.actual)
             ) from None
         limits.check_batch(batch, self.settings)
         for field, expected in self.path.items():
-            if (came := str(getattr(batch, field))) != expected:
-                detail = f"{field}: expected {expected}, as in the path, got {came}"
-                raise Problem(422, "Key mismatch", detail, field=field, expected=expected, came=came)
+            if (value := str(getattr(batch, field))) != expected:
+                detail = f"{field}: expected {expected}, as in the path, got {value}"
+                raise Problem(422, "Key mismatch", detail, field=field, expected=expected, came=value)
         if batch.spans is not None and batch.packed_spans is None:
             batch = msgspec.structs.replace(batch, packed_spans=wire.pack_spans(batch.spans))
         if batch.run != self.run:
@@ -112,10 +113,10 @@ class Upload:
     def _limit(self) -> int:
         return int(self.settings.max_batch_mb * 1e6)
 
-    def _decompressed(self) -> bytes:
+    def _decompress(self) -> bytes:
         decompressor = packing.decompressor()
         try:
-            if zstandard.frame_content_size(self.body) >= 0:  # It is checked to be below the limit.
+            if zstandard.frame_content_size(self.body) >= 0:  # `plain_bytes` has checked that size.
                 return decompressor.decompress(self.body, allow_extra_data=False)
             with decompressor.stream_reader(self.body) as reader:
                 plain = reader.read(self._limit + 1)
@@ -126,11 +127,11 @@ class Upload:
         return plain
 
 
-def key(path: Mapping[str, str]) -> dict[str, str]:
-    """A batch's key from its request's path.
+def batch_key(path: Mapping[str, str]) -> dict[str, str]:
+    """The batch's key from the request's path.
 
     Raises:
-        Problem: 422, where it is none.
+        Problem: 422 if a part of it is malformed.
     """
     for name, pattern in _PATTERNS.items():
         if not pattern.fullmatch(path[name]):
@@ -139,11 +140,11 @@ def key(path: Mapping[str, str]) -> dict[str, str]:
     return {name: path[name] for name in KEY}
 
 
-def form(request: Request) -> tuple[str, str]:
-    """A body's content type and encoding.
+def content_format(request: Request) -> tuple[str, str]:
+    """Content type and encoding of the request's body.
 
     Raises:
-        Problem: 415, for any that is not known.
+        Problem: 415 if either is unsupported.
     """
     content_type = request.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if content_type not in (wire.MSGPACK, wire.JSON):

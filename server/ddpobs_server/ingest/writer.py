@@ -1,8 +1,9 @@
-"""The one writer thread: many batches in one transaction."""
+"""The writer thread: commits many batches in one transaction."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import queue
 import threading
 import time
@@ -12,45 +13,41 @@ from contextlib import suppress
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ddpobs import wire
-from ddpobs_server.ingest.route import _log
 from ddpobs_server.ingest.upload import Upload
 from ddpobs_server.store import Arrival, Outcome, Store, UnavailableError, UnstorableBatchError
 from ddpobs_server.web.problems import Problem
 
-_GROUP = 64
+_log = logging.getLogger(__name__)
+_GROUP_BATCHES = 64
 """Most batches in one transaction."""
-
-
 _GROUP_RECORDS = 2**18
-"""Nor does one take another batch once it has so many records: their columns are joined in memory."""
-
-
+"""Records after which a transaction takes no further batch: their columns are joined in memory."""
 _CLOSE_S = 10
-
-
-_Answer = asyncio.Future[Outcome]
-
-
 _AGES_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0, 86_400.0)
+_Acknowledgement = asyncio.Future[Outcome]
 
 
 class Writer:
-    """The one thread that writes. Requests wait for their batch's commit, not for a transaction of their own.
+    """The only thread that writes batches. A request waits for the transaction that contains its batch.
 
     Args:
-        store: Where batches go.
-        limit: Batches that may wait; more are refused with a retryable answer.
-        registry: Takes the writer's metrics.
+        store: Stores the batches.
+        limit: Batches that may wait; further ones are refused with a retryable problem.
+        registry: Receives the writer's metrics.
     """
 
     def __init__(self, store: Store, limit: int, registry: CollectorRegistry) -> None:
         self._store = store
         self._limit = limit
-        self._waiting: queue.SimpleQueue[tuple[Upload, _Answer] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Upload, _Acknowledgement] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ddpobs-writer", daemon=True)
+        self._transaction_began: float | None = None
+        self._create_metrics(registry)
+
+    def _create_metrics(self, registry: CollectorRegistry) -> None:
         self.batches = Counter("ddpobs_server_batches", "Batches by outcome.", ["outcome"], registry=registry)
         self.spans = Counter("ddpobs_server_spans", "Bucket spans stored.", registry=registry)
-        self.bytes = Counter("ddpobs_server_ingest_bytes", "Bytes of batch bodies taken in.", registry=registry)
+        self.bytes = Counter("ddpobs_server_ingest_bytes", "Bytes of stored batch bodies.", registry=registry)
         self.seconds = Histogram(
             "ddpobs_server_ingest_seconds", "From a batch's arrival to its commit.", registry=registry
         )
@@ -59,16 +56,15 @@ class Writer:
         )
         self.age_seconds = Histogram(
             "ddpobs_server_batch_age_seconds",
-            "From a batch's making, by its rank's clock, to its arrival: long where ranks had to wait or to spool.",
+            "From a batch's creation, by its rank's clock, to its arrival; long if the rank had to wait or to spool.",
             buckets=_AGES_S,
             registry=registry,
         )
-        self._began: float | None = None
         for name, text, value in (
-            ("queue_depth", "Batches waiting for the writer.", self._waiting.qsize),
-            ("queue_limit", "Batches that may wait for the writer.", lambda: limit),
-            ("writer_alive", "1 while the thread that writes lives.", self._thread.is_alive),
-            ("writer_busy_seconds", "How long the transaction under way has taken.", self._busy_s),
+            ("queue_depth", "Batches waiting for the writer.", self._queue.qsize),
+            ("queue_limit", "Batches that may wait for the writer.", lambda: self._limit),
+            ("writer_alive", "1 while the writer thread is alive.", self._thread.is_alive),
+            ("writer_busy_seconds", "Duration of the current transaction so far.", self._busy_s),
         ):
             Gauge(f"ddpobs_server_{name}", text, registry=registry).set_function(value)
         for outcome in ("stored", "repeated", "conflict", "refused", "busy", "failed"):
@@ -76,29 +72,35 @@ class Writer:
 
     @property
     def alive(self) -> bool:
-        """Whether what is submitted will be written."""
+        """Whether submitted batches will be written."""
         return self._thread.is_alive()
 
     def start(self) -> None:
-        """Start the thread; its answers go to the event loop that runs here."""
+        """Start the thread; call it on the event loop that awaits the batches."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
     def close(self) -> None:
-        """Write what waits, then end the thread. What a database does not take in time was not acknowledged."""
-        self._waiting.put(None)
+        """Write the waiting batches, then end the thread.
+
+        Batches that the database does not take within `_CLOSE_S` stay unacknowledged.
+        """
+        self._queue.put(None)
         self._thread.join(_CLOSE_S)
 
-    def submit(self, upload: Upload) -> _Answer:
-        """Queue a batch; the future is done after its commit, or raises what the upload does.
+    def submit(self, upload: Upload) -> _Acknowledgement:
+        """Queue a batch.
+
+        Returns:
+            A future that is done after the commit. It raises the errors of `Upload.arrival` and of the store.
 
         Raises:
-            Problem: 503, where too many wait already.
+            Problem: 503 if too many batches wait already.
         """
-        if self._waiting.qsize() >= self._limit:  # Only the event loop puts any in.
+        if self._queue.qsize() >= self._limit:  # Only the event loop adds batches.
             raise Problem(503, "Busy", f"{self._limit} batches wait to be written; try again", {"Retry-After": "1"})
-        future: _Answer = self._loop.create_future()
-        self._waiting.put((upload, future))
+        future: _Acknowledgement = self._loop.create_future()
+        self._queue.put((upload, future))
         return future
 
     def _run(self) -> None:
@@ -106,66 +108,73 @@ class Writer:
             pass
 
     def _write_next(self) -> bool:
-        """Wait for batches and write them; False once the end is among them. Nothing of them is held afterwards."""
-        group: list[tuple[Arrival, _Answer]] = []
+        """Wait for batches and write them; return False after `close`.
+
+        The batches are local to this method, so that their memory is free while the writer waits for the next ones.
+        """
+        group: list[tuple[Arrival, _Acknowledgement]] = []
         records = 0
-        # Others come meanwhile: whoever waited for the last commit sends again at once.
-        while (item := self._waiting.get()) is not None:
-            for arrival, future in self._decoded(*item):
+        # Further batches arrive during this loop: clients that waited for the last commit send again at once.
+        while (item := self._queue.get()) is not None:
+            for arrival, future in self._decode(*item):
                 group.append((arrival, future))
                 records += wire.records(arrival.batch)
-            if len(group) == _GROUP or records > _GROUP_RECORDS or self._waiting.empty():
+            if len(group) == _GROUP_BATCHES or records > _GROUP_RECORDS or self._queue.empty():
                 break
         if group:
             self._write(group)
         return item is not None
 
-    def _decoded(self, upload: Upload, future: _Answer) -> Iterator[tuple[Arrival, _Answer]]:
+    def _decode(self, upload: Upload, future: _Acknowledgement) -> Iterator[tuple[Arrival, _Acknowledgement]]:
         try:
             yield upload.arrival, future
         except Exception as error:
-            self._answer([(future, error)])
+            self._settle([(future, error)])
 
-    def _write(self, group: list[tuple[Arrival, _Answer]]) -> None:
-        self._began = time.monotonic()
+    def _write(self, group: list[tuple[Arrival, _Acknowledgement]]) -> None:
+        self._transaction_began = time.monotonic()
         try:
             with self.commit_seconds.time():
                 outcomes = self._store.ingest([arrival for arrival, _ in group])
         except UnavailableError as error:
-            _log.warning("%d batches were not written, their clients are told to try again: %s", len(group), error)
+            _log.warning("%d batches were not written; their clients will send them again: %s", len(group), error)
             self._fail(group, error)
-            return
         except Exception as error:
-            if len(group) > 1:
-                # One bad batch must not take the others' transaction with it, nor cost each of them one of its own.
-                middle = len(group) // 2
-                for half in (group[:middle], group[middle:]):
-                    self._write(half)
-                return
-            run, source, seq = group[0][0].key
-            if isinstance(error, UnstorableBatchError):
-                self._fail(group, error, "refused")
-                return
-            _log.exception("a batch was not written", extra={"run": run, "source": source, "seq": seq})
-            self._fail(group, error)
-            return
+            self._isolate_failure(group, error)
+        else:
+            for (arrival, _), outcome in zip(group, outcomes, strict=True):
+                self._count(arrival, outcome)
+            self._settle([(future, outcome) for (_, future), outcome in zip(group, outcomes, strict=True)])
         finally:
-            self._began = None
-        for (arrival, _), outcome in zip(group, outcomes, strict=True):
-            self._count(arrival, outcome)
-        self._answer([(future, outcome) for (_, future), outcome in zip(group, outcomes, strict=True)])
+            self._transaction_began = None
+
+    def _isolate_failure(self, group: list[tuple[Arrival, _Acknowledgement]], error: Exception) -> None:
+        """Write the halves of a group whose transaction failed; report the error if the group is one batch.
+
+        One bad batch must not fail the other batches, and halving needs fewer transactions than one for each batch.
+        """
+        if len(group) > 1:
+            middle = len(group) // 2
+            for half in (group[:middle], group[middle:]):
+                self._write(half)
+        elif isinstance(error, UnstorableBatchError):
+            self._fail(group, error, "refused")
+        else:
+            run, source, seq = group[0][0].key
+            _log.error("a batch was not written", exc_info=error, extra={"run": run, "source": source, "seq": seq})
+            self._fail(group, error)
 
     def _busy_s(self) -> float:
-        began = self._began
+        began = self._transaction_began
         return 0.0 if began is None else time.monotonic() - began
 
-    def _fail(self, group: list[tuple[Arrival, _Answer]], error: Exception, outcome: str = "failed") -> None:
+    def _fail(self, group: list[tuple[Arrival, _Acknowledgement]], error: Exception, outcome: str = "failed") -> None:
         self.batches.labels(outcome).inc(len(group))
-        self._answer([(future, error) for _, future in group])
+        self._settle([(future, error) for _, future in group])
 
-    def _answer(self, answers: list[tuple[_Answer, Outcome | Exception]]) -> None:
-        with suppress(RuntimeError):  # The loop has ended, and with it everyone who asked.
-            self._loop.call_soon_threadsafe(_settle, answers)
+    def _settle(self, results: list[tuple[_Acknowledgement, Outcome | Exception]]) -> None:
+        with suppress(RuntimeError):  # The event loop has ended, and all waiting requests with it.
+            self._loop.call_soon_threadsafe(_set_results, results)
 
     def _count(self, arrival: Arrival, outcome: Outcome) -> None:
         self.batches.labels(outcome.value).inc()
@@ -176,11 +185,11 @@ class Writer:
             self.spans.inc(0 if arrival.batch.spans is None else len(arrival.batch.spans))
 
 
-def _settle(answers: list[tuple[_Answer, Outcome | Exception]]) -> None:
-    for future, answer in answers:
-        if future.done():  # Whoever asked has gone meanwhile; the batch is stored all the same.
+def _set_results(results: list[tuple[_Acknowledgement, Outcome | Exception]]) -> None:
+    for future, result in results:
+        if future.done():  # The client has disconnected; its batch is stored all the same.
             continue
-        if isinstance(answer, Exception):
-            future.set_exception(answer)
+        if isinstance(result, Exception):
+            future.set_exception(result)
         else:
-            future.set_result(answer)
+            future.set_result(result)

@@ -1,4 +1,4 @@
-"""Prometheus metrics: aggregates of the active runs, and the collector's own."""
+"""Prometheus metrics: aggregates of the active runs, and the collector's own metrics."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ from ddpobs_server.metrics.runs import run_metrics
 from ddpobs_server.web.auth import Caller, needs
 
 _log = logging.getLogger(__name__)
-_AT_ONCE, _PATIENCE_S = 2, 5.0
-"""Scrapes that read runs, each on a connection; slow reads do not hold them up, and how long others wait for a turn."""
+_SCRAPES, _WAIT_S = 2, 5.0
+"""Scrapes that read runs at the same time, each on its own connection, and the seconds further ones wait.
+
+Scrapes do not take the reads' slots, so slow reads do not delay them.
+"""
 
 router = APIRouter(tags=["metrics"])
 
@@ -27,18 +30,16 @@ def install(app: FastAPI) -> None:
     """Add `/metrics`."""
     app.include_router(router)
     registry = app.state.registry
-    app.state.scrapes = asyncio.Semaphore(_AT_ONCE)
-    app.state.scrape_seconds = Gauge(
-        "ddpobs_server_scrape_seconds", "How long the last scrape took.", registry=registry
-    )
+    app.state.scrape_slots = asyncio.Semaphore(_SCRAPES)
+    app.state.scrape_seconds = Gauge("ddpobs_server_scrape_seconds", "Duration of the last scrape.", registry=registry)
     app.state.scrape_failures = Counter(
-        "ddpobs_server_scrape_failures", "Scrapes without the runs: the database did not answer.", registry=registry
+        "ddpobs_server_scrape_failures", "Scrapes without the runs: the database did not respond.", registry=registry
     )
 
 
 OnlyQuery = Annotated[
     Literal["runs", "collector"] | None,
-    Query(description="Several collectors on one database: `runs` from one of them, `collector` from each."),
+    Query(description="With several collectors on one database: `runs` from one of them, `collector` from each."),
 ]
 
 
@@ -46,28 +47,28 @@ OnlyQuery = Annotated[
 async def get_metrics(
     request: Request, caller: Annotated[Caller, Depends(needs("read"))], only: OnlyQuery = None
 ) -> Response:
-    """The collector's own metrics and the caller's runs', read from the store and rendered off the event loop."""
+    """The collector's own metrics and the metrics of the caller's runs."""
     began = time.monotonic()
     state = request.app.state
     render, content_type = choose_encoder(request.headers.get("Accept", ""))
-    body = b"" if only == "collector" else await _runs(state, caller.workspace, render)
+    body = b"" if only == "collector" else await _render_runs(state, caller.workspace, render)
     state.scrape_seconds.set(time.monotonic() - began)
     body += await run_in_threadpool(render, CollectorRegistry() if only == "runs" else state.registry)
     return Response(body, headers={"Content-Type": content_type})
 
 
-async def _runs(state: Any, workspace: str, render: Callable[[CollectorRegistry], bytes]) -> bytes:
-    """The runs' metrics; nothing without a database, so that the collector's own can still be read."""
-    if not state.watch.database_answers:
+async def _render_runs(state: Any, workspace: str, render: Callable[[CollectorRegistry], bytes]) -> bytes:
+    """The metrics of the runs; empty without a database, so that the collector's own metrics remain readable."""
+    if not state.health_monitor.database_answers:
         state.scrape_failures.inc()
         return b""
     try:
-        async with asyncio.timeout(_PATIENCE_S):
-            await state.scrapes.acquire()
+        async with asyncio.timeout(_WAIT_S):
+            await state.scrape_slots.acquire()
         try:
             return await run_in_threadpool(run_metrics, state, workspace, render)
         finally:
-            state.scrapes.release()
+            state.scrape_slots.release()
     except Exception as error:
         state.scrape_failures.inc()
         _log.error("the runs' metrics cannot be read: %s: %s", type(error).__name__, error)

@@ -1,1 +1,1 @@
-"""Everything an operator runs: commands, checks, backups, retention, health and logs."""
+"""Tools for the operator: commands, self-check, backup, retention, health metrics and logs."""

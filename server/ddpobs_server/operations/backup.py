@@ -1,4 +1,4 @@
-"""A SQLite database into one file and back, while a collector writes to it."""
+"""Backs up a SQLite database to a file while a collector writes to it, and restores it."""
 
 from __future__ import annotations
 
@@ -11,42 +11,43 @@ from sqlalchemy import make_url
 
 
 class BackupError(Exception):
-    """Nothing was changed; says why and what to do."""
+    """Nothing was changed; the message has the reason and the remedy."""
 
 
 def backup(database_url: str, file: Path) -> None:
-    """Copy what is committed now; collectors go on writing meanwhile. The file is checked before it gets its name.
+    """Copy the committed data while collectors continue to write. The copy is checked before it gets its name.
 
     Raises:
-        BackupError: The database is no SQLite file or is not there, the file is there already, or the copy is damaged.
+        BackupError: The database is not a SQLite file or does not exist, the file exists already, or the copy is
+            damaged.
     """
-    database = _sqlite(database_url, f"pg_dump --format=custom --file={file}")
+    database = _sqlite_file(database_url, f"pg_dump --format=custom --file={file}")
     if not database.exists():
         raise BackupError(f"no database {database}")
     if file.exists():
-        raise BackupError(f"{file} is there already: choose another name")
+        raise BackupError(f"{file} exists already: choose another name")
     _copy(database, file)
 
 
 def restore(database_url: str, file: Path) -> None:
-    """Make the database from a backup's file; the collector's next start brings an older schema up to date.
+    """Create the database from a backup. The collector's next start upgrades an older schema.
 
     Raises:
-        BackupError: There is a database already, or the file is no backup of a collector's.
+        BackupError: The database exists already, or the file is not a backup of a collector's database.
     """
-    database = _sqlite(database_url, f"pg_restore --exit-on-error --no-owner {file}, into an empty database")
-    there = [str(path) for path in (database, Path(f"{database}-wal"), Path(f"{database}-shm")) if path.exists()]
-    if there:
-        raise BackupError(f"{', '.join(there)} would be lost: stop the collector and move it away first")
+    database = _sqlite_file(database_url, f"pg_restore --exit-on-error --no-owner {file}, into an empty database")
+    existing = [str(path) for path in (database, Path(f"{database}-wal"), Path(f"{database}-shm")) if path.exists()]
+    if existing:
+        raise BackupError(f"{', '.join(existing)} would be lost: stop the collector and move it away first")
     if not file.exists():
         raise BackupError(f"no file {file}")
     _copy(file, database)
 
 
-def _sqlite(database_url: str, instead: str) -> Path:
+def _sqlite_file(database_url: str, alternative: str) -> Path:
     url = make_url(database_url)
     if url.get_backend_name() != "sqlite" or not url.database:
-        raise BackupError(f"{url.render_as_string()} has a tool of its own: {instead}")
+        raise BackupError(f"{url.render_as_string()} has its own tool: {alternative}")
     return Path(url.database).resolve()
 
 
@@ -55,14 +56,14 @@ def _copy(source: Path, target: Path) -> None:
     try:
         unfinished.unlink(missing_ok=True)
         with (
-            closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=ro", uri=True)) as theirs,
-            closing(sqlite3.connect(unfinished)) as ours,
+            closing(sqlite3.connect(f"{source.resolve().as_uri()}?mode=ro", uri=True)) as original,
+            closing(sqlite3.connect(unfinished)) as copy,
         ):
-            # All pages in one step: a copy in several would begin anew with each commit of the collector's.
-            theirs.backup(ours, pages=-1)
-            ours.execute("PRAGMA journal_mode=DELETE")
-            damage = ours.execute("PRAGMA quick_check(1)").fetchone()[0]
-            tables = {name for (name,) in ours.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+            # All pages in a single step: with several steps, each commit of the collector restarts the copy.
+            original.backup(copy, pages=-1)
+            copy.execute("PRAGMA journal_mode=DELETE")
+            damage = copy.execute("PRAGMA quick_check(1)").fetchone()[0]
+            tables = {name for (name,) in copy.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if damage != "ok":
             raise BackupError(f"{source} is damaged: {damage}")
         if not {"alembic_version", "runs", "batches"} <= tables:
@@ -78,8 +79,8 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _sync(path: Path) -> None:
-    opened = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(opened)
+        os.fsync(descriptor)
     finally:
-        os.close(opened)
+        os.close(descriptor)

@@ -1,7 +1,7 @@
-"""`ddpobs-server bench`: what this machine's collector takes, over HTTP, acknowledged after commit.
+"""`ddpobs-server bench`: throughput of a collector on this machine, over HTTP, acknowledged after the commit.
 
-*Flood*: some clients send batches of 5,000 spans as fast as they are acknowledged. *Job*: so many ranks each send a
-batch every flush, as a training of that size does. Clients are processes on the same machine, and share its cores.
+*Flood*: some clients each send batches of 5,000 spans without a pause. *Job*: each of many ranks sends a batch at every
+flush, as in a training of that size. Clients are processes on the same machine, and share its cores.
 """
 
 from __future__ import annotations
@@ -29,121 +29,45 @@ import numpy as np
 import zstandard
 
 from ddpobs import wire
+from ddpobs_server.operations.bench_load import FLOOD_BUCKETS, FLOOD_STEPS, Load, batch, flood, job
 
-FLOOD_STEPS, FLOOD_BUCKETS = 250, 20
-JOB_STEPS_A_SECOND, JOB_BUCKETS, JOB_FLUSH_S = 2, 40, 2.0
+__all__ = [
+    "FLOOD_BUCKETS",
+    "FLOOD_STEPS",
+    "SERVE",
+    "BenchError",
+    "Load",
+    "Sent",
+    "batch",
+    "collector",
+    "drive",
+    "flood",
+    "fsyncs_a_second",
+    "job",
+    "measure",
+    "send",
+    "senders",
+    "stored",
+]
+
 SERVE = (sys.executable, "-m", "ddpobs_server.app", "serve")
-_LOOK_S = 0.2
-_ATTEMPT = "a" * 16
+_SAMPLE_S = 0.2
 _context = multiprocessing.get_context("fork")
 
 
 class BenchError(RuntimeError):
-    """Nothing could be measured; says why."""
-
-
-@dataclass(frozen=True)
-class Load:
-    """What is sent.
-
-    Attributes:
-        ranks: How many sources.
-        batches: How many each sends.
-        steps: Steps of a batch.
-        buckets: Bucket spans of a step.
-        every_s: A rank's batches are so far apart; 0 for as fast as they are acknowledged.
-        clients: Processes that send.
-    """
-
-    ranks: int
-    batches: int
-    steps: int
-    buckets: int
-    every_s: float
-    clients: int
-
-    @property
-    def spans(self) -> int:
-        """Of all batches."""
-        return self.ranks * self.batches * self.steps * self.buckets
-
-
-def flood(clients: int, batches: int) -> Load:
-    """Every client is one rank in a hurry."""
-    return Load(clients, batches, FLOOD_STEPS, FLOOD_BUCKETS, 0.0, clients)
-
-
-def job(ranks: int, seconds: float, clients: int) -> Load:
-    """A training of that many ranks, two steps a second, 40 buckets, a flush every two seconds."""
-    steps = int(JOB_STEPS_A_SECOND * JOB_FLUSH_S)
-    return Load(ranks, max(1, round(seconds / JOB_FLUSH_S)), steps, JOB_BUCKETS, JOB_FLUSH_S, clients)
-
-
-def batch(load: Load, rank: int, seq: int) -> wire.Batch:
-    """Steps as a training's: compute and communication of each bucket vary by themselves, to the microsecond."""
-    random = np.random.default_rng([rank, seq])
-    step = np.arange(seq * load.steps, (seq + 1) * load.steps)
-    shape = (load.steps, load.buckets)
-    compute = random.gamma(20.0, 150.0, shape).astype(np.int64) * 1000
-    comm = random.gamma(4.0, 500.0, shape).astype(np.int64) * 1000
-    start = step * 500_000_000 + random.integers(0, 1000, load.steps) * 1000
-    ready = start[:, None] + 30_000_000 + compute.cumsum(axis=1)
-    launched = ready + random.integers(5, 60, shape) * 1000
-    zeros = np.zeros(ready.size, np.int64)
-    return wire.Batch(
-        version=wire.VERSION,
-        run="benchmark",
-        attempt=_ATTEMPT,
-        source=f"{rank:016x}",
-        seq=seq,
-        rank=rank,
-        world_size=load.ranks,
-        emitted=ready.size * (seq + 1),
-        dropped=0,
-        anchor=wire.Anchor(wall_ns=time.time_ns(), monotonic_ns=time.monotonic_ns()),
-        steps=_steps(step, start, ready[:, -1] - start, random),
-        spans=wire.Spans(
-            step=np.repeat(step, load.buckets),
-            module=zeros,
-            revision=zeros,
-            bucket=np.tile(np.arange(load.buckets), load.steps),
-            ready_ns=ready.reshape(-1),
-            launched_ns=launched.reshape(-1),
-            started_ns=zeros + wire.UNKNOWN,
-            done_ns=(launched + comm).reshape(-1),
-        ),
-        pulse=wire.Pulse(at_ns=time.monotonic_ns(), phase="backward", step=int(step[-1]), module=0, bucket=1),
-    )
-
-
-def _steps(step: wire.Ints, start: wire.Ints, backward: wire.Ints, random: np.random.Generator) -> wire.Steps:
-    phases = {f"{phase}_ns": random.integers(1000, 20_000, len(step)) * 1000 for phase in wire.PHASES}
-    phases["backward_ns"] = backward
-    own = {f"own_{phase}_ns": phases[f"{phase}_ns"] for phase in wire.OWN_PHASES}
-    return wire.Steps(
-        step=step,
-        collective=step,
-        start_ns=start,
-        end_ns=start + sum(phases.values()),
-        own_ns=np.sum(list(own.values()), axis=0),
-        comm_ns=phases["exposed_comm_ns"],
-        micro_steps=np.ones(len(step), np.int64),
-        samples=np.full(len(step), 32),
-        flags=np.full(len(step), wire.SYNCHRONISED),
-        **phases,
-        **own,
-    )
+    """The measurement failed; the message has the reason."""
 
 
 def measure(load: Load, database_url: str | None = None) -> dict[str, float]:
-    """Send a load to a collector of our own.
+    """Start a collector and send a load to it.
 
     Args:
-        load: What is sent.
-        database_url: Where it stores; None for a SQLite file in a temporary folder.
+        load: The load.
+        database_url: The collector's database; None for a SQLite file in a temporary folder.
 
     Returns:
-        What `drive` tells, `lost` spans, and `bytes_per_span` of a SQLite file.
+        The results of `drive`, the number of `lost` spans, and `bytes_per_span` of a SQLite file.
 
     Raises:
         BenchError: The collector did not start, or did not acknowledge a batch.
@@ -151,20 +75,20 @@ def measure(load: Load, database_url: str | None = None) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name, senders(load.clients, send, load) as pipes:
         folder = Path(name)
         with collector(folder, database_url or f"sqlite:///{folder}/runs.db") as (process, address):
-            found = drive(pipes, process.pid, address)
-            found["lost"] = found.pop("spans") - stored(address)
+            results = drive(pipes, process.pid, address)
+            results["lost"] = results.pop("spans") - stored(address)
         if database_url is None:
-            found["bytes_per_span"] = sum(path.stat().st_size for path in folder.glob("runs.db*")) / load.spans
-        return found
+            results["bytes_per_span"] = sum(path.stat().st_size for path in folder.glob("runs.db*")) / load.spans
+        return results
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What one client sent.
+    """Result of a client.
 
     Attributes:
-        spans: In acknowledged batches.
-        acknowledged_s: How long each acknowledgement took, by whatever it is of interest for.
+        spans: Spans in acknowledged batches.
+        acknowledged_s: Duration of each acknowledgement, by a name for the kind of batch.
     """
 
     spans: int
@@ -175,16 +99,16 @@ class Sent:
 def senders(count: int, send: Callable[..., Sent], *arguments: object) -> Iterator[list[Connection]]:
     """Processes that each call `send(number, address, *arguments)`.
 
-    `address` waits until `drive` tells the collector's: what is done before it is called is not measured.
+    `address` waits until `drive` sends the collector's address. Work before that call is not measured.
     """
     pipes: list[Connection] = []
     clients = []
     for number in range(count):
-        ours, theirs = _context.Pipe()
-        clients.append(_context.Process(target=_client, args=(theirs, send, number, *arguments)))
+        pipe, client_end = _context.Pipe()
+        clients.append(_context.Process(target=_client, args=(client_end, send, number, *arguments)))
         clients[-1].start()
-        theirs.close()  # Nobody but the client holds that end: where it crashes, ours tells.
-        pipes.append(ours)
+        client_end.close()  # Only the client holds this end now, so a crash of the client closes the pipe.
+        pipes.append(pipe)
     try:
         yield pipes
     finally:
@@ -194,53 +118,65 @@ def senders(count: int, send: Callable[..., Sent], *arguments: object) -> Iterat
 
 
 def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, float]:
-    """Have the clients send to the collector with that process id, and look at its memory and processor time.
+    """Start the clients, and measure memory and processor time of the collector with this process id.
 
     Returns:
-        `spans` that were acknowledged, `spans_per_s`, `ack_p50_ms`, `ack_p99_ms` (of parts, too), `cpu_ns_per_span` and
-        `cpu_cores` (the collector's), `resident_mb` at the end, what it was at each quarter of the time before, and
-        `resident_ratio`, the end over the middle.
+        `spans` acknowledged, `spans_per_s`, `ack_p50_ms` and `ack_p99_ms` (also by kind of batch), the collector's
+        `cpu_ns_per_span` and `cpu_cores`, `resident_mb` at the end and at each earlier quarter of the time, and
+        `resident_ratio`, the end relative to the middle.
 
     Raises:
         BenchError: A batch was not acknowledged.
     """
-    if failed := [told for told in map(_told, pipes) if told is not None]:
-        raise BenchError(failed[0])
-    before, began = _processor_s(pid), time.monotonic()
-    for ours in pipes:
-        ours.send(address)
-    seen: list[float] = []
+    _raise_failure([_receive(pipe) for pipe in pipes])
+    cpu_before, began = _processor_s(pid), time.monotonic()
+    for pipe in pipes:
+        pipe.send(address)
+    resident_mb: list[float] = []
     answers: list[Sent | str] = []
-    waited_for = list(pipes)
-    while waited_for:
-        if began + _LOOK_S * len(seen) <= time.monotonic():
-            seen.append(_resident_mb(pid))
-        answered = wait(waited_for, _LOOK_S)
-        answers += [_told(ours) for ours in waited_for if ours in answered]
-        waited_for = [ours for ours in waited_for if ours not in answered]
-    took = time.monotonic() - began
-    if failed := [answer for answer in answers if isinstance(answer, str)]:
-        raise BenchError(failed[0])
-    sent = [answer for answer in answers if isinstance(answer, Sent)]
-    used, resident = _processor_s(pid) - before, _resident_mb(pid)
-    spans = sum(one.spans for one in sent)
-    took_ms = {
-        part: 1e3 * np.concatenate([one.acknowledged_s[part] for one in sent]) for part in sent[0].acknowledged_s
-    }
-    acknowledged = np.concatenate(list(took_ms.values()))
+    open_pipes = list(pipes)
+    while open_pipes:
+        if began + _SAMPLE_S * len(resident_mb) <= time.monotonic():
+            resident_mb.append(_resident_mb(pid))
+        ready = wait(open_pipes, _SAMPLE_S)
+        answers += [_receive(pipe) for pipe in open_pipes if pipe in ready]
+        open_pipes = [pipe for pipe in open_pipes if pipe not in ready]
+    elapsed_s = time.monotonic() - began
+    _raise_failure(answers)
+    results = [answer for answer in answers if isinstance(answer, Sent)]
+    cpu_s, final_mb = _processor_s(pid) - cpu_before, _resident_mb(pid)
+    spans = sum(result.spans for result in results)
     return {
         "spans": float(spans),
-        "spans_per_s": spans / took,
-        "ack_p50_ms": float(np.percentile(acknowledged, 50)),
-        "ack_p99_ms": float(np.percentile(acknowledged, 99)),
-        **{f"ack_p99_{part}_ms": float(np.percentile(took, 99)) for part, took in took_ms.items() if part},
-        "cpu_ns_per_span": 1e9 * used / spans,
-        "cpu_cores": used / took,
-        "resident_quarter_mb": seen[len(seen) // 4],
-        "resident_half_mb": seen[len(seen) // 2],
-        "resident_three_quarters_mb": seen[len(seen) * 3 // 4],
-        "resident_mb": resident,
-        "resident_ratio": resident / seen[len(seen) // 2],
+        "spans_per_s": spans / elapsed_s,
+        **_acknowledgements(results),
+        "cpu_ns_per_span": 1e9 * cpu_s / spans,
+        "cpu_cores": cpu_s / elapsed_s,
+        "resident_quarter_mb": resident_mb[len(resident_mb) // 4],
+        "resident_half_mb": resident_mb[len(resident_mb) // 2],
+        "resident_three_quarters_mb": resident_mb[len(resident_mb) * 3 // 4],
+        "resident_mb": final_mb,
+        "resident_ratio": final_mb / resident_mb[len(resident_mb) // 2],
+    }
+
+
+def _raise_failure(answers: Sequence[Sent | str | None]) -> None:
+    for answer in answers:
+        if isinstance(answer, str):
+            raise BenchError(answer)
+
+
+def _acknowledgements(results: Sequence[Sent]) -> dict[str, float]:
+    """Percentiles of the acknowledgement times, over all batches and by kind."""
+    by_kind_ms = {
+        kind: 1e3 * np.concatenate([result.acknowledged_s[kind] for result in results])
+        for kind in results[0].acknowledged_s
+    }
+    all_ms = np.concatenate(list(by_kind_ms.values()))
+    return {
+        "ack_p50_ms": float(np.percentile(all_ms, 50)),
+        "ack_p99_ms": float(np.percentile(all_ms, 99)),
+        **{f"ack_p99_{kind}_ms": float(np.percentile(times_ms, 99)) for kind, times_ms in by_kind_ms.items() if kind},
     }
 
 
@@ -248,36 +184,36 @@ def drive(pipes: Sequence[Connection], pid: int, address: str) -> dict[str, floa
 def collector(
     folder: Path, database_url: str, command: Sequence[str] = SERVE
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A collector process and its address; ended at the exit, which checkpoints a SQLite file.
+    """A collector process and its address. It ends at the exit, which checkpoints a SQLite file.
 
     Args:
-        folder: For its log.
-        database_url: Where it stores.
-        command: Starts it; the default is ours.
+        folder: Folder for its log.
+        database_url: Its database.
+        command: Command that starts it; by default this version's.
 
     Raises:
-        BenchError: It did not start; holds its log.
+        BenchError: It did not start; the message has its log.
     """
     log = folder / "log"
-    # Its own defaults, whatever the collector beside it is told: a token, say, or certificates.
+    # Default settings: ignore the environment's settings for another collector, such as a token or certificates.
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     environ |= {"DDPOBS_SERVER_PORT": "0", "DDPOBS_SERVER_DATABASE_URL": database_url}
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, cwd=folder, env=environ)
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder, env=environ)
     try:
         deadline = time.monotonic() + 60
-        while not (found := re.search(r"running on (http://[^ ]+)", log.read_text())):
+        while not (match := re.search(r"running on (http://[^ ]+)", log.read_text())):
             if time.monotonic() > deadline or process.poll() is not None:
                 raise BenchError(f"no collector: {log.read_text()}")
             time.sleep(0.05)
-        yield process, found[1]
+        yield process, match[1]
     finally:
         process.terminate()
         process.wait(60)
 
 
 def fsyncs_a_second(folder: Path, size_bytes: int, count: int) -> float:
-    """Appends of `size_bytes`, each followed by an fsync."""
+    """Rate of appends of `size_bytes`, each followed by an fsync."""
     block = os.urandom(size_bytes)
     with (folder / "bare").open("wb", buffering=0) as out:
         began = time.perf_counter()
@@ -287,7 +223,7 @@ def fsyncs_a_second(folder: Path, size_bytes: int, count: int) -> float:
         return count / (time.perf_counter() - began)
 
 
-def _told(pipe: Connection) -> Any:
+def _receive(pipe: Connection) -> Any:
     try:
         return pipe.recv()
     except EOFError:
@@ -295,47 +231,48 @@ def _told(pipe: Connection) -> Any:
 
 
 def _client(pipe: Connection, send: Callable[..., Sent], *arguments: object) -> None:
-    number, *rest = arguments
+    number, *send_arguments = arguments
 
     def address() -> str:
         pipe.send(None)
-        told: str = pipe.recv()
-        return told
+        received: str = pipe.recv()
+        return received
 
     try:
-        pipe.send(send(number, address, *rest))
+        pipe.send(send(number, address, *send_arguments))
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
 
 
 def send(number: int, address: Callable[[], str], load: Load) -> Sent:
-    """Send the batches of every `clients`-th rank, each rank's evenly apart where it is in no hurry.
+    """Send the batches of every `clients`-th rank, spread evenly over time in a job.
 
-    Those of a flood are made before it begins, a job's just before they are due: ten minutes of a large one fill no
-    memory. A job's batch takes from when it was due until it is acknowledged, whatever made the client late.
+    A flood's batches are made before it begins. A job's batches are made just before they are due, because ten minutes
+    of a large job would fill memory. A job's acknowledgement time begins when the batch is due, even if the client was
+    late.
     """
     ranks = range(number, load.ranks, load.clients)
     keys = [(rank, seq) for seq in range(load.batches) for rank in ranks]
     bodies: Iterator[bytes] = (zstandard.compress(wire.encode(batch(load, rank, seq)), 1) for rank, seq in keys)
     if not load.every_s:
         bodies = iter(list(bodies))
-    line = _Line(urlsplit(address()).netloc)
-    took = []
+    connection = _HttpConnection(urlsplit(address()).netloc)
+    acknowledged_s = []
     began = time.monotonic()
-    for place, (rank, seq) in enumerate(keys):
+    for index, (rank, seq) in enumerate(keys):
         body = next(bodies)
         due = time.monotonic()
         if load.every_s:
-            # The ranks' batches are evenly spread, too.
-            due = began + load.every_s * (seq + (place % len(ranks)) / len(ranks))
+            # The ranks are spread evenly over the period too.
+            due = began + load.every_s * (seq + (index % len(ranks)) / len(ranks))
             time.sleep(max(0.0, due - time.monotonic()))
-        line.put(f"/api/v1/runs/benchmark/sources/{rank:016x}/batches/{seq}", body)
-        took.append(time.monotonic() - due)
-    return Sent(len(keys) * load.steps * load.buckets, {"": took})
+        connection.put(f"/api/v1/runs/benchmark/sources/{rank:016x}/batches/{seq}", body)
+        acknowledged_s.append(time.monotonic() - due)
+    return Sent(len(keys) * load.steps * load.buckets, {"": acknowledged_s})
 
 
-class _Line:
-    """A connection with as little of its own as can be: whatever a client takes, the collector does not have.
+class _HttpConnection:
+    """A minimal HTTP connection: the client takes processor time from the collector on the same machine.
 
     Args:
         netloc: Host and port.
@@ -345,35 +282,35 @@ class _Line:
         host, _, port = netloc.rpartition(":")
         self._socket = socket.create_connection((host, int(port)), timeout=60)
         self._head = f"Host: {netloc}\r\nContent-Type: {wire.MSGPACK}\r\nContent-Encoding: zstd\r\n"
-        self._parser, self._text, self._ended = httptools.HttpResponseParser(self), b"", False
+        self._parser, self._text, self._complete = httptools.HttpResponseParser(self), b"", False
 
     def put(self, path: str, body: bytes) -> None:
         """Send a batch and wait for its acknowledgement.
 
         Raises:
-            BenchError: It was another answer, or none.
+            BenchError: The status is not 201, or the collector closed the connection.
         """
         head = f"PUT {path} HTTP/1.1\r\n{self._head}Content-Length: {len(body)}\r\n\r\n"
         self._socket.sendall(head.encode() + body)
-        self._text, self._ended = b"", False
-        while not self._ended:
-            if not (read := self._socket.recv(65_536)):
+        self._text, self._complete = b"", False
+        while not self._complete:
+            if not (data := self._socket.recv(65_536)):
                 raise BenchError("the collector closed the connection")
-            self._parser.feed_data(read)
+            self._parser.feed_data(data)
         if (status := self._parser.get_status_code()) != 201:
             raise BenchError(f"a batch was answered {status}: {self._text[:300]!r}")
 
     def on_body(self, part: bytes) -> None:
-        """Called by the parser."""
+        """Callback of the parser."""
         self._text += part
 
     def on_message_complete(self) -> None:
-        """Called by the parser."""
-        self._ended = True
+        """Callback of the parser."""
+        self._complete = True
 
 
 def stored(address: str) -> int:
-    """Bucket spans that the collector's own sums know of."""
+    """Bucket spans in the collector's own sums."""
     with urllib.request.urlopen(f"{address}/api/v1/runs/benchmark/buckets", timeout=60) as answer:
         return sum(bucket["steps"] for bucket in json.loads(answer.read())["buckets"])
 

@@ -1,4 +1,4 @@
-"""What the collector looks at without being asked: the database, the disk and its own event loop, as metrics."""
+"""Metrics of the collector's own health: the database, the disk and the event loop."""
 
 from __future__ import annotations
 
@@ -14,94 +14,94 @@ import ddpobs
 from ddpobs_server.store import Store
 
 _log = logging.getLogger(__name__)
-_EVERY_S = 5.0
+_PERIOD_S = 5.0
 _HANGING_S = 15.0
-"""A database that takes longer to answer is as good as down."""
-_END_S = 2.0
+"""A database that takes longer to answer counts as down."""
+_CLOSE_S = 2.0
 _TICK_S = 0.25
 _LAGS_S = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 
 
-class Watch:
-    """Looks at once, and then every five seconds, on a thread of its own.
+class HealthMonitor:
+    """Checks once at its start and then every five seconds, on its own thread.
 
     Args:
-        store: What is looked at.
-        registry: Takes the metrics, those of the process included.
+        store: The store to check.
+        registry: Receives the metrics, including the process metrics.
     """
 
     def __init__(self, store: Store, registry: CollectorRegistry) -> None:
         self._store = store
-        self._ended = threading.Event()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpobs-watch", daemon=True)
-        self._well, self._looked_at = True, time.monotonic()
+        self._healthy, self._checked_at = True, time.monotonic()
         ProcessCollector(registry=registry)
         info = Gauge("ddpobs_server_info", "1; the version is a label.", ["version"], registry=registry)
         info.labels(ddpobs.__version__).set(1)
         up = Gauge("ddpobs_server_database_up", "1 while the database answers.", registry=registry)
         up.set_function(lambda: self.database_answers)
         self._answer_s = Gauge(
-            "ddpobs_server_database_answer_seconds", "How long the database took to answer last.", registry=registry
+            "ddpobs_server_database_answer_seconds", "Time of the database's last answer.", registry=registry
         )
         self._skew_s = Gauge(
-            "ddpobs_server_clock_skew_seconds", "The database's clock less this machine's.", registry=registry
+            "ddpobs_server_clock_skew_seconds", "The database's clock minus this machine's.", registry=registry
         )
-        self._size = Gauge("ddpobs_server_store_bytes", "What the database takes on disk.", registry=registry)
+        self._size = Gauge("ddpobs_server_store_bytes", "Size of the database on disk.", registry=registry)
         self._disk = Gauge(
             "ddpobs_server_disk_bytes", "The file system that holds a SQLite file.", ["what"], registry=registry
         )
         self._lag_s = Histogram(
             "ddpobs_server_event_loop_lag_seconds",
-            "How much later than asked for the event loop woke.",
+            "Delay with which the event loop wakes from a sleep.",
             buckets=_LAGS_S,
             registry=registry,
         )
 
     @property
     def database_answers(self) -> bool:
-        """Whether the last look was answered, and not too long ago."""
-        return self._well and time.monotonic() - self._looked_at < _EVERY_S + _HANGING_S
+        """Whether the last check succeeded and is recent."""
+        return self._healthy and time.monotonic() - self._checked_at < _PERIOD_S + _HANGING_S
 
     def start(self) -> None:
-        """Start the thread."""
-        self._look()
+        """Check once, then start the thread."""
+        self._check()
         self._thread.start()
 
     def close(self) -> None:
-        """End it."""
-        self._ended.set()
-        self._thread.join(_END_S)
+        """End the thread."""
+        self._closing.set()
+        self._thread.join(_CLOSE_S)
 
     async def measure_lag(self) -> None:
-        """Sleep and see how late it becomes, until cancelled; runs on the event loop that is measured."""
+        """Measure the event loop's delay until cancelled; runs on the same loop."""
         while True:
-            asked = time.monotonic() + _TICK_S
+            due = time.monotonic() + _TICK_S
             await asyncio.sleep(_TICK_S)
-            self._lag_s.observe(max(0.0, time.monotonic() - asked))
+            self._lag_s.observe(max(0.0, time.monotonic() - due))
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         began = time.monotonic()
         try:
             skew_s = self._store.now_ns() / 1e9 - time.time()
             self._answer_s.set(time.monotonic() - began)
             self._skew_s.set(skew_s)
             self._size.set(self._store.size_bytes())
-            self._well = True
+            self._healthy = True
         except Exception as error:
-            self._well = False
+            self._healthy = False
             _log.error("the database does not answer: %s: %s", type(error).__name__, error)
-        self._looked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         try:
-            self._look_at_disk()
+            self._check_disk()
         except OSError as error:
             _log.error("the database's disk cannot be read: %s", error)
 
-    def _look_at_disk(self) -> None:
+    def _check_disk(self) -> None:
         if (folder := self._store.folder) is not None and folder.is_dir():
             disk = shutil.disk_usage(folder)
             self._disk.labels("free").set(disk.free)
             self._disk.labels("all").set(disk.total)
 
     def _run(self) -> None:
-        while not self._ended.wait(_EVERY_S):
-            self._look()
+        while not self._closing.wait(_PERIOD_S):
+            self._check()

@@ -1,6 +1,6 @@
-"""Log lines: JSON for machines, text on a terminal, uvicorn's through the same.
+"""Log lines, including uvicorn's: JSON for machines, text on a terminal.
 
-No text that a client chose can end a line: JSON escapes it, and text shows what cannot be printed as an escape.
+No text from a client can end a line: JSON escapes it, and text lines show unprintable characters as escapes.
 """
 
 from __future__ import annotations
@@ -15,9 +15,13 @@ from typing import Any, TextIO
 
 import structlog
 
+from ddpobs import wire
+
 _log = logging.getLogger(__name__)
 _LINES, _WITHIN_S = 10, 10.0
-"""Most warnings and errors of one kind within so long."""
+"""Most warnings and errors of a kind in each interval of this many seconds."""
+_VERBOSE = ("alembic", "uvicorn.error", "ddpobs_server.store.database_errors.Pool")
+"""Loggers whose info lines (migrations, server states, connections) are written at the level debug only."""
 _Line = MutableMapping[str, Any]
 
 
@@ -25,9 +29,9 @@ def configure(level: str, style: str, stream: TextIO = sys.stderr) -> None:
     """Write every logger's lines to a stream.
 
     Args:
-        level: Least serious level written, as `logging` names it.
+        level: Lowest level that is written, as `logging` names it.
         style: `json`, `text`, or `auto` for text on a terminal and JSON elsewhere.
-        stream: Where to.
+        stream: Target of the lines.
     """
     text = style == "text" or (style == "auto" and stream.isatty())
     handler = logging.StreamHandler(stream)
@@ -44,19 +48,23 @@ def configure(level: str, style: str, stream: TextIO = sys.stderr) -> None:
                 structlog.stdlib.ProcessorFormatter.remove_processors_meta,
                 structlog.processors.format_exc_info,
                 _without_colours,
-                *(_for_people(stream) if text else [structlog.processors.JSONRenderer()]),
+                *(_text_processors(stream) if text else [structlog.processors.JSONRenderer()]),
             ],
         )
     )
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level.upper())
-    sys.excepthook = _ended
-    threading.excepthook = lambda ended: _ended(ended.exc_type, ended.exc_value, ended.exc_traceback, ended.thread)
+    for name in _VERBOSE:
+        logging.getLogger(name).setLevel(logging.WARNING if level == "info" else logging.NOTSET)
+    sys.excepthook = _log_ended_thread
+    threading.excepthook = lambda hook: _log_ended_thread(
+        hook.exc_type, hook.exc_value, hook.exc_traceback, hook.thread
+    )
 
 
 class _Limit(logging.Filter):
-    """Lets so many warnings, errors and refusals of one kind pass; the next that does says how many did not."""
+    """Passes a limited number of warnings, errors and refusals of a kind. The next line has the number suppressed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +72,7 @@ class _Limit(logging.Filter):
         self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line is written; those of one place in the code are of a kind, but for their extra `kind`."""
+        """Whether the line is written. Lines from the same line of code with the same extra `kind` are of a kind."""
         if record.levelno < logging.WARNING and not hasattr(record, "kind"):
             return True
         kind = (record.pathname, record.lineno, str(getattr(record, "kind", "")))
@@ -80,17 +88,17 @@ class _Limit(logging.Filter):
 
 
 def _without_colours(_logger: object, _method: str, line: _Line) -> _Line:
-    line.pop("color_message", None)  # uvicorn's line once more, for a terminal
+    line.pop("color_message", None)  # a second copy of uvicorn's line, for a terminal
     line.pop("kind", None)
     line["event"] = str(line["event"]).strip()
     return line
 
 
-def _for_people(stream: TextIO) -> list[Any]:
+def _text_processors(stream: TextIO) -> list[Any]:
     def printable(_logger: object, _method: str, line: _Line) -> _Line:
-        line["event"] = _escaped(line["event"])
+        line["event"] = wire.printable(line["event"])
         if "exception" in line:
-            line["exception"] = "\n".join("    " + _escaped(row) for row in line["exception"].split("\n"))
+            line["exception"] = "\n".join("    " + wire.printable(row) for row in line["exception"].split("\n"))
         return line
 
     console = structlog.dev.ConsoleRenderer(
@@ -102,11 +110,7 @@ def _for_people(stream: TextIO) -> list[Any]:
     return [printable, console]
 
 
-def _escaped(text: str) -> str:
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _ended(
+def _log_ended_thread(
     kind: type[BaseException],
     error: BaseException | None,
     traceback: TracebackType | None,

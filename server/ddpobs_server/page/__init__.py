@@ -1,4 +1,7 @@
-"""The page: lists runs and shows one. It draws what the REST says, and loads everything from the collector itself."""
+"""The web page: a list of runs and a view of one run.
+
+It draws the data of the REST API and loads all its files from the collector.
+"""
 
 from __future__ import annotations
 
@@ -25,22 +28,22 @@ def install(app: FastAPI) -> None:
     app.mount("/swagger", StaticFiles(directory=swagger_ui_path), name="swagger")
 
     @app.get("/", include_in_schema=False)
-    async def _runs() -> FileResponse:
+    async def _runs_page() -> FileResponse:
         return FileResponse(_STATIC / "runs.html")
 
     @app.get("/runs/{run}", include_in_schema=False)
-    async def _run(run: str) -> FileResponse:
+    async def _run_page(run: str) -> FileResponse:
         return FileResponse(_STATIC / "run.html")
 
-    docs, policy = _documentation()
+    docs, policy = _swagger_page()
 
     @app.get("/docs", include_in_schema=False)
-    async def _docs() -> HTMLResponse:
+    async def _docs_page() -> HTMLResponse:
         return HTMLResponse(docs, headers={POLICY: policy})
 
 
-def _documentation() -> tuple[bytes, str]:
-    """The API's documentation as a page, and what a browser may do there."""
+def _swagger_page() -> tuple[bytes, str]:
+    """The API's documentation as HTML, and its content security policy."""
     page = bytes(
         get_swagger_ui_html(
             openapi_url="/openapi.json",
@@ -51,6 +54,6 @@ def _documentation() -> tuple[bytes, str]:
         ).body
     )
     (script,) = _INLINE_SCRIPT.findall(page)
-    # Swagger UI starts from one inline script, known by its hash.
-    known = f"script-src 'sha256-{b64encode(sha256(script).digest()).decode()}'"
-    return page, HEADERS[POLICY].replace("script-src", known)
+    # Swagger UI starts from one inline script, which the policy allows by its hash.
+    sources = f"script-src 'sha256-{b64encode(sha256(script).digest()).decode()}'"
+    return page, HEADERS[POLICY].replace("script-src", sources)

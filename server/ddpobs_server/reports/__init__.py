@@ -1,1 +1,1 @@
-"""The answers about a run: stored columns in, analysis out, cached by the run's last commit."""
+"""Answers about a run: stored columns in, analysis out, cached until the run's next commit."""

@@ -1,4 +1,4 @@
-"""Answers kept until what they are about has changed; of those who ask at once, one works it out."""
+"""A cache of answers by version; concurrent requests for one answer compute it once."""
 
 from __future__ import annotations
 
@@ -11,60 +11,63 @@ from typing import Generic, NamedTuple, TypeVar
 Answer = TypeVar("Answer")
 
 
-class Known(NamedTuple, Generic[Answer]):
-    """An answer, and the version that it is of."""
+class CachedAnswer(NamedTuple, Generic[Answer]):
+    """An answer and its version."""
 
     version: Hashable
     answer: Answer
 
 
 class Cache(Generic[Answer]):
-    """The answers asked for last, each of one version of what it is about.
+    """The most recently used answers, the latest version of each.
 
     Args:
-        size: Most that are kept.
+        size: Most answers that are kept.
     """
 
     def __init__(self, size: int) -> None:
         self._size = size
-        self._known: OrderedDict[Hashable, Known[Answer]] = OrderedDict()
-        self._making: dict[tuple[Hashable, Hashable], Future[Answer]] = {}
+        self._answers: OrderedDict[Hashable, CachedAnswer[Answer]] = OrderedDict()
+        self._pending: dict[tuple[Hashable, Hashable], Future[Answer]] = {}
         self._lock = threading.Lock()
 
-    def get(self, key: Hashable, version: Hashable, make: Callable[[], Answer]) -> Answer:
-        """The answer of this version: a known one, or one that is made now, or is being made by another thread.
+    def get(self, key: Hashable, version: Hashable, compute: Callable[[], Answer]) -> Answer:
+        """Return the answer of this version: the cached one, a computed one, or the result of another thread.
 
         Raises:
-            Exception: What `make` raised, in every thread that waits for it; nothing is kept then.
+            Exception: The exception of `compute`, in every thread that waits for the answer; nothing is cached then.
         """
         with self._lock:
-            known = self._known.get(key)
-            if known is not None and known.version == version:
-                self._known.move_to_end(key)
-                return known.answer
-            making = self._making.get((key, version))
-            if making is None:
-                mine: Future[Answer] = Future()
-                self._making[key, version] = mine
-        if making is not None:
-            return making.result()
+            cached = self._answers.get(key)
+            if cached is not None and cached.version == version:
+                self._answers.move_to_end(key)
+                return cached.answer
+            pending = self._pending.get((key, version))
+            if pending is None:
+                own: Future[Answer] = Future()
+                self._pending[key, version] = own
+        if pending is not None:
+            return pending.result()
         try:
-            answer = make()
+            answer = compute()
         except BaseException as error:
             with self._lock:
-                del self._making[key, version]
-            mine.set_exception(error)
+                del self._pending[key, version]
+            own.set_exception(error)
             raise
         with self._lock:
-            self._known[key] = Known(version, answer)
-            self._known.move_to_end(key)
-            while len(self._known) > self._size:
-                self._known.popitem(last=False)
-            del self._making[key, version]
-        mine.set_result(answer)
+            self._add(key, CachedAnswer(version, answer))
+            del self._pending[key, version]
+        own.set_result(answer)
         return answer
 
-    def known(self, key: Hashable) -> Known[Answer] | None:
-        """The last answer made, of whatever version."""
+    def _add(self, key: Hashable, cached: CachedAnswer[Answer]) -> None:
+        self._answers[key] = cached
+        self._answers.move_to_end(key)
+        while len(self._answers) > self._size:
+            self._answers.popitem(last=False)
+
+    def latest(self, key: Hashable) -> CachedAnswer[Answer] | None:
+        """Return the last computed answer, of any version."""
         with self._lock:
-            return self._known.get(key)
+            return self._answers.get(key)

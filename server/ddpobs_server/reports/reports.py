@@ -1,4 +1,4 @@
-"""Brings store and analysis together: what is asked of a run, cached until the run is written to again."""
+"""Answers about runs: columns from the store, results from the analysis, cached until the run's next commit."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis import chrome_trace, clock_alignment
-from ddpobs_server.analysis.findings.straggler import lateness_table
 from ddpobs_server.analysis.joined_steps import join, mean_over_ranks
+from ddpobs_server.analysis.lateness import lateness_table
 from ddpobs_server.reports.cache import Cache
-from ddpobs_server.reports.diagnosis import Diagnosis, drop_silent_ranks
+from ddpobs_server.reports.diagnosis import Diagnosis
+from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.store import Run, Store
 
 _log = logging.getLogger(__name__)
 
 _ROWS = 500_000
-"""About so many rows of steps make an answer."""
+"""Approximate limit of step rows in an answer."""
 _TRACE_STEPS, _TRACE_EVENTS = 50, 100_000
 _EVENTS = {"steps": len(wire.PHASES), "spans": 1}
-"""Most that a row of each kind makes in a trace."""
+"""Most trace events that a row of each kind makes."""
 _CLOCK_ROWS = 500_000
-"""Most that are read beyond what was asked for, to align clocks by."""
+"""Most rows that are read around the requested steps to align clocks."""
 _NOISE_STEPS, _NOISE_ROWS = 200, 50_000
 _CACHED = 1024
 _PATIENCE_S = 1.0
+"""Longest wait for the first diagnoses of runs."""
 
 
 class TooManyStepsError(ValueError):
-    """More steps are asked for than one answer holds; those until `fits_until` would fit."""
+    """More steps are requested than fit into an answer; the steps up to `fits_until` would fit."""
 
     def __init__(self, fits_until: int) -> None:
-        super().__init__(f"one answer holds the steps until {fits_until}")
+        super().__init__(f"one answer holds the steps up to {fits_until}")
         self.fits_until = fits_until
 
 
@@ -43,63 +45,65 @@ class Reports:
     """Answers about runs.
 
     Args:
-        store: Where columns come from.
+        store: Source of the columns.
     """
 
     def __init__(self, store: Store) -> None:
         self._store, self._diagnosis = store, Diagnosis(store)
         self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
-        self._later = ThreadPoolExecutor(1, "ddpobs-reports")
-        self._asking = threading.Lock()
-        self._under_way: dict[tuple[str, str], Future[None]] = {}
+        self._executor = ThreadPoolExecutor(1, "ddpobs-reports")
+        self._lock = threading.Lock()
+        self._running: dict[tuple[str, str], Future[None]] = {}
 
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:
-        """Findings, most severe first, and what could not be judged."""
-        return self._diagnoses.get((run, attempt), self._store.commits(run), lambda: self._diagnosis.of(run, attempt))
+        """Return the findings, most severe first, and the questions that could not be judged."""
+        return self._diagnoses.get(
+            (run, attempt), self._store.commits(run), lambda: self._diagnosis.diagnose(run, attempt)
+        )
 
     def last_diagnosis(self, run: Run) -> tuple[dict[str, Any] | None, bool]:
-        """What was found when its latest attempt was last looked at, and whether nothing came since."""
-        known = self._diagnoses.known((run.run, run.attempt))
-        return (None, False) if known is None else (known.answer, known.version == (run.created_ns, run.commits))
+        """Return the last diagnosis of the latest attempt, and whether it is current: nothing was committed since."""
+        cached = self._diagnoses.latest((run.run, run.attempt))
+        return (None, False) if cached is None else (cached.answer, cached.version == (run.created_ns, run.commits))
 
     def recent_diagnostics(self, runs: list[Run]) -> list[dict[str, Any] | None]:
-        """The last diagnosis of each run; of those that have changed a new one is begun, for whoever asks next.
+        """Return the last diagnosis of each run, and begin new ones of the runs that have changed.
 
-        Where there is none yet it is waited for, altogether for `_PATIENCE_S`; it is None where that was too short.
+        Runs without a diagnosis are waited for, together for at most `_PATIENCE_S`; None if that was too short.
         """
-        first = []
-        with self._asking:
-            self._under_way = {key: begun for key, begun in self._under_way.items() if not begun.done()}
+        first_diagnoses = []
+        with self._lock:
+            self._running = {key: future for key, future in self._running.items() if not future.done()}
             for run in runs:
                 key = (run.run, run.attempt)
-                known, current = self.last_diagnosis(run)
-                if not current and key not in self._under_way:
-                    self._under_way[key] = self._later.submit(self._look, key)
-                if known is None and (begun := self._under_way.get(key)) is not None:
-                    first.append(begun)
-        wait(first, _PATIENCE_S)
+                diagnosis, is_current = self.last_diagnosis(run)
+                if not is_current and key not in self._running:
+                    self._running[key] = self._executor.submit(self._diagnose, key)
+                if diagnosis is None and (future := self._running.get(key)) is not None:
+                    first_diagnoses.append(future)
+        wait(first_diagnoses, _PATIENCE_S)
         return [self.last_diagnosis(run)[0] for run in runs]
 
-    def _look(self, key: tuple[str, str]) -> None:
+    def _diagnose(self, key: tuple[str, str]) -> None:
         try:
             self.diagnostics(*key)
         except Exception:
-            _log.exception("run %s was not diagnosed", key[0])
+            _log.exception("diagnosis of run %s failed", key[0])
 
     def close(self) -> None:
-        """Begin no more diagnoses."""
-        self._later.shutdown(wait=False, cancel_futures=True)
+        """Stop beginning diagnoses."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
 
     def stragglers(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
-        """Own times of all ranks by step, who was last, and each rank's share and excess.
+        """Return own times of all ranks by step, the last rank, and each rank's share and excess.
 
-        Of the latest steps where none are named; else of as many from `first` on as one answer holds, and `next`
-        is then the step with which the next one begins.
+        Without `first` and `last` the latest steps are used. Otherwise the answer holds as many steps from `first` on
+        as fit, and `next` is the first step of the next answer.
         """
         end = None
         if first is None and last is None:
             sources = self._store.sources(run, attempt)
-            rank, steps = drop_silent_ranks(*self._diagnosis.recent_steps(run, attempt, sources), sources)
+            rank, steps = drop_silent_ranks(*read_recent_steps(self._store, run, attempt, sources), sources)
         else:
             end = self._store.page_end("steps", run, attempt, first=first, last=last, rows=_ROWS)
             rank, steps = self._store.steps(run, attempt, None, first, last if end is None else end)
@@ -110,7 +114,7 @@ class Reports:
             "steps": joined.step.tolist(),
             "ranks": joined.ranks.tolist(),
             "own_ns": joined.own_ns.astype(np.int64).tolist(),
-            "excess_ns": np.zeros(joined.own_ns.shape, np.int64).tolist(),  # Of a rank alone, which exceeds nobody.
+            "excess_ns": np.zeros(joined.own_ns.shape, np.int64).tolist(),  # A single rank has no excess.
             "delay_ns": [],
             "last_rank": [],
             "noise_ns": 0,
@@ -125,7 +129,7 @@ class Reports:
     def mean_steps(
         self, run: str, attempt: str, first: int | None, last: int | None
     ) -> tuple[dict[str, wire.Ints], int | None]:
-        """Wall time and phases by step, the mean over its ranks; and the next page's first step, or None."""
+        """Return wall time and phases by step, the mean over its ranks, and the next page's first step or None."""
         end = self._store.page_end("steps", run, attempt, first=first, last=last, rows=_ROWS)
         _, steps = self._store.steps(run, attempt, None, first, last if end is None else end)
         return mean_over_ranks(steps), None if end is None else end + 1
@@ -140,25 +144,26 @@ class Reports:
         *,
         module: int | None = None,
     ) -> dict[str, wire.Ints]:
-        """Columns of bucket spans, with ready, launched and done also on the lowest rank's clock."""
+        """Return columns of bucket spans, with ready, launched and done also on the lowest rank's clock."""
         _, (ranks, spans), offsets = self._on_one_clock(run, attempt, first, last)
-        wanted = np.ones(len(ranks), bool)
+        selected = np.ones(len(ranks), bool)
         if rank is not None:
-            wanted &= ranks == rank
+            selected &= ranks == rank
         if module is not None:
-            wanted &= spans.module == module
+            selected &= spans.module == module
         columns = {"rank": ranks} | spans.by_name()
         for name in ("ready", "launched", "done"):
-            columns[f"aligned_{name}_ns"] = clock_alignment.aligned(ranks, offsets, columns[f"{name}_ns"])
-        return {name: values[wanted] for name, values in columns.items()}
+            columns[f"aligned_{name}_ns"] = clock_alignment.align(ranks, offsets, columns[f"{name}_ns"])
+        return {name: values[selected] for name, values in columns.items()}
 
     def trace(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
-        """Chrome trace of the steps asked for; where an end is left open, of `_TRACE_STEPS`, or as many as fit.
+        """Return a Chrome trace of the steps in [first, last].
 
-        About `_TRACE_EVENTS` fit; a single step is given whole.
+        If either end is open, the trace holds `_TRACE_STEPS`, or as many as fit. About `_TRACE_EVENTS` fit; a single
+        step is always whole.
 
         Raises:
-            TooMany: Both ends are given, and more lies between than fits into one.
+            TooManyStepsError: Both ends are set, and the steps between them do not fit into one trace.
         """
         begin, end = first, last
         if begin is None:
@@ -170,37 +175,40 @@ class Reports:
         if (cut := self._trace_end(run, attempt, begin, end)) is not None:
             if first is not None and last is not None:
                 raise TooManyStepsError(cut)
-            # The latest steps are wanted where the beginning was left open.
+            # With an open start the latest steps are returned.
             begin, end = (end - (cut - begin), end) if first is None else (begin, cut)
         return chrome_trace.chrome_trace(*self._on_one_clock(run, attempt, begin, end))
 
     def _trace_end(self, run: str, attempt: str, first: int, last: int) -> int | None:
-        """The last step until which a trace fits, None where all do; each kind of rows has its share of the events."""
+        """Return the last step that fits into a trace, None if all do.
+
+        Each kind of rows has its share of the events.
+        """
         if first == last:
             return None
-        rows = {kind: self._store.rows_held(kind, run, attempt, first, last) for kind in _EVENTS}
-        events = sum(held * _EVENTS[kind] for kind, held in rows.items())
+        rows = {kind: self._store.estimate_rows(kind, run, attempt, first, last) for kind in _EVENTS}
+        events = sum(count * _EVENTS[kind] for kind, count in rows.items())
         if events > _TRACE_EVENTS:
-            rows = {kind: held * _TRACE_EVENTS // events for kind, held in rows.items()}
+            rows = {kind: count * _TRACE_EVENTS // events for kind, count in rows.items()}
         else:
             rows = dict.fromkeys(rows, _TRACE_EVENTS)
         cuts = [
-            self._store.page_end(kind, run, attempt, first=first, last=last, rows=most) for kind, most in rows.items()
+            self._store.page_end(kind, run, attempt, first=first, last=last, rows=limit) for kind, limit in rows.items()
         ]
         return min((cut for cut in cuts if cut is not None), default=None)
 
     def _on_one_clock(
         self, run: str, attempt: str, first: int | None, last: int | None
     ) -> tuple[tuple[wire.Ints, wire.Steps], tuple[wire.Ints, wire.Spans], dict[int, int]]:
-        """Steps and spans of [first, last] with their ranks, and what puts these onto the lowest rank's clock.
+        """Return steps and spans of [first, last] with their ranks, and the offsets to the lowest rank's clock.
 
-        Where the ranks share too few collectives in there, the offsets are taken from the steps around as well.
+        If the ranks share too few collectives in these steps, the offsets are computed from the steps around as well.
         """
         steps, spans = self._read(run, attempt, first, last)
         shared = steps, spans
-        if around := clock_alignment.steps_missing(steps):
-            begin, end = max(0, int(steps[1].step[0]) - around), int(steps[1].step[-1]) + around
-            if sum(self._store.rows_held(kind, run, attempt, begin, end) for kind in _EVENTS) <= _CLOCK_ROWS:
+        if margin := clock_alignment.steps_to_add(steps):
+            begin, end = max(0, int(steps[1].step[0]) - margin), int(steps[1].step[-1]) + margin
+            if sum(self._store.estimate_rows(kind, run, attempt, begin, end) for kind in _EVENTS) <= _CLOCK_ROWS:
                 shared = self._read(run, attempt, begin, end)
         return steps, spans, clock_alignment.offsets_ns(*shared)[0]
 
@@ -210,12 +218,12 @@ class Reports:
         return self._store.steps(run, attempt, None, first, last), self._store.spans(run, attempt, None, first, last)
 
     def _noise_ns(self, run: str, attempt: str, last: int) -> int:
-        """How far apart the ranks end one all-reduce on aligned clocks, by some of the latest spans."""
+        """Return how far apart the ranks end one all-reduce on aligned clocks, measured on some of the latest spans."""
         first = max(last - _NOISE_STEPS, 0)
         end = self._store.page_end("spans", run, attempt, first=first, last=last, rows=_NOISE_ROWS)
-        upto = last if end is None else end
-        steps = self._store.steps(run, attempt, None, first, upto)
-        return clock_alignment.offsets_ns(steps, self._store.spans(run, attempt, None, first, upto))[1]
+        last = last if end is None else end
+        steps = self._store.steps(run, attempt, None, first, last)
+        return clock_alignment.offsets_ns(steps, self._store.spans(run, attempt, None, first, last))[1]
 
     def _last_step(self, run: str, attempt: str) -> int:
         return max((source.last_step for source in self._store.sources(run, attempt)), default=0)

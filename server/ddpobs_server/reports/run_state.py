@@ -1,6 +1,6 @@
-"""Whether a run goes on, and a rank.
+"""The state of a run and of a rank, from the times at which records last arrived.
 
-What was seen in the future was seen before this machine's clock was set back.
+A time in the future counts as long ago: it was recorded before the collector's clock was set back.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ RankState = Literal["running", "finished", "lost"]
 
 
 def state_of_run(run: Run, settings: Settings, now_ns: int) -> RunState:
-    """Finished: all said goodbye. Lost: no pulses. Stalled: pulses, no steps. Else running."""
+    """Return `finished` if all ranks sent a goodbye, `lost` without pulses, `stalled` without steps, else `running`."""
     if run.finished:
         return "finished"
-    if _silent(run.last_seen_ns, settings.lost_after_s, now_ns):
+    if _is_silent(run.last_seen_ns, settings.lost_after_s, now_ns):
         return "lost"
-    return "stalled" if _silent(run.last_step_seen_ns, settings.stalled_after_s, now_ns) else "running"
+    return "stalled" if _is_silent(run.last_step_seen_ns, settings.stalled_after_s, now_ns) else "running"
 
 
 def state_of_rank(source: Source, settings: Settings, now_ns: int) -> RankState:
-    """Finished: it said goodbye. Lost: no pulses. Else running."""
+    """Return `finished` if the rank sent a goodbye, `lost` without pulses, else `running`."""
     if source.goodbye:
         return "finished"
-    return "lost" if _silent(source.last_seen_ns, settings.lost_after_s, now_ns) else "running"
+    return "lost" if _is_silent(source.last_seen_ns, settings.lost_after_s, now_ns) else "running"
 
 
-def _silent(last_ns: int, for_s: float, now_ns: int) -> bool:
-    return abs(now_ns - last_ns) > for_s * 1e9
+def _is_silent(last_ns: int, limit_s: float, now_ns: int) -> bool:
+    return abs(now_ns - last_ns) > limit_s * 1e9

@@ -1,6 +1,6 @@
-"""What is kept: compressed chunks of columns, and plain rows beside it for what is filtered and sorted by.
+"""The collector's database: compressed chunks of columns, and plain rows to filter and sort by.
 
-Every query is within one run, or over the runs, and then each join and each sum keeps to one run by its `run_id`.
+Every query covers a single run, or joins and sums each of several runs by its `run_id`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How columns become a chunk, and come back out of it: the only place that knows what a payload holds."""
+"""Columns packed into chunks and unpacked again. Only this module depends on the form of a payload."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from ddpobs.wire import packing
 from ddpobs.wire.columns import Columns
 
 RECORDS: dict[str, Any] = {"spans": wire.Spans, "steps": wire.Steps, "comms": wire.Comms}
-"""By kind of chunk, what its rows are."""
+"""Type of a chunk's rows, by kind of chunk."""
 _OLD_FORM = "-1"
-"""Ends the kind of chunks that the first schema wrote."""
+"""Suffix of the kinds of chunks in the first schema's form."""
 _ANY_SIZE = 2**62
-"""Of a chunk, unpacked: what it holds was within the limits when it came, and these are the operator's."""
+"""Size limit for unpacking a chunk. Its content was within the limits on arrival, and the operator sets those."""
 
 
 def kinds(kind: str) -> list[str]:
-    """What chunks of a kind are called, earlier ones too."""
+    """Names under which chunks of a kind are stored, including the first schema's."""
     return [kind, f"{kind}{_OLD_FORM}"]
 
 
 def pack(rank: wire.Ints, record: Columns) -> bytes:
-    """The payload of these rows; spans are all of one rank, which is not in it."""
+    """Payload of some rows. All spans of a chunk belong to the same rank, which is not part of the payload."""
     if isinstance(record, wire.Spans):
         return wire.pack_spans(record)
     if isinstance(record, wire.Steps):
@@ -34,22 +34,22 @@ def pack(rank: wire.Ints, record: Columns) -> bytes:
 
 
 def unpack(kind: str, rank: int, payload: bytes) -> dict[str, wire.Ints]:
-    """A chunk's columns by name, that of the ranks among them.
+    """A chunk's columns by name, including the column `rank`.
 
     Args:
-        kind: The chunk's.
-        rank: All rows', `wire.UNKNOWN` where the payload has a column of them.
-        payload: As `pack` or an earlier version made it.
+        kind: Kind of the chunk.
+        rank: Rank of all rows; `wire.UNKNOWN` if the payload has a column of ranks.
+        payload: Written by `pack`, of this version or an earlier version.
     """
     if kind == "steps":
         return wire.unpack_steps(payload, _ANY_SIZE)
     if kind == "comms":
-        return packing.unpack(payload, _ANY_SIZE)
+        return wire.Comms.with_defaults(packing.unpack(payload, _ANY_SIZE))
     if kind == "spans":
-        found: Any = wire.unpack_spans(payload, _ANY_SIZE)
+        record: Any = wire.unpack_spans(payload, _ANY_SIZE)
     else:
-        found = wire.unpack(zstandard.decompress(payload), RECORDS[kind.removesuffix(_OLD_FORM)])
-    return {"rank": np.full(len(found), rank, np.int64), **found.by_name()}
+        record = wire.unpack(zstandard.decompress(payload), RECORDS[kind.removesuffix(_OLD_FORM)])
+    return {"rank": np.full(len(record), rank, np.int64), **record.by_name()}
 
 
 def row(

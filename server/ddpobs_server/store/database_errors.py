@@ -1,4 +1,4 @@
-"""What a database cannot do just now, told apart from what it will never do."""
+"""Database errors that may pass, as `UnavailableError`. All other errors stay as they are."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import TimeoutError as NoConnectionError
 from sqlalchemy.pool import PoolProxiedConnection, QueuePool
+from typing_extensions import override
 
 _PASSING = frozenset(
     {
@@ -27,10 +28,10 @@ _DISK_FULL, _READ_ONLY = "53100", "25006"
 
 
 class UnavailableError(Exception):
-    """The database did not do it, and nothing of it is stored; the same call may succeed later.
+    """The database rejected the call, and nothing of it is stored; the same call may succeed later.
 
     Attributes:
-        full: It has no room left, rather than being away.
+        full: The disk is full; otherwise the database is unreachable or busy.
     """
 
     def __init__(self, reason: str, *, full: bool) -> None:
@@ -39,22 +40,23 @@ class UnavailableError(Exception):
 
 
 class UnusableError(Exception):
-    """A database that this version cannot use as it is; says why, and what to do."""
+    """This version cannot use the database as it is; the message has the reason and the remedy."""
 
 
 def translate(context: ExceptionContext) -> UnavailableError | None:
-    """SQLAlchemy's `handle_error`: what passes becomes an `UnavailableError`, and everything else stays as it is."""
+    """Handler for SQLAlchemy's `handle_error`: returns an `UnavailableError` for an error that may pass."""
     error: Any = context.original_exception
     if context.is_pre_ping:
-        return None  # The pool then connects anew by itself.
+        return None  # The pool reconnects by itself.
     if _sqlstate(error) == _READ_ONLY:
-        context.is_disconnect = True  # A server that another took over from stays so: the pool is to find the other.
+        # After a failover the old server stays read-only. The pool must drop its connections to find the new server.
+        context.is_disconnect = True
     return _unavailable(error) if context.is_disconnect or _passes(error) else None
 
 
 @contextmanager
-def of_driver() -> Iterator[None]:
-    """The same for what is asked of SQLite's driver itself, where SQLAlchemy sees no error."""
+def translated() -> Iterator[None]:
+    """Do the same for direct calls of SQLite's driver: SQLAlchemy does not see their errors."""
     try:
         yield
     except sqlite3.Error as error:
@@ -68,14 +70,10 @@ def _unavailable(error: Any) -> UnavailableError:
 
 
 class Pool(QueuePool):
-    """SQLAlchemy's, whose own error passes too, and does not come by `handle_error`."""
+    """SQLAlchemy's pool. Its own timeout is an `UnavailableError` too, and bypasses `handle_error`."""
 
+    @override
     def connect(self) -> PoolProxiedConnection:
-        """A connection.
-
-        Raises:
-            UnavailableError: Others had them all for too long.
-        """
         try:
             return super().connect()
         except NoConnectionError as error:
@@ -83,7 +81,7 @@ class Pool(QueuePool):
 
 
 def is_full(error: Any) -> bool:
-    """Whether a driver's error says that there is no room."""
+    """Whether a driver's error means that no space is left."""
     return _sqlite_code(error) == sqlite3.SQLITE_FULL or _sqlstate(error) == _DISK_FULL
 
 
@@ -92,7 +90,7 @@ def _passes(error: Any) -> bool:
         return True
     if isinstance(error, sqlite3.Error):
         return _sqlite_code(error) in _PASSING
-    # psycopg's word for a server that is away, ending, starting, out of memory, or that undid a deadlock.
+    # psycopg raises it if the server is unreachable, stops, starts, is out of memory, or resolved a deadlock.
     return any(kind.__name__ == "OperationalError" for kind in type(error).__mro__)
 
 
@@ -101,5 +99,5 @@ def _sqlstate(error: Any) -> str | None:
 
 
 def _sqlite_code(error: Any) -> int:
-    """The primary code: extended ones hold it in their lowest byte."""
+    """Primary error code, the lowest byte of an extended code."""
     return getattr(error, "sqlite_errorcode", 0) & 0xFF

@@ -1,33 +1,32 @@
-"""Batches into tables, many in one transaction."""
+"""Writes batches to the tables, many in a transaction."""
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Dialect, Insert, Table, bindparam, case, func, or_, select, text, update
+from sqlalchemy import Connection, Insert, Table, case, select, update
 
 from ddpobs import wire
-from ddpobs_server.store import bucket_sums, chunks, rollups, schema
-from ddpobs_server.store.sql import compiled, insert
+from ddpobs_server.store import bucket_sums, chunks, ingest_sql, rollups, schema
+from ddpobs_server.store.sql import compiled
 
 _MERGED = ("steps", "comms")
-"""Kinds whose rows share a chunk for all batches of a transaction."""
+"""Kinds of which all batches of a transaction share a chunk."""
 
 
 class UnstorableBatchError(Exception):
-    """A batch that never will be stored; says why."""
+    """A batch that can never be stored; the message has the reason."""
 
 
 class Outcome(enum.Enum):
-    """What became of a batch."""
+    """Result of storing a batch."""
 
     STORED = "stored"
     REPEATED = "repeated"
@@ -36,11 +35,13 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Arrival:
-    """A checked batch as it arrived; its spans are packed.
+    """A validated batch as it arrived; its spans are packed.
 
     Attributes:
-        digest: Of the body, to tell a retry from another batch under the same key.
-        received_ns: Wall clock of this collector.
+        batch: The batch.
+        digest: SHA-256 of the body. It distinguishes a retry from a different batch under the same key.
+        size_bytes: Size of the body.
+        received_ns: Arrival, wall clock of this collector.
     """
 
     batch: wire.Batch
@@ -55,15 +56,15 @@ class Arrival:
 
 
 class Joined(NamedTuple):
-    """Rows of several batches of an attempt; `place` tells for each row which batch it is of."""
+    """Rows of several batches of an attempt; `batch` has for each row the index of its batch in `batches`."""
 
     batches: Sequence[wire.Batch]
     record: Any
-    place: wire.Ints
+    batch: wire.Ints
 
 
 def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
-    """Store batches in the open transaction, except those that are there already."""
+    """Store batches in the open transaction, except batches that are stored already."""
     claimed = _claim(connection, arrivals)
     fresh: dict[tuple[str, str, int], Arrival] = {}
     outcomes = []
@@ -72,8 +73,8 @@ def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
             fresh[arrival.key] = arrival
             outcomes.append(Outcome.STORED)
             continue
-        known = fresh[arrival.key].digest if arrival.key in fresh else _digest(connection, arrival.key)
-        outcomes.append(Outcome.REPEATED if known == arrival.digest else Outcome.CONFLICT)
+        digest = fresh[arrival.key].digest if arrival.key in fresh else _digest(connection, arrival.key)
+        outcomes.append(Outcome.REPEATED if digest == arrival.digest else Outcome.CONFLICT)
     stored = list(fresh.values())
     if stored:
         joined = {kind: list(_joined(kind, stored)) for kind in _MERGED}
@@ -81,22 +82,25 @@ def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
         _touch_runs(connection, stored, rows)
         _touch_sources(connection, stored)
         _insert(connection, schema.chunks, rows)
-        _write_told(connection, stored)
+        _write_records(connection, stored)
         _write_sums(connection, stored, joined["steps"])
     return outcomes
 
 
 def _claim(connection: Connection, arrivals: Sequence[Arrival]) -> set[tuple[str, str, int]]:
-    """The keys that nobody had: whoever inserts a batch's row stores the batch, also among several collectors."""
+    """Keys of the batches that are new. The transaction that inserts a batch's row stores the batch.
+
+    The rule also holds between collectors on the same database.
+    """
     first = {arrival.key: arrival for arrival in reversed(arrivals)}
     values = {
-        f"{name}_m{place}": value
-        for place, (_, arrival) in enumerate(sorted(first.items(), key=itemgetter(0)))
+        f"{name}_m{index}": value
+        for index, (_, arrival) in enumerate(sorted(first.items(), key=itemgetter(0)))
         for name, value in _batch_row(arrival).items()
     }
-    sql, names = _claiming(connection.dialect, len(first))
-    claimed = connection.exec_driver_sql(sql, itemgetter(*names)(values) if names else values)
-    return {(row[0], row[1], row[2]) for row in claimed}
+    sql, names = ingest_sql.claim_sql(connection.dialect, len(first))
+    rows = connection.exec_driver_sql(sql, itemgetter(*names)(values) if names else values)
+    return {(row[0], row[1], row[2]) for row in rows}
 
 
 def _batch_row(arrival: Arrival) -> dict[str, Any]:
@@ -118,7 +122,7 @@ def _digest(connection: Connection, key: tuple[str, str, int]) -> bytes:
 
 
 def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Sequence[dict[str, Any]]) -> None:
-    """Runs and attempts; the attempt that was seen last for the first time is the run's, unless it had waited."""
+    """Update runs and attempts. A run's attempt is the newest to arrive, unless its batch is older and was spooled."""
     by_run: dict[str, list[Arrival]] = {}
     for arrival in arrivals:
         by_run.setdefault(arrival.batch.run, []).append(arrival)
@@ -126,9 +130,9 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
     for chunk in chunks:
         size_bytes[chunk["run_id"]] += len(chunk["payload"])
     for run, batches in sorted(by_run.items()):
-        _hold_run(connection, run, batches, size_bytes[run])
-        before, ordinals = _attempts_of(connection, run)
-        latest = before or batches[0].batch.attempt
+        _touch_and_lock_run(connection, run, batches, size_bytes[run])
+        stored, ordinals = _attempts_of(connection, run)
+        latest = stored or batches[0].batch.attempt
         for arrival in batches:
             attempt = arrival.batch.attempt
             if attempt not in ordinals:
@@ -136,12 +140,12 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
                 _add_attempt(connection, arrival, ordinals[attempt])
             if ordinals[attempt] > ordinals[latest] and _takes_over(connection, arrival.batch, latest, batches):
                 latest = attempt
-        if latest != before:
+        if latest != stored:
             connection.execute(update(schema.runs).where(schema.runs.c.run_id == run).values(attempt=latest))
 
 
-def _hold_run(connection: Connection, run: str, batches: Sequence[Arrival], size_bytes: int) -> None:
-    """Touch the run's row, and hold it until the transaction ends: collectors number its attempts in turn."""
+def _touch_and_lock_run(connection: Connection, run: str, batches: Sequence[Arrival], size_bytes: int) -> None:
+    """Update the run's row, which locks it until the transaction ends, so that collectors number attempts in turn."""
     now = max(arrival.received_ns for arrival in batches)
     row = {
         "run_id": run,
@@ -152,43 +156,44 @@ def _hold_run(connection: Connection, run: str, batches: Sequence[Arrival], size
         "workspace": run.rpartition("/")[0] or schema.DEFAULT_WORKSPACE,
         "chunk_bytes": size_bytes,
     }
-    _execute(connection, _touching_run(connection.dialect.name), [row])
+    _execute(connection, ingest_sql.run_upsert(connection.dialect.name), [row])
 
 
 def _attempts_of(connection: Connection, run: str) -> tuple[str | None, dict[str, int]]:
-    """The run's latest attempt, None where it has none yet, and the ordinals of all."""
-    sql, by_place = _known_attempts(connection.dialect)
-    known = connection.exec_driver_sql(sql, (run,) if by_place else {"run": run}).all()
-    return known[0][2] if known else None, {attempt: ordinal for attempt, ordinal, _ in known}
+    """The run's latest attempt, None if it has no attempt yet, and the ordinals of all attempts."""
+    sql, order = ingest_sql.attempts_sql(connection.dialect)
+    rows = connection.exec_driver_sql(sql, (run,) if order else {"run": run}).all()
+    return rows[0][2] if rows else None, {attempt: ordinal for attempt, ordinal, _ in rows}
 
 
 def _add_attempt(connection: Connection, arrival: Arrival, ordinal: int) -> None:
     key = {"run_id": arrival.batch.run, "attempt": arrival.batch.attempt}
     row = {**key, "ordinal": ordinal, "first_seen_ns": arrival.received_ns}
-    _execute(connection, _unless_there(connection.dialect.name, schema.attempts), [row])
+    _execute(connection, ingest_sql.insert_if_new(connection.dialect.name, schema.attempts), [row])
 
 
-def _takes_over(connection: Connection, batch: wire.Batch, latest: str, beside: Sequence[Arrival]) -> bool:
-    """Whether a batch of an attempt seen after the run's latest was made after it, too, and not waited in a spool.
+def _takes_over(connection: Connection, batch: wire.Batch, latest: str, arrivals: Sequence[Arrival]) -> bool:
+    """Whether a later attempt's batch is also newer than the latest attempt, and did not wait in a spool.
 
-    By the clock of the same rank, which mostly is the same host's. One that is behind takes over as much later; of one
-    that was ahead counts when it was heard of.
+    Compares wall clocks of the same rank, which is mostly on the same host. If the new host's clock is behind, the
+    attempt takes over later by the difference. A clock that was ahead counts as its arrival time.
     """
     c = schema.sources.c
     same_rank = case((c.rank == batch.rank, 0), else_=1)
-    wall = _least(connection.dialect.name, c.wall_ns, c.last_seen_ns)
-    told = select(wall).where(c.run_id == batch.run, c.attempt == latest).order_by(same_rank, wall.desc())
-    wall_ns = connection.execute(told.limit(1)).scalar()
-    if wall_ns is None:  # It came in the same transaction.
-        wall_ns = max((one.batch.anchor.wall_ns for one in beside if one.batch.attempt == latest), default=0)
+    wall = ingest_sql.least(connection.dialect.name, c.wall_ns, c.last_seen_ns)
+    query = select(wall).where(c.run_id == batch.run, c.attempt == latest).order_by(same_rank, wall.desc())
+    wall_ns = connection.execute(query.limit(1)).scalar()
+    if wall_ns is None:  # The latest attempt arrived in the same transaction.
+        anchors = (arrival.batch.anchor for arrival in arrivals if arrival.batch.attempt == latest)
+        wall_ns = max((anchor.wall_ns for anchor in anchors), default=0)
     return batch.anchor.wall_ns >= wall_ns
 
 
 def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
-    """A source stays with its attempt, so that a run has no more attempts than it may have sources."""
+    """Update sources. A source keeps its attempt, which bounds a run's attempts by its allowed sources."""
     rows = sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"]))
-    if _execute(connection, _touching_source(connection.dialect.name), rows) != len(rows):
-        raise UnstorableBatchError("attempt: expected the one that this source has told before, got another")
+    if _execute(connection, ingest_sql.source_upsert(connection.dialect.name), rows) != len(rows):
+        raise UnstorableBatchError("attempt: expected the one of this source's earlier batches, got another")
 
 
 def _source_row(arrival: Arrival) -> dict[str, Any]:
@@ -234,9 +239,9 @@ def _chunks(arrivals: Sequence[Arrival], joined: Mapping[str, Sequence[Joined]])
         for index, readiness in enumerate(batch.readiness):
             payload = zstandard.compress(wire.pack(readiness), 1)
             rows.append(_chunk(batch, f"readiness-{index}", np.array([readiness.step]), payload, batch.rank))
-    for kind, found in joined.items():
-        for batches, record, place in found:
-            rank = np.array([batch.rank for batch in batches])[place]
+    for kind, groups in joined.items():
+        for batches, record, batch_index in groups:
+            rank = np.array([batch.rank for batch in batches])[batch_index]
             rows.append(_chunk(batches[0], kind, record.step, chunks.pack(rank, record), wire.UNKNOWN))
     return rows
 
@@ -246,8 +251,8 @@ def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: 
     return chunks.row(key, attempt=batch.attempt, kind=kind, rank=rank, step=step, payload=payload)
 
 
-def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
-    """Layouts, unused sets and events, each a row."""
+def _write_records(connection: Connection, arrivals: Sequence[Arrival]) -> None:
+    """Write layouts, unused sets and events, a row each."""
     layouts: list[dict[str, Any]] = []
     unused: list[dict[str, Any]] = []
     events: list[dict[str, Any]] = []
@@ -263,136 +268,56 @@ def _write_told(connection: Connection, arrivals: Sequence[Arrival]) -> None:
             unused.append({**key, "seq": batch.seq, "position": position, **row})
         for position, event in enumerate(batch.events):
             body = msgspec.json.encode(event).decode()
-            told = {
-                "seq": batch.seq,
-                "position": position,
-                "kind": event.kind[:128].replace("\0", "\ufffd"),
-                "body": body,
-            }
-            events.append({**key, **told})
+            kind = event.kind[:128].replace("\0", "\ufffd")
+            events.append({**key, "seq": batch.seq, "position": position, "kind": kind, "body": body})
     if layouts:
-        _execute(connection, _unless_there(connection.dialect.name, schema.layouts), layouts)
+        _execute(connection, ingest_sql.insert_if_new(connection.dialect.name, schema.layouts), layouts)
     _insert(connection, schema.unused, unused)
     _insert(connection, schema.events, events)
 
 
 def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> None:
-    told = [arrival.batch for arrival in arrivals if arrival.batch.peers]
-    _add(connection, schema.rollups, ((batches, rollups.step_windows(record, of)) for batches, record, of in steps))
-    _add(
-        connection,
-        schema.step_histogram,
-        ((batches, rollups.step_durations(record, of)) for batches, record, of in steps),
-    )
-    _add(connection, schema.peer_totals, [(told, rollups.peer_sums([batch.peers for batch in told]))])
+    _add(connection, schema.rollups, [(g.batches, rollups.step_windows(g.record, g.batch)) for g in steps])
+    _add(connection, schema.step_histogram, [(g.batches, rollups.step_durations(g.record, g.batch)) for g in steps])
+    with_peers = [arrival.batch for arrival in arrivals if arrival.batch.peers]
+    _add(connection, schema.peer_totals, [(with_peers, rollups.peer_sums([batch.peers for batch in with_peers]))])
     by_bucket: dict[bucket_sums.Key, bucket_sums.Table] = {}
-    for batches, spans, of in _joined("spans", arrivals):
-        sums = rollups.bucket_sums(spans, of, [batch.steps for batch in batches])
-        for (place, module, revision), table in sums.items():
-            key = batches[place].run, batches[place].source, module, revision
-            by_bucket[key] = bucket_sums.added(by_bucket[key], table) if key in by_bucket else table
+    for batches, spans, batch in _joined("spans", arrivals):
+        sums = rollups.sum_buckets(spans, batch, [batch.steps for batch in batches])
+        for (index, module, revision), table in sums.items():
+            key = batches[index].run, batches[index].source, module, revision
+            by_bucket[key] = bucket_sums.add_tables(by_bucket[key], table) if key in by_bucket else table
     bucket_sums.add(connection, by_bucket)
 
 
 def _add(connection: Connection, table: Table, parts: Iterable[tuple[Sequence[wire.Batch], rollups.Sums]]) -> None:
-    """Add sums to what the table holds under the same keys, in the keys' order: two collectors then never deadlock.
+    """Add sums to the table's rows with the same keys, in key order, so that two collectors never deadlock.
 
     Args:
-        connection: In its transaction.
-        table: Of sums.
-        parts: Sums, and the batches that they are of.
+        connection: In a transaction.
+        table: Table of sums.
+        parts: Sums, and the batches that they belong to.
     """
-    names = tuple(table.columns.keys())  # The primary key's come first.
+    names = tuple(table.columns.keys())  # The primary key's columns are first.
     rows: list[tuple[Any, ...]] = []
     for batches, sums in parts:
-        of = [batches[place] for place in sums["batch"]]
-        columns = {**sums, "run_id": [batch.run for batch in of], "source": [batch.source for batch in of]}
+        row_batches = [batches[index] for index in sums["batch"]]
+        keys = {"run_id": [batch.run for batch in row_batches], "source": [batch.source for batch in row_batches]}
+        columns = {**sums, **keys}
         rows += zip(*(columns[name] for name in names), strict=True)
     rows.sort()
     if rows:
-        sql, by_place = compiled(_adding(connection.dialect.name, table), connection.dialect, names)
-        connection.exec_driver_sql(sql, rows if by_place else [dict(zip(names, row, strict=True)) for row in rows])
+        sql, order = compiled(ingest_sql.sum_upsert(connection.dialect.name, table), connection.dialect, names)
+        connection.exec_driver_sql(sql, rows if order else [dict(zip(names, row, strict=True)) for row in rows])
 
 
 def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
     if rows:
-        _execute(connection, _inserting(table), rows)
+        _execute(connection, ingest_sql.insert_statement(table), rows)
 
 
 def _execute(connection: Connection, statement: Insert, rows: list[dict[str, Any]]) -> int:
-    """Run an insert for each of some rows with the same columns; how many it put there or changed."""
+    """Run an insert for rows with the same columns. Returns the number of rows inserted or changed."""
     sql, names = compiled(statement, connection.dialect, tuple(rows[0]))
     values = itemgetter(*names) if names else dict
     return connection.exec_driver_sql(sql, list(map(values, rows))).rowcount
-
-
-@cache
-def _known_attempts(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
-    c, r = schema.attempts.c, schema.runs.c
-    known = select(c.attempt, c.ordinal, r.attempt).where(c.run_id == r.run_id, r.run_id == bindparam("run"))
-    return compiled(known, dialect)
-
-
-@cache
-def _inserting(table: Table) -> Insert:
-    return table.insert()
-
-
-@cache
-def _claiming(dialect: Dialect, count: int) -> tuple[str, tuple[str, ...]]:
-    """For so many batches at once; the values of the second are called `run_id_m1`, ..."""
-    c = schema.batches.c
-    rows = [dict.fromkeys(c.keys()) for _ in range(count)]
-    statement = insert(dialect.name, schema.batches).values(rows).on_conflict_do_nothing()
-    return compiled(statement.returning(c.run_id, c.source, c.seq), dialect)
-
-
-@cache
-def _unless_there(dialect: str, table: Table) -> Any:
-    return insert(dialect, table).on_conflict_do_nothing()
-
-
-@cache
-def _touching_run(dialect: str) -> Any:
-    statement, c = insert(dialect, schema.runs), schema.runs.c
-    new = statement.excluded
-    changes = {
-        "last_seen_ns": new.last_seen_ns,  # Not the greatest: a clock that was ahead for a while is set back.
-        "commits": c.commits + new.commits,
-        "chunk_bytes": c.chunk_bytes + new.chunk_bytes,
-    }
-    return statement.on_conflict_do_update(index_elements=["run_id"], set_=changes)
-
-
-@cache
-def _touching_source(dialect: str) -> Any:
-    statement, c = insert(dialect, schema.sources), schema.sources.c
-    new = statement.excluded
-    # What was spooled comes after what was made later.
-    highest = ("emitted", "dropped", "last_step", "monotonic_ns")
-    changes: dict[str, Any] = {name: _greatest(dialect, c[name], new[name]) for name in highest}
-    later = new.monotonic_ns >= c.monotonic_ns
-    changes |= {name: case((later, func.coalesce(new[name], c[name])), else_=c[name]) for name in ("wall_ns", "pulse")}
-    changes["hello"] = func.coalesce(new.hello, c.hello)
-    changes["last_seen_ns"] = new.last_seen_ns
-    stepped_ns = func.nullif(new.last_step_seen_ns, text("0"))
-    changes["last_step_seen_ns"] = func.coalesce(stepped_ns, c.last_step_seen_ns)
-    changes["goodbye"] = or_(c.goodbye, new.goodbye)
-    same = c.attempt == new.attempt
-    return statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes, where=same)
-
-
-@cache
-def _adding(dialect: str, table: Table) -> Any:
-    statement = insert(dialect, table)
-    sums = {column.name: column + statement.excluded[column.name] for column in table.columns if not column.primary_key}
-    keys = [column.name for column in table.primary_key.columns]
-    return statement.on_conflict_do_update(index_elements=keys, set_=sums)
-
-
-def _least(dialect: str, column: Any, value: Any) -> Any:
-    return (func.min if dialect == "sqlite" else func.least)(column, value)
-
-
-def _greatest(dialect: str, column: Any, value: Any) -> Any:
-    return (func.max if dialect == "sqlite" else func.greatest)(column, value)

@@ -1,7 +1,8 @@
-"""The schema's migrations, run by Alembic, and by one collector at a time."""
+"""Schema migrations, run by Alembic; a lock lets collectors migrate one at a time."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from alembic import command
@@ -12,59 +13,63 @@ from sqlalchemy import Connection, Engine, func, inspect, select
 
 from ddpobs_server.store.database_errors import UnusableError
 
+_log = logging.getLogger(__name__)
 _MIGRATIONS = Path(__file__).parent / "migrations"
-_MIGRATING = 0xDD90B5
-"""The lock that whoever migrates a PostgreSQL database holds."""
+_LOCK = 0xDD90B5
+"""Advisory lock held during the migration of a PostgreSQL database."""
 _INCREMENTAL = 2
 
 
 def migrate(engine: Engine) -> None:
-    """Bring the schema to this version's, from whatever earlier one is there.
+    """Upgrade the schema from any earlier revision to this version's.
 
     Raises:
-        UnusableError: A newer version made it, or it is somebody else's file.
+        UnusableError: A newer version created the schema, or the file holds other tables.
     """
     with engine.begin() as connection:
-        # Another collector may start, too; and a step that is cut off leaves nothing behind.
+        # Another collector may start at the same time. An interrupted migration must leave no trace.
         if engine.dialect.name == "postgresql":
-            connection.execute(select(func.pg_advisory_xact_lock(_MIGRATING)))
+            connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
         else:
-            connection.exec_driver_sql("BEGIN IMMEDIATE")  # Python's driver begins for rows, not for tables.
-        here = _revision(connection)
-        if here is not None and here not in earlier_revisions():
-            raise UnusableError(f"the schema is at {here}, which a newer version made: upgrade this one")
+            connection.exec_driver_sql("BEGIN IMMEDIATE")  # Python's driver opens no transaction for CREATE TABLE.
+        revision = _revision(connection)
+        if revision is not None and revision not in earlier_revisions():
+            raise UnusableError(f"the schema is at {revision}, which a newer version made: upgrade this one")
         config = _alembic()
         config.attributes["connection"] = connection
         command.upgrade(config, "head")
+        head = _revision(connection)
+    if revision not in (None, head):
+        _log.info("database schema upgraded from %s to %s", revision, head)
     if engine.dialect.name == "sqlite":
-        _make_shrinkable(engine)
+        _enable_incremental_vacuum(engine)
 
 
 def revisions(engine: Engine) -> tuple[str | None, str | None]:
-    """The schema's revision in the database, and this version's.
+    """Schema revision of the database, and this version's.
 
     Raises:
-        UnusableError: It is somebody else's file.
+        UnusableError: The file holds other tables.
     """
     with engine.connect() as connection:
-        here = _revision(connection)
-    return here, ScriptDirectory.from_config(_alembic()).get_current_head()
+        current = _revision(connection)
+    return current, ScriptDirectory.from_config(_alembic()).get_current_head()
 
 
 def _revision(connection: Connection) -> str | None:
-    here = MigrationContext.configure(connection).get_current_revision()
-    if here is None and connection.dialect.name == "sqlite" and (others := inspect(connection).get_table_names()):
-        raise UnusableError(f"it holds tables of something else ({', '.join(others[:3])}): give another file")
-    return here
+    current = MigrationContext.configure(connection).get_current_revision()
+    if current is None and connection.dialect.name == "sqlite" and (tables := inspect(connection).get_table_names()):
+        raise UnusableError(f"the file holds tables of another program ({', '.join(tables[:3])}): name another file")
+    return current
 
 
 def earlier_revisions() -> set[str]:
-    """Revisions of the schema that this version can start from, its own included."""
+    """Schema revisions that this version can upgrade, including its own."""
     return {script.revision for script in ScriptDirectory.from_config(_alembic()).walk_revisions()}
 
 
-def _make_shrinkable(engine: Engine) -> None:
-    """A file of the first version never gives space back; it is written anew, once."""
+def _enable_incremental_vacuum(engine: Engine) -> None:
+    """Rewrite a file of the first version once: in its form a file never returns free space."""
     with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
         if connection.exec_driver_sql("PRAGMA auto_vacuum").scalar_one() != _INCREMENTAL:
             connection.exec_driver_sql("PRAGMA auto_vacuum=INCREMENTAL")

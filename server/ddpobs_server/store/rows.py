@@ -1,4 +1,4 @@
-"""What the store gives back, apart from columns."""
+"""Rows that the store returns; columns of steps, spans and comms are `wire` types."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpobs import wire
 class Run:
     """A run, and the sums over the sources of its latest attempt. Times are this collector's wall clock, in ns.
 
-    `run` is the key under which the store has it.
+    `run` is the key in the store: the name, after `WORKSPACE/` outside the default workspace.
     """
 
     run: str
@@ -29,18 +29,18 @@ class Run:
 
     @property
     def name(self) -> str:
-        """What its own workspace calls it."""
+        """Name of the run inside its workspace."""
         return self.run.rpartition("/")[2]
 
     @property
     def finished(self) -> bool:
-        """Whether every source said goodbye."""
+        """Whether every source sent its goodbye."""
         return 0 < self.ranks <= self.goodbyes
 
 
 @dataclass(frozen=True)
 class Token:
-    """What is kept of a token: its secret's SHA-256, and what may be done with it where."""
+    """A token as stored: the SHA-256 of its secret, its workspace and its scopes."""
 
     token_id: str
     digest: bytes
@@ -53,7 +53,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One launch of a run; `ordinal` counts from 0 in the order in which they were first seen."""
+    """A launch of a run; `ordinal` counts from 0 in the order of first arrival."""
 
     attempt: str
     ordinal: int
@@ -62,7 +62,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Source:
-    """One process of one attempt."""
+    """A process of an attempt."""
 
     source: str
     attempt: str
@@ -81,7 +81,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Rollup:
-    """Sums of one rank over an attempt, in ns; `own_ns` over the `own_steps` that have it."""
+    """Sums of a rank over an attempt, in ns; `own_ns` covers the `own_steps` with a known own time."""
 
     rank: int
     steps: int
@@ -95,7 +95,7 @@ class Rollup:
 
 @dataclass(frozen=True)
 class BucketRollup:
-    """Sums of one bucket over all ranks of an attempt, in ns."""
+    """Sums of a bucket over all ranks of an attempt, in ns."""
 
     module: int
     revision: int
@@ -107,20 +107,31 @@ class BucketRollup:
 
 
 @dataclass(frozen=True)
+class PeerTotal:
+    """Straggler statistics of a rank, summed over an attempt."""
+
+    rank: int
+    steps: int
+    delay_ns: int
+    wait_ns: int
+    straggler_steps: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Aggregates:
-    """What metrics tell of some runs' latest attempts, each list with the run first.
+    """Data for the metrics of some runs' latest attempts. Tuples in lists begin with the run.
 
     Attributes:
         runs: The runs.
-        phases: By run and rank: steps, communication and phases, as `totals.NAMES` has them.
-        last_seen: Rank, its last step, when that was seen, and records dropped, of each rank.
-        hellos: What the lowest rank said, by run.
+        phases: Steps, communication and phases in the order of `phase_totals.NAMES`, by run and rank.
+        last_seen: Rank, its last step, arrival time of that step, and records dropped.
+        hellos: Hello of the lowest rank that sent a hello, by run.
         histograms: Steps under each of `schema.STEP_BOUNDS_S` and above the last, by run.
         buckets: Sums of each bucket.
         layouts: By module and revision.
-        reduced_bytes: Rank, and bytes of buckets reduced.
+        reduced_bytes: Rank, and bytes of the buckets that it reduced.
         peers: Straggler statistics of each rank.
-        unused: Rank and the latest unused sets of each source and module, in the order in which each rank told them.
+        unused: Rank and the latest unused sets of each source and module, in the order in which the rank sent them.
     """
 
     runs: list[Run]
@@ -133,14 +144,3 @@ class Aggregates:
     reduced_bytes: list[tuple[str, int, int]]
     peers: list[tuple[str, PeerTotal]]
     unused: list[tuple[str, int, wire.Unused]]
-
-
-@dataclass(frozen=True)
-class PeerTotal:
-    """Straggler statistics of one rank, summed over an attempt."""
-
-    rank: int
-    steps: int
-    delay_ns: int
-    wait_ns: int
-    straggler_steps: dict[str, int]

@@ -1,4 +1,4 @@
-"""The tables. All but `tokens` carry `run_id` first in their key, so that the schema can be distributed by it."""
+"""The tables. All but `tokens` have `run_id` first in their key, so that the schema can be distributed by run."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from ddpobs import wire
 metadata = MetaData()
 
 DEFAULT_WORKSPACE = "default"
-"""Its runs are kept under their bare name, those of others under `WORKSPACE/NAME`."""
+"""Runs of this workspace are stored under their bare name, runs of others under `WORKSPACE/NAME`."""
 
 ROLLUP_STEPS = 64
-"""Steps in one window of `rollups`."""
+"""Steps in each window of `rollups`."""
 STEP_BOUNDS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
-"""Upper bounds of the step-duration histogram, in seconds; one more counts what is above."""
+"""Upper bounds of the step-duration histogram, in seconds. A last bin counts longer steps."""
 
-_BY_KEY: dict[str, Any] = {"sqlite_with_rowid": False}
-"""Of tables with narrow rows: SQLite keeps these in the order of their key, not beside an index that holds it again
+_NARROW: dict[str, Any] = {"sqlite_with_rowid": False}
+"""For tables with narrow rows: SQLite stores the rows in key order, without a second copy of the key in an index
 (https://www.sqlite.org/withoutrowid.html)."""
 
 
@@ -33,6 +33,25 @@ def _count(name: str) -> Column[int]:
 
 def _sums(*names: str) -> list[Column[int]]:
     return [_count(name) for name in names]
+
+
+def _text(name: str) -> Column[str]:
+    return Column(name, Text, nullable=False)
+
+
+def _source_table(name: str, *columns: Column[Any] | Index, **options: Any) -> Table:
+    """A table with a key that begins with the run and the source."""
+    return Table(name, metadata, _key("run_id", String), _key("source", String), *columns, **options)
+
+
+def _batch_items(name: str, *columns: Column[Any]) -> Table:
+    """A table of items of batches, keyed by the batch and the item's position in it."""
+    return _source_table(name, _key("seq", BigInteger), _key("position", Integer), *columns)
+
+
+def _layout_table(name: str, *columns: Column[Any]) -> Table:
+    """A table keyed by a source's module and the revision of its layout."""
+    return _source_table(name, _key("module", Integer), _key("revision", BigInteger), *columns)
 
 
 runs = Table(
@@ -58,15 +77,12 @@ tokens = Table(
     Column("created_ns", BigInteger, nullable=False),
     Column("revoked_ns", BigInteger),
 )
-"""Small, and of no run: with a distributed schema every node has all of it."""
+"""Small, and independent of runs. In a distributed schema every node has a full copy."""
 attempts = Table(
     "attempts", metadata, _key("run_id", String), _key("attempt", String), _count("ordinal"), _count("first_seen_ns")
 )
-sources = Table(
+sources = _source_table(
     "sources",
-    metadata,
-    _key("run_id", String),
-    _key("source", String),
     Column("attempt", String(16), nullable=False),
     *_sums("rank", "world_size", "emitted", "dropped", "first_seen_ns", "last_seen_ns", "last_step_seen_ns"),
     *_sums("last_step", "wall_ns", "monotonic_ns"),
@@ -74,21 +90,15 @@ sources = Table(
     Column("pulse", Text),
     Column("goodbye", Boolean, nullable=False, default=False),
 )
-batches = Table(
+batches = _source_table(
     "batches",
-    metadata,
-    _key("run_id", String),
-    _key("source", String),
     _key("seq", BigInteger),
     Column("digest", LargeBinary(32), nullable=False),
     *_sums("received_ns", "size_bytes"),
-    **_BY_KEY,
+    **_NARROW,
 )
-chunks = Table(
+chunks = _source_table(
     "chunks",
-    metadata,
-    _key("run_id", String),
-    _key("source", String),
     _key("kind", String),
     _key("seq", BigInteger),
     *_sums("first_step", "last_step", "rows"),
@@ -97,74 +107,25 @@ chunks = Table(
     _count("rank"),
     Index("ix_chunks_steps", "run_id", "attempt", "kind", "last_step", "first_step"),
 )
-"""Spans are kept as they came, a chunk a batch. Steps and comms of all batches of a transaction share one, under the
-first batch's key, with a column of ranks; `rank` is then `wire.UNKNOWN`."""
-layouts = Table(
-    "layouts",
-    metadata,
-    _key("run_id", String),
-    _key("source", String),
-    _key("module", Integer),
-    _key("revision", BigInteger),
-    Column("body", Text, nullable=False),
-)
-unused = Table(
-    "unused",
-    metadata,
-    _key("run_id", String),
-    _key("source", String),
-    _key("seq", BigInteger),
-    _key("position", Integer),
-    Column("body", Text, nullable=False),
-    Column("module", Integer, nullable=False),
-    _count("names"),
-)
+"""Spans have a chunk per batch. Steps and comms of all batches of a transaction share a chunk, under the first batch's
+key, with a column of ranks; `rank` is then `wire.UNKNOWN`."""
+layouts = _layout_table("layouts", _text("body"))
+unused = _batch_items("unused", _text("body"), Column("module", Integer, nullable=False), _count("names"))
 """`names` counts the parameters unused on the rank."""
-events = Table(
-    "events",
-    metadata,
-    _key("run_id", String),
-    _key("source", String),
-    _key("seq", BigInteger),
-    _key("position", Integer),
-    Column("kind", String(128), nullable=False),
-    Column("body", Text, nullable=False),
-)
-rollups = Table(
+events = _batch_items("events", Column("kind", String(128), nullable=False), _text("body"))
+rollups = _source_table(
     "rollups",
-    metadata,
-    _key("run_id", String),
-    _key("source", String),
     _key("step_window", BigInteger),
     *_sums("steps", "wall_ns", *(f"{phase}_ns" for phase in wire.PHASES), "comm_ns", "samples"),
     *_sums("own_ns", "own_steps"),
-    **_BY_KEY,
+    **_NARROW,
 )
-step_histogram = Table(
-    "step_histogram",
-    metadata,
-    _key("run_id", String),
-    _key("source", String),
-    _key("bound", Integer),
-    _count("steps"),
-    **_BY_KEY,
-)
-bucket_sums = Table(
-    "bucket_sums",
-    metadata,
-    _key("run_id", String),
-    _key("source", String),
-    _key("module", Integer),
-    _key("revision", BigInteger),
-    Column("sums", LargeBinary, nullable=False),
-)
-"""`buckets` knows what `sums` hold."""
-peer_totals = Table(
+step_histogram = _source_table("step_histogram", _key("bound", Integer), _count("steps"), **_NARROW)
+bucket_sums = _layout_table("bucket_sums", Column("sums", LargeBinary, nullable=False))
+"""The module `bucket_sums` defines the packed form of `sums`."""
+peer_totals = _source_table(
     "peer_totals",
-    metadata,
-    _key("run_id", String),
-    _key("source", String),
     _key("rank", Integer),
     *_sums("steps", "delay_ns", "wait_ns", *(f"straggler_{phase}" for phase in wire.OWN_PHASES)),
-    **_BY_KEY,
+    **_NARROW,
 )

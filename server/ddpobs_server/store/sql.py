@@ -1,4 +1,4 @@
-"""Statements as SQL for the driver, made once: to make one takes longer than to run it."""
+"""Statements compiled once to SQL for the driver: SQLAlchemy takes longer to compile a statement than to run it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from sqlalchemy.dialects import postgresql, sqlite
 def compiled(
     statement: Insert | Select[Any], dialect: Dialect, columns: tuple[str, ...] = ()
 ) -> tuple[str, tuple[str, ...]]:
-    """SQL for the driver, and the order of its values where the driver knows them by place and not by name."""
-    made = statement.compile(dialect=dialect, column_keys=list(columns) or None)
-    return str(made), tuple(made.positiontup or ())
+    """SQL for the driver, and the order of its parameters: empty if the driver takes parameters by name."""
+    result = statement.compile(dialect=dialect, column_keys=list(columns) or None)
+    return str(result), tuple(result.positiontup or ())
 
 
 def insert(dialect: str, table: Table) -> Any:
-    """An insert that may say what becomes of rows that are there already."""
+    """An insert that accepts `ON CONFLICT` clauses."""
     return (sqlite if dialect == "sqlite" else postgresql).insert(table)

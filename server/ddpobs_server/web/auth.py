@@ -1,7 +1,7 @@
-"""Who may call: everyone on loopback where no token was ever made, else whoever holds one that may.
+"""Authentication and authorization: anonymous on loopback until the first token is created, otherwise by token.
 
-A token belongs to a workspace and sees the runs of that alone. A run of the default workspace is kept under its own
-name, one of another workspace under `workspace/run`; outside of this file and the store nobody knows of that.
+A token belongs to a workspace and grants access to that workspace's runs only. The store's key of a run is the run's
+name in the default workspace, and `workspace/run` in another one. Only this file and the store use that key.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ from ddpobs_server.web.problems import Problem
 
 _log = logging.getLogger(__name__)
 SCOPES = ("ingest", "read", "admin")
-"""Sending batches; reading everything; deleting runs, and all that the others may."""
+"""`ingest` sends batches; `read` reads everything; `admin` deletes runs and includes the other two."""
 _KEY_LENGTH = 128
-_KNOWN_S = 5.0
-"""How long a token may still work after it was revoked."""
-_NEW_S = 1.0
-"""For a token that is not known the database is asked no more often."""
-_OURS = re.compile(r"(?i:bearer) ddpobs_([0-9a-f]{8})_[A-Za-z0-9_-]{32}")
-"""The header with a token of `new_token`'s making."""
-_WRONG_TOKENS, _WITHIN_S = 20, 60.0
-"""So many wrong tokens from one address within so long, and it has to wait."""
-_ADDRESSES = 10_000
+_CACHE_S = 5.0
+"""Age at which cached tokens are refreshed; a revoked token works for at most this long."""
+_REFRESH_S = 1.0
+"""Shortest interval between two refreshes for unknown tokens."""
+_GENERATED = re.compile(r"(?i:bearer) ddpobs_([0-9a-f]{8})_[A-Za-z0-9_-]{32}")
+"""An `Authorization` header with a token that `new_token` may have generated."""
+_MAX_FAILURES, _FAILURES_S = 20, 60.0
+"""Wrong tokens from one address, and the period in seconds, after which the address has to wait."""
+_MAX_ADDRESSES = 10_000
 
 
 @dataclass(frozen=True)
 class Caller:
-    """Who calls: a workspace, and what may be done there."""
+    """The workspace and the scopes of a request."""
 
     workspace: str
     scopes: frozenset[str]
 
     def key(self, run: str) -> str:
-        """What the store calls a run of this workspace.
+        """Key in the store of a run of this workspace.
 
         Raises:
-            Problem: 422, where both names together are too long.
+            Problem: 422 if both names together are too long.
         """
         key = run if self.workspace == DEFAULT_WORKSPACE else f"{self.workspace}/{run}"
         if len(key) > _KEY_LENGTH:
@@ -66,43 +66,43 @@ class Caller:
         return key
 
 
-EVERYTHING = Caller(DEFAULT_WORKSPACE, frozenset(SCOPES))
+_UNRESTRICTED = Caller(DEFAULT_WORKSPACE, frozenset(SCOPES))
 BEARER = HTTPBearer(
     scheme_name="token",
-    description="As `ddpobs-server token create` prints it. A collector on loopback without tokens wants none.",
+    description="A token that `ddpobs-server token create` printed. A collector on loopback without tokens needs none.",
     auto_error=False,
 )
-"""For the OpenAPI document alone: who may call is for the `Authenticator` to say."""
+"""Only documents the scheme in OpenAPI; `Authenticator` does the checks."""
 
 
 def new_token(name: str, workspace: str, scopes: list[str]) -> tuple[str, Token]:
-    """A token to give away, and what is kept of it: not the secret."""
+    """Generate a token to hand out, and the record to store, which contains only the secret's digest."""
     token_id, secret = secrets.token_hex(4), secrets.token_urlsafe(24)
-    kept = Token(token_id, _digest(secret), name, workspace, tuple(scopes), time.time_ns(), None)
-    return f"ddpobs_{token_id}_{secret}", kept
+    record = Token(token_id, _digest(secret), name, workspace, tuple(scopes), time.time_ns(), None)
+    return f"ddpobs_{token_id}_{secret}", record
 
 
 class Authenticator:
-    """Knows the tokens, and the addresses that tried wrong ones.
+    """Caches the tokens, and delays addresses that sent many wrong ones.
 
     Args:
-        settings: May hold a token that may do everything in the default workspace.
-        store: Holds the others.
+        settings: May contain a token with all scopes in the default workspace.
+        store: Holds the other tokens.
     """
 
     def __init__(self, settings: Settings, store: Store) -> None:
         self._settings, self._store = settings, store
         self._lock = threading.Lock()
         self._tokens: dict[str, Token] | None = None
-        self._read_at = float("-inf")
-        self._looking = asyncio.Lock()
-        self._wrong: OrderedDict[str, deque[float]] = OrderedDict()
+        self._refreshed_at = float("-inf")
+        self._refresh_lock = asyncio.Lock()
+        self._failures: OrderedDict[str, deque[float]] = OrderedDict()
 
-    def look(self) -> None:
-        """Read the tokens. Where that fails, those known before go on working.
+    def refresh(self) -> None:
+        """Read the tokens. If that fails, the cached ones stay in use.
 
         Raises:
-            Problem: 503, where none were ever read.
+            Problem: 503 if the tokens were never read.
         """
         began = time.monotonic()
         try:
@@ -110,155 +110,161 @@ class Authenticator:
         except Exception as error:
             _log.warning("tokens cannot be read: %s: %s", type(error).__name__, error)
             if self._tokens is None:
-                raise Problem(503, "Not ready", "the database does not answer", {"Retry-After": "1"}) from error
-        self._read_at = began
+                raise Problem(503, "Not ready", "the database does not respond", {"Retry-After": "1"}) from error
+        self._refreshed_at = began
 
     async def refresh_if_stale(self, authorization: str, address: str) -> None:
-        """Look where the last time was long ago, or before this header came and its token is not known: it may be new.
+        """Refresh the token cache if it is older than 5 s, or if this header carries a well-formed unknown token.
 
-        Where it was long ago one request looks, and the others go on with what is known meanwhile.
+        An unknown token may be new. For a stale cache one request refreshes; the others use the cached tokens.
 
         Raises:
-            Problem: As `look`; 429 where it would be waited for and too many wrong tokens came from there.
+            Problem: As `refresh`; 429 if the token is unknown and the address sent too many wrong ones.
         """
         now = time.monotonic()
-        if now - self._read_at > _KNOWN_S:
+        if now - self._refreshed_at > _CACHE_S:
             if self._tokens is not None:
-                self._read_at = now
-            await run_in_threadpool(self.look)
+                self._refreshed_at = now
+            await run_in_threadpool(self.refresh)
         elif self._may_be_new(authorization):
-            self._check_patience(address)
-            async with self._looking:
-                if self._read_at < now:  # Else one look answered all who waited for it.
-                    await asyncio.sleep(self._read_at + _NEW_S - time.monotonic())
-                    await run_in_threadpool(self.look)
+            self._check_failures(address)
+            async with self._refresh_lock:
+                if self._refreshed_at < now:  # Otherwise another request refreshed while this one waited.
+                    await asyncio.sleep(self._refreshed_at + _REFRESH_S - time.monotonic())
+                    await run_in_threadpool(self.refresh)
 
     @property
     def allows_anonymous(self) -> bool:
-        """Whether nobody needs a token: none was ever made. To revoke the last one opens nothing."""
+        """Whether requests need no token: none was ever created.
+
+        Revoking the last token does not allow anonymous access.
+        """
         return self._settings.token is None and not self._tokens and self._settings.on_loopback
 
     def caller(self, authorization: str, address: str) -> Caller:
-        """Who sends this `Authorization` header.
+        """The caller that an `Authorization` header identifies.
 
         Raises:
-            Problem: 401 without a token that is known; 429 after too many of these.
+            Problem: 401 without a valid token; 429 after too many wrong tokens from the address.
         """
         if self.allows_anonymous:
-            return EVERYTHING
-        scheme, _, given = authorization.partition(" ")
-        if scheme.lower() == "bearer":
-            if (found := self._find(given)) is not None:
-                return found
-            # A token of our own making cannot be guessed, one that somebody chose can.
-            self._check_patience(address)
-            if self._is_settings_token(given):
-                return EVERYTHING
-            self._note_wrong(address)
-            raise Problem(401, "Wrong token", "no such token, or it was revoked", {"WWW-Authenticate": "Bearer"})
-        raise Problem(
-            401,
-            "Token needed",
-            "this collector wants a token as `Authorization: Bearer …`; clients take it from DDPOBS_TOKEN",
-            {"WWW-Authenticate": "Bearer"},
-        )
+            return _UNRESTRICTED
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != "bearer":
+            raise Problem(
+                401,
+                "Token needed",
+                "this collector needs a token as `Authorization: Bearer …`; clients read it from DDPOBS_TOKEN",
+                {"WWW-Authenticate": "Bearer"},
+            )
+        if (caller := self._find(token)) is not None:
+            return caller
+        # A generated token cannot be guessed; the token of the settings, which an operator chose, can.
+        self._check_failures(address)
+        if self._is_settings_token(token):
+            return _UNRESTRICTED
+        self._record_failure(address)
+        raise Problem(401, "Wrong token", "the token is unknown or revoked", {"WWW-Authenticate": "Bearer"})
 
     def _may_be_new(self, authorization: str) -> bool:
-        found = _OURS.fullmatch(authorization)
-        known = self._tokens or {}
-        return found is not None and found[1] not in known and not self._is_settings_token(authorization.split()[1])
+        match, cached = _GENERATED.fullmatch(authorization), self._tokens or {}
+        return match is not None and match[1] not in cached and not self._is_settings_token(authorization.split()[1])
 
-    def _is_settings_token(self, given: str) -> bool:
-        wanted = self._settings.token
-        return wanted is not None and hmac.compare_digest(_digest(given), _digest(wanted.get_secret_value()))
+    def _is_settings_token(self, token: str) -> bool:
+        expected = self._settings.token
+        return expected is not None and hmac.compare_digest(_digest(token), _digest(expected.get_secret_value()))
 
-    def _find(self, given: str) -> Caller | None:
-        prefix, _, rest = given.partition("_")
-        token_id, _, secret = rest.partition("_")
+    def _find(self, text: str) -> Caller | None:
+        prefix, _, suffix = text.partition("_")
+        token_id, _, secret = suffix.partition("_")
         token = (self._tokens or {}).get(token_id) if prefix == "ddpobs" else None
         if token is None or token.revoked_ns is not None or not hmac.compare_digest(_digest(secret), token.digest):
             return None
         return Caller(token.workspace, frozenset(SCOPES if "admin" in token.scopes else token.scopes))
 
-    def _check_patience(self, address: str) -> None:
+    def _check_failures(self, address: str) -> None:
         with self._lock:
-            tries = self._wrong.get(address)
-            if tries is None:
+            failures = self._failures.get(address)
+            if failures is None:
                 return
-            while tries and time.monotonic() - tries[0] > _WITHIN_S:
-                tries.popleft()
-            wait_s = _WITHIN_S - (time.monotonic() - tries[0]) if len(tries) >= _WRONG_TOKENS else 0.0
+            while failures and time.monotonic() - failures[0] > _FAILURES_S:
+                failures.popleft()
+            wait_s = _FAILURES_S - (time.monotonic() - failures[0]) if len(failures) >= _MAX_FAILURES else 0.0
         if wait_s > 0:
             raise Problem(
                 429,
                 "Too many wrong tokens",
-                f"{_WRONG_TOKENS} wrong tokens came from {address} within {_WITHIN_S:.0f} s",
+                f"{address} sent {_MAX_FAILURES} wrong tokens within {_FAILURES_S:.0f} s",
                 {"Retry-After": str(int(wait_s) + 1)},
             )
 
-    def _note_wrong(self, address: str) -> None:
+    def _record_failure(self, address: str) -> None:
         with self._lock:
-            self._wrong.setdefault(address, deque(maxlen=_WRONG_TOKENS)).append(time.monotonic())
-            self._wrong.move_to_end(address)
-            while len(self._wrong) > _ADDRESSES:
-                self._wrong.popitem(last=False)
+            self._failures.setdefault(address, deque(maxlen=_MAX_FAILURES)).append(time.monotonic())
+            self._failures.move_to_end(address)
+            while len(self._failures) > _MAX_ADDRESSES:
+                self._failures.popitem(last=False)
 
 
 async def refresh_tokens_for(request: Request) -> None:
-    """Have the authenticator look again for a request, once: it may wait, and nothing should be held meanwhile.
+    """Refresh the token cache for a request, once. This may wait: hold no slot or lock meanwhile.
 
     Raises:
-        Problem: As `Authenticator.poll_flags`.
+        Problem: As `Authenticator.refresh_if_stale`.
     """
-    if not getattr(request.state, "looked", False):
-        request.state.looked = True
-        await request.app.state.authenticator.refresh_if_stale(*_whose(request))
+    if not getattr(request.state, "tokens_refreshed", False):
+        request.state.tokens_refreshed = True
+        await request.app.state.authenticator.refresh_if_stale(*_credentials(request))
 
 
-def _whose(request: Request) -> tuple[str, str]:
+def _credentials(request: Request) -> tuple[str, str]:
     """The `Authorization` header and the client's address."""
     return request.headers.get("Authorization", ""), request.client.host if request.client else "unknown"
 
 
 def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
-    """A dependency: the caller, if it may do that.
+    """Create a dependency that returns the caller, or refuses it without a scope.
 
     Args:
         scope: One of `SCOPES`.
     """
 
-    async def allowed(
+    async def authorize(
         request: Request, _documented: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)] = None
     ) -> Caller:
         authenticator: Authenticator = request.app.state.authenticator
         await refresh_tokens_for(request)
         if authenticator.allows_anonymous:
             _check_host(request.headers.get("Host", ""), request.app.state.settings.host)
-        caller = authenticator.caller(*_whose(request))
+        caller = authenticator.caller(*_credentials(request))
         if scope not in caller.scopes:
-            raise Problem(
-                403, "Not allowed", f"this token may {', '.join(sorted(caller.scopes))}, and this needs {scope}"
-            )
+            scopes = ", ".join(sorted(caller.scopes))
+            raise Problem(403, "Not allowed", f"this request needs the scope {scope}, and the token has {scopes}")
         return caller
 
-    return allowed
+    return authorize
 
 
 @lru_cache
-def _check_host(host: str, own: str) -> None:
-    """Without tokens, take only names that no web site can have: by one of its own it might lead a browser here.
+def _check_host(host: str, own_host: str) -> None:
+    """Without tokens, accept only host names that no web site can own.
+
+    A web site could otherwise resolve its own name to this address and let a visitor's browser read the runs.
 
     Raises:
-        Problem: 421, for any other name.
+        Problem: 421 for any other name.
     """
     try:
         name = urlsplit(f"//{host}").hostname or ""
-        if "." not in name or name.endswith((".localhost", ".internal")) or name == own or ip_address(name):
+        if "." not in name or name.endswith((".localhost", ".internal")) or name == own_host or ip_address(name):
             return
     except ValueError:
         pass
-    detail = f"this collector has no token and does not answer to {host[:100]!r}; use its address, or make a token"
-    raise Problem(421, "Another's name", detail)
+    detail = (
+        f"this collector has no token and does not respond under the name {host[:100]!r}; use its address, or create "
+        "a token with `ddpobs-server token create`"
+    )
+    raise Problem(421, "Misdirected request", detail)
 
 
 def _digest(secret: str) -> bytes:

@@ -1,28 +1,31 @@
-"""Large answers go out as they are read: a connection takes whatever it is given, and its reader need not read."""
+"""Sends large responses in chunks: a connection buffers all it is given, and a client may read slowly or never."""
 
 from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_PIECE_BYTES = 2**18
+_CHUNK_BYTES = 2**18
 
 
 class ChunkedResponses:
-    """Sends a large answer in pieces, each once what was before it is read; so whoever sends it knows when it is."""
+    """Middleware that sends a large response in chunks, each after the client has read most of the previous ones.
+
+    A route's send therefore returns only when the client has read nearly the whole response.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Respond to a request."""
 
-        async def in_pieces(message: Message) -> None:
+        async def send_in_chunks(message: Message) -> None:
             body = message.get("body", b"")
-            if len(body) <= _PIECE_BYTES:
+            if len(body) <= _CHUNK_BYTES:
                 await send(message)
                 return
-            for begin in range(0, len(body), _PIECE_BYTES):
-                piece, end = body[begin : begin + _PIECE_BYTES], begin + _PIECE_BYTES
-                await send({**message, "body": piece, "more_body": end < len(body) or message.get("more_body", False)})
+            for begin in range(0, len(body), _CHUNK_BYTES):
+                chunk, end = body[begin : begin + _CHUNK_BYTES], begin + _CHUNK_BYTES
+                await send({**message, "body": chunk, "more_body": end < len(body) or message.get("more_body", False)})
 
-        await self._app(scope, receive, in_pieces if scope["type"] == "http" else send)
+        await self._app(scope, receive, send_in_chunks if scope["type"] == "http" else send)

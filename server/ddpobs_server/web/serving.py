@@ -1,4 +1,4 @@
-"""uvicorn, with an end that is orderly, bounded, and at once on request."""
+"""uvicorn with an orderly shutdown of bounded duration; a second signal ends the process at once."""
 
 from __future__ import annotations
 
@@ -19,81 +19,101 @@ from typing import Any
 import numpy as np
 import uvicorn
 from fastapi import FastAPI
+from typing_extensions import override
 
 _log = logging.getLogger(__name__)
 _END_S = 30
-"""How long all of the end may take, whatever a client or the database does."""
+"""Longest duration of the whole shutdown in seconds, whatever a client or the database does."""
 _IDLE_S = 30
-"""How long a connection may rest between two requests: longer than a rank does between two batches."""
-_LEFT_S = 1.0
-"""How long threads may hold the process once all is closed."""
-_KEPT_BYTES = 2**25 - 2**16
-"""Below glibc's most, 32 MiB."""
+"""Seconds a connection may stay idle between two requests; a rank pauses for less between two batches."""
+_EXIT_S = 1.0
+"""Seconds that threads may delay the process's exit after everything is closed."""
+_RETAINED_BYTES = 2**25 - 2**16
+"""Just below glibc's upper limit of 32 MiB."""
 
 
-def run(app: FastAPI, **settings: Any) -> None:
-    """`uvicorn.run` until SIGTERM or Ctrl-C; what was accepted is then written, and the process may end with 0.
+def run(app: FastAPI, on_start: Callable[[str], None], **settings: Any) -> None:
+    """Serve until SIGTERM or Ctrl-C, then write all accepted batches and return.
 
-    A second signal ends the process at once. Nothing that was acknowledged is lost by it: that is committed.
+    A second signal ends the process at once. Acknowledged batches survive that: they are committed.
 
     Args:
         app: The application.
-        **settings: uvicorn's.
+        on_start: Called with the server's URL when it accepts connections.
+        **settings: Settings of `uvicorn.Config`.
 
     Raises:
-        SystemExit: With 1, where the application did not start.
+        SystemExit: With 1, if the application did not start.
     """
-    # A connection is an open file, and each rank has one: the usual soft limit is 1,024, for programs that use select.
+    # Each rank's connection is an open file. The usual soft limit is 1,024, for programs that use select.
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    with suppress(ValueError, OSError):  # Some systems call it endless and do not take that.
+    with suppress(ValueError, OSError):  # Some systems report an unlimited hard limit and refuse it as a soft limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    server = _Server(uvicorn.Config(app, timeout_keep_alive=_IDLE_S, **settings))
-    # uvicorn raises the signal again once it has ended, for whoever had a handler before.
+    server = _Server(uvicorn.Config(app, timeout_keep_alive=_IDLE_S, **settings), on_start)
+    # After its shutdown uvicorn raises the signal again for the handler that was installed before it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    with suppress(KeyboardInterrupt, SystemExit):  # uvicorn's own: with 3, where it did not start.
+    with suppress(KeyboardInterrupt, SystemExit):  # uvicorn exits with 3 if it did not start.
         server.run()
     if not server.started:
         sys.exit(1)
 
 
 class _Server(uvicorn.Server):
+    def __init__(self, config: uvicorn.Config, on_start: Callable[[str], None]) -> None:
+        super().__init__(config)
+        self._on_start = on_start
+
+    @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start; what is there by then stays, and need not be looked through for garbage again and again."""
+        """Start, then exclude all objects created so far from garbage collection: they live until the end."""
         await super().startup(sockets)
         gc.collect()
         gc.freeze()
-        _keep_memory()
+        _retain_freed_memory()
+        self._on_start(self._url())
 
+    @override
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """End; threads that wait for a database which hangs would hold the process, and are left behind."""
+        """Shut down, then exit without threads that wait for a hanging database and would block the exit."""
         await super().shutdown(sockets)
-        leave = threading.Timer(_LEFT_S, os._exit, [0])
-        leave.daemon = True
-        leave.start()
+        exit_timer = threading.Timer(_EXIT_S, os._exit, [0])
+        exit_timer.daemon = True
+        exit_timer.start()
 
+    @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the orderly end; from here on the system itself ends the process, at the next signal or in time."""
+        """Begin the shutdown. The next signal, or an alarm after `_END_S`, ends the process through the system."""
         signal.signal(sig, signal.SIG_DFL)
         signal.alarm(_END_S)
         super().handle_exit(sig, frame)
 
+    def _url(self) -> str:
+        host, port = self.config.host, self.servers[0].sockets[0].getsockname()[1]
+        scheme = "https" if self.config.is_ssl else "http"
+        return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
-def close(within_s: float, *parts: Callable[[], None]) -> None:
-    """Close parts of the application at the same time; those that take too long are left at it, on daemon threads."""
+
+def close(within_s: float, *callbacks: Callable[[], None]) -> None:
+    """Call all callbacks at the same time, on daemon threads.
+
+    Args:
+        within_s: Seconds to wait; callbacks that take longer are logged and go on in their threads.
+        *callbacks: `close` methods.
+    """
     deadline = time.monotonic() + within_s
-    closing = [threading.Thread(target=part, name=part.__qualname__, daemon=True) for part in parts]
-    for thread in closing:
+    threads = [threading.Thread(target=callback, name=callback.__qualname__, daemon=True) for callback in callbacks]
+    for thread in threads:
         thread.start()
-    for thread in closing:
+    for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
             _log.warning("%s did not end within %g s", thread.name, within_s)
 
 
-def _keep_memory() -> None:
-    """Have glibc reuse the memory of a batch's arrays for the next batch, instead of asking the system for each.
+def _retain_freed_memory() -> None:
+    """Let glibc reuse the memory of a batch's arrays for the next batch instead of returning it to the system.
 
-    A block that is freed raises the size from which it asks the system, and twice that is what it may keep: mallopt(3),
-    M_MMAP_THRESHOLD. New pages would cost several times the arithmetic on them. Elsewhere this does nothing.
+    Freeing one block raises M_MMAP_THRESHOLD to the block's size, and glibc retains twice that size: mallopt(3).
+    Fresh pages would cost several times the arithmetic on them. With another C library this has no effect.
     """
-    np.empty(_KEPT_BYTES, np.uint8)
+    np.empty(_RETAINED_BYTES, np.uint8)

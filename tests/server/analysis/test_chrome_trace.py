@@ -1,4 +1,4 @@
-"""The Chrome trace tells the steps, one process a rank."""
+"""The Chrome trace shows the steps, one process per rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ddpobs_server.analysis.chrome_trace import chrome_trace
 from ddpobs_server.analysis.clock_alignment import offsets_ns
 
 from ddpobs import wire
-from tests.server.analysis.scenario import MS, changed, columns, own_times, spans
+from tests.server.analysis.scenario import MS, columns, own_times, spans, with_columns
 
 HOUR = 3_600_000 * MS
 
@@ -22,22 +22,22 @@ def trace() -> tuple[wire.Steps, list[Any]]:
     rows = [
         (int(s), 0, int(e) - 3 * MS, int(e) - 3 * MS, int(e)) for s, e in zip(steps.step, steps.end_ns, strict=True)
     ]
-    moved = spans(rank.tolist(), rows)
-    return steps, events_of((rank, steps), moved, offsets_ns((rank, steps), moved)[0])
+    bucket_spans = spans(rank.tolist(), rows)
+    return steps, events_of((rank, steps), bucket_spans, offsets_ns((rank, steps), bucket_spans)[0])
 
 
-def events_of(*given: Any) -> list[Any]:
-    events: list[Any] = msgspec.json.decode(msgspec.json.encode(chrome_trace(*given)))["traceEvents"]
+def events_of(*arguments: Any) -> list[Any]:
+    events: list[Any] = msgspec.json.decode(msgspec.json.encode(chrome_trace(*arguments)))["traceEvents"]
     return events
 
 
 def test_the_phases_of_a_step_add_up_and_follow_each_other() -> None:
     steps, events = trace()
-    laid = [e for e in events if e["ph"] == "X" and e["pid"] == 1 and e["tid"] == 0 and e["args"] == {"step": 2}]
-    assert [e["name"] for e in laid] == [p for p in wire.PHASES if getattr(steps, f"{p}_ns")[5]]
-    assert sum(e["dur"] for e in laid) == pytest.approx(float(steps.end_ns[5] - steps.start_ns[5]) / 1e3)
-    ends = [e["ts"] + e["dur"] for e in laid]
-    assert [e["ts"] for e in laid[1:]] == pytest.approx(ends[:-1])
+    phases = [e for e in events if e["ph"] == "X" and e["pid"] == 1 and e["tid"] == 0 and e["args"] == {"step": 2}]
+    assert [e["name"] for e in phases] == [p for p in wire.PHASES if getattr(steps, f"{p}_ns")[5]]
+    assert sum(e["dur"] for e in phases) == pytest.approx(float(steps.end_ns[5] - steps.start_ns[5]) / 1e3)
+    ends = [e["ts"] + e["dur"] for e in phases]
+    assert [e["ts"] for e in phases[1:]] == pytest.approx(ends[:-1])
 
 
 def test_ranks_an_hour_apart_end_a_bucket_at_the_same_time() -> None:
@@ -51,29 +51,33 @@ def test_ranks_an_hour_apart_end_a_bucket_at_the_same_time() -> None:
 
 def test_every_rank_is_a_named_process_and_times_begin_at_zero() -> None:
     _, events = trace()
-    named = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert named == {0: "rank 0", 1: "rank 1"}
+    names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    assert names == {0: "rank 0", 1: "rank 1"}
     assert min(e["ts"] for e in events if e["ph"] == "X") == pytest.approx(0)
 
 
-def tracks(moved: wire.Spans) -> dict[str, list[tuple[float, float]]]:
-    """When something begins and ends on each of rank 0's tracks of buckets, by the track's name."""
+def tracks(bucket_spans: wire.Spans) -> dict[str, list[tuple[float, float]]]:
+    """Return begin and end of each event on rank 0's bucket tracks, by the track's name."""
     rank, steps = columns(own_times(1, 1, seed=0))
-    events = events_of((rank, changed(steps, start_ns=steps.start_ns * 0)), (np.zeros(len(moved), np.int64), moved), {})
+    events = events_of(
+        (rank, with_columns(steps, start_ns=steps.start_ns * 0)),
+        (np.zeros(len(bucket_spans), np.int64), bucket_spans),
+        {},
+    )
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert len(names) == len(set(names.values()))
-    found: dict[str, list[tuple[float, float]]] = {}
+    times_by_track: dict[str, list[tuple[float, float]]] = {}
     for event in events:
         if event["ph"] == "X" and "bucket" in event["args"]:
             assert event["name"] == names[event["tid"]]
-            found.setdefault(names[event["tid"]], []).append((event["ts"], event["ts"] + event["dur"]))
-    return {name: sorted(times) for name, times in found.items()}
+            times_by_track.setdefault(names[event["tid"]], []).append((event["ts"], event["ts"] + event["dur"]))
+    return {name: sorted(times) for name, times in times_by_track.items()}
 
 
-def test_buckets_of_modules_that_are_reduced_at_the_same_time_have_tracks_of_their_own() -> None:
-    _, moved = spans([0] * 4, [(0, 0, 0, 0, 10), (0, 0, 5, 5, 15), (0, 1, 12, 12, 20), (0, 1, 12, 12, 21)])
-    moved = changed(moved, module=np.array([0, 2, 0, 2]))
-    assert {name: times for name, ((*times,),) in tracks(moved).items()} == {
+def test_buckets_of_modules_reduced_at_the_same_time_have_separate_tracks() -> None:
+    _, bucket_spans = spans([0] * 4, [(0, 0, 0, 0, 10), (0, 0, 5, 5, 15), (0, 1, 12, 12, 20), (0, 1, 12, 12, 21)])
+    bucket_spans = with_columns(bucket_spans, module=np.array([0, 2, 0, 2]))
+    assert {name: times for name, ((*times,),) in tracks(bucket_spans).items()} == {
         "bucket 0": pytest.approx([0, 0.010]),
         "bucket 1": pytest.approx([0.012, 0.020]),
         "bucket 2.0": pytest.approx([0.005, 0.015]),
@@ -81,18 +85,18 @@ def test_buckets_of_modules_that_are_reduced_at_the_same_time_have_tracks_of_the
     }
 
 
-def test_a_bucket_keeps_its_track_when_buckets_are_rebuilt_and_overlaps_nothing_there() -> None:
-    _, moved = spans([0] * 3, [(0, 0, 0, 0, 7), (1, 0, 7, 7, 15), (2, 0, 30, 30, 40)])
-    moved = changed(moved, revision=np.array([0, 1, 1]))
-    ((first, second, third),) = tracks(moved).values()
+def test_a_bucket_keeps_its_track_when_buckets_are_rebuilt_and_no_events_overlap() -> None:
+    _, bucket_spans = spans([0] * 3, [(0, 0, 0, 0, 7), (1, 0, 7, 7, 15), (2, 0, 30, 30, 40)])
+    bucket_spans = with_columns(bucket_spans, revision=np.array([0, 1, 1]))
+    ((first, second, third),) = tracks(bucket_spans).values()
     assert first[1] == pytest.approx(second[0])
     assert second[1] < third[0]
 
 
 def test_no_steps_give_an_empty_trace() -> None:
     _, steps = columns(own_times(1, 1, seed=0))
-    none = wire.Steps(**{name: getattr(steps, name)[:0] for name in steps.names})
-    _, some = spans([0], [(0, 0, 0, 0, 0)])
-    no_spans = wire.Spans(**{name: getattr(some, name)[:0] for name in some.names})
-    nobody = np.zeros(0, np.int64)
-    assert chrome_trace((nobody, none), (nobody, no_spans), {})["traceEvents"] == []
+    no_steps = wire.Steps(**{name: getattr(steps, name)[:0] for name in steps.names})
+    _, example = spans([0], [(0, 0, 0, 0, 0)])
+    no_spans = wire.Spans(**{name: getattr(example, name)[:0] for name in example.names})
+    no_ranks = np.zeros(0, np.int64)
+    assert chrome_trace((no_ranks, no_steps), (no_ranks, no_spans), {})["traceEvents"] == []

@@ -1,7 +1,8 @@
-"""Each finding of the catalogue, when it is told, when it is not, and when it says what is missing."""
+"""The findings other than the straggler: when each appears, when it does not, and when it is not judged."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,41 +15,34 @@ from ddpobs_server.analysis.findings.input_bound import input_bound
 from ddpobs_server.analysis.findings.misconfiguration import epoch_not_set
 from ddpobs_server.analysis.findings.telemetry_health import telemetry_loss
 from ddpobs_server.analysis.findings.unused_parameters import LATEST_SETS, find_unused_needless, unused_parameters
-from ddpobs_server.analysis.joined_steps import join
 
 from ddpobs import wire
-from tests.server.analysis.scenario import BASE_MS, MS, changed, columns, own_times
+from tests.server.analysis.scenario import BASE_MS, MS, columns, evidence_of, own_times, with_columns
 
 
 def evidence(extra_ms: list[dict[str, float]], moving_ms: float = 3.0, steps: int = 40) -> Evidence:
-    """Noiseless steps of one rank per entry: base own times and what is extra."""
+    """Noiseless steps of one rank per entry: base own times plus the extra ones."""
     own = np.array([[BASE_MS[phase] + extra.get(phase, 0) for phase in wire.OWN_PHASES] for extra in extra_ms])
-    return of(*columns((np.tile(own, (steps, 1, 1)) * MS).astype(np.int64), moving_ms))
+    return evidence_of(*columns((np.tile(own, (steps, 1, 1)) * MS).astype(np.int64), moving_ms))
 
 
-def of(rank: wire.Ints, rows: wire.Steps) -> Evidence:
-    return Evidence(
-        rank=rank,
-        steps=rows,
-        joined=join(rank, rows),
-        unused=[],
-        settings={},
-        emitted={},
-        dropped={},
-        missing_batches={},
-        sent_batches=0,
-    )
-
-
-def one(judged: Judgement) -> Finding:
-    assert isinstance(judged, list)
-    (finding,) = judged
+def only(judgement: Judgement) -> Finding:
+    """Return the only finding, without the questions that were not judged."""
+    (finding,) = findings_in(judgement)
     return finding
+
+
+def findings_in(judgement: Judgement) -> list[Finding]:
+    return [result for result in judgement if isinstance(result, Finding)]
+
+
+def is_not_judged(judgement: Judgement) -> bool:
+    return [type(result) for result in judgement] == [NotJudged]
 
 
 def test_moving_bytes_for_40_percent_of_the_step_is_comm_bound() -> None:
     # Own times 75 ms, 50 ms exposed: 50 / 125.
-    finding = one(comm_bound(evidence([{}, {}], moving_ms=50)))
+    finding = only(comm_bound(evidence([{}, {}], moving_ms=50)))
     assert finding.evidence["exposed_share"] == pytest.approx(0.4)
     assert (finding.evidence["waiting_ns"], finding.evidence["moving_ns"]) == (0, 50 * MS)
     assert (finding.severity, finding.phase) == ("critical", "exposed_comm")
@@ -56,10 +50,10 @@ def test_moving_bytes_for_40_percent_of_the_step_is_comm_bound() -> None:
 
 
 def test_steps_of_two_synchronised_backwards_are_judged_too() -> None:
-    """Each backward has a number, and a step that of its last one."""
+    """Each backward has a number; the step has the number of its last one."""
     whole = evidence([{}, {}], moving_ms=50)
-    twice = of(whole.rank, changed(whole.steps, collective=2 * whole.steps.collective + 1))
-    assert one(comm_bound(twice)) == one(comm_bound(whole))
+    twice = evidence_of(whole.rank, with_columns(whole.steps, collective=2 * whole.steps.collective + 1))
+    assert only(comm_bound(twice)) == only(comm_bound(whole))
 
 
 def test_a_little_exposed_communication_is_not_comm_bound() -> None:
@@ -68,7 +62,7 @@ def test_a_little_exposed_communication_is_not_comm_bound() -> None:
 
 def test_waiting_for_a_slow_rank_does_not_blame_the_network() -> None:
     # Three of four ranks wait 75 ms of a step of 153 ms, and 3 ms move.
-    finding = one(comm_bound(evidence([{}, {"backward": 75}, {}, {}])))
+    finding = only(comm_bound(evidence([{}, {"backward": 75}, {}, {}])))
     assert finding.severity == "info"
     assert "waiting" in finding.title
     assert "network would not help" in finding.remedy
@@ -76,10 +70,10 @@ def test_waiting_for_a_slow_rank_does_not_blame_the_network() -> None:
     assert finding.evidence["moving_ns"] == 3 * MS
 
 
-def test_where_bytes_take_long_besides_the_waiting_both_are_to_be_mended() -> None:
+def test_if_both_waiting_and_moving_take_long_the_remedy_names_both() -> None:
     # Fifteen of sixteen ranks wait 75 ms, and then 70 ms move, of a step of 220 ms.
     slow = [{"backward": 75.0}] + [{}] * 15
-    finding = one(comm_bound(evidence(slow, moving_ms=70)))
+    finding = only(comm_bound(evidence(slow, moving_ms=70)))
     assert finding.evidence["waiting_ns"] == 75 * MS * 15 // 16
     assert finding.evidence["moving_ns"] == 70 * MS
     assert (finding.severity, "waiting" in finding.title) == ("critical", True)
@@ -88,52 +82,54 @@ def test_where_bytes_take_long_besides_the_waiting_both_are_to_be_mended() -> No
 
 
 @pytest.mark.parametrize("moving_ms", [3.0, 50.0])
-def test_one_long_stall_does_not_decide(moving_ms: float) -> None:
+def test_one_long_stall_does_not_change_the_finding(moving_ms: float) -> None:
     """An upload of a minute by one rank, for which the other waits, in four hundred steps."""
     own = np.tile(np.array([BASE_MS[phase] for phase in wire.OWN_PHASES]), (400, 2, 1))
     own[200, 0, wire.OWN_PHASES.index("other")] += 60_000
-    found = comm_bound(of(*columns((own * MS).astype(np.int64), moving_ms)))
-    assert isinstance(found, list)
-    assert [finding.severity for finding in found] == (["critical"] if moving_ms > 30 else [])
-    assert all("most of it moving bytes" in finding.title for finding in found)
+    findings = findings_in(comm_bound(evidence_of(*columns((own * MS).astype(np.int64), moving_ms))))
+    assert [finding.severity for finding in findings] == (["critical"] if moving_ms > 30 else [])
+    assert all("most of it moving bytes" in finding.title for finding in findings)
 
 
-def test_steps_whose_time_is_all_in_the_next_ones_own_are_judged() -> None:
-    """No step is followed but by one whose own time is longer than both: of what is judged nothing took any time."""
+def test_steps_with_all_their_time_in_the_next_steps_own_time_are_judged() -> None:
+    """Each successor's own time is longer than both steps, so no judged step took any time."""
     rank, rows = columns(np.zeros((40, 2, len(wire.OWN_PHASES)), np.int64), moving_ms=100)
     step = 3 * (rows.step // 2) + rows.step % 2
-    found = one(comm_bound(of(rank, changed(rows, step=step, own_ns=rows.step % 2 * 5000 * MS))))
-    assert (found.evidence["exposed_share"], found.evidence["steps_used"]) == (1.0, 20)
+    finding = only(comm_bound(evidence_of(rank, with_columns(rows, step=step, own_ns=rows.step % 2 * 5000 * MS))))
+    assert (finding.evidence["exposed_share"], finding.evidence["steps_used"]) == (1.0, 20)
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
 def test_waiting_at_a_barrier_after_the_step_does_not_blame_the_network(checkpoint: bool) -> None:
-    """One rank saves every fourth step and all meet: as a checkpoint is told, or as anything else that takes time."""
+    """One rank saves every fourth step and all meet at a barrier; recorded as a checkpoint, or as other work."""
     own = np.tile(np.array([BASE_MS[phase] for phase in wire.OWN_PHASES]), (120, 2, 1))
     own[::4, 1, wire.OWN_PHASES.index("other")] += 300
     rank, rows = columns((own * MS).astype(np.int64), barrier=True)
     if checkpoint:
-        rows = changed(rows, flags=rows.flags | wire.NO_ORIGIN * ((rows.step % 4 == 0) & (rank == 1)))
-    found = comm_bound(of(rank, rows))
-    assert isinstance(found, list)
-    assert not checkpoint or found == []
-    assert [finding.severity for finding in found if finding.severity != "info"] == []
+        rows = with_columns(rows, flags=rows.flags | wire.NO_ORIGIN * ((rows.step % 4 == 0) & (rank == 1)))
+    findings = findings_in(comm_bound(evidence_of(rank, rows)))
+    assert not checkpoint or findings == []
+    assert [finding.severity for finding in findings if finding.severity != "info"] == []
 
 
-@pytest.mark.parametrize("unseen", [{"absent": [4, 7]}, {"apart": "DDP over 2 of 4 ranks"}])
-def test_neither_waiting_nor_moving_is_claimed_where_the_slow_rank_may_be_unseen(unseen: dict[str, Any]) -> None:
-    finding = one(comm_bound(replace(evidence([{}, {}], moving_ms=50), **unseen)))
+@pytest.mark.parametrize(
+    "unseen", [{"absences": {"silent": [4, 7]}}, {"separate_groups_reason": "DDP over 2 of 4 ranks"}]
+)
+def test_neither_waiting_nor_moving_is_claimed_if_the_slow_rank_may_be_unseen(unseen: dict[str, Any]) -> None:
+    judgement = comm_bound(replace(evidence([{}, {}], moving_ms=50), **unseen))
+    finding = only(judgement)
+    assert "cannot be separated" in str(judgement[-1])
     assert (finding.severity, finding.evidence["exposed_share"]) == ("info", pytest.approx(0.4))
     assert not {"waiting_ns", "moving_ns"} & set(finding.evidence)
-    assert finding.evidence["steps_used"] == 39, "those that are followed by one"
+    assert finding.evidence["steps_used"] == 39, "the steps with a successor"
     assert "moving bytes" not in finding.title
     assert "Compress" not in finding.remedy
-    assert ("rank 4, 7" in finding.remedy) == ("absent" in unseen)
+    assert ("rank 4, 7" in finding.remedy) == ("absences" in unseen)
 
 
 def test_waiting_for_data_on_every_rank_is_input_bound() -> None:
     # 95 ms of data in a step of 168 ms.
-    finding = one(input_bound(evidence([{"data": 90}, {"data": 90}])))
+    finding = only(input_bound(evidence([{"data": 90}, {"data": 90}])))
     assert finding.phase == "data"
     assert finding.evidence["shares"]["data"] == pytest.approx(95 / 168, abs=1e-4)
 
@@ -146,11 +142,11 @@ def test_one_slow_first_fetch_is_not_input_bound(steps: int) -> None:
     assert input_bound(replace(evidence([{}]), rank=rank, steps=rows)) == []
 
 
-def test_workers_that_deliver_in_bursts_are_input_bound_though_most_steps_wait_for_nothing() -> None:
+def test_workers_that_deliver_in_bursts_are_input_bound_although_most_steps_do_not_wait() -> None:
     own = own_times(40, 4, seed=0)
     own[::4, :, 0] += 400 * MS
     rank, rows = columns(own)
-    finding = one(input_bound(replace(evidence([{}]), rank=rank, steps=rows)))
+    finding = only(input_bound(replace(evidence([{}]), rank=rank, steps=rows)))
     assert finding.evidence["shares"]["data"] == pytest.approx(0.5, abs=0.1)
     assert "of the time" in finding.title
 
@@ -165,19 +161,21 @@ def test_data_above_30_percent_that_is_not_the_largest_phase_is_not_input_bound(
 
 
 @pytest.mark.parametrize("judge", [comm_bound, input_bound])
-def test_too_few_steps_are_said(judge: object) -> None:
-    judged = judge(evidence([{}, {}], moving_ms=50, steps=19))  # type: ignore[operator]
-    assert isinstance(judged, NotJudged)
-    assert "20" in str(judged)
+def test_too_few_steps_are_not_judged(judge: Callable[[Evidence], Judgement]) -> None:
+    (result,) = judge(evidence([{}, {}], moving_ms=50, steps=19))
+    assert isinstance(result, NotJudged)
+    assert "20" in str(result)
 
 
-def told(rank: int, step: int, locally: list[str], globally: list[str] | None = None) -> tuple[int, wire.Unused]:
+def unused_set(rank: int, step: int, locally: list[str], globally: list[str] | None = None) -> tuple[int, wire.Unused]:
     return rank, wire.Unused(step=step, module=0, locally=locally, globally=locally if globally is None else globally)
 
 
-def test_what_no_rank_uses_is_named_and_is_a_warning() -> None:
-    finding = one(
-        unused_parameters(replace(evidence([{}, {}]), unused=[told(0, 3, ["a", "b"]), told(1, 3, ["a", "b"])]))
+def test_a_parameter_that_no_rank_uses_is_named_and_is_a_warning() -> None:
+    finding = only(
+        unused_parameters(
+            replace(evidence([{}, {}]), unused=[unused_set(0, 3, ["a", "b"]), unused_set(1, 3, ["a", "b"])])
+        )
     )
     assert (finding.severity, finding.parameters, finding.ranks) == ("warning", ["a", "b"], [0, 1])
     assert finding.steps == (3, 39)
@@ -185,122 +183,122 @@ def test_what_no_rank_uses_is_named_and_is_a_warning() -> None:
     assert "every rank" in finding.title
 
 
-def test_what_some_ranks_skip_is_named_with_those_ranks() -> None:
-    finding = one(unused_parameters(replace(evidence([{}, {}]), unused=[told(1, 5, ["branch.weight"], [])])))
+def test_a_parameter_that_some_ranks_skip_is_named_with_these_ranks() -> None:
+    finding = only(unused_parameters(replace(evidence([{}, {}]), unused=[unused_set(1, 5, ["branch.weight"], [])])))
     assert (finding.severity, finding.parameters, finding.ranks) == ("info", ["branch.weight"], [1])
     assert "rank 1" in finding.title
 
 
 def test_a_set_that_became_empty_again_is_no_longer_unused() -> None:
-    assert unused_parameters(replace(evidence([{}, {}]), unused=[told(0, 1, ["a"]), told(0, 2, [])])) == []
+    assert unused_parameters(replace(evidence([{}, {}]), unused=[unused_set(0, 1, ["a"]), unused_set(0, 2, [])])) == []
 
 
 def alternating(steps: int, turn: int, *sets: list[str], until: int | None = None) -> Evidence:
-    """Two ranks whose unused set is another after each turn."""
+    """Two ranks with another unused set after each turn."""
     turns = [(step, sets[step // turn % len(sets)]) for step in range(0, steps if until is None else until, turn)]
-    unused = [told(rank, step, names) for rank in range(2) for step, names in turns]
+    unused = [unused_set(rank, step, names) for rank in range(2) for step, names in turns]
     return replace(evidence([{}, {}], steps=steps), unused=unused)
 
 
 @pytest.mark.parametrize("sets", [(["a"], ["b"]), (["a"], []), ([], ["a"]), (["a", "b"], ["b", "c"], ["a", "c"])])
 @pytest.mark.parametrize("turn", [1, 100])
-def test_what_is_trained_in_some_steps_is_not_to_be_frozen(sets: tuple[list[str], ...], turn: int) -> None:
-    finding = one(unused_parameters(alternating(6 * turn + turn // 2 + 1, turn, *sets)))
+def test_a_parameter_trained_in_some_steps_is_not_to_be_frozen(sets: tuple[list[str], ...], turn: int) -> None:
+    finding = only(unused_parameters(alternating(6 * turn + turn // 2 + 1, turn, *sets)))
     assert (finding.severity, finding.evidence["globally"]) == ("info", [])
     assert "in some steps" in finding.title
     assert "find_unused_parameters=True is needed" in finding.remedy
     assert finding.parameters == finding.evidence["sometimes"] == sorted(set().union(*sets))
 
 
-def test_what_no_step_uses_is_told_apart_from_what_some_steps_use() -> None:
-    finding = one(unused_parameters(alternating(201, 1, ["a", "never"], ["b", "never"])))
+def test_parameters_that_no_step_uses_are_separated_from_parameters_that_some_steps_use() -> None:
+    finding = only(unused_parameters(alternating(201, 1, ["a", "never"], ["b", "never"])))
     assert (finding.severity, finding.evidence["globally"]) == ("warning", ["never"])
     assert finding.evidence["sometimes"] == ["a", "b"]
 
 
-@pytest.mark.parametrize("at_once", [1, 4])
-def test_of_many_that_take_turns_none_is_to_be_frozen(at_once: int) -> None:
-    """Heads in turn, one after the other, or experts of which a few are drawn: the latest sets name most of them."""
+@pytest.mark.parametrize("per_step", [1, 4])
+def test_of_many_parameters_that_take_turns_none_is_to_be_frozen(per_step: int) -> None:
+    """Heads in turn, or a few randomly drawn experts per step: the latest sets name most of them."""
     heads = [f"head{number:02}" for number in range(48)]
     random = np.random.default_rng(0)
-    used = [{heads[step % 48]} if at_once == 1 else set(random.choice(heads, at_once)) for step in range(200)]
-    sets = [(step, sorted(set(heads) - taken)) for step, taken in enumerate(used)][-LATEST_SETS:]
-    unused = [told(rank, step, names) for rank in range(2) for step, names in sets]
-    finding = one(unused_parameters(replace(evidence([{}, {}], steps=200), unused=unused)))
+    used = [{heads[step % 48]} if per_step == 1 else set(random.choice(heads, per_step)) for step in range(200)]
+    sets = [(step, sorted(set(heads) - trained)) for step, trained in enumerate(used)][-LATEST_SETS:]
+    unused = [unused_set(rank, step, names) for rank in range(2) for step, names in sets]
+    finding = only(unused_parameters(replace(evidence([{}, {}], steps=200), unused=unused)))
     assert (finding.severity, finding.evidence["globally"], finding.evidence["sometimes"]) == ("info", [], heads)
     assert "in some steps" in finding.title
     assert "find_unused_parameters=True is needed" in finding.remedy
 
 
-def test_what_was_frozen_in_a_warm_up_is_used_since() -> None:
-    unused = [told(rank, step, names) for rank in range(2) for step, names in ((0, ["head"]), (1000, []))]
+def test_a_parameter_frozen_only_in_a_warm_up_is_no_finding() -> None:
+    unused = [unused_set(rank, step, names) for rank in range(2) for step, names in ((0, ["head"]), (1000, []))]
     assert unused_parameters(replace(evidence([{}, {}], steps=1100), unused=unused)) == []
 
 
-def test_what_every_rank_leaves_out_in_some_steps_is_said_without_their_numbers() -> None:
-    assert "on every rank in some steps" in one(unused_parameters(alternating(20, 1, ["a"], ["b"]))).title
+def test_parameters_that_every_rank_skips_in_some_steps_are_reported_without_rank_numbers() -> None:
+    assert "on every rank in some steps" in only(unused_parameters(alternating(20, 1, ["a"], ["b"]))).title
 
 
-def test_what_changed_in_the_first_steps_and_then_stayed_is_unused() -> None:
-    finding = one(unused_parameters(alternating(40, 1, ["a", "b"], ["a"], [], until=8)))
+def test_a_set_that_changed_in_the_first_steps_and_then_stayed_is_unused() -> None:
+    finding = only(unused_parameters(alternating(40, 1, ["a", "b"], ["a"], [], until=8)))
     assert (finding.severity, finding.parameters, finding.evidence["sometimes"]) == ("warning", ["a"], [])
 
 
-def test_a_set_from_before_the_latest_ones_is_not_taken_for_one_that_held_until_then() -> None:
-    # The store gives the last empty set, however old it is.
+def test_a_set_older_than_the_latest_is_not_taken_as_valid_until_them() -> None:
+    # The store returns the last empty set, however old it is.
     sets = [(5, []), *((192 + turn, ["a", "b"][: 1 + turn % 2]) for turn in range(LATEST_SETS))]
-    unused = [told(rank, step, names) for rank in range(2) for step, names in sets]
-    finding = one(unused_parameters(replace(evidence([{}, {}], steps=200), unused=unused)))
+    unused = [unused_set(rank, step, names) for rank in range(2) for step, names in sets]
+    finding = only(unused_parameters(replace(evidence([{}, {}], steps=200), unused=unused)))
     assert (finding.severity, finding.evidence["globally"], finding.evidence["sometimes"]) == ("warning", ["a"], ["b"])
 
 
-def test_nothing_told_is_nothing_unused() -> None:
+def test_without_records_no_parameter_is_unused() -> None:
     assert unused_parameters(evidence([{}, {}])) == []
 
 
-def flagged(on: bool = True, steps: int = 40) -> Evidence:
-    return replace(evidence([{}, {}], steps=steps), settings={"find_unused_parameters": on})
+def flagged(enabled: bool = True, steps: int = 40) -> Evidence:
+    return replace(evidence([{}, {}], steps=steps), settings={"find_unused_parameters": enabled})
 
 
-def test_the_flag_without_anything_unused_is_needless() -> None:
-    assert one(find_unused_needless(flagged())).severity == "info"
+def test_the_flag_is_needless_if_no_parameter_was_ever_unused() -> None:
+    assert only(find_unused_needless(flagged())).severity == "info"
 
 
-def test_the_flag_is_needed_where_something_was_unused_once() -> None:
-    used_again = replace(flagged(), unused=[told(0, 1, ["a"]), told(0, 2, [])])
+def test_the_flag_is_needed_if_a_parameter_was_unused_once() -> None:
+    used_again = replace(flagged(), unused=[unused_set(0, 1, ["a"]), unused_set(0, 2, [])])
     assert find_unused_needless(used_again) == []
 
 
-def test_no_flag_is_not_needless_and_few_steps_are_said() -> None:
-    assert find_unused_needless(flagged(on=False)) == []
-    assert isinstance(find_unused_needless(flagged(steps=19)), NotJudged)
+def test_no_flag_is_not_needless_and_few_steps_are_not_judged() -> None:
+    assert find_unused_needless(flagged(enabled=False)) == []
+    assert is_not_judged(find_unused_needless(flagged(steps=19)))
 
 
-def test_the_flag_cannot_be_judged_where_records_were_dropped() -> None:
-    assert isinstance(find_unused_needless(replace(flagged(), dropped={0: 5}, emitted={0: 100})), NotJudged)
+def test_the_flag_is_not_judged_if_records_were_dropped() -> None:
+    assert is_not_judged(find_unused_needless(replace(flagged(), dropped={0: 5}, emitted={0: 100})))
 
 
-@pytest.mark.parametrize("unknown", [{"gaps": True}, {"absent": [2]}])
-def test_the_flag_cannot_be_judged_where_something_was_not_heard(unknown: dict[str, Any]) -> None:
-    assert isinstance(find_unused_needless(replace(flagged(), **unknown)), NotJudged)
+@pytest.mark.parametrize("unknown", [{"has_gaps": True}, {"absences": {"silent": [2]}}])
+def test_the_flag_is_not_judged_if_records_may_be_missing(unknown: dict[str, Any]) -> None:
+    assert is_not_judged(find_unused_needless(replace(flagged(), **unknown)))
 
 
-def test_dropped_records_are_always_told() -> None:
+def test_dropped_records_are_always_a_finding() -> None:
     lossy = replace(evidence([{}, {}], steps=1), emitted={0: 1000, 1: 1000}, dropped={0: 0, 1: 3})
-    finding = one(telemetry_loss(lossy))
+    finding = only(telemetry_loss(lossy))
     assert (finding.severity, finding.ranks) == ("info", [1])
     assert "3 of 2000" in finding.title
-    many = one(telemetry_loss(replace(lossy, dropped={0: 0, 1: 30})))
+    many = only(telemetry_loss(replace(lossy, dropped={0: 0, 1: 30})))
     assert many.severity == "warning"
 
 
-def test_batches_that_never_arrived_are_told_too() -> None:
+def test_batches_that_never_arrived_are_a_finding() -> None:
     some = replace(evidence([{}, {}]), missing_batches={0: 2, 1: 0})
-    few, many = (one(telemetry_loss(replace(some, sent_batches=sent))) for sent in (200, 199))
+    few, many = (only(telemetry_loss(replace(some, sent_batches=batches))) for batches in (200, 199))
     assert (few.ranks, few.severity, many.severity) == ([0], "info", "warning")
 
 
-def test_no_loss_is_not_told() -> None:
+def test_no_loss_is_no_finding() -> None:
     assert telemetry_loss(replace(evidence([{}, {}]), emitted={0: 9}, dropped={0: 0}, missing_batches={0: 0})) == []
 
 
@@ -316,23 +314,23 @@ def test_severity_steps_at_a_tenth_and_a_quarter() -> None:
     assert [severity_of(share) for share in (0.09, 0.1, 0.24, 0.25)] == ["info", "warning", "warning", "critical"]
 
 
-def repeated(step: int, kind: str = "sampler_without_set_epoch") -> wire.Event:
+def event(step: int, kind: str = "sampler_without_set_epoch") -> wire.Event:
     detail: dict[str, wire.Scalar] = {"sampler": "DistributedSampler", "dataset": "Pictures", "epoch": 0}
     return wire.Event(kind=kind, at_ns=0, step=step, detail=detail)
 
 
-def test_a_sampler_that_stays_at_one_epoch_is_found_once_with_the_ranks_that_told_it() -> None:
-    told = [(1, repeated(12)), (0, repeated(10)), (0, repeated(3, "buckets_rebuilt"))]
-    finding = one(epoch_not_set(replace(evidence([{}, {}]), events=told)))
+def test_a_sampler_that_stays_at_one_epoch_is_one_finding_with_all_its_ranks() -> None:
+    records = [(1, event(12)), (0, event(10)), (0, event(3, "buckets_rebuilt"))]
+    finding = only(epoch_not_set(replace(evidence([{}, {}]), events=records)))
     assert (finding.severity, finding.ranks, finding.steps) == ("warning", [0, 1], (10, 39))
     assert "DistributedSampler of Pictures stays at epoch 0" in finding.title
     assert "set_epoch" in finding.remedy
 
 
-def test_other_events_are_no_reason_to_speak_of_epochs() -> None:
-    assert epoch_not_set(replace(evidence([{}]), events=[(0, repeated(3, "goodbye"))])) == []
+def test_other_events_are_no_epoch_finding() -> None:
+    assert epoch_not_set(replace(evidence([{}]), events=[(0, event(3, "goodbye"))])) == []
 
 
 def test_an_event_of_another_sender_without_detail_is_still_a_finding() -> None:
-    told = [(0, wire.Event(kind="sampler_without_set_epoch", at_ns=0, step=10**6))]
-    assert one(epoch_not_set(replace(evidence([{}]), events=told))).steps == (10**6, 10**6)
+    records = [(0, wire.Event(kind="sampler_without_set_epoch", at_ns=0, step=10**6))]
+    assert only(epoch_not_set(replace(evidence([{}]), events=records))).steps == (10**6, 10**6)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ddpobs import wire
-from tests.server.analysis.scenario import changed, columns, kept, own_times
+from tests.server.analysis.scenario import columns, own_times, select_rows, with_columns
 
 
 def test_two_ranks_have_each_other_as_median() -> None:
@@ -38,13 +38,13 @@ def test_columns_are_the_ranks_and_rows_the_collectives() -> None:
 
 def test_ranks_are_joined_by_collective_where_their_step_numbers_part() -> None:
     rank, steps = columns(own_times(4, 2, seed=0))
-    parted = changed(steps, step=steps.step + 7 * (rank == 1))
+    parted = with_columns(steps, step=steps.step + 7 * (rank == 1))
     joined = join(rank, parted)
     assert joined.collective.tolist() == [0, 1, 2, 3]
     assert (joined.own_ns == join(rank, steps).own_ns).all()
 
 
-def test_a_step_is_left_out_when_one_rank_has_no_clean_start_or_no_row() -> None:
+def test_a_step_is_left_out_if_a_rank_has_no_clean_start_or_no_row() -> None:
     rank, steps = columns(own_times(5, 2, seed=0))
     flags = steps.flags.copy()
     flags[2 * 0 + 1] |= wire.NO_ORIGIN
@@ -52,39 +52,39 @@ def test_a_step_is_left_out_when_one_rank_has_no_clean_start_or_no_row() -> None
     own = steps.own_ns.copy()
     own[2 * 2] = wire.UNKNOWN
     rows = np.arange(10) != 2 * 3 + 1
-    joined = join(*kept(rank, changed(steps, flags=flags, own_ns=own), rows))
+    joined = join(*select_rows(rank, with_columns(steps, flags=flags, own_ns=own), rows))
     assert joined.collective.tolist() == [4]
 
 
-def test_nothing_in_common_is_an_empty_join() -> None:
+def test_no_common_collective_is_an_empty_join() -> None:
     rank, steps = columns(own_times(2, 2, seed=0))
-    assert len(join(*kept(rank, steps, steps.step == rank))) == 0
+    assert len(join(*select_rows(rank, steps, steps.step == rank))) == 0
 
 
-def test_a_rank_without_a_row_in_the_later_half_has_fallen_behind_whatever_its_own_numbers_are() -> None:
+def test_a_rank_without_a_row_in_the_later_half_is_silent_whatever_its_step_numbers() -> None:
     rank, steps = columns(own_times(100, 3, seed=0))
-    steps = changed(steps, step=steps.step + 1000 * (rank == 2))
+    steps = with_columns(steps, step=steps.step + 1000 * (rank == 2))
     for last, behind in ((60, []), (40, [2])):
-        some = kept(rank, steps, (rank != 2) | (steps.collective < last))
+        some = select_rows(rank, steps, (rank != 2) | (steps.collective < last))
         assert silent_ranks(*some).tolist() == behind
-    silent = changed(steps, collective=np.where(rank == 1, wire.UNKNOWN, steps.collective))
+    silent = with_columns(steps, collective=np.where(rank == 1, wire.UNKNOWN, steps.collective))
     assert silent_ranks(rank, silent).tolist() == [1]
-    nothing = changed(steps, collective=np.full(len(rank), wire.UNKNOWN))
+    nothing = with_columns(steps, collective=np.full(len(rank), wire.UNKNOWN))
     assert silent_ranks(rank, nothing).tolist() == []
 
 
 @given(arrays.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 9)), elements=st.integers(0, 9)))
-def test_the_median_of_others_is_that_of_all_values_but_the_ranks_own(values: np.ndarray) -> None:
+def test_the_median_of_others_is_the_median_of_all_values_but_the_ranks_own(values: np.ndarray) -> None:
     plainly = [np.median(np.delete(values, rank, axis=1), axis=1) for rank in range(values.shape[1])]
     assert (median_of_others(values) == np.stack(plainly, axis=1)).all()
 
 
-def test_the_mean_over_ranks_is_that_of_the_ranks_that_have_the_step() -> None:
+def test_the_mean_over_ranks_is_over_the_ranks_that_have_the_step() -> None:
     rank, steps = columns(own_times(3, 4, seed=1))
-    rank, steps = kept(rank, steps, (steps.step != 1) | (rank != 2))
+    rank, steps = select_rows(rank, steps, (steps.step != 1) | (rank != 2))
     means = mean_over_ranks(steps)
     assert means["ranks"].tolist() == [4, 3, 4]
     wall = steps.end_ns - steps.start_ns
     assert means["wall_ns"].tolist() == [int(wall[steps.step == step].mean()) for step in range(3)]
-    nothing = mean_over_ranks(kept(rank, steps, steps.step < 0)[1])
+    nothing = mean_over_ranks(select_rows(rank, steps, steps.step < 0)[1])
     assert {len(values) for values in nothing.values()} == {0}

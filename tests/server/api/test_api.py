@@ -1,4 +1,4 @@
-"""What the REST reads answer, over HTTP from a real collector."""
+"""The REST reads, over HTTP from a real collector."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SECOND = 10**9
 
 
 def fill(url: str, run: str, count: int = 4) -> None:
-    """Two ranks, `count` steps each in two batches, the later ones first."""
+    """Send two ranks with `count` steps each, in two batches; the later steps first."""
     half = count // 2
     for rank in (1, 0):
         put(url, batch(run, seq=1, rank=rank, steps=steps(half, half), spans=spans(half, half)))
@@ -35,11 +35,11 @@ def fill(url: str, run: str, count: int = 4) -> None:
         put(url, batch(run, seq=0, rank=rank, steps=steps(0, half), spans=spans(0, half), **first))
 
 
-def test_a_run_says_what_is_known_of_it(shared: Collector, run: str) -> None:
+def test_a_run_has_its_state_counts_attempts_hello_and_modules(shared: Collector, run: str) -> None:
     fill(shared.url, run)
-    told = get(shared.url, f"/runs/{run}")
-    shown = {name: told[name] for name in ("run", "state", "attempt", "world_size", "ranks", "steps", "emitted")}
-    assert shown == {
+    details = get(shared.url, f"/runs/{run}")
+    summary = {name: details[name] for name in ("run", "state", "attempt", "world_size", "ranks", "steps", "emitted")}
+    assert summary == {
         "run": run,
         "state": "running",
         "attempt": ATTEMPT,
@@ -48,10 +48,10 @@ def test_a_run_says_what_is_known_of_it(shared: Collector, run: str) -> None:
         "steps": 4,
         "emitted": 20,
     }
-    assert 0 < told["created_ns"] <= told["last_seen_ns"]
-    assert [set(attempt) for attempt in told["attempts"]] == [{"attempt", "ordinal", "first_seen_ns"}]
-    assert told["hello"]["host"] == "node0"
-    assert told["modules"] == [{"module": 0, "name": "model"}]
+    assert 0 < details["created_ns"] <= details["last_seen_ns"]
+    assert [set(attempt) for attempt in details["attempts"]] == [{"attempt", "ordinal", "first_seen_ns"}]
+    assert details["hello"]["host"] == "node0"
+    assert details["modules"] == [{"module": 0, "name": "model"}]
 
 
 def test_a_run_has_no_steps_until_a_rank_has_finished_one(shared: Collector, run: str) -> None:
@@ -61,35 +61,34 @@ def test_a_run_has_no_steps_until_a_rank_has_finished_one(shared: Collector, run
     assert get(shared.url, f"/runs/{run}")["steps"] == 1
 
 
-def test_ranks_tell_their_process_counts_and_mean_phases(shared: Collector, run: str) -> None:
+def test_ranks_have_their_process_counts_and_mean_phases(shared: Collector, run: str) -> None:
     fill(shared.url, run)
     pulse = wire.Pulse(at_ns=5, phase="forward", step=4)
     put(shared.url, batch(run, seq=2, rank=1, emitted=50, dropped=3, pulse=pulse))
-    told = get(shared.url, f"/runs/{run}/ranks")["ranks"]
-    assert [(rank["rank"], rank["host"], rank["source"]) for rank in told] == [
+    ranks = get(shared.url, f"/runs/{run}/ranks")["ranks"]
+    assert [(rank["rank"], rank["host"], rank["source"]) for rank in ranks] == [
         (0, "node0", source_of(0)),
         (1, "node1", source_of(1)),
     ]
-    assert (told[1]["emitted"], told[1]["dropped"], told[1]["steps"], told[1]["last_step"]) == (50, 3, 4, 3)
+    assert (ranks[1]["emitted"], ranks[1]["dropped"], ranks[1]["steps"], ranks[1]["last_step"]) == (50, 3, 4, 3)
     phases_ms = {"data": 10, "forward": 20, "backward": 40, "exposed_comm": 5, "optimizer": 20, "other": 5}
-    assert told[0]["phases_ns"] == {phase: ms * MS for phase, ms in phases_ms.items()}
-    assert told[0]["own_ns"] == 95 * MS
-    assert (told[0]["pulse"], told[1]["pulse"]["phase"]) == (None, "forward")
+    assert ranks[0]["phases_ns"] == {phase: ms * MS for phase, ms in phases_ms.items()}
+    assert ranks[0]["own_ns"] == 95 * MS
+    assert (ranks[0]["pulse"], ranks[1]["pulse"]["phase"]) == (None, "forward")
 
 
-def test_own_time_is_the_mean_of_the_steps_that_know_it(shared: Collector, run: str) -> None:
-    known = steps(0, 2)
-    own = known.own_ns.copy()
+def test_own_time_is_the_mean_over_the_steps_that_have_it(shared: Collector, run: str) -> None:
+    own = steps(0, 2).own_ns.copy()
     own[0] = wire.UNKNOWN
     put(shared.url, batch(run, steps=steps(0, 2, own_ns=own)))
     assert get(shared.url, f"/runs/{run}/ranks")["ranks"][0]["own_ns"] == 95 * MS
 
 
-def test_the_layout_gives_each_bucket_its_parameters(shared: Collector, run: str) -> None:
+def test_the_layout_lists_the_parameters_of_each_bucket(shared: Collector, run: str) -> None:
     fill(shared.url, run)
-    (told,) = get(shared.url, f"/runs/{run}/layout")["layouts"]
-    assert (told["module"], told["name"], told["revision"], told["comm"]) == (0, "model", 0, "allreduce")
-    assert told["buckets"][1] == {
+    (layout_json,) = get(shared.url, f"/runs/{run}/layout")["layouts"]
+    assert tuple(layout_json[name] for name in ("module", "name", "revision", "comm")) == (0, "model", 0, "allreduce")
+    assert layout_json["buckets"][1] == {
         "bucket": 1,
         "size_bytes": 2000,
         "dtype": "float32",
@@ -97,7 +96,7 @@ def test_the_layout_gives_each_bucket_its_parameters(shared: Collector, run: str
     }
 
 
-def test_steps_come_in_every_column_sorted_by_step_and_rank(shared: Collector, run: str) -> None:
+def test_steps_have_every_column_and_are_sorted_by_step_and_rank(shared: Collector, run: str) -> None:
     fill(shared.url, run)
     columns = get(shared.url, f"/runs/{run}/steps")["columns"]
     assert list(columns) == ["rank", *wire.Steps.names]
@@ -105,15 +104,15 @@ def test_steps_come_in_every_column_sorted_by_step_and_rank(shared: Collector, r
     assert list(zip(columns["step"], columns["rank"], strict=True)) == [(s, r) for s in range(4) for r in range(2)]
 
 
-@pytest.mark.parametrize("what", ["steps", "spans"])
-def test_reads_keep_to_the_steps_and_the_rank_asked_for(shared: Collector, run: str, what: str) -> None:
+@pytest.mark.parametrize("route", ["steps", "spans"])
+def test_reads_return_only_the_requested_steps_and_rank(shared: Collector, run: str, route: str) -> None:
     fill(shared.url, run)
-    columns = get(shared.url, f"/runs/{run}/{what}", **{"rank": 1, "from": 1, "to": 2})["columns"]
+    columns = get(shared.url, f"/runs/{run}/{route}", **{"rank": 1, "from": 1, "to": 2})["columns"]
     assert (set(columns["step"]), set(columns["rank"])) == ({1, 2}, {1})
-    assert get(shared.url, f"/runs/{run}/{what}", **{"from": 4})["columns"]["step"] == []
+    assert get(shared.url, f"/runs/{run}/{route}", **{"from": 4})["columns"]["step"] == []
 
 
-def test_spans_come_on_their_own_clock_and_on_rank_zeros(shared: Collector, run: str) -> None:
+def test_spans_have_times_on_their_own_clock_and_on_rank_zeros(shared: Collector, run: str) -> None:
     fill(shared.url, run)
     columns = get(shared.url, f"/runs/{run}/spans")["columns"]
     aligned = [f"aligned_{name}_ns" for name in ("ready", "launched", "done")]
@@ -131,7 +130,7 @@ def test_buckets_are_rolled_up_over_ranks_and_steps(shared: Collector, run: str)
     assert (second["size_bytes"], second["dtype"], second["parameters"]) == (2000, "float32", 1)
 
 
-def test_unused_parameters_are_told_by_rank_and_name(shared: Collector, run: str) -> None:
+def test_unused_parameters_are_listed_by_rank_and_name(shared: Collector, run: str) -> None:
     record = wire.Unused(step=3, module=0, locally=["a", "b"], globally=["a"])
     put(shared.url, batch(run, rank=1, unused=[record]))
     assert get(shared.url, f"/runs/{run}/unused")["unused"] == [
@@ -140,31 +139,31 @@ def test_unused_parameters_are_told_by_rank_and_name(shared: Collector, run: str
 
 
 @pytest.mark.parametrize(
-    ("what", "members"),
+    ("route", "members"),
     [
         ("stragglers", "run attempt steps ranks own_ns excess_ns delay_ns last_rank noise_ns per_rank next"),
         ("diagnostics", "run attempt steps_seen findings missing"),
         ("trace", "traceEvents"),
     ],
 )
-def test_reports_have_their_shape(shared: Collector, run: str, what: str, members: str) -> None:
+def test_reports_have_their_members(shared: Collector, run: str, route: str, members: str) -> None:
     fill(shared.url, run)
-    assert set(members.split()) <= set(get(shared.url, f"/runs/{run}/{what}"))
+    assert set(members.split()) <= set(get(shared.url, f"/runs/{run}/{route}"))
 
 
 READS = ["", "/ranks", "/layout", "/steps", "/spans", "/buckets", "/unused", "/stragglers", "/diagnostics", "/trace"]
 
 
-@pytest.mark.parametrize("what", READS)
-def test_an_unknown_run_is_a_404_problem(shared: Collector, what: str) -> None:
-    document = assert_problem(httpx.get(f"{shared.url}/api/v1/runs/nobody{what}"), 404)
+@pytest.mark.parametrize("route", READS)
+def test_an_unknown_run_is_a_404_problem(shared: Collector, route: str) -> None:
+    document = assert_problem(httpx.get(f"{shared.url}/api/v1/runs/nobody{route}"), 404)
     assert "nobody" in document["detail"]
 
 
-@pytest.mark.parametrize("what", READS)
-def test_a_run_without_any_records_can_be_read(shared: Collector, run: str, what: str) -> None:
+@pytest.mark.parametrize("route", READS)
+def test_a_run_without_any_records_can_be_read(shared: Collector, run: str, route: str) -> None:
     put(shared.url, batch(run))
-    assert get(shared.url, f"/runs/{run}{what}")["run" if what != "/trace" else "traceEvents"] in (run, [])
+    assert get(shared.url, f"/runs/{run}{route}")["run" if route != "/trace" else "traceEvents"] in (run, [])
 
 
 def test_an_unknown_attempt_a_bad_query_and_an_unknown_path_are_problems(shared: Collector, run: str) -> None:
@@ -179,29 +178,29 @@ def test_an_unknown_attempt_a_bad_query_and_an_unknown_path_are_problems(shared:
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/readyz", "/", "/api/v1/runs", "/metrics", "/api/v1/nothing"])
-def test_head_is_answered_as_get_without_the_content(shared: Collector, path: str) -> None:
-    got, head = httpx.get(shared.url + path), httpx.head(shared.url + path)
-    assert (head.status_code, head.headers["content-type"]) == (got.status_code, got.headers["content-type"])
-    assert (head.content, len(got.content) > 0) == (b"", True)
+def test_head_has_the_status_and_type_of_get_without_the_content(shared: Collector, path: str) -> None:
+    response, head = httpx.get(shared.url + path), httpx.head(shared.url + path)
+    assert (head.status_code, head.headers["content-type"]) == (response.status_code, response.headers["content-type"])
+    assert (head.content, len(response.content) > 0) == (b"", True)
 
 
 def test_runs_are_listed_newest_first_in_pages_that_miss_none(tmp_path: Path) -> None:
     with running_collector(tmp_path) as url:
         for index in range(7):
             put(url, batch(f"run-{index}"))
-        seen, cursor, pages = [], {}, 0
+        listed, cursor, pages = [], {}, 0
         while True:
             page = get(url, "/runs", limit=3, **cursor)
-            seen += [run["run"] for run in page["runs"]]
+            listed += [run["run"] for run in page["runs"]]
             pages += 1
             if page["next"] is None:
                 break
             cursor = {"cursor": page["next"]}
-    assert seen == [f"run-{index}" for index in reversed(range(7))]
+    assert listed == [f"run-{index}" for index in reversed(range(7))]
     assert pages == 3
 
 
-def test_a_deleted_run_is_gone_with_every_row(tmp_path: Path) -> None:
+def test_a_deleted_run_leaves_no_row(tmp_path: Path) -> None:
     with collector(tmp_path) as running:
         fill(running.url, "gone")
         fill(running.url, "kept")
@@ -216,7 +215,7 @@ def test_a_deleted_run_is_gone_with_every_row(tmp_path: Path) -> None:
             assert rows == (0,), table
 
 
-def test_a_run_is_finished_when_every_rank_said_goodbye(shared: Collector, run: str) -> None:
+def test_a_run_is_finished_after_the_goodbye_of_every_rank(shared: Collector, run: str) -> None:
     goodbye = [wire.Event(kind="goodbye", at_ns=1)]
     for rank in range(2):
         put(shared.url, batch(run, rank=rank))
@@ -244,7 +243,7 @@ def test_a_run_without_pulses_is_lost_and_without_steps_stalled(now_s: int, last
     assert state_of_run(run, Settings(), now_s * SECOND) == expected
 
 
-def test_with_a_token_only_its_holder_gets_in_and_health_stays_open(tmp_path: Path) -> None:
+def test_with_a_token_only_the_health_routes_stay_public(tmp_path: Path) -> None:
     with running_collector(tmp_path, token="s3cret") as url:
         for path in ("/api/v1/runs", "/api/v1/runs/x/steps", "/metrics"):
             for headers in ({}, {"Authorization": "Bearer other"}, {"Authorization": "Basic s3cret"}):
@@ -260,22 +259,22 @@ def test_with_a_token_only_its_holder_gets_in_and_health_stays_open(tmp_path: Pa
             assert httpx.get(url + path).status_code == 200
 
 
-def refusal(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+def refused_start(folder: Path, *flags: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("ddpobs-server")), "--port", "0", *flags]
     environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     return subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=folder, env=environ, check=False)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1", "example.org"])
-def test_without_a_token_it_listens_on_loopback_only_and_says_so(tmp_path: Path, host: str) -> None:
-    ended = refusal(tmp_path, "--host", host)
+def test_without_a_token_a_public_host_is_refused_with_the_remedy(tmp_path: Path, host: str) -> None:
+    ended = refused_start(tmp_path, "--host", host)
     assert ended.returncode == 2
     assert host in ended.stderr
     assert "loopback" in ended.stderr
     assert "DDPOBS_SERVER_TOKEN" in ended.stderr
 
 
-def test_the_documentation_loads_nothing_from_elsewhere(shared: Collector) -> None:
+def test_the_documentation_loads_only_files_of_the_collector(shared: Collector) -> None:
     page = httpx.get(f"{shared.url}/docs").text
     loaded = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
     assert len(loaded) >= 2
@@ -285,7 +284,7 @@ def test_the_documentation_loads_nothing_from_elsewhere(shared: Collector) -> No
     assert "/api/v1/runs/{run}/diagnostics" in httpx.get(f"{shared.url}/openapi.json").json()["paths"]
 
 
-def test_migrations_make_the_very_schema_that_the_store_uses(fresh: Fresh, tmp_path: Path) -> None:
+def test_migrations_create_exactly_the_schema_of_the_store(fresh: Fresh, tmp_path: Path) -> None:
     url = fresh(tmp_path)
     for _ in range(2):
         store = Store(url)

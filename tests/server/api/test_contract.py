@@ -1,15 +1,19 @@
-"""Every route of the OpenAPI document, called as it allows and as it does not: never a server error."""
+"""Every route of the OpenAPI document with valid and invalid requests, and its entry in docs/rest.md."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 import schemathesis
+from ddpobs_server.api import schemas
+from ddpobs_server.app import create_app
+from ddpobs_server.settings import Settings
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
@@ -23,6 +27,7 @@ from schemathesis.specs.openapi.checks import (
 from tests.collector import Collector
 from tests.server.batches import batch, hello, layout, put, spans, steps
 
+ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10"))
 CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance]
 
@@ -31,32 +36,59 @@ CHECKS = [not_a_server_error, status_code_conformance, content_type_conformance,
 def document(shared: Collector) -> Any:
     schema = schemathesis.openapi.from_url(f"{shared.url}/openapi.json")
     for rank in range(2):
-        told = {"hello": hello(), "layouts": [layout()]}
-        put(shared.url, batch("known", rank=rank, steps=steps(0, 40), spans=spans(0, 40), **told))
+        facts = {"hello": hello(), "layouts": [layout()]}
+        put(shared.url, batch("known", rank=rank, steps=steps(0, 40), spans=spans(0, 40), **facts))
     return schema
 
 
-def test_every_answer_and_every_json_body_has_a_schema_and_no_reference_leads_nowhere(shared: Collector) -> None:
+def test_every_response_and_json_body_has_a_schema_and_every_reference_resolves(shared: Collector) -> None:
     text = requests.get(f"{shared.url}/openapi.json", timeout=60).text
     described = json.loads(text)
     for path, operations in described["paths"].items():
         for method, operation in operations.items():
             bodies = [operation["requestBody"]] if "requestBody" in operation else []
             good = [answer for status, answer in operation["responses"].items() if status in ("200", "201")]
-            for told in [*good, *bodies]:
-                as_json = told.get("content", {}).get("application/json", {"schema": path == "/metrics"})
+            for content in [*good, *bodies]:
+                as_json = content.get("content", {}).get("application/json", {"schema": path == "/metrics"})
                 assert as_json["schema"], (method, path)
     names = set(re.findall(r'"#/components/schemas/(\w+)"', text))
     assert names == set(described["components"]["schemas"])
 
 
+def test_every_rest_route_is_in_the_guide() -> None:
+    guide = (ROOT / "docs" / "rest.md").read_text()
+    lines = guide.splitlines()
+    for path, operations in create_app(Settings()).openapi()["paths"].items():
+        route = path.removeprefix("/api/v1")
+        if route == path or "put" in operations:  # Health, metrics and ingest are in other guides.
+            continue
+        for method, operation in operations.items():
+            rows = [line for line in lines if re.search(rf"`(GET |DELETE /api/v1)?{re.escape(route)}(\?[^`]*)?`", line)]
+            if method == "delete":
+                rows = [line for line in rows if "`DELETE " in line]
+            assert rows, f"docs/rest.md does not name {method.upper()} {path}"
+            general = guide.partition("\n| GET |")[0]
+            for parameter in operation.get("parameters", []):
+                name = f"{parameter['name']}="
+                assert parameter["in"] == "path" or any(name in text for text in [general, *rows]), (path, name)
+
+
+def test_every_field_of_a_rank_and_a_run_is_in_the_guide() -> None:
+    guide = (ROOT / "docs" / "rest.md").read_text()
+    for schema in (schemas.Rank, schemas.RunDetails, schemas.ListedRun, schemas.Stragglers, schemas.Bucket):
+        missing = [name for name in schema.__annotations__ if f'"{name}"' not in guide]
+        assert missing == [], schema.__name__
+
+
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)
-def test_no_request_makes_a_server_error_and_every_answer_is_as_documented(document: Any, mode: GenerationMode) -> None:
+def test_no_request_causes_a_server_error_and_every_response_is_as_documented(
+    document: Any, mode: GenerationMode
+) -> None:
     with requests.Session() as session:
-        for found in document.get_all_operations():
-            operation = found.ok()
-            given_something = any(operation.iter_parameters()) or len(operation.body)
-            if operation.method != "delete" and (given_something or mode is GenerationMode.POSITIVE):
+        for result in document.get_all_operations():
+            operation = result.ok()
+            has_input = any(operation.iter_parameters()) or len(operation.body)
+            if operation.method != "delete" and (has_input or mode is GenerationMode.POSITIVE):
                 call_often(operation, mode, session)
 
 
@@ -69,10 +101,10 @@ def call_often(operation: Any, mode: GenerationMode, session: requests.Session) 
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )
-    @given(case=strategy, known=st.booleans())
-    def answers_as_documented(case: Any, known: bool) -> None:
-        if known and "run" in case.path_parameters:
+    @given(case=strategy, existing=st.booleans())
+    def responds_as_documented(case: Any, existing: bool) -> None:
+        if existing and "run" in case.path_parameters:
             case.path_parameters["run"] = "known"
         case.call_and_validate(session=session, checks=CHECKS, timeout=60)
 
-    answers_as_documented()
+    responds_as_documented()

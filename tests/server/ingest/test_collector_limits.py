@@ -1,4 +1,4 @@
-"""What no client and no setting can talk the collector into."""
+"""Limits of the collector that neither a client nor a setting can lift."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.server.batches import batch, path, put, steps
 SERVER = Path(sys.executable).with_name("ddpobs-server")
 
 
-def test_an_empty_token_does_not_open_every_interface(tmp_path: Path) -> None:
+def test_an_empty_token_does_not_allow_every_interface(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="token"), running_collector(tmp_path, token="", host="0.0.0.0"):
         pass
 
 
-def test_one_clients_absurd_counts_do_not_take_the_list_of_runs_away(tmp_path: Path) -> None:
+def test_absurd_counts_of_one_client_leave_the_list_of_runs_readable(tmp_path: Path) -> None:
     with running_collector(tmp_path) as url:
         put(url, batch("good", steps=steps(0, 1)))
         for rank in range(3):
@@ -34,7 +34,7 @@ def test_one_clients_absurd_counts_do_not_take_the_list_of_runs_away(tmp_path: P
         assert httpx.get(f"{url}/metrics").status_code == 200
 
 
-def test_a_second_signal_ends_it_whatever_a_client_does(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_collector_despite_an_open_upload(tmp_path: Path) -> None:
     with collector(tmp_path) as running:
         address = urlsplit(running.url)
         with socket.create_connection((address.hostname, address.port), 30) as client:
@@ -46,16 +46,16 @@ def test_a_second_signal_ends_it_whatever_a_client_does(tmp_path: Path) -> None:
                 running.process.wait(1)
             running.process.send_signal(signal.SIGTERM)
             try:
-                running.process.wait(8)  # Before it would end by itself.
+                running.process.wait(8)  # Earlier than the shutdown would end by itself.
             finally:
                 running.process.kill()
 
 
-def test_more_ranks_may_be_connected_than_the_usual_limit_of_open_files(tmp_path: Path) -> None:
+def test_more_ranks_can_connect_than_the_usual_limit_of_open_files(tmp_path: Path) -> None:
     few_files = ["bash", "-c", f"ulimit -Sn 64; exec {SERVER}"]
     with collector(tmp_path, command=few_files) as running, ExitStack() as ranks:
         address = urlsplit(running.url)
         for _ in range(150):
             ranks.enter_context(socket.create_connection((address.hostname, address.port), 30))
-        # Those that say nothing would be closed after half a minute.
+        # Idle connections are closed after half a minute.
         assert httpx.get(f"{running.url}/healthz", timeout=20).status_code == 200

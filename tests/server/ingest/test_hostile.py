@@ -1,4 +1,4 @@
-"""What a client chose is data: nothing that it sends is run, believed, or left to hurt another's run."""
+"""Hostile clients: nothing they send is executed, trusted, or able to harm another run."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ ABSURD: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("what", ABSURD)
-def test_absurd_values_are_their_own_runs_alone(shared: Collector, run: str, what: str) -> None:
+@pytest.mark.parametrize("case", ABSURD)
+def test_absurd_values_affect_only_their_own_run(shared: Collector, run: str, case: str) -> None:
     for rank in range(2):
         for seq in range(2):
-            answer = put(shared.url, batch(run, seq=seq, rank=rank, **{"world_size": 2} | ABSURD[what]))
+            answer = put(shared.url, batch(run, seq=seq, rank=rank, **{"world_size": 2} | ABSURD[case]))
             assert answer.status_code in (201, 422), answer.text
     for read in READS:
         assert httpx.get(f"{shared.url}/api/v1/runs/{run}{read}", timeout=60).status_code == 200, read
@@ -79,7 +79,7 @@ def nasty_batch(run: str) -> wire.Batch:
     )
 
 
-def test_a_nasty_name_comes_back_as_it_was_sent(shared: Collector, run: str) -> None:
+def test_a_nasty_name_is_returned_unchanged(shared: Collector, run: str) -> None:
     assert put(shared.url, nasty_batch(run)).status_code == 201
     assert get(shared.url, f"/runs/{run}")["modules"] == [{"module": 0, "name": NASTY}]
     (rank,) = get(shared.url, f"/runs/{run}/ranks")["ranks"]
@@ -93,7 +93,7 @@ def test_a_nasty_name_comes_back_as_it_was_sent(shared: Collector, run: str) -> 
 @pytest.mark.parametrize(
     ("accept", "parse"), [("text/plain", prometheus), ("application/openmetrics-text", openmetrics)]
 )
-def test_a_nasty_name_is_one_label_of_one_metric(shared: Collector, run: str, accept: str, parse: Any) -> None:
+def test_a_nasty_name_stays_one_label_of_one_metric(shared: Collector, run: str, accept: str, parse: Any) -> None:
     put(shared.url, nasty_batch(run))
     families = list(parse(httpx.get(f"{shared.url}/metrics", headers={"Accept": accept}).text))
     assert "owned" not in {family.name for family in families}
@@ -103,7 +103,7 @@ def test_a_nasty_name_is_one_label_of_one_metric(shared: Collector, run: str, ac
     assert (info.labels["backend"], info.labels["device"], info.labels["torch"]) == (NASTY, NASTY, NASTY)
 
 
-def test_a_nasty_name_makes_no_line_of_the_log(shared: Collector, run: str) -> None:
+def test_a_nasty_name_starts_no_line_of_the_log(shared: Collector, run: str) -> None:
     put(shared.url, nasty_batch(run))
     put(shared.url, msgspec.structs.replace(nasty_batch(run), seq=1, version=wire.VERSION + 1))
     put(shared.url, batch(run, seq=2), **{"Content-Encoding": "\x1b[31mowned"})
@@ -120,28 +120,28 @@ def test_a_nasty_name_makes_no_line_of_the_log(shared: Collector, run: str) -> N
     "text",
     ["", "x", "1", "1/", "-1/a", "1/\0", "1/a b", "9" * 19 + "/a", "9" * 300 + "/a", "\u00bd/a", "1/" + "a" * 129],
 )
-def test_a_cursor_that_was_tampered_with_is_refused(shared: Collector, text: str) -> None:
+def test_a_tampered_cursor_is_refused(shared: Collector, text: str) -> None:
     cursor = base64.urlsafe_b64encode(text.encode()).decode()
     assert assert_problem(httpx.get(f"{shared.url}/api/v1/runs", params={"cursor": cursor}), 422)["field"] == "cursor"
 
 
-def test_a_run_that_reports_while_pages_are_turned_is_not_missed(shared: Collector, run: str) -> None:
+def test_a_run_that_reports_during_paging_is_not_missed(shared: Collector, run: str) -> None:
     names = [f"{run[:100]}-{index}" for index in range(5)]
     for name in names:
         put(shared.url, batch(name))
-    seen: list[str] = []
+    listed: list[str] = []
     cursor: dict[str, str] = {}
     for seq in range(1, 1000):
         page = get(shared.url, "/runs", limit=2, **cursor)
-        seen += [found["run"] for found in page["runs"]]
+        listed += [run_json["run"] for run_json in page["runs"]]
         put(shared.url, batch(names[0], seq=seq))
         if page["next"] is None:
             break
         cursor = {"cursor": page["next"]}
-    assert [name for name in seen if name in names] == names[::-1]
+    assert [name for name in listed if name in names] == names[::-1]
 
 
-def test_a_run_deleted_and_sent_again_is_not_answered_from_before(shared: Collector, run: str) -> None:
+def test_a_run_deleted_and_sent_again_is_not_served_from_the_cache(shared: Collector, run: str) -> None:
     put(shared.url, batch(run, steps=steps(0, 2)))
     assert get(shared.url, f"/runs/{run}/diagnostics")["steps_seen"] == 2
     httpx.delete(f"{shared.url}/api/v1/runs/{run}")
@@ -149,7 +149,7 @@ def test_a_run_deleted_and_sent_again_is_not_answered_from_before(shared: Collec
     assert get(shared.url, f"/runs/{run}/diagnostics")["steps_seen"] == 5
 
 
-def test_a_nonce_has_no_line_end(shared: Collector, run: str) -> None:
+def test_a_nonce_with_a_line_end_is_refused(shared: Collector, run: str) -> None:
     assert assert_problem(put(shared.url, batch(run, attempt=ATTEMPT + "\n")), 422)["field"] == "attempt"
 
 
@@ -161,15 +161,15 @@ def test_a_nonce_has_no_line_end(shared: Collector, run: str) -> None:
         *("/api/v1/runs/'%20OR%201=1%20--/steps", "/api/v1/runs/a%0a", "/api/v1/runs/{{7*7}}"),
     ],
 )
-def test_a_path_leads_to_nothing_but_runs_and_files_of_the_page(shared: Collector, where: str) -> None:
+def test_a_path_reaches_only_runs_and_files_of_the_page(shared: Collector, where: str) -> None:
     assert httpx.get(shared.url + where).status_code in (404, 422)
 
 
 @pytest.mark.parametrize("run_id", [".", ".."])
-def test_a_run_that_a_path_would_swallow_is_refused_on_both_sides(shared: Collector, run_id: str) -> None:
-    sent = batch(run_id)
+def test_a_run_id_of_dots_is_refused_by_collector_and_client(shared: Collector, run_id: str) -> None:
+    payload = batch(run_id)
     connection = HTTPConnection(shared.url.removeprefix("http://"), timeout=30)
-    connection.request("PUT", path(sent), wire.encode(sent), {"Content-Type": wire.MSGPACK})
+    connection.request("PUT", path(payload), wire.encode(payload), {"Content-Type": wire.MSGPACK})
     assert connection.getresponse().status == 422
     connection.close()
     with pytest.raises(ConfigError, match="neither"):
@@ -180,7 +180,7 @@ def test_a_run_that_a_path_would_swallow_is_refused_on_both_sides(shared: Collec
 @pytest.mark.parametrize(
     "where", ["/", "/docs", "/api/v1/runs", "/api/v1/runs/nobody", "/api/v1/runs?limit=x", "/nothing"]
 )
-def test_every_answer_tells_a_browser_what_it_may_do(shared: Collector, where: str) -> None:
+def test_every_response_has_the_security_headers(shared: Collector, where: str) -> None:
     answer = httpx.get(shared.url + where, headers={"Origin": "https://elsewhere.example"})
     assert answer.headers["x-content-type-options"] == "nosniff"
     assert answer.headers["referrer-policy"] == "no-referrer"
@@ -192,7 +192,7 @@ def test_every_answer_tells_a_browser_what_it_may_do(shared: Collector, where: s
     assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
-def test_an_error_of_the_collectors_own_tells_a_browser_too(tmp_path: Path) -> None:
+def test_an_internal_error_has_the_security_headers_too(tmp_path: Path) -> None:
     app = create_app(Settings(database_url=databases.sqlite(tmp_path)))
     app.add_api_route("/broken", lambda: 1 // 0)
     answer = TestClient(app, raise_server_exceptions=False).get("/broken")
@@ -201,51 +201,51 @@ def test_an_error_of_the_collectors_own_tells_a_browser_too(tmp_path: Path) -> N
     assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
-def test_a_browser_is_not_told_that_other_sites_may_write(shared: Collector) -> None:
-    asked = {"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "DELETE"}
-    answer = httpx.options(f"{shared.url}/api/v1/runs/a", headers=asked)
+def test_no_response_allows_other_sites_to_write(shared: Collector) -> None:
+    preflight = {"Origin": "https://elsewhere.example", "Access-Control-Request-Method": "DELETE"}
+    answer = httpx.options(f"{shared.url}/api/v1/runs/a", headers=preflight)
     assert answer.status_code == 405
     assert not [name for name in answer.headers if name.startswith("access-control-")]
 
 
 @pytest.mark.parametrize("host", ["rebound.example", "127.0.0.1.rebound.example:8321", "localhost.", "[::1", "a.b"])
-def test_without_tokens_a_strangers_name_is_not_answered(shared: Collector, host: str) -> None:
+def test_without_tokens_a_foreign_host_name_is_refused(shared: Collector, host: str) -> None:
     assert_problem(httpx.get(f"{shared.url}/api/v1/runs", headers={"Host": host}), 421)
 
 
 @pytest.mark.parametrize(
     "host", ["localhost:8321", "127.0.0.1", "[::1]:8321", "collector:80", "a.localhost", "host.docker.internal"]
 )
-def test_without_tokens_names_of_ones_own_are_answered(shared: Collector, host: str) -> None:
+def test_without_tokens_local_host_names_are_accepted(shared: Collector, host: str) -> None:
     assert httpx.get(f"{shared.url}/api/v1/runs", headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize("golden", sorted(GOLDEN.glob("batch-*.zst")), ids=lambda golden: golden.stem)
-def test_an_older_client_is_understood(shared: Collector, golden: Any) -> None:
+def test_a_batch_of_an_older_client_is_stored(shared: Collector, golden: Any) -> None:
     body = golden.read_bytes()
-    sent = wire.decode(zstandard.decompress(body))
-    httpx.delete(f"{shared.url}/api/v1/runs/{sent.run}")
+    payload = wire.decode(zstandard.decompress(body))
+    httpx.delete(f"{shared.url}/api/v1/runs/{payload.run}")
     headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
-    assert httpx.put(shared.url + path(sent), content=body, headers=headers).status_code == 201
-    assert sent.steps is not None
-    assert get(shared.url, f"/runs/{sent.run}/steps")["columns"]["own_ns"] == sent.steps.own_ns.tolist()
-    assert get(shared.url, f"/runs/{sent.run}/layout")["layouts"][0]["name"] == "model"
+    assert httpx.put(shared.url + path(payload), content=body, headers=headers).status_code == 201
+    assert payload.steps is not None
+    assert get(shared.url, f"/runs/{payload.run}/steps")["columns"]["own_ns"] == payload.steps.own_ns.tolist()
+    assert get(shared.url, f"/runs/{payload.run}/layout")["layouts"][0]["name"] == "model"
 
 
-def grown(value: Any) -> Any:
-    """As a newer version might send it: more of everything."""
+def with_unknown_fields(value: Any) -> Any:
+    """Add an unknown field to every object, as a newer version might send."""
     if isinstance(value, dict):
-        return {key: grown(inner) for key, inner in value.items()} | {"invented_later": {"by": [1, "x"]}}
-    return [grown(inner) for inner in value] if isinstance(value, list) else value
+        return {key: with_unknown_fields(inner) for key, inner in value.items()} | {"invented_later": {"by": [1, "x"]}}
+    return [with_unknown_fields(inner) for inner in value] if isinstance(value, list) else value
 
 
-def test_a_newer_client_is_understood_while_its_version_is_known(shared: Collector, run: str) -> None:
-    sent = batch(
+def test_unknown_fields_are_ignored_and_a_newer_wire_version_is_refused(shared: Collector, run: str) -> None:
+    payload = batch(
         run, steps=steps(0, 3), spans=spans(0, 3), layouts=[layout()], pulse=wire.Pulse(at_ns=1, phase="data", step=2)
     )
-    body = msgspec.json.encode(grown(msgspec.json.decode(wire.encode_json(sent))))
+    body = msgspec.json.encode(with_unknown_fields(msgspec.json.decode(wire.encode_json(payload))))
     headers = {"Content-Type": wire.JSON}
-    assert httpx.put(shared.url + path(sent), content=body, headers=headers).status_code == 201
+    assert httpx.put(shared.url + path(payload), content=body, headers=headers).status_code == 201
     assert get(shared.url, f"/runs/{run}/steps")["columns"]["step"] == [0, 1, 2]
     refused = put(shared.url, batch(run, seq=1, version=wire.VERSION + 1))
     assert "upgrade the collector" in assert_problem(refused, 422)["detail"]

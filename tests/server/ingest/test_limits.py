@@ -1,4 +1,4 @@
-"""Each limit has a setting and an answer, and one client that reaches it is no harm to the others."""
+"""Each limit has a setting and a response; a client that reaches it does not harm the other clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.export.http_sender import Outcome, Sender
 from tests.collector import Collector, collector
 from tests.server.batches import assert_problem, batch, get, hello, layout, path, put, source_of, spans, steps
-from tests.server.serving import answered
+from tests.server.serving import read_until_closed
 
 LIMITS = {
     "max_body_mb": 0.2,
@@ -40,7 +40,7 @@ LIMITS = {
     "max_sources": 3,
 }
 MONTHS = 2**53
-"""A hundred days, in ns."""
+"""A hundred days in ns."""
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
 
 
 @pytest.fixture(scope="module")
-def unhurried(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
-    """As small, but an upload may take its time."""
-    with collector(tmp_path_factory.mktemp("unhurried"), **LIMITS | {"upload_timeout_s": 60}) as running:
+def patient(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Collector]:
+    """Limits as `small`, but with the usual time for an upload."""
+    with collector(tmp_path_factory.mktemp("patient"), **LIMITS | {"upload_timeout_s": 60}) as running:
         yield running
 
 
@@ -62,7 +62,7 @@ def named(count: int = 1, length: int = 1) -> list[wire.Unused]:
     return [wire.Unused(step=0, module=0, locally=names, globally=[])]
 
 
-def of_layout(**changed: Any) -> wire.Layout:
+def changed_layout(**changed: Any) -> wire.Layout:
     return msgspec.structs.replace(layout(), **changed)
 
 
@@ -82,8 +82,8 @@ TOO_MUCH: dict[str, tuple[dict[str, Any], int]] = {
     "MAX_NAMES": ({"unused": named(21)}, 413),
     "MAX_NAME_LENGTH": ({"unused": named(1, 41)}, 422),
     "MAX_NAME_LENGTH of details": ({"events": [wire.Event(kind="e", at_ns=0, detail={"a": "n" * 41})]}, 422),
-    "MAX_LAYOUTS of a process": ({"layouts": [of_layout(module=3)]}, 422),
-    "MAX_LAYOUTS of a module": ({"layouts": [of_layout(revision=3)]}, 422),
+    "MAX_LAYOUTS of a process": ({"layouts": [changed_layout(module=3)]}, 422),
+    "MAX_LAYOUTS of a module": ({"layouts": [changed_layout(revision=3)]}, 422),
     "MAX_LAYOUTS of spans": ({"spans": spans(0, 1, module=np.array([0, 3]))}, 422),
     "MAX_LAYOUTS of revisions": ({"spans": spans(0, 1, revision=np.array([0, 3]))}, 422),
     "MAX_LAYOUTS of unused sets": ({"unused": [wire.Unused(step=0, module=3, locally=[], globally=[])]}, 422),
@@ -92,7 +92,7 @@ TOO_MUCH: dict[str, tuple[dict[str, Any], int]] = {
         422,
     ),
     "MAX_LAYOUTS of comms": ({"comms": comms(module=3)}, 422),
-    "MAX_BUCKETS of a layout": ({"layouts": [of_layout(buckets=layout().buckets[:1] * 5)]}, 422),
+    "MAX_BUCKETS of a layout": ({"layouts": [changed_layout(buckets=layout().buckets[:1] * 5)]}, 422),
     "MAX_BUCKETS of spans": ({"spans": spans(0, 1, bucket=np.array([0, 4]))}, 422),
 }
 
@@ -105,13 +105,13 @@ def test_a_batch_beyond_a_limit_is_refused_and_the_setting_named(small: Collecto
 
 
 @pytest.mark.parametrize("count", [100, 101])
-def test_what_a_client_says_of_itself_has_so_many_entries(small: Collector, run: str, count: int) -> None:
+def test_a_clients_own_facts_have_at_most_100_entries(small: Collector, run: str, count: int) -> None:
     facts = {str(number): number for number in range(count)}
-    for told in (
+    for fields in (
         {"hello": msgspec.structs.replace(hello(), settings=facts)},
         {"events": [wire.Event(kind="e", at_ns=0, detail=facts)]},
     ):
-        answer = put(small.url, batch(run, **told))
+        answer = put(small.url, batch(run, **fields))
         if count == 100:
             assert "names" in assert_problem(answer, 413)["detail"], "the next limit"
         else:
@@ -119,24 +119,23 @@ def test_what_a_client_says_of_itself_has_so_many_entries(small: Collector, run:
 
 
 @pytest.mark.parametrize(("length", "status"), [(16_384, 201), (16_385, 422)])
-def test_what_a_client_says_of_itself_has_so_many_characters(
+def test_a_clients_own_facts_have_at_most_16384_characters(
     shared: Collector, run: str, length: int, status: int
 ) -> None:
     facts = {f"{number:02}": "x" * 1000 for number in range(16)} | {"rest": "x" * (length - 16 * 1002 - 4)}
-    told = {"hello": msgspec.structs.replace(hello(), settings=facts)}
-    answer = put(shared.url, batch(run, **told))
+    answer = put(shared.url, batch(run, hello=msgspec.structs.replace(hello(), settings=facts)))
     assert answer.status_code == status
     if status == 422:
         assert f"at most 16384 characters, got {length}" in assert_problem(answer, 422)["detail"]
 
 
-def test_a_batch_at_its_limits_is_taken(small: Collector, run: str) -> None:
+def test_a_batch_at_its_limits_is_stored(small: Collector, run: str) -> None:
     full = batch(run, world_size=8, steps=steps(0, 49), unused=named(17, 40), layouts=[])
     assert put(small.url, full).status_code == 201
-    assert put(small.url, batch(run, seq=1, layouts=[of_layout(module=2, revision=2)])).status_code == 201
+    assert put(small.url, batch(run, seq=1, layouts=[changed_layout(module=2, revision=2)])).status_code == 201
 
 
-def test_a_run_takes_so_many_sources_and_those_it_has_may_go_on(small: Collector, run: str) -> None:
+def test_a_run_refuses_sources_beyond_its_limit_and_known_ones_may_send(small: Collector, run: str) -> None:
     answers = [put(small.url, batch(run, rank=rank, world_size=4)) for rank in range(4)]
     assert [answer.status_code for answer in answers] == [201, 201, 201, 429]
     assert "DDPOBS_SERVER_MAX_SOURCES" in assert_problem(answers[3], 429)["detail"]
@@ -144,7 +143,7 @@ def test_a_run_takes_so_many_sources_and_those_it_has_may_go_on(small: Collector
     assert put(small.url, batch(run, seq=1, rank=2, world_size=4)).status_code == 201
 
 
-def test_a_workspace_takes_so_many_runs_and_another_one_after_a_deletion(tmp_path: Path) -> None:
+def test_a_workspace_refuses_runs_beyond_its_limit_until_one_is_deleted(tmp_path: Path) -> None:
     with collector(tmp_path, max_runs=2) as running:
         assert [put(running.url, batch(name)).status_code for name in ("a", "b", "c")] == [201, 201, 429]
         assert put(running.url, batch("a", rank=1)).status_code == 201
@@ -153,8 +152,8 @@ def test_a_workspace_takes_so_many_runs_and_another_one_after_a_deletion(tmp_pat
 
 
 @contextmanager
-def upload(url: str, size: int, target: str = path(batch("slow"))) -> Iterator[socket.socket]:
-    """A PUT whose headers promise a body of `size` bytes."""
+def open_upload(url: str, size: int, target: str = path(batch("slow"))) -> Iterator[socket.socket]:
+    """Open a PUT that announces a body of `size` bytes."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), 60) as client:
         head = f"PUT {target} HTTP/1.1\r\nHost: {address.netloc}\r\nContent-Type: {wire.JSON}\r\n"
@@ -162,31 +161,31 @@ def upload(url: str, size: int, target: str = path(batch("slow"))) -> Iterator[s
         yield client
 
 
-def test_an_upload_that_does_not_end_is_ended(small: Collector) -> None:
-    with upload(small.url, 1000) as client:
+def test_an_upload_that_does_not_end_gets_408(small: Collector) -> None:
+    with open_upload(small.url, 1000) as client:
         client.sendall(b"{")
-        answer = answered(client)
+        answer = read_until_closed(client)
     assert answer.startswith("HTTP/1.1 408 ")
     assert "DDPOBS_SERVER_UPLOAD_TIMEOUT_S" in answer
 
 
-def test_a_body_announced_as_too_large_is_refused_before_it_comes(small: Collector) -> None:
-    with upload(small.url, 10**12) as client:
+def test_a_body_announced_as_too_large_is_refused_before_it_arrives(small: Collector) -> None:
+    with open_upload(small.url, 10**12) as client:
         assert client.recv(65536).startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_length_with_endless_zeros_before_it_is_what_it_says(small: Collector, run: str) -> None:
-    sent = batch(run)
-    body = wire.encode_json(sent)
+def test_a_length_with_thousands_of_leading_zeros_is_parsed(small: Collector, run: str) -> None:
+    payload = batch(run)
+    body = wire.encode_json(payload)
     address = urlsplit(small.url)
     with socket.create_connection((address.hostname, address.port), 60) as client:
-        head = f"PUT {path(sent)} HTTP/1.1\r\nHost: here\r\nContent-Type: {wire.JSON}\r\n"
+        head = f"PUT {path(payload)} HTTP/1.1\r\nHost: here\r\nContent-Type: {wire.JSON}\r\n"
         client.sendall(f"{head}Content-Length: {str(len(body)).zfill(5000)}\r\n\r\n".encode() + body)
         assert client.recv(65536).startswith(b"HTTP/1.1 201 ")
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_the_sender_learns_that_a_body_is_too_large(small: Collector, announced: bool) -> None:
+def test_the_sender_receives_the_refusal_of_a_too_large_body(small: Collector, announced: bool) -> None:
     body: Any = bytes(5_000_000) if announced else iter([bytes(50_000)] * 100)
     sender = Sender(TelemetryConfig(collector=small.url))
     answer = sender.send("large", source_of(0), 0, body)
@@ -194,44 +193,44 @@ def test_the_sender_learns_that_a_body_is_too_large(small: Collector, announced:
     assert (answer.outcome, "MAX_BODY_MB" in answer.detail) == (Outcome.REFUSED, True)
 
 
-def test_a_batch_too_large_when_decompressed_is_refused_whether_it_tells_or_not(small: Collector) -> None:
-    telling = zstandard.compress(bytes(100_000_000))
-    silent = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100_000_000))
+def test_a_batch_too_large_after_decompression_is_refused_with_or_without_its_size(small: Collector) -> None:
+    with_size = zstandard.compress(bytes(100_000_000))
+    without_size = zstandard.ZstdCompressor(write_content_size=False).compress(bytes(100_000_000))
     headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
-    for bomb in (telling, silent):
+    for bomb in (with_size, without_size):
         answer = httpx.put(small.url + path(batch("bomb")), content=bomb, headers=headers, timeout=60)
         assert "DDPOBS_SERVER_MAX_BATCH_MB" in assert_problem(answer, 413)["detail"]
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc to read memory from")
-def test_many_bombs_at_once_take_no_memory(small: Collector, run: str) -> None:
+def test_many_bombs_at_once_use_little_memory(small: Collector, run: str) -> None:
     compressor = zstandard.ZstdCompressor(write_content_size=False).compressobj()
     bomb = b"".join(compressor.compress(bytes(10**7)) for _ in range(50)) + compressor.flush()
     headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
-    before = peak_kb(small)
+    initial_kb = peak_kb(small)
     with ThreadPoolExecutor(8) as pool:
         target = small.url + path(batch(run))
         answers = pool.map(lambda _: httpx.put(target, content=bomb, headers=headers, timeout=60), range(24))
         assert {answer.status_code for answer in answers} <= {413, 503}
-    assert peak_kb(small) - before < 200_000
+    assert peak_kb(small) - initial_kb < 200_000
 
 
 def peak_kb(running: Collector) -> int:
-    """The most memory that the collector ever had."""
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{running.process.pid}/status").read_text())
-    assert found is not None
-    return int(found[1])
+    """Peak memory of the collector's process."""
+    match = re.search(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{running.process.pid}/status").read_text())
+    assert match is not None
+    return int(match[1])
 
 
-def test_many_bodies_at_once_are_told_to_come_back(unhurried: Collector, run: str) -> None:
-    sent = batch(run)
-    body = wire.encode_json(sent) + b" " * 40_000
+def test_bodies_beyond_the_memory_budget_get_503_with_retry_after(patient: Collector, run: str) -> None:
+    payload = batch(run)
+    body = wire.encode_json(payload) + b" " * 40_000
     other = batch(run, seq=1)
-    with upload(unhurried.url, len(body), path(sent)) as client:
+    with open_upload(patient.url, len(body), path(payload)) as client:
         client.sendall(body[:-1])
-        until(lambda: under_way(unhurried.url) >= 40_000)
+        wait_until(lambda: memory_in_use(patient.url) >= 40_000)
         busy = httpx.put(
-            unhurried.url + path(other),
+            patient.url + path(other),
             content=wire.encode_json(other) + b" " * 20_000,
             headers={"Content-Type": wire.JSON},
         )
@@ -239,28 +238,28 @@ def test_many_bodies_at_once_are_told_to_come_back(unhurried: Collector, run: st
         assert client.recv(65536).startswith(b"HTTP/1.1 201 ")
     assert "DDPOBS_SERVER_MAX_UNDER_WAY_MB" in assert_problem(busy, 503)["detail"]
     assert busy.headers["retry-after"] == "1"
-    assert under_way(unhurried.url) == 0
-    assert put(unhurried.url, other).status_code == 201
+    assert memory_in_use(patient.url) == 0
+    assert put(patient.url, other).status_code == 201
 
 
-def test_a_client_that_goes_in_the_middle_leaves_nothing_behind(unhurried: Collector) -> None:
-    with upload(unhurried.url, 1000) as client:
+def test_a_client_that_disconnects_within_its_body_frees_its_memory(patient: Collector) -> None:
+    with open_upload(patient.url, 1000) as client:
         client.sendall(b"{" * 900)
-        until(lambda: under_way(unhurried.url) >= 900)
-    until(lambda: under_way(unhurried.url) == 0)
+        wait_until(lambda: memory_in_use(patient.url) >= 900)
+    wait_until(lambda: memory_in_use(patient.url) == 0)
 
 
-def under_way(url: str) -> float:
-    seen = httpx.get(f"{url}/metrics", params={"only": "collector"}).text
-    found = re.search(r"^ddpobs_server_under_way_bytes (.+)$", seen, re.MULTILINE)
-    assert found is not None
-    return float(found[1])
+def memory_in_use(url: str) -> float:
+    metrics = httpx.get(f"{url}/metrics", params={"only": "collector"}).text
+    match = re.search(r"^ddpobs_server_under_way_bytes (.+)$", metrics, re.MULTILINE)
+    assert match is not None
+    return float(match[1])
 
 
-def until(holds: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object]) -> None:
     deadline = time.monotonic() + 60
-    while not holds():
-        assert time.monotonic() < deadline, "it did not come true"
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true within a minute"
         time.sleep(0.02)
 
 
@@ -282,7 +281,7 @@ def test_times_and_counts_that_no_training_has_are_refused(small: Collector, run
     assert assert_problem(put(small.url, batch(run, **FAR[field]), "unpacked"), 422)["field"] == field
 
 
-def test_a_wall_clock_that_is_ahead_is_marked(small: Collector, run: str) -> None:
+def test_a_wall_clock_that_is_ahead_becomes_a_finding(small: Collector, run: str) -> None:
     now = time.time_ns()
     put(small.url, batch(run, anchor=wire.Anchor(wall_ns=now, monotonic_ns=0), steps=steps(0, 1)))
     hour = wire.Anchor(wall_ns=now + 3600 * 10**9, monotonic_ns=0)
@@ -296,6 +295,6 @@ def test_a_wall_clock_that_is_ahead_is_marked(small: Collector, run: str) -> Non
 def test_every_limit_is_documented_with_its_default() -> None:
     text = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
     documented = dict(re.findall(r"^\| `([A-Z_]+)` \| ([\d,]+)", text, re.MULTILINE))
-    known = {name: Settings.model_fields[name].default for name in (*LIMITS, "max_runs", "queue_batches")}
-    found = {name.lower(): float(value.replace(",", "")) for name, value in documented.items()}
-    assert {name: found.get(name) for name in known} == known
+    defaults = {name: Settings.model_fields[name].default for name in (*LIMITS, "max_runs", "queue_batches")}
+    in_guide = {name.lower(): float(value.replace(",", "")) for name, value in documented.items()}
+    assert {name: in_guide.get(name) for name in defaults} == defaults

@@ -1,4 +1,4 @@
-"""Backups that are taken while batches come in, and what comes back from them."""
+"""Backups made while batches arrive, and their restoration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def command(*arguments: str) -> Result:
 
 @contextmanager
 def load(url: str) -> Iterator[Callable[[], int]]:
-    """Two ranks that send one batch after the other; gives how many were acknowledged so far."""
+    """Two ranks that send batches without a pause; yields a function that counts the acknowledged batches."""
     acknowledged, ended = [0, 0], threading.Event()
 
     def send(rank: int) -> None:
@@ -39,8 +39,8 @@ def load(url: str) -> Iterator[Callable[[], int]]:
                 if ended.is_set():
                     return
                 first = seq * STEPS
-                sent = batch("loaded", seq=seq, rank=rank, steps=steps(first, STEPS), spans=spans(first, STEPS))
-                assert client.put(path(sent), content=wire.encode(sent)).status_code == 201
+                sent_batch = batch("loaded", seq=seq, rank=rank, steps=steps(first, STEPS), spans=spans(first, STEPS))
+                assert client.put(path(sent_batch), content=wire.encode(sent_batch)).status_code == 201
                 acknowledged[rank] += 1
 
     threads = [threading.Thread(target=send, args=(rank,)) for rank in range(2)]
@@ -54,17 +54,17 @@ def load(url: str) -> Iterator[Callable[[], int]]:
             thread.join()
 
 
-def until(holds: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     pause = threading.Event()
     for _ in range(1200):
-        if holds():
+        if condition():
             return
         pause.wait(0.05)
-    raise AssertionError("it did not come true within a minute")
+    raise AssertionError("the condition did not hold within a minute")
 
 
 def assert_whole(database_url: str, at_least: int, at_most: int) -> None:
-    """Every batch that is in it is there with all of its steps, spans and sums; a rank's batches have no gaps."""
+    """Every batch has all its steps, spans and sums, and no rank has a gap."""
     engine = create_engine(database_url)
     with engine.connect() as connection:
         keys = connection.execute(select(schema.batches.c.source, schema.batches.c.seq)).all()
@@ -83,46 +83,48 @@ def assert_whole(database_url: str, at_least: int, at_most: int) -> None:
     assert (len(ranks), len(span_ranks)) == (len(keys) * STEPS, len(keys) * STEPS * 2)
 
 
-def test_a_backup_under_load_has_whole_batches_and_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_backup_under_load_has_whole_batches_and_can_be_restored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with collector(tmp_path) as running, load(running.url) as acknowledged:
         for number in range(2):
-            before = acknowledged()
-            until(lambda before=before: acknowledged() > before + 10)  # type: ignore[misc]
-            before = acknowledged()
+            begin = acknowledged()
+            wait_until(lambda begin=begin: acknowledged() > begin + 10)  # type: ignore[misc]
+            lower = acknowledged()
             file = tmp_path / f"backup-{number}"
             done = command("backup", str(file), "--database-url", f"sqlite:///{running.database}")
             assert done.exit_code == 0, done.output
-            assert_whole(f"sqlite:///{file}", before, acknowledged() + 2)
+            assert_whole(f"sqlite:///{file}", lower, acknowledged() + 2)
     restored = tmp_path / "restored"
     restored.mkdir()
     monkeypatch.chdir(tmp_path)
     done = command("restore", file.name, "--database-url", "sqlite:///restored/runs.db")
     assert done.exit_code == 0, done.output
     with collector(restored) as running:
-        known = get(running.url, "/runs/loaded/ranks")["ranks"]
+        ranks = get(running.url, "/runs/loaded/ranks")["ranks"]
         again = batch("loaded", seq=0, steps=steps(0, STEPS), spans=spans(0, STEPS))
-        assert put(running.url, again, form="msgpack").status_code == 200, "what it has, it knows"
-        assert sum(rank["steps"] for rank in known) % STEPS == 0
+        assert put(running.url, again, form="msgpack").status_code == 200, "a restored batch counts as repeated"
+        assert sum(rank["steps"] for rank in ranks) % STEPS == 0
 
 
-def test_pg_dump_under_load_has_whole_batches_and_comes_back(postgresql: databases.Fresh, tmp_path: Path) -> None:
+def test_pg_dump_under_load_has_whole_batches_and_can_be_restored(postgresql: databases.Fresh, tmp_path: Path) -> None:
     database, empty, file = postgresql(tmp_path), postgresql(tmp_path), tmp_path / "backup"
     with collector(tmp_path, database_url=database) as running, load(running.url) as acknowledged:
-        until(lambda: acknowledged() > 10)
-        before = acknowledged()
+        wait_until(lambda: acknowledged() > 10)
+        lower = acknowledged()
         pg(database, "pg_dump", "--format=custom", f"--file={file}", f"--dbname={plain(database)}")
-        after = acknowledged() + 2
+        upper = acknowledged() + 2
     pg(database, "pg_restore", "--exit-on-error", "--no-owner", f"--dbname={plain(empty)}", str(file))
-    assert_whole(empty, before, after)
+    assert_whole(empty, lower, upper)
 
 
 def plain(url: str) -> str:
-    """The address as PostgreSQL's own programs take it."""
+    """The URL in the form of PostgreSQL's own programs."""
     return make_url(url).set(drivername="postgresql").render_as_string(hide_password=False)
 
 
 def pg(database: str, program: str, *arguments: str) -> None:
-    """Run a program of the server's own version: a `pg_dump` older than the server refuses."""
+    """Run a program of the server's version: a `pg_dump` older than the server fails."""
     engine = create_engine(database)
     with engine.connect() as connection:
         folder = connection.exec_driver_sql("SELECT setting FROM pg_config WHERE name = 'BINDIR'").scalar_one()
@@ -132,39 +134,39 @@ def pg(database: str, program: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("what", ["there already", "nowhere", "nothing", "no database", "damaged", "postgresql"])
-def test_what_cannot_be_backed_up_or_restored_is_refused_and_nothing_changed(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("case", ["exists already", "no folder", "no source", "no database", "damaged", "postgresql"])
+def test_an_impossible_backup_or_restore_is_refused_and_changes_nothing(tmp_path: Path, case: str) -> None:
     database, file = tmp_path / "runs.db", tmp_path / "backup"
     store = Store(f"sqlite:///{database}")
     store.migrate()
     store.close()
-    verb, url, says = "restore", f"sqlite:///{tmp_path}/new.db", what
-    if what == "there already":
+    verb, url, message = "restore", f"sqlite:///{tmp_path}/new.db", case
+    if case == "exists already":
         file.write_bytes(b"mine")
         verb, url = "backup", f"sqlite:///{database}"
-    elif what == "nowhere":
-        verb, url, file, says = "backup", f"sqlite:///{database}", database / "backup", "could not be copied"
-    elif what == "nothing":
-        verb, url, says = "backup", f"sqlite:///{tmp_path}/none.db", "no database"
-    elif what == "no database":
+    elif case == "no folder":
+        verb, url, file, message = "backup", f"sqlite:///{database}", database / "backup", "could not be copied"
+    elif case == "no source":
+        verb, url, message = "backup", f"sqlite:///{tmp_path}/none.db", "no database"
+    elif case == "no database":
         file.write_bytes(b"hello" * 1000)
-        says = "not a database"
-    elif what == "damaged":
+        message = "not a database"
+    elif case == "damaged":
         backup.backup(f"sqlite:///{database}", file)
         whole = file.read_bytes()
         file.write_bytes(whole[:8192] + b"\xff" * 4096 + whole[12288:])
-        says = "damaged"
+        message = "damaged"
     else:
-        verb, url, says = "backup", "postgresql+psycopg://me:s3cret@localhost/ddpobs", "pg_dump --format=custom"
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+        verb, url, message = "backup", "postgresql+psycopg://me:s3cret@localhost/ddpobs", "pg_dump --format=custom"
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     done = command(verb, str(file), "--database-url", url)
     assert done.exit_code == 1
-    assert says in done.stderr
+    assert message in done.stderr
     assert "s3cret" not in done.stderr
-    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
-def test_nothing_is_restored_over_a_database(tmp_path: Path) -> None:
+def test_a_restore_never_overwrites_a_database(tmp_path: Path) -> None:
     for name in ("runs.db", "backup"):
         store = Store(f"sqlite:///{tmp_path}/{name}")
         store.migrate()

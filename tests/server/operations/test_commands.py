@@ -1,4 +1,4 @@
-"""What the command line says of a database that it cannot use: one line, no traceback and no password."""
+"""Commands report an unusable database in a single line, without a traceback and without a password."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 
 SERVER = str(Path(sys.executable).with_name("ddpobs-server"))
 COMMANDS = ["token create x", "token list", "token revoke abcd", "check", "backup copy", "restore copy", "distribute"]
-KEPT: list[sqlite3.Connection] = []
+LOCKS: list[sqlite3.Connection] = []
 
 
-def away(folder: Path) -> str:
+def unreachable(folder: Path) -> str:
     return "postgresql+psycopg://me:s3cret@127.0.0.1:9/none"
 
 
@@ -34,7 +34,7 @@ def no_database(folder: Path) -> str:
     return f"sqlite:///{folder}/x.db"
 
 
-def another_s(folder: Path) -> str:
+def foreign(folder: Path) -> str:
     with closing(sqlite3.connect(folder / "x.db")) as connection:
         connection.execute("CREATE TABLE experiments (name TEXT)")
     return f"sqlite:///{folder}/x.db"
@@ -42,9 +42,9 @@ def another_s(folder: Path) -> str:
 
 def newer(folder: Path) -> str:
     url = f"sqlite:///{folder}/x.db"
-    made = Store(url)
-    made.migrate()
-    made.close()
+    store = Store(url)
+    store.migrate()
+    store.close()
     with closing(sqlite3.connect(folder / "x.db")) as connection:
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
         connection.commit()
@@ -53,43 +53,43 @@ def newer(folder: Path) -> str:
 
 def locked(folder: Path) -> str:
     url = f"sqlite:///{folder}/x.db"
-    made = Store(url)
-    made.migrate()
-    made.close()
-    KEPT.append(sqlite3.connect(folder / "x.db"))
-    KEPT[-1].execute("BEGIN IMMEDIATE")
+    store = Store(url)
+    store.migrate()
+    store.close()
+    LOCKS.append(sqlite3.connect(folder / "x.db"))
+    LOCKS[-1].execute("BEGIN IMMEDIATE")
     return url
 
 
 @pytest.fixture(autouse=True)
-def impatient(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def short_lock_timeout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(engine, "_BUSY_S", 0.1)
     monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture
-def taken() -> Iterator[str]:
-    """A port where somebody else listens."""
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        yield str(other.getsockname()[1])
+def occupied_port() -> Iterator[str]:
+    """A port with another listener."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        yield str(listener.getsockname()[1])
 
 
-@pytest.mark.parametrize("database", [away, no_folder, no_database, another_s, newer, locked])
-def test_a_database_that_cannot_be_used_is_said_in_a_line(tmp_path: Path, database: Callable[[Path], str]) -> None:
+@pytest.mark.parametrize("database", [unreachable, no_folder, no_database, foreign, newer, locked])
+def test_an_unusable_database_is_reported_in_a_line(tmp_path: Path, database: Callable[[Path], str]) -> None:
     url = database(tmp_path)
-    # Whoever copies a file may do so whatever schema it has and while it is written to.
-    able = ["backup copy"] if database in (another_s, newer, locked) else []
+    # A backup works with any schema and during a write.
+    allowed = ["backup copy"] if database in (foreign, newer, locked) else []
     for command in COMMANDS:
-        if command in able:
+        if command in allowed:
             continue
         done = CliRunner().invoke(commands.cli, [*command.split(), "--database-url", url])
-        said = [line for line in done.output.splitlines() if line.startswith(("ddpobs-server: ", "fail "))]
-        assert (done.exit_code, type(done.exception), len(said)) == (1, SystemExit, 1), (command, done.output)
+        messages = [line for line in done.output.splitlines() if line.startswith(("ddpobs-server: ", "fail "))]
+        assert (done.exit_code, type(done.exception), len(messages)) == (1, SystemExit, 1), (command, done.output)
         assert "s3cret" not in done.output
-        assert command == "check" or done.stderr.splitlines() == said
-    while KEPT:
-        KEPT.pop().close()
-    if database is another_s:
+        assert command == "check" or done.stderr.splitlines() == messages
+    while LOCKS:
+        LOCKS.pop().close()
+    if database is foreign:
         with closing(sqlite3.connect(tmp_path / "x.db")) as connection:
             assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("experiments",)]
 
@@ -97,7 +97,7 @@ def test_a_database_that_cannot_be_used_is_said_in_a_line(tmp_path: Path, databa
 @pytest.mark.parametrize(
     "url", ["nonsense", "mysql://me:s3cret@h/x", "postgresql://h/x", "sqlite://", "sqlite:///:memory:"]
 )
-def test_an_address_of_no_such_database_is_refused(url: str) -> None:
+def test_a_database_url_of_another_kind_is_refused(url: str) -> None:
     for command in COMMANDS:
         done = CliRunner().invoke(commands.cli, [*command.split(), "--database-url", url])
         assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
@@ -105,8 +105,10 @@ def test_an_address_of_no_such_database_is_refused(url: str) -> None:
         assert "s3cret" not in done.output
 
 
-@pytest.mark.parametrize("database", [away, another_s, newer])
-def test_a_server_says_so_before_it_starts(tmp_path: Path, database: Callable[[Path], str]) -> None:
+@pytest.mark.parametrize("database", [unreachable, foreign, newer])
+def test_a_server_reports_an_unusable_database_before_it_starts(
+    tmp_path: Path, database: Callable[[Path], str]
+) -> None:
     command = [SERVER, "--port", "0", "--log-level", "error", "--database-url", database(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1), done.stderr
@@ -115,55 +117,62 @@ def test_a_server_says_so_before_it_starts(tmp_path: Path, database: Callable[[P
 
 
 def serve(*arguments: str, command: tuple[str, ...] = (SERVER,)) -> tuple[int, list[str]]:
-    """How a server ends that cannot begin, and its lines."""
-    told = [*command, "serve", "--log-level", "warning", *arguments]
-    done = subprocess.run(told, capture_output=True, text=True, check=False, timeout=60)
+    """Exit code and error lines of a server that cannot start."""
+    full_command = [*command, "serve", "--log-level", "warning", *arguments]
+    done = subprocess.run(full_command, capture_output=True, text=True, check=False, timeout=60)
     return done.returncode, done.stderr.splitlines()
 
 
-def test_a_server_whose_port_is_taken_says_so_in_a_line(taken: str) -> None:
-    code, (line,) = serve("--port", taken)
+def test_an_occupied_port_is_reported_in_a_line(occupied_port: str) -> None:
+    code, (line,) = serve("--port", occupied_port)
     assert code == 1
-    assert line.startswith(f"ddpobs-server: cannot listen on 127.0.0.1, port {taken}: ")
+    assert line.startswith(f"ddpobs-server: cannot listen on 127.0.0.1, port {occupied_port}: ")
 
 
 @pytest.mark.parametrize("host", ["nowhere.invalid", "a..b", "203.0.113.1"])
-def test_an_address_that_is_not_this_machines_is_said_in_a_line(host: str) -> None:
+def test_an_address_of_another_machine_is_reported_in_a_line(host: str) -> None:
     code, (line,) = serve("--host", host, "--token", "s3cret")
     assert code == 1
     assert line.startswith(f"ddpobs-server: cannot listen on {host}, port 8321: ")
 
 
-def test_a_port_that_was_taken_meanwhile_ends_it_with_1_too(taken: str) -> None:
-    late = "from ddpobs_server import app, checks; checks.address_problem = lambda *_: None; app.main()"
-    assert serve("--port", taken, command=(sys.executable, "-c", late))[0] == 1
+def test_a_port_occupied_after_the_check_ends_the_server_with_1(occupied_port: str) -> None:
+    code = (
+        "from ddpobs_server import app; from ddpobs_server.operations import self_check; "
+        "self_check.address_problem = lambda *_: None; app.main()"
+    )
+    exit_code, lines = serve("--port", occupied_port, command=(sys.executable, "-c", code))
+    assert exit_code == 1
+    assert "address already in use" in "".join(lines)
 
 
-def test_a_name_that_is_no_setting_is_warned_of(taken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_setting_causes_a_warning(occupied_port: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPOBS_SERVER_KEEP_SPANS", "3")
     monkeypatch.setenv("DDPOBS_SERVER_XYZZY", "s3cret")
     monkeypatch.setenv("ddpobs_server_access_log", "true")
-    said = [
-        "DDPOBS_SERVER_KEEP_SPANS is no setting of this version; DDPOBS_SERVER_KEEP_SPANS_DAYS is",
-        "DDPOBS_SERVER_XYZZY is no setting of this version",
+    warnings = [
+        "DDPOBS_SERVER_KEEP_SPANS is not a setting of this version; did you mean DDPOBS_SERVER_KEEP_SPANS_DAYS?",
+        "DDPOBS_SERVER_XYZZY is not a setting of this version",
     ]
     checked = CliRunner().invoke(commands.cli, ["check"])
     assert [line for line in checked.stdout.splitlines() if "settings: " in line] == [
-        f"warn  settings: {one}" for one in said
+        f"warn  settings: {warning}" for warning in warnings
     ]
     assert checked.exit_code == 0
-    *warned, _ = serve("--port", taken)[1]
-    assert [(line["level"], line["event"]) for line in map(json.loads, warned)] == [("warning", one) for one in said]
+    *log, _ = serve("--port", occupied_port)[1]
+    assert [(line["level"], line["event"]) for line in map(json.loads, log)] == [
+        ("warning", warning) for warning in warnings
+    ]
 
 
-def test_the_files_of_a_database_are_their_user_s_alone(tmp_path: Path) -> None:
-    made = [SERVER, "token", "create", "x", "--database-url", f"sqlite:///{tmp_path}/x.db"]
-    subprocess.run(made, check=True, capture_output=True, timeout=60, umask=0o022)
+def test_only_the_collectors_user_can_read_the_database_files(tmp_path: Path) -> None:
+    command = [SERVER, "token", "create", "x", "--database-url", f"sqlite:///{tmp_path}/x.db"]
+    subprocess.run(command, check=True, capture_output=True, timeout=60, umask=0o022)
     assert {file.name: oct(file.stat().st_mode & 0o777) for file in tmp_path.iterdir()} == {"x.db": "0o600"}
 
 
-def test_where_only_the_training_side_is_installed_the_command_says_what_to_install() -> None:
+def test_the_command_without_server_packages_names_the_package_to_install() -> None:
     code = "import sys; sys.modules['fastapi'] = None; from ddpobs_server import main; main()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == "ddpobs-server: fastapi is not installed: pip install '.[server]' brings all that it needs\n"
+    assert done.stderr == "ddpobs-server: fastapi is not installed; install the server with: pip install '.[server]'\n"

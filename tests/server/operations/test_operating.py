@@ -1,4 +1,4 @@
-"""What an operator does: several collectors on one database, looking whether all is well, measuring."""
+"""Operation: several collectors on a database, `check`, and `bench`."""
 
 from __future__ import annotations
 
@@ -35,88 +35,88 @@ def test_two_collectors_on_one_database_store_each_batch_once(postgresql: databa
     folders = [tmp_path / name for name in "ab"]
     for folder in folders:
         folder.mkdir()
-    sent = [batch("shared", seq=seq, rank=rank, steps=steps(seq, 1), spans=spans(seq, 1))
+    batches = [batch("shared", seq=seq, rank=rank, steps=steps(seq, 1), spans=spans(seq, 1))
             for seq in range(25) for rank in range(2)]  # fmt: skip
-    with collector(folders[0], database_url=database) as one, collector(folders[1], database_url=database) as other:
+    with collector(folders[0], database_url=database) as first, collector(folders[1], database_url=database) as second:
         with ThreadPoolExecutor(8) as pool:
-            both = [(url, b) for b in sent for url in (one.url, other.url)]
-            answers = list(pool.map(lambda pair: put(*pair).status_code, both))
+            requests = [(url, b) for b in batches for url in (first.url, second.url)]
+            answers = list(pool.map(lambda pair: put(*pair).status_code, requests))
         assert sorted(set(answers)) == [200, 201]
-        assert answers.count(201) == len(sent)
-        for url in (one.url, other.url):
+        assert answers.count(201) == len(batches)
+        for url in (first.url, second.url):
             assert len(get(url, "/runs/shared/steps")["columns"]["step"]) == 50
             assert [bucket["steps"] for bucket in get(url, "/runs/shared/buckets")["buckets"]] == [50, 50]
             assert [rank["steps"] for rank in get(url, "/runs/shared/ranks")["ranks"]] == [25, 25]
 
 
 def check(url: str, *arguments: str) -> tuple[int, dict[str, tuple[str, str]]]:
-    """How `check` ends, and each check's state and words."""
+    """Exit code of `check`, and (state, detail) of each result by name."""
     done = CliRunner().invoke(commands.cli, ["check", "--json", "--database-url", url, *arguments])
     answer = json.loads(done.stdout)
     assert answer["ok"] == (done.exit_code == 0)
     assert "s3cret" not in done.output
-    return done.exit_code, {found["name"]: (found["state"], found["detail"]) for found in answer["checks"]}
+    return done.exit_code, {result["name"]: (result["state"], result["detail"]) for result in answer["checks"]}
 
 
-def test_check_says_that_all_is_well_and_changes_nothing(fresh: databases.Fresh, tmp_path: Path) -> None:
+def test_check_of_a_healthy_collector_passes_and_changes_nothing(fresh: databases.Fresh, tmp_path: Path) -> None:
     url = fresh(tmp_path)
     assert check(url)[0] == 0
     store = Store(url)
     if "postgresql" in url:
-        assert store.revisions()[0] is None, "it was looked at, not made"
+        assert store.revisions()[0] is None, "check creates no schema"
     else:
         assert list(tmp_path.iterdir()) == []
     store.migrate()
     newest = store.revisions()[1]
     tables = inspect(create_engine(url)).get_table_names()
     store.close()
-    code, found = check(url)
+    code, results = check(url)
     expected = {"database", "schema", "writing", "clock"}
-    assert set(found) == expected | ({"permissions", "disk", "integrity"} if "sqlite" in url else set())
+    assert set(results) == expected | ({"permissions", "disk", "integrity"} if "sqlite" in url else set())
     assert code == 0
-    assert found["schema"] == ("ok", f"at {newest}, this version's")
+    assert results["schema"] == ("ok", f"at {newest}, this version's")
     assert inspect(create_engine(url)).get_table_names() == tables
 
 
-@pytest.mark.parametrize(("free_gb", "said"), [(0.5, "fail"), (100, "warn"), (900, "ok")])
-def test_a_large_disk_with_much_room_is_no_failure(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gb: float, said: str
+@pytest.mark.parametrize(("free_gb", "state"), [(0.5, "fail"), (100, "warn"), (900, "ok")])
+def test_the_disk_check_depends_on_free_bytes_and_their_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_gb: float, state: str
 ) -> None:
     disk = SimpleNamespace(free=int(free_gb * 1e9), total=10**13)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: disk)
-    code, found = check(f"sqlite:///{tmp_path}/x.db")
-    assert (code, found["disk"][0]) == (int(said == "fail"), said)
+    code, results = check(f"sqlite:///{tmp_path}/x.db")
+    assert (code, results["disk"][0]) == (int(state == "fail"), state)
 
 
-def test_a_disk_that_cannot_be_read_does_not_end_the_watch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unreadable_disk_does_not_stop_the_health_monitor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(_: object) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
     store = Store(f"sqlite:///{tmp_path}/x.db")
-    watch = health_monitor.Watch(store, CollectorRegistry())
+    monitor = health_monitor.HealthMonitor(store, CollectorRegistry())
     monkeypatch.setattr(shutil, "disk_usage", failing)
-    watch.start()
-    assert watch.database_answers
-    watch.close()
+    monitor.start()
+    assert monitor.database_answers
+    monitor.close()
     store.close()
 
 
-def test_scrapes_that_hang_take_no_connection_from_others(postgresql: databases.Fresh, tmp_path: Path) -> None:
+def test_hanging_scrapes_leave_connections_for_other_requests(postgresql: databases.Fresh, tmp_path: Path) -> None:
     engine = create_engine(database := postgresql(tmp_path))
     with collector(tmp_path, database_url=database) as running, ThreadPoolExecutor(20) as pool:
         put(running.url, batch("slow", steps=steps(0, 2)))
         with engine.connect() as holder:
             holder.exec_driver_sql("LOCK TABLE step_histogram IN ACCESS EXCLUSIVE MODE")
             scrapes = [pool.submit(httpx.get, f"{running.url}/metrics", timeout=60) for _ in range(20)]
-            told = as_completed(scrapes, timeout=20)
-            assert all("ddpobs_server_info" in next(told).result().text for _ in range(18))
+            answers = as_completed(scrapes, timeout=20)
+            assert all("ddpobs_server_info" in next(answers).result().text for _ in range(18))
             assert get(running.url, "/runs")["runs"]
             holder.rollback()
-        assert all("ddpobs_steps_total{" in scrape.result().text for scrape in told)
+        assert all("ddpobs_steps_total{" in scrape.result().text for scrape in answers)
     engine.dispose()
 
 
-def test_check_leaves_a_restored_file_as_it_is(tmp_path: Path) -> None:
+def test_check_leaves_a_restored_file_unchanged(tmp_path: Path) -> None:
     url, file = f"sqlite:///{tmp_path}/x.db", tmp_path / "x.db"
     store = Store(url)
     store.migrate()
@@ -124,28 +124,28 @@ def test_check_leaves_a_restored_file_as_it_is(tmp_path: Path) -> None:
     restored = sqlite3.connect(file)
     restored.execute("PRAGMA journal_mode=DELETE")
     restored.close()
-    before = file.read_bytes()
+    content = file.read_bytes()
     assert check(url)[0] == 0
-    assert file.read_bytes() == before
+    assert file.read_bytes() == content
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_check_ends_with_1_as_a_command_and_reads_as_text(tmp_path: Path) -> None:
+def test_a_failed_check_exits_with_1_and_prints_text(tmp_path: Path) -> None:
     arguments = [SERVER, "check", "--database-url", f"sqlite:///{tmp_path}/none/x.db"]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert done.stdout.startswith("fail  permissions: ")
 
 
-def test_check_says_what_is_wrong_and_no_password(tmp_path: Path) -> None:
+def test_check_names_the_problem_and_no_password(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/x.db"
-    code, found = check("postgresql+psycopg://nobody:s3cret@127.0.0.1:9/none")
-    assert (code, found["database"][0]) == (1, "fail")
+    code, results = check("postgresql+psycopg://nobody:s3cret@127.0.0.1:9/none")
+    assert (code, results["database"][0]) == (1, "fail")
     in_query = check("postgresql+psycopg://127.0.0.1:9/none?user=nobody&password=s3cret&connect_timeout=1")[1]
     assert "user=nobody" in in_query["database"][1]
     at_revision(url, "0002")
-    state, said = check(url)[1]["schema"]
-    assert (state, said.partition(",")[0]) == ("fail", "at 0002; back it up")
+    state, detail = check(url)[1]["schema"]
+    assert (state, detail.partition(",")[0]) == ("fail", "at 0002; back it up")
     engine = create_engine(url)
     with engine.begin() as connection:
         connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
@@ -154,14 +154,14 @@ def test_check_says_what_is_wrong_and_no_password(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("exposed", [{"HOST": "0.0.0.0"}, {"TRUSTED_PROXIES": "10.0.0.7"}])
-def test_check_finds_what_serve_would_refuse(
+def test_check_reports_public_access_without_a_token_as_serve_does(
     fresh: databases.Fresh, tmp_path: Path, exposed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ((name, value),) = exposed.items()
     monkeypatch.setenv(f"DDPOBS_SERVER_{name}", value)
     url = fresh(tmp_path)
-    code, found = check(url)
-    assert (code, found["access"][0], "there is no token" in found["access"][1]) == (1, "fail", True)
+    code, results = check(url)
+    assert (code, results["access"][0], "there is no token" in results["access"][1]) == (1, "fail", True)
     Store(url).migrate()
     assert check(url)[0] == 1
     with monkeypatch.context() as with_token:
@@ -170,42 +170,42 @@ def test_check_finds_what_serve_would_refuse(
     store = Store(url)
     store.add_token(new_token("x", "default", ["read"])[1])
     store.close()
-    code, found = check(url)
-    assert (code, found["access"]) == (0, ("ok", "other machines may call, with a token"))
+    code, results = check(url)
+    assert (code, results["access"]) == (0, ("ok", "other machines can connect with a token"))
 
 
-def test_check_finds_an_address_that_is_not_this_machine_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_check_reports_an_address_of_another_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DDPOBS_SERVER_HOST", "203.0.113.1")
     monkeypatch.setenv("DDPOBS_SERVER_TOKEN", "s3cret")
-    code, found = check(databases.sqlite(tmp_path))
-    assert (code, found["address"][0]) == (1, "fail")
+    code, results = check(databases.sqlite(tmp_path))
+    assert (code, results["address"][0]) == (1, "fail")
 
 
-def test_check_finds_a_damaged_file(tmp_path: Path) -> None:
+def test_check_reports_a_damaged_file(tmp_path: Path) -> None:
     url, file = f"sqlite:///{tmp_path}/x.db", tmp_path / "x.db"
     store = Store(url)
     store.migrate()
     store.close()
     whole = file.read_bytes()
     file.write_bytes(whole[:8192] + b"\xff" * 4096 + whole[12288:])
-    code, found = check(url)
-    assert (code, found["integrity"][0]) == (1, "fail")
+    code, results = check(url)
+    assert (code, results["integrity"][0]) == (1, "fail")
     assert "integrity" not in check(url, "--no-integrity")[1]
 
 
 @pytest.mark.parametrize("load", [bench.flood(clients=2, batches=2), bench.job(ranks=8, seconds=4, clients=2)])
-def test_bench_loses_nothing_whatever_the_collector_beside_it_is_told(
+def test_bench_loses_no_span_and_ignores_settings_of_the_environment(
     load: bench.Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name, value in {"TOKEN": "secret", "HOST": "0.0.0.0", "MAX_RANKS": "1", "KEEP_GB": "1e-9"}.items():
         monkeypatch.setenv(f"DDPOBS_SERVER_{name}", value)
-    found = bench.measure(load)
-    assert found["lost"] == 0
-    assert found["bytes_per_span"] > 0
-    assert found["cpu_ns_per_span"] >= 0
+    results = bench.measure(load)
+    assert results["lost"] == 0
+    assert results["bytes_per_span"] > 0
+    assert results["cpu_ns_per_span"] >= 0
 
 
-def test_bench_says_in_a_line_why_it_measured_nothing(tmp_path: Path) -> None:
+def test_bench_reports_a_failure_in_a_line(tmp_path: Path) -> None:
     for options, code in (["--clients", "0"], 2), (["--database-url", f"sqlite:///{tmp_path}/none/runs.db"], 1):
         done = CliRunner().invoke(commands.cli, ["bench", "--clients", "1", "--batches", "1", *options])
         assert (done.exit_code, type(done.exception)) == (code, SystemExit), done.output
@@ -214,7 +214,7 @@ def test_bench_says_in_a_line_why_it_measured_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", [{"keep_gb": "inf"}, {"max_body_mb": "nan"}, {"keep_spans_days": "150000"}])
-def test_a_setting_beyond_all_measure_is_refused(setting: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_setting_out_of_range_is_refused(setting: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     ((name, value),) = setting.items()
     monkeypatch.setenv(f"DDPOBS_SERVER_{name.upper()}", value)
     done = CliRunner().invoke(commands.cli, ["check"])
@@ -222,7 +222,7 @@ def test_a_setting_beyond_all_measure_is_refused(setting: dict[str, str], monkey
     assert done.stderr.startswith(f"ddpobs-server: {name}: ")
 
 
-def test_bench_tells_of_a_client_that_crashed() -> None:
+def test_bench_reports_a_crashed_client() -> None:
     def crash(*_: object) -> bench.Sent:
         os._exit(139)
 

@@ -1,4 +1,4 @@
-"""What goes and what stays, and that its space is returned."""
+"""Retention: rows removed, rows kept, and the return of their space."""
 
 from __future__ import annotations
 
@@ -25,29 +25,28 @@ DAY_NS = 86_400 * 10**9
 
 
 def arrive(store: Store, run: str, day: float, seq: int = 0, count: int = 200, **fields: str) -> None:
-    """A batch of noisy times, which compress badly."""
+    """Store a batch of noisy times, which compress badly."""
     noise = np.random.default_rng(seq).integers(0, 10**9, 2 * count)
-    sent = spans(seq * count, count)
-    sent = spans(seq * count, count, done_ns=sent.done_ns + noise)
-    body = wire.encode(batch(run, seq=seq, steps=steps(seq * count, count), spans=sent, **fields))
+    noisy = spans(seq * count, count, done_ns=spans(seq * count, count).done_ns + noise)
+    body = wire.encode(batch(run, seq=seq, steps=steps(seq * count, count), spans=noisy, **fields))
     store.ingest([Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), int(day * DAY_NS))])
 
 
 def rows(store: Store, run: str) -> tuple[int, int, int]:
-    """Steps and spans that can be read, and steps that were summed up."""
-    read = len(store.steps(run, ATTEMPT)[0]), len(store.spans(run, ATTEMPT)[0])
-    return (*read, sum(rollup.steps for rollup in store.rollups(run, ATTEMPT)))
+    """Number of steps and spans that can be read, and of steps in the sums."""
+    counts = len(store.steps(run, ATTEMPT)[0]), len(store.spans(run, ATTEMPT)[0])
+    return (*counts, sum(rollup.steps for rollup in store.rollups(run, ATTEMPT)))
 
 
-def tidy(store: Store, day: float, **settings: float) -> None:
+def run_retention(store: Store, day: float, **settings: float) -> None:
     RetentionJob(Settings(**settings), store, CollectorRegistry()).run_once(int(day * DAY_NS))  # type: ignore[arg-type]
 
 
-def test_old_spans_go_and_their_sums_stay(store: Store) -> None:
+def test_old_spans_are_removed_and_their_sums_stay(store: Store) -> None:
     arrive(store, "long", day=1)
     arrive(store, "long", day=9, seq=1)
     arrive(store, "new", day=9)
-    tidy(store, day=10, keep_spans_days=5)
+    run_retention(store, day=10, keep_spans_days=5)
     assert rows(store, "long") == (200, 400, 400)
     assert rows(store, "new") == (200, 400, 200)
 
@@ -55,9 +54,9 @@ def test_old_spans_go_and_their_sums_stay(store: Store) -> None:
 @pytest.mark.parametrize(
     ("day", "settings", "events"),
     [(10, {"keep_spans_days": 3}, [0, 7, 8, 9]), (9.01, {}, list(range(10)))],
-    ids=["by age", "an hour later in any case, and no events"],
+    ids=["by age", "unused sets after an hour"],
 )
-def test_old_unused_sets_and_events_go_but_not_those_that_are_read(
+def test_old_unused_sets_and_events_are_removed_except_those_in_use(
     store: Store, monkeypatch: pytest.MonkeyPatch, day: float, settings: dict[str, float], events: list[int]
 ) -> None:
     monkeypatch.setattr(removal, "_CHUNKS", 2)
@@ -65,81 +64,85 @@ def test_old_unused_sets_and_events_go_but_not_those_that_are_read(
     for seq in range(10):
         sets = [wire.Unused(step=seq, module=module, locally=["a"], globally=[]) for module in range(2)]
         event = wire.Event(kind="rebuilt", at_ns=0, step=seq)
-        told = {"unused": sets if seq < 3 else sets[:1], "events": [event]}
-        store.ingest([Arrival(batch("run", seq, **told), bytes([seq]), 1, seq * DAY_NS)])
+        records = {"unused": sets if seq < 3 else sets[:1], "events": [event]}
+        store.ingest([Arrival(batch("run", seq, **records), bytes([seq]), 1, seq * DAY_NS)])
 
     def read() -> Any:
         return msgspec.to_builtins([store.latest_unused("run", ATTEMPT), store.first_events("run", ATTEMPT)])
 
-    before = read()
-    tidy(store, day, **settings)
-    kept = [(0, 1), (1, 1), (2, 1), (6, 0), (7, 0), (8, 0), (9, 0)]
-    assert [(one.step, one.module) for _, one in store.unused("run", ATTEMPT)] == kept
-    assert read() == before
+    in_use = read()
+    run_retention(store, day, **settings)
+    remaining = [(0, 1), (1, 1), (2, 1), (6, 0), (7, 0), (8, 0), (9, 0)]
+    assert [(record.step, record.module) for _, record in store.unused("run", ATTEMPT)] == remaining
+    assert read() == in_use
     with store._engine.connect() as connection:
-        held = connection.execute(select(schema.events.c.seq).where(schema.events.c.run_id == "run")).scalars()
-        assert sorted(held) == events
+        seqs = connection.execute(select(schema.events.c.seq).where(schema.events.c.run_id == "run")).scalars()
+        assert sorted(seqs) == events
 
 
-def test_runs_that_fell_silent_go_altogether(store: Store) -> None:
+def test_silent_runs_are_removed_completely(store: Store) -> None:
     arrive(store, "silent", day=1)
     arrive(store, "long", day=1)
     arrive(store, "long", day=9, seq=1)
-    tidy(store, day=10, keep_runs_days=5)
+    run_retention(store, day=10, keep_runs_days=5)
     assert store.run("silent") is None
     assert rows(store, "long") == (400, 800, 400)
 
 
-def test_a_run_that_comes_back_as_it_is_to_go_stays_as_a_whole(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_resumes_just_before_its_removal_stays_complete(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     arrive(store, "back", day=1)
     delete = removal.delete_run
 
-    def meanwhile(engine: Engine, run: str, *asked: Any) -> bool:
+    def meanwhile(engine: Engine, run: str, *conditions: Any) -> bool:
         arrive(store, run, day=9, seq=1)
-        return delete(engine, run, *asked)
+        return delete(engine, run, *conditions)
 
     monkeypatch.setattr(removal, "delete_run", meanwhile)
     assert store.expire_runs(5 * DAY_NS) == 0
     assert rows(store, "back") == (400, 800, 400)
 
 
-def test_a_run_that_comes_back_while_it_goes_loses_no_more(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_resumes_during_its_removal_keeps_the_remaining_rows(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(removal, "_CHUNKS", 1)
     for seq in range(3):
         arrive(store, "back", day=1, seq=seq)
     monkeypatch.setattr(time, "sleep", lambda _: arrive(store, "back", day=9, seq=3))
     assert store.expire_runs(5 * DAY_NS) == 0
-    assert rows(store, "back") in ((600, 1600, 800), (800, 1200, 800)), "one chunk went"
+    assert rows(store, "back") in ((600, 1600, 800), (800, 1200, 800)), "a single chunk was removed"
     c = schema.chunks.c
     with store._engine.connect() as connection:
-        held = connection.execute(select(func.sum(func.length(c.payload))).where(c.run_id == "back")).scalar_one()
-        assert connection.execute(select(schema.runs.c.chunk_bytes)).scalar_one() == held
+        size_bytes = connection.execute(select(func.sum(func.length(c.payload))).where(c.run_id == "back")).scalar_one()
+        assert connection.execute(select(schema.runs.c.chunk_bytes)).scalar_one() == size_bytes
 
 
-@pytest.mark.parametrize("what", ["compact", "expire", "shrink"])
-def test_what_is_kept_is_tidied_while_the_run_is_deleted(
-    postgresql: databases.Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+@pytest.mark.parametrize("task", ["compact", "expire", "shrink"])
+def test_maintenance_during_the_deletion_of_a_run_leaves_no_rows(
+    postgresql: databases.Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str
 ) -> None:
     monkeypatch.setattr(compaction, "_ROWS", 300)
     store = Store(postgresql(tmp_path))
     store.migrate()
     for seq in range(4):
         arrive(store, "run", day=1, seq=seq)
-    tidy = {
+    maintain = {
         "compact": lambda: sum(store.compact(0)),
         "expire": lambda: store.expire_chunks(2 * DAY_NS),
         "shrink": lambda: store.shrink(0),
-    }[what]
+    }[task]
     waiting = text("SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock'")
     with ThreadPoolExecutor(1) as pool, store._engine.connect() as deleting, store._engine.connect() as watching:
-        # As a deletion of the run does: first its own row, then everything else.
+        # In the order of a deletion: the run's own row first, then all other rows.
         deleting.execute(schema.runs.delete().where(schema.runs.c.run_id == "run"))
-        tidied = pool.submit(tidy)
-        while not watching.execute(waiting).scalar_one() and not tidied.done():
+        maintenance = pool.submit(maintain)
+        while not watching.execute(waiting).scalar_one() and not maintenance.done():
             watching.rollback()
         removal.delete_rows(deleting, "run")
         deleting.commit()
-        tidied.result(60)
+        maintenance.result(60)
     assert store.run("run") is None
     assert store.used_bytes() == 0
     with store._engine.connect() as connection:
@@ -147,13 +150,13 @@ def test_what_is_kept_is_tidied_while_the_run_is_deleted(
     store.close()
 
 
-def test_without_settings_nothing_goes(store: Store) -> None:
+def test_without_settings_no_row_is_removed(store: Store) -> None:
     arrive(store, "old", day=1)
-    tidy(store, day=10_000)
+    run_retention(store, day=10_000)
     assert rows(store, "old") == (200, 400, 200)
 
 
-def test_the_oldest_spans_make_room_before_any_run_goes(tmp_path: Path) -> None:
+def test_the_oldest_spans_are_removed_before_any_run(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/runs.db")
     store.migrate()
     empty = store.size_bytes()
@@ -162,16 +165,16 @@ def test_the_oldest_spans_make_room_before_any_run_goes(tmp_path: Path) -> None:
             arrive(store, f"run-{day}", day=day, seq=seq, count=2000)
     full = store.size_bytes()
     limit = (empty + full) // 2
-    tidy(store, day=10, keep_gb=limit / 1e9)
+    run_retention(store, day=10, keep_gb=limit / 1e9)
     assert store.size_bytes() <= limit
-    kept = [rows(store, f"run-{day}")[0] > 0 for day in range(4)]
-    assert kept == sorted(kept)  # The oldest first.
-    assert (kept[0], kept[-1]) == (False, True)
+    has_spans = [rows(store, f"run-{day}")[0] > 0 for day in range(4)]
+    assert has_spans == sorted(has_spans)  # The oldest are removed first.
+    assert (has_spans[0], has_spans[-1]) == (False, True)
     assert [rows(store, f"run-{day}")[2] for day in range(4)] == [20_000] * 4
     store.close()
 
 
-def test_a_runs_oldest_columns_make_room_and_no_more_of_them_than_has_to_go(
+def test_a_runs_oldest_columns_are_removed_and_no_more_than_necessary(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(removal, "_CHUNKS_FOR_ROOM", 1)
@@ -182,26 +185,26 @@ def test_a_runs_oldest_columns_make_room_and_no_more_of_them_than_has_to_go(
     for seq in range(5):
         arrive(store, "running", day=9, seq=seq, count=5000, attempt="b" * 16, source="b" * 16)
     limit = (empty + old) // 2 + store.used_bytes() - old
-    tidy(store, day=9, keep_gb=limit / 1e9)
-    kept = store.spans("running", ATTEMPT)[1].step
-    assert 25_000 < kept[0] < kept[-1] == 49_999
-    assert len(kept) == 2 * (50_000 - kept[0])
+    run_retention(store, day=9, keep_gb=limit / 1e9)
+    step = store.spans("running", ATTEMPT)[1].step
+    assert 25_000 < step[0] < step[-1] == 49_999
+    assert len(step) == 2 * (50_000 - step[0])
     assert len(store.spans("running", "b" * 16)[0]) == 50_000
     assert limit - (old - empty) / 5 < store.used_bytes() <= limit
 
 
-def test_a_run_heard_of_lately_loses_columns_alone(tmp_path: Path) -> None:
+def test_a_run_with_recent_batches_loses_only_columns(tmp_path: Path) -> None:
     store = Store(databases.sqlite(tmp_path))
     store.migrate()
     arrive(store, "silent", day=1)
     arrive(store, "running", day=time.time_ns() / DAY_NS)
-    tidy(store, day=time.time_ns() / DAY_NS, keep_gb=1e-9)
+    run_retention(store, day=time.time_ns() / DAY_NS, keep_gb=1e-9)
     assert store.run("silent") is None
     assert rows(store, "running") == (0, 0, 200)
     store.close()
 
 
-def test_silent_runs_go_before_a_live_ones_columns_while_it_is_their_rows_that_take_room(tmp_path: Path) -> None:
+def test_silent_runs_are_removed_before_a_live_runs_columns_if_rows_take_the_room(tmp_path: Path) -> None:
     store = Store(databases.sqlite(tmp_path))
     store.migrate()
     now = time.time_ns()
@@ -209,12 +212,12 @@ def test_silent_runs_go_before_a_live_ones_columns_while_it_is_their_rows_that_t
     buckets = [wire.Bucket(size_bytes=4, dtype="float32", parameters=parameters)]
     layout = wire.Layout(module=0, name="model", revision=0, comm="all_reduce", buckets=buckets)
     for run in ("older", "old"):
-        body = [batch(run, rank=rank, world_size=64, layouts=[layout], steps=steps(0, 4)) for rank in range(64)]
-        store.ingest([Arrival(one, bytes(32), 1, now - 90 * DAY_NS + len(run)) for one in body])
+        batches = [batch(run, rank=rank, world_size=64, layouts=[layout], steps=steps(0, 4)) for rank in range(64)]
+        store.ingest([Arrival(sent_batch, bytes(32), 1, now - 90 * DAY_NS + len(run)) for sent_batch in batches])
     for seq in range(3):
         arrive(store, "live", day=now / DAY_NS, seq=seq)
     whole = store.used_bytes()
-    tidy(store, day=now / DAY_NS, keep_gb=0.95 * whole / 1e9)
+    run_retention(store, day=now / DAY_NS, keep_gb=0.95 * whole / 1e9)
     assert [store.run(run) is not None for run in ("older", "old", "live")] == [True, False, True]
     assert rows(store, "older") == (256, 0, 256), "its columns are too small to make room"
     assert rows(store, "live") == (600, 1200, 600)
@@ -232,12 +235,12 @@ def test_a_deleted_run_returns_its_space(tmp_path: Path) -> None:
     assert on_disk(tmp_path) > 2 * empty
     store.delete("large")
     assert store.size_bytes() <= 1.2 * empty
-    assert on_disk(tmp_path) <= 1.2 * empty, "nor does the log keep it"
+    assert on_disk(tmp_path) <= 1.2 * empty, "the log shrinks too"
     store.close()
 
 
-def test_for_a_reader_nobody_waits_when_space_is_given_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backup reads for minutes: batches would wait for it as long, up to what a writer waits at most."""
+def test_the_return_of_space_does_not_wait_for_a_reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backup reads for minutes. Batches would wait for it until a writer's lock timeout."""
     monkeypatch.setattr(engine, "_BUSY_S", 100)
     store = Store(f"sqlite:///{tmp_path}/runs.db")
     store.migrate()
@@ -257,7 +260,7 @@ def on_disk(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.iterdir() if not file.name.endswith("-shm"))
 
 
-def test_batches_get_in_between_while_much_is_removed(
+def test_batches_are_stored_during_a_large_removal(
     fresh: databases.Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(removal, "_CHUNKS", 5)
@@ -266,36 +269,36 @@ def test_batches_get_in_between_while_much_is_removed(
     store.migrate()
     for seq in range(10):
         arrive(store, "large", day=1, seq=seq, count=1000)
-    came: list[int] = []
+    remaining: list[int] = []
 
     def arrive_meanwhile(_: float) -> None:
-        arrive(store, "other", day=1, seq=len(came), count=1)
-        came.append(len(rows_left(store)))
+        arrive(store, "other", day=1, seq=len(remaining), count=1)
+        remaining.append(len(remaining_rows(store)))
 
     monkeypatch.setattr(time, "sleep", arrive_meanwhile)
     assert store.delete("large")
-    assert came[:4] == [15, 10, 5, 0], "chunks of steps and spans"
-    assert rows_left(store) == set()
-    assert rows(store, "other")[0] == len(came)
+    assert remaining[:4] == [15, 10, 5, 0], "chunks of steps and spans"
+    assert remaining_rows(store) == set()
+    assert rows(store, "other")[0] == len(remaining)
     store.close()
 
 
-def rows_left(store: Store) -> set[tuple[object, ...]]:
+def remaining_rows(store: Store) -> set[tuple[object, ...]]:
     c = schema.chunks.c
     with store._engine.connect() as connection:
         return set(map(tuple, connection.execute(select(c.source, c.kind, c.seq).where(c.run_id == "large"))))
 
 
-def test_a_limit_below_what_an_empty_database_takes_ends_too(tmp_path: Path) -> None:
+def test_a_limit_below_the_size_of_an_empty_database_ends(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/runs.db")
     store.migrate()
     arrive(store, "a-run", day=1)
-    tidy(store, day=2, keep_gb=1e-9)
+    run_retention(store, day=2, keep_gb=1e-9)
     assert store.run("a-run") is None
     store.close()
 
 
-def test_metrics_tell_what_is_kept_and_when_a_round_last_succeeded(store: Store) -> None:
+def test_metrics_show_the_used_size_and_the_last_successful_round(store: Store) -> None:
     arrive(store, "some", day=1)
     registry = CollectorRegistry()
     began = time.time()

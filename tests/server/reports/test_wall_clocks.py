@@ -1,4 +1,4 @@
-"""Wall clocks that are set: what was told before does not hold on to a time that has not come yet."""
+"""If a wall clock is set back, the store does not keep a time in the future."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ def arrive(store: Store, seq: int, at_ns: int, anchor: wire.Anchor) -> None:
     store.ingest([Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), at_ns)])
 
 
-def test_a_collectors_clock_that_is_set_back_tells_when_a_run_was_last_heard_of(store: Store) -> None:
+def test_after_the_collectors_clock_is_set_back_a_run_has_its_latest_arrival_time(store: Store) -> None:
     for seq, at_ns in enumerate((9 * HOUR_NS, HOUR_NS)):
         arrive(store, seq, at_ns, wire.Anchor(wall_ns=HOUR_NS, monotonic_ns=seq))
     run, (source,) = store.run("run"), store.sources("run", ATTEMPT)
     assert run is not None
     assert (run.last_seen_ns, run.last_step_seen_ns) == (HOUR_NS, HOUR_NS)
     assert (source.last_seen_ns, source.last_step_seen_ns) == (HOUR_NS, HOUR_NS)
-    assert [told.run for told in store.aggregates(0, 2 * HOUR_NS).runs] == ["run"]
+    assert [row.run for row in store.aggregates(0, 2 * HOUR_NS).runs] == ["run"]
     assert store.aggregates(0, HOUR_NS - 1).runs == []
 
 
-def test_a_ranks_clock_is_the_one_it_told_last_whatever_came_from_a_spool_since(store: Store) -> None:
+def test_a_ranks_clock_is_its_latest_anchor_although_older_ones_arrive_from_a_spool(store: Store) -> None:
     ahead, right, spooled = ((2 * HOUR_NS, 10), (HOUR_NS, 20), (3 * HOUR_NS, 5))
     for seq, (wall_ns, monotonic_ns) in enumerate((ahead, right, spooled)):
         arrive(store, seq, HOUR_NS, wire.Anchor(wall_ns=wall_ns, monotonic_ns=monotonic_ns))

@@ -1,4 +1,4 @@
-"""Small chunks become large ones, and nobody who reads can tell."""
+"""Compaction joins small chunks, and reads return the same rows."""
 
 from __future__ import annotations
 
@@ -39,75 +39,77 @@ def comms(first: int, count: int) -> wire.Comms:
 
 
 def arrive(store: Store, rank: int, flushes: int = FLUSHES) -> None:
-    """A rank's flushes, each a transaction of its own."""
+    """Store a rank's flushes, each in its own transaction."""
     for seq in range(flushes):
         first = seq * STEPS
         noise = np.random.default_rng([rank, seq]).integers(0, 10**9, 2 * STEPS)
-        sent = spans(first, STEPS)
-        sent = spans(first, STEPS, done_ns=sent.done_ns + noise)
-        one = batch("run", rank=rank, seq=seq, steps=steps(first, STEPS), spans=sent, comms=comms(first, STEPS))
-        body = wire.encode(one)
+        noisy = spans(first, STEPS, done_ns=spans(first, STEPS).done_ns + noise)
+        body = wire.encode(
+            batch("run", rank=rank, seq=seq, steps=steps(first, STEPS), spans=noisy, comms=comms(first, STEPS))
+        )
         store.ingest([Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), seq + 1)])
 
 
-def everything(store: Store) -> dict[str, Any]:
-    found = {}
+def all_rows(store: Store) -> dict[str, Any]:
+    rows = {}
     for kind in ("steps", "spans", "comms"):
         ranks, columns = getattr(store, kind)("run", ATTEMPT)
-        found[kind] = [ranks.tolist(), *(getattr(columns, name).tolist() for name in columns.names)]
-    return found
+        rows[kind] = [ranks.tolist(), *(getattr(columns, name).tolist() for name in columns.names)]
+    return rows
 
 
 def chunks(url: str) -> tuple[int, int, int]:
-    """How many there are, their bytes, and what the run's own sum says of these."""
+    """Number of chunks, their size in bytes, and the size in the run's own row."""
     with create_engine(url).connect() as connection:
         count, size = connection.execute(text("select count(*), sum(length(payload)) from chunks")).one()
         return count, int(size), int(connection.execute(text("select chunk_bytes from runs")).scalar_one())
 
 
-def test_what_is_read_stays_the_same_and_takes_less(store: Store, url: str) -> None:
+def test_compaction_keeps_all_rows_and_needs_less_space(store: Store, url: str) -> None:
     for rank in (0, 1):
         arrive(store, rank)
-    before, (count, size, _) = everything(store), chunks(url)
+    rows, (count, size_bytes, _) = all_rows(store), chunks(url)
     joined = sum(store.compact(since_ns=0))
-    assert everything(store) == before
-    fewer, smaller, said = chunks(url)
-    assert fewer == count - joined < count / 2
-    assert said == smaller < size * 0.9
+    assert all_rows(store) == rows
+    joined_count, joined_bytes, run_bytes = chunks(url)
+    assert joined_count == count - joined < count / 2
+    assert run_bytes == joined_bytes < size_bytes * 0.9
     assert store.spans("run", ATTEMPT, rank=1, first=250, last=251)[1].step.tolist() == [250, 250, 251, 251]
 
 
-def test_what_is_large_is_left_alone_and_what_is_still_small_waits(store: Store, url: str) -> None:
+def test_a_second_compaction_changes_neither_large_chunks_nor_remaining_small_chunks(store: Store, url: str) -> None:
     arrive(store, rank=0)
     sum(store.compact(since_ns=0))
-    after = chunks(url)
+    compacted = chunks(url)
     assert sum(store.compact(since_ns=0)) == 0
-    assert chunks(url) == after
+    assert chunks(url) == compacted
 
 
-def test_two_collectors_at_once_lose_nothing(store: Store, url: str) -> None:
+def test_two_collectors_that_compact_at_once_lose_no_row(store: Store, url: str) -> None:
     for rank in (0, 1):
         arrive(store, rank)
-    before, count = everything(store), chunks(url)[0]
-    others = [Store(url) for _ in range(2)]
+    rows, count = all_rows(store), chunks(url)[0]
+    stores = [Store(url) for _ in range(2)]
     joined: list[int] = []
-    threads = [threading.Thread(target=lambda one=one: joined.append(sum(one.compact(since_ns=0)))) for one in others]
+    threads = [
+        threading.Thread(target=lambda other=other: joined.append(sum(other.compact(since_ns=0)))) for other in stores
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for one in others:
-        one.close()
-    assert everything(store) == before
+    for other in stores:
+        other.close()
+    assert all_rows(store) == rows
     assert len(joined) == 2
     assert chunks(url)[0] == count - sum(joined)
 
 
-def test_what_another_collector_joined_meanwhile_is_not_replaced(
+def test_a_chunk_that_another_collector_joined_during_a_join_is_not_replaced(
     store: Store, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     arrive(store, rank=0, flushes=4)
-    before = everything(store)
+    rows = all_rows(store)
     joined, join = compaction._joined, compaction._join
     c = schema.chunks.c
     columns = (c.attempt, c.kind, c.rank, c.source, c.seq, c.rows)
@@ -122,10 +124,10 @@ def test_what_another_collector_joined_meanwhile_is_not_replaced(
 
     monkeypatch.setattr(compaction, "_joined", meanwhile)
     assert join(store._engine, "run", [first, second, third]) == 0
-    assert everything(store) == before
+    assert all_rows(store) == rows
 
 
-def test_a_run_that_goes_meanwhile_stays_gone(store: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_deleted_during_a_join_stays_deleted(store: Store, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     arrive(store, rank=0)
     joined = compaction._joined
 

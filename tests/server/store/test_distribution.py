@@ -1,4 +1,4 @@
-"""The schema can be spread over a cluster by run: its keys, and every statement that the server makes."""
+"""The schema can be distributed over a cluster by run: its keys, and every statement of the server."""
 
 from __future__ import annotations
 
@@ -33,37 +33,37 @@ def test_every_key_begins_with_the_run() -> None:
         assert [constraint for constraint in table.constraints if constraint is not table.primary_key] == []
 
 
-def test_every_statement_keeps_to_a_run(
+def test_every_statement_is_confined_to_a_run(
     postgresql: databases.Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compaction, "_ROWS", 50)
-    with client(postgresql(tmp_path)) as to, recorded() as seen:
+    with client(postgresql(tmp_path)) as http, recorded() as executed:
         for run in ("a", "b"):
-            fill(to, run, 3)
+            fill(http, run, 3)
         counted = dict.fromkeys(("first_collective", "last_collective", "steps"), 1)
         columns = {name: np.ones(2, np.int64) for name in wire.Peers.__struct_fields__ if name not in counted}
-        told = {"events": [wire.Event(kind="goodbye", at_ns=0)], "peers": [wire.Peers(**counted, **columns)]}
-        put(to, batch("a", 9, attempt="b" * 16, source="b" * 16, **told))  # type: ignore[arg-type]
-        reads = [path for path, item in to.app.openapi()["paths"].items() if "get" in item]  # type: ignore[attr-defined]
+        records = {"events": [wire.Event(kind="goodbye", at_ns=0)], "peers": [wire.Peers(**counted, **columns)]}
+        put(http, batch("a", 9, attempt="b" * 16, source="b" * 16, **records))  # type: ignore[arg-type]
+        reads = [path for path, item in http.app.openapi()["paths"].items() if "get" in item]  # type: ignore[attr-defined]
         for path in reads:
             for query in QUERIES:
-                assert to.get(path.replace("{run}", "a"), params=query).status_code in (200, 422)
-        following = to.get("/api/v1/runs", params={"limit": 1}).json()["next"]
-        to.get("/api/v1/runs", params={"cursor": following})
-        store: Store = to.app.state.store  # type: ignore[attr-defined]
+                assert http.get(path.replace("{run}", "a"), params=query).status_code in (200, 422)
+        following = http.get("/api/v1/runs", params={"limit": 1}).json()["next"]
+        http.get("/api/v1/runs", params={"cursor": following})
+        store: Store = http.app.state.store  # type: ignore[attr-defined]
         assert sum(store.compact(0)) > 0
         RetentionJob(Settings(keep_spans_days=1, keep_gb=1e-9), store, CollectorRegistry()).run_once(
             time.time_ns() + 2 * DAY_NS
         )
-        assert to.delete("/api/v1/runs/b").status_code == 204
+        assert http.delete("/api/v1/runs/b").status_code == 204
         assert store.expire_runs(time.time_ns() + DAY_NS) == 1
-    for statement in set(seen):
+    for statement in set(executed):
         assert_spreads(statement)
-    written = {found[1] for statement in seen if (found := re.match(r"INSERT INTO (\w+)", statement))}
+    written = {match[1] for statement in executed if (match := re.match(r"INSERT INTO (\w+)", statement))}
     assert written == SPREAD
-    removed = {found[1] for statement in seen if (found := re.match(r"DELETE FROM (\w+)", statement))}
+    removed = {match[1] for statement in executed if (match := re.match(r"DELETE FROM (\w+)", statement))}
     assert removed == SPREAD
-    assert len(set(seen)) > 50
+    assert len(set(executed)) > 50
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_every_statement_keeps_to_a_run(
         "INSERT INTO events (source, seq) VALUES (?, ?)",
     ],
 )
-def test_a_statement_over_many_runs_is_found(statement: str) -> None:
+def test_a_statement_over_many_runs_fails_the_check(statement: str) -> None:
     with pytest.raises(AssertionError):
         assert_spreads(statement)
 
@@ -100,10 +100,10 @@ CREATE FUNCTION create_distributed_table(regclass, text) RETURNS void LANGUAGE s
 CREATE FUNCTION create_reference_table(regclass) RETURNS void LANGUAGE sql AS
   'INSERT INTO pg_dist_partition VALUES ($1)';
 """
-"""What Citus calls things; a table that is distributed twice is an error there, too."""
+"""Stand-ins for the catalog and functions of Citus. Citus also raises if a table is distributed twice."""
 
 
-def test_tables_that_an_upgrade_brings_are_distributed_by_the_next_call(
+def test_tables_that_an_upgrade_adds_are_distributed_by_the_next_call(
     postgresql: databases.Fresh, tmp_path: Path
 ) -> None:
     store = Store(postgresql(tmp_path))

@@ -1,4 +1,4 @@
-"""Batches that are missing before others, whether or not their source still sends."""
+"""Batches that are missing before later batches, from live and ended sources."""
 
 from __future__ import annotations
 
@@ -13,41 +13,43 @@ OTHER = {"attempt": "b" * 16, "source": "b" * 16}
 
 
 def ingest(store: Store, *batches: wire.Batch) -> None:
-    store.ingest([Arrival(one, bytes([one.rank, one.seq]) * 16, 100, 10**18) for one in batches])
+    store.ingest(
+        [Arrival(sent_batch, bytes([sent_batch.rank, sent_batch.seq]) * 16, 100, 10**18) for sent_batch in batches]
+    )
 
 
 def flagged(rank: int, *seqs: int) -> list[wire.Batch]:
-    """Twenty steps each, of a rank that looks for unused parameters."""
-    told = hello()
-    told.settings["find_unused_parameters"] = True
-    return [batch("run", seq, rank, hello=told, steps=steps(20 * seq, 20)) for seq in seqs]
+    """Batches of twenty steps from a rank with `find_unused_parameters`."""
+    flagged_hello = hello()
+    flagged_hello.settings["find_unused_parameters"] = True
+    return [batch("run", seq, rank, hello=flagged_hello, steps=steps(20 * seq, 20)) for seq in seqs]
 
 
-def judged(store: Store) -> tuple[set[str], set[str]]:
-    """Codes of the findings, and of what could not be judged."""
-    told = Reports(store).diagnostics("run", ATTEMPT)
-    return {finding["code"] for finding in told["findings"]}, {what.partition(":")[0] for what in told["missing"]}
+def codes(store: Store) -> tuple[set[str], set[str]]:
+    """Codes of the findings, and codes without a judgement."""
+    answer = Reports(store).diagnostics("run", ATTEMPT)
+    return {finding["code"] for finding in answer["findings"]}, {text.partition(":")[0] for text in answer["missing"]}
 
 
-def test_the_flag_is_not_called_needless_while_a_batch_of_any_rank_is_missing(store: Store) -> None:
+def test_the_flag_is_not_judged_while_a_batch_of_any_rank_is_missing(store: Store) -> None:
     ingest(store, *flagged(0, 0, 1, 2, 3), *flagged(1, 0, 1, 3))
-    assert judged(store) == (set(), {"find-unused-needless"})
+    assert codes(store) == (set(), {"find-unused-needless"})
     ingest(store, *flagged(1, 2))
-    assert judged(store) == ({"find-unused-needless"}, set())
+    assert codes(store) == ({"find-unused-needless"}, set())
 
 
-def test_a_gap_of_another_attempt_is_none_of_this_one(store: Store) -> None:
+def test_a_gap_in_another_attempt_does_not_count(store: Store) -> None:
     ingest(store, *flagged(0, 0, 1, 2, 3), *flagged(1, 0, 1, 2, 3), batch("run", 5, **OTHER))
-    assert judged(store) == ({"find-unused-needless"}, set())
+    assert codes(store) == ({"find-unused-needless"}, set())
     assert store.has_gaps("run", OTHER["attempt"])
 
 
-def test_batches_are_counted_only_where_fewer_are_stored_than_the_last_ones_tell(store: Store) -> None:
+def test_batches_are_counted_only_if_fewer_are_stored_than_the_last_numbers_imply(store: Store) -> None:
     ingest(store, *flagged(0, 0, 1, 2), *flagged(1, 0, 1), batch("run", 0, **OTHER))
-    with recorded(store._engine) as seen:
+    with recorded(store._engine) as executed:
         assert not store.has_gaps("run", ATTEMPT)
-    assert not [statement for statement in seen if "count(" in statement]
+    assert not [statement for statement in executed if "count(" in statement]
     ingest(store, *flagged(1, 3))
-    with recorded(store._engine) as seen:
+    with recorded(store._engine) as executed:
         assert store.has_gaps("run", ATTEMPT)
-    assert [statement for statement in seen if "count(" in statement]
+    assert [statement for statement in executed if "count(" in statement]

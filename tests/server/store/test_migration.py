@@ -1,4 +1,4 @@
-"""Databases that earlier versions made, with data in them."""
+"""Upgrades of databases with data of earlier versions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.server.batches import ATTEMPT, source_of, spans, steps
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 EARLIER = ("0001", "0002", "0003", "0004")
-"""Revisions of the schema that databases may still be at."""
+"""Earlier revisions of the schema that an existing database may have."""
 WINDOW = (*(f"{phase}_ns" for phase in wire.PHASES), "comm_ns", "samples", "own_ns", "own_steps")
 
 
@@ -41,7 +41,7 @@ def at_revision(url: str, revision: str) -> None:
 
 
 def _fill(connection: Connection, revision: str) -> None:
-    """A run of two ranks, packed as versions at that revision packed it."""
+    """Insert a run of two ranks, in the form of the versions at that revision."""
     workspace = {} if revision < "0003" else {"workspace": "default", "chunk_bytes": 1}
     insert(connection, "runs", run_id="old", attempt=ATTEMPT, created_ns=1, last_seen_ns=2, commits=2, **workspace)
     insert(connection, "attempts", run_id="old", attempt=ATTEMPT, ordinal=0, first_seen_ns=1)
@@ -56,8 +56,8 @@ def _fill(connection: Connection, revision: str) -> None:
         of_module = {} if revision < "0004" else {"module": rank, "names": rank}
         insert(connection, "unused", **key, seq=0, position=0, body=body, **of_module)
         insert(connection, "rollups", **key, step_window=0, steps=10, wall_ns=10**9, **dict.fromkeys(WINDOW, 5))
-        told = {f"straggler_{phase}": 1 for phase in wire.OWN_PHASES}
-        insert(connection, "peer_totals", **key, rank=rank, steps=10, delay_ns=3, wait_ns=4, **told)
+        counts = {f"straggler_{phase}": 1 for phase in wire.OWN_PHASES}
+        insert(connection, "peer_totals", **key, rank=rank, steps=10, delay_ns=3, wait_ns=4, **counts)
         for bucket in (1, 0):
             times = {"compute_ns": 10 + rank, "comm_ns": 2**40, "exposed_ns": bucket}
             insert(connection, "bucket_rollups", **key, module=0, revision=1, bucket=bucket, steps=10, **times)
@@ -66,7 +66,7 @@ def _fill(connection: Connection, revision: str) -> None:
 
 
 def _first_chunks() -> Iterator[dict[str, object]]:
-    """One a batch and kind."""
+    """A chunk per batch and kind."""
     for rank in range(2):
         for kind, record in (("steps", steps(0, 10)), ("spans", spans(0, 10))):
             payload = zstandard.compress(wire.pack(record))
@@ -74,7 +74,7 @@ def _first_chunks() -> Iterator[dict[str, object]]:
 
 
 def _second_chunks() -> Iterator[dict[str, object]]:
-    """Spans by batch, and the steps of both ranks in one: bytes that this version's predecessors wrote."""
+    """A chunk of spans per batch, and a chunk of both ranks' steps: bytes that earlier versions wrote."""
     for rank in range(2):
         spans_of = {"rows": 20, "rank": rank, "payload": (GOLDEN / "chunk-0002-spans.zst").read_bytes()}
         yield {"source": source_of(rank), "kind": "spans", "attempt": ATTEMPT, **spans_of}
@@ -95,7 +95,7 @@ def test_every_earlier_revision_is_tested(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("revision", [None, *EARLIER])
-def test_collectors_that_start_at_once_bring_the_schema_up_to_date_once(
+def test_collectors_that_start_at_once_upgrade_the_schema_once(
     fresh: Fresh, tmp_path: Path, revision: str | None
 ) -> None:
     url, together = fresh(tmp_path), threading.Barrier(4)
@@ -106,34 +106,35 @@ def test_collectors_that_start_at_once_bring_the_schema_up_to_date_once(
         together.wait(60)
         store = Store(url)
         store.migrate()
-        found = len(store.runs(10))
+        count = len(store.runs(10))
         store.close()
-        return found
+        return count
 
     with ThreadPoolExecutor(4) as pool:
         assert list(pool.map(start, range(4))) == [0 if revision is None else 1] * 4
 
 
-def test_a_connection_tries_again_where_sqlite_does_not_wait_for_others_that_open_the_file() -> None:
+def test_a_connection_retries_if_sqlite_does_not_wait_for_others_that_open_the_file() -> None:
     busy = sqlite3.OperationalError("database is locked")
     busy.sqlite_errorcode = sqlite3.SQLITE_BUSY
-    other = sqlite3.OperationalError("disk I/O error")
-    other.sqlite_errorcode = sqlite3.SQLITE_IOERR
+    io_error = sqlite3.OperationalError("disk I/O error")
+    io_error.sqlite_errorcode = sqlite3.SQLITE_IOERR
     cursor = Mock(execute=Mock(side_effect=[busy, busy, None]))
-    engine._write_ahead(cursor)
+    engine._use_write_ahead_log(cursor)
     assert cursor.execute.call_count == 3
     with pytest.raises(sqlite3.OperationalError, match="I/O"):
-        engine._write_ahead(Mock(execute=Mock(side_effect=[busy, other])))
+        engine._use_write_ahead_log(Mock(execute=Mock(side_effect=[busy, io_error])))
 
 
-def test_an_upgrade_that_is_cut_off_leaves_the_schema_as_it_was(
+def test_an_interrupted_upgrade_leaves_the_schema_unchanged(
     fresh: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = fresh(tmp_path)
     at_revision(url, "0001")
     store = Store(url)
-    with monkeypatch.context() as cut:
-        cut.setattr(Operations, "create_table", lambda *_, **__: 1 / 0)  # the last thing that 0003 does
+    with monkeypatch.context() as interruption:
+        # Revision 0003 creates a table last.
+        interruption.setattr(Operations, "create_table", lambda *_, **__: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             store.migrate()
     assert store.revisions()[0] == "0001"
@@ -143,16 +144,16 @@ def test_an_upgrade_that_is_cut_off_leaves_the_schema_as_it_was(
 
 
 @pytest.mark.parametrize("revision", EARLIER)
-def test_what_an_older_version_stored_is_still_there(fresh: Fresh, tmp_path: Path, revision: str) -> None:
+def test_rows_of_an_older_version_can_be_read(fresh: Fresh, tmp_path: Path, revision: str) -> None:
     url = fresh(tmp_path)
     at_revision(url, revision)
     store = Store(url)
     store.migrate()
     (run,) = store.runs(10)
     assert (run.run, run.ranks, run.goodbyes) == ("old", 2, 2)
-    ranks, read = store.steps("old", ATTEMPT)
+    ranks, rows = store.steps("old", ATTEMPT)
     assert ranks.tolist() == [0, 1] * 10
-    assert read.own_ns.tolist() == [95_000_000] * 20
+    assert rows.own_ns.tolist() == [95_000_000] * 20
     ranks, bucket_spans = store.spans("old", ATTEMPT, rank=1, first=3, last=4)
     assert ranks.tolist() == [1] * 4
     np.testing.assert_array_equal(bucket_spans.done_ns, spans(3, 2).done_ns)
@@ -160,7 +161,7 @@ def test_what_an_older_version_stored_is_still_there(fresh: Fresh, tmp_path: Pat
 
 
 @pytest.mark.parametrize("revision", EARLIER)
-def test_an_upgrade_keeps_the_rows_of_tables_that_it_builds_anew(fresh: Fresh, tmp_path: Path, revision: str) -> None:
+def test_an_upgrade_keeps_the_rows_of_tables_that_it_rebuilds(fresh: Fresh, tmp_path: Path, revision: str) -> None:
     url = fresh(tmp_path)
     at_revision(url, revision)
     store = Store(url)
@@ -168,8 +169,8 @@ def test_an_upgrade_keeps_the_rows_of_tables_that_it_builds_anew(fresh: Fresh, t
     with store._engine.connect() as connection:
         batches = connection.execute(select(schema.batches.c.source, schema.batches.c.digest)).all()
         histogram = connection.execute(select(schema.step_histogram.c.source, schema.step_histogram.c.steps)).all()
-        told = connection.execute(select(schema.unused.c.module, schema.unused.c.names)).all()
-    assert sorted(told) == [(0, 0), (1, 1)]
+        unused = connection.execute(select(schema.unused.c.module, schema.unused.c.names)).all()
+    assert sorted(unused) == [(0, 0), (1, 1)]
     assert sorted(batches) == [(source_of(rank), bytes(32)) for rank in range(2)]
     assert sorted(histogram) == [(source_of(rank), 10) for rank in range(2)]
     store.close()
@@ -193,8 +194,8 @@ def test_an_upgrade_reads_the_unused_sets_of_one_source_at_a_time(tmp_path: Path
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     with store._engine.connect() as connection:
-        told = connection.execute(select(schema.unused.c.module, schema.unused.c.names)).all()
-    assert sorted(told) == [(0, 0), (1, 1), *[(3, 1)] * 200]
+        unused = connection.execute(select(schema.unused.c.module, schema.unused.c.names)).all()
+    assert sorted(unused) == [(0, 0), (1, 1), *[(3, 1)] * 200]
     assert peak < 100 * len(body)
     store.close()
 
@@ -205,25 +206,25 @@ def test_an_upgrade_keeps_every_sum(fresh: Fresh, tmp_path: Path, revision: str)
     at_revision(url, revision)
     store = Store(url)
     store.migrate()
-    found = store.aggregates(0, workspace="default")
+    aggregates = store.aggregates(0, workspace="default")
     times = {"steps": 20, "compute_ns": 10 + 11, "comm_ns": 2**41}
     buckets = [BucketRollup(module=0, revision=1, bucket=bucket, exposed_ns=2 * bucket, **times) for bucket in (0, 1)]
     assert store.bucket_rollups("old", ATTEMPT) == buckets
-    assert found.buckets == [("old", one) for one in buckets]
-    assert found.phases == {"old": dict.fromkeys((0, 1), (10, *(5,) * (1 + len(wire.PHASES))))}
-    assert [(one.rank, one.steps, one.delay_ns) for _, one in found.peers] == [(0, 10, 3), (1, 10, 3)]
+    assert aggregates.buckets == [("old", bucket) for bucket in buckets]
+    assert aggregates.phases == {"old": dict.fromkeys((0, 1), (10, *(5,) * (1 + len(wire.PHASES))))}
+    assert [(total.rank, total.steps, total.delay_ns) for _, total in aggregates.peers] == [(0, 10, 3), (1, 10, 3)]
     store.close()
 
 
 @pytest.mark.parametrize("revision", [None, *EARLIER])
-def test_sqlite_keeps_narrow_rows_by_their_key_alone(tmp_path: Path, revision: str | None) -> None:
+def test_sqlite_stores_narrow_rows_in_key_order_alone(tmp_path: Path, revision: str | None) -> None:
     url = f"sqlite:///{tmp_path}/x.db"
     if revision is not None:
         at_revision(url, revision)
     store = Store(url)
     store.migrate()
     with store._engine.connect() as connection:
-        listed = connection.execute(text("SELECT name, wr FROM pragma_table_list")).all()
-    without_rowid = {str(name) for name, without in listed if without}
+        tables = connection.execute(text("SELECT name, wr FROM pragma_table_list")).all()
+    without_rowid = {str(name) for name, flag in tables if flag}
     assert without_rowid == {"batches", "rollups", "step_histogram", "peer_totals"}
     store.close()

@@ -1,4 +1,4 @@
-"""What reads cost: statements that do not grow with ranks or runs, pages, turns; and the text of metrics."""
+"""Reads: number of statements, pages, limits, concurrency with ingest; and the text of metrics."""
 
 from __future__ import annotations
 
@@ -30,193 +30,194 @@ from tests.server.statement_counts import recorded
 
 @contextmanager
 def client(database_url: str) -> Iterator[TestClient]:
-    """The application in this process, so that its statements can be counted."""
-    with TestClient(create_app(Settings(database_url=database_url))) as started:
-        yield started
+    """The application in this process, which allows a test to count its statements."""
+    with TestClient(create_app(Settings(database_url=database_url))) as http:
+        yield http
 
 
-def put(to: TestClient, sent: wire.Batch) -> None:
-    answer = to.put(path(sent), content=wire.encode(sent), headers={"Content-Type": wire.MSGPACK})
+def put(http: TestClient, sent_batch: wire.Batch) -> None:
+    answer = http.put(path(sent_batch), content=wire.encode(sent_batch), headers={"Content-Type": wire.MSGPACK})
     assert answer.status_code == 201, answer.text
 
 
-def fill(to: TestClient, run: str, ranks: int, count: int = 40) -> None:
-    """All ranks' steps, in two batches each; the last rank computes longer in backward, and leaves out a parameter."""
+def fill(http: TestClient, run: str, ranks: int, count: int = 40) -> None:
+    """Store all ranks' steps, in two batches each. The last rank has a slow backward and an unused parameter."""
     slow = 60 * MS
     for rank in range(ranks):
-        for seq, (first, some) in enumerate(((0, count // 2), (count // 2, count - count // 2))):
-            sent = steps(first, some)
+        for seq, (first, length) in enumerate(((0, count // 2), (count // 2, count - count // 2))):
+            rank_steps = steps(first, length)
             if rank == ranks - 1:
-                longer = {name: getattr(sent, name) + slow for name in ("end_ns", "own_ns")}
-                longer |= {name: getattr(sent, name) + slow for name in ("backward_ns", "own_backward_ns")}
-                sent = steps(first, some, **longer)
-            told = {"hello": hello(), "layouts": [layout()]} if seq == 0 else {}
+                longer = {name: getattr(rank_steps, name) + slow for name in ("end_ns", "own_ns")}
+                longer |= {name: getattr(rank_steps, name) + slow for name in ("backward_ns", "own_backward_ns")}
+                rank_steps = steps(first, length, **longer)
+            records = {"hello": hello(), "layouts": [layout()]} if seq == 0 else {}
             if rank == ranks - 1 and seq == 0:
-                told["unused"] = [wire.Unused(step=0, module=0, locally=["stem.weight"], globally=[])]
-            put(to, batch(run, seq, rank, world_size=ranks, steps=sent, spans=spans(first, some), **told))
+                records["unused"] = [wire.Unused(step=0, module=0, locally=["stem.weight"], globally=[])]
+            sent_batch = batch(
+                run, seq, rank, world_size=ranks, steps=rank_steps, spans=spans(first, length), **records
+            )
+            put(http, sent_batch)
 
 
-def statements(to: TestClient, url: str) -> int:
-    with recorded() as seen:
-        assert to.get(url).status_code == 200
-    return len(seen)
+def count_statements(http: TestClient, url: str) -> int:
+    with recorded() as executed:
+        assert http.get(url).status_code == 200
+    return len(executed)
 
 
 def test_the_number_of_statements_grows_with_neither_ranks_nor_runs(fresh: Fresh, tmp_path: Path) -> None:
     reads = ["/diagnostics", "/stragglers", "/ranks", "/buckets", "/spans?from=3&to=3", "/trace?from=3&to=3"]
-    seen: list[dict[str, int]] = []
-    for ranks, count in ((2, 1), (9, 4)):
-        with client(fresh(tmp_path)) as to:
-            for number in range(count):
-                fill(to, f"run-{number}", ranks)
-            found = {what: statements(to, f"/api/v1/runs/run-0{what}") for what in reads}
-            for number in range(count):  # Else /metrics would have them made meanwhile.
-                assert to.get(f"/api/v1/runs/run-{number}/diagnostics").status_code == 200
-            for what in ("/metrics", "/api/v1/runs"):
-                found[what] = statements(to, what)
-            seen.append(found)
-    assert seen[0] == seen[1]
-    assert max(seen[0].values()) <= 14
+    counts: list[dict[str, int]] = []
+    for ranks, runs_count in ((2, 1), (9, 4)):
+        with client(fresh(tmp_path)) as http:
+            for number in range(runs_count):
+                fill(http, f"run-{number}", ranks)
+            statements = {read: count_statements(http, f"/api/v1/runs/run-0{read}") for read in reads}
+            for number in range(runs_count):  # Otherwise /metrics starts the diagnoses.
+                assert http.get(f"/api/v1/runs/run-{number}/diagnostics").status_code == 200
+            for read in ("/metrics", "/api/v1/runs"):
+                statements[read] = count_statements(http, read)
+            counts.append(statements)
+    assert counts[0] == counts[1]
+    assert max(counts[0].values()) <= 14
 
 
-def test_the_list_of_runs_tells_what_was_found_when_somebody_asked(tmp_path: Path) -> None:
-    with client(sqlite(tmp_path)) as to:
-        fill(to, "slow", 3)
-        assert to.get("/api/v1/runs").json()["runs"][0]["diagnosis"] is None
-        title = to.get("/api/v1/runs/slow/diagnostics").json()["findings"][0]["title"]
-        told = to.get("/api/v1/runs").json()["runs"][0]["diagnosis"]
-        assert (told["worst"], told["current"]) == (title, True)
-        put(to, batch("slow", seq=9))
-        told = to.get("/api/v1/runs").json()["runs"][0]["diagnosis"]
-        assert (told["worst"], told["current"]) == (title, False)
+def test_the_list_of_runs_has_the_worst_finding_of_the_last_diagnosis(tmp_path: Path) -> None:
+    with client(sqlite(tmp_path)) as http:
+        fill(http, "slow", 3)
+        assert http.get("/api/v1/runs").json()["runs"][0]["diagnosis"] is None
+        title = http.get("/api/v1/runs/slow/diagnostics").json()["findings"][0]["title"]
+        diagnosis = http.get("/api/v1/runs").json()["runs"][0]["diagnosis"]
+        assert (diagnosis["worst"], diagnosis["current"]) == (title, True)
+        put(http, batch("slow", seq=9))
+        diagnosis = http.get("/api/v1/runs").json()["runs"][0]["diagnosis"]
+        assert (diagnosis["worst"], diagnosis["current"]) == (title, False)
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
-def test_metrics_are_read_by_prometheus_own_parsers(tmp_path: Path, accept: str) -> None:
+def test_prometheus_own_parsers_read_the_metrics(tmp_path: Path, accept: str) -> None:
     evil = 'a"b\\c\nd'
-    with client(sqlite(tmp_path)) as to:
-        fill(to, "run", 3)
-        put(to, batch("run", 2, 0, world_size=3, hello=wire.Hello(
+    with client(sqlite(tmp_path)) as http:
+        fill(http, "run", 3)
+        put(http, batch("run", 2, 0, world_size=3, hello=wire.Hello(
             host="h", pid=1, device=evil, backend="gloo", versions={})))  # fmt: skip
-        assert to.get("/api/v1/runs/run/diagnostics").status_code == 200
-        text = to.get("/metrics", headers={"Accept": accept}).text
+        assert http.get("/api/v1/runs/run/diagnostics").status_code == 200
+        text = http.get("/metrics", headers={"Accept": accept}).text
     parse = openmetrics.text_string_to_metric_families if accept else text_string_to_metric_families
-    samples = {
-        (sample.name, *sorted(sample.labels.items())): sample.value
-        for family in parse(text)
-        for sample in family.samples
-    }
+    samples = {(row.name, *sorted(row.labels.items())): row.value for family in parse(text) for row in family.samples}
 
-    def of(name: str, **labels: str) -> float:
+    def sample(name: str, **labels: str) -> float:
         return samples[name, *sorted((labels | {"run": "run"}).items())]
 
-    assert of("ddpobs_steps_total", rank="2") == 40
-    assert of("ddpobs_phase_seconds_total", rank="0", phase="forward") == pytest.approx(40 * 0.02)
-    assert of("ddpobs_allreduce_bytes_total", rank="1") == 40 * (1000 + 2000)
-    assert of("ddpobs_bucket_comm_seconds_total", bucket="1") == pytest.approx(3 * 40 * 0.015)
-    assert of("ddpobs_last_step", rank="1") == 39
-    assert of("ddpobs_last_step_timestamp_seconds", rank="1") > 0
-    assert of("ddpobs_unused_parameters") == 1
-    assert of("ddpobs_findings", code="straggler", severity="critical") == 1
-    assert of("ddpobs_step_duration_seconds_count") == 120
+    assert sample("ddpobs_steps_total", rank="2") == 40
+    assert sample("ddpobs_phase_seconds_total", rank="0", phase="forward") == pytest.approx(40 * 0.02)
+    assert sample("ddpobs_allreduce_bytes_total", rank="1") == 40 * (1000 + 2000)
+    assert sample("ddpobs_bucket_comm_seconds_total", bucket="1") == pytest.approx(3 * 40 * 0.015)
+    assert sample("ddpobs_last_step", rank="1") == 39
+    assert sample("ddpobs_last_step_timestamp_seconds", rank="1") > 0
+    assert sample("ddpobs_unused_parameters") == 1
+    assert sample("ddpobs_findings", code="straggler", severity="critical") == 1
+    assert sample("ddpobs_step_duration_seconds_count") == 120
     facts = {"attempt": ATTEMPT, "backend": "gloo", "torch": "", "world_size": "3"}
-    assert of("ddpobs_run_info", device=evil, **facts) == 1
+    assert sample("ddpobs_run_info", device=evil, **facts) == 1
     assert any(name == "ddpobs_server_batches_total" for name, *_ in samples)
 
 
-def test_a_rank_without_a_step_has_neither_number_nor_time_of_its_last_one(tmp_path: Path) -> None:
-    with client(sqlite(tmp_path)) as to:
-        put(to, batch("run", rank=0, hello=hello()))
-        put(to, batch("run", rank=1, steps=steps(0, 1)))
-        text = to.get("/metrics").text
+def test_a_rank_without_a_step_has_no_metrics_of_its_last_step(tmp_path: Path) -> None:
+    with client(sqlite(tmp_path)) as http:
+        put(http, batch("run", rank=0, hello=hello()))
+        put(http, batch("run", rank=1, steps=steps(0, 1)))
+        text = http.get("/metrics").text
     for family in ("last_step", "last_step_timestamp_seconds"):
         assert f'ddpobs_{family}{{rank="1",run="run"}}' in text
         assert f'ddpobs_{family}{{rank="0",run="run"}}' not in text
 
 
-def test_bytes_are_counted_where_buckets_are_reduced_unequally_often(tmp_path: Path) -> None:
-    with client(sqlite(tmp_path)) as to:
+def test_reduced_bytes_are_right_if_buckets_are_reduced_unequally_often(tmp_path: Path) -> None:
+    with client(sqlite(tmp_path)) as http:
         step = np.array([0, 0, 1])
-        only = spans(0, 2)
-        three = {name: getattr(only, name)[:3] for name in only.names}
-        put(to, batch("run", steps=steps(0, 2), spans=wire.Spans(**three | {"step": step}), layouts=[layout()]))
-        text = to.get("/metrics").text
+        four = spans(0, 2)
+        three = {name: getattr(four, name)[:3] for name in four.names}
+        put(http, batch("run", steps=steps(0, 2), spans=wire.Spans(**three | {"step": step}), layouts=[layout()]))
+        text = http.get("/metrics").text
     assert 'ddpobs_allreduce_bytes_total{rank="0",run="run"} 4000' in text
 
 
-def test_totals_of_a_long_run_hold_batches_that_came_late(fresh: Fresh, tmp_path: Path) -> None:
+def test_totals_of_a_long_run_include_late_batches(fresh: Fresh, tmp_path: Path) -> None:
     database = fresh(tmp_path)
     store = Store(database)
-    with client(database) as to:
+    with client(database) as http:
         for seq, (first, count) in enumerate(((0, 500), (600, 700), (1300, 600), (500, 100), (1900, 1))):
             for rank in range(2):
-                put(to, batch("run", seq, rank, steps=steps(first, count)))
+                put(http, batch("run", seq, rank, steps=steps(first, count)))
                 for _ in range(2):
-                    told = store.aggregates(0).phases["run"]
-                    assert {rank: aggregate_queries[0] for rank, aggregate_queries in told.items()} == {
+                    phases = store.aggregates(0).phases["run"]
+                    assert {rank: sums[0] for rank, sums in phases.items()} == {
                         rollup.rank: rollup.steps for rollup in store.rollups("run", ATTEMPT)
                     }
-    assert told == {rank: (1901, *(1901 * MS * ms for ms in (30, 10, 20, 40, 5, 20, 5))) for rank in range(2)}
+    assert phases == {rank: (1901, *(1901 * MS * ms for ms in (30, 10, 20, 40, 5, 20, 5))) for rank in range(2)}
     store.close()
 
 
-def summed_anew(store: Store, *sent: wire.Batch, received_ns: int) -> tuple[int, int]:
-    """How often a scrape after these batches adds rows up, and until which window they are then kept added up."""
-    store.ingest([Arrival(one, bytes([one.rank, one.seq]) * 16, 1, received_ns) for one in sent])
-    with recorded(store._engine) as seen:
-        told = store.aggregates(0).phases["run"]
-    assert {rank: aggregate_queries[0] for rank, aggregate_queries in told.items()} == {
+def scrape_after(store: Store, *batches: wire.Batch, received_ns: int) -> tuple[int, int]:
+    """Store batches and scrape. Returns the number of statements over rollups, and the end of the cached windows."""
+    store.ingest(
+        [Arrival(sent_batch, bytes([sent_batch.rank, sent_batch.seq]) * 16, 1, received_ns) for sent_batch in batches]
+    )
+    with recorded(store._engine) as executed:
+        phases = store.aggregates(0).phases["run"]
+    assert {rank: sums[0] for rank, sums in phases.items()} == {
         rollup.rank: rollup.steps for rollup in store.rollups("run", ATTEMPT)
     }
-    (past,) = store._phases["default"]._past.values()
-    return sum("JOIN rollups" in statement for statement in seen), past.until
+    (cached,) = store._phases["default"]._cache.values()
+    return sum("JOIN rollups" in statement for statement in executed), cached.until
 
 
-def test_ranks_whose_numbers_part_do_not_have_the_whole_run_added_up_at_each_scrape(store: Store) -> None:
-    """The second is ever further behind: what it tells next is not past yet."""
-    seen = [
-        summed_anew(
+def test_ranks_with_diverging_steps_do_not_cause_a_full_sum_at_each_scrape(store: Store) -> None:
+    """The second rank falls further and further behind, so windows must stay uncached up to its step."""
+    scrapes = [
+        scrape_after(
             store,
             *(batch("run", seq, rank, steps=steps(seq * size, size)) for rank, size in enumerate((1024, 512))),
             received_ns=1,
         )
         for seq in range(6)
     ]
-    assert seen == [(1, 0), (2, 8), (2, 16), (2, 24), (2, 32), (2, 40)]
+    assert scrapes == [(1, 0), (2, 8), (2, 16), (2, 24), (2, 32), (2, 40)]
 
 
-def test_a_rank_that_fell_silent_holds_no_scrape_up(store: Store) -> None:
+def test_a_silent_rank_does_not_hold_the_cache_back(store: Store) -> None:
     minute_ns = 60 * 10**9
-    both = [batch("run", 0, rank, steps=steps(0, 64)) for rank in range(2)]
-    assert summed_anew(store, *both, batch("run", 1, steps=steps(64, 960)), received_ns=1) == (1, 0)
-    assert summed_anew(store, batch("run", 2, steps=steps(1024, 64)), received_ns=2 + minute_ns) == (2, 8)
-    assert summed_anew(store, batch("run", 3, steps=steps(1088, 64)), received_ns=3 + minute_ns) == (1, 8)
+    batches = [batch("run", 0, rank, steps=steps(0, 64)) for rank in range(2)]
+    assert scrape_after(store, *batches, batch("run", 1, steps=steps(64, 960)), received_ns=1) == (1, 0)
+    assert scrape_after(store, batch("run", 2, steps=steps(1024, 64)), received_ns=2 + minute_ns) == (2, 8)
+    assert scrape_after(store, batch("run", 3, steps=steps(1088, 64)), received_ns=3 + minute_ns) == (1, 8)
 
 
 def test_pages_hold_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "_PAGE_ROWS", 50)
-    with client(sqlite(tmp_path)) as to:
-        fill(to, "run", 3, count=70)
-        for what, rows in (("steps", 70 * 3), ("spans", 70 * 6), ("steps", 70)):
+    with client(sqlite(tmp_path)) as http:
+        fill(http, "run", 3, count=70)
+        for kind, rows in (("steps", 70 * 3), ("spans", 70 * 6), ("steps", 70)):
             rank = {"rank": 1} if rows == 70 else {}
-            seen: list[tuple[int, int]] = []
+            rows_seen: list[tuple[int, int]] = []
             following: int | None = 0
             pages = 0
             while following is not None:
-                answer = to.get(f"/api/v1/runs/run/{what}", params={"from": following, **rank}).json()
+                answer = http.get(f"/api/v1/runs/run/{kind}", params={"from": following, **rank}).json()
                 page = list(zip(answer["columns"]["step"], answer["columns"]["rank"], strict=True))
                 assert 0 < len(page) <= 50
-                seen, following, pages = seen + page, answer["next"], pages + 1
-            assert (len(seen), seen) == (rows, sorted(seen))
+                rows_seen, following, pages = rows_seen + page, answer["next"], pages + 1
+            assert (len(rows_seen), rows_seen) == (rows, sorted(rows_seen))
             assert pages < rows / 10
 
 
-def test_a_page_has_one_step_even_where_that_is_much_and_ends_where_chunks_are_too_many(
+def test_a_page_has_at_least_a_step_and_at_most_a_number_of_chunks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     database = sqlite(tmp_path)
-    with client(database) as to:
-        fill(to, "run", 3)
+    with client(database) as http:
+        fill(http, "run", 3)
     store = Store(database)
     assert store.page_end("spans", "run", ATTEMPT, first=7, last=None, rows=1) == 7
     assert store.page_end("spans", "run", ATTEMPT, first=None, last=None, rows=10**6) is None
@@ -225,30 +226,32 @@ def test_a_page_has_one_step_even_where_that_is_much_and_ends_where_chunks_are_t
     store.close()
 
 
-def test_a_trace_of_too_many_steps_says_how_many_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_refusal_of_a_long_trace_names_the_last_step_that_fits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     events_a_step = 3 * (len(wire.PHASES) + 2)
     monkeypatch.setattr("ddpobs_server.reports.reports._TRACE_EVENTS", 10 * events_a_step)
-    with client(sqlite(tmp_path)) as to:
-        fill(to, "run", 3)
-        refused = to.get("/api/v1/runs/run/trace", params={"from": 5, "to": 39})
+    with client(sqlite(tmp_path)) as http:
+        fill(http, "run", 3)
+        refused = http.get("/api/v1/runs/run/trace", params={"from": 5, "to": 39})
         assert (refused.status_code, refused.json()["field"]) == (422, "query.to")
         assert "at most 14" in refused.json()["detail"]
-        whole = to.get("/api/v1/runs/run/trace", params={"from": 5, "to": 14}).json()["traceEvents"]
-        latest = to.get("/api/v1/runs/run/trace").json()["traceEvents"]
-    assert sum(e["ph"] == "X" for e in whole) == 10 * events_a_step
+        fitting = http.get("/api/v1/runs/run/trace", params={"from": 5, "to": 14}).json()["traceEvents"]
+        latest = http.get("/api/v1/runs/run/trace").json()["traceEvents"]
+    assert sum(e["ph"] == "X" for e in fitting) == 10 * events_a_step
     assert {e["args"]["step"] for e in latest if e["ph"] == "X"} == set(range(30, 40))
 
 
 @pytest.mark.parametrize("kind", ["spans", "comms", "steps"])
-def test_what_came_under_larger_limits_is_read(store: Store, kind: str) -> None:
+def test_batches_from_a_time_of_larger_limits_can_be_read(store: Store, kind: str) -> None:
     step = np.arange(1_400_000 if kind != "steps" else 450_000)
-    sent: Any = spans(0, len(step) // 2) if kind != "steps" else steps(0, len(step))
+    sent_batch: Any = spans(0, len(step) // 2) if kind != "steps" else steps(0, len(step))
     if kind == "comms":
-        sent = wire.Comms(step=step, module=step * 0, kind=step * 0, launched_ns=step, done_ns=step)
-    told = {"packed_spans": wire.pack_spans(sent)} if kind == "spans" else {}
-    store.ingest([Arrival(batch("run", **{kind: sent}, **told), b"", 1, 1)])
-    read = getattr(store, kind)("run", ATTEMPT, first=7, last=7)[1]
-    assert read.step.tolist() == [7] * (2 if kind == "spans" else 1)
+        sent_batch = wire.Comms(step=step, module=step * 0, kind=step * 0, launched_ns=step, done_ns=step)
+    packed = {"packed_spans": wire.pack_spans(sent_batch)} if kind == "spans" else {}
+    store.ingest([Arrival(batch("run", **{kind: sent_batch}, **packed), b"", 1, 1)])
+    rows = getattr(store, kind)("run", ATTEMPT, first=7, last=7)[1]
+    assert rows.step.tolist() == [7] * (2 if kind == "spans" else 1)
 
 
 def unused(step: int, module: int, *names: str) -> wire.Unused:
@@ -261,93 +264,100 @@ def test_metrics_and_diagnoses_read_the_latest_unused_sets_and_each_kind_of_even
         for seq in range(20):
             sets = [unused(seq, 0, *([evil] if seq % 2 else [])), unused(seq, 1), unused(seq, 1, f"{seq}")]
             events = [wire.Event(kind="rebuilt", at_ns=0, step=seq), wire.Event(kind="drawn", at_ns=0, step=seq)]
-            sent = batch("run", seq, rank, unused=sets if seq < 10 else sets[:1], events=events)
-            store.ingest([Arrival(sent, bytes([rank, seq]), 1, seq)])
+            sent_batch = batch("run", seq, rank, unused=sets if seq < 10 else sets[:1], events=events)
+            store.ingest([Arrival(sent_batch, bytes([rank, seq]), 1, seq)])
     latest = [unused(9, 1), unused(9, 1, "9"), unused(18, 0), unused(19, 0, evil)]
-    told = msgspec.to_builtins([("run", rank, one) for rank in range(2) for one in latest])
-    assert msgspec.to_builtins(store.aggregates(0).unused) == told
+    expected = msgspec.to_builtins([("run", rank, record) for rank in range(2) for record in latest])
+    assert msgspec.to_builtins(store.aggregates(0).unused) == expected
     assert aggregate_queries.UNUSED_JUDGED >= LATEST_SETS
-    judged = [one for rank, one in store.latest_unused("run", ATTEMPT) if rank == 1]
-    assert [one.step for one in judged if one.module == 0] == list(range(20 - 2 * LATEST_SETS, 20))
-    assert [one.step for one in judged if one.module == 1] == [*np.repeat(range(10 - LATEST_SETS, 10), 2)]
+    judged = [record for rank, record in store.latest_unused("run", ATTEMPT) if rank == 1]
+    assert [record.step for record in judged if record.module == 0] == list(range(20 - 2 * LATEST_SETS, 20))
+    assert [record.step for record in judged if record.module == 1] == [*np.repeat(range(10 - LATEST_SETS, 10), 2)]
     first = store.first_events("run", ATTEMPT)
     assert [(rank, event.kind, event.step) for rank, event in first] == [
         (rank, kind, 0) for rank in range(2) for kind in ("rebuilt", "drawn")
     ]
 
 
-def test_sets_of_many_names_are_judged_by_fewer_of_each_rank(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_diagnosis_reads_fewer_sets_of_each_rank_if_they_have_many_names(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(aggregate_queries, "_UNUSED_NAMES", 20)
     for rank in range(4):
         for seq in range(6):
-            sent = batch("run", seq, rank, unused=[unused(seq, 0, *(f"{seq}.{name}" for name in range(2)))])
-            store.ingest([Arrival(sent, bytes([rank, seq]), 1, seq)])
+            sent_batch = batch("run", seq, rank, unused=[unused(seq, 0, *(f"{seq}.{name}" for name in range(2)))])
+            store.ingest([Arrival(sent_batch, bytes([rank, seq]), 1, seq)])
     judged = store.latest_unused("run", ATTEMPT)
-    assert sum(len(one.locally) for _, one in judged) == 20
-    assert [rank for rank, one in judged if one.step == 5] == [0, 1, 2, 3]
+    assert sum(len(record.locally) for _, record in judged) == 20
+    assert [rank for rank, record in judged if record.step == 5] == [0, 1, 2, 3]
 
 
-def test_unused_sets_are_told_up_to_a_limit_the_latest_first_of_all(tmp_path: Path) -> None:
-    with client(sqlite(tmp_path)) as to:
+def test_the_limit_on_unused_sets_keeps_the_latest_of_all_ranks(tmp_path: Path) -> None:
+    with client(sqlite(tmp_path)) as http:
         for rank in range(2):
             for seq in range(20):
-                put(to, batch("run", seq, rank, unused=[unused(seq, 0, "a"), unused(seq, 1, "b")]))
+                put(http, batch("run", seq, rank, unused=[unused(seq, 0, "a"), unused(seq, 1, "b")]))
 
-        def told(**query: int) -> list[tuple[int, int, int]]:
-            found = to.get("/api/v1/runs/run/unused", params=query).json()["unused"]
-            return [(one["rank"], one["step"], one["module"]) for one in found]
+        def sets(**query: int) -> list[tuple[int, int, int]]:
+            rows = http.get("/api/v1/runs/run/unused", params=query).json()["unused"]
+            return [(row["rank"], row["step"], row["module"]) for row in rows]
 
-        assert len(told()) == 80
-        assert told(limit=4) == [(0, 19, 0), (0, 19, 1), (1, 19, 0), (1, 19, 1)]
-        assert told(limit=4, module=1) == [(0, 18, 1), (0, 19, 1), (1, 18, 1), (1, 19, 1)]
+        assert len(sets()) == 80
+        assert sets(limit=4) == [(0, 19, 0), (0, 19, 1), (1, 19, 0), (1, 19, 1)]
+        assert sets(limit=4, module=1) == [(0, 18, 1), (0, 19, 1), (1, 18, 1), (1, 19, 1)]
 
 
-@pytest.mark.parametrize("what", ["steps", "steps?mean=true", "steps?from=3&to=3", "spans", "stragglers", "trace"])
-def test_a_step_of_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    with client(sqlite(tmp_path)) as to:
-        fill(to, "run", 3)
-        assert to.get(f"/api/v1/runs/run/{what}").status_code == 200
+@pytest.mark.parametrize("read", ["steps", "steps?mean=true", "steps?from=3&to=3", "spans", "stragglers", "trace"])
+def test_a_step_of_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, read: str) -> None:
+    with client(sqlite(tmp_path)) as http:
+        fill(http, "run", 3)
+        assert http.get(f"/api/v1/runs/run/{read}").status_code == 200
         monkeypatch.setattr(column_queries, "_MOST_BYTES", 300)
-        refused = to.get(f"/api/v1/runs/run/{what}")
+        refused = http.get(f"/api/v1/runs/run/{read}")
         assert (refused.status_code, refused.json()["title"]) == (422, "Too many rows")
-        assert to.get("/api/v1/runs/run/diagnostics").status_code == 200
+        assert http.get("/api/v1/runs/run/diagnostics").status_code == 200
 
 
-def test_the_mean_over_ranks_comes_by_step(tmp_path: Path) -> None:
-    with client(sqlite(tmp_path)) as to:
-        fill(to, "run", 3)
-        columns = to.get("/api/v1/runs/run/steps", params={"from": 2, "to": 5, "mean": True}).json()["columns"]
+def test_the_mean_over_ranks_has_a_row_per_step(tmp_path: Path) -> None:
+    with client(sqlite(tmp_path)) as http:
+        fill(http, "run", 3)
+        columns = http.get("/api/v1/runs/run/steps", params={"from": 2, "to": 5, "mean": True}).json()["columns"]
     assert (columns["step"], columns["ranks"]) == ([2, 3, 4, 5], [3] * 4)
     assert columns["wall_ns"] == [120 * MS] * 4
     assert columns["backward_ns"] == [60 * MS] * 4
 
 
-def test_batches_are_acknowledged_while_more_reads_wait_than_there_are_threads(tmp_path: Path) -> None:
+def test_batches_are_acknowledged_while_more_reads_wait_than_threads_exist(tmp_path: Path) -> None:
     app = create_app(Settings(database_url=sqlite(tmp_path)))
     release, began = threading.Event(), threading.Semaphore(0)
 
     async def scenario() -> None:
         transport = httpx.ASGITransport(app)
-        async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://in") as to:
-            sent = batch("run", steps=steps(0, 2))
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://in") as http,
+        ):
+            sent_batch = batch("run", steps=steps(0, 2))
             headers = {"Content-Type": wire.MSGPACK}
-            assert (await to.put(path(sent), content=wire.encode(sent), headers=headers)).status_code == 201
+            assert (
+                await http.put(path(sent_batch), content=wire.encode(sent_batch), headers=headers)
+            ).status_code == 201
             read = app.state.store.steps
 
-            def slow(*given: Any) -> Any:
+            def slow(*arguments: Any) -> Any:
                 began.release()
                 assert release.wait(60)
-                return read(*given)
+                return read(*arguments)
 
             app.state.store.steps = slow
-            reads = [asyncio.create_task(to.get("/api/v1/runs/run/steps")) for _ in range(60)]
+            reads = [asyncio.create_task(http.get("/api/v1/runs/run/steps")) for _ in range(60)]
             while not began.acquire(blocking=False):
                 await asyncio.sleep(0.01)
-            await asyncio.sleep(0.5)  # The others would take all threads now.
+            await asyncio.sleep(0.5)  # Without the limit, the other reads now take all threads.
             more = batch("run", 1, steps=steps(2, 2))
-            put = to.put(path(more), content=wire.encode(more), headers=headers)
+            request = http.put(path(more), content=wire.encode(more), headers=headers)
             try:
-                assert (await asyncio.wait_for(put, 30)).status_code == 201
+                assert (await asyncio.wait_for(request, 30)).status_code == 201
             finally:
                 release.set()
             assert {answer.status_code for answer in await asyncio.gather(*reads)} == {200}

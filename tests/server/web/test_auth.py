@@ -1,4 +1,4 @@
-"""Who may call what, and whose runs they see."""
+"""Authentication, the scopes of each route, and the separation of workspaces."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ CALLS = {
         ("GET", "/api/v1/runs"),
         ("GET", "/metrics"),
         *(
-            ("GET", f"/api/v1/runs/a-run{what}")
-            for what in (
+            ("GET", f"/api/v1/runs/a-run{route}")
+            for route in (
                 *("", "/ranks", "/layout", "/steps", "/spans", "/buckets"),
                 *("/unused", "/stragglers", "/diagnostics", "/trace"),
             )
@@ -51,9 +51,9 @@ CALLS = {
         *(("GET", where) for where in ("/static/style.css", "/swagger/swagger-ui.css")),
     ],
 }
-"""By the scope that is needed; none for what anyone may ask."""
+"""Requests by the scope they need; '' for public routes."""
 HOLDERS: dict[str, set[str]] = {
-    "nobody": set(),
+    "no token": set(),
     "a wrong token": set(),
     "a revoked token": set(),
     "ingest": {"ingest"},
@@ -75,12 +75,12 @@ def command(url: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def kept(url: str, name: str, workspace: str, *scopes: str) -> str:
-    """As `token create`, without a process of its own."""
+def create_token(url: str, name: str, workspace: str, *scopes: str) -> str:
+    """As the command `token create`, without its process."""
     store = Store(url)
     store.migrate()
-    token, kept = new_token(name, workspace, list(scopes))
-    store.add_token(kept)
+    token, record = new_token(name, workspace, list(scopes))
+    store.add_token(record)
     store.close()
     return token
 
@@ -90,28 +90,28 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]
     """A collector with tokens, and each holder's header."""
     folder = tmp_path_factory.mktemp("guarded")
     database = databases.sqlite(folder)
-    made = {
-        "ingest": kept(database, "ranks", "default", "ingest"),
-        "read": kept(database, "grafana", "default", "read"),
+    tokens = {
+        "ingest": create_token(database, "ranks", "default", "ingest"),
+        "read": create_token(database, "grafana", "default", "read"),
         "both": command(database, "create", "team"),
-        "admin": kept(database, "operator", "default", "admin"),
-        "a revoked token": kept(database, "gone", "default", "admin"),
+        "admin": create_token(database, "operator", "default", "admin"),
+        "a revoked token": create_token(database, "gone", "default", "admin"),
         "other": command(database, "create", "others", "--scope", "admin", "--workspace", "vision"),
         "a wrong token": "ddpobs_00000000_wrong",
     }
-    command(database, "revoke", made["a revoked token"].split("_")[1])
+    command(database, "revoke", tokens["a revoked token"].split("_")[1])
     with collector(folder, database_url=database) as running:
         yield {
             "url": running.url,
             "database": database,
-            "nobody": {},
-            **{holder: {"Authorization": f"Bearer {token}"} for holder, token in made.items()},
+            "no token": {},
+            **{holder: {"Authorization": f"Bearer {token}"} for holder, token in tokens.items()},
         }
 
 
 @pytest.mark.parametrize("holder", HOLDERS)
 @pytest.mark.parametrize(("scope", "method", "where"), [(s, *call) for s, calls in CALLS.items() for call in calls])
-def test_a_call_is_answered_for_whoever_may_and_nobody_else(
+def test_a_request_succeeds_only_with_its_scope(
     guarded: dict[str, Any], holder: str, scope: str, method: str, where: str
 ) -> None:
     url = guarded["url"]
@@ -121,8 +121,9 @@ def test_a_call_is_answered_for_whoever_may_and_nobody_else(
     if scope in HOLDERS[holder] | {""}:
         assert answer.status_code not in (401, 403), answer.text
     else:
-        # Whoever tries wrong tokens for long is told to wait.
-        expected = 429 if answer.status_code == 429 and "token" in holder else 403 if HOLDERS[holder] else 401
+        # After many wrong tokens the address has to wait.
+        wrong = holder in ("a wrong token", "a revoked token")
+        expected = 429 if answer.status_code == 429 and wrong else 403 if HOLDERS[holder] else 401
         assert_problem(answer, expected)
 
 
@@ -130,64 +131,66 @@ def test_every_route_is_in_the_table() -> None:
     app = create_app(Settings())
     routes = {(method.upper(), path) for path, item in app.openapi()["paths"].items() for method in item}
     for route in app.routes:
-        if isinstance(route, Route | Mount):  # not in the document: the page and its files
+        if isinstance(route, Route | Mount):  # The page and its files are not in the document.
             routes.add(("GET", route.path + ("/{file}" if isinstance(route, Mount) else "")))
     called = [f"{method} {where}" for calls in CALLS.values() for method, where in calls]
     patterns = {f"{method} {path}": re.sub(r"\{\w+\}", "[^/]+", f"{method} {path}") for method, path in routes}
     assert len(routes) > 20
-    assert [name for name, pattern in patterns.items() if not any(re.fullmatch(pattern, one) for one in called)] == []
+    assert [
+        name for name, pattern in patterns.items() if not any(re.fullmatch(pattern, request) for request in called)
+    ] == []
 
 
-def test_the_document_asks_for_a_token_where_one_is_needed() -> None:
+def test_the_document_requires_a_token_exactly_where_the_route_does() -> None:
     document = create_app(Settings()).openapi()
     ((name, scheme),) = document["components"]["securitySchemes"].items()
     assert (document["openapi"], scheme["type"], scheme["scheme"]) == ("3.0.3", "http", "bearer")
-    anyone = {where for _, where in CALLS[""]}
+    public = {where for _, where in CALLS[""]}
     for where, item in document["paths"].items():
         for method, operation in item.items():
-            assert operation.get("security") == (None if where in anyone else [{name: []}]), (method, where)
+            assert operation.get("security") == (None if where in public else [{name: []}]), (method, where)
 
 
-def test_workspaces_see_their_own_runs_alone(guarded: dict[str, Any]) -> None:
-    url, mine, theirs = guarded["url"], guarded["admin"], guarded["other"]
-    assert put(url, batch("both-have-it", steps=steps(0, 2)), **mine).status_code == 201
-    assert put(url, batch("both-have-it", steps=steps(0, 5)), **theirs).status_code == 201
-    assert put(url, batch("only-mine"), **mine).status_code == 201
+def test_a_workspace_sees_only_its_own_runs(guarded: dict[str, Any]) -> None:
+    url, admin, other = guarded["url"], guarded["admin"], guarded["other"]
+    assert put(url, batch("both-have-it", steps=steps(0, 2)), **admin).status_code == 201
+    assert put(url, batch("both-have-it", steps=steps(0, 5)), **other).status_code == 201
+    assert put(url, batch("only-default"), **admin).status_code == 201
 
-    of_run = "/api/v1/runs/a-run"
+    prefix = "/api/v1/runs/a-run"
 
-    def runs(who: dict[str, str]) -> dict[str, int]:
-        found = httpx.get(f"{url}/api/v1/runs", headers=who).json()["runs"]
-        return {run["run"]: run["steps"] for run in found}
+    def runs(headers: dict[str, str]) -> dict[str, int]:
+        page = httpx.get(f"{url}/api/v1/runs", headers=headers).json()
+        return {run["run"]: run["steps"] for run in page["runs"]}
 
-    assert runs(mine)["both-have-it"] == 2
-    assert runs(theirs) == {"both-have-it": 5}
-    of_a_run = [where.removeprefix(of_run) for _, where in CALLS["read"] if where.startswith(of_run)]
-    assert len(of_a_run) > 8
-    for what in of_a_run:
-        found = httpx.get(f"{url}/api/v1/runs/both-have-it{what}", headers=theirs)
-        assert (found.status_code, "vision/" in found.text) == (200, False), "its own run, by its own name"
-        assert_problem(httpx.get(f"{url}/api/v1/runs/only-mine{what}", headers=theirs), 404)
-    assert_problem(httpx.get(f"{url}/api/v1/runs/vision%2Fboth-have-it", headers=mine), 404)
-    assert b"only-mine" in httpx.get(f"{url}/metrics", headers=mine).content
-    assert b"only-mine" not in httpx.get(f"{url}/metrics", headers=theirs).content
-    assert httpx.delete(f"{url}/api/v1/runs/both-have-it", headers=theirs).status_code == 204
-    assert runs(theirs) == {}
-    assert runs(mine)["both-have-it"] == 2
-    long = assert_problem(put(url, batch("r" * 125), **theirs), 422)
+    assert runs(admin)["both-have-it"] == 2
+    assert runs(other) == {"both-have-it": 5}
+    routes = [where.removeprefix(prefix) for _, where in CALLS["read"] if where.startswith(prefix)]
+    assert len(routes) > 8
+    for route in routes:
+        answer = httpx.get(f"{url}/api/v1/runs/both-have-it{route}", headers=other)
+        assert (answer.status_code, "vision/" in answer.text) == (200, False), "its own run, by its own name"
+        assert_problem(httpx.get(f"{url}/api/v1/runs/only-default{route}", headers=other), 404)
+    assert_problem(httpx.get(f"{url}/api/v1/runs/vision%2Fboth-have-it", headers=admin), 404)
+    assert b"only-default" in httpx.get(f"{url}/metrics", headers=admin).content
+    assert b"only-default" not in httpx.get(f"{url}/metrics", headers=other).content
+    assert httpx.delete(f"{url}/api/v1/runs/both-have-it", headers=other).status_code == 204
+    assert runs(other) == {}
+    assert runs(admin)["both-have-it"] == 2
+    long = assert_problem(put(url, batch("r" * 125), **other), 422)
     assert "at most 121" in long["detail"]
 
 
-def test_a_run_id_that_the_wires_document_allows_in_every_workspace_is_allowed() -> None:
-    said = re.search(r"(\d+) characters fit into every", (ROOT / "docs" / "wire.md").read_text())
-    assert said is not None
-    longest = Caller("w" * 32, frozenset()).key("r" * int(said[1]))
-    with pytest.raises(Problem, match=f"at most {said[1]} characters"):
-        Caller("w" * 32, frozenset()).key("r" * (int(said[1]) + 1))
+def test_the_run_id_length_in_the_wire_document_fits_every_workspace() -> None:
+    match = re.search(r"(\d+) characters fit into every", (ROOT / "docs" / "wire.md").read_text())
+    assert match is not None
+    longest = Caller("w" * 32, frozenset()).key("r" * int(match[1]))
+    with pytest.raises(Problem, match=f"at most {match[1]} characters"):
+        Caller("w" * 32, frozenset()).key("r" * (int(match[1]) + 1))
     assert len(longest) == 128
 
 
-def test_only_a_hash_is_kept_and_the_list_shows_no_secret(guarded: dict[str, Any]) -> None:
+def test_the_list_of_tokens_shows_no_secret(guarded: dict[str, Any]) -> None:
     listed = command(guarded["database"], "list")
     assert "vision  admin" in listed
     assert "gone revoked" in listed
@@ -197,48 +200,50 @@ def test_only_a_hash_is_kept_and_the_list_shows_no_secret(guarded: dict[str, Any
 
 def test_a_revoked_token_stops_working_within_seconds(fresh: Fresh, tmp_path: Path) -> None:
     database = fresh(tmp_path)
-    first, second = (kept(database, name, "default", "read") for name in "ab")
-    with collector(tmp_path, database_url=database) as running, httpx.Client(base_url=running.url) as kept_alive:
+    first, second = (create_token(database, name, "default", "read") for name in "ab")
+    with collector(tmp_path, database_url=database) as running, httpx.Client(base_url=running.url) as client:
         headers = {"Authorization": f"Bearer {second}"}
-        assert kept_alive.get("/api/v1/runs", headers=headers).status_code == 200
+        assert client.get("/api/v1/runs", headers=headers).status_code == 200
         store = Store(database)
         assert store.revoke_token(second.split("_")[1], time.time_ns())
         store.close()
         deadline = time.monotonic() + 30
-        while kept_alive.get("/api/v1/runs", headers=headers).status_code == 200:
+        while client.get("/api/v1/runs", headers=headers).status_code == 200:
             assert time.monotonic() < deadline
             time.sleep(0.2)
         headers = {"Authorization": f"Bearer {first}"}
-        assert kept_alive.get("/api/v1/runs", headers=headers).status_code == 200
+        assert client.get("/api/v1/runs", headers=headers).status_code == 200
 
 
-def test_a_new_token_works_at_once_for_all_who_come_with_it(fresh: Fresh, tmp_path: Path) -> None:
+def test_a_new_token_works_at_once_for_all_its_clients(fresh: Fresh, tmp_path: Path) -> None:
     database = fresh(tmp_path)
-    kept(database, "first", "default", "read")
+    create_token(database, "first", "default", "read")
     with collector(tmp_path, database_url=database) as running, ThreadPoolExecutor(8) as ranks:
         assert_problem(httpx.get(f"{running.url}/api/v1/runs"), 401)
-        for name in "ab":  # The second comes when the collector has just looked.
-            headers = {"Authorization": f"Bearer {kept(database, name, 'default', 'ingest')}"}
-            sent = [batch(name, seq=seq) for seq in range(8)]
-            answers = ranks.map(lambda one, headers=headers: put(running.url, one, **headers).status_code, sent)
+        for name in "ab":  # The second is created just after the collector has refreshed its cache.
+            headers = {"Authorization": f"Bearer {create_token(database, name, 'default', 'ingest')}"}
+            payloads = [batch(name, seq=seq) for seq in range(8)]
+            answers = ranks.map(
+                lambda payload, headers=headers: put(running.url, payload, **headers).status_code, payloads
+            )
             assert list(answers) == [201] * 8
 
 
-class Watched(Store):
-    """Notes when it is asked for the tokens."""
+class RecordingStore(Store):
+    """Records the times at which the tokens are read."""
 
-    asked: ClassVar[list[float]] = []
+    token_reads: ClassVar[list[float]] = []
 
     def tokens(self) -> list[Token]:
-        self.asked.append(time.monotonic())
+        self.token_reads.append(time.monotonic())
         return super().tokens()
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """When that was; none yet."""
-    monkeypatch.setattr(Watched, "asked", [])
-    return Watched.asked
+def token_reads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Times at which the tokens are read; empty at first."""
+    monkeypatch.setattr(RecordingStore, "token_reads", [])
+    return RecordingStore.token_reads
 
 
 @pytest.fixture
@@ -247,19 +252,19 @@ def database(tmp_path: Path) -> str:
 
 
 @pytest.fixture
-def authenticator(database: str, asked: list[float]) -> Iterator[Authenticator]:
-    """One that has read its tokens: s3cret, and one of the database's."""
-    kept(database, "first", "default", "read")
-    store = Watched(database)
-    made = Authenticator(Settings(database_url=database, token="s3cret"), store)
-    made.look()
-    yield made
+def authenticator(database: str, token_reads: list[float]) -> Iterator[Authenticator]:
+    """An authenticator that has read its tokens: s3cret from the settings and one from the database."""
+    create_token(database, "first", "default", "read")
+    store = RecordingStore(database)
+    authenticator = Authenticator(Settings(database_url=database, token="s3cret"), store)
+    authenticator.refresh()
+    yield authenticator
     store.close()
 
 
 @pytest.fixture
 def statuses(authenticator: Authenticator) -> Iterator[Callable[..., set[int]]]:
-    """What the bearers of some tokens are told who come at the same time, all from one address."""
+    """A function: the set of statuses of concurrent requests from one address, one for each token."""
 
     async def call(token: str) -> int:
         try:
@@ -276,67 +281,67 @@ def statuses(authenticator: Authenticator) -> Iterator[Callable[..., set[int]]]:
         yield lambda *tokens: loop.run(call_all(tokens))
 
 
-def test_a_flood_of_wrong_tokens_asks_the_database_once_a_second(
-    statuses: Callable[..., set[int]], asked: list[float]
+def test_a_flood_of_wrong_tokens_reads_the_database_once_a_second(
+    statuses: Callable[..., set[int]], token_reads: list[float]
 ) -> None:
     for count in (10, 100):
         wrong = [new_token("", "", [])[0] for _ in range(count)]
         assert statuses(*wrong) <= {401, 429}
     assert statuses(new_token("", "", [])[0]) == {429}
-    assert len(asked) == 3
-    assert min(later - earlier for earlier, later in pairwise(asked)) > 0.9
+    assert len(token_reads) == 3
+    assert min(later - earlier for earlier, later in pairwise(token_reads)) > 0.9
 
 
-def test_unknown_tokens_hold_up_no_read_of_a_known_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auth, "_NEW_S", 5.0)
+def test_unknown_tokens_do_not_delay_a_known_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(auth, "_REFRESH_S", 5.0)
     database = f"sqlite:///{tmp_path}/runs.db"
-    headers = {"Authorization": f"Bearer {kept(database, 'known', 'default', 'read')}"}
+    headers = {"Authorization": f"Bearer {create_token(database, 'known', 'default', 'read')}"}
     app = create_app(Settings(database_url=database))
     with served(app) as (host, port), ThreadPoolExecutor(16) as strangers:
         url = f"http://{host}:{port}/api/v1/runs"
         assert httpx.get(url, headers=headers).status_code == 200
 
-        def ask(_: int) -> float:
+        def send_wrong_token(_: int) -> float:
             httpx.get(url, headers={"Authorization": f"Bearer {new_token('', '', [])[0]}"}, timeout=60)
             return time.monotonic()
 
-        asked = [strangers.submit(ask, number) for number in range(16)]
-        while not any(one.running() for one in asked):
+        requests = [strangers.submit(send_wrong_token, number) for number in range(16)]
+        while not any(request.running() for request in requests):
             time.sleep(0.001)
         assert httpx.get(url, headers=headers, timeout=60).status_code == 200
         answered = time.monotonic()
-        assert sum(one.result() > answered for one in asked) > 4, "more than have turns still wait"
+        assert sum(request.result() > answered for request in requests) > 4, "more wait than there are read slots"
 
 
-def test_what_can_be_no_new_token_asks_nothing(
-    statuses: Callable[..., set[int]], authenticator: Authenticator, asked: list[float], database: str
+def test_a_token_that_cannot_be_new_does_not_read_the_database(
+    statuses: Callable[..., set[int]], authenticator: Authenticator, token_reads: list[float], database: str
 ) -> None:
     store = Store(database)
-    revoked, known = new_token("gone", "default", ["read"])
-    store.add_token(known)
-    store.revoke_token(known.token_id, time.time_ns())
+    revoked, record = new_token("gone", "default", ["read"])
+    store.add_token(record)
+    store.revoke_token(record.token_id, time.time_ns())
     store.close()
-    authenticator.look()
+    authenticator.refresh()
     assert statuses(revoked, revoked[:-1] + "!", "guess", "ddpobs_0_0") == {401}
-    assert len(asked) == 2
+    assert len(token_reads) == 2
 
 
-def test_a_token_that_turns_out_right_was_no_wrong_one(statuses: Callable[..., set[int]], database: str) -> None:
-    new = kept(database, "new", "default", "read")
+def test_a_new_token_does_not_count_as_a_wrong_one(statuses: Callable[..., set[int]], database: str) -> None:
+    new = create_token(database, "new", "default", "read")
     assert statuses(*[new] * 30) == {200}
     assert statuses("s3cret") == {200}
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])
-def test_to_revoke_the_last_token_opens_nothing(tmp_path: Path, host: str) -> None:
+def test_revoking_the_last_token_does_not_allow_anonymous_access(tmp_path: Path, host: str) -> None:
     settings = Settings(database_url=databases.sqlite(tmp_path), host=host)
-    token = kept(settings.database_url, "last", "default", "read")
+    token = create_token(settings.database_url, "last", "default", "read")
     store = Store(settings.database_url)
     authenticator = Authenticator(settings, store)
-    authenticator.look()
+    authenticator.refresh()
     assert authenticator.caller(f"Bearer {token}", "here").scopes == {"read"}
     assert store.revoke_token(token.split("_")[1], time.time_ns())
-    authenticator.look()
+    authenticator.refresh()
     for header in ("", f"Bearer {token}"):
         with pytest.raises(Problem) as refused:
             authenticator.caller(header, "here")
@@ -344,7 +349,7 @@ def test_to_revoke_the_last_token_opens_nothing(tmp_path: Path, host: str) -> No
     store.close()
 
 
-def test_who_tries_many_wrong_tokens_has_to_wait(tmp_path: Path) -> None:
+def test_an_address_has_to_wait_after_many_wrong_tokens(tmp_path: Path) -> None:
     with collector(tmp_path, token="s3cret") as running:
         wrong = {"Authorization": "Bearer guess"}
         for _ in range(20):
@@ -364,7 +369,7 @@ def test_who_tries_many_wrong_tokens_has_to_wait(tmp_path: Path) -> None:
         ("\x1b[m",),
     ],
 )
-def test_what_no_token_can_have_is_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_invalid_scopes_workspaces_and_names_of_tokens_are_refused(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = subprocess.run(
         [
             *(str(Path(sys.executable).with_name("ddpobs-server")), "token", "create"),
@@ -379,16 +384,16 @@ def test_what_no_token_can_have_is_refused(tmp_path: Path, arguments: tuple[str,
     assert "expected" in done.stderr
 
 
-def test_whoever_makes_a_token_is_told_where_it_is_kept(tmp_path: Path) -> None:
+def test_creating_a_token_prints_its_database(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path}/x.db"
-    made = CliRunner().invoke(cli, ["token", "create", "x", "--database-url", url])
-    assert made.exit_code == 0
-    assert url in made.stderr
-    assert "ingest, read in workspace default" in made.stderr
-    assert len(made.stdout.split()) == 1
+    created = CliRunner().invoke(cli, ["token", "create", "x", "--database-url", url])
+    assert created.exit_code == 0
+    assert url in created.stderr
+    assert "ingest, read in workspace default" in created.stderr
+    assert len(created.stdout.split()) == 1
 
 
-def test_every_command_says_which_database_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_token_command_prints_its_database(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     url = "sqlite:///x.db"
 
@@ -402,12 +407,12 @@ def test_every_command_says_which_database_it_was(tmp_path: Path, monkeypatch: p
     token_id = token.split("_")[1]
     assert (code, run("list")[1][0]) == (0, token_id)
     assert run("revoke", token_id)[0] == 0
-    code, _, said = run("revoke", token_id)
-    assert (code, f"no token {token_id} that works" in said) == (1, True)
+    code, _, errors = run("revoke", token_id)
+    assert (code, f"no token {token_id} that works" in errors) == (1, True)
 
 
 @pytest.mark.parametrize("arguments", [("list",), ("revoke", "abcd")])
-def test_where_no_database_is_none_is_made(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_list_and_revoke_create_no_database(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     done = CliRunner().invoke(cli, ["token", *arguments, "--database-url", f"sqlite:///{tmp_path}/x.db"])
     assert (done.exit_code, done.stderr) == (1, f"ddpobs-server: no database {tmp_path}/x.db\n")
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""What comes beside a body, or goes on after it, is bounded; and so is an answer that nobody reads."""
+"""Limits of headers, trailers, late bodies and unread responses."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from ddpobs import wire
 from tests import databases
 from tests.collector import Collector
 from tests.server.batches import assert_problem, batch, path, put, steps
-from tests.server.serving import answered, served
+from tests.server.serving import read_until_closed, served
 
 
-def test_headers_without_end_are_ended(on_sqlite: Collector) -> None:
+def test_a_connection_with_endless_headers_is_closed(on_sqlite: Collector) -> None:
     address = urlsplit(on_sqlite.url)
     with socket.create_connection((address.hostname, address.port), 60) as client:
         client.sendall(b"GET / HTTP/1.1\r\nHost: here\r\nX-Long: ")
@@ -35,42 +35,42 @@ def test_headers_without_end_are_ended(on_sqlite: Collector) -> None:
             send_on(client, b"x" * 10_000, 30)
 
 
-def test_a_request_with_all_headers_that_are_allowed_is_answered(on_sqlite: Collector, run: str) -> None:
+def test_headers_up_to_the_limit_are_accepted_and_larger_ones_get_431(on_sqlite: Collector, run: str) -> None:
     answer = put(on_sqlite.url, batch(run, steps=steps(0, 40)), **{"X-Long": "x" * 50_000})
     assert answer.status_code == 201
     assert_problem(httpx.get(on_sqlite.url, headers={"X-Long": "x" * 400_000}), 431)
 
 
-def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bounded_protocol, "MOST_S", 0.2)
+def test_headers_that_do_not_arrive_in_time_get_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounded_protocol, "HEAD_S", 0.2)
     with served() as address, socket.create_connection(address, 60) as client:
         client.sendall(b"GET / HTTP/1.1\r\n")
-        assert answered(client).startswith("HTTP/1.1 408 ")
+        assert read_until_closed(client).startswith("HTTP/1.1 408 ")
 
 
 @pytest.mark.parametrize("request_line", ["GET / HTTP/1.1", f"PUT {path(batch('trailing'))} HTTP/1.1"])
 @pytest.mark.parametrize("trailers", [b"a: b\r\n" * 1000, b"x" * 6000], ids=["many", "long"])
-def test_trailers_without_end_are_ended(on_sqlite: Collector, request_line: str, trailers: bytes) -> None:
+def test_a_connection_with_endless_trailers_is_closed(on_sqlite: Collector, request_line: str, trailers: bytes) -> None:
     address = urlsplit(on_sqlite.url)
     head = f"{request_line}\r\nHost: here\r\nContent-Type: {wire.JSON}\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n"
     with socket.create_connection((address.hostname, address.port), 60) as client:
         client.sendall(head.encode())
         with pytest.raises(OSError, match=r"reset|pipe"):
-            send_on(client, trailers, 30)  # An upload would be ended after 60 s.
+            send_on(client, trailers, 30)  # The time limit of an upload is 60 s.
 
 
 def send_on(client: socket.socket, data: bytes, seconds: float) -> None:
-    """Send it again and again."""
+    """Send the data repeatedly for some seconds."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         client.sendall(data)
         time.sleep(0.01)
 
 
-def test_a_trailer_is_no_header(on_sqlite: Collector, run: str) -> None:
-    sent = batch(run, steps=steps(0, 1))
-    body = wire.encode_json(sent)
-    head = f"PUT {path(sent)} HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
+def test_a_trailer_is_not_taken_as_a_header(on_sqlite: Collector, run: str) -> None:
+    payload = batch(run, steps=steps(0, 1))
+    body = wire.encode_json(payload)
+    head = f"PUT {path(payload)} HTTP/1.1\r\nHost: here\r\nTransfer-Encoding: chunked\r\n\r\n"
     address = urlsplit(on_sqlite.url)
     with socket.create_connection((address.hostname, address.port), 60) as client:
         client.sendall(
@@ -79,7 +79,7 @@ def test_a_trailer_is_no_header(on_sqlite: Collector, run: str) -> None:
         assert client.recv(65536).startswith(b"HTTP/1.1 415 ")
 
 
-def test_a_body_that_goes_on_after_its_answer_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_body_that_continues_after_its_response_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bounded_protocol, "REST_S", 3.0)
     with served() as address, socket.create_connection(address, 60) as client:
         client.sendall(b"PUT / HTTP/1.1\r\nHost: here\r\nContent-Length: 1000000\r\n\r\n")
@@ -89,9 +89,9 @@ def test_a_body_that_goes_on_after_its_answer_is_ended(monkeypatch: pytest.Monke
             send_on(client, b"x", 60)
 
 
-@pytest.mark.parametrize("body", [b"", b"x"], ids=["answered after it", "answered before its end"])
-def test_after_a_request_the_next_is_waited_for_as_the_first(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
-    monkeypatch.setattr(bounded_protocol, "MOST_S", 2.0)
+@pytest.mark.parametrize("body", [b"", b"x"], ids=["response after the body", "response before the end of the body"])
+def test_the_next_request_has_the_same_time_limit_as_the_first(monkeypatch: pytest.MonkeyPatch, body: bytes) -> None:
+    monkeypatch.setattr(bounded_protocol, "HEAD_S", 2.0)
     with served() as address, socket.create_connection(address, 60) as client:
         client.sendall(b"PUT / HTTP/1.1\r\nHost: here\r\nContent-Length: %d\r\n\r\n" % len(body))
         first = b""
@@ -99,43 +99,45 @@ def test_after_a_request_the_next_is_waited_for_as_the_first(monkeypatch: pytest
             first += client.recv(65536)
         assert first.startswith(b"HTTP/1.1 404 ")
         client.sendall(body or b"\r\n")
-        assert answered(client)[:12] == ("" if body else "HTTP/1.1 408"), "closed, and told why where one had begun"
+        assert read_until_closed(client)[:12] == ("" if body else "HTTP/1.1 408"), (
+            "closed, with a problem if a request had begun"
+        )
 
 
-NO_REQUESTS = {
-    "a method that nobody knows": b"NONE / HTTP/1.1\r\n",
+MALFORMED_REQUESTS = {
+    "an unknown method": b"NONE / HTTP/1.1\r\n",
     "two lengths": b"PUT / HTTP/1.1\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n",
     "a length below zero": b"PUT / HTTP/1.1\r\nContent-Length: -1\r\n",
     "a path beyond ASCII": b"GET /\xff HTTP/1.1\r\n",
-    "a piece of no length": b"PUT / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
+    "a chunk without a length": b"PUT / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nx\r\n",
 }
 
 
-@pytest.mark.parametrize("what", NO_REQUESTS)
-def test_what_is_no_request_is_told_so_by_a_problem_and_counted(on_sqlite: Collector, what: str) -> None:
-    before = problems_told(on_sqlite.url, 400, "Malformed request")
+@pytest.mark.parametrize("case", MALFORMED_REQUESTS)
+def test_a_malformed_request_gets_a_problem_and_is_counted(on_sqlite: Collector, case: str) -> None:
+    count = problem_count(on_sqlite.url, 400, "Malformed request")
     address = urlsplit(on_sqlite.url)
     with socket.create_connection((address.hostname, address.port), 60) as client:
-        client.sendall(NO_REQUESTS[what] + b"\r\n")
-        head, _, body = answered(client).partition("\r\n\r\n")
+        client.sendall(MALFORMED_REQUESTS[case] + b"\r\n")
+        head, _, body = read_until_closed(client).partition("\r\n\r\n")
     assert head.startswith("HTTP/1.1 400 ")
     assert "Content-Type: application/problem+json" in head
     assert msgspec.json.decode(body)["title"] == "Malformed request"
-    assert problems_told(on_sqlite.url, 400, "Malformed request") == before + 1
+    assert problem_count(on_sqlite.url, 400, "Malformed request") == count + 1
 
 
-def problems_told(url: str, status: int, title: str) -> float:
-    seen = httpx.get(f"{url}/metrics", params={"only": "collector"}).text
-    found = re.search(rf'^ddpobs_server_problems_total{{.*"{title}",status="{status}"}} (.+)$', seen, re.MULTILINE)
-    return float(found[1]) if found else 0.0
+def problem_count(url: str, status: int, title: str) -> float:
+    metrics = httpx.get(f"{url}/metrics", params={"only": "collector"}).text
+    match = re.search(rf'^ddpobs_server_problems_total{{.*"{title}",status="{status}"}} (.+)$', metrics, re.MULTILINE)
+    return float(match[1]) if match else 0.0
 
 
 SMALL_BYTES, SLOW_BYTES, LARGE_BYTES = 50_000, 2_000_000, 10_000_000
 
 
 @contextmanager
-def zeros_served(folder: Path) -> Iterator[tuple[str, int]]:
-    """A collector that answers with as much as it is asked for, and takes turns as for any read."""
+def zeros_collector(folder: Path) -> Iterator[tuple[str, int]]:
+    """A collector with a route that returns the requested number of zeros, limited like any read."""
     router = APIRouter(route_class=ConcurrencyLimitedRoute)
 
     @router.get("/zeros/{count}")
@@ -149,8 +151,8 @@ def zeros_served(folder: Path) -> Iterator[tuple[str, int]]:
 
 
 @contextmanager
-def asking(address: tuple[str, int], target: str = f"/zeros/{LARGE_BYTES}") -> Iterator[socket.socket]:
-    """Someone who asks, and whose system holds little that was not read."""
+def unread_response(address: tuple[str, int], target: str = f"/zeros/{LARGE_BYTES}") -> Iterator[socket.socket]:
+    """A client that sends a request and has a small receive buffer."""
     with socket.socket() as client:
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.settimeout(60)
@@ -160,39 +162,39 @@ def asking(address: tuple[str, int], target: str = f"/zeros/{LARGE_BYTES}") -> I
 
 
 @pytest.mark.parametrize("count", [SMALL_BYTES, LARGE_BYTES])
-def test_a_reader_who_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(bounded_protocol, "MOST_S", 0.3)
+def test_a_client_that_does_not_read_is_cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    monkeypatch.setattr(bounded_protocol, "HEAD_S", 0.3)
     monkeypatch.setattr(bounded_protocol, "UNREAD_S", 0.3)
-    with zeros_served(tmp_path) as address, asking(address, f"/zeros/{count}") as client:
+    with zeros_collector(tmp_path) as address, unread_response(address, f"/zeros/{count}") as client:
         deadline = time.monotonic() + 60
-        while not problems_told(f"http://{address[0]}:{address[1]}", 408, "Answer not read"):
-            assert time.monotonic() < deadline, "whoever reads nothing is waited for"
+        while not problem_count(f"http://{address[0]}:{address[1]}", 408, "Answer not read"):
+            assert time.monotonic() < deadline, "the unread response was not aborted"
             time.sleep(0.1)
-        assert len(answered(client)) < count
+        assert len(read_until_closed(client)) < count
 
 
-def test_a_slow_reader_gets_the_whole_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_responses, "_PIECE_BYTES", 2**14)
+def test_a_slow_client_gets_the_whole_response(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunked_responses, "_CHUNK_BYTES", 2**14)
     monkeypatch.setattr(bounded_protocol, "UNREAD_S", 2.0)
-    with zeros_served(tmp_path) as address, asking(address, f"/zeros/{SLOW_BYTES}") as client:
-        began, came = time.monotonic(), 0
-        while came < SLOW_BYTES:
+    with zeros_collector(tmp_path) as address, unread_response(address, f"/zeros/{SLOW_BYTES}") as client:
+        began, received = time.monotonic(), 0
+        while received < SLOW_BYTES:
             chunk = client.recv(2**20)
             assert chunk, "cut off"
-            came += len(chunk)
-            time.sleep(max(0.0, began + 3 * came / SLOW_BYTES - time.monotonic()))
+            received += len(chunk)
+            time.sleep(max(0.0, began + 3 * received / SLOW_BYTES - time.monotonic()))
     assert time.monotonic() - began > 2.5
 
 
-def test_so_many_answers_are_under_way_and_those_that_nobody_reads_make_room(
+def test_unsent_responses_are_limited_and_unread_ones_are_aborted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(concurrency, "_UNSENT", 2)
+    monkeypatch.setattr(concurrency, "_UNSENT_RESPONSES", 2)
     monkeypatch.setattr(bounded_protocol, "UNREAD_S", 6.0)
-    with zeros_served(tmp_path) as address, asking(address) as first, asking(address) as second:
-        for reader in (first, second):
-            assert reader.recv(1, socket.MSG_PEEK), "its answer is under way"
-        with asking(address, "/api/v1/runs") as third:
+    with zeros_collector(tmp_path) as address, unread_response(address) as first, unread_response(address) as second:
+        for client in (first, second):
+            assert client.recv(1, socket.MSG_PEEK), "the response has not begun"
+        with unread_response(address, "/api/v1/runs") as third:
             third.settimeout(0.3)
             with pytest.raises(TimeoutError):
                 third.recv(1)

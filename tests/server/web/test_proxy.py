@@ -1,4 +1,4 @@
-"""Two collectors on one PostgreSQL behind a real nginx, as `deploy/` has them."""
+"""Two collectors on one PostgreSQL behind a real nginx, as configured in `deploy/`."""
 
 from __future__ import annotations
 
@@ -30,18 +30,20 @@ RANKS, BATCHES = 4, 40
 
 @contextmanager
 def proxy(folder: Path, collectors: list[str]) -> Iterator[str]:
-    """The committed configuration, with addresses of this machine's in it."""
+    """nginx with the committed configuration, adapted to local addresses."""
     program = need("nginx", "nginx-light")
     address = f"127.0.0.1:{free_port()}"
     config = CONFIG.read_text().replace("listen 8321", f"listen {address}")
     for number, url in enumerate(collectors, start=1):
         config = config.replace(f"collector-{number}:8321", url.removeprefix("http://"))
-    kept = "".join(
-        f"{what}_temp_path {folder}/{what};" for what in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    temp_paths = "".join(
+        f"{kind}_temp_path {folder}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
     )
-    (folder / "nginx.conf").write_text(config.replace("http {", f"http {{ {kept}"))
-    told = f"daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log;"
-    process = subprocess.Popen([program, "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "log", "-g", told])
+    (folder / "nginx.conf").write_text(config.replace("http {", f"http {{ {temp_paths}"))
+    directives = f"daemon off; pid {folder}/nginx.pid; error_log {folder}/nginx.log;"
+    process = subprocess.Popen(
+        [program, "-p", folder, "-c", folder / "nginx.conf", "-e", folder / "log", "-g", directives]
+    )
     try:
         deadline = time.monotonic() + 30
         while True:
@@ -68,52 +70,52 @@ def behind(postgresql: databases.Fresh, tmp_path: Path) -> Iterator[tuple[str, l
             (tmp_path / name).mkdir()
             settings = {"database_url": database, "token": TOKEN, "trusted_proxies": "127.0.0.1"}
             running.append(stack.enter_context(collector(tmp_path / name, **settings)))
-        yield stack.enter_context(proxy(tmp_path, [one.url for one in running])), running
+        yield stack.enter_context(proxy(tmp_path, [backend.url for backend in running])), running
 
 
-def test_one_of_two_is_killed_and_every_batch_is_stored_once(behind: tuple[str, list[Collector]]) -> None:
+def test_every_batch_is_stored_once_when_one_of_two_collectors_is_killed(behind: tuple[str, list[Collector]]) -> None:
     url, (first, second) = behind
-    sent, killed = [0] * RANKS, threading.Event()
+    acknowledged, killed = [0] * RANKS, threading.Event()
 
     def send(rank: int) -> None:
         sender = Sender(TelemetryConfig(collector=url, token=TOKEN))
         for seq in range(BATCHES):
             if seq == BATCHES // 2:
                 assert killed.wait(60)
-            made = batch("both", seq=seq, rank=rank, world_size=RANKS, steps=steps(seq, 1), spans=spans(seq, 1))
-            body = zstandard.compress(wire.encode(made))
-            while sender.send(made.run, made.source, seq, body).outcome not in (Outcome.STORED, Outcome.REPEATED):
+            payload = batch("both", seq=seq, rank=rank, world_size=RANKS, steps=steps(seq, 1), spans=spans(seq, 1))
+            body = zstandard.compress(wire.encode(payload))
+            while sender.send(payload.run, payload.source, seq, body).outcome not in (Outcome.STORED, Outcome.REPEATED):
                 time.sleep(0.05)
-            sent[rank] += 1
+            acknowledged[rank] += 1
         sender.close()
 
     threads = [threading.Thread(target=send, args=(rank,)) for rank in range(RANKS)]
     for thread in threads:
         thread.start()
-    while sum(sent) < RANKS * BATCHES // 4:
+    while sum(acknowledged) < RANKS * BATCHES // 4:
         time.sleep(0.01)
     first.end(signal.SIGKILL)
     killed.set()
     for thread in threads:
         thread.join()
-    mine = {"Authorization": f"Bearer {TOKEN}"}
+    bearer = {"Authorization": f"Bearer {TOKEN}"}
     for address in (url, second.url):
-        ranks = httpx.get(f"{address}/api/v1/runs/both/ranks", headers=mine).json()["ranks"]
+        ranks = httpx.get(f"{address}/api/v1/runs/both/ranks", headers=bearer).json()["ranks"]
         assert [rank["steps"] for rank in ranks] == [BATCHES] * RANKS
-        stored = httpx.get(f"{address}/api/v1/runs/both/spans", headers=mine).json()["columns"]["step"]
+        stored = httpx.get(f"{address}/api/v1/runs/both/spans", headers=bearer).json()["columns"]["step"]
         assert len(stored) == RANKS * BATCHES * 2
 
-    with who("127.0.0.2", url) as guessing, who("127.0.0.3", url) as other:
+    with client_at("127.0.0.2", url) as guessing, client_at("127.0.0.3", url) as other:
         for number in range(20):
             forged = {"Authorization": "Bearer guess", "X-Forwarded-For": f"10.0.0.{number}"}
             assert_problem(guessing.get("/api/v1/runs", headers=forged), 401)
-        refused = assert_problem(guessing.get("/api/v1/runs", headers=mine), 429)
+        refused = assert_problem(guessing.get("/api/v1/runs", headers=bearer), 429)
         assert "127.0.0.2" in refused["detail"]
-        assert other.get("/api/v1/runs", headers=mine).status_code == 200
+        assert other.get("/api/v1/runs", headers=bearer).status_code == 200
 
 
 class Busy(BaseHTTPRequestHandler):
-    """A collector that takes no batch just now."""
+    """A collector that refuses every batch with 503."""
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -128,10 +130,10 @@ class Busy(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, *_: object) -> None:
-        """Nobody reads it."""
+        """Write no log."""
 
 
-def test_that_both_are_busy_is_for_their_clients_to_wait_out(tmp_path: Path) -> None:
+def test_the_503_of_two_busy_collectors_reaches_the_client(tmp_path: Path) -> None:
     with ExitStack() as stack:
         addresses = []
         for _ in range(2):
@@ -146,6 +148,6 @@ def test_that_both_are_busy_is_for_their_clients_to_wait_out(tmp_path: Path) -> 
         assert httpx.get(f"{url}/healthz").status_code == 200
 
 
-def who(address: str, url: str) -> httpx.Client:
-    """A client of another address of this machine's."""
+def client_at(address: str, url: str) -> httpx.Client:
+    """A client with another local address."""
     return httpx.Client(base_url=url, transport=httpx.HTTPTransport(local_address=address), timeout=30)

@@ -1,4 +1,4 @@
-"""HTTPS by the collector itself, and what it believes of a proxy before it."""
+"""HTTPS of the collector, and addresses forwarded by a proxy."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ print(answer.outcome.value, answer.detail)
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with `ca.pem`, a private authority, and `server.pem` and `server.key`, which it signed."""
+    """A folder with `ca.pem`, a private authority, and the signed `server.pem` with `server.key`."""
     openssl, folder = need("openssl", "openssl"), tmp_path_factory.mktemp("certificates")
     (folder / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1\n")
     key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes"]
@@ -68,29 +68,29 @@ def test_ranks_and_the_command_trust_the_authority_in_ssl_cert_file(certificates
 
 
 @pytest.mark.parametrize("trusted", [True, False])
-def test_forwarded_addresses_are_believed_of_trusted_proxies_alone(tmp_path: Path, trusted: bool) -> None:
+def test_forwarded_addresses_are_used_only_from_trusted_proxies(tmp_path: Path, trusted: bool) -> None:
     settings = {"trusted_proxies": "127.0.0.1"} if trusted else {}
     with collector(tmp_path, token="s3cret", **settings) as running, httpx.Client(base_url=running.url) as browser:
 
-        def ask(token: str, client: str) -> httpx.Response:
+        def read_runs(token: str, client: str) -> httpx.Response:
             headers = {"Authorization": f"Bearer {token}", "X-Forwarded-For": f"6.6.6.6, {client}"}
             return browser.get("/api/v1/runs", headers=headers)
 
         for _ in range(20):
-            assert_problem(ask("guess", "10.0.0.1"), 401)
-        refused = assert_problem(ask("s3cret", "10.0.0.1"), 429)
+            assert_problem(read_runs("guess", "10.0.0.1"), 401)
+        refused = assert_problem(read_runs("s3cret", "10.0.0.1"), 429)
         assert ("10.0.0.1" if trusted else "127.0.0.1") in refused["detail"]
-        assert ask("s3cret", "10.0.0.2").status_code == (200 if trusted else 429)
+        assert read_runs("s3cret", "10.0.0.2").status_code == (200 if trusted else 429)
 
 
-def test_with_a_proxy_before_it_loopback_is_not_alone_and_wants_a_token(tmp_path: Path) -> None:
+def test_behind_a_trusted_proxy_loopback_needs_a_token(tmp_path: Path) -> None:
     command = [str(Path(sys.executable).with_name("ddpobs-server")), "--trusted-proxies", "127.0.0.1"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "there is no token" in done.stderr
 
 
-def test_a_certificate_that_cannot_be_used_is_said_so(certificates: Path) -> None:
+def test_an_unusable_certificate_is_reported_with_its_file(certificates: Path) -> None:
     for settings, fits in (
         (Settings(tls_cert=certificates / "server.pem", tls_key=certificates / "server.key"), True),
         (Settings(tls_cert=certificates / "server.pem", tls_key=certificates / "ca.key"), False),
@@ -102,10 +102,10 @@ def test_a_certificate_that_cannot_be_used_is_said_so(certificates: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("days", "state", "told"), [(400, "ok", "400 more days"), (3, "warn", "3 more days"), (-1, "fail", "has expired")]
+    ("days", "state", "detail"), [(400, "ok", "400 more days"), (3, "warn", "3 more days"), (-1, "fail", "has expired")]
 )
-def test_a_certificate_is_looked_at_before_clients_refuse_it(
-    certificates: Path, tmp_path: Path, days: int, state: str, told: str
+def test_the_check_reports_the_remaining_days_of_a_certificate(
+    certificates: Path, tmp_path: Path, days: int, state: str, detail: str
 ) -> None:
     sign = ["x509", "-req", "-in", "server.csr", "-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial"]
     short = [*sign, "-out", str(tmp_path / "some.pem"), "-days", str(days), "-extfile", "names"]
@@ -113,6 +113,6 @@ def test_a_certificate_is_looked_at_before_clients_refuse_it(
     settings = Settings(
         tls_cert=tmp_path / "some.pem", tls_key=certificates / "server.key", database_url=f"sqlite:///{tmp_path}/new.db"
     )
-    found = {finding.name: finding for finding in self_check.run(settings)}["tls"]
-    assert found.state == state
-    assert told in found.detail
+    result = {result.name: result for result in self_check.run(settings)}["tls"]
+    assert result.state == state
+    assert detail in result.detail

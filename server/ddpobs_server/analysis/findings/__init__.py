@@ -1,1 +1,1 @@
-"""One file a finding; `registry.py` lists them all."""
+"""One file per finding; `registry.py` lists them all."""

@@ -7,52 +7,51 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged, severity_of
-from ddpobs_server.analysis.joined_steps import Floats, ranks_of
+from ddpobs_server.analysis.joined_steps import Floats, index_ranks
 
+CODES = ("input-bound",)
 DATA_SHARE = 0.3
-
-
-_FIFTHS = 5
+"""Largest share of the data phase that is no finding."""
+_PARTS = 5
 
 
 def input_bound(evidence: Evidence) -> Judgement:
-    """The data phase is the largest, and above 30 % of the time, on the median rank and in most of the run."""
-    steps = evidence.steps
-    if len(np.unique(steps.step)) < MIN_STEPS:
-        return NotJudged("input-bound", f"fewer than {MIN_STEPS} steps")
-    shares = _phase_shares(evidence.rank, steps)
-    # The lower median: of two ranks both must be held up, else it is one rank's trouble and a straggler's.
-    middle = shares[np.argsort(shares[:, 0])[(len(shares) - 1) // 2]]
-    if middle[0] <= DATA_SHARE or middle.argmax() != 0:
+    """Judge a data phase that is the largest phase and above 30 % of the time, on the lower median rank."""
+    if len(np.unique(evidence.steps.step)) < MIN_STEPS:
+        return [NotJudged("input-bound", f"fewer than {MIN_STEPS} steps")]
+    shares = _phase_shares(evidence.rank, evidence.steps)
+    # Of two ranks both must wait for data: a single waiting rank is a straggler.
+    lower_median = shares[np.argsort(shares[:, 0])[(len(shares) - 1) // 2]]
+    if lower_median[0] <= DATA_SHARE or lower_median.argmax() != 0:
         return []
     return [
         Finding(
             code="input-bound",
-            severity=severity_of(float(middle[0])),
-            title=f"{middle[0]:.0%} of the time is spent waiting for data",
+            severity=severity_of(float(lower_median[0])),
+            title=f"{lower_median[0]:.0%} of the time is spent waiting for data",
             remedy="Give the loader more workers (num_workers, prefetch_factor), or make samples cheaper to prepare.",
-            steps=evidence.seen,
+            steps=evidence.step_range,
             phase="data",
-            evidence={"shares": {p: round(float(s), 4) for p, s in zip(wire.PHASES, middle, strict=True)}},
+            evidence={"shares": {p: round(float(s), 4) for p, s in zip(wire.PHASES, lower_median, strict=True)}},
         )
     ]
 
 
 def _phase_shares(rank: wire.Ints, steps: wire.Steps) -> Floats:
-    """What share of the time each phase takes on each rank: the median over fifths of its steps.
+    """Return the share of each phase in each rank's time: the median over fifths of the rank's steps.
 
-    One slow fetch, as the first is, changes one fifth; workers that deliver in bursts, whose median step waits for
-    nothing, count in all of them.
+    One slow fetch, such as the first, changes only one fifth. Workers that deliver in bursts count in all
+    fifths, although the median step does not wait.
 
     Returns:
         Shape [ranks, phases].
     """
-    ranks, place = ranks_of(rank)
-    counts = np.bincount(place, minlength=len(ranks))
-    order = np.argsort(place, kind="stable")
+    ranks, index = index_ranks(rank)
+    counts = np.bincount(index, minlength=len(ranks))
+    order = np.argsort(index, kind="stable")
     number = np.arange(len(rank)) - np.repeat(np.cumsum(counts) - counts, counts)
-    part = place[order] * _FIFTHS + number * _FIFTHS // counts[place[order]]
+    part = index[order] * _PARTS + number * _PARTS // counts[index[order]]
     times = [getattr(steps, f"{phase}_ns")[order] for phase in wire.PHASES]
-    sums = np.stack([np.bincount(part, ns, len(ranks) * _FIFTHS) for ns in times], axis=1)
+    sums = np.stack([np.bincount(part, ns, len(ranks) * _PARTS) for ns in times], axis=1)
     shares = sums / np.maximum(1.0, sums.sum(axis=1, keepdims=True))
-    return np.asarray(np.median(shares.reshape(len(ranks), _FIFTHS, -1), axis=1))
+    return np.asarray(np.median(shares.reshape(len(ranks), _PARTS, -1), axis=1))

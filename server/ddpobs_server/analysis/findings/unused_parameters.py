@@ -7,104 +7,102 @@ from itertools import pairwise
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.evidence import _SHOWN, MIN_STEPS, Evidence, Judgement
+from ddpobs_server.analysis.evidence import MAX_LISTED, MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
 
+CODES = ("unused-parameters", "find-unused-needless")
 LATEST_SETS = 8
-"""Of each rank's unused sets of a module so many of the latest tell one that stays from those that alternate."""
+"""Latest unused sets of each rank and module: enough to separate a set that stays from sets that alternate."""
 
 
 def unused_parameters(evidence: Evidence) -> Judgement:
-    """Parameters that some backward left out, by name; those left out always are told apart."""
-    told: dict[int, dict[int, list[wire.Unused]]] = {}
+    """Name the parameters that a recent backward left out, and which of them every backward left out."""
+    by_module: dict[int, dict[int, list[wire.Unused]]] = {}
     for rank, record in evidence.unused:
-        told.setdefault(record.module, {}).setdefault(rank, []).append(record)
+        by_module.setdefault(record.module, {}).setdefault(rank, []).append(record)
     findings = []
-    for module, by_rank in sorted(told.items()):
-        lately = {
-            rank: _in_force(records, evidence.last_steps.get(rank, evidence.seen[1]))
+    for module, by_rank in sorted(by_module.items()):
+        in_force = {
+            rank: _in_force(records, evidence.last_steps.get(rank, evidence.step_range[1]))
             for rank, records in by_rank.items()
         }
-        lately = {rank: records for rank, records in lately.items() if any(record.locally for record in records)}
-        if lately:
-            findings.append(_left_out(module, lately, evidence))
+        nonempty = {rank: records for rank, records in in_force.items() if any(record.locally for record in records)}
+        if nonempty:
+            findings.append(_finding(module, nonempty, evidence))
     return findings
 
 
-def _left_out(module: int, lately: dict[int, list[wire.Unused]], evidence: Evidence) -> Finding:
-    """What the sets of some ranks say of a module, each rank's not all empty."""
-    sets = {rank: [set(record.locally) for record in records] for rank, records in lately.items()}
-    always = {rank: _always(of_rank) for rank, of_rank in sets.items()}
-    ever = {rank: set.union(*of_rank) for rank, of_rank in sets.items()}
-    everyone = sets.keys() >= evidence.last_steps.keys()
-    nobody = set.intersection(*always.values()) if everyone else set()
+def _finding(module: int, in_force: dict[int, list[wire.Unused]], evidence: Evidence) -> Finding:
+    """Describe a module's unused sets, of the ranks that have any that is not empty."""
+    sets = {rank: [set(record.locally) for record in records] for rank, records in in_force.items()}
+    always = {rank: _always_unused(rank_sets) for rank, rank_sets in sets.items()}
+    ever = {rank: set.union(*rank_sets) for rank, rank_sets in sets.items()}
+    all_ranks = sets.keys() >= evidence.last_steps.keys()
+    globally = set.intersection(*always.values()) if all_ranks else set()
     names = sorted(set().union(*ever.values()))
     sometimes = sorted(set().union(*(ever[rank] - always[rank] for rank in sets)))
-    all_alike = everyone and all(of_rank == set(names) for of_rank in ever.values())
-    where = "on every rank" if all_alike else f"on rank {format_ranks(sorted(sets))}"
-    when = " in some steps" if len(sometimes) == len(names) else ""
-    skip = "Some steps skip" if sometimes else "Some ranks skip"
+    same_everywhere = all_ranks and all(rank_names == set(names) for rank_names in ever.values())
+    ranks = "on every rank" if same_everywhere else f"on rank {format_ranks(sorted(sets))}"
+    steps = " in some steps" if len(sometimes) == len(names) else ""
     return Finding(
         code="unused-parameters",
-        severity="warning" if nobody else "info",
-        title=f"{len(names)} parameters get no gradient {where}{when}, {names[0]} among them",
+        severity="warning" if globally else "info",
+        title=f"{len(names)} parameters get no gradient {ranks}{steps}, {names[0]} among them",
         remedy=(
-            "Freeze or remove what no rank uses: it is reduced for nothing."
-            if nobody
-            else f"{skip} a branch: find_unused_parameters=True is needed, and costs an all-reduce."
+            "Freeze or remove the parameters that no rank uses: they are reduced for nothing."
+            if globally
+            else f"{'Some steps' if sometimes else 'Some ranks'} skip a branch: find_unused_parameters=True is needed, "
+            "and costs an all-reduce."
         ),
-        steps=(min(one.step for records in lately.values() for one in records if one.locally), evidence.seen[1]),
+        steps=(
+            min(record.step for records in in_force.values() for record in records if record.locally),
+            evidence.step_range[1],
+        ),
         ranks=sorted(sets),
-        parameters=names[:_SHOWN],
+        parameters=names[:MAX_LISTED],
         evidence={
             "module": module,
-            "globally": sorted(nobody)[:_SHOWN],
+            "globally": sorted(globally)[:MAX_LISTED],
             "locally": len(names),
-            "sometimes": sometimes[:_SHOWN],
+            "sometimes": sometimes[:MAX_LISTED],
         },
     )
 
 
-def _always(sets: list[set[str]]) -> set[str]:
-    """What all of a rank's sets name; nothing where one of the others was trained under a single one of them.
+def _always_unused(sets: list[set[str]]) -> set[str]:
+    """Return the names in all of a rank's sets; none if some other parameter was trained under only one set.
 
-    What was drawn once may stand for many that were not drawn yet, as of experts or of heads that take turns: the
-    chance of something new is about the share of what was seen once (Good, Biometrika 40, 1953).
+    A parameter trained once suggests further ones that have not had their turn yet, such as experts or heads that take
+    turns. The chance of a new one is about the share of those seen once (Good, Biometrika 40, 1953).
     """
     always, ever = set.intersection(*sets), set.union(*sets)
-    once = any(sum(name not in one for one in sets) == 1 for name in ever - always)
-    return set() if once else always
+    trained_once = any(sum(name not in names for names in sets) == 1 for name in ever - always)
+    return set() if trained_once else always
 
 
-def _in_force(told: list[wire.Unused], last: int) -> list[wire.Unused]:
-    """The sets that held in the latest steps: in `MIN_STEPS`, or where sets come back in twice as many as one held.
+def _in_force(records: list[wire.Unused], last: int) -> list[wire.Unused]:
+    """Return the sets that were valid in the latest steps, so that a set that has its turn is not taken as permanent.
 
-    So a set whose turn it is, however long that is, is not taken for one that stays.
+    The latest steps are `MIN_STEPS`, or twice the longest turn if sets come back.
 
     Args:
-        told: One rank's sets of a module in the order in which it told them, each valid until the next.
+        records: Sets of one rank and module in the order of recording; each is valid until the next.
         last: The rank's last step.
     """
-    told = told[-LATEST_SETS:]
-    turns = [following.step - record.step for record, following in pairwise(told)]
-    come_back = len({tuple(record.locally) for record in told}) < len(told)
+    records = records[-LATEST_SETS:]
+    turns = [successor.step - record.step for record, successor in pairwise(records)]
+    come_back = len({tuple(record.locally) for record in records}) < len(records)
     first = last + 1 - max([MIN_STEPS, *(2 * turn for turn in turns if come_back)])
-    earlier = [record for record, following in pairwise(told) if following.step > first]
-    return [*earlier, told[-1]]
+    earlier = [record for record, successor in pairwise(records) if successor.step > first]
+    return [*earlier, records[-1]]
 
 
 def find_unused_needless(evidence: Evidence) -> Judgement:
-    """`find_unused_parameters` is on, and nothing was ever unused."""
+    """Report that `find_unused_parameters` is on, although every parameter was always used."""
     if not evidence.settings.get("find_unused_parameters"):
         return []
-    if len(np.unique(evidence.steps.step)) < MIN_STEPS:
-        return NotJudged("find-unused-needless", f"fewer than {MIN_STEPS} steps")
-    if any(evidence.dropped.values()) or evidence.gaps:
-        return NotJudged(
-            "find-unused-needless", "records were dropped, or have not arrived, an unused set perhaps among them"
-        )
-    if evidence.absent:
-        return NotJudged("find-unused-needless", f"nothing is known of rank {format_ranks(evidence.absent)}")
+    if reason := _not_judged_reason(evidence):
+        return [NotJudged("find-unused-needless", reason)]
     if any(record.locally for _, record in evidence.unused):
         return []
     return [
@@ -113,6 +111,16 @@ def find_unused_needless(evidence: Evidence) -> Judgement:
             severity="info",
             title="find_unused_parameters is on, but every parameter took part in every step",
             remedy="Leave find_unused_parameters out: it costs an all-reduce a step, and torch's reducer a graph walk.",
-            steps=evidence.seen,
+            steps=evidence.step_range,
         )
     ]
+
+
+def _not_judged_reason(evidence: Evidence) -> str:
+    if len(np.unique(evidence.steps.step)) < MIN_STEPS:
+        return f"fewer than {MIN_STEPS} steps"
+    if any(evidence.dropped.values()) or evidence.has_gaps:
+        return "records were dropped or have not arrived; an unused set may be among them"
+    if evidence.absent_ranks:
+        return f"no steps of rank {format_ranks(evidence.absent_ranks)} can be compared"
+    return ""

@@ -1,21 +1,21 @@
-// The REST, with the token where the collector wants one, and small ways to build elements from text alone.
+// Requests to the REST API, with a token if the collector needs one; builders of elements whose content is text only.
 
 const TOKEN = "ddpobs-token";
 
-// Passes by itself: the collector is away, or says that it cannot answer now.
+// A temporary failure: the collector does not respond, or responds that it cannot serve the request now.
 export class Unreachable extends Error {}
 
 export async function get(path) {
-  return (await ask(`/api/v1${path}`)).json();
+  return (await request(`/api/v1${path}`)).json();
 }
 
-// A link cannot carry the token: with one, what it leads to is fetched and saved.
+// A link cannot send the token: if there is one, fetch the link's target and save it as a file.
 export function saveWithToken(link, name) {
   link.addEventListener("click", async (event) => {
     if (!sessionStorage.getItem(TOKEN)) return;
     event.preventDefault();
     try {
-      const address = URL.createObjectURL(await (await ask(link.href)).blob());
+      const address = URL.createObjectURL(await (await request(link.href)).blob());
       element("a", { href: address, download: name }).click();
       setTimeout(() => URL.revokeObjectURL(address), 60_000);
     } catch (error) {
@@ -24,33 +24,33 @@ export function saveWithToken(link, name) {
   });
 }
 
-async function ask(address) {
+async function request(address) {
   const token = sessionStorage.getItem(TOKEN);
-  let answer;
+  let response;
   try {
-    answer = await fetch(address, { headers: token ? { Authorization: `Bearer ${token}` } : {} });
+    response = await fetch(address, { headers: token ? { Authorization: `Bearer ${token}` } : {} });
   } catch {
-    throw new Unreachable("The collector does not answer");
+    throw new Unreachable("The collector does not respond");
   }
-  if (answer.ok) return answer;
-  const problem = await answer.json().catch(() => ({}));  // A proxy's own page is no problem document.
-  const title = problem.title || `HTTP ${answer.status}`;
-  const wantsToken = answer.status === 401 || answer.status === 403;
-  if (wantsToken && another(token, problem.detail || title)) return ask(address);
-  if (answer.status >= 500 || answer.status === 429) throw new Unreachable(title);
-  throw new Error((problem.detail || title) + (wantsToken ? ". Reload the page to give a token." : ""));
+  if (response.ok) return response;
+  const problem = await response.json().catch(() => ({}));  // A proxy's error page is not a problem document.
+  const title = problem.title || `HTTP ${response.status}`;
+  const needsToken = response.status === 401 || response.status === 403;
+  if (needsToken && promptForToken(token, problem.detail || title)) return request(address);
+  if (response.status >= 500 || response.status === 429) throw new Unreachable(title);
+  throw new Error((problem.detail || title) + (needsToken ? ". Reload the page to enter a token." : ""));
 }
 
-// Whether there is a token other than the refused one, which is forgotten: kept, it would shut the page for this tab.
-function another(refused, why) {
-  if (sessionStorage.getItem(TOKEN) !== refused) return true;  // Typed while this answer was under way.
+// Replace the refused token; return whether there is another one. If it stayed, this tab could no longer read anything.
+function promptForToken(refused, reason) {
+  if (sessionStorage.getItem(TOKEN) !== refused) return true;  // Entered while this request was in progress.
   sessionStorage.removeItem(TOKEN);
-  const token = window.prompt(`${refused ? `${why}\n` : ""}This collector wants a token that may read:`);
+  const token = window.prompt(`${refused ? `${reason}\n` : ""}This collector needs a token with the scope read:`);
   if (token) sessionStorage.setItem(TOKEN, token);
   return Boolean(token);
 }
 
-// Text is only ever set as text: names come from clients.
+// Names come from clients: they are only ever set as text, never as HTML.
 export function element(tag, attributes = {}, ...children) {
   return fill(document.createElement(tag), attributes, children);
 }
@@ -66,9 +66,9 @@ function fill(node, attributes, children) {
 }
 
 export function notice(text) {
-  const place = document.getElementById("notice");
-  place.textContent = text || "";
-  place.hidden = !text;
+  const box = document.getElementById("notice");
+  box.textContent = text || "";
+  box.hidden = !text;
 }
 
 export function ms(ns) {
@@ -85,20 +85,20 @@ export function ago(ns) {
   return new Date(ns / 1e6).toISOString().slice(0, 16).replace("T", " ");
 }
 
-// For what a click or a choice asks for: what goes wrong is shown, and not tried again. These places then hold
-// nothing, for what they held was asked for by another choice.
-export async function tell(task, ...places) {
+// Run the task of a click or a choice once. If it fails, show the error and clear the task's elements: their content
+// belongs to an earlier choice.
+export async function runOnce(task, ...elements) {
   try {
     await task();
     notice("");
   } catch (error) {
-    for (const place of places) place.replaceChildren();
+    for (const target of elements) target.replaceChildren();
     notice(error.message);
   }
 }
 
-// Calls again while the page is visible, after `seconds` or those that the task returns. It ends with a task that
-// returns false, and with a refusal; what passes by itself is shown and tried again.
+// Run the task again and again while the page is visible, after `seconds` or the number that the task returns. End when
+// the task returns false or is refused. Show a temporary failure and try again.
 export async function refresh(task, seconds) {
   let wait = seconds;
   try {
@@ -106,9 +106,9 @@ export async function refresh(task, seconds) {
     notice("");
     if (wait === false) return;
   } catch (error) {
-    const passes = error instanceof Unreachable;
-    notice(passes ? `${error.message}; trying again.` : error.message);
-    if (!passes) return;
+    const temporary = error instanceof Unreachable;
+    notice(temporary ? `${error.message}; trying again.` : error.message);
+    if (!temporary) return;
   }
   setTimeout(() => (document.hidden ? document.addEventListener("visibilitychange", () => refresh(task, seconds), { once: true }) : refresh(task, seconds)), wait * 1000);
 }

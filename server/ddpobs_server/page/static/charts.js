@@ -1,4 +1,4 @@
-// The three pictures of a run, drawn from columns.
+// The three charts of a run, drawn from columns.
 
 import { ms, svg } from "./api.js";
 
@@ -25,111 +25,112 @@ function ticks(low, high, count) {
   const raw = (high - low) / count || 1;
   const size = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 5, 10].map((factor) => factor * size).find((candidate) => candidate >= raw);
-  const found = [];
-  for (let value = Math.ceil(low / step) * step; value <= high; value += step) found.push(value);
-  return found;
+  const values = [];
+  for (let value = Math.ceil(low / step) * step; value <= high; value += step) values.push(value);
+  return values;
 }
 
-// points: [{step, wall, <phase>…}] in ns, one a step.
-export function phases(place, points) {
+// points: [{step, wall, <phase>…}], one per step, times in ns.
+export function phases(target, points) {
   const height = 240, bottom = height - 22, top = 8;
-  const picture = canvas(height);
-  if (points.length < 2) return place.replaceChildren("Fewer than two steps so far.");
+  const chart = canvas(height);
+  if (points.length < 2) return target.replaceChildren("Fewer than two steps so far.");
   const walls = points.map((point) => point.wall).sort((a, b) => a - b);
   const highest = Math.min(walls.at(-1), 3 * walls[Math.floor(walls.length / 2)]) * 1.05;
   const first = points[0].step, last = points.at(-1).step;
   const x = (step) => LEFT + ((WIDTH - LEFT) * (step - first)) / (last - first);
   const y = (ns) => bottom - ((bottom - top) * Math.min(ns, highest)) / highest;
   for (const value of ticks(0, highest / 1e6, 4)) {
-    const at = y(value * 1e6);
-    picture.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: at, y2: at }), svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, `${+value.toPrecision(3)} ms`));
+    const level = y(value * 1e6);
+    chart.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: level, y2: level }), svg("text", { x: LEFT - 6, y: level + 4, "text-anchor": "end" }, `${+value.toPrecision(3)} ms`));
   }
   let below = points.map(() => 0);
   for (const phase of PHASES) {
     const above = below.map((sum, index) => sum + points[index][phase]);
     const up = points.map((point, index) => `${x(point.step).toFixed(1)},${y(above[index]).toFixed(1)}`);
     const down = points.map((point, index) => `${x(point.step).toFixed(1)},${y(below[index]).toFixed(1)}`).reverse();
-    picture.append(svg("polygon", { class: phase, points: [...up, ...down].join(" ") }));
+    chart.append(svg("polygon", { class: phase, points: [...up, ...down].join(" ") }));
     below = above;
   }
-  for (const step of ticks(first, last, 8)) if (Number.isInteger(step)) picture.append(svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, String(step)));
-  const over = svg("rect", { x: LEFT, y: 0, width: WIDTH - LEFT, height: bottom, "fill-opacity": 0 });
-  let at = 0;
-  over.addEventListener("pointermove", (event) => {
-    const box = picture.getBoundingClientRect();
+  for (const step of ticks(first, last, 8)) if (Number.isInteger(step)) chart.append(svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, String(step)));
+  const overlay = svg("rect", { x: LEFT, y: 0, width: WIDTH - LEFT, height: bottom, "fill-opacity": 0 });
+  let nearest = 0;
+  overlay.addEventListener("pointermove", (event) => {
+    const box = chart.getBoundingClientRect();
     const step = first + (((event.clientX - box.left) / box.width) * WIDTH - LEFT) / (WIDTH - LEFT) * (last - first);
-    at = points.reduce((best, point, index) => (Math.abs(point.step - step) < Math.abs(points[best].step - step) ? index : best), 0);
+    nearest = points.reduce((best, point, index) => (Math.abs(point.step - step) < Math.abs(points[best].step - step) ? index : best), 0);
   });
-  explain(over, () => `step ${points[at].step}: ${ms(points[at].wall)}\n${PHASES.map((phase) => `${phase}: ${ms(points[at][phase])}`).join("\n")}`);
-  picture.append(over);
-  place.replaceChildren(picture);
+  explain(overlay, () => `step ${points[nearest].step}: ${ms(points[nearest].wall)}\n${PHASES.map((phase) => `${phase}: ${ms(points[nearest][phase])}`).join("\n")}`);
+  chart.append(overlay);
+  target.replaceChildren(chart);
 }
 
-// Rows are the ranks at these places, columns steps (neighbours merged where there are more than fit); colour is own time above the others.
-export function heat(place, { steps, ranks: all_ranks, excess_ns }, shown, chosen, choose) {
-  if (!steps.length) return place.replaceChildren("No step yet in which all ranks can be compared.");
-  const places = [...shown].sort((a, b) => a - b), ranks = places.map((one) => all_ranks[one]);
+// Rows are the ranks at `shown` (indices), columns are steps; if too many, neighbouring steps are merged. Colour is the
+// own time above the other ranks.
+export function heat(target, { steps, ranks: allRanks, excess_ns }, shown, chosen, choose) {
+  if (!steps.length) return target.replaceChildren("No step yet in which all ranks can be compared.");
+  const indices = [...shown].sort((a, b) => a - b), ranks = indices.map((index) => allRanks[index]);
   const merged = Math.ceil(steps.length / 200), columns = Math.ceil(steps.length / merged);
   const cell = Math.max(4, Math.min(26, 420 / ranks.length)), height = cell * ranks.length + 24;
-  const picture = canvas(height), width = (WIDTH - LEFT) / columns;
+  const chart = canvas(height), width = (WIDTH - LEFT) / columns;
   const table = Array.from({ length: columns }, (_, column) => {
     const rows = excess_ns.slice(column * merged, (column + 1) * merged);
-    return places.map((one) => rows.reduce((sum, row) => sum + row[one], 0) / rows.length);
+    return indices.map((index) => rows.reduce((sum, row) => sum + row[index], 0) / rows.length);
   });
-  const alone = all_ranks.length < 2;
+  const alone = allRanks.length < 2;
   const colour = (value) => (alone ? "#888888" : value >= 0 ? "#d55e00" : "#0072b2");
   const compared = (value) => (alone ? "" : `\n${value >= 0 ? ms(value) + " longer" : ms(-value) + " shorter"} than the other ranks`);
-  const all = table.flat().map(Math.abs).sort((a, b) => a - b);
-  const scale = Math.max(1e5, all[Math.floor(all.length * 0.95)] || 0);
+  const sorted = table.flat().map(Math.abs).sort((a, b) => a - b);
+  const scale = Math.max(1e5, sorted[Math.floor(sorted.length * 0.95)] || 0);
   table.forEach((row, column) => row.forEach((value, rank) => {
     const strength = Math.min(1, Math.max(0, value / scale));
     const box = svg("rect", { class: "cell", x: LEFT + column * width, y: rank * cell, width: width + 0.3, height: cell - 1, fill: colour(value), "fill-opacity": value >= 0 ? 0.06 + 0.94 * strength : 0.06 });
     const step = steps[column * merged];
     explain(box, () => `rank ${ranks[rank]}, step ${step}${merged > 1 ? ` and ${merged - 1} more` : ""}${compared(value)}`);
     box.addEventListener("click", () => choose(step));
-    picture.append(box);
+    chart.append(box);
   }));
-  ranks.forEach((rank, index) => (ranks.length < 33 || index % 8 === 0) && picture.append(svg("text", { x: LEFT - 6, y: (index + 0.5) * cell + 4, "text-anchor": "end" }, `rank ${rank}`)));
-  for (const index of ticks(0, columns - 1, 8)) picture.append(svg("text", { x: LEFT + (index + 0.5) * width, y: height - 6, "text-anchor": "middle" }, String(steps[Math.round(index) * merged])));
-  const place_of = steps.findIndex((step) => step >= chosen);
-  if (place_of >= 0) picture.append(svg("rect", { class: "chosen", x: LEFT + Math.floor(place_of / merged) * width, y: 0, width, height: cell * ranks.length - 1 }));
-  place.replaceChildren(picture);
+  ranks.forEach((rank, index) => (ranks.length < 33 || index % 8 === 0) && chart.append(svg("text", { x: LEFT - 6, y: (index + 0.5) * cell + 4, "text-anchor": "end" }, `rank ${rank}`)));
+  for (const index of ticks(0, columns - 1, 8)) chart.append(svg("text", { x: LEFT + (index + 0.5) * width, y: height - 6, "text-anchor": "middle" }, String(steps[Math.round(index) * merged])));
+  const chosenIndex = steps.findIndex((step) => step >= chosen);
+  if (chosenIndex >= 0) chart.append(svg("rect", { class: "chosen", x: LEFT + Math.floor(chosenIndex / merged) * width, y: 0, width, height: cell * ranks.length - 1 }));
+  target.replaceChildren(chart);
 }
 
-// spans: rows of one step; layouts name sizes and parameters.
-export function timeline(place, spans, layouts) {
-  if (!spans.length) return place.replaceChildren("No bucket spans of this step.");
+// spans: rows of one step; layouts: sizes and parameters of the buckets.
+export function timeline(target, spans, layouts) {
+  if (!spans.length) return target.replaceChildren("No bucket spans of this step.");
   const ranks = [...new Set(spans.map((span) => span.rank))].sort((a, b) => a - b);
   const rows = ranks.flatMap((rank) => spans.filter((span) => span.rank === rank).sort((a, b) => a.module - b.module || a.bucket - b.bucket));
-  const bar = 13, gap = 10, height = rows.length * bar + ranks.length * gap + 24, picture = canvas(height);
+  const bar = 13, gap = 10, height = rows.length * bar + ranks.length * gap + 24, chart = canvas(height);
   const begin = Math.min(...rows.map((span) => span.ready)), end = Math.max(...rows.map((span) => span.done));
   const pad = (end - begin) * 0.06, x = (ns) => LEFT + 66 + ((WIDTH - LEFT - 70) * (ns - begin + pad)) / (end - begin + pad || 1);
   let y = 0, previous = null, rank = null, module = null;
   for (const span of rows) {
     if (span.rank !== rank) {
       if (rank !== null) y += gap;
-      picture.append(svg("text", { x: 0, y: y + bar - 2 }, `rank ${span.rank}`));
+      chart.append(svg("text", { x: 0, y: y + bar - 2 }, `rank ${span.rank}`));
       rank = span.rank;
       previous = null;
     }
     if (span.module !== module) previous = null;
     module = span.module;
     const name = `bucket ${module ? `${module}.` : ""}${span.bucket}`;
-    picture.append(svg("text", { x: LEFT + 60, y: y + bar - 3, "text-anchor": "end" }, name));
+    chart.append(svg("text", { x: LEFT + 60, y: y + bar - 3, "text-anchor": "end" }, name));
     const from = previous === null ? begin - pad : Math.min(previous, span.ready);
     const compute = svg("rect", { class: "compute", x: x(from), y: y + 1, width: Math.max(1, x(span.ready) - x(from)), height: bar - 3, rx: 2 });
     const comm = svg("rect", { class: "comm", x: x(span.launched), y: y + 1, width: Math.max(1, x(span.done) - x(span.launched)), height: bar - 3, rx: 2 });
     const bucket = layouts.find((layout) => layout.module === span.module && layout.revision === span.revision)?.buckets[span.bucket];
-    const about = () => `rank ${span.rank}, ${name}\nall-reduce ${ms(span.done - span.launched)}${bucket ? `\n${(bucket.size_bytes / 1e6).toFixed(2)} MB ${bucket.dtype}, ${bucket.parameters.length} parameters\n${bucket.parameters.slice(0, 8).map((parameter) => parameter.name).join("\n")}${bucket.parameters.length > 8 ? "\n…" : ""}` : ""}`;
-    explain(compute, about);
-    explain(comm, about);
-    picture.append(compute, comm);
+    const describe = () => `rank ${span.rank}, ${name}\nall-reduce ${ms(span.done - span.launched)}${bucket ? `\n${(bucket.size_bytes / 1e6).toFixed(2)} MB ${bucket.dtype}, ${bucket.parameters.length} parameters\n${bucket.parameters.slice(0, 8).map((parameter) => parameter.name).join("\n")}${bucket.parameters.length > 8 ? "\n…" : ""}` : ""}`;
+    explain(compute, describe);
+    explain(comm, describe);
+    chart.append(compute, comm);
     previous = span.ready;
     y += bar;
   }
   for (const value of ticks(0, (end - begin) / 1e6, 8)) {
-    const at = x(begin + value * 1e6), anchor = at > WIDTH - 24 ? "end" : "middle";
-    picture.append(svg("text", { x: at, y: height - 6, "text-anchor": anchor }, `${+value.toPrecision(3)} ms`));
+    const position = x(begin + value * 1e6), anchor = position > WIDTH - 24 ? "end" : "middle";
+    chart.append(svg("text", { x: position, y: height - 6, "text-anchor": anchor }, `${+value.toPrecision(3)} ms`));
   }
-  place.replaceChildren(picture);
+  target.replaceChildren(chart);
 }

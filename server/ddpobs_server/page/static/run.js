@@ -1,6 +1,6 @@
-// One run: findings first, then where the time went.
+// The page of one run: its findings, then its step times, ranks and buckets.
 
-import { ago, element, get, ms, notice, refresh, saveWithToken, tell } from "./api.js";
+import { ago, element, get, ms, notice, refresh, runOnce, saveWithToken } from "./api.js";
 import { heat, PHASES, phases, timeline } from "./charts.js";
 
 const SHOWN_STEPS = 500, SHOWN_ROWS = 400_000, SHOWN_RANKS = 32, SHOWN_SPANS = 200, NAMED_RANKS = 12;
@@ -15,15 +15,15 @@ by("trace").href = `/api/v1${base}/trace`;
 saveWithToken(by("trace"), "trace.json");
 by("phase-legend").append(...PHASES.map((phase) => element("span", {}, element("span", { class: `swatch ${phase}` }), phase.replace("_", " "))));
 
-function finding(found) {
-  const evidence = Object.entries(found.evidence).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, readable(name, value))]);
-  const card = element("article", { class: `finding ${found.severity}` },
-    element("span", { class: "badge" }, `${found.severity} · ${found.code}`),
-    element("h3", {}, found.title),
-    element("p", {}, found.remedy));
-  if (found.gain) card.append(element("p", {}, `Would gain ${ms(found.gain.step_ns)} a step, ${(100 * found.gain.ratio).toFixed(0)} % of it (± ${(100 * found.gain.ratio * found.gain.error_ratio).toFixed(1)} %).`));
-  if (found.buckets.length) card.append(element("p", { class: "muted" }, `Most of it arises at bucket ${found.buckets.join(", ")}: ${found.parameters.slice(0, 6).join(", ")}${found.parameters.length > 6 ? ", …" : ""}`));
-  card.append(element("details", {}, element("summary", {}, `Evidence, steps ${found.steps[0]} to ${found.steps[1]}`), element("dl", {}, ...evidence)));
+function findingCard(finding) {
+  const evidence = Object.entries(finding.evidence).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, readable(name, value))]);
+  const card = element("article", { class: `finding ${finding.severity}` },
+    element("span", { class: "badge" }, `${finding.severity} · ${finding.code}`),
+    element("h3", {}, finding.title),
+    element("p", {}, finding.remedy));
+  if (finding.gain) card.append(element("p", {}, `The remedy would gain ${ms(finding.gain.step_ns)} per step, ${(100 * finding.gain.ratio).toFixed(0)} % of it (± ${(100 * finding.gain.ratio * finding.gain.error_ratio).toFixed(1)} %).`));
+  if (finding.buckets.length) card.append(element("p", { class: "muted" }, `Most of it occurs at bucket ${finding.buckets.join(", ")}: ${finding.parameters.slice(0, 6).join(", ")}${finding.parameters.length > 6 ? ", …" : ""}`));
+  card.append(element("details", {}, element("summary", {}, `Evidence, steps ${finding.steps[0]} to ${finding.steps[1]}`), element("dl", {}, ...evidence)));
   return card;
 }
 
@@ -33,19 +33,19 @@ function readable(name, value) {
 }
 
 function showFindings({ findings, missing, steps_seen }) {
-  const cards = findings.map(finding);
+  const cards = findings.map(findingCard);
   if (!cards.length) cards.push(element("article", { class: "finding" }, element("h3", {}, steps_seen ? `Nothing found in the latest steps, up to step ${steps_seen - 1}.` : "No step to judge yet.")));
   if (missing.length) cards.push(element("p", { class: "muted" }, `Not judged yet: ${missing.join("; ")}`));
   by("findings").replaceChildren(...cards);
 }
 
 async function showPhases() {
-  const rank = by("rank").value, one = ranks.find((known) => String(known.rank) === rank);
-  const wanted = one ? `${until(one.last_step)}&rank=${rank}` : `${until(last)}&mean=true`;
-  const { columns } = await get(`${base}/steps?${wanted}`);
-  if (by("rank").value !== rank) return;  // Another was chosen meanwhile.
-  const abreast = ranks.filter((known) => known.steps && known.last_step > last - count);
-  say("phases-shown", fewer(), one ? "" : without(abreast.map((known) => known.rank)));
+  const choice = by("rank").value, rank = ranks.find((candidate) => String(candidate.rank) === choice);
+  const query = rank ? `${until(rank.last_step)}&rank=${choice}` : `${until(last)}&mean=true`;
+  const { columns } = await get(`${base}/steps?${query}`);
+  if (by("rank").value !== choice) return;  // The choice has changed meanwhile.
+  const current = ranks.filter((candidate) => candidate.steps && candidate.last_step > last - count);
+  setText("phases-shown", stepsNote(), rank ? "" : absentNote(current.map((candidate) => candidate.rank)));
   phases(by("phases"), columns.step.map((step, row) => ({
     step, wall: columns.wall_ns?.[row] ?? columns.end_ns[row] - columns.start_ns[row],
     ...Object.fromEntries(PHASES.map((phase) => [phase, columns[`${phase}_ns`][row]])),
@@ -53,19 +53,19 @@ async function showPhases() {
 }
 
 function showRanks() {
-  const select = by("rank"), before = select.value || "mean";
+  const select = by("rank"), choice = select.value || "mean";
   select.replaceChildren(element("option", { value: "mean" }, "mean of all"), ...ranks.map((rank) => element("option", { value: rank.rank }, `rank ${rank.rank}`)));
-  select.value = before;
+  select.value = choice;
   by("ranks").tBodies[0].replaceChildren(...ranks.map((rank) => element("tr", {},
     element("td", { class: "n" }, String(rank.rank)), element("td", {}, rank.host || "–"), element("td", {}, rank.device || "–"),
     element("td", { class: "n" }, String(rank.steps)), element("td", { class: "n" }, ms(rank.own_ns)),
-    element("td", {}, doing(rank)), element("td", { class: "n" }, String(rank.dropped)))));
+    element("td", {}, activity(rank)), element("td", { class: "n" }, String(rank.dropped)))));
 }
 
-function doing({ goodbye, pulse, last_seen_ns }) {
+function activity({ goodbye, pulse, last_seen_ns }) {
   if (goodbye) return "finished";
   if (!pulse) return ago(last_seen_ns);
-  const bucket = pulse.bucket < 0 ? "" : `, bucket ${pulse.module > 0 ? `${pulse.module}.` : ""}${pulse.bucket}`;  // None was launched yet.
+  const bucket = pulse.bucket < 0 ? "" : `, bucket ${pulse.module > 0 ? `${pulse.module}.` : ""}${pulse.bucket}`;  // -1: no bucket was launched yet.
   return `${pulse.phase.replace("_", " ")}, step ${pulse.step}${bucket} (${ago(last_seen_ns)})`;
 }
 
@@ -76,46 +76,46 @@ function showUnused({ unused }) {
   by("unused").querySelector("ul").replaceChildren(...sets.map((set) => element("li", {}, `rank ${set.rank}, since step ${set.step}: ${set.locally.slice(0, 20).join(", ")}${set.locally.length > 20 ? ` and ${set.locally.length - 20} more` : ""}`)));
 }
 
-// Places of ranks: first those that findings name, then those that kept the others waiting most.
+// Indices of ranks: first the ranks in findings, then the ranks with the largest sum of excess.
 function bySlowness({ ranks, excess_ns }, findings) {
-  const named = new Set(findings.flatMap((found) => found.ranks));
-  const sums = ranks.map((_, place) => excess_ns.reduce((sum, row) => sum + row[place], 0));
-  return ranks.map((_, place) => place).sort((a, b) => named.has(ranks[b]) - named.has(ranks[a]) || sums[b] - sums[a]);
+  const named = new Set(findings.flatMap((finding) => finding.ranks));
+  const sums = ranks.map((_, index) => excess_ns.reduce((sum, row) => sum + row[index], 0));
+  return ranks.map((_, index) => index).sort((a, b) => named.has(ranks[b]) - named.has(ranks[a]) || sums[b] - sums[a]);
 }
 
-// The collector ends an answer that would be too long before the latest step: fewer are asked for.
-function limit() {
+// A response that would be too long ends before the latest step: request fewer steps of many ranks.
+function limitSteps() {
   last = Math.max(0, ...ranks.map((rank) => rank.last_step));
   count = Math.min(SHOWN_STEPS, Math.max(2, Math.floor(SHOWN_ROWS / ranks.length)));
 }
 
-function fewer() {
-  return count < Math.min(SHOWN_STEPS, last + 1) ? `The latest ${count} steps, for there are many ranks.` : "";
+function stepsNote() {
+  return count < Math.min(SHOWN_STEPS, last + 1) ? `The latest ${count} steps only, because there are many ranks.` : "";
 }
 
 function until(step) {
   return `from=${Math.max(0, step - count + 1)}&to=${step}`;
 }
 
-// With uneven inputs the ranks' own step numbers part, until no range holds the latest steps of all.
-function apart() {
+// With uneven inputs the ranks' step numbers drift apart, until no range covers the latest steps of all ranks.
+function stepsDiffer() {
   const ends = ranks.filter((rank) => rank.steps).map((rank) => rank.last_step);
   return Math.max(...ends) - Math.min(...ends) > count / 4;
 }
 
-function say(place, ...sentences) {
-  by(place).textContent = sentences.filter(Boolean).join(" ");
+function setText(id, ...sentences) {
+  by(id).textContent = sentences.filter(Boolean).join(" ");
 }
 
-function without(present) {
+function absentNote(present) {
   const shown = new Set(present), absent = ranks.map(({ rank }) => rank).filter((rank) => !shown.has(rank));
   if (!shown.size || !absent.length) return "";
   const more = absent.length - NAMED_RANKS;
-  return `Nothing here of rank ${absent.slice(0, NAMED_RANKS).join(", ")}${more > 0 ? ` and ${more} more` : ""}.`;
+  return `No data of rank ${absent.slice(0, NAMED_RANKS).join(", ")}${more > 0 ? ` and ${more} more` : ""}.`;
 }
 
-function few(shown, all) {
-  return shown < all ? `${shown} of ${all} ranks: those that findings name, then those that kept the others waiting most.` : "";
+function ranksNote(shown, all) {
+  return shown < all ? `${shown} of ${all} ranks: first the ranks in findings, then the slowest.` : "";
 }
 
 async function choose(step) {
@@ -129,7 +129,7 @@ async function choose(step) {
 function showHeat() {
   const shown = slowest.slice(0, SHOWN_RANKS);
   heat(by("heat"), straggler, shown, chosen, pick);
-  say("heat-shown", apart() ? "" : fewer(), few(shown.length, slowest.length), without(straggler.ranks));
+  setText("heat-shown", stepsDiffer() ? "" : stepsNote(), ranksNote(shown.length, slowest.length), absentNote(straggler.ranks));
 }
 
 async function showBuckets(step) {
@@ -139,39 +139,39 @@ async function showBuckets(step) {
     rank, module: columns.module[row], revision: columns.revision[row], bucket: columns.bucket[row],
     ready: columns.aligned_ready_ns[row], launched: columns.aligned_launched_ns[row], done: columns.aligned_done_ns[row],
   }));
-  const told = new Set(columns.rank), order = slowest.map((place) => straggler.ranks[place]).filter((rank) => told.has(rank));
-  const drawn = new Set((order.length ? order : [...told]).slice(0, Math.max(2, Math.floor((SHOWN_SPANS * told.size) / spans.length))));
+  const present = new Set(columns.rank), order = slowest.map((index) => straggler.ranks[index]).filter((rank) => present.has(rank));
+  const drawn = new Set((order.length ? order : [...present]).slice(0, Math.max(2, Math.floor((SHOWN_SPANS * present.size) / spans.length))));
   timeline(by("timeline"), spans.filter((span) => drawn.has(span.rank)), layouts);
-  say("timeline-shown", few(drawn.size, told.size), without(told));
+  setText("timeline-shown", ranksNote(drawn.size, present.size), absentNote(present));
 }
 
 function pick(step) {
-  if (Number.isSafeInteger(step) && step >= 0) return tell(() => choose(step), by("timeline"), by("timeline-shown"));
+  if (Number.isSafeInteger(step) && step >= 0) return runOnce(() => choose(step), by("timeline"), by("timeline-shown"));
   by("step").value = chosen;
-  notice("A step is a whole number, from 0 on.");
+  notice("A step is a whole number, 0 or greater.");
 }
 
 async function show() {
-  const about = await get(base);
+  const details = await get(base);
   ({ ranks } = await get(`${base}/ranks`));
-  limit();
-  const within = apart() ? "" : `?${until(last)}`;  // Without a range each rank's latest steps are compared.
+  limitSteps();
+  const range = stepsDiffer() ? "" : `?${until(last)}`;  // Without a range the collector compares each rank's latest steps.
   const [diagnostics, layout, stragglers, unused] = await Promise.all([
-    get(`${base}/diagnostics`), get(`${base}/layout`), get(`${base}/stragglers${within}`), get(`${base}/unused`)]);
+    get(`${base}/diagnostics`), get(`${base}/layout`), get(`${base}/stragglers${range}`), get(`${base}/unused`)]);
   [straggler, layouts] = [stragglers, layout.layouts];
   slowest = bySlowness(stragglers, diagnostics.findings);
-  const facts = [about.state, `${about.ranks} of ${about.world_size} ranks`, `${about.steps} steps`, `attempt ${about.attempts.length}`,
-    about.modules.map((module) => module.name).join(", "), `last heard of ${ago(about.last_seen_ns)}`];
+  const facts = [details.state, `${details.ranks} of ${details.world_size} ranks`, `${details.steps} steps`, `attempt ${details.attempts.length}`,
+    details.modules.map((module) => module.name).join(", "), `last seen ${ago(details.last_seen_ns)}`];
   by("facts").textContent = facts.filter(Boolean).join(" · ");
   showFindings(diagnostics);
   showRanks();
   await showPhases();
   showUnused(unused);
   await choose(chosen ?? straggler.steps.at(Math.floor(straggler.steps.length / 2)) ?? last);
-  // Only goodbyes are an end: what is stalled may step again, and what is lost come back under its id.
-  return { finished: false, lost: 15 }[about.state];
+  // Only goodbyes end a run: a stalled run may continue, and a lost run may return under its id.
+  return { finished: false, lost: 15 }[details.state];
 }
 
-by("rank").addEventListener("change", () => tell(showPhases, by("phases")));
+by("rank").addEventListener("change", () => runOnce(showPhases, by("phases")));
 by("step").addEventListener("change", (event) => pick(event.target.valueAsNumber));
 refresh(show, 5);

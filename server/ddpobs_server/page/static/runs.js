@@ -1,15 +1,15 @@
 // The list of runs, newest first.
 
-import { ago, element, get, refresh, saveWithToken, tell } from "./api.js";
+import { ago, element, get, refresh, runOnce, saveWithToken } from "./api.js";
 
-const PAGE = 30, MOST_AT_ONCE = 500;
+const PAGE = 30, MAX_LIMIT = 500;
 const table = document.getElementById("runs");
 const more = document.getElementById("more");
-let shown = PAGE, unsure = [];
+let shown = PAGE, undiagnosed = [];
 
 function row(run) {
   const finding = element("td", { class: "muted" }, run.diagnosis ? worst(run, run.diagnosis.worst, run.diagnosis.missing) : "…");
-  if (!run.diagnosis?.current) unsure.push([run, finding]);
+  if (!run.diagnosis?.current) undiagnosed.push([run, finding]);
   return element("tr", {},
     element("td", {}, element("a", { href: `/runs/${encodeURIComponent(run.run)}` }, run.run)),
     element("td", {}, element("span", { class: `state ${run.state}` }, run.state)),
@@ -24,16 +24,16 @@ function worst(run, title, missing) {
   return title ?? (run.steps ? nothing : "not judged yet");
 }
 
-// Diagnoses that the list does not know yet are asked for one after the other.
+// Request the missing diagnoses one after the other.
 async function diagnose() {
-  const asked = unsure;
-  while (asked === unsure && asked.length) {
-    const [run, place] = asked.shift();
+  const queue = undiagnosed;
+  while (queue === undiagnosed && queue.length) {
+    const [run, cell] = queue.shift();
     try {
       const { findings, missing } = await get(`/runs/${encodeURIComponent(run.run)}/diagnostics`);
-      place.textContent = worst(run, findings[0]?.title, missing.length);
+      cell.textContent = worst(run, findings[0]?.title, missing.length);
     } catch {
-      place.textContent = "–";
+      cell.textContent = "–";
     }
   }
 }
@@ -42,7 +42,7 @@ async function newest(count) {
   let runs = [], next = null;
   do {
     const from = next === null ? "" : `&cursor=${encodeURIComponent(next)}`;
-    const page = await get(`/runs?limit=${Math.min(MOST_AT_ONCE, count - runs.length)}${from}`);
+    const page = await get(`/runs?limit=${Math.min(MAX_LIMIT, count - runs.length)}${from}`);
     runs = [...runs, ...page.runs];
     next = page.next;
   } while (next !== null && runs.length < count);
@@ -51,13 +51,13 @@ async function newest(count) {
 
 async function show(count = shown) {
   const { runs, next } = await newest(count);
-  if (count < shown) return;  // Meanwhile more were asked for, and came.
+  if (count < shown) return;  // A request for more runs was served meanwhile.
   shown = count;
   document.getElementById("command").textContent =
     `ddpobs run --collector ${location.origin} -- torchrun --nproc-per-node 8 train.py`;
   document.getElementById("empty").hidden = runs.length > 0;
   table.hidden = runs.length === 0;
-  unsure = [];
+  undiagnosed = [];
   table.tBodies[0].replaceChildren(...runs.map(row));
   more.hidden = next === null;
   diagnose();
@@ -65,7 +65,7 @@ async function show(count = shown) {
 
 more.addEventListener("click", async () => {
   more.disabled = true;
-  await tell(() => show(shown + PAGE));
+  await runOnce(() => show(shown + PAGE));
   more.disabled = false;
 });
 

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs on the connection that the store hands over."""
+"""Entry point of Alembic: runs the migrations on the connection that the store passes in."""
 
 from alembic import context
 from ddpobs_server.store.schema import metadata

@@ -1,4 +1,7 @@
-"""Chunks know their attempt and rank, and may hold several ranks' rows; found by step without a look at payloads."""
+"""Give chunks an attempt, a rank and an index by step, so that reads find them without unpacking payloads.
+
+A chunk may hold rows of several ranks.
+"""
 
 import sqlalchemy as sa
 from alembic import op
@@ -19,7 +22,9 @@ def upgrade() -> None:
             "WHERE s.run_id = chunks.run_id AND s.source = chunks.source)"
         )
     op.execute("UPDATE chunks SET kind = kind || '-1' WHERE kind IN ('steps', 'spans', 'comms')")
-    op.execute("DELETE FROM chunks WHERE kind LIKE 'peers-%'")  # Summed up in peer_totals, and never read.
+    op.execute(
+        "DELETE FROM chunks WHERE kind LIKE 'peers-%'"
+    )  # Their sums are in peer_totals; the chunks are never read.
     with op.batch_alter_table("chunks") as chunks:
         chunks.alter_column("attempt", server_default=None)
         chunks.alter_column("rank", server_default=None)

@@ -1,4 +1,4 @@
-"""Runs belong to a workspace and know what their chunks take; tokens say who may do what where."""
+"""Add the workspace and the size of chunks to runs, and a table of tokens."""
 
 import sqlalchemy as sa
 from alembic import op

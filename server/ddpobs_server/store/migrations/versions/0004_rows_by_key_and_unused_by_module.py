@@ -1,4 +1,4 @@
-"""Unused sets know their module and how many names they have; in SQLite, narrow rows are kept by their key alone."""
+"""Add the module and the number of names to unused sets; in SQLite, store narrow rows in key order."""
 
 import json
 from typing import Any
@@ -33,28 +33,29 @@ def downgrade() -> None:
 
 
 def _fill(connection: sa.Connection) -> None:
-    """By Python's own JSON: PostgreSQL reads no text in which a name has a NUL.
+    """Decode the bodies in Python: PostgreSQL rejects JSON text in which a name has a NUL.
 
-    Source by source: one whose set changes in every step has some hundred thousand.
+    The rows are read source by source. If the set changes in every step, a source has some hundred thousand rows.
     """
     c = sa.column
     source: list[sa.ColumnClause[object]] = [c("run_id"), c("source")]
     key = [*source, c("seq"), c("position")]
     unused = sa.table("unused", *key, c("body"), c("module"), c("names"))
-    here = [column == sa.bindparam(f"at_{column.name}") for column in key]
-    found = sa.update(unused).where(*here).values(module=sa.bindparam("of_module"), names=sa.bindparam("of_names"))
-    for of in connection.execute(sa.select(*source).select_from(unused).distinct()).all():
-        of_source = [column == value for column, value in zip(source, of, strict=True)]
-        told = connection.execute(sa.select(*key, c("body")).select_from(unused).where(*of_source)).all()
-        connection.execute(found, [_row(key, *row) for row in told])
+    same_key = [column == sa.bindparam(f"key_{column.name}") for column in key]
+    values: dict[str, Any] = {"module": sa.bindparam("new_module"), "names": sa.bindparam("new_names")}
+    fill = sa.update(unused).where(*same_key).values(**values)
+    for source_key in connection.execute(sa.select(*source).select_from(unused).distinct()).all():
+        same_source = [column == value for column, value in zip(source, source_key, strict=True)]
+        rows = connection.execute(sa.select(*key, c("body")).select_from(unused).where(*same_source)).all()
+        connection.execute(fill, [_parameters(key, *row) for row in rows])
 
 
-def _row(key: list[sa.ColumnClause[object]], *row: Any) -> dict[str, object]:
-    """What the statement takes of a row: its key, and what its body says."""
-    *at, body = row
+def _parameters(key: list[sa.ColumnClause[object]], *row: Any) -> dict[str, object]:
+    """The statement's parameters for a row: its key, and the values from its body."""
+    *key_values, body = row
     record = json.loads(body)
-    values = {"of_module": record["module"], "of_names": len(record["locally"])}
-    return {f"at_{column.name}": value for column, value in zip(key, at, strict=True)} | values
+    values = {"new_module": record["module"], "new_names": len(record["locally"])}
+    return {f"key_{column.name}": value for column, value in zip(key, key_values, strict=True)} | values
 
 
 def _rebuild(*, with_rowid: bool) -> None:

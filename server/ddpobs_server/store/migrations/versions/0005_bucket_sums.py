@@ -1,4 +1,4 @@
-"""Sums of buckets are packed, a row a rank and layout."""
+"""Pack the sums of buckets into a row per rank and layout."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -43,20 +43,19 @@ def _rows_of(table: str, *columns: str) -> Any:
     return sa.select(*named).select_from(sa.table(table)).order_by(*named[: len(KEY) + 1])
 
 
-def _move(rows: Any, to: sa.Table, made: Any) -> None:
-    """Run by run: one has some ten thousand rows."""
+def _move(rows: Any, target: sa.Table, convert: Any) -> None:
+    """Convert rows and insert them into the target, run by run: a run has some ten thousand rows."""
     connection = op.get_bind()
     runs = connection.execute(sa.text("SELECT run_id FROM runs")).scalars().all()
     for run in runs:
-        found = connection.execute(rows.where(sa.column("run_id") == run)).all()
-        new = list(made(found))
-        if new:
-            connection.execute(to.insert(), new)
+        new_rows = list(convert(connection.execute(rows.where(sa.column("run_id") == run)).all()))
+        if new_rows:
+            connection.execute(target.insert(), new_rows)
 
 
 def _packed(rows: Any) -> Iterator[dict[str, object]]:
-    for key, of_key in groupby(rows, itemgetter(0, 1, 2, 3)):
-        table = np.array([row[len(KEY) :] for row in of_key], "<f8").T
+    for key, group in groupby(rows, itemgetter(0, 1, 2, 3)):
+        table = np.array([row[len(KEY) :] for row in group], "<f8").T
         yield dict(zip(KEY, key, strict=True)) | {"sums": table.tobytes()}
 
 

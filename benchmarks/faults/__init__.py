@@ -1,0 +1,1 @@
+"""Trainings with one fault by real means, for tests and benchmarks."""

@@ -1,0 +1,96 @@
+"""Starts the ranks of a training with a fault, and ends them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+HANGING = Path(__file__).with_name("hanging.py")
+Inside = Callable[[int, Sequence[str]], list[str]]
+
+
+@dataclass
+class Ranks:
+    """Running ranks.
+
+    Attributes:
+        processes: One per rank.
+        folder: Their logs (`rank-0.log`) and the file `ready`, which the faulty rank writes at its fault.
+    """
+
+    processes: list[subprocess.Popen[bytes]]
+    folder: Path
+
+    def wait_for_fault(self, timeout_s: float = 120) -> float:
+        """Wait until the faulty rank has reached its fault; returns the time (`time.time`) at which it did.
+
+        Raises:
+            TimeoutError: It did not in time; the ranks' logs are in the message.
+        """
+        ready = self.folder / "ready"
+        deadline = time.monotonic() + timeout_s
+        while not ready.exists():
+            if time.monotonic() > deadline or all(process.poll() is not None for process in self.processes):
+                raise TimeoutError(f"no fault within {timeout_s} s\n{self.logs()}")
+            time.sleep(0.05)
+        return ready.stat().st_mtime
+
+    def logs(self) -> str:
+        """The ranks' output, one after the other."""
+        return "\n".join(f"{log.name}:\n{log.read_text()}" for log in sorted(self.folder.glob("rank-*.log")))
+
+
+@contextmanager
+def ranks_of(
+    script: Path,
+    *arguments: str,
+    ranks: int,
+    folder: Path,
+    environ: dict[str, str],
+    inside: Inside = lambda _, command: list(command),
+    master: str = "127.0.0.1",
+) -> Iterator[Ranks]:
+    """Start `python SCRIPT ARGUMENTS` once per rank, without a launcher that would end the survivors.
+
+    Args:
+        script: The training.
+        *arguments: Its arguments.
+        ranks: Number of ranks.
+        folder: For logs and whatever the script writes (its `$OUT`).
+        environ: Added to this process's environment without its own DDPOBS settings.
+        inside: Turns a rank and its command into the command to start, such as in a network namespace.
+        master: Address of rank 0.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+    shared = kept | {"MASTER_ADDR": master, "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
+    shared |= {"OMP_NUM_THREADS": "1", "OUT": str(folder), "DDPOBS_SPOOL": str(folder / "spool")}
+    shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")])} | environ
+    processes = []
+    try:
+        for rank in range(ranks):
+            command = inside(rank, [sys.executable, str(script), *arguments])
+            with (folder / f"rank-{rank}.log").open("wb") as log:
+                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(subprocess.Popen(command, env=shared | place, stdout=log, stderr=log, cwd=folder))
+        yield Ranks(processes, folder)
+    finally:
+        for process in processes:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+        for process in processes:
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])

@@ -1,0 +1,97 @@
+"""Flush telemetry when SIGTERM arrives: Python runs no exit handlers then, and launchers send it to survivors.
+
+Only the default action is replaced, and it still ends the process. Python delivers a signal to its main thread, which
+may hang in a collective and never return to the interpreter. So the C-level handler writes to a pipe
+(`signal.set_wakeup_fd`). A thread reads it, flushes, restores the default action and sends the signal again. The
+process then ends by SIGTERM, as its parent expects. A handler of the user's, set before or later, stays in charge.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+_SIGTERM = signal.SIGTERM
+_installed: weakref.WeakSet[Termination] = weakref.WeakSet()
+
+
+class Termination:
+    """The process's answer to SIGTERM, as long as it is installed.
+
+    Args:
+        flush: Sends or spools all that was recorded; called on another thread than the main one, bounded in time.
+    """
+
+    def __init__(self, flush: Callable[[], object]) -> None:
+        self._flush = flush
+        self._handler = self._wake
+        self._write = self._read = -1
+        self._pid = os.getpid()
+
+    def install(self) -> bool:
+        """Take over the default action; False where the process has another handler or wake-up descriptor."""
+        if threading.current_thread() is not threading.main_thread() or signal.getsignal(_SIGTERM) != signal.SIG_DFL:
+            return False
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        previous = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+            self._close_pipe()
+            return False
+        signal.signal(_SIGTERM, self._handler)
+        _installed.add(self)
+        threading.Thread(target=self._run, args=(self._read,), name="ddpobs-sigterm", daemon=True).start()
+        return True
+
+    def remove(self) -> None:
+        """Restore the default action, where it was taken over and no other handler came since."""
+        if self._write < 0 or os.getpid() != self._pid:
+            return
+        if threading.current_thread() is threading.main_thread():
+            with suppress(ValueError):
+                if signal.getsignal(_SIGTERM) == self._handler:
+                    signal.signal(_SIGTERM, signal.SIG_DFL)
+                current = signal.set_wakeup_fd(-1)
+                if current != self._write:
+                    signal.set_wakeup_fd(current)
+        os.write(self._write, b"\0")
+        self._write = -1
+
+    def _wake(self, _number: int, _frame: Any) -> None:
+        """Run on the main thread; of use where another wake-up descriptor was set since."""
+        if signal.getsignal(_SIGTERM) == self._handler and self._write >= 0:
+            os.write(self._write, bytes([_SIGTERM]))
+
+    def _run(self, read: int) -> None:
+        while number := os.read(read, 1):
+            if number == b"\0":
+                break
+            if number[0] == _SIGTERM and signal.getsignal(_SIGTERM) == self._handler:
+                with suppress(Exception):
+                    self._flush()
+                ctypes.CDLL(None).signal(int(_SIGTERM), None)
+                os.kill(os.getpid(), _SIGTERM)
+        os.close(read)
+
+    def _close_pipe(self) -> None:
+        os.close(self._read)
+        os.close(self._write)
+        self._read = self._write = -1
+
+
+def _restore_in_child() -> None:
+    """In a forked child (a loader worker) no thread reads the pipe: SIGTERM ends it at once."""
+    for termination in list(_installed):
+        if signal.getsignal(_SIGTERM) == termination._handler:
+            signal.signal(_SIGTERM, signal.SIG_DFL)
+            signal.set_wakeup_fd(-1)
+
+
+os.register_at_fork(after_in_child=_restore_in_child)

@@ -1,0 +1,92 @@
+"""A step as the tracker closes it: stamps only. `summary.Summariser` computes durations later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ddpobs.clocks import Stamp
+from ddpobs.wire import PHASES
+
+DATA, FORWARD, BACKWARD, EXPOSED_COMM, OPTIMIZER, OTHER = range(len(PHASES))
+NO_STEP = -1
+"""Pseudo-phase of time between steps."""
+
+
+class Position(NamedTuple):
+    """Numbers of switches, collectives and samples in a step at one moment."""
+
+    switches: int
+    comms: int
+    samples: int
+
+
+@dataclass(slots=True)
+class Segment:
+    """One synchronisation of gradients: a call of backward, or a separate wait.
+
+    Attributes:
+        end: Stamp of the call's return.
+        records: Records of the DDP modules in it (`module_recorder.BackwardRecord`).
+        clean: Whether own time may be measured from the previous synchronisation on.
+        collective: Sequence number of the synchronised backward in this process.
+        waited: Whether training waited in a separate call, which the phases show, instead of inside backward.
+    """
+
+    end: Stamp
+    records: list[Any]
+    clean: bool
+    collective: int
+    waited: bool = False
+
+
+@dataclass(slots=True)
+class RawStep:
+    """A step in stamps.
+
+    Attributes:
+        number: Counts from 0.
+        switches: (phase, stamp) in order; the first stamp is the step's start.
+        end: Stamp of the step's end.
+        segments: Its synchronised backward passes.
+        comms: (module, kind, launched, done) of communication that is not a gradient bucket.
+        samples: Rows of the inputs' batch dimension, summed over its micro-steps.
+        micro_steps: Calls of backward.
+        holes: Indexes into `switches` at which an evaluation between two micro-steps began; the next switch ended it.
+    """
+
+    number: int
+    switches: list[tuple[int, Stamp]]
+    end: Stamp = 0
+    segments: list[Segment] = field(default_factory=list)
+    comms: list[tuple[int, int, Stamp, Stamp]] = field(default_factory=list)
+    samples: int = 0
+    micro_steps: int = 0
+    holes: list[int] = field(default_factory=list)
+
+    @property
+    def records(self) -> int:
+        """Records that the step adds to a batch: itself, bucket spans, other communication, sampled readiness."""
+        backwards = [record for segment in self.segments for record in segment.records]
+        sampled = sum(record.parameter_ready_ns is not None for record in backwards)
+        return 1 + len(self.comms) + sum(len(record.ready_ns) for record in backwards) + sampled
+
+    @property
+    def position(self) -> Position:
+        """Current numbers of switches, collectives and samples."""
+        return Position(len(self.switches), len(self.comms), self.samples)
+
+    def restart(self, stamp: Stamp) -> None:
+        """Begin at `stamp` instead, without the content so far."""
+        self.switches, self.comms, self.samples = [(OTHER, stamp)], [], 0
+
+    def open_hole(self, position: Position, stamp: Stamp) -> None:
+        """Insert the start of an evaluation, at `stamp`, into the switches at an earlier position."""
+        self.holes.append(position.switches)
+        self.switches.insert(position.switches, (NO_STEP, stamp))
+
+    def close_hole(self, position: Position, stamp: Stamp) -> None:
+        """Remove the content since the start of the hole at that position, and end the hole at `stamp`."""
+        del self.switches[position.switches + 1 :], self.comms[position.comms :]
+        self.samples = position.samples
+        self.switches.append((OTHER, stamp))

@@ -1,0 +1,20 @@
+"""Grammar of the identifiers in a batch's key, and printable forms of text from a client."""
+
+from __future__ import annotations
+
+RUN_ID_CHARACTERS = "A-Za-z0-9._-"
+"""Characters of a run id, as the inside of a regular expression's brackets."""
+RUN_ID = rf"[{RUN_ID_CHARACTERS}]{{1,128}}"
+"""Regular expression of a run id's characters and length; it also matches `.` and `..`."""
+STRICT_RUN_ID = rf"^(?!\.{{1,2}}\Z){RUN_ID}\Z"
+"""Whole regular expression of a run id.
+
+Clients and browsers remove `.` and `..` from a path. `\\Z`, because `$` also matches before a final line feed.
+"""
+NONCE = "[0-9a-f]{16}"
+"""Regular expression of an attempt's or a source's id."""
+
+
+def printable(text: str) -> str:
+    """Escape every character that a terminal could obey or that could end a line, such as a parameter's odd name."""
+    return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)

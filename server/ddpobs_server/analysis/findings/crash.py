@@ -1,0 +1,120 @@
+"""Finding `crash`: the rank that failed first, its exception and place, and the ranks that failed because of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from ddpobs import wire
+from ddpobs.wire.hang import ranks_text
+from ddpobs_server.analysis.evidence import Evidence, Judgement
+from ddpobs_server.analysis.finding import Finding
+
+CODES = ("crash",)
+_CONSEQUENCE = re.compile(
+    r"connection (closed|reset)|broken pipe|connect(ion)? refused|timed? ?out|gloo|nccl|socket|recvvector|"
+    r"DistNetworkError|DistBackendError|DistStoreError|no result on any rank|peer",
+    re.IGNORECASE,
+)
+"""Texts of errors that a rank raises because another one has gone."""
+_KINDS = ("failed", "died", "terminated")
+_DIED = (
+    "Look at the kernel's log on that host (dmesg) for out of memory or a segmentation fault, and at the launcher's "
+    "log."
+)
+_CONNECTION = (
+    "Look at the connection between the hosts, and at ranks without telemetry: one of them may have ended first."
+)
+
+
+@dataclass(frozen=True)
+class _End:
+    """How one rank ended."""
+
+    rank: int
+    kind: str
+    step: int
+    detail: dict[str, wire.Scalar]
+
+    @property
+    def wall_ns(self) -> int:
+        return int(self.detail.get("wall_ns") or 0)
+
+    @property
+    def is_consequence(self) -> bool:
+        """Whether the end only shows that another rank, or the launcher, ended first."""
+        if self.kind == "terminated":
+            return True
+        text = f"{self.detail.get('error', '')} {self.detail.get('message', '')}"
+        return self.kind == "failed" and _CONSEQUENCE.search(text) is not None
+
+
+def crash(evidence: Evidence) -> Judgement:
+    """Report the first failure; without one, the connections that broke."""
+    ends = [_End(rank, event.kind, event.step, event.detail) for rank, event in evidence.events if event.kind in _KINDS]
+    if not any(end.kind != "terminated" for end in ends):
+        return []
+    ends.sort(key=lambda end: (end.is_consequence, end.wall_ns, end.rank))
+    first = ends[0]
+    victims = sorted({end.rank for end in ends if end.rank != first.rank})
+    return [
+        Finding(
+            code="crash",
+            severity="critical",
+            title=_title(first, victims),
+            remedy=_remedy(first),
+            steps=(first.step, first.step),
+            ranks=[first.rank],
+            buckets=[bucket] if (bucket := _integer(first, "bucket")) != wire.UNKNOWN else [],
+            phase=str(first.detail["phase"]) if first.detail.get("phase") in wire.PHASES else None,
+            evidence=_facts(evidence, first, victims, ends),
+        )
+    ]
+
+
+def _title(first: _End, victims: list[int]) -> str:
+    rank, step = f"Rank {first.rank}", first.step
+    phase = str(first.detail.get("phase") or "").replace("exposed_comm", "exposed communication")
+    where = f"in {phase} of step {step}" if phase else f"in step {step}"
+    if first.kind == "died":
+        what = f"{rank} ended without an error {where}: its process was killed, or crashed outside of Python"
+        if _integer(first, "oom_kills") > 0:
+            what = f"{rank} was killed {where}: its host ran out of memory"
+    elif first.is_consequence:
+        what = f"{rank} lost its connection {where}: {_error(first)}. No rank reported an error of its own"
+    else:
+        what = f"{rank} failed first, {where}: {_error(first)}"
+    if not victims:
+        return what
+    return f"{what}. {ranks_text(victims).capitalize()} failed because of it"
+
+
+def _error(end: _End) -> str:
+    error, message = str(end.detail.get("error") or "an error"), str(end.detail.get("message") or "")
+    message = message.splitlines()[0] if message else ""
+    return f"{error}: {message}"[:300] if message else error
+
+
+def _remedy(first: _End) -> str:
+    if first.kind == "died":
+        return _DIED
+    if first.is_consequence:
+        return _CONNECTION
+    return "Correct the error that the traceback shows. The other ranks' errors are consequences of it."
+
+
+def _facts(evidence: Evidence, first: _End, victims: list[int], ends: list[_End]) -> dict[str, Any]:
+    return {
+        "kind": first.kind,
+        "error": first.detail.get("error"),
+        "traceback": first.detail.get("traceback"),
+        "host": evidence.hosts.get(first.rank),
+        "module": _integer(first, "module"),
+        "victims": {end.rank: _error(end) if end.kind == "failed" else end.kind for end in ends if end.rank in victims},
+    }
+
+
+def _integer(end: _End, name: str) -> int:
+    value = end.detail.get(name)
+    return value if isinstance(value, int) else wire.UNKNOWN

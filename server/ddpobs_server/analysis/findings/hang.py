@@ -1,0 +1,122 @@
+"""Finding `hang`: no rank makes progress. The verdict is `ddpobs.wire.hang`'s, which the ranks' own log uses too."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from ddpobs import wire
+from ddpobs.wire.hang import Hang, RankState, judge, ranks_text
+from ddpobs_server.analysis.evidence import Evidence, Judgement
+from ddpobs_server.analysis.finding import Finding
+
+CODES = ("hang",)
+_STACKS = 8
+"""Most ranks whose stacks the evidence lists."""
+
+
+def hang(evidence: Evidence) -> Judgement:
+    """Report the hang that the latest pulses show, and hangs that are over."""
+    return [*_present(evidence), *_past(evidence)]
+
+
+def rank_states(evidence: Evidence) -> list[RankState]:
+    """One state per rank of the world, from the latest pulses."""
+    processes = {
+        int(rank): state
+        for pulse in evidence.pulses.values()
+        for rank, state in pulse.processes.items()
+        if rank.isdecimal()
+    }
+    return [
+        RankState(
+            rank=rank,
+            pulse=evidence.pulses.get(rank),
+            silent_ns=max(0, evidence.silent_ns.get(rank, 0)),
+            ended=evidence.ended.get(rank, ""),
+            process=processes.get(rank, ""),
+        )
+        for rank in range(evidence.world_size)
+    ]
+
+
+def _present(evidence: Evidence) -> Judgement:
+    if not any(pulse.patience_ns for pulse in evidence.pulses.values()):
+        return []  # Clients before version 0.1 send no activity.
+    if any(end == "failed" for end in evidence.ended.values()):
+        return []  # A crash: the others wait for the rank that failed.
+
+    @cache
+    def parameters(module: int, bucket: int) -> tuple[str, ...]:
+        return _parameters(evidence, module, bucket)
+
+    verdict = judge(rank_states(evidence), parameters)
+    if verdict is None:
+        return []
+    in_bucket = verdict.bucket != wire.UNKNOWN
+    step = max(0, verdict.step if verdict.step != wire.UNKNOWN else evidence.step_range[1])
+    return [
+        Finding(
+            code="hang",
+            severity="critical",
+            title=verdict.title,
+            remedy=verdict.remedy,
+            steps=(step, step),
+            ranks=verdict.ranks,
+            buckets=[verdict.bucket] if in_bucket else [],
+            parameters=list(parameters(verdict.module, verdict.bucket)) if in_bucket else [],
+            phase=verdict.phase,
+            evidence=_facts(evidence, verdict),
+        )
+    ]
+
+
+def _facts(evidence: Evidence, verdict: Hang) -> dict[str, Any]:
+    pulses = evidence.pulses
+    shown = [*verdict.ranks, *(rank for rank in verdict.waiting if rank not in verdict.ranks)][:_STACKS]
+    return {
+        "kind": verdict.kind,
+        "since_ns": verdict.since_ns,
+        "waiting": verdict.waiting,
+        "module": verdict.module,
+        "hosts": {rank: evidence.hosts[rank] for rank in verdict.ranks if rank in evidence.hosts},
+        "activities": {rank: pulse.activity for rank, pulse in pulses.items()},
+        "in_step": {rank: pulse.step for rank, pulse in pulses.items()},
+        "places": {rank: pulses[rank].place for rank in shown if rank in pulses},
+        "stacks": {rank: pulses[rank].stack for rank in shown if rank in pulses},
+    }
+
+
+def _past(evidence: Evidence) -> Judgement:
+    """Hangs that ended: each rank reports how long it was stuck once it goes on."""
+    over = [(rank, event) for rank, event in evidence.events if event.kind == "stuck"]
+    if not over:
+        return []
+    culprits = [(rank, event) for rank, event in over if event.detail.get("activity") not in {"bucket", "collective"}]
+    named = culprits or over
+    ranks = sorted({rank for rank, _ in named})
+    lengths = [int(event.detail.get("idle_ns") or 0) for _, event in named]
+    rank, event = named[lengths.index(max(lengths))]
+    place = event.detail.get("place")
+    where = f" ({place})" if place else ""
+    return [
+        Finding(
+            code="hang",
+            severity="info",
+            title=f"The run stood still for {max(lengths) / 1e9:.0f} s in step {event.step} and went on: "
+            f"{ranks_text([rank])} was in {event.detail.get('activity')}{where}",
+            remedy="Look at the place above if this comes back.",
+            steps=(min(event.step for _, event in named), max(event.step for _, event in named)),
+            ranks=ranks,
+            evidence={"kind": "over", "length_ns": max(lengths), "times": len(named)},
+        )
+    ]
+
+
+def _parameters(evidence: Evidence, module: int, bucket: int) -> tuple[str, ...]:
+    """Names of a bucket's parameters in the module's latest layout."""
+    layouts = evidence.columns.layouts() if evidence.columns is not None else []
+    latest = max((layout for layout in layouts if layout.module == module), key=lambda o: o.revision, default=None)
+    if latest is None or not 0 <= bucket < len(latest.buckets):
+        return ()
+    return tuple(parameter.name for parameter in latest.buckets[bucket].parameters)

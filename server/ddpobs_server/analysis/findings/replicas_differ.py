@@ -1,0 +1,111 @@
+"""Finding `replicas-differ`: parameters, gradients or buffers differ over the ranks, by their fingerprints."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpobs import wire
+from ddpobs.wire.hang import ranks_text
+from ddpobs_server.analysis.evidence import MAX_LISTED, Evidence, Judgement
+from ddpobs_server.analysis.finding import Finding
+
+CODES = ("replicas-differ",)
+_PARTS = ("gradients", "parameters", "buffers")
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """A part of the replicas that differs in one sampled step."""
+
+    part: str
+    names: list[str]
+    ranks: list[int]
+
+
+def replicas_differ(evidence: Evidence) -> Judgement:
+    """Report the first sampled step in which a module's replicas differ."""
+    samples: dict[int, dict[int, dict[int, wire.Fingerprint]]] = defaultdict(lambda: defaultdict(dict))
+    for rank, sample in evidence.fingerprints:
+        samples[sample.module][sample.synchronised][rank] = sample
+    findings = []
+    for module, steps in sorted(samples.items()):
+        equal_until = wire.UNKNOWN
+        for step, ranks in sorted(steps.items()):
+            if len(ranks) < 2:
+                continue
+            differences = [d for part in _PARTS if (d := _difference(ranks, part)) is not None]
+            if differences:
+                findings.append(_finding(module, step, equal_until, differences))
+                break
+            equal_until = step
+    return findings
+
+
+def _difference(ranks: dict[int, wire.Fingerprint], part: str) -> _Difference | None:
+    """Names and ranks whose hash is not the most frequent one; None where all agree or the shapes do not fit."""
+    numbers = sorted(ranks)
+    columns = [getattr(ranks[rank], part) for rank in numbers]
+    if len({len(column) for column in columns}) != 1 or not len(columns[0]):
+        return None
+    hashes: npt.NDArray[np.int64] = np.stack(columns)
+    odd = hashes != _majority(hashes)
+    if not odd.any():
+        return None
+    first = ranks[numbers[0]]
+    names = first.buffer_names if part == "buffers" else first.names
+    differing = [names[index] for index in np.flatnonzero(odd.any(axis=0)) if index < len(names)]
+    return _Difference(part, differing, [rank for rank, is_odd in zip(numbers, odd.any(axis=1), strict=True) if is_odd])
+
+
+def _majority(hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """The most frequent hash per column; of equally frequent ones the lowest rank's."""
+    columns = [max(Counter(column.tolist()).items(), key=lambda item: item[1])[0] for column in hashes.T]
+    return np.array(columns, np.int64)
+
+
+def _finding(module: int, step: int, equal_until: int, differences: list[_Difference]) -> Finding:
+    names = list(dict.fromkeys(name for difference in differences for name in difference.names))
+    ranks = sorted({rank for difference in differences for rank in difference.ranks})
+    parts = {difference.part for difference in differences}
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    since = (
+        f"after step {equal_until}, at the latest in step {step}" if equal_until >= 0 else f"in step {step} or before"
+    )
+    if "gradients" in parts:
+        where, remedy = "before the optimizer: the reduced gradients differ", _REDUCTION
+    elif "parameters" in parts:
+        where, remedy = "after the reduction: gradients agree, parameters differ", _OPTIMIZER
+    else:
+        where, remedy = "in the buffers alone", _BUFFERS
+    return Finding(
+        code="replicas-differ",
+        severity="critical",
+        title=f"Replicas differ since {since}: {shown} on {ranks_text(ranks)}, {where}",
+        remedy=remedy,
+        steps=(max(0, equal_until), step),
+        ranks=ranks,
+        parameters=names[:MAX_LISTED],
+        evidence={
+            "module": module,
+            "equal_until": equal_until,
+            "parts": sorted(parts),
+            **{f"differing_{difference.part}": difference.names[:MAX_LISTED] for difference in differences},
+        },
+    )
+
+
+_REDUCTION = (
+    "Look for gradients that are changed on one rank after the reduction, a communication hook whose result differs, a "
+    "parameter outside of the reduction, or memory errors on that host."
+)
+_OPTIMIZER = (
+    "Look for an optimizer step that one rank skips, optimizer state that was loaded on one rank, different "
+    "hyperparameters, code that writes parameters on one rank, or memory errors on that host."
+)
+_BUFFERS = (
+    "Look for code that writes buffers on one rank. If the buffers are meant to differ, set broadcast_buffers=False."
+)

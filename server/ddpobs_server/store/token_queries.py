@@ -1,0 +1,28 @@
+"""Tokens: read, add and revoke."""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, select
+
+from ddpobs_server.store import schema
+from ddpobs_server.store.rows import Token
+
+
+def tokens(connection: Connection) -> list[Token]:
+    """All tokens, including revoked tokens, oldest first."""
+    rows = connection.execute(select(schema.tokens).order_by(schema.tokens.c.created_ns)).all()
+    return [
+        Token(**{**row._mapping, "digest": bytes(row.digest), "scopes": tuple(row.scopes.split(","))}) for row in rows
+    ]
+
+
+def add_token(connection: Connection, token: Token) -> None:
+    """Store a token."""
+    connection.execute(schema.tokens.insert(), {**vars(token), "scopes": ",".join(token.scopes)})
+
+
+def revoke_token(connection: Connection, token_id: str, now_ns: int) -> bool:
+    """Revoke a token; False if there is no valid token with this id."""
+    c = schema.tokens.c
+    statement = schema.tokens.update().where(c.token_id == token_id, c.revoked_ns.is_(None))
+    return bool(connection.execute(statement.values(revoked_ns=now_ns)).rowcount)

@@ -1,0 +1,79 @@
+"""Hashes of gradients, parameters and buffers: exact in the bits, and sampled."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddpobs import wire
+from ddpobs.recording.fingerprints import Fingerprints, hash_of
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_flipped_bit_changes_the_hash(dtype: torch.dtype) -> None:
+    tensor = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4).to(dtype)
+    flipped = tensor.clone()
+    flipped.view(-1).view(torch.uint8)[13] ^= 1
+    assert hash_of(tensor) != hash_of(flipped)
+    assert hash_of(tensor) == hash_of(tensor.transpose(0, 2).contiguous().transpose(0, 2))
+
+
+def test_signed_zeros_nan_sparse_and_empty_tensors_have_hashes() -> None:
+    assert hash_of(torch.tensor([0.0, 1.0])) != hash_of(torch.tensor([-0.0, 1.0]))
+    assert hash_of(torch.tensor([float("nan")])) == hash_of(torch.tensor([float("nan")]))
+    rows = torch.sparse_coo_tensor(torch.tensor([[1, 1]]), torch.ones(2, 3), (4, 3))
+    assert hash_of(rows) == hash_of(rows.coalesce())
+    assert hash_of(torch.zeros(0)).item() == 0
+    assert hash_of(torch.tensor([True, False])) != hash_of(torch.tensor([False, True]))
+
+
+def test_two_tensors_of_one_value_each_have_different_hashes() -> None:
+    assert hash_of(torch.ones(64)) != hash_of(torch.full((64,), 2.0))
+
+
+class Sampled:
+    def __init__(self, every: int) -> None:
+        self.module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+        self.sent: list[wire.Fingerprint] = []
+        names, parameters = zip(*self.module.named_parameters(), strict=True)
+        self.fingerprints = Fingerprints(every, parameters, names, self.module.named_buffers, self.sent.append, 0)
+
+    def step(self, **frozen: Any) -> None:
+        self.fingerprints.forward_began()
+        self.module(torch.ones(4, 3)).sum().backward()
+        self.fingerprints.reduced()
+
+
+def test_the_first_and_every_nth_step_is_sampled_at_the_next_forward() -> None:
+    sampled = Sampled(every=3)
+    for _ in range(5):
+        sampled.step()
+    sampled.fingerprints.flush()
+    assert [sent.synchronised for sent in sampled.sent] == [0, 3]
+    (first, _) = sampled.sent
+    assert first.names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert first.buffer_names == ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert (len(first.gradients), len(first.parameters), len(first.buffers)) == (4, 4, 3)
+
+
+def test_a_missing_gradient_is_zero_and_the_others_keep_their_place() -> None:
+    sampled = Sampled(every=1)
+    sampled.module[0].weight.requires_grad_(False)
+    sampled.step()
+    sampled.fingerprints.forward_began()
+    sampled.fingerprints.flush()
+    assert sampled.sent[0].gradients[0] == 0
+    assert sampled.sent[0].gradients[3] != 0
+
+
+def test_without_a_period_nothing_is_sampled() -> None:
+    sampled = Sampled(every=0)
+    sampled.step()
+    sampled.step()
+    sampled.fingerprints.flush()
+    assert sampled.sent == []

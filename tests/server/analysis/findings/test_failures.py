@@ -1,0 +1,170 @@
+"""The findings about runs that stand still, crash, or whose ranks train apart."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from ddpobs_server.analysis.evidence import Evidence
+from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.findings.crash import crash
+from ddpobs_server.analysis.findings.hang import hang
+from ddpobs_server.analysis.findings.not_reduced import not_reduced
+from ddpobs_server.analysis.findings.replicas_differ import replicas_differ
+from ddpobs_server.analysis.joined_steps import join
+
+from ddpobs import wire
+
+S = 10**9
+NO_STEPS = wire.Steps.from_table(np.zeros((len(wire.Steps.names), 0), np.int64))
+
+
+def evidence(**fields: Any) -> Evidence:
+    none = np.zeros(0, np.int64)
+    return Evidence(rank=none, steps=NO_STEPS, joined=join(none, NO_STEPS), now_ns=0, **({"world_size": 2} | fields))
+
+
+def only(judgement: Any) -> Finding:
+    (finding,) = judgement
+    assert isinstance(finding, Finding)
+    return finding
+
+
+def pulse(activity: str, **fields: Any) -> wire.Pulse:
+    known = {
+        "phase": "backward",
+        "step": 7,
+        "idle_ns": 12 * S,
+        "patience_ns": 8 * S,
+        "synchronised": 7,
+        "place": "a.py:3",
+    }
+    return wire.Pulse(at_ns=0, activity=activity, **(known | fields))  # type: ignore[arg-type]
+
+
+class Layouts:
+    def layouts(self) -> list[wire.Layout]:
+        bucket = wire.Bucket(size_bytes=8, dtype="float32", parameters=[wire.Parameter(name="head.weight", size=2)])
+        return [wire.Layout(module=0, name="model", revision=1, comm="all_reduce", buckets=[bucket])]
+
+
+def test_a_hang_names_rank_phase_bucket_parameters_and_stacks() -> None:
+    pulses = {0: pulse("bucket", module=0, bucket=0), 1: pulse("data", phase="data", stack=["a.py:3 f"])}
+    finding = only(hang(evidence(pulses=pulses, columns=Layouts(), hosts={1: "node-b"})))
+    assert (finding.severity, finding.ranks, finding.phase, finding.buckets) == ("critical", [1], "data", [0])
+    assert finding.parameters == ["head.weight"]
+    assert finding.title.endswith("Rank 0 waits in bucket 0 of step 7: head.weight")
+    facts = finding.evidence
+    assert (facts["kind"], facts["activities"], facts["hosts"]) == ("absent", {0: "bucket", 1: "data"}, {1: "node-b"})
+    assert facts["stacks"][1] == ["a.py:3 f"]
+
+
+def test_a_rank_that_went_silent_and_a_stopped_neighbour_are_told_apart() -> None:
+    pulses = {0: pulse("bucket"), 1: pulse("code", idle_ns=0)}
+    assert only(hang(evidence(pulses=pulses, silent_ns={1: 11 * S}))).evidence["kind"] == "stopped"
+    pulses[0] = pulse("bucket", processes={"1": "gone"})
+    assert only(hang(evidence(pulses=pulses))).evidence["kind"] == "dead"
+
+
+def test_runs_that_go_on_have_crashed_or_run_an_older_client_do_not_hang() -> None:
+    stuck = {0: pulse("bucket"), 1: pulse("data")}
+    assert hang(evidence(pulses=stuck | {1: pulse("data", idle_ns=S)})) == []
+    assert hang(evidence(pulses=stuck, ended={1: "failed"})) == []
+    assert hang(evidence(pulses={rank: pulse("", patience_ns=0) for rank in range(2)})) == []
+
+
+def stuck(rank: int, activity: str, idle_s: int) -> tuple[int, wire.Event]:
+    return rank, wire.Event(
+        kind="stuck", at_ns=0, step=9, detail={"activity": activity, "idle_ns": idle_s * S, "place": "a.py:3"}
+    )
+
+
+def test_a_hang_that_is_over_stays_with_its_length() -> None:
+    finding = only(hang(evidence(events=[stuck(0, "bucket", 30), stuck(1, "data", 23)])))
+    assert (finding.severity, finding.ranks, finding.evidence["length_ns"]) == ("info", [1], 23 * S)
+    assert finding.title == "The run stood still for 23 s in step 9 and went on: rank 1 was in data (a.py:3)"
+
+
+def failed(rank: int, error: str, message: str, wall_s: int, **facts: Any) -> tuple[int, wire.Event]:
+    detail = {"error": error, "message": message, "wall_ns": wall_s * S, "phase": "forward", "bucket": -1, **facts}
+    return rank, wire.Event(kind="failed", at_ns=0, step=6, detail=detail)
+
+
+def test_the_rank_with_an_error_of_its_own_failed_first_also_with_a_late_clock() -> None:
+    victim = failed(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]:4711", 5)
+    finding = only(crash(evidence(events=[victim, failed(1, "ValueError", "a bad sample\nmore", 6)])))
+    assert (
+        finding.title
+        == "Rank 1 failed first, in forward of step 6: ValueError: a bad sample. Rank 0 failed because of it"
+    )
+    assert (finding.ranks, finding.phase, finding.evidence["victims"].keys()) == ([1], "forward", {0})
+
+
+def test_a_process_that_died_without_a_word_comes_before_its_victims() -> None:
+    died = (1, wire.Event(kind="died", at_ns=0, step=8, detail={"wall_ns": 9 * S, "phase": "backward", "bucket": 2}))
+    victim = failed(0, "RuntimeError", "Connection reset by peer", 5)
+    finding = only(crash(evidence(events=[victim, died])))
+    assert finding.title.startswith("Rank 1 ended without an error in backward of step 8: its process was killed")
+    assert finding.buckets == [2]
+
+
+def test_broken_connections_alone_name_no_culprit_and_a_terminated_run_did_not_crash() -> None:
+    finding = only(crash(evidence(events=[failed(0, "DistBackendError", "timed out", 5)])))
+    assert "No rank reported an error of its own" in finding.title
+    terminated = (0, wire.Event(kind="terminated", at_ns=0, step=6, detail={"signal": "SIGTERM"}))
+    assert crash(evidence(events=[terminated])) == []
+
+
+def fingerprint(step: int, gradients: list[int], parameters: list[int], buffers: list[int]) -> wire.Fingerprint:
+    return wire.Fingerprint(
+        module=0,
+        synchronised=step,
+        names=["a.weight", "a.bias"],
+        buffer_names=["bn.mean"],
+        gradients=np.array(gradients),
+        parameters=np.array(parameters),
+        buffers=np.array(buffers),
+    )
+
+
+EQUAL = ([1, 2], [3, 4], [5])
+
+
+def test_a_parameter_that_differs_after_the_optimizer_is_named_with_its_ranks_and_steps() -> None:
+    samples = [(rank, fingerprint(0, *EQUAL)) for rank in range(3)]
+    samples += [(rank, fingerprint(1000, [1, 2], [3, 9 if rank == 1 else 4], [5])) for rank in range(3)]
+    finding = only(replicas_differ(evidence(fingerprints=samples)))
+    assert (finding.ranks, finding.parameters, finding.steps) == ([1], ["a.bias"], (0, 1000))
+    assert finding.evidence["parts"] == ["parameters"]
+    assert "gradients agree, parameters differ" in finding.title
+
+
+def test_gradients_that_differ_point_before_the_optimizer_and_buffers_to_themselves() -> None:
+    differing = [(rank, fingerprint(0, [1 + rank, 2], [3 + rank, 4], [5])) for rank in range(2)]
+    assert "before the optimizer" in only(replicas_differ(evidence(fingerprints=differing))).title
+    buffers = [(rank, fingerprint(0, [1, 2], [3, 4], [5 + rank])) for rank in range(2)]
+    finding = only(replicas_differ(evidence(fingerprints=buffers)))
+    assert (finding.parameters, finding.evidence["parts"]) == (["bn.mean"], ["buffers"])
+
+
+def test_equal_replicas_and_a_single_rank_raise_nothing() -> None:
+    assert replicas_differ(evidence(fingerprints=[(rank, fingerprint(0, *EQUAL)) for rank in range(4)])) == []
+    assert replicas_differ(evidence(fingerprints=[(0, fingerprint(0, *EQUAL))])) == []
+
+
+def test_gradients_that_were_never_reduced_are_named_with_the_reason() -> None:
+    detail = {"reason": "bypassed", "parameters": "l.weight, l.bias", "count": 2, "module": 0}
+    events = [(rank, wire.Event(kind="not_reduced", at_ns=0, step=3, detail=detail)) for rank in range(2)]
+    finding = only(not_reduced(evidence(events=events)))
+    assert (finding.ranks, finding.parameters, finding.evidence["reason"]) == (
+        [0, 1],
+        ["l.weight", "l.bias"],
+        "bypassed",
+    )
+    assert "did not go through the DistributedDataParallel module" in finding.title
+
+
+def test_a_module_that_never_synchronised_is_named() -> None:
+    event = wire.Event(kind="never_synchronised", at_ns=0, detail={"optimizer_steps": 60})
+    finding = only(not_reduced(evidence(events=[(0, event), (1, event)])))
+    assert finding.title == "No gradient was ever reduced, in 60 optimizer steps: ranks 0 and 1 trained apart"
