@@ -51,8 +51,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         comm: Communication strategy of full buckets: None for the plain all-reduce, a name (`"fp16"`, `"topk:0.01"`),
             or a callable that takes the process group and returns a `ddpobs.comm.BucketComm`.
             docs/communication.md lists the names, and the cost of each strategy.
-        round_robin_groups: Process groups over which buckets are dealt in turn.
-        **kwargs: As torch's.
+        round_robin_groups: Number of process groups over which buckets are distributed in turn.
+        **kwargs: Torch's.
 
     Raises:
         ConfigError: A telemetry setting, `comm`, `round_robin_groups` or `torch._dynamo.config.optimize_ddp` has an
@@ -200,7 +200,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             expect_sparse_gradient or [False] * len(parameters),
             module=self.module,
             group=self.process_group,
-            strategy=self._comm_factory,
+            comm_factory=self._comm_factory,
             settings=self._settings(static_graph),
             recorder=self._recorder,
         )

@@ -109,15 +109,15 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         names,
         dense,
         group=_get_own_group(group, device, index),
-        strategy=factory_of(compression),
+        comm_factory=factory_of(compression),
         settings=Settings(
             first_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
             rebuilt_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
         ),
         recorder=recorder,
         passes=backward_passes_per_step,
-        predivisor=pre_divisor,
-        postfactor=post_factor,
+        pre_divisor=pre_divisor,
+        post_factor=post_factor,
         groups=fused,
     )
     _reducers[wrapper._reducer] = index

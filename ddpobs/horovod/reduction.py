@@ -32,12 +32,12 @@ class OptimizerReducer(FrontEnd):
         names: Their names.
         expect_sparse: By parameter, whether its gradient is sparse.
         group: The process group.
-        strategy: Makes the object that communicates full buckets.
+        comm_factory: Creates the communication strategy for the group.
         settings: Bucket limits.
         recorder: Receives the times of each bucket; None with telemetry off.
         passes: Backward passes before gradients are reduced.
-        predivisor: Divisor of the gradients before the sum; None for no division.
-        postfactor: Factor of the sum; None for none.
+        pre_divisor: Divisor of the gradients before the sum; None for no division.
+        post_factor: Factor of the sum; None for none.
         groups: Indices of the parameters that share a bucket; a parameter of no group has its own. None to fill buckets
             by size.
 
@@ -53,16 +53,16 @@ class OptimizerReducer(FrontEnd):
         expect_sparse: Sequence[bool],
         *,
         group: dist.ProcessGroup,
-        strategy: CommFactory,
+        comm_factory: CommFactory,
         settings: Settings,
         recorder: Observer | None,
         passes: int,
-        predivisor: float | None,
-        postfactor: float | None,
+        pre_divisor: float | None,
+        post_factor: float | None,
         groups: Sequence[Sequence[int]] | None,
     ) -> None:
         self._parameters, self._names = parameters, names
-        self._passes, self._predivisor, self._postfactor = passes, predivisor, postfactor
+        self._passes, self._pre_divisor, self._post_factor = passes, pre_divisor, post_factor
         self._passes_left = [passes] * len(parameters)
         self._made_dense: set[int] = set()
         """Parameters whose gradient arrived sparse, and is reduced as a dense one."""
@@ -73,7 +73,7 @@ class OptimizerReducer(FrontEnd):
             names,
             expect_sparse,
             group=group,
-            strategy=strategy,
+            comm_factory=comm_factory,
             settings=replace(
                 settings,
                 assignment=None if groups is None else _assign(parameters, groups),
@@ -168,7 +168,7 @@ class OptimizerReducer(FrontEnd):
 
     @override
     def divisor(self) -> float | None:
-        return self._predivisor
+        return self._pre_divisor
 
     @override
     def bucket_launched(self, bucket: Bucket, pending: Pending) -> None:
@@ -187,8 +187,8 @@ class OptimizerReducer(FrontEnd):
     def write_results(self) -> None:
         self.synchronised += 1
         for bucket in self.core.buckets:
-            if self._postfactor is not None:
-                bucket.buffer.mul_(self._postfactor)
+            if self._post_factor is not None:
+                bucket.buffer.mul_(self._post_factor)
             bucket.memory.restore_views()  # A tensor that a script assigned since backward is not reduced.
             for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
                 if parameter.grad is not view:

@@ -40,7 +40,7 @@ class ModuleReducer(FrontEnd):
         expect_sparse: By parameter, whether its gradient is sparse.
         module: Owns the parameters.
         group: The process group.
-        strategy: Makes the object that communicates full buckets.
+        comm_factory: Creates the communication strategy for the group.
         settings: The constructor's choices.
         recorder: Receives the times of each bucket; None with telemetry off.
 
@@ -60,7 +60,7 @@ class ModuleReducer(FrontEnd):
         *,
         module: torch.nn.Module,
         group: dist.ProcessGroup,
-        strategy: CommFactory,
+        comm_factory: CommFactory,
         settings: Settings,
         recorder: Observer | None,
     ) -> None:
@@ -73,7 +73,7 @@ class ModuleReducer(FrontEnd):
             names,
             expect_sparse,
             group=group,
-            strategy=strategy,
+            comm_factory=comm_factory,
             settings=settings,
             recorder=recorder,
             front_end=self,

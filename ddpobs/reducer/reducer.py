@@ -44,7 +44,7 @@ class Reducer:
         names: Their names.
         expect_sparse: By parameter, whether its gradient is sparse.
         group: The process group.
-        strategy: Makes the object that communicates full buckets.
+        comm_factory: Creates the communication strategy for the group.
         settings: The front end's choices.
         recorder: Receives the times of each bucket; None with telemetry off.
         front_end: Its methods are called in each backward.
@@ -67,7 +67,7 @@ class Reducer:
         expect_sparse: Sequence[bool],
         *,
         group: dist.ProcessGroup,
-        strategy: CommFactory,
+        comm_factory: CommFactory,
         settings: Settings,
         recorder: Observer | None,
         front_end: FrontEnd,
@@ -75,7 +75,7 @@ class Reducer:
     ) -> None:
         rest_at_exit()
         self.settings, self.recorder, self._front_end = settings, recorder, front_end
-        self._strategy, self.comm = strategy, strategy(group)
+        self._comm_factory, self.comm = comm_factory, comm_factory(group)
         self.faults = FaultBroadcast(group)
         self.pending: list[Pending] = []
         self._record: BackwardStamps | None = None
@@ -327,7 +327,7 @@ class Reducer:
         self._reduce_over(group)
         self.faults = FaultBroadcast(group)
         if not keeps_comm:
-            self.set_comm(self._strategy(group))
+            self.set_comm(self._comm_factory(group))
 
     def switch_to_static_graph(self) -> None:
         """Expect the same parameters in every backward from now on."""

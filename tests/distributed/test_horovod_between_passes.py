@@ -51,11 +51,11 @@ def of_parts(rank: int, ranks: int) -> Any:
         for optimizer in parts:
             optimizer.step()
     alone(reference, ranks, 4, loss_fn=half_used)
-    groups_of_parts = [optimizer._reducer._group for optimizer in parts]
+    groups_of_parts = [optimizer._reducer.core.group for optimizer in parts]
     del parts[0], optimizer
     gc.collect()
     again = hvd.DistributedOptimizer(torch.optim.SGD(model[0].parameters(), 0.05))
-    return how_close(model, reference), len(set(groups_of_parts)), again._reducer._group is groups_of_parts[0]
+    return how_close(model, reference), len(set(groups_of_parts)), again._reducer.core.group is groups_of_parts[0]
 
 
 def test_optimizers_of_parts_may_be_ready_in_any_order() -> None:
