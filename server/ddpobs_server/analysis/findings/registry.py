@@ -1,7 +1,8 @@
 """The list of all findings, and the guide for adding another.
 
-1. Write `findings/NAME.py`. It declares `CODES`, the codes of its findings, and a function that takes an `Evidence` and
-   returns a `Judgement`: a list of `Finding`, and a `NotJudged` for each question that the evidence cannot answer.
+1. Write `findings/NAME.py`; no other file changes. It declares `CODES`, the codes of its findings, and for each code a
+   function of that name with underscores. The function takes an `Evidence` and returns a `Judgement`: a list of
+   `Finding`, and a `NotJudged` for each question that the evidence cannot answer.
 
        CODES = ("slow-checkpoint",)
 
@@ -13,10 +14,9 @@
 
    The function is pure: its input is the evidence alone, and the same evidence gives the same answer. It returns an
    empty list if nothing is wrong. It never guesses: with too little evidence it returns `NotJudged`.
-2. Add the function to `FINDINGS` below.
-3. Describe each code in `docs/diagnostics.md` under a heading of that name: when it appears, its evidence, its severity
-   and its remedy. A test fails if a code has no heading, or if a file of this folder is not listed here.
-4. Write tests in `tests/server/analysis/`: one run with the problem, one without it, and one with too little evidence.
+2. Describe each code in `docs/diagnostics.md` under a heading of that name: when it appears, its evidence, its severity
+   and its remedy. A test fails if a code has no heading.
+3. Write tests in `tests/server/analysis/`: one run with the problem, one without it, and one with too little evidence.
 
 `Evidence` holds the latest steps of all ranks, the steps joined over ranks, and facts such as settings and events. A
 finding that needs a fact which is not there adds a field with a default; `reports/diagnosis.py` fills it. Columns that
@@ -27,31 +27,18 @@ any code without a change. A diagnosis is cached until the run's next commit.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 
+from ddpobs_server.analysis import findings
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.findings.comm_bound import comm_bound
-from ddpobs_server.analysis.findings.crash import crash
-from ddpobs_server.analysis.findings.hang import hang
-from ddpobs_server.analysis.findings.input_bound import input_bound
-from ddpobs_server.analysis.findings.misconfiguration import epoch_not_set
-from ddpobs_server.analysis.findings.not_reduced import not_reduced
-from ddpobs_server.analysis.findings.replicas_differ import replicas_differ
-from ddpobs_server.analysis.findings.straggler import straggler
-from ddpobs_server.analysis.findings.telemetry_health import clock_skew, telemetry_loss
-from ddpobs_server.analysis.findings.unused_parameters import find_unused_needless, unused_parameters
 
-FINDINGS: tuple[Callable[[Evidence], Judgement], ...] = (
-    crash,
-    hang,
-    not_reduced,
-    replicas_differ,
-    straggler,
-    comm_bound,
-    input_bound,
-    unused_parameters,
-    find_unused_needless,
-    epoch_not_set,
-    telemetry_loss,
-    clock_skew,
+MODULES = tuple(
+    import_module(f"{findings.__name__}.{module.name}")
+    for module in iter_modules(findings.__path__)
+    if module.name != "registry"
 )
-"""All finding functions, in the order in which `missing` lists their unanswered questions."""
+FINDINGS: tuple[Callable[[Evidence], Judgement], ...] = tuple(
+    getattr(module, code.replace("-", "_")) for module in MODULES for code in module.CODES
+)
+"""All finding functions, file by file."""
