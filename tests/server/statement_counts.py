@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,6 +12,8 @@ from ddpobs_server.store import schema
 from sqlalchemy import Engine, event
 
 SPREAD = set(schema.metadata.tables) - {"tokens"}
+_BACKGROUND = {"ddpobs-watch", "ddpobs-retention"}
+"""Threads of jobs that run by the clock, at any moment of a request."""
 _READ = re.compile(r"\b(?:FROM|JOIN|UPDATE) (\w+)")
 _SAME_RUN = re.compile(r"\b(\w+)\.run_id = (\w+)\.run_id")
 _ONE_RUN = re.compile(r"\b(\w+)\.run_id = [%?]")
@@ -18,11 +21,12 @@ _ONE_RUN = re.compile(r"\b(\w+)\.run_id = [%?]")
 
 @contextmanager
 def recorded(target: Any = Engine) -> Iterator[list[str]]:
-    """The statements that an engine (default: any engine) runs within the block."""
+    """The statements that an engine (default: any engine) runs within the block, without those of background jobs."""
     statements: list[str] = []
 
     def record(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        statements.append(" ".join(statement.split()))
+        if threading.current_thread().name not in _BACKGROUND:
+            statements.append(" ".join(statement.split()))
 
     event.listen(target, "before_cursor_execute", record)
     try:
