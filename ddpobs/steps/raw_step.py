@@ -14,11 +14,12 @@ NO_STEP = -1
 
 
 class Position(NamedTuple):
-    """Numbers of switches, collectives and samples in a step at one moment."""
+    """Numbers of switches, collectives, samples and calls of backward in a step at one moment."""
 
     switches: int
     comms: int
     samples: int
+    micro_steps: int
 
 
 @dataclass(slots=True)
@@ -73,12 +74,17 @@ class RawStep:
 
     @property
     def position(self) -> Position:
-        """Current numbers of switches, collectives and samples."""
-        return Position(len(self.switches), len(self.comms), self.samples)
+        """Current numbers of switches, collectives, samples and calls of backward."""
+        return Position(len(self.switches), len(self.comms), self.samples, self.micro_steps)
 
     def restart(self, stamp: Stamp) -> None:
         """Begin at `stamp` instead, without the content so far."""
         self.switches, self.comms, self.samples = [(OTHER, stamp)], [], 0
+
+    def drop_before(self, position: Position) -> None:
+        """Begin at an earlier position instead, without the content before it."""
+        del self.switches[: position.switches], self.comms[: position.comms]
+        self.samples -= position.samples
 
     def open_hole(self, position: Position, stamp: Stamp) -> None:
         """Insert the start of an evaluation, at `stamp`, into the switches at an earlier position."""

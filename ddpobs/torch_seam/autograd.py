@@ -10,11 +10,14 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ddpobs.errors import ReducerError
 
 _CUSTOM_BACKWARD = BackwardCFunction.apply.__code__
+_REPETITIONS = ("backward", "unpack_hook")
+"""Functions in torch's module of checkpoints that repeat a forward: with and without reentry."""
 _remove_from_tls: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda _: None)
 """Some versions of torch do not have it."""
 
@@ -133,6 +136,16 @@ def call_at_end(callback: Callable[[], None]) -> None:
             handles.pop().remove()
 
     handles += [node.register_prehook(queue) for node in following]
+
+
+def in_repeated_forward() -> bool:
+    """Whether the caller runs in a forward that one of torch's checkpoints repeats during backward."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name in _REPETITIONS and frame.f_code.co_filename == checkpoint.__file__:
+            return True
+    return False
 
 
 def _outermost_custom_backward() -> Node | None:
