@@ -305,9 +305,8 @@ class Attachment:
         return stamp
 
     def _backward_ended(self) -> None:
-        # A nested backward may be a checkpoint's. The forward's own one ends where the forward ran.
-        task = torch._C._current_graph_task_id()
-        if task in (-1, self._forward_task):
+        # Tasks are numbered in order: the backward of a checkpoint inside the forward ends in a task that is later.
+        if torch._C._current_graph_task_id() <= self._forward_task:
             self._finish_record()
 
     @never_raises

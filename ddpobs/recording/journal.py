@@ -30,7 +30,7 @@ from ddpobs.clocks import Clock, Stamp
 from ddpobs.recording.nested_backwards import NestedBackwards, NestedForward
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_tracker import StepTracker
-from ddpobs.torch_seam.autograd import in_repeated_forward
+from ddpobs.torch_seam.autograd import is_repetition_reentrant
 from ddpobs.wire import COMM_KINDS
 
 _log = logging.getLogger("ddpobs")
@@ -286,15 +286,18 @@ class Journal:
     # ------------------------------------------------------------------ inside an outer backward
 
     def _is_nested_forward(self, module: int, training: bool, samples: int) -> bool:
-        """Whether this forward runs inside a backward and is no repetition; it waits for a backward of its own."""
+        """Whether this forward runs inside a backward and may have a backward of its own, for which it then waits."""
         task = torch._C._current_graph_task_id()
-        if task < 0 or not training or not torch.is_grad_enabled() or in_repeated_forward():
+        if task < 0 or not training or not torch.is_grad_enabled():
             return False
-        self._nested.forward_began(NestedForward(task, self._now(), module, samples))
+        reentrant = is_repetition_reentrant()
+        if reentrant is False:
+            return False
+        self._nested.forward_began(NestedForward(task, self._now(), module, samples, bool(reentrant)))
         return True
 
     def _nested_backward_began(self, task: int) -> None:
-        """A backward was called in that graph task. Without a forward it may be a reentrant checkpoint's."""
+        """A backward was called in that graph task. Without a forward it is a checkpoint's inside a DDP module."""
         now, forwards = self._now(), self._nested.backward_began(task)
         if not forwards:
             return
@@ -303,13 +306,15 @@ class Journal:
         self._forward_trained = not self.trains_in_eval
         for forward in forwards:
             self._trainable.add(forward.module)
-            self._record(StepTracker.nested_forward_began, forward.began, forward.module, forward.samples)
-        self._record(StepTracker.nested_backward_began, now)
+            facts = forward.module, forward.samples, forward.repeats
+            self._record(StepTracker.nested_forward_began, forward.began, *facts)
+        if not forwards[-1].repeats:
+            self._record(StepTracker.nested_backward_began, now)
 
     def _nested_backward_ended(self) -> None:
-        has_forward, reduced = self._nested.backward_ended()
-        if has_forward or reduced:
-            self._append((StepTracker.nested_backward_ended, self._now(), (has_forward,)))
+        is_pass, reduced = self._nested.backward_ended()
+        if is_pass or reduced:
+            self._append((StepTracker.nested_backward_ended, self._now(), (is_pass,)))
 
     def _adopt_outer_backward(self, began: Stamp) -> None:
         """Record the running outer backward, which began before training did or without torch's function."""

@@ -1,7 +1,8 @@
 """Forward and backward passes that a hook runs inside an outer backward, as cached contrastive losses do.
 
-A forward inside a backward is either such a pass, or checkpointing's repetition. Checkpointing is recognised by the
-call stack. Any other forward with gradients waits here. It is recorded when a backward follows in the same graph task.
+A forward with gradients inside a backward waits here. It is recorded when a backward follows in the same graph task.
+A reentrant checkpoint of the whole DDP module is such a pass too: its first forward ran without gradients. A checkpoint
+without reentry repeats a forward that was recorded; the journal leaves that one out.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ class NestedForward(NamedTuple):
         began: Stamp of the call.
         module: Index of the DDP module.
         samples: Rows of its input.
+        repeats: A reentrant checkpoint repeats it: its time stays part of the outer backward.
     """
 
     task: int
     began: Stamp
     module: int
     samples: int
+    repeats: bool
 
 
 class NestedBackwards:
@@ -36,14 +39,14 @@ class NestedBackwards:
 
     def __init__(self) -> None:
         self._forwards: deque[NestedForward] = deque(maxlen=_MAX_FORWARDS)
-        self._have_forward: list[bool] = []
-        """For each nested backward under way, whether a recorded forward belongs to it; the innermost is last."""
+        self._are_passes: list[bool] = []
+        """For each nested backward under way, whether it is a pass with a forward; the innermost is last."""
         self._reduced = False
         """Gradients were reduced since the last nested backward ended."""
 
     def __bool__(self) -> bool:
         """Whether a nested backward is under way."""
-        return bool(self._have_forward)
+        return bool(self._are_passes)
 
     def forward_began(self, forward: NestedForward) -> None:
         """Keep a forward until a backward of the same graph task follows it."""
@@ -57,7 +60,7 @@ class NestedBackwards:
         """Begin a nested backward, called in that graph task; return the forwards that belong to it."""
         forwards = [forward for forward in self._forwards if forward.task == task]
         self._forwards.clear()
-        self._have_forward.append(bool(forwards))
+        self._are_passes.append(any(not forward.repeats for forward in forwards))
         self._reduced = False
         return forwards
 
@@ -66,11 +69,11 @@ class NestedBackwards:
         self._reduced = True
 
     def backward_ended(self) -> tuple[bool, bool]:
-        """End the innermost backward; return whether it has a forward, and whether gradients were reduced in it."""
+        """End the innermost backward; return whether it is a pass, and whether gradients were reduced in it."""
         reduced, self._reduced = self._reduced, False
-        return self._have_forward.pop(), reduced
+        return self._are_passes.pop(), reduced
 
     def forget(self) -> None:
         """Drop everything: the outermost backward has ended."""
         self._forwards.clear()
-        self._have_forward.clear()
+        self._are_passes.clear()

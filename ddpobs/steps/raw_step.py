@@ -52,6 +52,7 @@ class RawStep:
         segments: Its synchronised backward passes.
         comms: (module, kind, launched, done) of communication that is not a gradient bucket.
         samples: Rows of the inputs' batch dimension, summed over its micro-steps.
+        no_grad_samples: Those of forwards without gradients, if no nested pass has run the same rows since.
         micro_steps: Calls of backward.
         holes: Indexes into `switches` at which an evaluation between two micro-steps began; the next switch ended it.
     """
@@ -62,6 +63,7 @@ class RawStep:
     segments: list[Segment] = field(default_factory=list)
     comms: list[tuple[int, int, Stamp, Stamp]] = field(default_factory=list)
     samples: int = 0
+    no_grad_samples: int = 0
     micro_steps: int = 0
     holes: list[int] = field(default_factory=list)
 
@@ -79,7 +81,7 @@ class RawStep:
 
     def restart(self, stamp: Stamp) -> None:
         """Begin at `stamp` instead, without the content so far."""
-        self.switches, self.comms, self.samples = [(OTHER, stamp)], [], 0
+        self.switches, self.comms, self.samples, self.no_grad_samples = [(OTHER, stamp)], [], 0, 0
 
     def drop_before(self, position: Position) -> None:
         """Begin at an earlier position instead, without the content before it."""

@@ -99,6 +99,8 @@ class StepTracker:
         step = self._open()
         self._evaluations.clear_step(step, self.stamp)
         step.samples += samples
+        if not differentiated:
+            step.no_grad_samples += samples
         if nested and self._stack[-1] == OPTIMIZER:
             self._push(FORWARD)
             return
@@ -189,13 +191,21 @@ class StepTracker:
             self._step.micro_steps += 1
             self._close_segment(self._step)
 
-    def nested_forward_began(self, module: int, samples: int) -> None:
-        """A training forward of a DDP module was called inside a backward, with a backward of its own."""
+    def nested_forward_began(self, module: int, samples: int, repeats: bool = False) -> None:
+        """A training forward of a DDP module was called inside a backward, with a backward of its own.
+
+        Args:
+            module: Index of the module.
+            samples: Rows of its input.
+            repeats: A reentrant checkpoint repeats it: its time stays part of the outer backward.
+        """
         self._begin_nested(module)
         self._evaluations.forward_began(differentiated=True)
         self._evaluations.accept()
-        self._open().samples += samples
-        if not self._stack or self._stack[-1] != FORWARD:
+        step = self._open()
+        step.samples += samples - step.no_grad_samples  # The same rows ran without gradients before.
+        step.no_grad_samples = 0
+        if not repeats and (not self._stack or self._stack[-1] != FORWARD):
             self._push(FORWARD)
 
     def nested_backward_began(self) -> None:
@@ -203,18 +213,18 @@ class StepTracker:
         self._leave_forward()
         self._push(BACKWARD)
 
-    def nested_backward_ended(self, has_forward: bool) -> None:
+    def nested_backward_ended(self, is_pass: bool) -> None:
         """A nested backward returned or raised.
 
         Args:
-            has_forward: `nested_backward_began` came before; otherwise it is a checkpoint that reduced gradients.
+            is_pass: `nested_backward_began` came before; otherwise it is a checkpoint that reduced gradients.
         """
-        if has_forward:
+        if is_pass:
             self._pop()
         else:
             self._switch()
         if self._step is not None:
-            self._step.micro_steps += has_forward
+            self._step.micro_steps += is_pass
             self._close_segment(self._step)
 
     def engine_backward_ended(self) -> None:

@@ -16,8 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from ddpobs.errors import ReducerError
 
 _CUSTOM_BACKWARD = BackwardCFunction.apply.__code__
-_REPETITIONS = ("backward", "unpack_hook")
-"""Functions in torch's module of checkpoints that repeat a forward: with and without reentry."""
+_REPETITIONS = {"backward": True, "unpack_hook": False}
+"""Functions in torch's module of checkpoints that repeat a forward, and whether their checkpoint is reentrant."""
 _remove_from_tls: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda _: None)
 """Some versions of torch do not have it."""
 
@@ -138,14 +138,14 @@ def call_at_end(callback: Callable[[], None]) -> None:
     handles += [node.register_prehook(queue) for node in following]
 
 
-def in_repeated_forward() -> bool:
-    """Whether the caller runs in a forward that one of torch's checkpoints repeats during backward."""
+def is_repetition_reentrant() -> bool | None:
+    """Whether the checkpoint that repeats the caller's forward is reentrant; None if none of torch's repeats it."""
     frame = sys._getframe()
     while frame.f_back is not None:
         frame = frame.f_back
         if frame.f_code.co_name in _REPETITIONS and frame.f_code.co_filename == checkpoint.__file__:
-            return True
-    return False
+            return _REPETITIONS[frame.f_code.co_name]
+    return None
 
 
 def _outermost_custom_backward() -> Node | None:
