@@ -20,7 +20,7 @@ class NestedForward(NamedTuple):
     """A training forward inside a backward.
 
     Attributes:
-        task: Number of the graph task whose hook called it.
+        task: Number of the graph task that runs the calling hook.
         began: Stamp of the call.
         module: Index of the DDP module.
         samples: Rows of its input.

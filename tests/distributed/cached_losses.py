@@ -30,7 +30,7 @@ class Encoder(nn.Module):
 
 
 def cached_loss(encoders: Any, columns: Any, rows: int, last_alone: bool = False) -> torch.Tensor:
-    """Return a loss whose backward runs a forward and a backward of each mini-batch, in a hook.
+    """Return a loss; a hook of its backward runs a forward and a backward of each mini-batch.
 
     Args:
         encoders: The encoder of each of two columns.

@@ -164,6 +164,18 @@ def reentrant_checkpoint(wrap: Any, with_loader: bool) -> None:
     train([ddp], with_loader, lambda columns: sum(encoder(x).sum() for x in columns).backward())
 
 
+class InnerCheckpoint(Encoder):
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(super().forward, x, use_reentrant=True)
+
+
+def checkpoint_in_checkpoint(wrap: Any, with_loader: bool) -> None:
+    """A reentrant backward follows a repeated forward that was recorded before."""
+    ddp = wrap(InnerCheckpoint())
+    encoder = Checkpointed(ddp, reentrant=False)
+    train([ddp], with_loader, lambda columns: encoder(torch.cat(columns)).sum().backward())
+
+
 def evaluation_between(wrap: Any, with_loader: bool) -> None:
     """An evaluation that sleeps comes before each step but the first."""
     ddp = wrap(Encoder())
@@ -229,12 +241,18 @@ OTHERS: dict[str, Callable[[Any, bool], None]] = {
         checkpointed_pass,
         outer_gradient_alone,
         reentrant_checkpoint,
+        checkpoint_in_checkpoint,
         evaluation_between,
         closure,
         failed_pass,
     )
 }
-SYNCHRONISATIONS = dict.fromkeys(OTHERS, 4) | {"last_pass_synchronises": 2, "reentrant_checkpoint": 2, "closure": 8}
+SYNCHRONISATIONS = dict.fromkeys(OTHERS, 4) | {
+    "last_pass_synchronises": 2,
+    "reentrant_checkpoint": 2,
+    "checkpoint_in_checkpoint": 1,
+    "closure": 8,
+}
 
 
 def other_trainings(rank: int, world_size: int, kind: str) -> dict[tuple[str, bool], Any]:
