@@ -108,6 +108,8 @@ class Attachment:
         self._used_before: set[int] = set()
         """Parameters used under `no_sync`, which torch's map of used parameters includes."""
         self._expected = False
+        self._forward_task = -1
+        """Graph task in which the latest synchronising forward ran; -1 outside of a backward."""
         self._hook_is_unseen = False
         self._maps_used = model.find_unused_parameters or model.static_graph
         # A model that delays the all-reduce of all its parameters does not have the attribute.
@@ -171,6 +173,7 @@ class Attachment:
                     self._used_before.update(index for index, ready in enumerate(self._ready) if ready)
                 self._ready[:] = [0] * len(self._ready)
             self._expected, self._reduction = True, None
+            self._forward_task = torch._C._current_graph_task_id()
         self._recorder.forward_began(inputs, named)
 
     def participated_with_zeros(self) -> None:
@@ -292,7 +295,7 @@ class Attachment:
 
     def _after_reducer(self) -> None:
         """Queue the end once more: the reducer queued its own after this callback, and waits there for its buckets."""
-        Variable._execution_engine.queue_callback(self._backward_ended)
+        Variable._execution_engine.queue_callback(self._finish_record)
 
     def _map_stamper(self, launched: Any) -> Callable[[Any], None]:
         def stamp(_: Any) -> None:
@@ -301,8 +304,13 @@ class Attachment:
 
         return stamp
 
-    @never_raises
     def _backward_ended(self) -> None:
+        # Tasks are numbered in order: the backward of a checkpoint inside the forward ends in a task that is later.
+        if torch._C._current_graph_task_id() <= self._forward_task:
+            self._finish_record()
+
+    @never_raises
+    def _finish_record(self) -> None:
         if self._expected and not self._is_complete():
             return
         reduction, self._reduction = self._reduction, None

@@ -27,10 +27,13 @@ from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
 import torch
+from torch.autograd import Variable
 
 from ddpobs.clocks import Clock, Stamp
+from ddpobs.recording.nested_backwards import NestedBackwards, NestedForward
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_tracker import StepTracker
+from ddpobs.torch_seam.autograd import is_repetition_reentrant
 from ddpobs.wire import COMM_KINDS
 
 _log = logging.getLogger("ddpobs")
@@ -78,7 +81,7 @@ class Journal:
         modules: Number of DDP modules.
         trained: Indexes of the modules whose gradients were reduced.
         paused: A CUDA graph is being captured: nothing runs, and times are meaningless.
-        on_backward_end: Called when the outermost backward has returned.
+        on_backward_end: Called when a backward has returned, the outermost or a nested one.
         trains_in_eval: In the last reduction every module was in evaluation mode: the mode does not mark evaluations.
         evaluating: Returns whether every module is in evaluation mode.
         optimizer_is_running: Returns whether an optimizer's step that began is still on the stack.
@@ -103,6 +106,9 @@ class Journal:
         self._started = False
         """An event of training was recorded since the start, or since the last capture of a graph."""
         self._in_backward = self._waiting = False
+        self._nested = NestedBackwards()
+        self._backward_thread = 0
+        """Thread of the latest outermost backward that was not recorded."""
         self._trainable: set[int] = set()
         """Modules that ran a training forward with gradients."""
         self._in_collective_wait = False
@@ -124,7 +130,9 @@ class Journal:
 
     def forward_began(self, module: int, training: bool, samples: int) -> None:
         """A DDP module's forward was called."""
-        if self.paused or (self._in_backward and self._confirm_in_backward()):
+        if self.paused or self._is_nested_forward(module, training, samples):
+            return
+        if self._in_backward and self._confirm_in_backward():
             return  # Checkpointing repeats the forward inside backward.
         if self._thread and self._thread != get_ident():
             if not torch.is_grad_enabled():
@@ -177,23 +185,36 @@ class Journal:
         """`torch.autograd.backward` was called.
 
         Returns:
-            False for a nested call (reentrant checkpointing), or one that is not training's: it was not recorded.
+            False for a call that is not training's: its end must not be reported.
         """
-        if self.paused or (self._in_backward and self._confirm_in_backward()):
+        if self.paused:
+            return False
+        task = torch._C._current_graph_task_id()
+        if task >= 0 and (self._in_backward or self._nested.has_forward(task)):
+            self._nested_backward_began(task)
+            return True
+        if self._in_backward and self._confirm_in_backward():
             return False
         if get_ident() != self._thread and not (self._is_training_thread() or self._training_thread_moved()):
+            self._backward_thread = get_ident()
             return False
         if not self._started and not self._is_evaluating():  # In evaluation mode the first backward begins the step.
+            self._backward_thread = get_ident()
             return False
+        self._nested.forget()
         self._started = self._in_backward = True
         self._record(StepTracker.backward_began, self._now())
         return True
 
     def backward_ended(self, raised: bool = False) -> None:
-        """The outermost backward returned or raised."""
+        """The innermost backward that was recorded returned or raised."""
         if self.on_backward_end and not raised:
             self._call_backward_end()
+        if self._nested:
+            self._nested_backward_ended()
+            return
         self._in_backward = False
+        self._nested.forget()
         self._append((StepTracker.backward_ended, self._now(), ()))
 
     def waiting_began(self) -> bool:
@@ -215,6 +236,7 @@ class Journal:
             self.zeros_contributed()  # The capture of a graph dropped the step; other ranks may have captured nothing.
             return
         self.trained.add(module)
+        self._nested.gradients_reduced()
         evaluating = not self._forward_trained and bool(self.evaluating())
         self._append((StepTracker.gradients_reduced, 0, (module, record, evaluating and not self.trains_in_eval)))
         self.trains_in_eval = evaluating
@@ -263,6 +285,54 @@ class Journal:
         self._append((StepTracker.step_abandoned, 0, ()))
         self.catch_up()  # Releases the step's CUDA events now, not during the capture.
         self._clock.set_capturing(begins)
+
+    # ------------------------------------------------------------------ inside an outer backward
+
+    def _is_nested_forward(self, module: int, training: bool, samples: int) -> bool:
+        """Whether this forward runs inside a backward and may have a backward of its own, for which it then waits."""
+        task = torch._C._current_graph_task_id()
+        if task < 0 or not training or not torch.is_grad_enabled():
+            return False
+        reentrant = is_repetition_reentrant()
+        if reentrant is False:
+            return False
+        self._nested.forward_began(NestedForward(task, self._now(), module, samples, bool(reentrant)))
+        return True
+
+    def _nested_backward_began(self, task: int) -> None:
+        """A backward was called in that graph task. Without a forward it is a checkpoint's inside a DDP module."""
+        now, forwards = self._now(), self._nested.backward_began(task)
+        if not forwards:
+            return
+        if not self._in_backward:
+            self._adopt_outer_backward(forwards[0].began)
+        self._forward_trained = not self.trains_in_eval
+        for forward in forwards:
+            self._trainable.add(forward.module)
+            facts = forward.module, forward.samples, forward.repeats
+            self._record(StepTracker.nested_forward_began, forward.began, *facts)
+        if not forwards[-1].repeats:
+            self._record(StepTracker.nested_backward_began, now)
+
+    def _nested_backward_ended(self) -> None:
+        is_pass, reduced = self._nested.backward_ended()
+        if is_pass or reduced:
+            self._append((StepTracker.nested_backward_ended, self._now(), (is_pass,)))
+
+    def _adopt_outer_backward(self, began: Stamp) -> None:
+        """Record the running outer backward, which began before training did or without torch's function."""
+        thread, self._backward_thread = self._backward_thread or get_ident(), 0
+        if self._thread not in (0, thread):
+            self.training_interrupted()
+        self._thread = thread
+        self._started = self._in_backward = True
+        self._record(StepTracker.backward_began, began)
+        Variable._execution_engine.queue_callback(self._adopted_backward_ended)
+
+    @never_raises
+    def _adopted_backward_ended(self) -> None:
+        if self._in_backward:
+            self.backward_ended()
 
     # ------------------------------------------------------------------ on any thread
 
@@ -356,6 +426,7 @@ class Journal:
         """Return whether a backward is really under way: an interrupt may have prevented the report of its end."""
         if self._in_backward and self._is_training_thread() and torch._C._current_graph_task_id() < 0:
             self._in_backward = False
+            self._nested.forget()
         return self._in_backward
 
     def _is_evaluating(self) -> bool:

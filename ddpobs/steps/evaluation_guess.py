@@ -120,6 +120,17 @@ class EvaluationGuess:
             self._remove_evaluation(step, stamp)
         self._evaluated, self._hole = False, None
 
+    @property
+    def is_stale(self) -> bool:
+        """Whether the open step may contain an evaluation that came before it."""
+        return self._stale
+
+    def begin_step(self, step: RawStep, position: Position) -> None:
+        """Remove a preceding evaluation from a step that began at an earlier position."""
+        if self._stale:
+            step.drop_before(position)
+        self._evaluated, self._stale, self._hole = False, False, None
+
     def accept(self) -> None:
         """Make the candidate part of the step: backward followed."""
         self._candidate, self._awaits_backward = None, False

@@ -14,11 +14,12 @@ NO_STEP = -1
 
 
 class Position(NamedTuple):
-    """Numbers of switches, collectives and samples in a step at one moment."""
+    """Numbers of switches, collectives, samples and calls of backward in a step at one moment."""
 
     switches: int
     comms: int
     samples: int
+    micro_steps: int
 
 
 @dataclass(slots=True)
@@ -51,6 +52,7 @@ class RawStep:
         segments: Its synchronised backward passes.
         comms: (module, kind, launched, done) of communication that is not a gradient bucket.
         samples: Rows of the inputs' batch dimension, summed over its micro-steps.
+        no_grad_samples: Those of forwards without gradients, if no nested pass has run the same rows since.
         micro_steps: Calls of backward.
         holes: Indexes into `switches` at which an evaluation between two micro-steps began; the next switch ended it.
     """
@@ -61,6 +63,7 @@ class RawStep:
     segments: list[Segment] = field(default_factory=list)
     comms: list[tuple[int, int, Stamp, Stamp]] = field(default_factory=list)
     samples: int = 0
+    no_grad_samples: int = 0
     micro_steps: int = 0
     holes: list[int] = field(default_factory=list)
 
@@ -73,12 +76,17 @@ class RawStep:
 
     @property
     def position(self) -> Position:
-        """Current numbers of switches, collectives and samples."""
-        return Position(len(self.switches), len(self.comms), self.samples)
+        """Current numbers of switches, collectives, samples and calls of backward."""
+        return Position(len(self.switches), len(self.comms), self.samples, self.micro_steps)
 
     def restart(self, stamp: Stamp) -> None:
         """Begin at `stamp` instead, without the content so far."""
-        self.switches, self.comms, self.samples = [(OTHER, stamp)], [], 0
+        self.switches, self.comms, self.samples, self.no_grad_samples = [(OTHER, stamp)], [], 0, 0
+
+    def drop_before(self, position: Position) -> None:
+        """Begin at an earlier position instead, without the content before it."""
+        del self.switches[: position.switches], self.comms[: position.comms]
+        self.samples -= position.samples
 
     def open_hole(self, position: Position, stamp: Stamp) -> None:
         """Insert the start of an evaluation, at `stamp`, into the switches at an earlier position."""

@@ -15,7 +15,17 @@ from typing import Any
 
 from ddpobs.clocks import Stamp
 from ddpobs.steps.evaluation_guess import EvaluationGuess, Fetch
-from ddpobs.steps.raw_step import BACKWARD, DATA, EXPOSED_COMM, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
+from ddpobs.steps.raw_step import (
+    BACKWARD,
+    DATA,
+    EXPOSED_COMM,
+    FORWARD,
+    OPTIMIZER,
+    OTHER,
+    Position,
+    RawStep,
+    Segment,
+)
 from ddpobs.wire import COMM_KINDS
 
 _UNUSED_MAP = COMM_KINDS.index("unused_map")
@@ -56,6 +66,8 @@ class StepTracker:
         """The last synchronisation was inside an optimizer's closure."""
         self._closure_begins: int | None = None
         """Index of the switch to an optimizer; if its closure trains, the next step begins there."""
+        self._next_begins: Position | None = None
+        """First work after the last synchronisation that belongs to the next step if a nested pass follows."""
         self._clean = False
         self._collective = -1
         self._comms_switched = 0
@@ -78,10 +90,8 @@ class StepTracker:
     def forward_began(self, module: int, samples: int, differentiated: bool = True) -> None:
         """A training forward of a DDP module was called; `differentiated`: backward may follow."""
         self._evaluations.forward_began(differentiated)
-        if self._optimizer_waits:
-            self._optimizer_waits = False
-            self._open()
-            self._enter_optimizer()
+        self._open_in_optimizer()
+        self._next_begins = None
         nested = OPTIMIZER in self._stack
         if not nested:
             self._stack.clear()  # An interrupt may have cut off the end of a call on it.
@@ -93,6 +103,8 @@ class StepTracker:
         step = self._open()
         self._evaluations.clear_step(step, self.stamp)
         step.samples += samples
+        if not differentiated:
+            step.no_grad_samples += samples
         if nested and self._stack[-1] == OPTIMIZER:
             self._push(FORWARD)
             return
@@ -106,6 +118,10 @@ class StepTracker:
         self._reject_candidate()
         if evaluating and self._step and self._step.segments:
             self._close()
+        if evaluating:
+            self._next_begins = None
+        elif self._mark_next():
+            self._switch()
         if self._evaluations.judge_forward(self._step, self.stamp, evaluating):
             self._clean = False
 
@@ -121,6 +137,7 @@ class StepTracker:
             self._push(DATA)
             return
         fetch = Fetch(differentiated, evaluating, loader)
+        self._next_begins = None
         extends_batch = self._evaluations.extends_batch(fetch)
         if not extends_batch:
             self._reject_candidate()
@@ -139,6 +156,7 @@ class StepTracker:
     def optimizer_began(self) -> None:
         """An optimizer's step was called."""
         self._optimizer_waits = self._step is None  # The first step may begin in its closure.
+        self._next_begins = None
         if self._step:
             self._enter_optimizer()
 
@@ -162,10 +180,12 @@ class StepTracker:
 
     def backward_began(self) -> None:
         """The outermost `torch.autograd.backward` was called."""
+        self._open_in_optimizer()
         self._open()
         self._evaluations.accept()
         self._leave_forward()
         self._base = OTHER
+        self._mark_next()
         self._push(BACKWARD)
 
     def backward_ended(self) -> None:
@@ -173,6 +193,42 @@ class StepTracker:
         self._pop()
         if self._step is not None:
             self._step.micro_steps += 1
+            self._close_segment(self._step)
+
+    def nested_forward_began(self, module: int, samples: int, repeats: bool = False) -> None:
+        """A training forward of a DDP module was called inside a backward, with a backward of its own.
+
+        Args:
+            module: Index of the module.
+            samples: Rows of its input.
+            repeats: A reentrant checkpoint repeats it: its time stays part of the outer backward.
+        """
+        self._begin_nested(module)
+        self._evaluations.forward_began(differentiated=True)
+        self._evaluations.accept()
+        step = self._open()
+        step.samples += samples - step.no_grad_samples  # The same rows ran without gradients before.
+        step.no_grad_samples = 0
+        if not repeats and (not self._stack or self._stack[-1] != FORWARD):
+            self._push(FORWARD)
+
+    def nested_backward_began(self) -> None:
+        """That forward's backward was called."""
+        self._leave_forward()
+        self._push(BACKWARD)
+
+    def nested_backward_ended(self, is_pass: bool) -> None:
+        """A nested backward returned or raised.
+
+        Args:
+            is_pass: `nested_backward_began` came before; otherwise it is a checkpoint that reduced gradients.
+        """
+        if is_pass:
+            self._pop()
+        else:
+            self._switch()
+        if self._step is not None:
+            self._step.micro_steps += is_pass
             self._close_segment(self._step)
 
     def engine_backward_ended(self) -> None:
@@ -229,7 +285,7 @@ class StepTracker:
         """The open step ends without a result: the capture of a CUDA graph begins or has ended."""
         self._number = self.number
         self._step, self._stack, self._base = None, [], OTHER
-        self._records, self._closure_ran, self._closure_begins = [], False, None
+        self._records, self._closure_ran, self._closure_begins, self._next_begins = [], False, None, None
         self._evaluations.step_abandoned()
         self._modules_done.clear()
         self._clean = False
@@ -245,6 +301,29 @@ class StepTracker:
         trailing = step.comms[self._comms_switched :]  # Unused maps are reported after they are done: keep them.
         step.comms[self._comms_switched :] = [comm for comm in trailing if comm[1] == _UNUSED_MAP]
         self._close(max(1, len(step.switches) - 1))
+
+    # ------------------------------------------------------------------ passes inside a backward
+
+    def _mark_next(self) -> bool:
+        """Mark the next switch as the possible begin of a step, if nothing is marked since the last synchronisation."""
+        step = self._step
+        if step is None or self._next_begins is not None or not (step.segments or self._evaluations.is_stale):
+            return False
+        self._next_begins = step.position
+        return True
+
+    def _begin_nested(self, module: int) -> None:
+        """End the open step before the outer backward if a nested pass begins the next one."""
+        step, begins, self._next_begins = self._step, self._next_begins, None
+        if OPTIMIZER in self._stack:
+            if self._closure_begins is not None:
+                self._close(self._closure_begins)
+        elif step is None or begins is None or begins.switches >= len(step.switches):
+            return
+        elif step.segments and (self._optimizer_ran or module in self._modules_done):
+            self._close_at(step, begins)
+        elif not (step.segments or begins.micro_steps):
+            self._evaluations.begin_step(step, begins)
 
     # ------------------------------------------------------------------ phases
 
@@ -262,6 +341,13 @@ class StepTracker:
         if self._stack and self._stack[-1] == FORWARD:
             self._stack.pop()
 
+    def _open_in_optimizer(self) -> None:
+        """Begin the first step with its optimizer's call if an event of its closure begins training."""
+        if self._optimizer_waits:
+            self._optimizer_waits = False
+            self._open()
+            self._enter_optimizer()
+
     def _push(self, phase: int) -> None:
         self._stack.append(phase)
         self._switch()
@@ -277,6 +363,7 @@ class StepTracker:
             return
         if len(step.switches) >= _MAX_SWITCHES:
             step.switches, step.comms, step.holes, self._clean = [], [], [], False
+            self._next_begins = None
             self._evaluations.forget_positions()
         step.switches.append((self.phase, self.stamp))
         self._comms_switched = len(step.comms)
@@ -300,15 +387,24 @@ class StepTracker:
         self._step = RawStep(step.number + 1, [(OTHER, step.end), *moved])
         self._modules_done.clear()
         self._optimizer_ran = self._closure_ran = False
-        self._closure_begins = None
+        self._closure_begins = self._next_begins = None
         self._on_step(step)
+
+    def _close_at(self, step: RawStep, begins: Position) -> None:
+        """End the step at an earlier position; later content moves into the next step."""
+        comms, micro_steps = step.comms[begins.comms :], step.micro_steps - begins.micro_steps
+        del step.comms[begins.comms :]
+        step.micro_steps = begins.micro_steps
+        self._close(begins.switches)
+        following = self._open()
+        following.comms, following.micro_steps = comms, micro_steps
 
     def _close_segment(self, step: RawStep, waited: bool = False) -> None:
         if self._records:
             self._collective += 1
             self._closure_ran = OPTIMIZER in self._stack
             step.segments.append(Segment(step.switches[-1][1], self._records, self._clean, self._collective, waited))
-            self._records, self._clean, self._optimizer_ran = [], True, False
+            self._records, self._clean, self._optimizer_ran, self._next_begins = [], True, False, None
             self._evaluations.accept()
 
     def _reject_candidate(self) -> None:

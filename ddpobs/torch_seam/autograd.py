@@ -10,11 +10,14 @@ import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
+from torch.utils import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from ddpobs.errors import ReducerError
 
 _CUSTOM_BACKWARD = BackwardCFunction.apply.__code__
+_REPETITIONS = {"backward": True, "unpack_hook": False}
+"""Functions in torch's module of checkpoints that repeat a forward, and whether their checkpoint is reentrant."""
 _remove_from_tls: Callable[[str], None] = getattr(torch._C, "_remove_obj_from_tls", lambda _: None)
 """Some versions of torch do not have it."""
 
@@ -133,6 +136,16 @@ def call_at_end(callback: Callable[[], None]) -> None:
             handles.pop().remove()
 
     handles += [node.register_prehook(queue) for node in following]
+
+
+def is_repetition_reentrant() -> bool | None:
+    """Whether the checkpoint that repeats the caller's forward is reentrant; None if none of torch's repeats it."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name in _REPETITIONS and frame.f_code.co_filename == checkpoint.__file__:
+            return _REPETITIONS[frame.f_code.co_name]
+    return None
 
 
 def _outermost_custom_backward() -> Node | None:
