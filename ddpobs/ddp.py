@@ -273,7 +273,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if recorder is None:
             super()._sync_buffers()
             return
-        began = recorder.now()
+        began = recorder.buffers_began()
         super()._sync_buffers()
         recorder.communicated("buffers", began, recorder.now())
 
