@@ -114,7 +114,7 @@ class Telemetry:
         self._source = secrets.token_hex(8)
         self._exporter = Exporter(config, self._encode, self._passed)
         self._rendezvous = Rendezvous(
-            config, self._rank, self._world_size, _generation, self._identify, self._parameters
+            config, self._rank, self._world_size, _generation, self._identify, parameters=self._parameters
         )
         hello = describe_process(device, backend, settings)
         self._encoder = BatchEncoder(hello, self._read, self._rendezvous.add_steps, self._exporter.count_lost)

@@ -49,8 +49,11 @@ def mark_fault() -> None:
 
 
 def model(case: str) -> DistributedDataParallel:
-    """Three layers in two buckets or more; `evaluate-alone` also has buffers, which each forward broadcasts."""
-    norm = nn.BatchNorm1d(64) if case == "evaluate-alone" else nn.Identity()
+    """Three layers in two buckets or more, in some cases with buffers, which each forward broadcasts.
+
+    Gloo ends the process of an extra all-reduce that meets a larger bucket; one that meets a broadcast waits.
+    """
+    norm = nn.BatchNorm1d(64) if case in {"evaluate-alone", "extra-all-reduce"} else nn.Identity()
     layers = nn.Sequential(nn.Linear(64, 64), norm, nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     return DistributedDataParallel(layers, bucket_cap_mb=0.02)
 
@@ -71,10 +74,14 @@ def wait_for_a_lock() -> None:
 
 
 def evaluate(ddp: nn.Module) -> None:
-    """Evaluate through the wrapper in training mode, so that its buffers are broadcast."""
-    with torch.no_grad():
-        for _ in range(3):
-            ddp(torch.randn(8, 64))
+    """Evaluate through the wrapper with gradients enabled: each forward broadcasts the buffers.
+
+    Without gradients only the first forward would, and the next training forward would not: torch makes up for it.
+    """
+    ddp.eval()
+    for _ in range(3):
+        ddp(torch.randn(8, 64))
+    ddp.train()
 
 
 def at_fault(case: str, rank: int, ddp: nn.Module) -> bool:

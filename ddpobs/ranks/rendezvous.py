@@ -49,6 +49,7 @@ class Rendezvous:
         world_size: int,
         generation: int,
         on_identity: Callable[[RunIdentity], None],
+        *,
         parameters: ParameterNames = lambda *_: (),
     ) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
@@ -137,6 +138,7 @@ class Rendezvous:
         name = f"ddpobs/{identity['attempt']}"
         prefix = PrefixStore(name, self._store)
         self._hangs = HangReport(prefix, self._rank, self._world_size)
+        self._hangs.publish(None)
 
         def connect() -> Any:
             return PrefixStore(name, self._store.clone())
