@@ -33,7 +33,7 @@ def finding_of(url: str, run: str) -> dict[str, Any] | None:
     try:
         with urllib.request.urlopen(f"{url}/api/v1/runs/{run}/diagnostics", timeout=30) as reply:
             findings: list[dict[str, Any]] = json.load(reply)["findings"]
-    except urllib.error.HTTPError:
+    except urllib.error.URLError:
         return None
     return next((f for f in findings if f["code"] == "hang" and f["severity"] == "critical"), None)
 
