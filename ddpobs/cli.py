@@ -127,6 +127,36 @@ def trace(
         _fail(f"{output}: {error.strerror}", 1)
 
 
+@main.command()
+def stacks(
+    run_id: Annotated[str | None, typer.Argument(metavar="RUN", help="By default the newest run.")] = None,
+    collector: CollectorOption = None,
+) -> None:
+    """Print the last known place and stack of each rank of a run; the ranks' processes are not involved."""
+    config = _config(collector)
+    run_id = _newest(config) if run_id is None else _checked(config, run=run_id).run
+    for rank in _get(config, f"/runs/{run_id}/ranks").document["ranks"]:
+        for line in _stack_lines(rank):
+            typer.echo(printable(line))
+
+
+def _stack_lines(rank: dict[str, Any]) -> list[str]:
+    """Lines on one rank: its activity, and its frames with the innermost last."""
+    title, pulse = f"rank {rank['rank']}", rank.get("pulse") or {}
+    if host := rank.get("host"):
+        title += f" on {host}"
+    if not pulse:
+        return [f"{title}: no pulse yet"]
+    activity = " ".join(filter(None, [pulse.get("activity") or pulse["phase"], pulse.get("waits_in")]))
+    if pulse.get("activity") == "bucket" and pulse["bucket"] >= 0:
+        activity += f" {pulse['bucket']}"
+    title += f": {activity}, step {pulse['step']}, no progress for {pulse.get('idle_ns', 0) / 1e9:.0f} s"
+    if place := pulse.get("place"):
+        title += f" ({place})"
+    frames = pulse.get("stack") or ["no stack: a rank sends it once it is stuck"]
+    return [title, *(f"  {frame}" for frame in frames)]
+
+
 def _newest(config: TelemetryConfig) -> str:
     runs = _get(config, "/runs", {"limit": "1"}).document["runs"]
     if not runs:

@@ -40,6 +40,7 @@ class TelemetryConfig:
         exit_s: Longest duration of the flush at exit, in seconds.
         peers_every: Fewest new steps for an exchange of straggler statistics among the ranks, attempted twice a flush.
         readiness_every: Number of steps between samples of every parameter's readiness.
+        hang_after_s: Least time without progress after which a rank counts as stuck, in seconds.
         pulse_s: Seconds between pulses, and therefore between wake-ups of the telemetry thread.
     """
 
@@ -56,6 +57,7 @@ class TelemetryConfig:
     peers_every: int = 16
     readiness_every: int = 64
     pulse_s: float = 2.0
+    hang_after_s: float = 8.0
 
     def __post_init__(self) -> None:
         """Check every field.

@@ -273,7 +273,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if recorder is None:
             super()._sync_buffers()
             return
-        launched_ns = recorder.now()
+        launched_ns = recorder.buffers_began()
         super()._sync_buffers()
         recorder.communicated("buffers", launched_ns, recorder.now())
 

@@ -9,7 +9,6 @@ forgotten: collection happens at different times on different ranks, and telemet
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import secrets
 import sys
@@ -29,11 +28,13 @@ from ddpobs.export.exporter import DONE, Exporter
 from ddpobs.export.identity import Envelope, Identity
 from ddpobs.ranks.rendezvous import Rendezvous
 from ddpobs.ranks.run_identity import RunIdentity
+from ddpobs.recording.activity import ActivityWatch
 from ddpobs.recording.collective_hooks import CollectiveHooks
 from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.recording.pulses import Pulses
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.torch_seam.collectives import backend_of
@@ -41,6 +42,8 @@ from ddpobs.torch_seam.collectives import backend_of
 _log = logging.getLogger("ddpobs")
 _LOOK_S = 0.2
 """Seconds between looks for the run's identity."""
+_CLOSE_S = 0.2
+"""Longest time that an exit waits for a read from the store, which a stopped process may never answer."""
 _STEPS_PER_RECORD = 256
 """Most steps in one record of the queue; a quarter of the queue or of a batch, if that is less."""
 
@@ -113,7 +116,9 @@ class Telemetry:
         self._world = weakref.ref(dist.group.WORLD)
         self._source = secrets.token_hex(8)
         self._exporter = Exporter(config, self._encode, self._passed)
-        self._rendezvous = Rendezvous(config, self._rank, self._world_size, _generation, self._identify)
+        self._rendezvous = Rendezvous(
+            config, self._rank, self._world_size, _generation, self._identify, parameters=self._parameters
+        )
         hello = describe_process(device, backend, settings)
         self._encoder = BatchEncoder(hello, self._read, self._rendezvous.add_steps, self._exporter.count_lost)
         self._steps = RawSteps()
@@ -123,7 +128,9 @@ class Telemetry:
         self._collectives = CollectiveHooks(self._journal)
         self._recorders: list[ModuleRecorder] = []
         self._modules = 0
-        self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
+        watch = ActivityWatch(config.hang_after_s, asynchronous=device.type != "cpu")
+        self._pulses = Pulses(self._journal, self._recorders, watch, self._event)
+        self._ended = ""
         self._journal.evaluating = self._evaluating
         self._start()
 
@@ -193,7 +200,9 @@ class Telemetry:
         error = error or _uncaught()
         detail: dict[str, wire.Scalar] = {"error": type(error).__name__} if error else {}
         self._event("failed" if error else "goodbye", self._journal.number, detail)
+        self._ended = "failed" if error else "finished"  # The last pulse publishes it.
         self._exporter.close()
+        self._rendezvous.close(_CLOSE_S)
 
     def _close_in_child(self) -> None:
         """Close in a forked process, in which the error that ends it is still propagating."""
@@ -261,19 +270,16 @@ class Telemetry:
         if self._rank == 0:
             _log.info("ddpobs: run %s reports to %s", shared["run"], self._config.collector)
 
+    def _parameters(self, module: int, bucket: int) -> list[str]:
+        """Names of the parameters of a module's bucket."""
+        return [
+            name for recorder in self._recorders if recorder.index == module for name in recorder.parameters(bucket)
+        ]
+
     def _pulse(self) -> None:
-        for recorder in self._recorders:
-            if recorder.current is not None:
-                self._last_bucket = (recorder.index, recorder.launched_last())
-        pulse = wire.Pulse(
-            at_ns=time.monotonic_ns(),
-            phase=wire.PHASES[self._journal.phase],  # type: ignore[arg-type]
-            step=self._journal.number,
-            module=self._last_bucket[0],
-            bucket=self._last_bucket[1],
-        )
-        self._exporter.offer_latest(pulse)
-        self._rendezvous.publish_activity(json.dumps([pulse.phase, pulse.step, *self._last_bucket]).encode())
+        pulse = self._pulses.look(self._rendezvous.processes)
+        self._exporter.offer_latest(pulse, urgent=self._pulses.is_urgent)
+        self._rendezvous.publish_pulse(pulse, self._ended)
 
     def _compare(self) -> None:
         peers = self._rendezvous.compare()

@@ -187,3 +187,37 @@ def test_the_commands_do_not_import_httpx() -> None:
     environ = dict(os.environ, PYTHONPATH=os.pathsep.join((str(ROOT), str(ROOT / "server"))))
     completed = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, check=True)
     assert completed.stdout == "False\n"
+
+
+def test_stacks_prints_place_and_stack_of_each_rank() -> None:
+    stuck = {
+        "phase": "data",
+        "step": 40,
+        "bucket": -1,
+        "activity": "data",
+        "waits_in": "",
+        "idle_ns": 14 * 10**9,
+        "place": "train.py:57 → dataset.py:31 __getitem__",
+        "stack": ["train.py:57 <module>", "dataset.py:31 __getitem__"],
+    }
+    waiting = {"phase": "backward", "step": 40, "bucket": 2, "activity": "bucket", "idle_ns": 0, "stack": []}
+    ranks = [
+        {"rank": 0, "pulse": waiting},
+        {"rank": 1, "host": "node7", "pulse": stuck},
+        {"rank": 2, "pulse": None},
+        {"rank": 3, "pulse": {"phase": "forward", "step": 3, "bucket": -1}},
+    ]
+    answers = {"/api/v1/runs/a-run/ranks": {"ranks": ranks}}
+    with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
+        completed = ddpobs("stacks", "a-run", "--collector", server.url)
+    no_stack = "  no stack: a rank sends it once it is stuck"
+    assert completed.stdout.splitlines() == [
+        "rank 0: bucket 2, step 40, no progress for 0 s",
+        no_stack,
+        "rank 1 on node7: data, step 40, no progress for 14 s (train.py:57 → dataset.py:31 __getitem__)",
+        "  train.py:57 <module>",
+        "  dataset.py:31 __getitem__",
+        "rank 2: no pulse yet",
+        "rank 3: forward, step 3, no progress for 0 s",
+        no_stack,
+    ]

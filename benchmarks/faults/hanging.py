@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -38,16 +37,24 @@ class Batches(Dataset[torch.Tensor]):
 
     def __getitem__(self, index: int) -> torch.Tensor:
         if self._blocks and index >= FAULT_STEP:
+            mark_fault()
             time.sleep(3600)
         time.sleep(0.01)
         return torch.randn(8, 64)
 
 
-def model() -> DistributedDataParallel:
-    """Three layers in two buckets and more, with BatchNorm for the buffers."""
-    layers = nn.Sequential(
-        nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1)
-    )
+def mark_fault() -> None:
+    """Show the caller that the fault begins."""
+    (Path(os.environ["OUT"]) / "ready").write_text(str(os.getpid()))
+
+
+def model(case: str) -> DistributedDataParallel:
+    """Three layers in two buckets or more, in some cases with buffers, which each forward broadcasts.
+
+    Gloo ends the process of an extra all-reduce that meets a larger bucket; one that meets a broadcast waits.
+    """
+    norm = nn.BatchNorm1d(64) if case in {"evaluate-alone", "extra-all-reduce"} else nn.Identity()
+    layers = nn.Sequential(nn.Linear(64, 64), norm, nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     return DistributedDataParallel(layers, bucket_cap_mb=0.02)
 
 
@@ -67,10 +74,14 @@ def wait_for_a_lock() -> None:
 
 
 def evaluate(ddp: nn.Module) -> None:
-    """Evaluate through the wrapper in training mode, so that its buffers are broadcast."""
-    with torch.no_grad():
-        for _ in range(3):
-            ddp(torch.randn(8, 64))
+    """Evaluate through the wrapper with gradients enabled: each forward broadcasts the buffers.
+
+    Without gradients only the first forward would, and the next training forward would not: torch makes up for it.
+    """
+    ddp.eval()
+    for _ in range(3):
+        ddp(torch.randn(8, 64))
+    ddp.train()
 
 
 def at_fault(case: str, rank: int, ddp: nn.Module) -> bool:
@@ -124,23 +135,23 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(hours=1))
     torch.manual_seed(0)
-    ddp = model()
+    ddp = model(case)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for step, rows in enumerate(batches(case, rank)):
         if step == 0 and case == "first-step":
             time.sleep(float(os.environ.get("PAUSE_S", "60")))
         if step == FAULT_STEP:
             if rank == FAULTY:
-                (Path(os.environ["OUT"]) / "ready").write_text(str(os.getpid()))
+                mark_fault()
             if at_fault(case, rank, ddp):
                 continue
             if case == "checkpoint":
                 dist.barrier()
-        with nullcontext():
-            optimizer.zero_grad()
-            ddp(rows).pow(2).mean().backward()
-            optimizer.step()
+        optimizer.zero_grad()
+        ddp(rows).pow(2).mean().backward()
+        optimizer.step()
     if case in {"fewer-batches", "skip-batch"}:
+        mark_fault()
         time.sleep(3600)  # Its epoch is over: an upload, a report.
     dist.destroy_process_group()
 

@@ -178,8 +178,12 @@ class Attachment:
 
     def participated_with_zeros(self) -> None:
         """Record that the model, out of data, took part in a backward of the other ranks."""
-        self._reduction = None
-        self._recorder.shadowed()
+        counted, self._reduction = self._reduction is not None, None
+        self._recorder.shadowed(counted)
+
+    def buffers_began(self) -> Any:
+        """Count the buffers' broadcast that begins, and return its stamp."""
+        return self._recorder.buffers_began()
 
     def buffers_synced(self, began: Any) -> None:
         """Record the buffers' broadcast."""
@@ -284,6 +288,7 @@ class Attachment:
     def _current_reduction(self) -> _Reduction:
         if self._reduction is None:
             self._reduction = _Reduction(len(self._members))
+            self._recorder.reduction_began(self._reduction.launched_ns, self._reduction.done_ns)
             if torch._C._current_graph_task_id() >= 0:
                 # Lightning and Accelerate prepare the reducer themselves, without a call of the forward.
                 self._expected = True
@@ -317,7 +322,7 @@ class Attachment:
         if not self._expected:
             return
         self._expected = False
-        record = self._recorder.backward()
+        record = self._recorder.backward(counted=reduction is not None)
         if record is None:
             return
         if reduction is not None and any(reduction.launched_ns):

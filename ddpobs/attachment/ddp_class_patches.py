@@ -12,16 +12,14 @@ from ddpobs.torch_seam.patching import Patches
 
 
 class Attached(Protocol):
-    """Receives the calls of one model's DDP methods.
-
-    Attributes:
-        now: Takes a time stamp.
-    """
-
-    now: Callable[[], Any]
+    """Receives the calls of one model's DDP methods."""
 
     def forward_began(self, inputs: tuple[Any, ...], named: dict[str, Any], synchronises: bool) -> None:
         """Record that the model's forward was called."""
+        ...
+
+    def buffers_began(self) -> Any:
+        """Count the buffers' broadcast that begins, and return its stamp."""
         ...
 
     def buffers_synced(self, began: Any) -> None:
@@ -88,7 +86,7 @@ class DDPClassPatches:
             attachment = self._attachments.get(model)
             if attachment is None:
                 return original(model)
-            began = attachment.now()
+            began = attachment.buffers_began()
             result = original(model)
             attachment.buffers_synced(began)
             return result

@@ -124,6 +124,12 @@ class Delivery:
         for surplus_batch in surplus:
             self._spool_batch(surplus_batch)
 
+    def hurry(self) -> None:
+        """Send the batches in memory now, without the spread over a flush; a pause after an error still holds."""
+        with self._condition:
+            self._spread_until = time.monotonic()
+            self._condition.notify()
+
     def spread_s(self, since_s: float) -> float:
         """Return the wait of a batch that arrived `since_s` seconds after the previous one."""
         return self._phase * min(since_s, self._config.flush_s)

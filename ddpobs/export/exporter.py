@@ -83,6 +83,7 @@ class Exporter:
         self._slots = 0
         self._weight = 0
         self._latest: object = None
+        self._is_urgent = False
         self._flush_due = _next(config.flush_s)
         self._identity: Identity | None = None
         self._periodic: list[_Periodic] = []
@@ -139,9 +140,16 @@ class Exporter:
             self._wake.set()
         return True
 
-    def offer_latest(self, record: object) -> None:
-        """Send a record with the next batch. It replaces the previous such record, and is not counted."""
-        self._latest = record
+    def offer_latest(self, record: object, urgent: bool = False) -> None:
+        """Send a record with the next batch. It replaces the previous such record, and is not counted.
+
+        Args:
+            record: Input of the encoder.
+            urgent: Cut a batch in this round of the thread, and send it at once. A periodic call may ask for it.
+        """
+        if urgent or not self._is_urgent:
+            self._latest = record
+        self._is_urgent = self._is_urgent or urgent
 
     def call_every(self, seconds: float, call: Callable[[], object]) -> None:
         """Call a function periodically on the telemetry thread, at the same moments as other ranks.
@@ -220,7 +228,7 @@ class Exporter:
                 self._periodic.remove(periodic)
 
     def _cut_due(self) -> None:
-        flushes = self._flush_due <= time.monotonic() + _SLACK_S
+        flushes = self._is_urgent or self._flush_due <= time.monotonic() + _SLACK_S
         if flushes:
             self._flush_due = _next(self._config.flush_s)
         while self._identity is not None and self._due(flushes):
@@ -230,7 +238,7 @@ class Exporter:
         if self._queue and self._ready(self._queue[0].record):
             return flushes or self._weight >= self._config.batch_spans
         # A latest record alone waits until the collector has accepted the previous batch.
-        return flushes and self._latest is not None and self._delivery.idle
+        return flushes and self._latest is not None and (self._is_urgent or self._delivery.idle)
 
     def _cut_everything(self) -> None:
         while self._identity is not None and self._queue and self._ready(self._queue[0].record):
@@ -259,6 +267,7 @@ class Exporter:
         if self._latest is not None:
             records.append(self._latest)
             self._latest = None
+        urgent, self._is_urgent = self._is_urgent, False
         envelope = Envelope(
             **vars(identity), seq=self._seq, emitted=self.emitted, dropped=self.dropped, anchor=anchor()
         )
@@ -271,6 +280,8 @@ class Exporter:
             self._warn("batch", "telemetry failed (batch); training goes on", trace=True)
             return
         self._delivery.put(Encoded(identity.run, identity.source, envelope.seq, weight, body))
+        if urgent:
+            self._delivery.hurry()
 
     def _finish(self) -> None:
         """Cut the last batches, once the identity is set and the device has reached the end of the last step."""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ddpobs import wire
-from ddpobs.wire.hang import Hang, RankState, judge
+from ddpobs.wire.hang import Hang, ParameterNames, RankState, judge
 
 JUDGES = 8
 """Ranks that may judge: the lowest of them that still publishes does."""
@@ -67,11 +67,17 @@ class HangReport:
             ended: `finished` or `failed` where the process ends.
         """
         self._count += 1
+        if pulse is not None and pulse.stack:
+            pulse = msgspec.structs.replace(pulse, stack=[])  # The verdict names the place only.
         value = _Published(self._count, self._host, os.getpid(), ended, pulse)
         self._store.set(_key(self._rank), _encode(value))
 
-    def judge(self) -> Hang | None:
-        """Read the ranks' keys and return the verdict; None where another rank judges, or the run goes on."""
+    def judge(self, parameters: ParameterNames = lambda *_: ()) -> Hang | None:
+        """Read the ranks' keys and return the verdict; None where another rank judges, or the run goes on.
+
+        Args:
+            parameters: Names of a bucket's parameters.
+        """
         if self._rank >= JUDGES:
             return None
         lower = [self._state(rank) for rank in range(min(self._rank, JUDGES))]
@@ -80,7 +86,7 @@ class HangReport:
         states = lower + [self._state(rank) for rank in range(self._rank, self._world_size)]
         if any(state is None for state in states):
             return None  # A rank without telemetry has no key.
-        return judge([state for state in states if state is not None])
+        return judge([state for state in states if state is not None], parameters)
 
     def _state(self, rank: int) -> RankState | None:
         key = _key(rank)

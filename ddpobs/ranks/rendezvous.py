@@ -1,4 +1,4 @@
-"""All exchanges of this rank through the process group's store: identity, activity and straggler statistics."""
+"""All exchanges of this rank through the process group's store: identity, pulses and straggler statistics."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
+from ddpobs.ranks.hang_log import HangLog
+from ddpobs.ranks.hang_report import HangReport
 from ddpobs.ranks.run_identity import IdentityExchange, RunIdentity
 from ddpobs.ranks.straggler_exchange import Exchange
+from ddpobs.wire.hang import ParameterNames
 from ddpobs.wire.text import RUN_ID_CHARACTERS
 
 _log = logging.getLogger("ddpobs")
@@ -36,6 +39,7 @@ class Rendezvous:
         world_size: Number of ranks.
         generation: Number of this process's telemetry, equal on all ranks.
         on_identity: Receives the shared identity, once.
+        parameters: Names of a bucket's parameters, for a verdict on a hang.
     """
 
     def __init__(
@@ -45,15 +49,20 @@ class Rendezvous:
         world_size: int,
         generation: int,
         on_identity: Callable[[RunIdentity], None],
+        *,
+        parameters: ParameterNames = lambda *_: (),
     ) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
         self._generation, self._on_identity = generation, on_identity
+        self._parameters = parameters
         self._created_at = time.monotonic()
         self._store: Any = None
         self._store_gone = False
         self._identities: IdentityExchange | None = None
         self._is_identified = False
         self._statistics: Exchange | None = None
+        self._hangs: HangReport | None = None
+        self._hang_log: HangLog | None = None
 
     def open(self) -> None:
         """Connect to the store and request the identity.
@@ -86,13 +95,30 @@ class Rendezvous:
             return not self._identities.is_leader or time.monotonic() - self._created_at >= _PROMPT_S
         return True
 
-    def publish_activity(self, activity: bytes) -> None:
-        """Publish the activity of this rank, which remains readable when it hangs; answer late requests."""
+    @property
+    def processes(self) -> dict[int, str]:
+        """State of this host's processes that no longer run, by rank, while this rank stands still."""
+        return {} if self._hang_log is None else self._hang_log.processes
+
+    def publish_pulse(self, pulse: wire.Pulse, ended: str = "") -> None:
+        """Publish this rank's pulse, which remains readable when it hangs; answer late requests for the identity.
+
+        Args:
+            pulse: The latest pulse.
+            ended: `finished` or `failed` where the process ends.
+        """
         with self._until_store_is_gone():
             if self._identities is not None:
                 self._identities.reply_to_others()
-            if self._statistics is not None:
-                self._statistics.publish_activity(activity)
+            if self._hangs is not None:
+                self._hangs.publish(pulse, ended)
+        if self._hang_log is not None and not ended:
+            self._hang_log.follow(pulse)
+
+    def close(self, timeout_s: float) -> None:
+        """End the verdicts on hangs."""
+        if self._hang_log is not None:
+            self._hang_log.close(timeout_s)
 
     def add_steps(self, steps: wire.Steps) -> None:
         """Add finished steps to the statistics over ranks."""
@@ -109,8 +135,16 @@ class Rendezvous:
 
     def _accept(self, identity: RunIdentity) -> None:
         self._is_identified = True
+        name = f"ddpobs/{identity['attempt']}"
+        prefix = PrefixStore(name, self._store)
+        self._hangs = HangReport(prefix, self._rank, self._world_size)
+        self._hangs.publish(None)
+
+        def connect() -> Any:
+            return PrefixStore(name, self._store.clone())
+
+        self._hang_log = HangLog(connect, self._rank, self._world_size, self._parameters)
         if self._world_size > 1:
-            prefix = PrefixStore(f"ddpobs/{identity['attempt']}", self._store)
             self._statistics = Exchange(prefix, self._rank, self._world_size, self._config.peers_every)
         self._on_identity(identity)
 
@@ -123,7 +157,7 @@ class Rendezvous:
         try:
             yield
         except dist.DistNetworkError:
-            self._store_gone, self._identities, self._statistics = True, None, None
+            self._store_gone, self._identities, self._statistics, self._hangs = True, None, None, None
             _log.info("ddpobs: the ranks' store is gone, and with it the statistics over ranks")
 
 

@@ -72,10 +72,6 @@ class Exchange:
             self._store.set(_key(self._rank), self._rows.astype("<i8").tobytes())
             self._new_rows = 0
 
-    def publish_activity(self, activity: bytes) -> None:
-        """Publish the current activity of this rank, which remains readable when the rank hangs."""
-        self._store.set(f"doing/{self._rank}", activity)
-
     def gather(self) -> wire.Peers | None:
         """On rank 0, return statistics over the rows published since the last call; None if these are too few."""
         keys = [_key(rank) for rank in range(self._world_size)]

@@ -1,14 +1,16 @@
 """What the training thread is doing right now, read from its Python frames by the telemetry thread.
 
 A look takes the interpreter for some microseconds and costs the training thread nothing else. A rank makes progress
-when its journal has new entries, or when its frames have moved since the last look. In a wait for the other ranks, and
-while worker processes prepare a batch, moving frames mean nothing: such loops poll.
+when its journal has new entries, when its frames have moved since the last look, or when its thread has computed. In a
+wait for the other ranks, and while worker processes prepare a batch, moving frames mean nothing: such loops poll. On a
+device, computing means nothing either: CUDA's waits spin.
 """
 
 from __future__ import annotations
 
 import sys
 import sysconfig
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -20,12 +22,16 @@ from typing import Literal
 
 import torch
 
+from ddpobs.wire.hang import BUFFERS
+
 Kind = Literal["data", "bucket", "collective", "checkpoint", "compile", "evaluation", "code"]
 
 _FRAMES = 40
 """Innermost frames that are looked at, and sent."""
-_FIRST_STEP_S = 120.0
-"""Patience before a rank has finished steps: a first step compiles, warms caches up and fills loaders."""
+_FIRST_STEP = 15
+"""Patience before a rank has finished steps, in patiences: a first step compiles, warms caches up, fills loaders."""
+_COMPUTES = {"evaluation": 0.0005, "code": 0.05, "data": 0.05}
+"""Share of a processor above which a thread computes, by activity. A loop that polls every 0.1 s takes 0.0002."""
 _STEPS_OF_PATIENCE = 5
 _INTERVALS = 32
 _TORCH = str(Path(torch.__file__).parent)
@@ -41,9 +47,25 @@ _POLLING = (
         for name in ("multiprocessing", "queue.py", "threading.py", "selectors.py")
     ),
 )
-_CHECKPOINT = (f"{_TORCH}/serialization.py", f"{_TORCH}/distributed/checkpoint/")
+_CHECKPOINT = (
+    f"{_TORCH}/serialization.py",
+    f"{_TORCH}/distributed/checkpoint/",
+    f"{sysconfig.get_path('platlib')}/safetensors/",
+)
 _COMPILE = (f"{_TORCH}/_dynamo/", f"{_TORCH}/_inductor/", f"{_TORCH}/_functorch/")
-_DISTRIBUTED = f"{_TORCH}/distributed/"
+_DISTRIBUTED = (f"{_TORCH}/distributed/", f"{_OURS}/horovod/")
+_WAITING = (
+    f"{_OURS}/horovod/",
+    f"{_TORCH}/distributed/_functional_collectives.py",
+    f"{_TORCH}/distributed/algorithms/join.py",
+    f"{_TORCH}/distributed/distributed_c10d.py",
+    f"{_TORCH}/distributed/elastic/utils/store.py",
+    f"{_TORCH}/distributed/nn/functional.py",
+    f"{_TORCH}/distributed/rendezvous.py",
+    f"{_TORCH}/distributed/utils.py",
+)
+"""Files whose innermost frame is a wait for the other ranks. Other files of `torch.distributed` also compute."""
+_NOT_NAMES = frozenset({"wrapper", "timed", "marked", "wait", "synchronize"})
 _REDUCER = tuple(f"{_OURS}/{folder}" for folder in ("reducer/", "comm/", "torch_seam/collectives.py"))
 _DDP_MODULE = f"{_TORCH}/nn/parallel/distributed.py"
 _ENGINE = "_engine_run_backward"
@@ -58,6 +80,7 @@ class Activity:
         waits_in: Name of the collective, empty for other kinds.
         place: Innermost two lines of the user's code, such as `train.py:57 → dataset.py:31 __getitem__`.
         stack: Its frames, outermost first.
+        lines: The same without loops that poll; equal in two looks if the thread stands still.
         idle_ns: Time since the rank's last progress.
         patience_ns: Time without progress after which the rank counts as stuck.
     """
@@ -66,6 +89,7 @@ class Activity:
     waits_in: str = ""
     place: str = ""
     stack: list[str] = field(default_factory=list)
+    lines: Sequence[tuple[object, int]] = ()
     idle_ns: int = 0
     patience_ns: int = 0
 
@@ -80,77 +104,122 @@ class ActivityWatch:
 
     Args:
         hang_after_s: Least time without progress after which a rank counts as stuck.
+        asynchronous: A device computes, and the training thread only waits for it.
     """
 
-    def __init__(self, hang_after_s: float) -> None:
-        self._hang_after_s = hang_after_s
+    def __init__(self, hang_after_s: float, asynchronous: bool = False) -> None:
+        self._hang_after_s, self._asynchronous = hang_after_s, asynchronous
         self._entries = -1
         self._lines: Sequence[tuple[object, int]] = ()
-        self._progress_ns = time.monotonic_ns()
+        self._progress_ns = self._looked_ns = time.monotonic_ns()
+        self._computed_s = 0.0
         self._step = -1
         self._step_ns = self._progress_ns
         self._intervals_s: deque[float] = deque(maxlen=_INTERVALS)
 
     def look(
-        self, thread: int, *, entries: int, step: int, phase: str, bucket_pending: bool, waiting: bool, evaluating: bool
+        self,
+        thread: int,
+        *,
+        entries: int,
+        step: int,
+        phase: str,
+        bucket_pending: bool,
+        waits_in: str,
+        evaluating: bool,
+        last_event_ns: int = 0,
     ) -> Activity:
         """Look once.
 
         Args:
-            thread: Identifier of the training thread, 0 where it is not known yet.
+            thread: Identifier of the training thread.
             entries: Journal entries so far.
             step: Number of the open step.
             phase: Its phase.
             bucket_pending: A bucket was launched and has not completed.
-            waiting: The journal has an open wait for a collective of user code.
+            waits_in: Collective or store for which the journal has an open wait; empty without one.
             evaluating: Every module is in evaluation mode.
+            last_event_ns: Time of the last entry, 0 where it is not known.
         """
         now_ns = time.monotonic_ns()
         frames = list(_frames_of(thread))
-        kind, waits_in = classify(frames, phase, bucket_pending=bucket_pending, waiting=waiting, evaluating=evaluating)
-        lines = _lines(frames, skip=_POLLING if kind == "data" else ())
-        moved = lines != self._lines and kind not in {"bucket", "collective"}
-        if entries != self._entries or moved:
+        kind, name = classify(
+            frames,
+            phase,
+            bucket_pending=bucket_pending,
+            waits_in=waits_in,
+            evaluating=evaluating,
+            asynchronous=self._asynchronous,
+        )
+        lines, place = _lines(frames, skip=_POLLING), place_of(frames)
+        computes = self._computes(thread, kind, now_ns)
+        at_prompt = kind == "code" and not place  # No code of the user's runs: an interactive session.
+        moved = (lines != self._lines or computes or at_prompt) and kind not in {"bucket", "collective"}
+        if moved:
             self._progress_ns = now_ns
-        self._entries, self._lines = entries, lines
-        if step != self._step:
-            if step > self._step >= 0:
-                self._intervals_s.append((now_ns - self._step_ns) / 1e9 / (step - self._step))
-            self._step, self._step_ns = step, now_ns
+        elif entries != self._entries:
+            self._progress_ns = max(self._progress_ns, min(last_event_ns or now_ns, now_ns))
+        self._entries, self._lines, self._looked_ns = entries, lines, now_ns
+        self._follow(step, now_ns)
         return Activity(
             kind=kind,
-            waits_in=waits_in,
-            place=place_of(frames),
+            waits_in=name,
+            place=place,
             stack=[_frame_text(frame) for frame in reversed(frames)],
+            lines=lines,
             idle_ns=now_ns - self._progress_ns,
             patience_ns=self._patience_ns(),
         )
 
+    def rest(self) -> None:
+        """Count the time since the last look as progress, where looking is not possible."""
+        self._progress_ns = self._looked_ns = time.monotonic_ns()
+
+    def _follow(self, step: int, now_ns: int) -> None:
+        if step != self._step:
+            if step > self._step >= 0:
+                self._intervals_s.append((now_ns - self._step_ns) / 1e9 / (step - self._step))
+            self._step, self._step_ns = step, now_ns
+
+    def _computes(self, thread: int, kind: Kind, now_ns: int) -> bool:
+        """Whether the thread has computed since the last look. Only the main thread's clock is safe to read."""
+        if self._asynchronous or thread != threading.main_thread().ident:
+            return False
+        computed_s = time.clock_gettime(time.pthread_getcpuclockid(thread))
+        used_s, self._computed_s = computed_s - self._computed_s, computed_s
+        return kind in _COMPUTES and used_s > _COMPUTES[kind] * (now_ns - self._looked_ns) / 1e9
+
     def _patience_ns(self) -> int:
-        steps_s = _STEPS_OF_PATIENCE * median(self._intervals_s) if self._intervals_s else _FIRST_STEP_S
-        return int(max(self._hang_after_s, steps_s) * 1e9)
+        steps_s = _STEPS_OF_PATIENCE * median(self._intervals_s) if self._intervals_s else 0.0
+        return int(1e9 * (max(self._hang_after_s, steps_s) if steps_s else _FIRST_STEP * self._hang_after_s))
 
 
 def classify(
-    frames: Sequence[FrameType], phase: str, *, bucket_pending: bool, waiting: bool, evaluating: bool
+    frames: Sequence[FrameType],
+    phase: str,
+    *,
+    bucket_pending: bool,
+    waits_in: str,
+    evaluating: bool,
+    asynchronous: bool = False,
 ) -> tuple[Kind, str]:
     """Return the kind of activity that frames show, innermost frame first, and the collective's name in a wait."""
     files = [frame.f_code.co_filename for frame in frames]
     inner = files[0] if files else ""
-    name = _collective_name(frames)
     in_engine = bool(frames) and frames[0].f_code.co_name == _ENGINE
-    kinds: list[tuple[bool, Kind, str]] = [
+    collective = waits_in or inner.startswith(_WAITING)
+    kinds: list[tuple[bool | str, Kind, str]] = [
         (any(file.startswith(_COMPILE) for file in files), "compile", ""),
-        (any(file.startswith(_CHECKPOINT) for file in files) and not waiting, "checkpoint", ""),
+        (any(file.startswith(_CHECKPOINT) for file in files) and not collective, "checkpoint", ""),
         (inner.startswith(_REDUCER), "bucket", ""),
-        (waiting or (name != "" and inner.startswith(_DISTRIBUTED)), "collective", name or "a collective"),
-        (inner.startswith(_DDP_MODULE), "collective", "the broadcast of buffers"),
-        (in_engine and bucket_pending, "bucket", ""),
+        (collective, "collective", _collective_name(frames) or waits_in or "a collective"),
+        (inner.startswith(_DDP_MODULE), "collective", BUFFERS),
+        (bucket_pending and (in_engine or asynchronous), "bucket", ""),
         (phase == "data" or any(file.startswith(_LOADER) for file in files), "data", ""),
         (evaluating, "evaluation", ""),
         (True, "code", ""),
     ]
-    return next((kind, waits_in) for applies, kind, waits_in in kinds if applies)
+    return next((kind, name) for applies, kind, name in kinds if applies)
 
 
 def place_of(frames: Sequence[FrameType]) -> str:
@@ -186,9 +255,9 @@ def _collective_name(frames: Sequence[FrameType]) -> str:
     name = ""
     for frame in frames:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
-        if not file.startswith((_DISTRIBUTED, f"{_OURS}/horovod/")):
+        if not file.startswith(_DISTRIBUTED):
             break
-        if not function.startswith("_") and function not in {"wrapper", "timed", "wait"}:
+        if not function.startswith(("_", "<")) and function not in _NOT_NAMES:
             name = function
     return name
 

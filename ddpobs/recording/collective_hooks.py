@@ -3,7 +3,7 @@
 The methods of torch's process groups, of their works and of futures are wrapped while telemetry runs. So every path
 to `all_reduce` is covered. Only the wait blocks, and only the wait is timed. NCCL returns no work with
 `async_op=False`; then the call itself is the wait, of the current stream. The reducer calls the unwrapped methods, and
-is not timed here.
+is not timed here. A wait at the rendezvous store is marked, so that a pulse can name it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from torch.distributed import _functional_collectives as functional
 
 from ddpobs.recording.journal import Journal
@@ -24,6 +25,21 @@ _COLLECTIVES = (
     *("all_to_all_single", "alltoall_base", "alltoall", "barrier", "broadcast", "gather", "scatter", "_end_coalescing"),
 )
 """Methods that `torch.distributed` calls; not every version of torch has all of them."""
+_PUBLIC_NAMES = {
+    "_allgather_base": "all_gather_into_tensor",
+    "all_gather_single": "all_gather_into_tensor",
+    "allgather": "all_gather",
+    "allgather_coalesced": "all_gather_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_tensor",
+    "reduce_scatter_single": "reduce_scatter_tensor",
+    "allreduce": "all_reduce",
+    "allreduce_coalesced": "all_reduce_coalesced",
+    "alltoall_base": "all_to_all_single",
+    "alltoall": "all_to_all",
+}
+"""Functions of `torch.distributed` by method, where the names differ."""
+_STORE_CALLS = ("get", "wait", "multi_get")
+"""Calls of a rendezvous store that wait for a key."""
 
 
 class CollectiveHooks:
@@ -39,12 +55,14 @@ class CollectiveHooks:
         # The class of a work's future; torch.futures.Future calls it.
         self._patches.put(torch._C.Future, "wait", self._timed)
         # Blocks inside the call; there is no work to wait for.
-        self._patches.put(dist.ProcessGroup, "monitored_barrier", self._timed)
+        self._patches.put(dist.ProcessGroup, "monitored_barrier", self._timed_barrier)
         # Functional collectives (DTensor, tensor parallelism) wait in C++.
         self._patches.put(functional, "wait_tensor", self._timed_outside_compile)
         for name in _COLLECTIVES:
             if hasattr(dist.ProcessGroup, name):
                 self._patches.put(dist.ProcessGroup, name, self._timed_without_work)
+        for name in _STORE_CALLS:
+            self._patches.put(Store, name, self._marked)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -64,6 +82,31 @@ class CollectiveHooks:
 
         return timed
 
+    def _timed_barrier(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        journal, timed = self._journal, self._timed(original)
+
+        def monitored_barrier(*args: Any, **kwargs: Any) -> Any:
+            journal.collective_began("monitored_barrier")
+            return timed(*args, **kwargs)
+
+        return monitored_barrier
+
+    def _marked(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Mark the wait at a store; it is no communication of the step, and is not timed."""
+        journal, name = self._journal, f"store.{original.__name__}"
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if not journal.store_wait_began(name):
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                journal.store_wait_ended()
+
+        # If a store is written in Python, pybind11 detects a call from the override by the caller's function name.
+        marked.__code__ = marked.__code__.replace(co_name=original.__name__)
+        return marked
+
     def _timed_outside_compile(self, original: Callable[..., Any]) -> Callable[..., Any]:
         timed = self._timed(original)
 
@@ -75,9 +118,10 @@ class CollectiveHooks:
         return wait
 
     def _timed_without_work(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        journal = self._journal
+        journal, name = self._journal, _PUBLIC_NAMES.get(original.__name__, original.__name__)
 
         def timed(group: Any, *args: Any, **kwargs: Any) -> Any:
+            journal.collective_began(name)
             began = journal.collective_wait_began(torch._C._current_graph_task_id() >= 0)
             if began is None:
                 return original(group, *args, **kwargs)

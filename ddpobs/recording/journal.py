@@ -82,6 +82,12 @@ class Journal:
         trained: Indexes of the modules whose gradients were reduced.
         paused: A CUDA graph is being captured: nothing runs, and times are meaningless.
         on_backward_end: Called when a backward has returned, the outermost or a nested one.
+        entries: Entries replayed so far.
+        synchronised: Synchronised backward passes that have begun.
+        collectives: Collectives of user code that have begun.
+        buffer_broadcasts: Broadcasts of a DDP module's buffers that have begun.
+        last_collective: Name of the user's collective that began last.
+        waits_for_store: Name of the call that waits at the rendezvous store; empty outside of such calls.
         trains_in_eval: In the last reduction every module was in evaluation mode: the mode does not mark evaluations.
         evaluating: Returns whether every module is in evaluation mode.
         optimizer_is_running: Returns whether an optimizer's step that began is still on the stack.
@@ -121,6 +127,8 @@ class Journal:
         self.trained: set[int] = set()
         self.paused = False
         self.on_backward_end: list[Callable[[], None]] = []
+        self.entries = self.synchronised = self.collectives = self.buffer_broadcasts = 0
+        self.last_collective = self.waits_for_store = ""
         self.trains_in_eval = False
         self.evaluating: Callable[[], bool | None] = lambda: False
         self.optimizer_is_running: Callable[[], bool | None] = lambda: True
@@ -270,6 +278,23 @@ class Journal:
         if began is not None:
             self.comm_ended(0, _USER, began, self._now())
 
+    def collective_began(self, name: str) -> None:
+        """A collective of user code was called."""
+        self.collectives += 1
+        self.last_collective = name
+
+    @never_raises
+    def store_wait_began(self, name: str) -> bool:
+        """A call may wait at the rendezvous store; return whether it blocks the training thread."""
+        if self.waits_for_store or not self._is_training_thread():
+            return False
+        self.waits_for_store = name
+        return True
+
+    def store_wait_ended(self) -> None:
+        """The store answered, or an error ended the call."""
+        self.waits_for_store = ""
+
     def zeros_contributed(self) -> None:
         """This rank took part with zeros in a synchronised backward of other ranks; it has no step for it."""
         self._record(StepTracker.zeros_contributed, 0)
@@ -342,6 +367,22 @@ class Journal:
         return self._in_backward
 
     @property
+    def thread(self) -> int:
+        """Identifier of the training thread; the main thread until another one trains."""
+        return self._thread or main_thread().ident or 0
+
+    @property
+    def waits_for_collective(self) -> bool:
+        """Whether the training thread waits for a collective of user code."""
+        return self._in_collective_wait
+
+    @property
+    def last_event_ns(self) -> int:
+        """Host time of the last replayed event; 0 if the stamps are a device's."""
+        stamp = self._tracker.stamp
+        return stamp if type(stamp) is int else 0
+
+    @property
     def phase(self) -> int:
         """Current phase of the training thread, as an index into `wire.PHASES`."""
         self._replay(_WAIT_S)
@@ -364,6 +405,7 @@ class Journal:
         try:
             while entries:
                 event, stamp, facts = entries.popleft(), entries.popleft(), entries.popleft()
+                self.entries += 1
                 if stamp:  # 0 if the stamp could not be taken: the previous one stays.
                     tracker.stamp = stamp
                 try:

@@ -68,7 +68,10 @@ class ModuleRecorder:
     ) -> None:
         self.index = index
         self.now = clock.now
+        self._is_done = clock.is_ready
         self.current: BackwardRecord | None = None
+        self._reducing: tuple[list[Stamp], list[Stamp]] = ([], [])
+        """Launch and completion of each bucket in the latest synchronised backward."""
         self._module = weakref.ref(module)
         self._name = name or _module_name(module)
         self._journal = journal
@@ -76,6 +79,7 @@ class ModuleRecorder:
         self._readiness_every = readiness_every
         self._revision = -1
         self._buckets = 0
+        self._layout: list[wire.Bucket] = []
         self._parameters = 0
         self._backwards = 0
         self._unused: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())
@@ -88,23 +92,38 @@ class ModuleRecorder:
     def layout(self, buckets: list[wire.Bucket], comm: str) -> None:
         """Record the module's new buckets, in launch order, and the name of the communication strategy."""
         self._revision += 1
-        self._buckets = len(buckets)
+        self._buckets, self._layout = len(buckets), buckets
         self._parameters = sum(len(bucket.parameters) for bucket in buckets)
         self._offer(
             wire.Layout(module=self.index, name=self._name, revision=self._revision, comm=comm, buckets=buckets)
         )
 
-    def backward(self) -> BackwardRecord | None:
+    def reduction_began(self, launched_ns: list[Stamp], done_ns: list[Stamp]) -> None:
+        """Count a synchronised backward, and follow its buckets: stamps of launch and completion, 0 until then."""
+        self._reducing = launched_ns, done_ns
+        self._journal.synchronised += 1
+
+    def parameters(self, bucket: int) -> list[str]:
+        """Names of a bucket's parameters in the latest layout; empty for a bucket that it does not have."""
+        layout = self._layout
+        return [parameter.name for parameter in layout[bucket].parameters] if 0 <= bucket < len(layout) else []
+
+    def backward(self, counted: bool = False) -> BackwardRecord | None:
         """Return a new record for the synchronised backward that begins.
 
         Some records sample the readiness of each parameter. None during the capture of a CUDA graph, in which nothing
         may be recorded.
+
+        Args:
+            counted: `reduction_began` was called for this backward.
         """
         if self._journal.paused:
             return None
         sampled = self._backwards % self._readiness_every == 0
         self._backwards += 1
         self.current = BackwardRecord(self.index, self._revision, self._buckets, self._parameters if sampled else None)
+        if not counted:
+            self.reduction_began(self.current.launched_ns, self.current.done_ns)
         return self.current
 
     def finished(self, record: BackwardRecord) -> None:
@@ -119,9 +138,20 @@ class ModuleRecorder:
         """Record the end of that wait."""
         self._journal.waiting_ended()
 
-    def shadowed(self) -> None:
-        """Record that this rank, out of data under `join`, took part in a synchronised backward of other ranks."""
+    def shadowed(self, counted: bool = False) -> None:
+        """Record that this rank, out of data under `join`, took part in a synchronised backward of other ranks.
+
+        Args:
+            counted: `reduction_began` was called for this backward.
+        """
+        if not counted:
+            self.reduction_began([], [])
         self._journal.zeros_contributed()
+
+    def buffers_began(self) -> Stamp:
+        """Count the broadcast of the module's buffers that begins, and return its stamp."""
+        self._journal.buffer_broadcasts += 1
+        return self.now()
 
     def on_backward_end(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call `callback` whenever the outermost backward returns; the result removes it."""
@@ -205,10 +235,21 @@ class ModuleRecorder:
             wire.Event(kind=kind, at_ns=_host_ns(), step=self._journal.number, detail={"module": self.index, **detail})
         )
 
+    @property
+    def reduces(self) -> bool:
+        """Whether a synchronised backward was recorded."""
+        return bool(self._reducing[0])
+
+    def pending_bucket(self) -> int:
+        """Index of the first bucket that was launched and is not done; `wire.UNKNOWN` if there is none."""
+        for index, (launched, done) in enumerate(zip(*self._reducing, strict=True)):
+            if launched and not (done and self._is_done(done)):
+                return index
+        return wire.UNKNOWN
+
     def launched_last(self) -> int:
         """Index of the bucket last handed to the process group, in the latest recorded backward."""
-        launched = self.current.launched_ns if self.current else []
-        return sum(1 for stamp in launched if stamp) - 1
+        return max((i for i, stamp in enumerate(self._reducing[0]) if stamp), default=wire.UNKNOWN)
 
 
 def _batch_size(*inputs: Any) -> int:

@@ -29,6 +29,9 @@ _LONG_NS = 600_000_000_000
 """A checkpoint or a compilation counts as progress for at most this long."""
 _NAMED_RANKS, _NAMED_PARAMETERS = 8, 3
 _WAITS = ("bucket", "collective")
+BUFFERS = "the broadcast of buffers"
+"""Name of the collective in which a DDP module's forward waits."""
+_IN_BACKWARD = ("backward", "exposed_comm")
 _BUSY = ("checkpoint", "compile")
 
 Kind = Literal["absent", "stopped", "dead", "input", "mismatch", "link", "code"]
@@ -68,6 +71,11 @@ class RankState:
     def waits(self) -> bool:
         """Whether the training thread waits in a collective."""
         return self.pulse is not None and not self.is_silent and not self.ended and self.pulse.activity in _WAITS
+
+    @property
+    def activity_is_own(self) -> bool:
+        """Whether the rank runs its own code, neither a loader's nor a wait."""
+        return self.pulse is not None and not self.is_silent and self.pulse.activity == "code"
 
     @property
     def progresses(self) -> bool:
@@ -123,6 +131,8 @@ def judge(states: Sequence[RankState], parameters: ParameterNames = lambda _modu
         return None
     if all(state.is_silent for state in running):
         return None  # The whole run is lost, not hung: no process is left that could wait.
+    if all(state.activity_is_own for state in running) and all(_synchronised(state) == 0 for state in running):
+        return None  # No rank has trained: the model may only serve.
     waiting = [state for state in running if state.waits]
     others = [state for state in states if not state.waits]
     since_ns = min(state.idle_ns for state in running if not state.is_silent)
@@ -161,8 +171,9 @@ def _verdict(
         title = f"{_absence(others)}. {_wait(waiting, parameters)}"
         return "absent", ranks, title, _ABSENT_REMEDY.get(_activity(others[0]), _ABSENT_REMEDY["code"])
     groups = Counter(_collective(state) for state in waiting)
-    if len(groups) == 1:
-        title = f"Each rank waits for the others {_in(waiting[0], parameters)} for {_seconds(since_ns)}"
+    if len(groups) == 1 or _is_one_sequence(waiting):
+        last = min(waiting, key=_reached)
+        title = f"Each rank waits for the others {_in(last, parameters)} for {_seconds(since_ns)}"
         return "link", [state.rank for state in states], title, _LINK_REMEDY
     return _mismatch(waiting, groups, parameters)
 
@@ -253,7 +264,8 @@ def _in(state: RankState, parameters: ParameterNames) -> str:
     pulse = state.pulse
     assert pulse is not None
     if pulse.activity != "bucket":
-        return f"in {pulse.waits_in or 'a collective'} after step {pulse.step}"
+        relation = "of" if pulse.waits_in == BUFFERS else "after"
+        return f"in {pulse.waits_in or 'a collective'} {relation} step {pulse.step}"
     if pulse.bucket < 0:
         return f"in the backward of step {pulse.step}"
     names = list(parameters(pulse.module, pulse.bucket))
@@ -272,6 +284,39 @@ def _collective(state: RankState) -> tuple[object, ...]:
     if pulse.activity == "bucket":
         return "bucket", pulse.module, pulse.bucket, pulse.synchronised
     return "collective", pulse.waits_in, pulse.collectives, pulse.synchronised
+
+
+def _reached(state: RankState) -> tuple[int, bool, int]:
+    """Position of a rank that waits in the run's sequence of collectives."""
+    pulse = state.pulse
+    assert pulse is not None
+    return pulse.synchronised, pulse.activity != "bucket", pulse.bucket if pulse.activity == "bucket" else UNKNOWN
+
+
+def _is_one_sequence(waiting: Sequence[RankState]) -> bool:
+    """Whether some ranks wait for the end of a collective that the other ranks have passed.
+
+    No rank passes a collective before all ranks have entered it. So a rank that has left it proves that the slower
+    ranks take part in it: only its end does not reach them.
+    """
+    first = min(waiting, key=_reached)
+    return all(_has_passed(state, first) for state in waiting if _collective(state) != _collective(first))
+
+
+def _has_passed(state: RankState, first: RankState) -> bool:
+    """Whether a rank has left the collective in which `first` waits."""
+    ahead, behind = state.pulse, first.pulse
+    assert ahead is not None
+    assert behind is not None
+    if behind.activity == "bucket":
+        if ahead.activity == "bucket":  # All buckets of a backward are launched before the wait.
+            return ahead.synchronised == behind.synchronised and ahead.module == behind.module
+        return ahead.synchronised == behind.synchronised and ahead.phase not in _IN_BACKWARD
+    if behind.waits_in == BUFFERS:
+        entered = ahead.buffer_broadcasts == behind.buffer_broadcasts
+    else:
+        entered = ahead.collectives == behind.collectives
+    return entered and ahead.activity == "bucket" and ahead.synchronised == behind.synchronised + 1
 
 
 def _synchronised(state: RankState) -> int:

@@ -222,6 +222,7 @@ class Pulse(_Record, frozen=True, kw_only=True):
         waits_in: Name of the collective, such as `all_reduce` or `barrier`, where the activity is `collective`.
         synchronised: Synchronised backward passes that this rank has begun.
         collectives: Collectives that user code has started.
+        buffer_broadcasts: Broadcasts of DDP modules' buffers that this rank has begun.
         place: Innermost lines of the user's code, such as `train.py:57 → dataset.py:31 __getitem__`.
         stack: The training thread's Python frames, outermost first; sent while the rank is stuck.
         processes: State (`stopped`, `gone`) of processes of this host that are neither running nor sleeping, by rank.
@@ -238,6 +239,7 @@ class Pulse(_Record, frozen=True, kw_only=True):
     waits_in: Name = ""
     synchronised: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
     collectives: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
+    buffer_broadcasts: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
     place: Name = ""
     stack: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=40)] = []
     processes: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = {}

@@ -237,3 +237,25 @@ def test_ranks_that_started_at_different_times_work_at_the_same_moments(
     assert cut[1] == cut[2] == cut[0]
     assert worked[1][1:] == [number / 2 for number in range(3, 18)]
     assert worked[2][1:] == worked[0][-len(worked[2]) + 1 :]
+
+
+def test_an_urgent_record_is_sent_at_once(tmp_path: Path) -> None:
+    with collector(acknowledge) as server:
+        config = TelemetryConfig(collector=server.url, spool=tmp_path, flush_s=3600)
+        running = Exporter(config, encode)
+        running.identify(IDENTITY)
+        looks = 0
+
+        def look() -> None:
+            nonlocal looks
+            looks += 1
+            if looks == 2:
+                running.offer_latest(event("stuck"), urgent=True)
+                running.offer_latest(event("later"))
+
+        running.offer(event("waits"))
+        running.call_every(0.1, look)
+        running.start()
+        until(lambda: server.puts)
+        assert kinds(server.puts) == ["waits", "stuck"]
+        running.close()

@@ -31,7 +31,7 @@ def look(watch: ActivityWatch, thread: int, **facts: Any) -> Activity:
         "step": 3,
         "phase": "other",
         "bucket_pending": False,
-        "waiting": False,
+        "waits_in": "",
         "evaluating": False,
     }
     return watch.look(thread, **(defaults | facts))
@@ -117,8 +117,8 @@ def test_the_phase_shows_a_loader_that_is_not_torch_s(phase: str, kind: str) -> 
 
 def test_an_open_wait_is_a_collective() -> None:
     with thread_in(lambda: time.sleep(60)) as thread:
-        seen = look(ActivityWatch(0.1), thread, waiting=True)
-        assert (seen.kind, seen.waits_in) == ("collective", "a collective")
+        seen = look(ActivityWatch(0.1), thread, waits_in="all_reduce")
+        assert (seen.kind, seen.waits_in) == ("collective", "all_reduce")
 
 
 def test_patience_grows_with_the_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ddpobs import wire
-from ddpobs.wire.hang import Hang, RankState, judge
+from ddpobs.wire.hang import BUFFERS, Hang, RankState, judge
 
 S = 10**9
 
@@ -84,15 +84,53 @@ def test_ranks_in_the_same_collective_wait_for_the_link() -> None:
 
 
 def test_a_rank_with_one_backward_fewer_is_the_odd_one_of_two() -> None:
-    hang = verdict(bucket(0, synchronised=20), state(1, "collective", waits_in="barrier", synchronised=19))
+    hang = verdict(
+        bucket(0, synchronised=20), state(1, "collective", waits_in="barrier", collectives=1, synchronised=19)
+    )
     assert (hang.kind, hang.ranks) == ("mismatch", [1])
     assert "rank 1 in barrier after step 12 (train.py:30)" in hang.title
     assert hang.title.endswith("Rank 1 ran 1 backward pass fewer than the others")
 
 
 def test_the_smaller_group_of_a_mismatch_is_named() -> None:
-    hang = verdict(bucket(0), bucket(1), state(2, "collective", waits_in="all_reduce", collectives=1), bucket(3))
+    hang = verdict(
+        bucket(0), bucket(1), state(2, "collective", waits_in="all_reduce", collectives=1, synchronised=11), bucket(3)
+    )
     assert (hang.kind, hang.ranks, hang.waiting) == ("mismatch", [2], [0, 1, 2, 3])
+
+
+def test_a_rank_that_has_passed_the_others_collective_shows_a_cut_link() -> None:
+    for ahead in (
+        bucket(0, 3, synchronised=20),
+        state(0, "collective", waits_in=BUFFERS, buffer_broadcasts=21, synchronised=20),
+        state(0, "collective", waits_in="all_reduce", collectives=6, synchronised=20),
+    ):
+        hang = verdict(ahead, bucket(1, 2, synchronised=20, collectives=5, buffer_broadcasts=20))
+        assert (hang.kind, hang.ranks) == ("link", [0, 1])
+        assert "in bucket 2 of step 12" in hang.title
+    ahead = bucket(0, synchronised=20, collectives=5, buffer_broadcasts=20)
+    for behind in (
+        state(1, "collective", waits_in="all_reduce", collectives=5, synchronised=19),
+        state(1, "collective", waits_in=BUFFERS, buffer_broadcasts=20, synchronised=19),
+    ):
+        assert verdict(ahead, behind).kind == "link"
+
+
+def test_a_rank_in_an_evaluation_of_its_own_is_mismatched() -> None:
+    training = bucket(0, synchronised=20, buffer_broadcasts=20)
+    alone = state(1, "collective", waits_in=BUFFERS, buffer_broadcasts=21, synchronised=19)
+    hang = verdict(training, alone)
+    assert (hang.kind, hang.ranks) == ("mismatch", [1])
+
+
+def test_a_collective_inside_a_backward_does_not_prove_that_the_backward_ended() -> None:
+    inside = state(1, "collective", waits_in="all_reduce", collectives=1, synchronised=20, phase="backward")
+    assert verdict(bucket(0, synchronised=20), inside).kind == "mismatch"
+
+
+def test_a_model_that_only_serves_does_not_hang() -> None:
+    assert judge([state(0, synchronised=0), state(1, synchronised=0)]) is None
+    assert verdict(state(0, synchronised=1), state(1, synchronised=1)).kind == "code"
 
 
 def test_no_rank_with_a_batch_is_an_input_hang() -> None:

@@ -1,0 +1,61 @@
+"""Runs that hang by real means, without a collector: the sentence in a surviving rank's log."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.cases import CASES, HEALTHY
+from benchmarks.faults.launch import HANGING, Ranks, ranks_of
+from benchmarks.links import LinkError
+
+ABSENT = "http://127.0.0.1:9"
+"""No collector listens there."""
+LIMIT_S = 60
+"""For a full machine; `benchmarks/hangs.py` measures the time."""
+
+
+def wait_for(pattern: re.Pattern[str], ranks: Ranks) -> None:
+    deadline = time.monotonic() + LIMIT_S
+    while not pattern.search(ranks.logs()):
+        assert time.monotonic() < deadline, f"no {pattern.pattern} in\n{ranks.logs()}"
+        time.sleep(0.3)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_a_surviving_rank_logs_the_verdict(case: str, world_size: int, tmp_path: Path) -> None:
+    try:
+        with CASES[case].training(tmp_path, world_size, {"DDPOBS_TELEMETRY": ABSENT}) as (ranks, _):
+            wait_for(CASES[case].pattern(world_size), ranks)
+            if case == "stop":
+                os.kill(ranks.processes[1].pid, signal.SIGCONT)
+                wait_for(re.compile("the run goes on after .* s"), ranks)
+    except LinkError as error:
+        if os.environ.get("CI") == "true":
+            raise
+        pytest.skip(str(error))
+
+
+def test_a_killed_rank_is_a_crash_of_the_others_and_no_hang(tmp_path: Path) -> None:
+    """Gloo raises on the survivors, whose connection ends; nothing waits."""
+    with ranks_of(HANGING, "kill", ranks=2, folder=tmp_path, environ={"DDPOBS_TELEMETRY": ABSENT}) as ranks:
+        ranks.wait_for_fault()
+        os.kill(ranks.processes[1].pid, signal.SIGKILL)
+        assert ranks.processes[0].wait(LIMIT_S) != 0
+        assert "RuntimeError" in ranks.logs()
+        assert "is gone" not in ranks.logs()
+
+
+@pytest.mark.parametrize("case", HEALTHY)
+def test_a_run_that_only_takes_long_is_no_hang(case: str, tmp_path: Path) -> None:
+    environ = {"DDPOBS_TELEMETRY": ABSENT, "STEPS": "80", "PAUSE_S": "14"}
+    with ranks_of(HANGING, case, ranks=2, folder=tmp_path, environ=environ) as ranks:
+        assert [process.wait(120) for process in ranks.processes] == [0, 0], ranks.logs()
+        for words in ("Rank", "rank 1", "waits", "goes on after"):
+            assert words not in ranks.logs()
