@@ -111,9 +111,7 @@ def run_metrics(state: Any, workspace: str, render: Render) -> bytes:
     quiet_ns = int(state.settings.quiet_after_s * 1e9)
     # The wall clock may be set back, so a run may have been seen in the future.
     totals = state.store.aggregates(now_ns - quiet_ns, now_ns + quiet_ns, workspace)
-    runs = {
-        run.run: run for run in totals.runs if not run.finished or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS
-    }
+    runs = {run.run: run for run in totals.runs if not run.is_over or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS}
     families = _Families()
     _add_ranks(families, runs, totals)
     _add_last_steps(families, runs, totals)
