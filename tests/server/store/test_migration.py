@@ -17,12 +17,12 @@ import zstandard
 from alembic import command
 from alembic.config import Config
 from alembic.operations import Operations
-from ddpobs_server.store import BucketRollup, Store, engine, migration, schema
+from ddpobs_server.store import Arrival, BucketRollup, Outcome, Store, engine, migration, schema
 from sqlalchemy import Connection, create_engine, select, text
 
 from ddpobs import wire
 from tests.databases import Fresh
-from tests.server.batches import ATTEMPT, source_of, spans, steps
+from tests.server.batches import ATTEMPT, batch, fingerprint, source_of, spans, steps
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
 EARLIER = ("0001", "0002", "0003", "0004", "0005")
@@ -203,6 +203,25 @@ def test_an_upgrade_reads_the_unused_sets_of_one_source_at_a_time(tmp_path: Path
         unused = connection.execute(select(schema.unused.c.module, schema.unused.c.names)).all()
     assert sorted(unused) == [(0, 0), (1, 1), *[(3, 1)] * 200]
     assert peak < 100 * len(body)
+    store.close()
+
+
+@pytest.mark.parametrize("revision", EARLIER)
+def test_an_upgrade_finds_how_each_source_ended(fresh: Fresh, tmp_path: Path, revision: str) -> None:
+    url = fresh(tmp_path)
+    at_revision(url, revision)
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        body = wire.pack_json(wire.Event(kind="failed", at_ns=0, detail={"error": "ValueError"})).decode()
+        key = {"run_id": "old", "source": source_of(1), "seq": 0, "position": 0}
+        insert(connection, "events", **key, kind="failed", body=body)
+    engine.dispose()
+    store = Store(url)
+    store.migrate()
+    sources = store.sources("old", ATTEMPT)
+    assert [(source.ended, source.stuck_ns) for source in sources] == [("finished", 0), ("failed", 0)]
+    arrival = Arrival(batch("old", 1, fingerprints=[fingerprint(0)]), bytes(32), 1, 1)
+    assert store.ingest([arrival]) == [Outcome.STORED]
     store.close()
 
 
