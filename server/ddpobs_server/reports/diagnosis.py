@@ -13,11 +13,11 @@ from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Finding, NotJudged, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.joined_steps import join
-from ddpobs_server.reports.liveness import ends, silent_ns, world_size_of
+from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
-from ddpobs_server.settings import Settings
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
+_ALL_SILENT = "no rank sends any more: the processes were killed, stand still all at once, or are cut off"
 _NO_BATCH = "no batch has arrived from rank {}"
 _NO_STEP = "no step has ended on rank {}"
 _OLD_STEPS = "no recent step has arrived from rank {}: its last ones are far behind those of the other ranks"
@@ -28,12 +28,11 @@ class Diagnosis:
 
     Args:
         store: Source of the columns.
-        settings: Limits of a rank's state.
         now_ns: The collector's wall clock.
     """
 
-    def __init__(self, store: Store, settings: Settings, now_ns: Callable[[], int] = time.time_ns) -> None:
-        self._store, self._settings, self._now_ns = store, settings, now_ns
+    def __init__(self, store: Store, now_ns: Callable[[], int] = time.time_ns) -> None:
+        self._store, self._now_ns = store, now_ns
 
     def diagnose(self, run: str, attempt: str) -> dict[str, Any]:
         """Return the findings, the most severe first, and the questions that could not be judged."""
@@ -45,6 +44,8 @@ class Diagnosis:
         results = [result for judge in FINDINGS for result in judge(evidence)]
         findings = [result for result in results if isinstance(result, Finding)]
         missing += [result for result in results if isinstance(result, NotJudged)]
+        if all_silent(sources, self._now_ns()) and not any(finding.code in ("hang", "crash") for finding in findings):
+            missing.append(NotJudged("hang", _ALL_SILENT))
         return {
             "run": run,
             "attempt": attempt,
@@ -97,7 +98,7 @@ class Diagnosis:
             columns=_StoreColumns(store, run, attempt),
             world_size=world_size_of(sources),
             pulses={source.rank: source.pulse for source in sources if source.pulse},
-            silent_ns=silent_ns(sources, now_ns, self._settings),
+            silent_ns=silent_ns(sources, now_ns),
             ended=ends(sources),
             fingerprints=store.differing_fingerprints(run, attempt),
             now_ns=now_ns,

@@ -1,13 +1,16 @@
 """Which ranks of an attempt have ended, and how long each has been silent.
 
-While the run sends, silence counts until now. Once all ranks have ended or are silent, it counts until the last batch:
-a run that hung until it was killed keeps the verdict of its last moments.
+Silence counts until now, but no longer than a few seconds after the run's last batch. If no rank sends any more,
+nothing shows whether the ranks still wait or were killed: the verdict of the last moments stays.
 """
 
 from __future__ import annotations
 
-from ddpobs_server.settings import Settings
+from ddpobs.wire.hang import SILENT_NS
 from ddpobs_server.store import Source
+
+_AFTER_LAST_NS = 5 * 10**9
+"""Longest time after a run's last batch that counts as silence: two flushes, and less than a rank's patience."""
 
 _ENDS = {"failed": "failed", "died": "failed", "finished": "finished", "terminated": "finished"}
 
@@ -17,16 +20,22 @@ def world_size_of(sources: list[Source]) -> int:
     return max((source.world_size for source in sources), default=0)
 
 
-def silent_ns(sources: list[Source], now_ns: int, settings: Settings) -> dict[int, int]:
+def silent_ns(sources: list[Source], now_ns: int) -> dict[int, int]:
     """Time since each rank's latest batch; for a rank without any batch, since the attempt's first one."""
     if not sources:
         return {}
     newest_ns = max(source.last_seen_ns for source in sources)
-    if all(source.ended for source in sources) or abs(now_ns - newest_ns) > settings.lost_after_s * 1e9:
-        now_ns = newest_ns
+    is_over = all(source.ended for source in sources)
+    now_ns = newest_ns if is_over else min(max(now_ns, newest_ns), newest_ns + _AFTER_LAST_NS)
     first_seen_ns = min(source.first_seen_ns for source in sources)
     silences = dict.fromkeys(range(world_size_of(sources)), now_ns - first_seen_ns)
     return silences | {source.rank: now_ns - source.last_seen_ns for source in sources}
+
+
+def all_silent(sources: list[Source], now_ns: int) -> bool:
+    """Whether some rank has not ended, and no rank sends any more."""
+    newest_ns = max((source.last_seen_ns for source in sources), default=now_ns)
+    return abs(now_ns - newest_ns) > SILENT_NS and not all(source.ended for source in sources)
 
 
 def ends(sources: list[Source]) -> dict[int, str]:

@@ -59,7 +59,7 @@ class Reports:
         self, store: Store, settings: Settings | None = None, now_ns: Callable[[], int] = time.time_ns
     ) -> None:
         self._store, self._settings, self._now_ns = store, settings or Settings.model_validate({}), now_ns
-        self._diagnosis = Diagnosis(store, self._settings, now_ns)
+        self._diagnosis = Diagnosis(store, now_ns)
         self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
         self._executor = ThreadPoolExecutor(1, "ddpobs-reports")
         self._lock = threading.Lock()

@@ -82,10 +82,11 @@ def test_a_hang_that_ended_in_silence_keeps_its_verdict_in_a_lost_run(store: Sto
     reports = Reports(store, Settings(), clock)
     arrive(store, 0, 0, 0, pulse=pulse("bucket", 20))
     arrive(store, 0, 0, 1, pulse=pulse("data", 22))
-    (hang,) = hangs(reports)
-    clock.ns += 3600 * S
-    assert state_of_run(the_run(store), Settings(), clock()) == "lost"
-    assert hangs(reports) == [hang]
+    for wait_s, state in ((0, "hung"), (15, "hung"), (3600, "lost")):
+        clock.ns += wait_s * S
+        assert state_of_run(the_run(store), Settings(), clock()) == state
+        (hang,) = hangs(reports)
+        assert (hang["ranks"], hang["evidence"]["kind"]) == ([1], "absent")
     assert [attempt.outcome for attempt in reports.attempts(the_run(store))] == ["lost"]
 
 
@@ -103,6 +104,18 @@ def test_the_diagnosis_of_a_run_that_is_over_or_lost_is_computed_once(
     clock.ns += 40 * S
     assert reports.diagnostics("run", ATTEMPT) is first
     assert reports.last_diagnosis(the_run(store)) == (first, True)
+
+
+@pytest.mark.parametrize("after_s", [0, 2, 9, 11, 3600])
+def test_ranks_that_are_killed_at_once_did_not_hang(store: Store, after_s: int) -> None:
+    clock = Clock()
+    arrive(store, 0, 0, 0, pulse=pulse("bucket", 1))
+    arrive(store, 0, 0, 1, pulse=pulse("code", 1))
+    clock.ns += after_s * S
+    reports = Reports(store, Settings(), clock)
+    assert hangs(reports) == []
+    silent = [reason for reason in reports.diagnostics("run", ATTEMPT)["missing"] if "no rank sends any more" in reason]
+    assert len(silent) == (after_s > 10)
 
 
 def test_a_slow_rank_is_not_hung(store: Store) -> None:

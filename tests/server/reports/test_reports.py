@@ -16,7 +16,6 @@ from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.recent_steps import read_recent_steps
 from ddpobs_server.reports.reports import Reports
-from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
@@ -327,7 +326,7 @@ def test_the_evidence_has_the_latest_pulses_and_the_collectors_time(
         return []
 
     monkeypatch.setattr("ddpobs_server.reports.diagnosis.FINDINGS", (judge,))
-    Diagnosis(store, Settings(), now_ns=lambda: 42).diagnose(RUN, ATTEMPT)
+    Diagnosis(store, now_ns=lambda: 42).diagnose(RUN, ATTEMPT)
     assert {rank: (latest.phase, latest.step) for rank, latest in inputs[0].pulses.items()} == {1: ("backward", 7)}
     assert inputs[0].now_ns == 42
 
