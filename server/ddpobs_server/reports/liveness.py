@@ -33,8 +33,10 @@ def silent_ns(sources: list[Source], now_ns: int) -> dict[int, int]:
 
 
 def all_silent(sources: list[Source], now_ns: int) -> bool:
-    """Whether some rank has not ended, and no rank sends any more."""
+    """Whether some rank has not ended, and no rank sends any more. Clients before version 0.1 are not judged."""
     newest_ns = max((source.last_seen_ns for source in sources), default=now_ns)
+    if not any(source.pulse is not None and source.pulse.patience_ns for source in sources):
+        return False
     return abs(now_ns - newest_ns) > SILENT_NS and not all(source.ended for source in sources)
 
 
