@@ -47,9 +47,10 @@ def test_what_a_killed_rank_sent_is_there_and_the_survivors_data_are_whole(tmp_p
                 rank.kill()
                 rank.wait()
         survivor = len((tmp_path / "steps-0").read_text().splitlines())
-        until(lambda: get(url, "/runs/killed")["state"] == "lost")
+        until(lambda: get(url, "/runs/killed")["state"] == "failed")
+        until(lambda: get(url, "/runs/killed/ranks")["ranks"][1]["state"] == "lost")
         told = {rank["rank"]: rank for rank in get(url, "/runs/killed/ranks")["ranks"]}
-        assert [told[rank]["state"] for rank in range(2)] == ["lost", "lost"]
+        assert [told[rank]["state"] for rank in range(2)] == ["failed", "lost"]
         assert [told[rank]["dropped"] for rank in range(2)] == [0, 0]
         assert [told[rank]["steps"] for rank in range(2)] == [told[rank]["last_step"] + 1 for rank in range(2)]
         assert_spans_once(url, {rank: told[rank]["steps"] for rank in range(2)})

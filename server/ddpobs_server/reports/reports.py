@@ -1,4 +1,4 @@
-"""Answers about runs: columns from the store, results from the analysis, cached by the run's version."""
+"""Answers about runs: columns from the store, results from the analysis, cached until the run's next commit."""
 
 from __future__ import annotations
 

@@ -50,10 +50,17 @@ def rows(batch: wire.Batch) -> list[dict[str, Any]]:
 
 def prune(connection: Connection, written: Sequence[dict[str, Any]]) -> None:
     """Remove the samples of the written rows' sources but the first and the latest `KEPT` of each module."""
-    for run, source in sorted({(row["run_id"], row["source"]) for row in written}):
-        n = select(*_KEY, *sample_numbers()).where(_f.run_id == run, _f.source == source).subquery().c
-        surplus = select(n.source, n.seq, n.position).where(n.number > KEPT, n.first > 1)
-        connection.execute(schema.fingerprints.delete().where(_f.run_id == run, tuple_(*_KEY).in_(surplus)))
+    sources: dict[str, set[str]] = {}
+    for row in written:
+        sources.setdefault(row["run_id"], set()).add(row["source"])
+    for run, names in sorted(sources.items()):
+        many = select(_f.source).where(_f.run_id == run, _f.source.in_(sorted(names)))
+        many = many.group_by(_f.source, _f.module).having(func.count() > KEPT + 1)
+        for source in sorted(set(connection.execute(many).scalars())):
+            same = (_f.run_id == run, _f.source == source)
+            n = select(*_KEY, *sample_numbers()).where(*same).subquery().c
+            surplus = select(n.source, n.seq, n.position).where(n.number > KEPT, n.first > 1)
+            connection.execute(schema.fingerprints.delete().where(*same, tuple_(*_KEY).in_(surplus)))
 
 
 def sample_numbers() -> tuple[Any, Any]:
