@@ -10,8 +10,10 @@ import numpy.typing as npt
 
 from ddpobs.errors import WireError
 from ddpobs.wire.columns import Columns, Range, ranges_of
-from ddpobs.wire.schema import PHASES, UNKNOWN, VERSION, Anchor, Batch, Comms, Ints, Peers, Spans, Steps
+from ddpobs.wire.schema import PHASES, UNKNOWN, VERSION, Anchor, Batch, Comms, Fingerprint, Ints, Peers, Spans, Steps
 
+_MOST_HASHES, _MOST_CHARACTERS = 20_000, 2_000_000
+"""Most names of a fingerprint, and characters of its names: the collector keeps 65 fingerprints of each module."""
 _PHASES_NS = tuple(f"{phase}_ns" for phase in PHASES)
 
 
@@ -33,6 +35,8 @@ def check(batch: Batch) -> None:
         _check_comms(batch.comms, batch.anchor)
     for index, peers in enumerate(batch.peers):
         _check_peers(f"peers[{index}]", peers, batch.world_size)
+    for index, sample in enumerate(batch.fingerprints):
+        _check_fingerprint(f"fingerprints[{index}]", sample)
 
 
 class _Bounds(NamedTuple):
@@ -90,6 +94,23 @@ def _check_peers(field: str, peers: Peers, world_size: int) -> None:
         if len(column) != rows:
             raise WireError(f"{field}.{name}", f"{rows} values, as in the columns before it", len(column))
         _require_between(f"{field}.{name}", column, limits.least, limits.most)
+
+
+def _check_fingerprint(field: str, sample: Fingerprint) -> None:
+    names = len(sample.names) + len(sample.buffer_names)
+    if names > _MOST_HASHES:
+        raise WireError(f"{field}.names", f"at most {_MOST_HASHES} names of parameters and buffers", names)
+    characters = sum(map(len, sample.names)) + sum(map(len, sample.buffer_names))
+    if characters > _MOST_CHARACTERS:
+        raise WireError(f"{field}.names", f"at most {_MOST_CHARACTERS} characters", characters)
+    for name, count in (
+        ("gradients", len(sample.names)),
+        ("parameters", len(sample.names)),
+        ("buffers", len(sample.buffer_names)),
+    ):
+        hashes: Ints = getattr(sample, name)
+        if len(hashes) != count:
+            raise WireError(f"{field}.{name}", f"{count} hashes, as many as names", len(hashes))
 
 
 def _check_bounds(field: str, record: Columns, bounds: _Bounds, anchor: Anchor) -> None:

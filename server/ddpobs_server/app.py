@@ -96,7 +96,7 @@ async def _open(state: Any) -> None:
     state.store = store = Store(settings.database_url, keep_free_bytes=int(settings.keep_free_mb * 1e6))
     store.migrate()
     state.authenticator = Authenticator(settings, store)
-    state.reports = Reports(store)
+    state.reports = Reports(store, settings)
     state.writer = Writer(store, settings.queue_batches, registry)
     state.writer.start()
     state.admission = Admission(settings, store)

@@ -21,6 +21,7 @@ from tests.integration.conftest import SLOW_RANK
 from tests.integration.tools import need
 from tests.integration.training import ROOT, train
 from tests.ports import free_port
+from tests.server.batches import batch, pulse, put
 
 pytestmark = pytest.mark.alone
 
@@ -49,6 +50,8 @@ def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[h
     command = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen([*command, f"--web.listen-address={address}"], stdout=log, stderr=log)
+    for rank, activity in enumerate(("bucket", "data")):  # Its series exist while a run hangs.
+        put(url, batch("hung", 0, rank, pulse=pulse(activity, 12)))
     training = threading.Thread(target=train, args=(url, RUN), kwargs={"slow_rank": SLOW_RANK, "steps": 150})
     training.start()
     try:

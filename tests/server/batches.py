@@ -78,6 +78,34 @@ def layout() -> wire.Layout:
     return wire.Layout(module=0, name="model", revision=0, comm="allreduce", buckets=buckets)
 
 
+def pulse(activity: str, idle_s: float = 0, **fields: Any) -> wire.Pulse:
+    """A pulse of a rank with eight seconds of patience."""
+    defaults: dict[str, Any] = {
+        "at_ns": 0,
+        "phase": "backward",
+        "step": 7,
+        "module": 0,
+        "bucket": 0,
+        "synchronised": 7,
+        "idle_ns": int(idle_s * 1000 * MS),
+        "patience_ns": 8000 * MS,
+        "activity": activity,
+    }
+    return wire.Pulse(**defaults | fields)
+
+
+def fingerprint(synchronised: int, **hashes: list[int]) -> wire.Fingerprint:
+    """A sample of two parameters and a buffer."""
+    columns = {"gradients": [1, 2], "parameters": [3, 4], "buffers": [5]} | hashes
+    return wire.Fingerprint(
+        module=0,
+        synchronised=synchronised,
+        names=["head.weight", "stem.weight"],
+        buffer_names=["norm.mean"],
+        **{name: np.array(values, np.int64) for name, values in columns.items()},
+    )
+
+
 def hello(host: str = "node") -> wire.Hello:
     return wire.Hello(host=host, pid=7, device="cpu", backend="gloo", versions={"torch": "2.13"})
 

@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 Severity = Literal["info", "warning", "critical"]
 _ORDER = {"critical": 0, "warning": 1, "info": 2}
+_FIRST = ("crash", "hang", "not-reduced", "replicas-differ")
+"""Codes that come before all others of their severity: the run does not train, or trains the wrong model."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,14 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 def by_severity(findings: list[Finding]) -> list[Finding]:
-    """Sort findings, the most severe first; within a severity the largest gain first."""
-    return sorted(findings, key=lambda f: (_ORDER[f.severity], -(f.gain.step_ns if f.gain else 0), f.code))
+    """Sort findings, the most severe first; within a severity crashes and hangs, then the largest gain first."""
+
+    def order(finding: Finding) -> tuple[int, int, int, str]:
+        first = _FIRST.index(finding.code) if finding.code in _FIRST else len(_FIRST)
+        gain_ns = finding.gain.step_ns if finding.gain else 0
+        return _ORDER[finding.severity], first, -gain_ns, finding.code
+
+    return sorted(findings, key=order)
 
 
 def severity_of(share: float) -> Severity:

@@ -55,7 +55,7 @@ def list_runs(
     `next` is the cursor of the next page; `state` filters within a page.
 
     `diagnosis` is the result of the last request for diagnostics, with the title of the worst finding. `current` is
-    true if no batch arrived since.
+    true if no batch arrived since, and the run is over or lost, or the result is younger than two seconds.
     """
     page = store.runs(limit, _from_cursor(cursor), caller.workspace)
     runs: list[schemas.ListedRun] = [
@@ -79,6 +79,12 @@ def get_run(run: RunDep, store: StoreDep, settings: SettingsDep) -> schemas.RunD
         "hello": msgspec.to_builtins(hello),
         "modules": [{"module": module, "name": name} for module, name in sorted(names.items())],
     }
+
+
+@router.get("/runs/{run}/attempts")
+def get_attempts(run: RunDep, reports: ReportsDep) -> schemas.Attempts:
+    """Each attempt with its outcome, the reason, the first rank to fail and its times, oldest first."""
+    return {"run": run.name, "attempts": reports.attempts(run)}
 
 
 @router.delete("/runs/{run}", status_code=204)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict  # Before Python 3.12 pydantic accepts only these.
 
 from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.reports.run_state import RankState, RunState
 from ddpobs_server.store import Attempt
 
@@ -36,7 +37,7 @@ class RunSummary(AttemptResponse):
 
 
 class LastDiagnosis(TypedDict):
-    """Title of the worst finding, and counts; `current` is true if no batch arrived since."""
+    """Title of the worst finding, and counts; `current` is true if it is up to date."""
 
     worst: str | None
     findings: int
@@ -75,6 +76,13 @@ class Module(TypedDict):
     name: str
 
 
+class Attempts(TypedDict):
+    """The run's attempts, oldest first."""
+
+    run: str
+    attempts: list[AttemptOutcome]
+
+
 class RunDetails(RunSummary):
     """One run."""
 
@@ -84,13 +92,23 @@ class RunDetails(RunSummary):
 
 
 class Pulse(TypedDict):
-    """Last recorded activity of a process; -1 if it was in no module or bucket."""
+    """Last recorded activity of a process; -1 if it was in no module or bucket.
+
+    `idle_ns` is the time without progress, `patience_ns` the time after which the rank counts as stuck; `place` and
+    `stack` are lines of Python.
+    """
 
     at_ns: int
     phase: str
     step: int
     module: int
     bucket: int
+    idle_ns: int
+    patience_ns: int
+    activity: str
+    waits_in: str
+    place: str
+    stack: list[str]
 
 
 class SourceFields(TypedDict):
@@ -103,6 +121,8 @@ class SourceFields(TypedDict):
     emitted: int
     dropped: int
     goodbye: bool
+    ended: str
+    stuck_ns: int
 
 
 class ProcessFields(TypedDict):

@@ -29,13 +29,14 @@ def check_batch(batch: wire.Batch, settings: Settings) -> None:
     _check_modules(batch, settings)
     for field, facts in _facts(batch):
         _check_facts(field, facts)
-    if batch.layouts or batch.unused or batch.events or batch.hello is not None:
+    if batch.layouts or batch.unused or batch.events or batch.fingerprints or batch.hello is not None:
         _check_names(batch, settings)
 
 
 def _check_records(batch: wire.Batch, settings: Settings) -> None:
     records = wire.records(batch) + sum(len(readiness.ready_ns) for readiness in batch.readiness)
     records += sum(len(peers.rank) for peers in batch.peers)
+    records += sum(len(sample.names) + len(sample.buffer_names) for sample in batch.fingerprints)
     if records > settings.max_records:
         raise _too_many("records", records, settings.max_records, "MAX_RECORDS")
 
@@ -45,7 +46,7 @@ def _check_modules(batch: wire.Batch, settings: Settings) -> None:
     for layout in batch.layouts:
         _check_at_most("layouts.revision", layout.revision + 1, settings.max_layouts, "MAX_LAYOUTS")
         _check_at_most("layouts.buckets", len(layout.buckets), settings.max_buckets, "MAX_BUCKETS")
-    for field in ("layouts", "unused", "readiness"):
+    for field in ("layouts", "unused", "readiness", "fingerprints"):
         for record in getattr(batch, field):
             _check_at_most(f"{field}.module", record.module + 1, settings.max_layouts, "MAX_LAYOUTS")
     for field in ("spans", "comms"):
@@ -94,6 +95,9 @@ def _names(batch: wire.Batch) -> Iterator[str]:
     for unused in batch.unused:
         yield from unused.locally
         yield from unused.globally
+    for sample in batch.fingerprints:
+        yield from sample.names
+        yield from sample.buffer_names
     for event in batch.events:
         yield event.kind
         yield from _texts(event.detail)

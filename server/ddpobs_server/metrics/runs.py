@@ -18,13 +18,16 @@ from prometheus_client.registry import Collector
 from typing_extensions import override
 
 from ddpobs.wire import PHASES
+from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.store import Aggregates, BucketRollup, Run
 from ddpobs_server.store.schema import STEP_BOUNDS_S
 
 END = b"# EOF\n"
 """Last line of OpenMetrics; it must appear once, after all families."""
 Render = Callable[[CollectorRegistry], bytes]
-_RANK = ("rank", "run")
+_RANK, _HANG = ("rank", "run"), ("place", "ranks", "run")
+_PLACE_CHARACTERS, _RANKS = 160, 8
+"""Longest place, and most ranks, in a label."""
 # Labels are in alphabetical order, as prometheus_client writes them.
 _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("steps", "Steps finished.", _RANK),
@@ -52,6 +55,8 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("last_step", "Number of the last step.", _RANK),
     ("last_step_timestamp_seconds", "Time at which the collector received the last step, Unix time.", _RANK),
     ("findings", "Findings by code and severity.", ("code", "run", "severity")),
+    ("run_state", "1; the run's state is a label.", ("run", "state")),
+    ("hang_info", "1 while the run hangs; the ranks that the others wait for and their place are labels.", _HANG),
 )
 _LAST_SCRAPES_NS = 60_000_000_000
 """Time a finished run stays, so that its last values are scraped."""
@@ -113,14 +118,14 @@ def run_metrics(state: Any, workspace: str, render: Render) -> bytes:
     quiet_ns = int(state.settings.quiet_after_s * 1e9)
     # The wall clock may be set back, so a run may have been seen in the future.
     totals = state.store.aggregates(now_ns - quiet_ns, now_ns + quiet_ns, workspace)
-    runs = {
-        run.run: run for run in totals.runs if not run.finished or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS
-    }
+    runs = {run.run: run for run in totals.runs if not run.is_over or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS}
     families = _Families()
     _add_ranks(families, runs, totals)
     _add_last_steps(families, runs, totals)
     _add_delays(families, runs, totals)
     _add_runs(families, runs, totals)
+    for run in runs.values():
+        families.add("run_state", (run.name, state_of_run(run, state.settings, now_ns)), 1)
     _add_buckets(families, runs, totals)
     _add_unused(families, runs, totals)
     _add_findings(families, runs, state.reports.recent_diagnostics(list(runs.values())))
@@ -212,6 +217,22 @@ def _add_findings(families: _Families, runs: dict[str, Run], diagnostics: list[A
         counts = Counter((finding["code"], finding["severity"]) for finding in findings)
         for (code, severity), count in counts.items():
             families.add("findings", (code, run.name, severity), count)
+        hang = next((f for f in findings if f["code"] == "hang" and f["severity"] == "critical"), None)
+        if hang is not None:
+            families.add("hang_info", (_escape(_place(hang)), _ranks(hang), run.name), 1)
+
+
+def _ranks(hang: Any) -> str:
+    """The ranks that the others wait for: `1`, `0, 2`; a long list is cut."""
+    ranks = hang["ranks"]
+    return ", ".join(map(str, ranks[:_RANKS])) + (f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else "")
+
+
+def _place(hang: Any) -> str:
+    """Place of the first of these ranks: lines of Python, else its phase, else the kind of hang."""
+    places = hang["evidence"]["places"]
+    place = next((places[rank] for rank in hang["ranks"] if places.get(rank)), "")
+    return str(place or hang["phase"] or hang["evidence"]["kind"])[:_PLACE_CHARACTERS]
 
 
 def _bucket_label(row: BucketRollup) -> str:

@@ -13,9 +13,11 @@ from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Finding, NotJudged, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.joined_steps import join
+from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
+_ALL_SILENT = "no rank sends any more: the processes were killed, stand still all at once, or are cut off"
 _NO_BATCH = "no batch has arrived from rank {}"
 _NO_STEP = "no step has ended on rank {}"
 _OLD_STEPS = "no recent step has arrived from rank {}: its last ones are far behind those of the other ranks"
@@ -42,6 +44,8 @@ class Diagnosis:
         results = [result for judge in FINDINGS for result in judge(evidence)]
         findings = [result for result in results if isinstance(result, Finding)]
         missing += [result for result in results if isinstance(result, NotJudged)]
+        if all_silent(sources, self._now_ns()) and not any(finding.code in ("hang", "crash") for finding in findings):
+            missing.append(NotJudged("hang", _ALL_SILENT))
         return {
             "run": run,
             "attempt": attempt,
@@ -73,7 +77,7 @@ class Diagnosis:
         *,
         separate_groups_reason: str,
     ) -> Evidence:
-        store, joined = self._store, join(*rows)
+        store, joined, now_ns = self._store, join(*rows), self._now_ns()
         missing_batches = store.missing_batches(run, attempt)
         return Evidence(
             rank=rows[0],
@@ -85,15 +89,19 @@ class Diagnosis:
             dropped={source.rank: source.dropped for source in sources},
             missing_batches={source.rank: missing_batches.get(source.source, (0, 0))[0] for source in sources},
             sent_batches=sum(count for _, count in missing_batches.values()),
-            events=store.first_events(run, attempt),
+            events=_credible(store.first_events(run, attempt), sources),
             ahead_ns={source.rank: source.anchor.wall_ns - source.last_seen_ns for source in sources},
             hosts={source.rank: source.hello.host for source in sources if source.hello},
             absences=_absences(sources, joined.ranks),
             separate_groups_reason=separate_groups_reason,
             has_gaps=bool(settings.get("find_unused_parameters")) and store.has_gaps(run, attempt),
             columns=_StoreColumns(store, run, attempt),
+            world_size=world_size_of(sources),
             pulses={source.rank: source.pulse for source in sources if source.pulse},
-            now_ns=self._now_ns(),
+            silent_ns=silent_ns(sources, now_ns),
+            ended=ends(sources),
+            fingerprints=store.differing_fingerprints(run, attempt),
+            now_ns=now_ns,
         )
 
 
@@ -119,13 +127,18 @@ class _StoreColumns:
             raise ColumnsTooLargeError(str(error)) from error
 
 
+def _credible(events: list[tuple[int, wire.Event]], sources: list[Source]) -> list[tuple[int, wire.Event]]:
+    """Leave out reports of a death of ranks that sent their own end: a neighbour may look before that end arrives."""
+    ended = {source.rank for source in sources if source.ended not in ("", "died")}
+    return [(rank, event) for rank, event in events if event.kind != "died" or rank not in ended]
+
+
 def _absences(sources: list[Source], compared: wire.Ints) -> dict[str, list[int]]:
     """Return the ranks of the world that are not compared, by reason."""
-    world_size = max((source.world_size for source in sources), default=0)
     has_stepped = {source.rank: source.last_step_seen_ns > 0 for source in sources}
     stepped = {rank for rank, has_step in has_stepped.items() if has_step}
     return {
-        _NO_BATCH: sorted(set(range(world_size)) - has_stepped.keys()),
+        _NO_BATCH: sorted(set(range(world_size_of(sources))) - has_stepped.keys()),
         _NO_STEP: sorted(has_stepped.keys() - stepped),
         _OLD_STEPS: sorted(stepped - set(compared.tolist())) if len(compared) else [],
     }
@@ -133,7 +146,7 @@ def _absences(sources: list[Source], compared: wire.Ints) -> dict[str, list[int]
 
 def _separate_groups_reason(sources: list[Source], settings: dict[str, wire.Scalar]) -> str:
     """Return the reason if ranks do not wait for each other: the module's process group is a part of the world."""
-    world_size, ranks = max((source.world_size for source in sources), default=0), settings.get("group_ranks")
+    world_size, ranks = world_size_of(sources), settings.get("group_ranks")
     if type(ranks) is not int or not 0 < ranks < world_size:
         return ""
     return f"DDP over {ranks} of {world_size} ranks: ranks of different process groups do not wait for each other"

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
@@ -17,9 +19,12 @@ from ddpobs import wire
 from ddpobs_server.analysis import chrome_trace, clock_alignment
 from ddpobs_server.analysis.joined_steps import join, mean_over_ranks
 from ddpobs_server.analysis.lateness import lateness_table
+from ddpobs_server.reports.attempts import AttemptOutcome, attempt_outcomes
 from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
+from ddpobs_server.reports.run_state import report_version, state_of_run
+from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
 
 _log = logging.getLogger(__name__)
@@ -50,10 +55,15 @@ class Reports:
 
     Args:
         store: Source of the columns.
+        settings: Limits of a run's state; default: the default settings.
+        now_ns: The collector's wall clock.
     """
 
-    def __init__(self, store: Store) -> None:
-        self._store, self._diagnosis = store, Diagnosis(store)
+    def __init__(
+        self, store: Store, settings: Settings | None = None, now_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._store, self._settings, self._now_ns = store, settings or Settings.model_validate({}), now_ns
+        self._diagnosis = Diagnosis(store, now_ns)
         self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
         self._executor = ThreadPoolExecutor(1, "ddpobs-reports")
         self._lock = threading.Lock()
@@ -61,14 +71,28 @@ class Reports:
 
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:
         """Return the findings, most severe first, and the questions that could not be judged."""
-        return self._diagnoses.get(
-            (run, attempt), self._store.commits(run), lambda: self._diagnosis.diagnose(run, attempt)
-        )
+        version = report_version(self._store.version(run), self._settings, self._now_ns())
+        return self._diagnoses.get((run, attempt), version, lambda: self._diagnosis.diagnose(run, attempt))
 
     def last_diagnosis(self, run: Run) -> tuple[dict[str, Any] | None, bool]:
-        """Return the last diagnosis of the latest attempt, and whether it is current: nothing was committed since."""
+        """Return the last diagnosis of the latest attempt, and whether it is current.
+
+        A diagnosis is current if nothing was committed since, and, while the run is neither over nor lost, no two
+        seconds have passed.
+        """
         cached = self._diagnoses.latest((run.run, run.attempt))
-        return (None, False) if cached is None else (cached.answer, cached.version == (run.created_ns, run.commits))
+        if cached is None:
+            return None, False
+        return cached.answer, cached.version == report_version(run.version, self._settings, self._now_ns())
+
+    def attempts(self, run: Run) -> list[AttemptOutcome]:
+        """Return how each attempt of a run went, oldest first."""
+        state = state_of_run(run, self._settings, self._now_ns())
+        hang = ""
+        if state == "hung":
+            findings = self.diagnostics(run.run, run.attempt)["findings"]
+            hang = next((f["title"] for f in findings if f["code"] == "hang" and f["severity"] == "critical"), "")
+        return attempt_outcomes(self._store, run, state, hang)
 
     def recent_diagnostics(self, runs: list[Run]) -> list[dict[str, Any] | None]:
         """Return the last diagnosis of each run, and begin new ones of the runs that have changed.

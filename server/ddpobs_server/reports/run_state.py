@@ -1,33 +1,67 @@
-"""The state of a run and of a rank, from the times at which records last arrived.
+"""The state of a run and of a rank, from their ends, their latest pulses and the times at which records last arrived.
 
 A time in the future counts as long ago: it was recorded before the collector's clock was set back.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from typing import Literal
 
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Run, Source
+from ddpobs_server.store import Run, RunVersion, Source
 
-RunState = Literal["running", "finished", "stalled", "lost"]
-RankState = Literal["running", "finished", "lost"]
+_FRESH_NS = 2 * 10**9
+"""Age at which a diagnosis without a new commit is computed again."""
+
+RunState = Literal["running", "finished", "failed", "hung", "stalled", "lost"]
+RankState = Literal["running", "finished", "failed", "hung", "lost"]
 
 
 def state_of_run(run: Run, settings: Settings, now_ns: int) -> RunState:
-    """Return `finished` if all ranks sent a goodbye, `lost` without pulses, `stalled` without steps, else `running`."""
-    if run.finished:
+    """Return the first state that applies.
+
+    | state | condition |
+    |---|---|
+    | `failed` | a rank failed or died, or all ranks have ended and some were terminated |
+    | `finished` | all ranks sent a goodbye |
+    | `lost` | no pulse arrives |
+    | `hung` | a rank is stuck, and no rank goes on |
+    | `stalled` | no step arrives |
+    | `running` | else |
+    """
+    if run.has_failed:
+        return "failed"
+    if run.is_over:
         return "finished"
     if _is_silent(run.last_seen_ns, settings.lost_after_s, now_ns):
         return "lost"
+    if run.hangs:
+        return "hung"
     return "stalled" if _is_silent(run.last_step_seen_ns, settings.stalled_after_s, now_ns) else "running"
 
 
 def state_of_rank(source: Source, settings: Settings, now_ns: int) -> RankState:
-    """Return `finished` if the rank sent a goodbye, `lost` without pulses, else `running`."""
-    if source.goodbye:
-        return "finished"
-    return "lost" if _is_silent(source.last_seen_ns, settings.lost_after_s, now_ns) else "running"
+    """Return the first state that applies: ended in order or not, `lost` without pulses, `hung` if stuck, `running`."""
+    if source.ended:
+        return "finished" if source.ended == "finished" else "failed"
+    if _is_silent(source.last_seen_ns, settings.lost_after_s, now_ns):
+        return "lost"
+    return "hung" if source.stuck_ns else "running"
+
+
+def report_version(version: RunVersion, settings: Settings, now_ns: int) -> Hashable:
+    """Return a version that changes with each commit, and with time too while the run is neither over nor lost.
+
+    Time alone makes a hang: a diagnosis of a run that has just stopped sending must not stay "all well".
+    """
+    if version.is_over:
+        clock = "over"
+    elif _is_silent(version.last_seen_ns, settings.lost_after_s, now_ns):
+        clock = "lost"
+    else:
+        clock = str(now_ns // _FRESH_NS)
+    return version.created_ns, version.commits, clock
 
 
 def _is_silent(last_ns: int, limit_s: float, now_ns: int) -> bool:

@@ -8,7 +8,18 @@ from __future__ import annotations
 from ddpobs_server.store.column_queries import TooManyRowsError
 from ddpobs_server.store.database_errors import UnavailableError, UnusableError
 from ddpobs_server.store.ingest import Arrival, Outcome, UnstorableBatchError
-from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
+from ddpobs_server.store.rows import (
+    Aggregates,
+    Attempt,
+    AttemptSummary,
+    BucketRollup,
+    PeerTotal,
+    Rollup,
+    Run,
+    RunVersion,
+    Source,
+    Token,
+)
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.store import Store
 
@@ -17,11 +28,13 @@ __all__ = [
     "Aggregates",
     "Arrival",
     "Attempt",
+    "AttemptSummary",
     "BucketRollup",
     "Outcome",
     "PeerTotal",
     "Rollup",
     "Run",
+    "RunVersion",
     "Source",
     "Store",
     "Token",

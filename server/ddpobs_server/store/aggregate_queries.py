@@ -7,7 +7,7 @@ from functools import cache
 from typing import Any
 
 import msgspec
-from sqlalchemy import CTE, ColumnElement, Connection, Double, and_, cast, func, select
+from sqlalchemy import CTE, ColumnElement, Connection, Double, and_, case, cast, func, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
@@ -17,6 +17,10 @@ _r, _s = schema.runs.c, schema.sources.c
 _SOURCE = (_s.run_id, _s.source, _s.rank)
 _EVENTS = 10_000
 """Most events in a diagnosis. A limit is needed because clients choose the kinds."""
+_ENDS = ("failed", "died", "terminated")
+"""Kinds of events that are read first if there are too many."""
+_REPEATED, _REPEATS = ("stuck", "not_reduced"), 64
+"""Kinds of events of which a diagnosis reads the first of each source, and how many."""
 UNUSED_JUDGED = 8
 """Latest unused sets with names, and latest empty sets, that a diagnosis reads of each source and module. A module's
 latest sets are always among them."""
@@ -170,17 +174,36 @@ def unused_number() -> Any:
 
 
 def events(connection: Connection, sources: CTE) -> list[tuple[str, int, wire.Event]]:
-    """(run, rank, event): the first event of each source and kind, in the order in which each rank sent them."""
+    """(run, rank, event): the first of each source and kind, of some kinds a few, in the order of sending.
+
+    The rank of an event `died` is the one that it reports.
+    """
     c = schema.events.c
     numbered = (
-        select(sources.c.run_id, sources.c.rank, c.seq, c.position, c.body, event_number())
+        select(sources.c.run_id, sources.c.rank, c.seq, c.position, c.kind, c.body, event_number())
         .join(*_by_source(schema.events, sources))
         .subquery()
     )
     n = numbered.c
-    query = select(n.run_id, n.rank, n.body).where(n.number == 1)
-    query = query.order_by(n.run_id, n.rank, n.seq, n.position).limit(_EVENTS)
-    return [(run, rank, msgspec.json.decode(body, type=wire.Event)) for run, rank, body in connection.execute(query)]
+    is_end = case((n.kind.in_(_ENDS) | n.kind.startswith("died:"), 0), else_=1)
+    query = select(n.run_id, n.rank, n.seq, n.position, n.body).where(is_read(n.kind, n.number))
+    query = query.order_by(is_end, n.number, n.run_id, n.rank, n.seq, n.position).limit(_EVENTS)
+    result = []
+    for run, rank, *_, body in sorted(connection.execute(query).all()):
+        event = msgspec.json.decode(body, type=wire.Event)
+        result.append((run, rank_of(event, rank), event))
+    return result
+
+
+def rank_of(event: wire.Event, sender: int) -> int:
+    """Rank that an event is about: the sender's, or the rank whose death it reports."""
+    rank = event.detail.get("rank")
+    return rank if event.kind == "died" and type(rank) is int else sender
+
+
+def is_read(kind: Any, number: Any) -> Any:
+    """SQL: whether a diagnosis reads an event of this kind and `event_number`."""
+    return number <= case((kind.in_(_REPEATED), _REPEATS), else_=1)
 
 
 def event_number() -> Any:

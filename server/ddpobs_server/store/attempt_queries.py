@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, func, select
+from sqlalchemy import Connection, Row, case, func, select
 
 from ddpobs import wire
-from ddpobs_server.store import aggregate_queries, bucket_sums, schema
+from ddpobs_server.store import aggregate_queries, bucket_sums, endings, schema
 from ddpobs_server.store.aggregate_queries import float_sum, sources_of_attempt
-from ddpobs_server.store.rows import Attempt, BucketRollup, Rollup, Source
+from ddpobs_server.store.rows import Attempt, AttemptSummary, BucketRollup, Rollup, Source
+
+_END_EVENTS = 10_000
+"""Most events that `end_events` returns."""
 
 
 def attempts(connection: Connection, run: str) -> list[Attempt]:
@@ -18,6 +21,46 @@ def attempts(connection: Connection, run: str) -> list[Attempt]:
     c = schema.attempts.c
     query = select(c.attempt, c.ordinal, c.first_seen_ns).where(c.run_id == run).order_by(c.ordinal)
     return [Attempt(*row) for row in connection.execute(query)]
+
+
+def attempt_summaries(connection: Connection, run: str) -> list[AttemptSummary]:
+    """The run's attempts with the sums over their sources, oldest first."""
+    a, s = schema.attempts.c, schema.sources.c
+    keys = (a.attempt, a.ordinal, a.first_seen_ns)
+    query = (
+        select(
+            *keys,
+            func.coalesce(func.max(s.last_seen_ns), a.first_seen_ns),
+            func.coalesce(func.max(s.world_size), 0),
+            func.count(s.source),
+            func.coalesce(func.max(case((s.last_step_seen_ns > 0, s.last_step + 1), else_=0)), 0),
+            *endings.counts(),
+        )
+        .outerjoin(schema.sources, (s.run_id == a.run_id) & (s.attempt == a.attempt))
+        .where(a.run_id == run)
+        .group_by(a.run_id, *keys)
+        .order_by(a.ordinal)
+    )
+    return [AttemptSummary(row[0], *map(int, row[1:])) for row in connection.execute(query)]
+
+
+def end_events(connection: Connection, run: str) -> list[tuple[str, int, wire.Event]]:
+    """(attempt, rank, event): the ends of sources that did not finish, of the latest attempts first; bounded."""
+    e, s, a = schema.events.c, schema.sources.c, schema.attempts.c
+    query = (
+        select(s.attempt, s.rank, e.body)
+        .select_from(schema.events)
+        .join(schema.sources, (s.run_id == e.run_id) & (s.source == e.source))
+        .join(schema.attempts, (a.run_id == s.run_id) & (a.attempt == s.attempt))
+        .where(e.run_id == run, e.kind.in_(("failed", "died", "terminated")) | e.kind.startswith("died:"))
+        .order_by(a.ordinal.desc(), s.rank, e.seq, e.position)
+        .limit(_END_EVENTS)
+    )
+    result = []
+    for attempt, rank, body in connection.execute(query):
+        event = msgspec.json.decode(body, type=wire.Event)
+        result.append((attempt, aggregate_queries.rank_of(event, rank), event))
+    return result
 
 
 def sources(connection: Connection, run: str, attempt: str) -> list[Source]:
@@ -105,4 +148,7 @@ def _source(row: Row[Any]) -> Source:
         hello=msgspec.json.decode(row.hello, type=wire.Hello) if row.hello else None,
         pulse=msgspec.json.decode(row.pulse, type=wire.Pulse) if row.pulse else None,
         goodbye=row.goodbye,
+        ended=row.ended,
+        stuck_ns=row.stuck_ns,
+        first_seen_ns=row.first_seen_ns,
     )

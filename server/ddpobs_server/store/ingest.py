@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import zstandard
-from sqlalchemy import Connection, Insert, Table, case, select, update
+from sqlalchemy import Connection, Table, case, select, update
 
 from ddpobs import wire
-from ddpobs_server.store import bucket_sums, chunks, ingest_sql, rollups, schema
-from ddpobs_server.store.sql import compiled
+from ddpobs_server.store import bucket_sums, chunks, endings, ingest_sql, records, rollups, schema
+from ddpobs_server.store.sql import compiled, execute_many, insert_many
 
 _MERGED = ("steps", "comms")
 """Kinds of which all batches of a transaction share a chunk."""
@@ -88,8 +88,9 @@ def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
         rows = _chunks(stored, joined)
         _touch_runs(connection, stored, rows)
         _touch_sources(connection, stored)
-        _insert(connection, schema.chunks, rows)
-        _write_records(connection, stored)
+        insert_many(connection, schema.chunks, rows)
+        records.write(connection, [arrival.batch for arrival in stored])
+        endings.mark_dead(connection, [arrival.batch for arrival in stored])
         _write_sums(connection, stored, joined["steps"])
     return outcomes
 
@@ -163,7 +164,7 @@ def _touch_and_lock_run(connection: Connection, run: str, batches: Sequence[Arri
         "workspace": run.rpartition("/")[0] or schema.DEFAULT_WORKSPACE,
         "chunk_bytes": size_bytes,
     }
-    _execute(connection, ingest_sql.run_upsert(connection.dialect.name), [row])
+    execute_many(connection, ingest_sql.run_upsert(connection.dialect.name), [row])
 
 
 def _attempts_of(connection: Connection, run: str) -> tuple[str | None, dict[str, int]]:
@@ -176,7 +177,7 @@ def _attempts_of(connection: Connection, run: str) -> tuple[str | None, dict[str
 def _add_attempt(connection: Connection, arrival: Arrival, ordinal: int) -> None:
     key = {"run_id": arrival.batch.run, "attempt": arrival.batch.attempt}
     row = {**key, "ordinal": ordinal, "first_seen_ns": arrival.received_ns}
-    _execute(connection, ingest_sql.insert_if_new(connection.dialect.name, schema.attempts), [row])
+    execute_many(connection, ingest_sql.insert_if_new(connection.dialect.name, schema.attempts), [row])
 
 
 def _takes_over(connection: Connection, batch: wire.Batch, latest: str, arrivals: Sequence[Arrival]) -> bool:
@@ -199,7 +200,7 @@ def _takes_over(connection: Connection, batch: wire.Batch, latest: str, arrivals
 def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
     """Update sources. A source keeps its attempt, which bounds a run's attempts by its allowed sources."""
     rows = sorted(map(_source_row, arrivals), key=lambda row: (row["run_id"], row["source"]))
-    if _execute(connection, ingest_sql.source_upsert(connection.dialect.name), rows) != len(rows):
+    if execute_many(connection, ingest_sql.source_upsert(connection.dialect.name), rows) != len(rows):
         raise UnstorableBatchError("attempt: expected the one of this source's earlier batches, got another")
 
 
@@ -223,6 +224,8 @@ def _source_row(arrival: Arrival) -> dict[str, Any]:
         "hello": msgspec.json.encode(batch.hello).decode() if batch.hello is not None else None,
         "pulse": msgspec.json.encode(batch.pulse).decode() if batch.pulse is not None else None,
         "goodbye": any(event.kind == "goodbye" for event in batch.events),
+        "ended": endings.end_of(batch),
+        "stuck_ns": endings.stuck_ns(batch),
     }
 
 
@@ -258,31 +261,6 @@ def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: 
     return chunks.row(key, attempt=batch.attempt, kind=kind, rank=rank, step=step, payload=payload)
 
 
-def _write_records(connection: Connection, arrivals: Sequence[Arrival]) -> None:
-    """Write layouts, unused sets and events, a row each."""
-    layouts: list[dict[str, Any]] = []
-    unused: list[dict[str, Any]] = []
-    events: list[dict[str, Any]] = []
-    for arrival in arrivals:
-        batch = arrival.batch
-        key = {"run_id": batch.run, "source": batch.source}
-        for layout in batch.layouts:
-            body = msgspec.json.encode(layout).decode()
-            layouts.append({**key, "module": layout.module, "revision": layout.revision, "body": body})
-        for position, record in enumerate(batch.unused):
-            body = msgspec.json.encode(record).decode()
-            row = {"module": record.module, "names": len(record.locally), "body": body}
-            unused.append({**key, "seq": batch.seq, "position": position, **row})
-        for position, event in enumerate(batch.events):
-            body = msgspec.json.encode(event).decode()
-            kind = event.kind[:128].replace("\0", "\ufffd")
-            events.append({**key, "seq": batch.seq, "position": position, "kind": kind, "body": body})
-    if layouts:
-        _execute(connection, ingest_sql.insert_if_new(connection.dialect.name, schema.layouts), layouts)
-    _insert(connection, schema.unused, unused)
-    _insert(connection, schema.events, events)
-
-
 def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> None:
     _add(connection, schema.rollups, [(g.batches, rollups.step_windows(g.record, g.batch)) for g in steps])
     _add(connection, schema.step_histogram, [(g.batches, rollups.step_durations(g.record, g.batch)) for g in steps])
@@ -316,15 +294,3 @@ def _add(connection: Connection, table: Table, parts: Iterable[tuple[Sequence[wi
     if rows:
         sql, order = compiled(ingest_sql.sum_upsert(connection.dialect.name, table), connection.dialect, names)
         connection.exec_driver_sql(sql, rows if order else [dict(zip(names, row, strict=True)) for row in rows])
-
-
-def _insert(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
-    if rows:
-        _execute(connection, ingest_sql.insert_statement(table), rows)
-
-
-def _execute(connection: Connection, statement: Insert, rows: list[dict[str, Any]]) -> int:
-    """Run an insert for rows with the same columns. Returns the number of rows inserted or changed."""
-    sql, names = compiled(statement, connection.dialect, tuple(rows[0]))
-    values = itemgetter(*names) if names else dict
-    return connection.exec_driver_sql(sql, list(map(values, rows))).rowcount

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from sqlalchemy import Dialect, Insert, Table, bindparam, case, func, or_, select, text
+from sqlalchemy import Dialect, Table, bindparam, case, func, or_, select, text
 
-from ddpobs_server.store import schema
+from ddpobs_server.store import endings, schema
 from ddpobs_server.store.sql import compiled, insert
 
 
@@ -17,12 +17,6 @@ def attempts_sql(dialect: Dialect) -> tuple[str, tuple[str, ...]]:
     c, r = schema.attempts.c, schema.runs.c
     query = select(c.attempt, c.ordinal, r.attempt).where(c.run_id == r.run_id, r.run_id == bindparam("run"))
     return compiled(query, dialect)
-
-
-@cache
-def insert_statement(table: Table) -> Insert:
-    """A plain insert into the table."""
-    return table.insert()
 
 
 @cache
@@ -68,6 +62,8 @@ def source_upsert(dialect: str) -> Any:
     stepped_ns = func.nullif(new.last_step_seen_ns, text("0"))
     changes["last_step_seen_ns"] = func.coalesce(stepped_ns, c.last_step_seen_ns)
     changes["goodbye"] = or_(c.goodbye, new.goodbye)
+    changes["ended"] = endings.stronger_end(new.ended)
+    changes["stuck_ns"] = case((later & new.pulse.is_not(None), new.stuck_ns), else_=c.stuck_ns)
     same = c.attempt == new.attempt
     return statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes, where=same)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Exists, Table, exists, func, select, tuple_
 
-from ddpobs_server.store import aggregate_queries, database_errors, schema
+from ddpobs_server.store import aggregate_queries, database_errors, fingerprints, schema
 
 _CHUNKS, _PAGES = 5000, 8192
 """Most chunks removed and pages returned at once: ingest gets its turns, and SQLite's log stays small."""
@@ -49,9 +49,9 @@ def delete_rows(connection: Connection, run: str, only_if: _Conditions = ()) -> 
 
 
 def expire_chunks(engine: Engine, before_ns: int) -> int:
-    """Remove the columns of batches that arrived before a time, and their unused sets and events; return their space.
+    """Remove the columns of batches that arrived before a time, and their items; return their space.
 
-    Sums stay, and so do the unused sets and events that metrics and diagnoses read.
+    Items are unused sets, events and fingerprints. Sums stay, and so do the items that metrics and diagnoses read.
 
     Returns:
         Number of chunks removed.
@@ -68,7 +68,7 @@ def expire_chunks(engine: Engine, before_ns: int) -> int:
             match = connection.execute(select(c.seq).where(c.run_id == run, expired).limit(1)).first()
         if match is not None:
             removed += sum(_delete_chunks(engine, run, expired))
-        for table in (schema.unused, schema.events):
+        for table in (schema.unused, schema.events, schema.fingerprints):
             _expire_items(engine, table, run, before_ns)
     if removed:
         vacuum(engine)
@@ -93,17 +93,13 @@ def _arrived_before(run: str, before_ns: int, source: Any, seq: Any) -> Exists:
 
 
 def _expire_items(engine: Engine, table: Table, run: str, before_ns: int) -> None:
-    """Remove a run's expired unused sets or events, except those that metrics and diagnoses read."""
+    """Remove a run's expired unused sets, events or fingerprints, except those that metrics and diagnoses read."""
     c = table.c
     key = (c.source, c.seq, c.position)
-    number, latest = (
-        (aggregate_queries.unused_number(), aggregate_queries.UNUSED_JUDGED)
-        if table is schema.unused
-        else (aggregate_queries.event_number(), 1)
-    )
-    n = select(*key, number).where(c.run_id == run).subquery().c
+    items = select(*key, *_numbers(table)).where(c.run_id == run).subquery()
+    n = items.c
     unread = select(n.source, n.seq, n.position).where(
-        n.number > latest, _arrived_before(run, before_ns, n.source, n.seq)
+        _is_unread(table, items), _arrived_before(run, before_ns, n.source, n.seq)
     )
     with engine.connect() as connection:
         if connection.execute(unread.limit(1)).first() is None:
@@ -115,6 +111,25 @@ def _expire_items(engine: Engine, table: Table, run: str, before_ns: int) -> Non
             selected = tuple_(*key).in_(unread.limit(_CHUNKS))
             removed = connection.execute(table.delete().where(c.run_id == run, selected)).rowcount
         time.sleep(_PAUSE_S)
+
+
+def _numbers(table: Table) -> tuple[Any, ...]:
+    """The columns by which `_is_unread` selects."""
+    if table is schema.unused:
+        return (aggregate_queries.unused_number(),)
+    if table is schema.events:
+        return (aggregate_queries.event_number(), table.c.kind)
+    return fingerprints.sample_numbers()
+
+
+def _is_unread(table: Table, items: Any) -> Any:
+    """Whether metrics and diagnoses do not read an item. Of expired fingerprints the first and the latest stay."""
+    n = items.c
+    if table is schema.unused:
+        return n.number > aggregate_queries.UNUSED_JUDGED
+    if table is schema.events:
+        return ~aggregate_queries.is_read(n.kind, n.number)
+    return (n.number > 1) & (n.first > 1)
 
 
 def _delete_chunks(

@@ -8,10 +8,29 @@ from ddpobs import wire
 
 
 @dataclass(frozen=True)
+class RunVersion:
+    """State of a run's data, by which its reports are cached.
+
+    Attributes:
+        created_ns: Creation of the run.
+        commits: Batches stored since.
+        last_seen_ns: Arrival of its latest batch.
+        is_over: Whether every source of the latest attempt has ended.
+    """
+
+    created_ns: int
+    commits: int
+    last_seen_ns: int
+    is_over: bool
+
+
+@dataclass(frozen=True)
 class Run:
     """A run, and the sums over the sources of its latest attempt. Times are this collector's wall clock, in ns.
 
-    `run` is the key in the store: the name, after `WORKSPACE/` outside the default workspace.
+    `run` is the key in the store: the name, after `WORKSPACE/` outside the default workspace. The last counts are of
+    sources: that ended in any way, that failed or died, that were terminated; of the others those that are stuck, and
+    those that are neither stuck nor silent.
     """
 
     run: str
@@ -25,7 +44,11 @@ class Run:
     emitted: int
     dropped: int
     last_step_seen_ns: int
-    goodbyes: int
+    ended: int = 0
+    failed: int = 0
+    terminated: int = 0
+    stuck: int = 0
+    moving: int = 0
 
     @property
     def name(self) -> str:
@@ -33,9 +56,24 @@ class Run:
         return self.run.rpartition("/")[2]
 
     @property
-    def finished(self) -> bool:
-        """Whether every source sent its goodbye."""
-        return 0 < self.ranks <= self.goodbyes
+    def version(self) -> RunVersion:
+        """Version of its reports."""
+        return RunVersion(self.created_ns, self.commits, self.last_seen_ns, is_over=self.is_over)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every source has ended."""
+        return 0 < self.ranks <= self.ended
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a source failed or died, or all have ended and some were terminated."""
+        return self.failed > 0 or (self.is_over and self.terminated > 0)
+
+    @property
+    def hangs(self) -> bool:
+        """Whether a source is stuck, and no source goes on."""
+        return self.stuck > 0 and self.moving == 0
 
 
 @dataclass(frozen=True)
@@ -61,8 +99,30 @@ class Attempt:
 
 
 @dataclass(frozen=True)
+class AttemptSummary(Attempt):
+    """An attempt, and the sums over its sources, as in `Run`."""
+
+    last_seen_ns: int
+    world_size: int
+    ranks: int
+    steps: int
+    ended: int
+    failed: int
+    terminated: int
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every source has ended."""
+        return 0 < self.ranks <= self.ended
+
+
+@dataclass(frozen=True)
 class Source:
-    """A process of an attempt."""
+    """A process of an attempt.
+
+    `ended` is one of `endings.ENDS`, or empty while the process runs. `stuck_ns` is its time without progress at its
+    latest pulse, 0 if that is no longer than its patience.
+    """
 
     source: str
     attempt: str
@@ -77,6 +137,9 @@ class Source:
     hello: wire.Hello | None
     pulse: wire.Pulse | None
     goodbye: bool
+    ended: str
+    stuck_ns: int
+    first_seen_ns: int
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from sqlalchemy import ColumnElement, Connection, case, func, select
 
-from ddpobs_server.store import schema
+from ddpobs.wire.hang import SILENT_NS
+from ddpobs_server.store import endings, schema
 from ddpobs_server.store.aggregate_queries import float_sum
-from ddpobs_server.store.rows import Run
+from ddpobs_server.store.rows import Run, RunVersion
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 
 _r, _s = schema.runs.c, schema.sources.c
@@ -25,6 +26,7 @@ def where(connection: Connection, conditions: Conditions, limit: int | None = No
     # A source without a step counts from its first arrival.
     active_ns = case((stepped, _s.last_step_seen_ns), else_=_s.first_seen_ns)
     plain = (p.run_id, p.attempt, p.created_ns, p.last_seen_ns, p.commits)
+    is_running = _s.ended == ""
     query = (
         select(
             *plain,
@@ -34,7 +36,9 @@ def where(connection: Connection, conditions: Conditions, limit: int | None = No
             func.coalesce(float_sum(_s.emitted), 0),
             func.coalesce(float_sum(_s.dropped), 0),
             func.coalesce(func.max(active_ns), 0),
-            func.coalesce(func.sum(case((_s.goodbye, 1), else_=0)), 0),
+            *endings.counts(),
+            endings.count_where((_s.stuck_ns > 0) & is_running),
+            endings.count_where((_s.stuck_ns == 0) & is_running & (_s.last_seen_ns >= p.last_seen_ns - SILENT_NS)),
         )
         .outerjoin(schema.sources, (_s.run_id == p.run_id) & (_s.attempt == p.attempt))
         .group_by(*plain)
@@ -66,10 +70,12 @@ def run(connection: Connection, run: str) -> Run | None:
     return next(iter(where(connection, [_r.run_id == run])), None)
 
 
-def commits(connection: Connection, run: str) -> tuple[int, int]:
-    """Creation time of a run and number of writes to it, the key for a cache of its reports; zeros without the run."""
-    row = connection.execute(select(_r.created_ns, _r.commits).where(_r.run_id == run)).one_or_none()
-    return (row.created_ns, row.commits) if row else (0, 0)
+def version(connection: Connection, run: str) -> RunVersion:
+    """The key for a cache of a run's reports; zeros without the run."""
+    running = select(_s.source).where(_s.run_id == run, _s.attempt == _r.attempt, _s.ended == "")
+    query = select(_r.created_ns, _r.commits, _r.last_seen_ns, ~running.correlate(schema.runs).exists())
+    row = connection.execute(query.where(_r.run_id == run)).one_or_none()
+    return RunVersion(row[0], row[1], row[2], is_over=bool(row[3])) if row else RunVersion(0, 0, 0, is_over=True)
 
 
 def count_runs(connection: Connection, workspace: str) -> int:

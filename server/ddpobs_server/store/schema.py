@@ -89,7 +89,10 @@ sources = _source_table(
     Column("hello", Text),
     Column("pulse", Text),
     Column("goodbye", Boolean, nullable=False, default=False),
+    Column("ended", String(16), nullable=False, default=""),
+    _count("stuck_ns"),
 )
+"""The module `endings` defines `ended` and `stuck_ns`."""
 batches = _source_table(
     "batches",
     _key("seq", BigInteger),
@@ -113,6 +116,14 @@ layouts = _layout_table("layouts", _text("body"))
 unused = _batch_items("unused", _text("body"), Column("module", Integer, nullable=False), _count("names"))
 """`names` counts the parameters unused on the rank."""
 events = _batch_items("events", Column("kind", String(128), nullable=False), _text("body"))
+fingerprints = _batch_items(
+    "fingerprints",
+    Column("module", Integer, nullable=False),
+    _count("synchronised"),
+    Column("digest", LargeBinary(16), nullable=False),
+    Column("body", LargeBinary, nullable=False),
+)
+"""The module `fingerprints` defines the form of `body` and `digest`, and how many rows of a source stay."""
 rollups = _source_table(
     "rollups",
     _key("step_window", BigInteger),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from functools import cache
+from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Dialect, Insert, Select, Table
+from sqlalchemy import Connection, Dialect, Insert, Select, Table
 from sqlalchemy.dialects import postgresql, sqlite
 
 
@@ -21,3 +22,21 @@ def compiled(
 def insert(dialect: str, table: Table) -> Any:
     """An insert that accepts `ON CONFLICT` clauses."""
     return (sqlite if dialect == "sqlite" else postgresql).insert(table)
+
+
+@cache
+def _plain_insert(table: Table) -> Insert:
+    return table.insert()
+
+
+def insert_many(connection: Connection, table: Table, rows: list[dict[str, Any]]) -> None:
+    """Insert rows with the same columns."""
+    if rows:
+        execute_many(connection, _plain_insert(table), rows)
+
+
+def execute_many(connection: Connection, statement: Insert, rows: list[dict[str, Any]]) -> int:
+    """Run an insert for rows with the same columns. Returns the number of rows inserted or changed."""
+    sql, names = compiled(statement, connection.dialect, tuple(rows[0]))
+    values = itemgetter(*names) if names else dict
+    return connection.exec_driver_sql(sql, list(map(values, rows))).rowcount

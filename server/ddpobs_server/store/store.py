@@ -21,6 +21,7 @@ from ddpobs_server.store import (
     compaction,
     distribution,
     engine,
+    fingerprints,
     health_queries,
     ingest,
     migration,
@@ -149,11 +150,13 @@ class Store:
 
     runs = _reads(run_queries.runs)
     run = _reads(run_queries.run)
-    commits = _reads(run_queries.commits)
+    version = _reads(run_queries.version)
     count_runs = _reads(run_queries.count_runs)
     count_sources = _reads(run_queries.count_sources)
 
     attempts = _reads(attempt_queries.attempts)
+    attempt_summaries = _reads(attempt_queries.attempt_summaries)
+    end_events = _reads(attempt_queries.end_events)
     sources = _reads(attempt_queries.sources)
     missing_batches = _reads(attempt_queries.missing_batches)
     has_gaps = _reads(attempt_queries.has_gaps)
@@ -161,6 +164,7 @@ class Store:
     unused = _reads(attempt_queries.unused)
     latest_unused = _reads(attempt_queries.latest_unused)
     first_events = _reads(attempt_queries.first_events)
+    differing_fingerprints = _reads(fingerprints.differing)
     rollups = _reads(attempt_queries.rollups)
     bucket_rollups = _reads(attempt_queries.bucket_rollups)
 

@@ -237,7 +237,7 @@ def test_a_run_is_finished_after_the_goodbye_of_every_rank(shared: Collector, ru
     ],
 )
 def test_a_run_without_pulses_is_lost_and_without_steps_stalled(now_s: int, last_step_s: int, expected: str) -> None:
-    counts = dict.fromkeys(("created_ns", "commits", "steps", "emitted", "dropped", "goodbyes"), 0)
+    counts = dict.fromkeys(("created_ns", "commits", "steps", "emitted", "dropped"), 0)
     run = Run("r", ATTEMPT, world_size=2, ranks=2, last_seen_ns=100 * SECOND,
               last_step_seen_ns=last_step_s * SECOND, **counts)  # fmt: skip
     assert state_of_run(run, Settings(), now_s * SECOND) == expected

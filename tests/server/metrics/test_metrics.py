@@ -10,7 +10,7 @@ import numpy as np
 
 from ddpobs import wire
 from tests.collector import Collector
-from tests.server.batches import batch, put, steps
+from tests.server.batches import batch, pulse, put, steps
 
 
 def peers(first: int, last: int) -> wire.Peers:
@@ -30,6 +30,33 @@ def test_delay_and_waiting_have_the_number_of_steps_they_cover(shared: Collector
     assert 'ddpobs_steps_total{rank="0",run="fast"} 80\n' in text
     assert 'ddpobs_rank_delay_seconds_total{rank="1",run="fast"} 9e-08\n' in text
     assert 'ddpobs_comm_wait_seconds_total{rank="0",run="fast"} 9e-08\n' in text
+
+
+def test_a_hang_has_the_ranks_and_their_place_as_labels_until_it_ends(shared: Collector, run: str) -> None:
+    def lines(family: str) -> list[str]:
+        text = httpx.get(f"{shared.url}/metrics", params={"only": "runs"}).text
+        return [line for line in text.splitlines() if line.startswith(f"ddpobs_{family}{{") and f'run="{run}"' in line]
+
+    place = 'dataset.py:31 "x"'
+    put(shared.url, batch(run, 0, 0, pulse=pulse("bucket", 12)))
+    put(shared.url, batch(run, 0, 1, pulse=pulse("data", 12, place=place)))
+    httpx.get(f"{shared.url}/api/v1/runs/{run}/diagnostics")
+    assert lines("run_state") == [f'ddpobs_run_state{{run="{run}",state="hung"}} 1']
+    assert lines("hang_info") == [f'ddpobs_hang_info{{place="dataset.py:31 \\"x\\"",ranks="1",run="{run}"}} 1']
+    later = wire.Anchor(wall_ns=10**18, monotonic_ns=1)
+    put(shared.url, batch(run, 1, 1, anchor=later, pulse=pulse("code")))
+    httpx.get(f"{shared.url}/api/v1/runs/{run}/diagnostics")
+    assert lines("hang_info") == []
+    assert lines("run_state") == [f'ddpobs_run_state{{run="{run}",state="running"}} 1']
+
+
+def test_a_hang_of_many_ranks_has_a_short_label(shared: Collector, run: str) -> None:
+    for rank in range(12):
+        put(shared.url, batch(run, 0, rank, world_size=12, pulse=pulse("data", 12, place="x" * 1000)))
+    httpx.get(f"{shared.url}/api/v1/runs/{run}/diagnostics")
+    text = httpx.get(f"{shared.url}/metrics", params={"only": "runs"}).text
+    labels = f'place="{"x" * 160}",ranks="0, 1, 2, 3, 4, 5, 6, 7 and 4 more",run="{run}"'
+    assert f"ddpobs_hang_info{{{labels}}} 1\n" in text
 
 
 def test_every_metric_of_runs_is_in_the_guide(shared: Collector) -> None:

@@ -19,7 +19,7 @@ from sqlalchemy import Engine, func, select, text
 
 from ddpobs import wire
 from tests import databases
-from tests.server.batches import ATTEMPT, batch, spans, steps
+from tests.server.batches import ATTEMPT, batch, fingerprint, spans, steps
 
 DAY_NS = 86_400 * 10**9
 
@@ -78,6 +78,26 @@ def test_old_unused_sets_and_events_are_removed_except_those_in_use(
     with store._engine.connect() as connection:
         seqs = connection.execute(select(schema.events.c.seq).where(schema.events.c.run_id == "run")).scalars()
         assert sorted(seqs) == events
+
+
+def test_of_old_fingerprints_and_repeated_events_those_that_diagnoses_read_stay(store: Store) -> None:
+    for seq in range(70):
+        records = {
+            "fingerprints": [fingerprint(1000 * seq)],
+            "events": [wire.Event(kind=kind, at_ns=0, step=seq) for kind in ("stuck", "failed")],
+        }
+        store.ingest([Arrival(batch("run", seq, **records), bytes([seq]), 1, 13 * DAY_NS // 2)])
+    run_retention(store, day=10, keep_spans_days=3)
+    prints, events = schema.fingerprints.c, schema.events.c
+    with store._engine.connect() as connection:
+        steps = connection.execute(select(prints.synchronised).where(prints.run_id == "run")).scalars().all()
+        kinds = connection.execute(select(events.kind).where(events.run_id == "run")).scalars().all()
+    assert sorted(steps) == [0, 69_000]
+    assert (kinds.count("stuck"), kinds.count("failed")) == (64, 1)
+    assert store.delete("run")
+    with store._engine.connect() as connection:
+        query = select(func.count()).select_from(schema.fingerprints).where(prints.run_id == "run")
+        assert connection.execute(query).scalar_one() == 0
 
 
 def test_silent_runs_are_removed_completely(store: Store) -> None:

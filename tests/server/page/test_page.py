@@ -38,10 +38,14 @@ def test_on_a_phone_the_pages_fit_its_width_and_charts_stay_readable(browser: An
     assert visit.page.locator("#timeline svg").bounding_box()["width"] > 800
 
 
-def test_the_list_requests_no_diagnosis_that_it_already_has(browser: Any, url: str) -> None:
-    for _ in range(2):
-        visit = Visit(browser, url)
-        visit.page.get_by_text("Rank 1 is slow in backward").wait_for()
+def test_the_list_requests_no_diagnosis_that_it_already_has(browser: Any, tmp_path: Path) -> None:
+    with collector(tmp_path) as running:
+        for rank in range(2):
+            goodbye = [wire.Event(kind="goodbye", at_ns=0)]
+            put(running.url, msgspec.structs.replace(batch("over", rank, rank == 1, "node"), events=goodbye))
+        for _ in range(2):
+            visit = Visit(browser, running.url)
+            visit.page.get_by_text("Rank 1 is slow in backward").wait_for()
     assert not [address for address in visit.requests if "diagnostics" in address]
 
 

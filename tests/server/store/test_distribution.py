@@ -17,7 +17,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ddpobs import wire
 from tests import databases
-from tests.server.batches import ATTEMPT, batch
+from tests.server.batches import ATTEMPT, batch, fingerprint
 from tests.server.statement_counts import SPREAD, assert_spreads, recorded
 from tests.server.store.test_reads import client, fill, put
 
@@ -44,6 +44,9 @@ def test_every_statement_is_confined_to_a_run(
         columns = {name: np.ones(2, np.int64) for name in wire.Peers.__struct_fields__ if name not in counted}
         records = {"events": [wire.Event(kind="goodbye", at_ns=0)], "peers": [wire.Peers(**counted, **columns)]}
         put(http, batch("a", 9, attempt="b" * 16, source="b" * 16, **records))  # type: ignore[arg-type]
+        for rank in range(2):
+            died = wire.Event(kind="died", at_ns=0, detail={"rank": rank, "source": "c" * 16})
+            put(http, batch("a", 9, rank, fingerprints=[fingerprint(0, gradients=[rank, 1])], events=[died]))
         reads = [path for path, item in http.app.openapi()["paths"].items() if "get" in item]  # type: ignore[attr-defined]
         for path in reads:
             for query in QUERIES:

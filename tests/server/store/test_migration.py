@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -16,15 +17,15 @@ import zstandard
 from alembic import command
 from alembic.config import Config
 from alembic.operations import Operations
-from ddpobs_server.store import BucketRollup, Store, engine, migration, schema
+from ddpobs_server.store import Arrival, BucketRollup, Outcome, Store, engine, migration, schema
 from sqlalchemy import Connection, create_engine, select, text
 
 from ddpobs import wire
 from tests.databases import Fresh
-from tests.server.batches import ATTEMPT, source_of, spans, steps
+from tests.server.batches import ATTEMPT, batch, fingerprint, source_of, spans, steps
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-EARLIER = ("0001", "0002", "0003", "0004")
+EARLIER = ("0001", "0002", "0003", "0004", "0005")
 """Earlier revisions of the schema that an existing database may have."""
 WINDOW = (*(f"{phase}_ns" for phase in wire.PHASES), "comm_ns", "samples", "own_ns", "own_steps")
 
@@ -58,9 +59,14 @@ def _fill(connection: Connection, revision: str) -> None:
         insert(connection, "rollups", **key, step_window=0, steps=10, wall_ns=10**9, **dict.fromkeys(WINDOW, 5))
         counts = {f"straggler_{phase}": 1 for phase in wire.OWN_PHASES}
         insert(connection, "peer_totals", **key, rank=rank, steps=10, delay_ns=3, wait_ns=4, **counts)
-        for bucket in (1, 0):
-            times = {"compute_ns": 10 + rank, "comm_ns": 2**40, "exposed_ns": bucket}
-            insert(connection, "bucket_rollups", **key, module=0, revision=1, bucket=bucket, steps=10, **times)
+        layout: dict[str, Any] = key | {"module": 0, "revision": 1}
+        if revision >= "0005":
+            sums = np.array([[0, 1], [10, 10], [10 + rank] * 2, [2**40] * 2, [0, 1]], "<f8")
+            insert(connection, "bucket_sums", **layout, sums=sums.tobytes())
+        else:
+            for bucket in (1, 0):
+                times = {"compute_ns": 10 + rank, "comm_ns": 2**40, "exposed_ns": bucket}
+                insert(connection, "bucket_rollups", **layout, bucket=bucket, steps=10, **times)
     for chunk in _first_chunks() if revision == "0001" else _second_chunks():
         insert(connection, "chunks", run_id="old", seq=0, first_step=0, last_step=9, **chunk)
 
@@ -150,7 +156,7 @@ def test_rows_of_an_older_version_can_be_read(fresh: Fresh, tmp_path: Path, revi
     store = Store(url)
     store.migrate()
     (run,) = store.runs(10)
-    assert (run.run, run.ranks, run.goodbyes) == ("old", 2, 2)
+    assert (run.run, run.ranks, run.ended) == ("old", 2, 2)
     ranks, rows = store.steps("old", ATTEMPT)
     assert ranks.tolist() == [0, 1] * 10
     assert rows.own_ns.tolist() == [95_000_000] * 20
@@ -197,6 +203,25 @@ def test_an_upgrade_reads_the_unused_sets_of_one_source_at_a_time(tmp_path: Path
         unused = connection.execute(select(schema.unused.c.module, schema.unused.c.names)).all()
     assert sorted(unused) == [(0, 0), (1, 1), *[(3, 1)] * 200]
     assert peak < 100 * len(body)
+    store.close()
+
+
+@pytest.mark.parametrize("revision", EARLIER)
+def test_an_upgrade_finds_how_each_source_ended(fresh: Fresh, tmp_path: Path, revision: str) -> None:
+    url = fresh(tmp_path)
+    at_revision(url, revision)
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        body = wire.pack_json(wire.Event(kind="failed", at_ns=0, detail={"error": "ValueError"})).decode()
+        key = {"run_id": "old", "source": source_of(1), "seq": 0, "position": 0}
+        insert(connection, "events", **key, kind="failed", body=body)
+    engine.dispose()
+    store = Store(url)
+    store.migrate()
+    sources = store.sources("old", ATTEMPT)
+    assert [(source.ended, source.stuck_ns) for source in sources] == [("finished", 0), ("failed", 0)]
+    arrival = Arrival(batch("old", 1, fingerprints=[fingerprint(0)]), bytes(32), 1, 1)
+    assert store.ingest([arrival]) == [Outcome.STORED]
     store.close()
 
 

@@ -16,6 +16,7 @@ import pytest
 from ddpobs_server.analysis.findings.unused_parameters import LATEST_SETS
 from ddpobs_server.api import runs
 from ddpobs_server.app import create_app
+from ddpobs_server.reports import run_state
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store, aggregate_queries, column_queries
 from fastapi.testclient import TestClient
@@ -65,8 +66,19 @@ def count_statements(http: TestClient, url: str) -> int:
     return len(executed)
 
 
-def test_the_number_of_statements_grows_with_neither_ranks_nor_runs(fresh: Fresh, tmp_path: Path) -> None:
-    reads = ["/diagnostics", "/stragglers", "/ranks", "/buckets", "/spans?from=3&to=3", "/trace?from=3&to=3"]
+def test_the_number_of_statements_grows_with_neither_ranks_nor_runs(
+    fresh: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_state, "_FRESH_NS", 2**62)  # Otherwise /metrics starts the diagnoses again.
+    reads = [
+        "/diagnostics",
+        "/stragglers",
+        "/ranks",
+        "/attempts",
+        "/buckets",
+        "/spans?from=3&to=3",
+        "/trace?from=3&to=3",
+    ]
     counts: list[dict[str, int]] = []
     for ranks, runs_count in ((2, 1), (9, 4)):
         with client(fresh(tmp_path)) as http:
@@ -79,7 +91,7 @@ def test_the_number_of_statements_grows_with_neither_ranks_nor_runs(fresh: Fresh
                 statements[read] = count_statements(http, read)
             counts.append(statements)
     assert counts[0] == counts[1]
-    assert max(counts[0].values()) <= 14
+    assert max(counts[0].values()) <= 15
 
 
 def test_the_list_of_runs_has_the_worst_finding_of_the_last_diagnosis(tmp_path: Path) -> None:

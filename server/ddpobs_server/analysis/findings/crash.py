@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +30,7 @@ _CONNECTION = (
 
 
 @dataclass(frozen=True)
-class _End:
+class End:
     """How one rank ended."""
 
     rank: int
@@ -39,7 +40,19 @@ class _End:
 
     @property
     def wall_ns(self) -> int:
+        """Time of the end on the rank's wall clock."""
         return int(self.detail.get("wall_ns") or 0)
+
+    @property
+    def reason(self) -> str:
+        """The first line of its error, or how it ended without an error."""
+        if self.kind == "failed":
+            return _error(self)
+        if self.kind == "terminated":
+            return f"terminated by {self.detail.get('signal') or 'a signal'}"
+        if _integer(self, "oom_kills") > 0:
+            return "killed: its host ran out of memory"
+        return "ended without an error: killed, or crashed outside of Python"
 
     @property
     def is_consequence(self) -> bool:
@@ -52,10 +65,9 @@ class _End:
 
 def crash(evidence: Evidence) -> Judgement:
     """Report the first failure; without one, the connections that broke."""
-    ends = [_End(rank, event.kind, event.step, event.detail) for rank, event in evidence.events if event.kind in _KINDS]
+    ends = ends_of(evidence.events)
     if not any(end.kind != "terminated" for end in ends):
         return []
-    ends.sort(key=lambda end: (end.is_consequence, end.wall_ns, end.rank))
     first = ends[0]
     victims = sorted({end.rank for end in ends if end.rank != first.rank})
     return [
@@ -73,7 +85,17 @@ def crash(evidence: Evidence) -> Judgement:
     ]
 
 
-def _title(first: _End, victims: list[int]) -> str:
+def ends_of(events: Iterable[tuple[int, wire.Event]]) -> list[End]:
+    """The ranks that did not end in order, the first cause first.
+
+    Args:
+        events: (rank, event); events of other kinds are left out.
+    """
+    ends = [End(rank, event.kind, event.step, event.detail) for rank, event in events if event.kind in _KINDS]
+    return sorted(ends, key=lambda end: (end.is_consequence, end.wall_ns, end.rank))
+
+
+def _title(first: End, victims: list[int]) -> str:
     rank, step = f"Rank {first.rank}", first.step
     phase = str(first.detail.get("phase") or "").replace("exposed_comm", "exposed communication")
     where = f"in {phase} of step {step}" if phase else f"in step {step}"
@@ -90,13 +112,13 @@ def _title(first: _End, victims: list[int]) -> str:
     return f"{what}. {ranks_text(victims).capitalize()} failed because of it"
 
 
-def _error(end: _End) -> str:
+def _error(end: End) -> str:
     error, message = str(end.detail.get("error") or "an error"), str(end.detail.get("message") or "")
     message = message.splitlines()[0] if message else ""
     return f"{error}: {message}"[:300] if message else error
 
 
-def _remedy(first: _End) -> str:
+def _remedy(first: End) -> str:
     if first.kind == "died":
         return _DIED
     if first.is_consequence:
@@ -104,7 +126,7 @@ def _remedy(first: _End) -> str:
     return "Correct the error that the traceback shows. The other ranks' errors are consequences of it."
 
 
-def _facts(evidence: Evidence, first: _End, victims: list[int], ends: list[_End]) -> dict[str, Any]:
+def _facts(evidence: Evidence, first: End, victims: list[int], ends: list[End]) -> dict[str, Any]:
     return {
         "kind": first.kind,
         "error": first.detail.get("error"),
@@ -115,6 +137,6 @@ def _facts(evidence: Evidence, first: _End, victims: list[int], ends: list[_End]
     }
 
 
-def _integer(end: _End, name: str) -> int:
+def _integer(end: End, name: str) -> int:
     value = end.detail.get(name)
     return value if isinstance(value, int) else wire.UNKNOWN

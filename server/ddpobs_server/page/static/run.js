@@ -3,24 +3,38 @@
 import { ago, element, get, ms, notice, refresh, runOnce, saveWithToken } from "./api.js";
 import { heat, PHASES, phases, timeline } from "./charts.js";
 
-const SHOWN_STEPS = 500, SHOWN_ROWS = 400_000, SHOWN_RANKS = 32, SHOWN_SPANS = 200, NAMED_RANKS = 12;
+const SHOWN_ATTEMPTS = 50, SHOWN_STACKS = 4, SHOWN_STEPS = 500, SHOWN_ROWS = 400_000, SHOWN_RANKS = 32, SHOWN_SPANS = 200, NAMED_RANKS = 12;
 const run = decodeURIComponent(location.pathname.split("/").at(-1));
 const base = `/runs/${encodeURIComponent(run)}`;
+const attempt = new URLSearchParams(location.search).get("attempt");  // Without it the latest attempt is shown.
 const by = (id) => document.getElementById(id);
 let ranks = [], last = 0, count = SHOWN_STEPS, straggler = null, slowest = [], layouts = [], chosen = null;
 
 by("title").textContent = run;
 document.title = `${run} · ddpobs`;
-by("trace").href = `/api/v1${base}/trace`;
+by("trace").href = `/api/v1${address("trace")}`;
 saveWithToken(by("trace"), "trace.json");
 by("phase-legend").append(...PHASES.map((phase) => element("span", {}, element("span", { class: `swatch ${phase}` }), phase.replace("_", " "))));
+
+// The path of a read of the shown attempt.
+function address(read, query = "") {
+  const all = [query, attempt === null ? "" : `attempt=${encodeURIComponent(attempt)}`].filter(Boolean).join("&");
+  return `${base}/${read}${all && `?${all}`}`;
+}
+
+// The traceback of a crash, or the stacks of the ranks that a hang names.
+function stacks({ ranks, evidence }) {
+  if (evidence.traceback) return [element("pre", {}, evidence.traceback)];
+  const known = ranks.filter((rank) => evidence.stacks?.[rank]?.length).slice(0, SHOWN_STACKS);
+  return known.map((rank) => element("pre", {}, [`Rank ${rank}:`, ...evidence.stacks[rank]].join("\n  ")));
+}
 
 function findingCard(finding) {
   const evidence = Object.entries(finding.evidence).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, readable(name, value))]);
   const card = element("article", { class: `finding ${finding.severity}` },
     element("span", { class: "badge" }, `${finding.severity} · ${finding.code}`),
     element("h3", {}, finding.title),
-    element("p", {}, finding.remedy));
+    element("p", {}, finding.remedy), ...stacks(finding));
   if (finding.gain) card.append(element("p", {}, `The remedy would gain ${ms(finding.gain.step_ns)} per step, ${(100 * finding.gain.ratio).toFixed(0)} % of it (± ${(100 * finding.gain.ratio * finding.gain.error_ratio).toFixed(1)} %).`));
   if (finding.buckets.length) card.append(element("p", { class: "muted" }, `Most of it occurs at bucket ${finding.buckets.join(", ")}: ${finding.parameters.slice(0, 6).join(", ")}${finding.parameters.length > 6 ? ", …" : ""}`));
   card.append(element("details", {}, element("summary", {}, `Evidence, steps ${finding.steps[0]} to ${finding.steps[1]}`), element("dl", {}, ...evidence)));
@@ -28,6 +42,7 @@ function findingCard(finding) {
 }
 
 function readable(name, value) {
+  if (Array.isArray(value)) return value.map((inner) => readable(name, inner)).join(name === "stacks" ? "\n" : ", ") || "–";
   if (value !== null && typeof value === "object") return Object.entries(value).map(([key, inner]) => `${key}: ${readable(name, inner)}`).join(", ") || "–";
   return name.endsWith("_ns") ? ms(value) : String(value);
 }
@@ -42,7 +57,7 @@ function showFindings({ findings, missing, steps_seen }) {
 async function showPhases() {
   const choice = by("rank").value, rank = ranks.find((candidate) => String(candidate.rank) === choice);
   const query = rank ? `${until(rank.last_step)}&rank=${choice}` : `${until(last)}&mean=true`;
-  const { columns } = await get(`${base}/steps?${query}`);
+  const { columns } = await get(address("steps", query));
   if (by("rank").value !== choice) return;  // The choice has changed meanwhile.
   const current = ranks.filter((candidate) => candidate.steps && candidate.last_step > last - count);
   setText("phases-shown", stepsNote(), rank ? "" : absentNote(current.map((candidate) => candidate.rank)));
@@ -59,14 +74,30 @@ function showRanks() {
   by("ranks").tBodies[0].replaceChildren(...ranks.map((rank) => element("tr", {},
     element("td", { class: "n" }, String(rank.rank)), element("td", {}, rank.host || "–"), element("td", {}, rank.device || "–"),
     element("td", { class: "n" }, String(rank.steps)), element("td", { class: "n" }, ms(rank.own_ns)),
-    element("td", {}, activity(rank)), element("td", { class: "n" }, String(rank.dropped)))));
+    element("td", { class: rank.state }, activity(rank)), element("td", { class: "n" }, String(rank.dropped)))));
 }
 
-function activity({ goodbye, pulse, last_seen_ns }) {
+function activity({ state, goodbye, pulse, last_seen_ns }) {
   if (goodbye) return "finished";
+  if (state === "failed") return `failed (${ago(last_seen_ns)})`;
   if (!pulse) return ago(last_seen_ns);
   const bucket = pulse.bucket < 0 ? "" : `, bucket ${pulse.module > 0 ? `${pulse.module}.` : ""}${pulse.bucket}`;  // -1: no bucket was launched yet.
-  return `${pulse.phase.replace("_", " ")}, step ${pulse.step}${bucket} (${ago(last_seen_ns)})`;
+  const stuck = state === "hung" ? `stuck for ${(pulse.idle_ns / 1e9).toFixed(0)} s${pulse.place && ` at ${pulse.place}`}: ` : "";
+  return `${stuck}${pulse.phase.replace("_", " ")}, step ${pulse.step}${bucket} (${ago(last_seen_ns)})`;
+}
+
+// The list of attempts, unless there is only one and it gave no reason to look.
+function showAttempts(attempts, latest) {
+  by("attempts").hidden = attempts.length < 2 && !attempts.some(({ reason }) => reason);
+  by("attempts").querySelector("tbody").replaceChildren(...attempts.toReversed().slice(0, SHOWN_ATTEMPTS).map((row) => {
+    const link = element("a", { href: row.attempt === latest ? location.pathname : `?attempt=${row.attempt}` }, `attempt ${row.ordinal + 1}`);
+    if (row.attempt === (attempt ?? latest)) link.setAttribute("aria-current", "true");
+    const first = row.first_rank === null ? "" : `rank ${row.first_rank}: `;
+    return element("tr", {}, element("td", {}, link),
+      element("td", {}, element("span", { class: `state ${row.outcome}` }, row.outcome)), element("td", {}, first + row.reason),
+      element("td", { class: "n" }, String(row.steps)), element("td", { class: "muted" }, ago(row.began_ns)),
+      element("td", { class: "muted" }, row.ended_ns === null ? "–" : ago(row.ended_ns)));
+  }));
 }
 
 function showUnused({ unused }) {
@@ -133,7 +164,7 @@ function showHeat() {
 }
 
 async function showBuckets(step) {
-  const { columns } = await get(`${base}/spans?from=${step}&to=${step}`);
+  const { columns } = await get(address("spans", `from=${step}&to=${step}`));
   if (step !== chosen) return;
   const spans = columns.rank.map((rank, row) => ({
     rank, module: columns.module[row], revision: columns.revision[row], bucket: columns.bucket[row],
@@ -153,23 +184,26 @@ function pick(step) {
 
 async function show() {
   const details = await get(base);
-  ({ ranks } = await get(`${base}/ranks`));
+  ({ ranks } = await get(address("ranks")));
   limitSteps();
-  const range = stepsDiffer() ? "" : `?${until(last)}`;  // Without a range the collector compares each rank's latest steps.
-  const [diagnostics, layout, stragglers, unused] = await Promise.all([
-    get(`${base}/diagnostics`), get(`${base}/layout`), get(`${base}/stragglers${range}`), get(`${base}/unused`)]);
+  const range = stepsDiffer() ? "" : until(last);  // Without a range the collector compares each rank's latest steps.
+  const [diagnostics, layout, stragglers, unused, { attempts }] = await Promise.all([
+    get(address("diagnostics")), get(address("layout")), get(address("stragglers", range)), get(address("unused")), get(`${base}/attempts`)]);
+  const shown = attempts.find((row) => row.attempt === (attempt ?? details.attempt)), isLatest = shown?.attempt === details.attempt;
   [straggler, layouts] = [stragglers, layout.layouts];
   slowest = bySlowness(stragglers, diagnostics.findings);
-  const facts = [details.state, `${details.ranks} of ${details.world_size} ranks`, `${details.steps} steps`, `attempt ${details.attempts.length}`,
-    details.modules.map((module) => module.name).join(", "), `last seen ${ago(details.last_seen_ns)}`];
-  by("facts").textContent = facts.filter(Boolean).join(" · ");
+  const counts = isLatest || !shown ? details : shown, state = counts === details ? details.state : shown.outcome;
+  const facts = [`${counts.ranks} of ${counts.world_size} ranks`, `${counts.steps} steps`, `attempt ${shown ? shown.ordinal + 1 : attempts.length}`,
+    details.modules.map((module) => module.name).join(", "), `last seen ${ago(counts.last_seen_ns ?? counts.ended_ns)}`];
+  by("facts").replaceChildren(element("span", { class: `state ${state}` }, state), ` · ${facts.filter(Boolean).join(" · ")}`);
+  showAttempts(attempts, details.attempt);
   showFindings(diagnostics);
   showRanks();
   await showPhases();
   showUnused(unused);
   await choose(chosen ?? straggler.steps.at(Math.floor(straggler.steps.length / 2)) ?? last);
-  // Only goodbyes end a run: a stalled run may continue, and a lost run may return under its id.
-  return { finished: false, lost: 15 }[details.state];
+  // Only goodbyes end a run: a stalled run may continue, and a lost or failed run may return under its id.
+  return isLatest ? { finished: false, lost: 15, failed: 15 }[details.state] : false;
 }
 
 by("rank").addEventListener("change", () => runOnce(showPhases, by("phases")));

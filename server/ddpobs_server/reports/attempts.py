@@ -1,0 +1,100 @@
+"""How each attempt of a run went: its outcome, the reason, and the rank that failed first."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpobs import wire
+from ddpobs_server.analysis.findings.crash import End, ends_of
+from ddpobs_server.reports.run_state import RunState
+from ddpobs_server.store import AttemptSummary, Run, Store
+
+Outcome = Literal["running", "finished", "failed", "killed", "superseded", "hung", "lost"]
+_LATEST: dict[RunState, Outcome] = {"running": "running", "stalled": "running", "hung": "hung", "lost": "lost"}
+_OPEN = ("running", "hung")
+
+
+@dataclass(frozen=True)
+class AttemptOutcome:
+    """An attempt of a run. Times are the collector's wall clock.
+
+    Attributes:
+        attempt: Its id.
+        ordinal: Its number, from 0.
+        outcome: How it went.
+        reason: Why, in a line; empty if it runs or finished.
+        first_rank: Rank that failed, died or was terminated first; None if none did.
+        began_ns: Arrival of its first batch.
+        ended_ns: Arrival of its last batch; None while it runs.
+        world_size: Number of ranks.
+        ranks: Sources that sent batches.
+        steps: Steps until its last one.
+    """
+
+    attempt: str
+    ordinal: int
+    outcome: Outcome
+    reason: str
+    first_rank: int | None
+    began_ns: int
+    ended_ns: int | None
+    world_size: int
+    ranks: int
+    steps: int
+
+
+def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list[AttemptOutcome]:
+    """Return the outcomes of a run's attempts, oldest first.
+
+    Args:
+        store: Source of the rows.
+        run: The run.
+        state: Its state, which is its latest attempt's.
+        hang: The verdict if the latest attempt hangs.
+    """
+    events: dict[str, list[tuple[int, wire.Event]]] = defaultdict(list)
+    for attempt, rank, event in store.end_events(run.run):
+        events[attempt].append((rank, event))
+    result = []
+    for summary in store.attempt_summaries(run.run):
+        ends = ends_of(events[summary.attempt])
+        outcome = _outcome(summary, state if summary.attempt == run.attempt else None)
+        first = ends[0] if ends and outcome in ("failed", "killed") else None
+        result.append(
+            AttemptOutcome(
+                attempt=summary.attempt,
+                ordinal=summary.ordinal,
+                outcome=outcome,
+                reason=_reason(outcome, first, hang),
+                first_rank=first.rank if first else None,
+                began_ns=summary.first_seen_ns,
+                ended_ns=None if outcome in _OPEN else summary.last_seen_ns,
+                world_size=summary.world_size,
+                ranks=summary.ranks,
+                steps=summary.steps,
+            )
+        )
+    return result
+
+
+def _outcome(summary: AttemptSummary, state: RunState | None) -> Outcome:
+    """The outcome of an attempt.
+
+    Args:
+        summary: Its sums.
+        state: The run's state if the attempt is the latest, else None.
+    """
+    if summary.failed:
+        return "failed"
+    if summary.is_over:
+        return "killed" if summary.terminated else "finished"
+    return "superseded" if state is None else _LATEST.get(state, "running")
+
+
+def _reason(outcome: Outcome, first: End | None, hang: str) -> str:
+    if first is not None:
+        return first.reason
+    reasons = {"hung": hang, "lost": "no rank sends any more", "superseded": "a later attempt took its place"}
+    return reasons.get(outcome, "")

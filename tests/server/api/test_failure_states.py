@@ -1,0 +1,231 @@
+"""Runs that hang, fail or are killed, as a client sends them: states, first finding, and attempts."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+from ddpobs import wire
+from tests.collector import Collector
+from tests.server.batches import ATTEMPT, batch, get, layout, pulse, put, source_of, steps
+
+S = 10**9
+NEXT = "b" * 16
+
+
+def failed(error: str, message: str, wall_s: int, **facts: Any) -> wire.Event:
+    detail = {"error": error, "message": message, "wall_ns": wall_s * S, "phase": "forward", "bucket": -1, **facts}
+    return wire.Event(kind="failed", at_ns=0, step=6, detail=detail)
+
+
+def event(kind: str, **detail: wire.Scalar) -> wire.Event:
+    return wire.Event(kind=kind, at_ns=0, step=8, detail=dict(detail))
+
+
+def listed_state(url: str, run: str) -> str:
+    """State of the run in the list of runs, which must be the state of the run alone."""
+    (listed,) = (item for item in get(url, "/runs", limit=500)["runs"] if item["run"] == run)
+    assert listed["state"] == get(url, f"/runs/{run}")["state"]
+    return str(listed["state"])
+
+
+def rank_states(url: str, run: str) -> list[str]:
+    return [rank["state"] for rank in get(url, f"/runs/{run}/ranks")["ranks"]]
+
+
+def findings(url: str, run: str) -> list[dict[str, Any]]:
+    return list(get(url, f"/runs/{run}/diagnostics")["findings"])
+
+
+def attempts(url: str, run: str) -> list[dict[str, Any]]:
+    return list(get(url, f"/runs/{run}/attempts")["attempts"])
+
+
+def test_a_run_has_failed_once_a_rank_fails_although_other_ranks_still_send(shared: Collector, run: str) -> None:
+    url = shared.url
+    for rank in range(2):
+        put(url, batch(run, 0, rank, steps=steps(0, 5)))
+    put(url, batch(run, 1, 1, events=[failed("ValueError", "a bad sample\nsecond line", 5)]))
+    put(url, batch(run, 1, 0, pulse=pulse("bucket")))
+    assert listed_state(url, run) == "failed"
+    assert rank_states(url, run) == ["running", "failed"]
+    crash = findings(url, run)[0]
+    assert crash["code"] == "crash"
+    assert crash["title"].startswith("Rank 1 failed first, in forward of step 6: ValueError: a bad sample")
+    (attempt,) = attempts(url, run)
+    assert (attempt["outcome"], attempt["reason"], attempt["first_rank"]) == ("failed", "ValueError: a bad sample", 1)
+    assert 0 < attempt["began_ns"] <= attempt["ended_ns"]
+
+
+def test_the_rank_that_failed_first_is_named_and_its_victims_are_not(shared: Collector, run: str) -> None:
+    victim = failed("RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]:4711", 5)
+    put(shared.url, batch(run, 0, 0, events=[victim]))
+    put(shared.url, batch(run, 0, 1, events=[failed("ValueError", "a bad sample", 6)]))
+    assert findings(shared.url, run)[0]["ranks"] == [1]
+    assert attempts(shared.url, run)[0]["first_rank"] == 1
+
+
+def test_a_run_hangs_until_a_rank_goes_on_and_the_hang_stays_in_its_history(shared: Collector, run: str) -> None:
+    url = shared.url
+    waiting = pulse("bucket", 12, bucket=1, place="train.py:9")
+    blocked = pulse(
+        "data", 14, phase="data", place="train.py:5 → dataset.py:31", stack=["train.py:5 main", "dataset.py:31"]
+    )
+    put(url, batch(run, 0, 0, steps=steps(0, 5), layouts=[layout()], pulse=waiting))
+    assert listed_state(url, run) == "hung"  # Rank 1 has not sent anything yet.
+    put(url, batch(run, 0, 1, steps=steps(0, 5), pulse=pulse("data", 3)))
+    assert listed_state(url, run) == "running"
+    put(url, batch(run, 1, 1, pulse=blocked, anchor=wire.Anchor(wall_ns=10**18, monotonic_ns=1)))
+    assert listed_state(url, run) == "hung"
+    assert rank_states(url, run) == ["hung", "hung"]
+    hang = findings(url, run)[0]
+    assert (hang["code"], hang["ranks"], hang["parameters"]) == ("hang", [1], ["stem.weight"])
+    blocked_at = (
+        r"Rank 1 has been in the data loader for \d+ s \(train.py:5 → dataset.py:31\)\. Rank 0 waits in bucket 1 "
+    )
+    assert re.match(blocked_at, hang["title"])
+    assert hang["evidence"]["stacks"]["1"] == ["train.py:5 main", "dataset.py:31"]
+    (attempt,) = attempts(url, run)
+    assert (attempt["outcome"], attempt["ended_ns"]) == ("hung", None)
+    assert re.match(blocked_at, attempt["reason"])
+
+    over = event("stuck", activity="data", idle_ns=20 * S, place="dataset.py:31")
+    again = event("stuck", activity="data", idle_ns=31 * S, place="dataset.py:40")
+    put(
+        url,
+        batch(run, 2, 1, pulse=pulse("code"), events=[over, again], anchor=wire.Anchor(wall_ns=10**18, monotonic_ns=2)),
+    )
+    assert listed_state(url, run) == "running"
+    (past,) = (finding for finding in findings(url, run) if finding["code"] == "hang")
+    assert (past["severity"], past["evidence"]["length_ns"], past["evidence"]["times"]) == ("info", 31 * S, 2)
+
+
+@pytest.mark.parametrize("activity", ["checkpoint", "compile"])
+def test_a_checkpoint_or_a_compilation_of_a_minute_is_no_hang(shared: Collector, run: str, activity: str) -> None:
+    put(shared.url, batch(run, 0, 0, pulse=pulse(activity, 60)))
+    put(shared.url, batch(run, 0, 1, pulse=pulse("bucket", 60)))
+    assert listed_state(shared.url, run) == "running"
+    assert [finding for finding in findings(shared.url, run) if finding["code"] == "hang"] == []
+
+
+def test_pulses_of_older_clients_make_no_hang(shared: Collector, run: str) -> None:
+    for rank in range(2):
+        put(shared.url, batch(run, 0, rank, pulse=pulse("", 60, patience_ns=0)))
+    assert listed_state(shared.url, run) == "running"
+
+
+def test_a_rank_that_ended_before_the_others_hangs_them(shared: Collector, run: str) -> None:
+    put(shared.url, batch(run, 0, 0, events=[event("goodbye")]))
+    put(shared.url, batch(run, 0, 1, pulse=pulse("bucket", 12)))
+    assert listed_state(shared.url, run) == "hung"
+    assert rank_states(shared.url, run) == ["finished", "hung"]
+    assert findings(shared.url, run)[0]["title"].startswith("Rank 0 has ended its training. Rank 1 waits in bucket 0")
+
+
+@pytest.mark.parametrize("reporter", [1, 0], ids=["under its own identity", "by a neighbour"])
+def test_a_process_that_died_without_a_word_fails_the_run(shared: Collector, run: str, reporter: int) -> None:
+    for rank in range(2):
+        put(shared.url, batch(run, 0, rank, steps=steps(0, 5)))
+    facts: dict[str, wire.Scalar] = {"wall_ns": 9 * S, "phase": "backward", "bucket": 2}
+    if reporter == 0:
+        facts |= {"rank": 1, "source": source_of(1)}
+    put(shared.url, batch(run, 1, reporter, events=[event("died", **facts)]))
+    assert listed_state(shared.url, run) == "failed"
+    assert rank_states(shared.url, run) == ["running", "failed"]
+    crash = findings(shared.url, run)[0]
+    assert (crash["code"], crash["ranks"], crash["buckets"]) == ("crash", [1], [2])
+    (attempt,) = attempts(shared.url, run)
+    assert (attempt["outcome"], attempt["first_rank"]) == ("failed", 1)
+    assert attempt["reason"].startswith("ended without an error")
+
+
+def test_two_deaths_that_a_neighbour_reports_are_both_read(shared: Collector, run: str) -> None:
+    for rank in range(3):
+        put(shared.url, batch(run, 0, rank, world_size=3))
+    deaths = [event("died", wall_ns=rank * S, rank=rank, source=source_of(rank)) for rank in (2, 1)]
+    put(shared.url, batch(run, 1, 0, world_size=3, events=deaths))
+    crash = findings(shared.url, run)[0]
+    assert (crash["ranks"], list(crash["evidence"]["victims"])) == ([1], ["2"])
+    assert rank_states(shared.url, run) == ["running", "failed", "failed"]
+
+
+def test_a_report_of_a_death_changes_no_source_of_another_attempt(shared: Collector, run: str) -> None:
+    put(shared.url, batch(run, 0, 1))
+    report = event("died", rank=1, source=source_of(1))
+    put(shared.url, batch(run, 0, 0, source="c" * 16, attempt=NEXT, events=[report]))
+    (rank,) = get(shared.url, f"/runs/{run}/ranks", attempt=ATTEMPT)["ranks"]
+    assert rank["ended"] == ""
+
+
+def test_a_goodbye_that_arrives_after_the_report_of_a_death_finishes_the_rank(shared: Collector, run: str) -> None:
+    put(shared.url, batch(run, 0, 0, world_size=1, events=[event("died", wall_ns=S)]))
+    assert listed_state(shared.url, run) == "failed"
+    put(shared.url, batch(run, 1, 0, world_size=1, events=[event("goodbye")]))
+    assert listed_state(shared.url, run) == "finished"
+    assert [finding for finding in findings(shared.url, run) if finding["code"] == "crash"] == []
+
+
+@pytest.mark.parametrize(
+    ("kinds", "ended"),
+    [
+        (["goodbye", "failed"], "failed"),
+        (["failed", "goodbye"], "failed"),
+        (["failed", "terminated"], "failed"),
+        (["terminated", "goodbye"], "terminated"),
+        (["terminated", "died"], "terminated"),
+        (["goodbye", "died"], "finished"),
+    ],
+)
+def test_the_stronger_end_stays_in_any_order_of_arrival(
+    shared: Collector, run: str, kinds: list[str], ended: str
+) -> None:
+    for seq, kind in enumerate(kinds):
+        put(shared.url, batch(run, seq, events=[event(kind)]))
+    (rank,) = get(shared.url, f"/runs/{run}/ranks")["ranks"]
+    assert rank["ended"] == ended
+
+
+def test_a_run_of_which_all_ranks_are_terminated_was_killed(shared: Collector, run: str) -> None:
+    for rank in range(2):
+        put(shared.url, batch(run, 0, rank, events=[event("terminated", signal="SIGTERM", wall_ns=S)]))
+    assert listed_state(shared.url, run) == "failed"
+    (attempt,) = attempts(shared.url, run)
+    assert (attempt["outcome"], attempt["reason"]) == ("killed", "terminated by SIGTERM")
+    assert [finding for finding in findings(shared.url, run) if finding["code"] == "crash"] == []
+
+
+def test_a_hang_that_ended_by_sigterm_keeps_its_verdict(shared: Collector, run: str) -> None:
+    end = [event("terminated", signal="SIGTERM")]
+    put(shared.url, batch(run, 0, 0, pulse=pulse("bucket", 30), events=end))
+    put(shared.url, batch(run, 0, 1, pulse=pulse("data", 32, place="dataset.py:31"), events=end))
+    hang = findings(shared.url, run)[0]
+    assert (hang["code"], hang["ranks"]) == ("hang", [1])
+    assert "data loader for 32 s (dataset.py:31)" in hang["title"]
+
+
+def test_each_attempt_has_its_outcome_and_an_unfinished_one_is_superseded(shared: Collector, run: str) -> None:
+    error = [failed("ValueError", "a bad sample", 5)]
+    for number, events in enumerate(([], error, [event("goodbye")], [])):
+        for rank in range(2):
+            attempt, source = f"{number + 1:016x}", f"{16 * (number + 1) + rank:016x}"
+            anchor = wire.Anchor(wall_ns=10**18 + number, monotonic_ns=0)
+            put(
+                shared.url,
+                batch(run, 0, rank, attempt=attempt, source=source, anchor=anchor, steps=steps(0, 5), events=events),
+            )
+    rows = attempts(shared.url, run)
+    assert [row["outcome"] for row in rows] == ["superseded", "failed", "finished", "running"]
+    assert [row["ended_ns"] is None for row in rows] == [False, False, False, True]
+    assert [row["ordinal"] for row in rows] == [0, 1, 2, 3]
+    assert [(row["ranks"], row["steps"]) for row in rows] == [(2, 5)] * 4
+    assert rows[1]["reason"] == "ValueError: a bad sample"
+    assert listed_state(shared.url, run) == "running"
+
+
+def test_the_state_filter_accepts_the_states_of_failures(shared: Collector, run: str) -> None:
+    put(shared.url, batch(run, events=[failed("ValueError", "", 1)]))
+    listed = get(shared.url, "/runs", limit=500, state="failed")["runs"]
+    assert run in {item["run"] for item in listed}
+    assert run not in {item["run"] for item in get(shared.url, "/runs", limit=500, state="hung")["runs"]}

@@ -1,0 +1,94 @@
+"""The page of runs that hang, fail or were restarted, in a real Chromium."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ddpobs import wire
+from tests.collector import collector
+from tests.server.batches import ATTEMPT, batch, hello, layout, pulse, put, steps
+from tests.server.browsing import EVIL, Visit
+
+NEXT = "b" * 16
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A run that hangs, and a run whose first attempt failed."""
+    with collector(tmp_path_factory.mktemp("failures"), lost_after_s=3600, stalled_after_s=3600) as running:
+        waiting = pulse("bucket", 12, bucket=1)
+        blocked = pulse(
+            "data", 14, phase="data", place=f"data.py:31 {EVIL}", stack=["train.py:5 main", f"data.py:31 {EVIL}"]
+        )
+        for rank, activity in enumerate((waiting, blocked)):
+            put(
+                running.url,
+                batch("hung", 0, rank, hello=hello(), layouts=[layout()], steps=steps(0, 5), pulse=activity),
+            )
+        detail: dict[str, wire.Scalar] = {"error": "ValueError", "message": f"a bad sample {EVIL}", "phase": "forward"}
+        detail |= {"traceback": "File train.py\nline 7", "wall_ns": 1}
+        failed = wire.Event(kind="failed", at_ns=0, step=6, detail=detail)
+        put(running.url, batch("again", 0, 0, steps=steps(0, 7)))
+        put(running.url, batch("again", 0, 1, steps=steps(0, 7), events=[failed]))
+        for rank in range(2):
+            later = {
+                "attempt": NEXT,
+                "source": f"{16 + rank:016x}",
+                "anchor": wire.Anchor(wall_ns=10**18 + 1, monotonic_ns=0),
+            }
+            put(running.url, batch("again", 0, rank, steps=steps(0, 3), **later))
+        yield running.url
+
+
+def color(visit: Visit, selector: str) -> str:
+    script = "selector => getComputedStyle(document.querySelector(selector)).backgroundColor"
+    return str(visit.page.evaluate(script, selector))
+
+
+def test_the_list_marks_a_run_that_hangs(browser: Any, url: str) -> None:
+    visit = Visit(browser, url)
+    visit.page.locator("#runs .state.hung").wait_for()
+    visit.page.get_by_text(re.compile(r"Rank 1 has been in the data loader for 1\d s")).wait_for()
+    assert color(visit, "#runs .state.hung") != color(visit, "#runs .state.running")
+    assert visit.errors == []
+
+
+def test_the_page_of_a_run_that_hangs_shows_place_and_stack(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/hung")
+    visit.page.get_by_role("heading", name="Rank 1 has been in the data loader").wait_for()
+    visit.page.locator("#facts .state.hung").wait_for()
+    stack = visit.page.locator("#findings pre").inner_text()
+    assert stack.splitlines() == ["Rank 1:", "  train.py:5 main", f"  data.py:31 {EVIL}"]
+    cell = visit.page.locator("#ranks td.hung").nth(1).inner_text()
+    assert cell.startswith(f"stuck for 14 s at data.py:31 {EVIL}: data, step 7, bucket 0 (")
+    assert visit.page.locator("#attempts tbody tr").count() == 1
+    assert visit.errors == []
+    assert visit.page.title() == "hung · ddpobs"
+
+
+def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/again")
+    visit.page.locator("#facts").get_by_text("3 steps · attempt 2").wait_for()
+    rows = visit.page.locator("#attempts tbody tr")
+    assert rows.nth(1).locator("td").nth(2).inner_text() == f"rank 1: ValueError: a bad sample {EVIL}"
+    visit.page.get_by_role("link", name="attempt 1").click()
+    visit.page.get_by_role("heading", name="Rank 1 failed first, in forward of step 6").wait_for()
+    visit.page.locator("#facts").get_by_text("7 steps · attempt 1").wait_for()
+    assert visit.page.locator("#facts .state").inner_text() == "failed"
+    assert visit.page.locator("#findings pre").inner_text() == "File train.py\nline 7"
+    assert visit.page.url == f"{url}/runs/again?attempt={ATTEMPT}"
+    reads = [address for address in visit.requests if "/diagnostics" in address or "/spans" in address]
+    assert [address for address in reads if f"attempt={ATTEMPT}" in address]
+    visit.page.get_by_role("link", name="attempt 2").click()
+    visit.page.locator("#facts").get_by_text("3 steps · attempt 2").wait_for()
+    assert visit.page.url == f"{url}/runs/again"
+    assert visit.errors == []
+
+
+def test_an_unknown_attempt_is_shown_as_such(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/runs/again?attempt={'c' * 16}")
+    visit.page.get_by_text(f"run again has no attempt {'c' * 16}").wait_for()
