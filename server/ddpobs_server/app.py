@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +31,7 @@ from ddpobs_server.operations.health_monitor import HealthMonitor
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings, unknown_settings
-from ddpobs_server.store import Store
+from ddpobs_server.store import Store, database_lock
 from ddpobs_server.web import problems, security_headers, serving
 from ddpobs_server.web.auth import Authenticator
 from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol
@@ -150,6 +150,13 @@ def serve(
         _log.warning(warning)
     if (problem := self_check.tls_problem(settings)) is not None:
         raise _refusal(problem)
+    with ExitStack() as locks:
+        if (file := settings.database_file) is not None:
+            locks.enter_context(database_lock.held(file, alone=False))
+        _serve(settings)
+
+
+def _serve(settings: Settings) -> None:
     has_tokens = _refuse_public_without_token(settings)
     if (problem := self_check.address_problem(settings.host, settings.port)) is not None:
         raise _refusal(problem, 1)

@@ -6,7 +6,7 @@ Every query covers a single run, or joins and sums each of several runs by its `
 from __future__ import annotations
 
 from ddpobs_server.store.column_queries import TooManyRowsError
-from ddpobs_server.store.database_errors import UnavailableError, UnusableError
+from ddpobs_server.store.database_errors import LostDatabaseError, UnavailableError, UnusableError
 from ddpobs_server.store.ingest import Arrival, Outcome, UnstorableBatchError
 from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
@@ -18,6 +18,7 @@ __all__ = [
     "Arrival",
     "Attempt",
     "BucketRollup",
+    "LostDatabaseError",
     "Outcome",
     "PeerTotal",
     "Rollup",

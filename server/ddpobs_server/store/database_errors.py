@@ -25,6 +25,8 @@ _PASSING = frozenset(
 )
 _DISK_FULL, _READ_ONLY = "53100", "25006"
 """SQLSTATEs of PostgreSQL."""
+_DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, "XX001", "XX002"})
+"""Damaged pages, as error codes of SQLite and as SQLSTATEs of PostgreSQL."""
 
 
 class UnavailableError(Exception):
@@ -39,13 +41,28 @@ class UnavailableError(Exception):
         self.full = full
 
 
+class LostDatabaseError(UnavailableError):
+    """Commits would not last: the database's file was removed or replaced, or its pages are damaged.
+
+    Only an operator can mend it. The message has the place and the remedy.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, full=False)
+
+
 class UnusableError(Exception):
     """This version cannot use the database as it is; the message has the reason and the remedy."""
 
 
 def translate(context: ExceptionContext) -> UnavailableError | None:
-    """Handler for SQLAlchemy's `handle_error`: returns an `UnavailableError` for an error that may pass."""
+    """Handler for SQLAlchemy's `handle_error`: returns an `UnavailableError` for an error that may pass.
+
+    Damage is a `LostDatabaseError`.
+    """
     error: Any = context.original_exception
+    if is_damage(error):
+        return LostDatabaseError(f"the database is damaged: {type(error).__name__}: {error}")
     if context.is_pre_ping:
         return None  # The pool reconnects by itself.
     if _sqlstate(error) == _READ_ONLY:
@@ -83,6 +100,11 @@ class Pool(QueuePool):
 def is_full(error: Any) -> bool:
     """Whether a driver's error means that no space is left."""
     return _sqlite_code(error) == sqlite3.SQLITE_FULL or _sqlstate(error) == _DISK_FULL
+
+
+def is_damage(error: Any) -> bool:
+    """Whether a driver's error means that pages of the database are damaged."""
+    return not {_sqlite_code(error), _sqlstate(error)}.isdisjoint(_DAMAGE)
 
 
 def _passes(error: Any) -> bool:
