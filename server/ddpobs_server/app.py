@@ -28,6 +28,7 @@ from ddpobs_server.ingest.writer import Writer
 from ddpobs_server.operations import logs, self_check
 from ddpobs_server.operations.commands import cli, open_store, print_error
 from ddpobs_server.operations.health_monitor import HealthMonitor
+from ddpobs_server.operations.limit_usage import LimitUsage
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings, unknown_settings
@@ -104,7 +105,10 @@ async def _open(state: Any) -> None:
     state.memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), registry)
     state.retention = RetentionJob(settings, store, registry)
     state.retention.start()
-    state.health_monitor = HealthMonitor(store, registry)
+    limits = LimitUsage(settings, store, registry)
+    limits.watch("queue_batches", lambda: state.writer.queued / settings.queue_batches)
+    limits.watch("max_under_way_mb", lambda: state.memory_budget.bytes / state.memory_budget.limit_bytes)
+    state.health_monitor = HealthMonitor(store, registry, limits.measure)
     await run_in_threadpool(state.health_monitor.start)
 
 

@@ -59,6 +59,12 @@ class Settings(BaseSettings):
         None, gt=0, le=_DAYS, description="Days of silence after which a whole run is deleted."
     )
     keep_gb: float | None = Field(None, gt=0, description="Largest size of the database, in GB (10^9 bytes).")
+    keep_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Largest share of the data that the first round of retention removes by age; 1 allows all.",
+    )
     keep_free_mb: float = Field(
         100,
         ge=0,

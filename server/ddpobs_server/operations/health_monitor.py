@@ -7,6 +7,7 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
 
@@ -28,9 +29,13 @@ class HealthMonitor:
     Args:
         store: The store to check.
         registry: Receives the metrics, including the process metrics.
+        further_check: Called after each successful check, on the same thread.
     """
 
-    def __init__(self, store: Store, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, store: Store, registry: CollectorRegistry, further_check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._further_check = further_check
         self._store = store
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpobs-watch", daemon=True)
@@ -95,6 +100,7 @@ class HealthMonitor:
             self._skew_s.set(skew_s)
             self._size.set(self._store.size_bytes())
             self._store.check_health()
+            self._further_check()
             self._problem = None
         except LostDatabaseError as error:
             self._problem = "the database's file was removed, replaced or damaged"

@@ -54,7 +54,7 @@ def _open_locked(path: Path, database: Path, alone: bool) -> int:
 
 def _is_same(path: Path, descriptor: int) -> bool:
     try:
-        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
         return False
 

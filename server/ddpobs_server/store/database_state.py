@@ -5,7 +5,6 @@ Commits that go to a removed or replaced file are lost at the next start. A dama
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,7 @@ class DatabaseState:
 
 def _identity(path: Path) -> _Identity | None:
     try:
-        status = os.stat(path)
+        status = path.stat()
     except OSError:
         return None
     return status.st_dev, status.st_ino

@@ -20,6 +20,7 @@ from ddpobs_server.store import (
     bucket_sums,
     column_queries,
     compaction,
+    deleted_attempts,
     distribution,
     engine,
     health_queries,
@@ -186,6 +187,10 @@ class Store:
     run = _reads(run_queries.run)
     commits = _reads(run_queries.commits)
     count_runs = _reads(run_queries.count_runs)
+    silent_runs_share = _reads(run_queries.silent_runs_share)
+    silent_bytes_share = _reads(run_queries.silent_bytes_share)
+    runs_by_workspace = _reads(run_queries.runs_by_workspace)
+    most_sources = _reads(run_queries.most_sources)
     count_sources = _reads(run_queries.count_sources)
 
     attempts = _reads(attempt_queries.attempts)
@@ -216,6 +221,7 @@ class Store:
     distribution = staticmethod(distribution.statements)
 
     delete = _maintains(removal.delete)
+    forget_deleted = _writes(deleted_attempts.forget)
     expire_chunks = _maintains(removal.expire_chunks)
     expire_runs = _maintains(removal.expire_runs)
     prune_unused_sets = _maintains(removal.prune_unused_sets)

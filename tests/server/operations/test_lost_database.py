@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from tests import databases
 from tests.collector import Collector, collector
-from tests.server.batches import assert_problem, batch, get, put, spans, steps
+from tests.server.batches import assert_problem, batch, put, spans, steps
 
 
 def remove(file: Path) -> None:

@@ -8,6 +8,7 @@ import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import numpy as np
@@ -24,7 +25,7 @@ from tests.databases import Fresh
 from tests.server.batches import ATTEMPT, source_of, spans, steps
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-EARLIER = ("0001", "0002", "0003", "0004")
+EARLIER = ("0001", "0002", "0003", "0004", "0005", "0006")
 """Earlier revisions of the schema that an existing database may have."""
 WINDOW = (*(f"{phase}_ns" for phase in wire.PHASES), "comm_ns", "samples", "own_ns", "own_steps")
 
@@ -58,9 +59,14 @@ def _fill(connection: Connection, revision: str) -> None:
         insert(connection, "rollups", **key, step_window=0, steps=10, wall_ns=10**9, **dict.fromkeys(WINDOW, 5))
         counts = {f"straggler_{phase}": 1 for phase in wire.OWN_PHASES}
         insert(connection, "peer_totals", **key, rank=rank, steps=10, delay_ns=3, wait_ns=4, **counts)
-        for bucket in (1, 0):
-            times = {"compute_ns": 10 + rank, "comm_ns": 2**40, "exposed_ns": bucket}
-            insert(connection, "bucket_rollups", **key, module=0, revision=1, bucket=bucket, steps=10, **times)
+        layout: dict[str, Any] = key | {"module": 0, "revision": 1}
+        if revision >= "0005":
+            sums = np.array([[0, 1], [10, 10], [10 + rank] * 2, [2**40] * 2, [0, 1]], "<f8")
+            insert(connection, "bucket_sums", **layout, sums=sums.tobytes())
+        else:
+            for bucket in (1, 0):
+                times = {"compute_ns": 10 + rank, "comm_ns": 2**40, "exposed_ns": bucket}
+                insert(connection, "bucket_rollups", **layout, bucket=bucket, steps=10, **times)
     for chunk in _first_chunks() if revision == "0001" else _second_chunks():
         insert(connection, "chunks", run_id="old", seq=0, first_step=0, last_step=9, **chunk)
 
