@@ -27,7 +27,10 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, allow_inf_nan=False)
 
-    host: str = Field("127.0.0.1", description="Address to listen on; without a token only loopback is allowed.")
+    host: str = Field(
+        "127.0.0.1",
+        description="Addresses to listen on, separated by commas; without a token only loopback is allowed.",
+    )
     port: int = Field(8321, ge=0, le=65535, description="Port to listen on; 0 selects a free port.")
     database_url: str = Field("sqlite:///ddpobs.db", description="SQLAlchemy URL of the database.")
     token: SecretStr | None = Field(None, description="Bearer token required under /api and /metrics.")
@@ -74,6 +77,14 @@ class Settings(BaseSettings):
     tls_cert: Path | None = Field(None, description="Certificate chain (PEM); the collector then serves HTTPS only.")
     tls_key: Path | None = Field(
         None, description="Private key of the certificate (PEM), unless the certificate's file contains it."
+    )
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*/?$",
+        description="Path under which a proxy serves the collector, as /ddpobs.",
+    )
+    keep_alive_s: int = Field(
+        75, gt=0, le=86_400, description="Seconds a connection may stay idle; longer than a load balancer's own limit."
     )
     trusted_proxies: str = Field(
         "", description="Addresses and networks, separated by commas, whose X-Forwarded-For is trusted."
@@ -130,10 +141,27 @@ class Settings(BaseSettings):
             raise ValueError("the token is empty: set a token, or unset DDPOBS_SERVER_TOKEN")
         return self
 
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, value: str) -> str:
+        if not all(host.strip() for host in value.split(",")):
+            raise ValueError(f"expected addresses separated by commas, such as 0.0.0.0,::, got {value!r}")
+        return value
+
+    @field_validator("root_path")
+    @classmethod
+    def _drop_final_slash(cls, value: str) -> str:
+        return value.rstrip("/")
+
+    @property
+    def hosts(self) -> list[str]:
+        """Addresses to listen on."""
+        return [host.strip() for host in self.host.split(",")]
+
     @property
     def on_loopback(self) -> bool:
-        """Whether only this machine can connect: the host is loopback and no trusted proxy forwards requests."""
-        return _is_loopback(self.host) and not self.trusted_proxies
+        """Whether only this machine can connect: the hosts are loopback and no trusted proxy forwards requests."""
+        return all(map(_is_loopback, self.hosts)) and not self.trusted_proxies
 
     @property
     def database_file(self) -> Path | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Literal
 
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
+from ddpobs_server.web import listening
 
 _FREE_BYTES, _FREE_RATIO = 10**9, 0.02
 _SKEW_S = 5.0
@@ -40,7 +40,7 @@ def run(settings: Settings, integrity: bool = True) -> Iterator[CheckResult]:
         integrity: Whether to read a whole SQLite file, which takes long for a large file.
     """
     database, file = settings.database, settings.database_file
-    if (problem := address_problem(settings.host, 0)) is not None:
+    if (problem := address_problem(settings.hosts, 0)) is not None:
         yield CheckResult("address", "fail", problem)
     if settings.tls_cert is not None:
         yield _tls(settings, settings.tls_cert)
@@ -77,17 +77,14 @@ def access_problem(settings: Settings, tokens: bool) -> str | None:
     )
 
 
-def address_problem(host: str, port: int) -> str | None:
-    """The reason why a server cannot listen on this address; None if it can."""
-
-    async def bind() -> None:
-        loop = asyncio.get_running_loop()
-        (await loop.create_server(asyncio.Protocol, host, port, start_serving=False)).close()
-
+def address_problem(hosts: Sequence[str], port: int) -> str | None:
+    """The reason why a server cannot listen on these addresses; None if it can."""
     try:
-        asyncio.run(bind())
-    except (OSError, UnicodeError) as error:
-        return f"cannot listen on {host}, port {port}: {getattr(error, 'strerror', None) or error}"
+        sockets = listening.bind(hosts, port)
+    except listening.AddressError as error:
+        return str(error)
+    for bound in sockets:
+        bound.close()
     return None
 
 

@@ -235,7 +235,7 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
         authenticator: Authenticator = request.app.state.authenticator
         await refresh_tokens_for(request)
         if authenticator.allows_anonymous:
-            _check_host(request.headers.get("Host", ""), request.app.state.settings.host)
+            _check_host(request.headers.get("Host", ""), tuple(request.app.state.settings.hosts))
         caller = authenticator.caller(*_credentials(request))
         if scope not in caller.scopes:
             scopes = ", ".join(sorted(caller.scopes))
@@ -246,7 +246,7 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
 
 
 @lru_cache
-def _check_host(host: str, own_host: str) -> None:
+def _check_host(host: str, own_hosts: tuple[str, ...]) -> None:
     """Without tokens, accept only host names that no web site can own.
 
     A web site could otherwise resolve its own name to this address and let a visitor's browser read the runs.
@@ -256,7 +256,7 @@ def _check_host(host: str, own_host: str) -> None:
     """
     try:
         name = urlsplit(f"//{host}").hostname or ""
-        if "." not in name or name.endswith((".localhost", ".internal")) or name == own_host or ip_address(name):
+        if "." not in name or name.endswith((".localhost", ".internal")) or name in own_hosts or ip_address(name):
             return
     except ValueError:
         pass
