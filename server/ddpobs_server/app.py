@@ -98,7 +98,11 @@ def create_app(settings: Settings) -> FastAPI:
 async def _open(state: Any) -> None:
     """Open the database and start the background threads; `state` is the application's."""
     settings, registry = state.settings, state.registry
-    state.store = store = Store(settings.database_url, keep_free_bytes=int(settings.keep_free_mb * 1e6))
+    state.store = store = Store(
+        settings.database_url,
+        keep_free_bytes=int(settings.keep_free_mb * 1e6),
+        prepare_threshold=settings.statement_threshold,
+    )
     store.migrate()
     state.authenticator = Authenticator(settings, store)
     state.reports = Reports(store)
@@ -202,7 +206,7 @@ def _refuse_public_without_token(settings: Settings) -> bool:
     The database is opened here, so that its errors also appear as one line.
     """
     store = open_store(settings)
-    has_tokens = settings.token is not None or bool(store.tokens())
+    has_tokens = settings.has_token or bool(store.tokens())
     store.close()
     if (problem := self_check.access_problem(settings, has_tokens)) is not None:
         raise _refusal(problem)

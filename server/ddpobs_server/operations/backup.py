@@ -7,8 +7,7 @@ import sqlite3
 from contextlib import closing, suppress
 from pathlib import Path
 
-from sqlalchemy import make_url
-
+from ddpobs_server.settings import printable_url, sqlite_file
 from ddpobs_server.store import database_lock
 
 
@@ -53,10 +52,10 @@ def _restore(database: Path, file: Path) -> None:
 
 
 def _sqlite_file(database_url: str, alternative: str) -> Path:
-    url = make_url(database_url)
-    if url.get_backend_name() != "sqlite" or not url.database:
-        raise BackupError(f"{url.render_as_string()} has its own tool: {alternative}")
-    return Path(url.database).resolve()
+    file = sqlite_file(database_url)
+    if file is None:
+        raise BackupError(f"{printable_url(database_url)} has its own tool: {alternative}")
+    return file
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from sqlalchemy.engine import ExceptionContext
 from sqlalchemy.exc import TimeoutError as NoConnectionError
 from sqlalchemy.pool import PoolProxiedConnection, QueuePool
 from typing_extensions import override
+
+from ddpobs_server.store import database_access
 
 _PASSING = frozenset(
     {
@@ -25,6 +29,14 @@ _PASSING = frozenset(
 )
 _DISK_FULL, _READ_ONLY = "53100", "25006"
 """SQLSTATEs of PostgreSQL."""
+_POOL_STATES = ("XX000", "08P01", "58000", None)
+"""SQLSTATEs with which a pool reports that its server is away; they also have other meanings."""
+_DENIED = (sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_PERM)
+"""Errors of SQLite for a missing right or folder; the driver's message names neither."""
+_LOST_STATEMENTS = frozenset({"26000", "42P05"})
+"""SQLSTATEs of prepared statements behind a pool that gives each transaction another connection."""
+_LOST_SERVER = re.compile("server (closed|conn|login)|terminating|pgbouncer|query_wait_timeout", re.IGNORECASE)
+"""Messages of such a pool."""
 _DAMAGE = frozenset({sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, "XX001", "XX002"})
 """Damaged pages, as error codes of SQLite and as SQLSTATEs of PostgreSQL."""
 
@@ -68,6 +80,11 @@ def translate(context: ExceptionContext) -> UnavailableError | None:
     if _sqlstate(error) == _READ_ONLY:
         # After a failover the old server stays read-only. The pool must drop its connections to find the new server.
         context.is_disconnect = True
+    if _is_lost_by_pool(error):
+        context.is_disconnect = True  # The driver's record of prepared statements is wrong from now on.
+    if _sqlite_code(error) in _DENIED and context.engine is not None and context.engine.url.database:
+        file = Path(context.engine.url.database).resolve()
+        return UnavailableError(f"{error}: {database_access.missing_right(file) or file}", full=False)
     return _unavailable(error) if context.is_disconnect or _passes(error) else None
 
 
@@ -83,7 +100,10 @@ def translated() -> Iterator[None]:
 
 
 def _unavailable(error: Any) -> UnavailableError:
-    return UnavailableError(f"{type(error).__name__}: {error}", full=is_full(error))
+    hint = ""
+    if _sqlstate(error) in _LOST_STATEMENTS:
+        hint = "; behind a pool in transaction mode set DDPOBS_SERVER_PREPARE_THRESHOLD=off"
+    return UnavailableError(f"{type(error).__name__}: {error}{hint}", full=is_full(error))
 
 
 class Pool(QueuePool):
@@ -95,6 +115,12 @@ class Pool(QueuePool):
             return super().connect()
         except NoConnectionError as error:
             raise UnavailableError(f"no connection was free: {error}", full=False) from error
+
+
+def _is_lost_by_pool(error: Any) -> bool:
+    """Whether a pool such as pgbouncer lost the server or a prepared statement; another connection may succeed."""
+    state = _sqlstate(error)
+    return state in _LOST_STATEMENTS or (state in _POOL_STATES and _LOST_SERVER.search(str(error)) is not None)
 
 
 def is_full(error: Any) -> bool:

@@ -77,6 +77,11 @@ def count_runs(connection: Connection, workspace: str) -> int:
     return connection.execute(select(func.count()).where(_r.workspace == workspace)).scalar_one()
 
 
+def has_runs(connection: Connection) -> bool:
+    """Whether there is any run."""
+    return connection.execute(select(_r.run_id).limit(1)).first() is not None
+
+
 def runs_by_workspace(connection: Connection) -> dict[str, int]:
     """Number of runs in each workspace."""
     return {row[0]: row[1] for row in connection.execute(select(_r.workspace, func.count()).group_by(_r.workspace))}

@@ -85,10 +85,14 @@ class Store:
         url: SQLAlchemy URL of a SQLite or PostgreSQL database.
         keep_free_bytes: With less free space on a SQLite file's disk no batch is stored: removal needs space too.
         read_only: Whether to leave a SQLite file unchanged.
+        prepare_threshold: Executions after which PostgreSQL prepares a statement; None for never, behind a pool that
+            gives each transaction another connection.
     """
 
-    def __init__(self, url: str, keep_free_bytes: int = 0, *, read_only: bool = False) -> None:
-        self._engine = engine.engine(url, write_ahead=not read_only)
+    def __init__(
+        self, url: str, keep_free_bytes: int = 0, *, read_only: bool = False, prepare_threshold: int | None = 5
+    ) -> None:
+        self._engine = engine.engine(url, write_ahead=not read_only, prepare_threshold=prepare_threshold)
         self._state = DatabaseState(self._engine, None if read_only else self._file)
         self._keep_free_bytes, self._disk = keep_free_bytes, self.folder
         self._stored_at = float("-inf")
@@ -189,6 +193,7 @@ class Store:
     count_runs = _reads(run_queries.count_runs)
     silent_runs_share = _reads(run_queries.silent_runs_share)
     silent_bytes_share = _reads(run_queries.silent_bytes_share)
+    has_runs = _reads(run_queries.has_runs)
     runs_by_workspace = _reads(run_queries.runs_by_workspace)
     most_sources = _reads(run_queries.most_sources)
     count_sources = _reads(run_queries.count_sources)
