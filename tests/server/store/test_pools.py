@@ -43,16 +43,16 @@ def pool(url: str, folder: Path) -> Iterator[str]:
     """Address of a database behind pgbouncer in transaction mode, with few server connections."""
     program, port = need_pgbouncer(), free_port()
     database = make_url(url)
-    (folder / "users.txt").write_text('"postgres" ""\n')
     (folder / "pgbouncer.ini").write_text(
         f"[databases]\n{database.database} = host={database.query['host']} dbname={database.database} user=postgres\n"
         f"[pgbouncer]\nlisten_addr = 127.0.0.1\nlisten_port = {port}\nauth_type = any\npool_mode = transaction\n"
-        f"default_pool_size = 3\nunix_socket_dir =\nlogfile = {folder}/pool.log\nuser = nobody\n"
+        f"default_pool_size = 3\nunix_socket_dir =\nlogfile = {folder}/pool.log\n"
         "server_check_delay = 0\n"
     )
     folder.chmod(0o777)
+    owner = Path(str(database.query["host"])).stat().st_uid  # Only the server's own user may enter its folder.
     process = subprocess.Popen(
-        [program, "-q", str(folder / "pgbouncer.ini")], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        [program, "-q", str(folder / "pgbouncer.ini")], user=owner, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     try:
         pooled = f"postgresql+psycopg://postgres@127.0.0.1:{port}/{database.database}"
@@ -92,7 +92,7 @@ def test_a_collector_behind_a_pool_in_transaction_mode_stores_every_batch(
         ThreadPoolExecutor(8) as threads,
     ):
         keys = [(seq, rank) for seq in range(50) for rank in range(4)]
-        batches = [batch("x", seq, rank, steps=steps(seq, 1), spans=spans(seq, 1)) for seq, rank in keys]
+        batches = [batch("x", seq, rank, world_size=4, steps=steps(seq, 1), spans=spans(seq, 1)) for seq, rank in keys]
         puts = [threads.submit(put, running.url, payload) for payload in batches]
         reads = [threads.submit(httpx.get, f"{running.url}/metrics", timeout=60) for _ in range(20)]
         assert {answer.result().status_code for answer in puts} == {201}
@@ -107,7 +107,9 @@ def test_with_prepared_statements_a_pool_costs_no_batch_either(
         collector(tmp_path, database_url=url, prepare_threshold=1) as running,
         ThreadPoolExecutor(8) as threads,
     ):
-        batches = [batch("x", seq=seq, rank=rank, steps=steps(seq, 1)) for seq in range(50) for rank in range(4)]
+        batches = [
+            batch("x", seq=seq, rank=rank, world_size=4, steps=steps(seq, 1)) for seq in range(50) for rank in range(4)
+        ]
         answers = {answer.status_code for answer in threads.map(lambda payload: put(running.url, payload), batches)}
         assert answers <= {201, 503}, "a client keeps a batch that got a 503"
 
