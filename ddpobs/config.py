@@ -11,10 +11,9 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddpobs.errors import ConfigError
-from ddpobs.wire.text import STRICT_RUN_ID
+from ddpobs.wire.text import STRICT_RUN_ID, clean_token
 
 DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
-_TOKEN = re.compile(r"[\x21-\x7e]+")
 _NUMBERS = {int: (Integral, "a whole number"), float: (Real, "a number")}
 _END = 10**9
 
@@ -30,6 +29,7 @@ class TelemetryConfig:
         collector: Address of the collector.
         run: Run id; None for the launcher's, or for an id that rank 0 creates and shares.
         token: Bearer token for the collector.
+        token_file: File with the token, if `token` is None. It is read again after the collector rejects the token.
         spool: Folder for unsent batches; None for a folder under the system's temporary folder.
         spool_mb: Limit of the spool's size, in MB (10^6 bytes).
         queue_records: Most finished steps that wait for the telemetry thread; further steps are dropped and counted.
@@ -47,6 +47,7 @@ class TelemetryConfig:
     collector: str = DEFAULT_COLLECTOR
     run: str | None = None
     token: str | None = field(default=None, repr=False)
+    token_file: str | Path | None = None
     spool: str | Path | None = None
     spool_mb: float = 256.0
     queue_records: int = 4096
@@ -67,8 +68,8 @@ class TelemetryConfig:
         """
         if not _is_address(self.collector):
             raise ConfigError("collector", "an http:// or https:// address", self.collector)
-        if self.token is not None and not _TOKEN.fullmatch(self.token):
-            raise ConfigError("token", "ASCII letters, digits and signs without spaces and line ends", "another text")
+        if self.token is not None:
+            object.__setattr__(self, "token", _clean_token(self.token))
         if self.run is not None and not re.match(STRICT_RUN_ID, self.run):
             raise ConfigError("run", "1 to 128 of A-Z a-z 0-9 . _ -, and neither . nor ..", self.run)
         for setting in fields(self):
@@ -78,6 +79,20 @@ class TelemetryConfig:
                 type(value) is bool or not isinstance(value, kind[0]) or not 0 < float(value) < _END
             ):
                 raise ConfigError(setting.name, f"{kind[1]} above zero and below {_END:,}", value)
+
+
+def current_token(config: TelemetryConfig) -> str | None:
+    """Return the token of the settings, or the first line of its file; None without either.
+
+    Raises:
+        ConfigError: The file cannot be read, or has no token in its first line.
+    """
+    if config.token is not None or config.token_file is None:
+        return config.token
+    try:
+        return _clean_token(Path(config.token_file).read_text(encoding="ascii", errors="replace").partition("\n")[0])
+    except OSError as error:
+        raise ConfigError("token_file", "a readable file with a token", f"{config.token_file}: {error}") from None
 
 
 def resolve(telemetry: bool | str | TelemetryConfig | None, environ: Mapping[str, str]) -> TelemetryConfig | None:
@@ -121,6 +136,13 @@ def from_environment(environ: Mapping[str, str]) -> TelemetryConfig:
     except ConfigError as error:
         name = "DDPOBS_TELEMETRY" if error.setting == "collector" else f"DDPOBS_{error.setting.upper()}"
         raise ConfigError(name, error.expected, error.actual) from None
+
+
+def _clean_token(text: str) -> str:
+    try:
+        return clean_token(text)
+    except ValueError:
+        raise ConfigError("token", "ASCII letters, digits and signs without spaces inside", "another text") from None
 
 
 def _is_address(text: str) -> bool:

@@ -17,7 +17,7 @@ import httpcore
 import msgspec
 
 from ddpobs import wire
-from ddpobs.config import TelemetryConfig
+from ddpobs.config import TelemetryConfig, current_token
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 30.0
 _LONGEST_WAIT_S = 300.0
@@ -102,7 +102,9 @@ class Sender:
     def __init__(self, config: TelemetryConfig) -> None:
         self._url = config.collector.rstrip("/")
         self._timeout_s = config.timeout_s
-        self._headers = [*request_headers(config), ("Content-Type", wire.MSGPACK), ("Content-Encoding", "zstd")]
+        self._config = config
+        self._headers: list[tuple[str, str]] | None = None
+        """Read with the first batch, and again after a rejected token: an operator may replace the token's file."""
         self._network = _DeadlineBackend()
         # Reading certificates takes time, and only https needs them.
         trusted = httpcore.default_ssl_context() if self._url.startswith("https:") else None
@@ -117,6 +119,9 @@ class Sender:
         url = f"{self._url}/api/v1/runs/{run}/sources/{source}/batches/{seq}"
         self._network.deadline = time.monotonic() + (self._timeout_s if within_s is None else within_s)
         try:
+            if self._headers is None:
+                content = [("Content-Type", wire.MSGPACK), ("Content-Encoding", "zstd")]
+                self._headers = [*request_headers(self._config), *content]
             with self._pool.stream("PUT", url, headers=self._headers, content=body) as response:
                 text = b""
                 for piece in response.iter_stream():
@@ -124,7 +129,10 @@ class Sender:
                     if len(text) > _ANSWER_BYTES:
                         return Answer(Outcome.RETRY, "the answer did not end within 64 KiB")
                 headers = {name.lower(): value.decode("latin-1") for name, value in response.headers}
-                return _meaning(response.status, headers, text, source, seq)
+                answer = _meaning(response.status, headers, text, source, seq)
+                if answer.outcome is Outcome.FORBIDDEN:
+                    self._headers = None
+                return answer
         except (*NETWORK_ERRORS, OSError, ValueError) as error:
             return Answer(Outcome.RETRY, f"{type(error).__name__}: {error}")
 
@@ -136,7 +144,8 @@ class Sender:
 def request_headers(config: TelemetryConfig) -> list[tuple[str, str]]:
     """Return the headers of every request to the collector: its host, and the token if there is one."""
     host = urlsplit(config.collector).netloc.rpartition("@")[2]  # httpcore omits the brackets of an IPv6 address.
-    return [("Host", host), *([("Authorization", f"Bearer {config.token}")] if config.token else [])]
+    token = current_token(config)
+    return [("Host", host), *([("Authorization", f"Bearer {token}")] if token else [])]
 
 
 def pause_s(attempts: int, least_s: float, jitter: random.Random) -> float:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 RUN_ID_CHARACTERS = "A-Za-z0-9._-"
 """Characters of a run id, as the inside of a regular expression's brackets."""
 RUN_ID = rf"[{RUN_ID_CHARACTERS}]{{1,128}}"
@@ -13,6 +15,21 @@ Clients and browsers remove `.` and `..` from a path. `\\Z`, because `$` also ma
 """
 NONCE = "[0-9a-f]{16}"
 """Regular expression of an attempt's or a source's id."""
+
+
+_TOKEN = re.compile(r"[\x21-\x7e]+")
+
+
+def clean_token(text: str) -> str:
+    """A token without white space at its ends, as both sides use it.
+
+    Raises:
+        ValueError: A header cannot carry the rest; the message does not contain it.
+    """
+    token = text.strip()
+    if not _TOKEN.fullmatch(token):
+        raise ValueError("the token must have ASCII letters, digits and signs, without spaces inside")
+    return token
 
 
 def printable(text: str) -> str:

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,7 +20,7 @@ from starlette.types import ASGIApp
 from typing_extensions import override
 
 import ddpobs
-from ddpobs_server import api, metrics, page
+from ddpobs_server import api, metrics, page, signals
 from ddpobs_server.ingest import route, upload
 from ddpobs_server.ingest.admission import Admission
 from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
@@ -28,13 +28,15 @@ from ddpobs_server.ingest.writer import Writer
 from ddpobs_server.operations import logs, self_check
 from ddpobs_server.operations.commands import cli, open_store, print_error
 from ddpobs_server.operations.health_monitor import HealthMonitor
+from ddpobs_server.operations.limit_usage import LimitUsage
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings, unknown_settings
-from ddpobs_server.store import Store
-from ddpobs_server.web import problems, security_headers, serving
+from ddpobs_server.store import Store, database_lock
+from ddpobs_server.web import listening, problems, security_headers, serving
 from ddpobs_server.web.auth import Authenticator
 from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol
+from ddpobs_server.web.root_path import RootPath
 
 _log = logging.getLogger(__name__)
 _DRAIN_S = 10
@@ -49,6 +51,8 @@ class _Collector(FastAPI):
         """Add the schemas of batches to FastAPI's document."""
         document = super().openapi()
         document["components"]["schemas"] |= upload.SCHEMAS
+        if root_path := self.state.settings.root_path:
+            document["servers"] = [{"url": root_path}]
         return document
 
     @override
@@ -57,7 +61,8 @@ class _Collector(FastAPI):
 
         FastAPI creates those responses outside of every middleware.
         """
-        return security_headers.Headers(super().build_middleware_stack())
+        stack = security_headers.Headers(super().build_middleware_stack())
+        return RootPath(stack, self.state.settings.root_path)
 
 
 def create_app(settings: Settings) -> FastAPI:
@@ -93,7 +98,11 @@ def create_app(settings: Settings) -> FastAPI:
 async def _open(state: Any) -> None:
     """Open the database and start the background threads; `state` is the application's."""
     settings, registry = state.settings, state.registry
-    state.store = store = Store(settings.database_url, keep_free_bytes=int(settings.keep_free_mb * 1e6))
+    state.store = store = Store(
+        settings.database_url,
+        keep_free_bytes=int(settings.keep_free_mb * 1e6),
+        prepare_threshold=settings.statement_threshold,
+    )
     store.migrate()
     state.authenticator = Authenticator(settings, store)
     state.reports = Reports(store, settings)
@@ -104,7 +113,10 @@ async def _open(state: Any) -> None:
     state.memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), registry)
     state.retention = RetentionJob(settings, store, registry)
     state.retention.start()
-    state.health_monitor = HealthMonitor(store, registry)
+    limits = LimitUsage(settings, store, registry)
+    limits.watch("queue_batches", lambda: state.writer.queued / settings.queue_batches)
+    limits.watch("max_under_way_mb", lambda: state.memory_budget.bytes / state.memory_budget.limit_bytes)
+    state.health_monitor = HealthMonitor(store, registry, limits.measure)
     await run_in_threadpool(state.health_monitor.start)
 
 
@@ -125,7 +137,10 @@ def _default(context: typer.Context) -> None:
 def serve(
     *,
     host: Annotated[
-        str | None, typer.Option(help="Address to listen on; default 127.0.0.1. Without a token: loopback only.")
+        str | None,
+        typer.Option(
+            help="Addresses to listen on, separated by commas; default 127.0.0.1. Without a token: loopback only."
+        ),
     ] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on; default 8321; 0 selects a free port.")] = None,
     database_url: Annotated[
@@ -134,6 +149,7 @@ def serve(
     token: Annotated[str | None, typer.Option(help="Bearer token required under /api and /metrics.")] = None,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain (PEM); enables HTTPS.")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Private key of the certificate (PEM).")] = None,
+    root_path: Annotated[str | None, typer.Option(help="Path under which a proxy serves the collector.")] = None,
     trusted_proxies: Annotated[str | None, typer.Option(help="Proxies whose X-Forwarded-For is trusted.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_format: Annotated[
@@ -150,14 +166,23 @@ def serve(
         _log.warning(warning)
     if (problem := self_check.tls_problem(settings)) is not None:
         raise _refusal(problem)
+    with ExitStack() as locks:
+        if (file := settings.database_file) is not None:
+            locks.enter_context(database_lock.held(file, alone=False))
+        _serve(settings)
+
+
+def _serve(settings: Settings) -> None:
     has_tokens = _refuse_public_without_token(settings)
-    if (problem := self_check.address_problem(settings.host, settings.port)) is not None:
-        raise _refusal(problem, 1)
+    try:
+        sockets = listening.bind(settings.hosts, settings.port)
+    except listening.AddressError as error:
+        raise _refusal(str(error), 1) from None
     serving.run(
         create_app(settings),
+        sockets,
         on_start=lambda url: _log_address(url, settings, has_tokens),
-        host=settings.host,
-        port=settings.port,
+        timeout_keep_alive=settings.keep_alive_s,
         http=BoundedHttpProtocol,
         ws="none",
         log_config=None,
@@ -181,7 +206,7 @@ def _refuse_public_without_token(settings: Settings) -> bool:
     The database is opened here, so that its errors also appear as one line.
     """
     store = open_store(settings)
-    has_tokens = settings.token is not None or bool(store.tokens())
+    has_tokens = settings.has_token or bool(store.tokens())
     store.close()
     if (problem := self_check.access_problem(settings, has_tokens)) is not None:
         raise _refusal(problem)
@@ -197,6 +222,7 @@ def _log_address(url: str, settings: Settings, has_tokens: bool) -> None:
 
 def main() -> None:
     """Run the console script. `ddpobs-server --port 0` means `ddpobs-server serve --port 0`."""
+    signals.install()
     os.umask(0o077)  # The database holds run data and token digests: only the collector's user may read it.
     if len(sys.argv) > 1 and sys.argv[1].startswith("-") and sys.argv[1] != "--help":
         sys.argv.insert(1, "serve")

@@ -9,10 +9,12 @@ from ipaddress import ip_address, ip_network
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, PositiveInt, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from sqlalchemy import make_url
 from sqlalchemy.exc import ArgumentError
+
+from ddpobs.wire.text import clean_token
 
 _DAYS = 36_500
 """A century: times are stored as 64-bit nanoseconds."""
@@ -27,10 +29,17 @@ class Settings(BaseSettings):
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, allow_inf_nan=False)
 
-    host: str = Field("127.0.0.1", description="Address to listen on; without a token only loopback is allowed.")
+    host: str = Field(
+        "127.0.0.1",
+        description="Addresses to listen on, separated by commas; without a token only loopback is allowed.",
+    )
     port: int = Field(8321, ge=0, le=65535, description="Port to listen on; 0 selects a free port.")
     database_url: str = Field("sqlite:///ddpobs.db", description="SQLAlchemy URL of the database.")
+    prepare_threshold: PositiveInt | Literal["off"] = Field(
+        5, description="Executions after which PostgreSQL prepares a statement; `off` behind a pool."
+    )
     token: SecretStr | None = Field(None, description="Bearer token required under /api and /metrics.")
+    token_file: Path | None = Field(None, description="File of such tokens, one a line; read again while in use.")
     max_body_mb: float = Field(16, gt=0, description="Largest request body, in MB (10^6 bytes).")
     max_batch_mb: float = Field(16, gt=0, description="Largest batch after decompression, in MB.")
     max_under_way_mb: float = Field(512, gt=0, le=10**9, description="Memory of batches from arrival to commit, in MB.")
@@ -59,6 +68,12 @@ class Settings(BaseSettings):
         None, gt=0, le=_DAYS, description="Days of silence after which a whole run is deleted."
     )
     keep_gb: float | None = Field(None, gt=0, description="Largest size of the database, in GB (10^9 bytes).")
+    keep_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Largest share of the data that the first round of retention removes by age; 1 allows all.",
+    )
     keep_free_mb: float = Field(
         100,
         ge=0,
@@ -68,6 +83,14 @@ class Settings(BaseSettings):
     tls_cert: Path | None = Field(None, description="Certificate chain (PEM); the collector then serves HTTPS only.")
     tls_key: Path | None = Field(
         None, description="Private key of the certificate (PEM), unless the certificate's file contains it."
+    )
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*/?$",
+        description="Path under which a proxy serves the collector, as /ddpobs.",
+    )
+    keep_alive_s: int = Field(
+        75, gt=0, le=86_400, description="Seconds a connection may stay idle; longer than a load balancer's own limit."
     )
     trusted_proxies: str = Field(
         "", description="Addresses and networks, separated by commas, whose X-Forwarded-For is trusted."
@@ -98,6 +121,9 @@ class Settings(BaseSettings):
             raise ValueError(f"{expected}, got a value that is not a URL") from None  # It may contain a password.
         if url.drivername not in _DRIVERS:
             raise ValueError(f"{expected}, got {url.drivername}")
+        if "@" in (url.host or "") or ("@" in (url.database or "") and url.drivername != "sqlite"):
+            # A part of the password would be taken for the host, and be printed.
+            raise ValueError(f"{expected}, got an address with several @: write %40 for an @ in a user or password")
         if url.drivername == "sqlite" and url.database in (None, "", ":memory:"):
             raise ValueError(f"{expected}, got a database in memory, which would be a separate one in each thread")
         return value
@@ -118,28 +144,90 @@ class Settings(BaseSettings):
             raise ValueError("tls_key is set but no tls_cert: set both, or DDPOBS_SERVER_TLS_CERT alone")
         return self
 
+    @field_validator("token")
+    @classmethod
+    def _clean_token(cls, value: SecretStr | None) -> SecretStr | None:
+        try:
+            return None if value is None else SecretStr(clean_token(value.get_secret_value()))
+        except ValueError as error:
+            raise ValueError(f"{error}; or unset DDPOBS_SERVER_TOKEN") from None
+
     @model_validator(mode="after")
-    def _check_token(self) -> Settings:
-        if self.token is not None and not self.token.get_secret_value():
-            raise ValueError("the token is empty: set a token, or unset DDPOBS_SERVER_TOKEN")
+    def _check_token_file(self) -> Settings:
+        if self.token_file is not None and not self.file_tokens():
+            raise ValueError(f"token_file: {self.token_file} has no token")
         return self
+
+    def file_tokens(self) -> list[str]:
+        """Tokens in `token_file`, one a line; several are valid during a rotation.
+
+        Raises:
+            ValueError: The file cannot be read, or has a malformed token.
+        """
+        if self.token_file is None:
+            return []
+        try:
+            lines = self.token_file.read_text().splitlines()
+        except OSError as error:
+            raise ValueError(f"token_file: {self.token_file} cannot be read: {error.strerror}") from None
+        try:
+            return [clean_token(line) for line in lines if line.strip()]
+        except ValueError as error:
+            raise ValueError(f"token_file: {self.token_file}: {error}") from None
+
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, value: str) -> str:
+        if not all(host.strip() for host in value.split(",")):
+            raise ValueError(f"expected addresses separated by commas, such as 0.0.0.0,::, got {value!r}")
+        return value
+
+    @field_validator("root_path")
+    @classmethod
+    def _drop_final_slash(cls, value: str) -> str:
+        return value.rstrip("/")
+
+    @property
+    def statement_threshold(self) -> int | None:
+        """`prepare_threshold` in the driver's form: None for never."""
+        return None if self.prepare_threshold == "off" else self.prepare_threshold
+
+    @property
+    def has_token(self) -> bool:
+        """Whether the settings have a token."""
+        return self.token is not None or self.token_file is not None
+
+    @property
+    def hosts(self) -> list[str]:
+        """Addresses to listen on."""
+        return [host.strip() for host in self.host.split(",")]
 
     @property
     def on_loopback(self) -> bool:
-        """Whether only this machine can connect: the host is loopback and no trusted proxy forwards requests."""
-        return _is_loopback(self.host) and not self.trusted_proxies
+        """Whether only this machine can connect: the hosts are loopback and no trusted proxy forwards requests."""
+        return all(map(_is_loopback, self.hosts)) and not self.trusted_proxies
 
     @property
     def database_file(self) -> Path | None:
         """Absolute path of SQLite's file; None for another database."""
-        url = make_url(self.database_url)
-        return Path(url.database).resolve() if url.get_backend_name() == "sqlite" and url.database else None
+        return sqlite_file(self.database_url)
 
     @property
     def database(self) -> str:
-        """Printable URL of the database: without passwords, and with the absolute path of SQLite's file."""
-        url, file = make_url(self.database_url).difference_update_query(_SECRETS), self.database_file
-        return (url if file is None else url.set(database=str(file))).render_as_string()
+        """Printable URL of the database."""
+        return printable_url(self.database_url)
+
+
+def sqlite_file(database_url: str) -> Path | None:
+    """Absolute path of a URL's SQLite file; None for another database."""
+    url = make_url(database_url)
+    return Path(url.database).resolve() if url.get_backend_name() == "sqlite" and url.database else None
+
+
+def printable_url(database_url: str) -> str:
+    """URL without passwords, and with the absolute path of SQLite's file."""
+    url, file = make_url(database_url).difference_update_query(_SECRETS), sqlite_file(database_url)
+    return (url if file is None else url.set(database=str(file))).render_as_string()
 
 
 def unknown_settings(environ: Iterable[str]) -> list[str]:

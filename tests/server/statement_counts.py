@@ -11,9 +11,9 @@ from typing import Any
 from ddpobs_server.store import schema
 from sqlalchemy import Engine, event
 
-SPREAD = set(schema.metadata.tables) - {"tokens"}
 _BACKGROUND = {"ddpobs-watch", "ddpobs-retention"}
 """Threads of jobs that run by the clock, at any moment of a request."""
+SPREAD = set(schema.metadata.tables) - {table.name for table in schema.REFERENCE_TABLES}
 _READ = re.compile(r"\b(?:FROM|JOIN|UPDATE) (\w+)")
 _SAME_RUN = re.compile(r"\b(\w+)\.run_id = (\w+)\.run_id")
 _ONE_RUN = re.compile(r"\b(\w+)\.run_id = [%?]")

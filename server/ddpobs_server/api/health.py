@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastapi import APIRouter, Request
 
 from ddpobs_server.api.deps import StoreDep
+from ddpobs_server.store import LostDatabaseError
 from ddpobs_server.web.problems import Problem
 
 router = APIRouter(tags=["health"])
@@ -18,12 +19,17 @@ async def healthz() -> dict[str, str]:
 
 @router.get("/readyz")
 def readyz(request: Request, store: StoreDep) -> dict[str, str]:
-    """The database responds and the writer thread is alive."""
+    """Acknowledged batches will be found: the database accepts batches, and the writer thread is alive."""
     if not request.app.state.writer.alive:
         detail = "the writer thread has ended: see the collector's log for the reason, and restart the collector"
         raise Problem(503, "Not ready", detail)
+    if (reason := request.app.state.health_monitor.problem) is not None:
+        raise Problem(503, "Not ready", f"{reason}: see the collector's log for the reason")
     try:
         store.ready()
+    except LostDatabaseError as error:
+        detail = "the database's file was removed, replaced or damaged: see the collector's log for the remedy"
+        raise Problem(503, "Not ready", detail) from error
     except Exception as error:
         raise Problem(503, "Not ready", f"the database does not respond: {type(error).__name__}") from error
     return {"status": "ready"}

@@ -17,7 +17,7 @@ from ddpobs_server.ingest import upload
 from ddpobs_server.ingest.body import read_body
 from ddpobs_server.ingest.memory_budget import decoded_bytes
 from ddpobs_server.ingest.upload import Upload
-from ddpobs_server.store import Outcome, UnavailableError, UnstorableBatchError
+from ddpobs_server.store import DeletedRunError, Outcome, UnavailableError, UnstorableBatchError
 from ddpobs_server.web import problems
 from ddpobs_server.web.auth import BEARER, Caller, needs
 from ddpobs_server.web.problems import Problem
@@ -40,6 +40,7 @@ router = APIRouter(prefix="/api/v1", tags=["ingest"])
         201: {"description": "Stored.", "content": {wire.JSON: {"schema": upload.ACKNOWLEDGEMENT}}},
         200: {"description": "Already stored.", "content": {wire.JSON: {"schema": upload.ACKNOWLEDGEMENT}}},
         409: {"description": "Another batch has this key."},
+        410: {"description": "The run was deleted while this process trained."},
     },
     openapi_extra={
         "parameters": [
@@ -64,6 +65,8 @@ async def put_batch(request: Request) -> Response:
     except Problem as problem:
         state.writer.batches.labels("busy" if problem.status in _RETRYABLE else "refused").inc()
         raise
+    except DeletedRunError as error:
+        raise Problem(410, "Run deleted", str(error)) from None
     except UnstorableBatchError as error:
         raise Problem(422, "Malformed batch", str(error)) from None
     if outcome is Outcome.CONFLICT:

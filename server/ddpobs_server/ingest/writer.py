@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ddpobs import wire
 from ddpobs_server.ingest.upload import Upload
-from ddpobs_server.store import Arrival, Outcome, Store, UnavailableError, UnstorableBatchError
+from ddpobs_server.store import Arrival, DeletedRunError, Outcome, Store, UnavailableError, UnstorableBatchError
 from ddpobs_server.web.problems import Problem
 
 _log = logging.getLogger(__name__)
@@ -27,6 +27,7 @@ _GROUP_BATCHES = 64
 """Most batches in one transaction."""
 _GROUP_RECORDS = 2**18
 """Records after which a transaction takes no further batch: their columns are joined in memory."""
+_MAX_DELETED = 10_000
 _CLOSE_S = 10
 _AGES_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0, 86_400.0)
 _Acknowledgement = asyncio.Future[Outcome]
@@ -47,6 +48,8 @@ class Writer:
         self._queue: queue.SimpleQueue[tuple[Upload, _Acknowledgement] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ddpobs-writer", daemon=True)
         self._transaction_began: float | None = None
+        self._deleted: dict[tuple[str, str], None] = {}
+        """Runs and attempts that were refused because their run was deleted."""
         self._create_metrics(registry)
 
     def _create_metrics(self, registry: CollectorRegistry) -> None:
@@ -79,6 +82,11 @@ class Writer:
     def alive(self) -> bool:
         """Whether submitted batches will be written."""
         return self._thread.is_alive()
+
+    @property
+    def queued(self) -> int:
+        """Batches that wait for the thread."""
+        return self._queue.qsize()
 
     def start(self) -> None:
         """Start the thread; call it on the event loop that awaits the batches."""
@@ -132,7 +140,11 @@ class Writer:
 
     def _decode(self, upload: Upload, future: _Acknowledgement) -> Iterator[tuple[Arrival, _Acknowledgement]]:
         try:
-            yield upload.arrival, future
+            arrival = upload.arrival
+            attempt = arrival.batch.run, arrival.batch.attempt
+            if attempt in self._deleted:
+                raise DeletedRunError(*attempt)
+            yield arrival, future
         except Exception as error:
             self._settle([(future, error)])
 
@@ -163,11 +175,19 @@ class Writer:
             for half in (group[:middle], group[middle:]):
                 self._write(half)
         elif isinstance(error, UnstorableBatchError):
+            if isinstance(error, DeletedRunError):
+                self._remember_deleted(error)
             self._fail(group, error, "refused")
         else:
             run, source, seq = group[0][0].key
             _log.error("a batch was not written", exc_info=error, extra={"run": run, "source": source, "seq": seq})
             self._fail(group, error)
+
+    def _remember_deleted(self, error: DeletedRunError) -> None:
+        """Refuse further batches of the attempt at once: each would fail the transaction of a group."""
+        self._deleted[error.run, error.attempt] = None
+        if len(self._deleted) > _MAX_DELETED:
+            del self._deleted[next(iter(self._deleted))]
 
     def _busy_s(self) -> float:
         began = self._transaction_began

@@ -15,6 +15,7 @@ from prometheus_client.exposition import choose_encoder
 
 from ddpobs_server.metrics.runs import run_metrics
 from ddpobs_server.web.auth import Caller, needs
+from ddpobs_server.web.problems import Problem
 
 _log = logging.getLogger(__name__)
 _SCRAPES, _WAIT_S = 2, 5.0
@@ -33,7 +34,7 @@ def install(app: FastAPI) -> None:
     app.state.scrape_slots = asyncio.Semaphore(_SCRAPES)
     app.state.scrape_seconds = Gauge("ddpobs_server_scrape_seconds", "Duration of the last scrape.", registry=registry)
     app.state.scrape_failures = Counter(
-        "ddpobs_server_scrape_failures", "Scrapes without the runs: the database did not respond.", registry=registry
+        "ddpobs_server_scrape_failures", "Scrapes answered with 503: the runs could not be read.", registry=registry
     )
 
 
@@ -58,10 +59,13 @@ async def get_metrics(
 
 
 async def _render_runs(state: Any, workspace: str, render: Callable[[CollectorRegistry], bytes]) -> bytes:
-    """The metrics of the runs; empty without a database, so that the collector's own metrics remain readable."""
+    """The metrics of the runs.
+
+    Raises:
+        Problem: 503 if they cannot be read. An answer without runs would keep `up` at 1 and resolve their alerts.
+    """
     if not state.health_monitor.database_answers:
-        state.scrape_failures.inc()
-        return b""
+        raise _failure(state, str(state.health_monitor.problem))
     try:
         async with asyncio.timeout(_WAIT_S):
             await state.scrape_slots.acquire()
@@ -70,6 +74,11 @@ async def _render_runs(state: Any, workspace: str, render: Callable[[CollectorRe
         finally:
             state.scrape_slots.release()
     except Exception as error:
-        state.scrape_failures.inc()
-        _log.error("the runs' metrics cannot be read: %s: %s", type(error).__name__, error)
-        return b""
+        raise _failure(state, f"{type(error).__name__}: {error}") from error
+
+
+def _failure(state: Any, reason: str) -> Problem:
+    state.scrape_failures.inc()
+    _log.error("the runs' metrics cannot be read: %s", reason)
+    detail = "the runs' metrics cannot be read: see the collector's log; ?only=collector returns the collector's own"
+    return Problem(503, "Scrape failed", detail, {"Retry-After": "5"})

@@ -7,7 +7,8 @@ import sqlite3
 from contextlib import closing, suppress
 from pathlib import Path
 
-from sqlalchemy import make_url
+from ddpobs_server.settings import printable_url, sqlite_file
+from ddpobs_server.store import database_lock
 
 
 class BackupError(Exception):
@@ -34,8 +35,14 @@ def restore(database_url: str, file: Path) -> None:
 
     Raises:
         BackupError: The database exists already, or the file is not a backup of a collector's database.
+        UnusableError: A collector runs with this file, even if the file was moved away.
     """
     database = _sqlite_file(database_url, f"pg_restore --exit-on-error --no-owner {file}, into an empty database")
+    with database_lock.held(database, alone=True):
+        _restore(database, file)
+
+
+def _restore(database: Path, file: Path) -> None:
     existing = [str(path) for path in (database, Path(f"{database}-wal"), Path(f"{database}-shm")) if path.exists()]
     if existing:
         raise BackupError(f"{', '.join(existing)} would be lost: stop the collector and move it away first")
@@ -45,10 +52,10 @@ def restore(database_url: str, file: Path) -> None:
 
 
 def _sqlite_file(database_url: str, alternative: str) -> Path:
-    url = make_url(database_url)
-    if url.get_backend_name() != "sqlite" or not url.database:
-        raise BackupError(f"{url.render_as_string()} has its own tool: {alternative}")
-    return Path(url.database).resolve()
+    file = sqlite_file(database_url)
+    if file is None:
+        raise BackupError(f"{printable_url(database_url)} has its own tool: {alternative}")
+    return file
 
 
 def _copy(source: Path, target: Path) -> None:
@@ -69,13 +76,23 @@ def _copy(source: Path, target: Path) -> None:
         if not {"alembic_version", "runs", "batches"} <= tables:
             raise BackupError(f"{source} is not a collector's database")
         _sync(unfinished)
-        unfinished.rename(target)
+        _name_new(unfinished, target)
         _sync(target.parent)
     except (sqlite3.Error, OSError) as error:
         raise BackupError(f"{source} could not be copied to {target}: {error}") from error
     finally:
         with suppress(OSError):
             unfinished.unlink(missing_ok=True)
+
+
+def _name_new(unfinished: Path, target: Path) -> None:
+    """Give the copy its name; another process may have created a file of that name meanwhile."""
+    try:
+        os.link(unfinished, target)
+    except FileExistsError:
+        raise BackupError(f"{target} was created by another process meanwhile: choose another name") from None
+    except OSError:  # A file system without hard links.
+        unfinished.rename(target)
 
 
 def _sync(path: Path) -> None:

@@ -30,6 +30,8 @@ import zstandard
 
 from ddpobs import wire
 from ddpobs_server.operations.bench_load import FLOOD_BUCKETS, FLOOD_STEPS, Load, batch, flood, job
+from ddpobs_server.settings import printable_url, sqlite_file
+from ddpobs_server.store import Store
 
 __all__ = [
     "FLOOD_BUCKETS",
@@ -70,8 +72,10 @@ def measure(load: Load, database_url: str | None = None) -> dict[str, float]:
         The results of `drive`, the number of `lost` spans, and `bytes_per_span` of a SQLite file.
 
     Raises:
-        BenchError: The collector did not start, or did not acknowledge a batch.
+        BenchError: The database has runs, the collector did not start, or it did not acknowledge a batch.
     """
+    if database_url is not None:
+        _refuse_used(database_url)
     with tempfile.TemporaryDirectory() as name, senders(load.clients, send, load) as pipes:
         folder = Path(name)
         with collector(folder, database_url or f"sqlite:///{folder}/runs.db") as (process, address):
@@ -80,6 +84,20 @@ def measure(load: Load, database_url: str | None = None) -> dict[str, float]:
         if database_url is None:
             results["bytes_per_span"] = sum(path.stat().st_size for path in folder.glob("runs.db*")) / load.spans
         return results
+
+
+def _refuse_used(database_url: str) -> None:
+    """Refuse a database with runs: the load would stay in it, beside real runs."""
+    file = sqlite_file(database_url)
+    if file is not None and not file.exists():
+        return
+    store = Store(database_url, read_only=True)
+    try:
+        if store.revisions()[0] is not None and store.has_runs():
+            database = printable_url(database_url)
+            raise BenchError(f"{database} has runs: name an empty database, or none for a temporary file")
+    finally:
+        store.close()
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from ddpobs_server.operations import backup, self_check
 from ddpobs_server.settings import Settings, unknown_settings
-from ddpobs_server.store import DEFAULT_WORKSPACE, Store, UnavailableError, UnusableError
+from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token, UnavailableError, UnusableError, database_access
 from ddpobs_server.web.auth import SCOPES, new_token
 
 
@@ -68,6 +68,11 @@ DatabaseOption = Annotated[
 ]
 
 
+ExpiresOption = Annotated[
+    str | None, typer.Option(help="Time until the token expires, as 90d, 12h or 30m. Default: never.")
+]
+
+
 @tokens.command("create")
 def create_token(
     name: Annotated[str, typer.Argument(help="Owner or purpose of the token; `token list` shows it.")],
@@ -77,6 +82,7 @@ def create_token(
     workspace: Annotated[
         str, typer.Option(help="Workspace of the runs: 1 to 32 of a-z, 0-9 and -.")
     ] = DEFAULT_WORKSPACE,
+    expires: ExpiresOption = None,
     database_url: DatabaseOption = None,
 ) -> None:
     """Create a token and print it. It cannot be shown again: the database stores only its hash."""
@@ -87,7 +93,8 @@ def create_token(
         raise typer.BadParameter(f"workspace: expected 1 to 32 of a-z, 0-9 and -, got {workspace!r}")
     if not name.isprintable():
         raise typer.BadParameter(f"name: expected printable characters, got {name!r}")
-    secret, token = new_token(name[:128], workspace, scopes)
+    expires_ns = None if expires is None else time.time_ns() + _duration_ns(expires)
+    secret, token = new_token(name[:128], workspace, scopes, expires_ns)
     settings = _settings(database_url)
     store = open_store(settings)
     store.add_token(token)
@@ -105,9 +112,36 @@ def list_tokens(database_url: DatabaseOption = None) -> None:
     store.close()
     print_error(f"{'tokens' if stored else 'no tokens'} stored in {settings.database}")
     for token in stored:
-        created = datetime.fromtimestamp(token.created_ns / 1e9, UTC).isoformat(timespec="seconds")
-        revoked = " revoked" if token.revoked_ns is not None else ""
-        typer.echo(f"{token.token_id}  {token.workspace}  {','.join(token.scopes)}  {created}  {token.name}{revoked}")
+        created = _date(token.created_ns)
+        ending = _ending(token, time.time_ns())
+        typer.echo(f"{token.token_id}  {token.workspace}  {','.join(token.scopes)}  {created}  {token.name}{ending}")
+
+
+@tokens.command("rotate")
+def rotate_token(
+    token_id: Annotated[str, typer.Argument(help="Id of the token, from `token list`.")],
+    overlap: Annotated[
+        str, typer.Option(help="Time for which the former token still works, as 7d, 12h or 30m.")
+    ] = "7d",
+    expires: ExpiresOption = None,
+    database_url: DatabaseOption = None,
+) -> None:
+    """Print a new token with the name, workspace and scopes of another one, which ends after the overlap."""
+    now_ns = time.time_ns()
+    former_ends_ns = now_ns + _duration_ns(overlap)
+    expires_ns = None if expires is None else now_ns + _duration_ns(expires)
+    settings = _settings(database_url)
+    store = _open_existing(settings)
+    former = next((token for token in store.tokens() if token.token_id == token_id and token.works(now_ns)), None)
+    if former is None:
+        print_error(f"no token {token_id} that works in {settings.database}")
+        raise typer.Exit(1)
+    secret, token = new_token(former.name, former.workspace, list(former.scopes), expires_ns)
+    store.add_token(token)
+    store.revoke_token(token_id, former_ends_ns)
+    store.close()
+    print_error(f"{token_id} works until {_date(former_ends_ns)} at the latest, {token.token_id} replaces it")
+    typer.echo(secret)
 
 
 @tokens.command("revoke")
@@ -164,9 +198,9 @@ def restore(
     file: Annotated[Path, typer.Argument(help="File that `backup` created.")], database_url: DatabaseOption = None
 ) -> None:
     """Create a SQLite database from a backup. Stop the collector first."""
-    url = _settings(database_url).database_url
-    backup.restore(url, file)
-    typer.echo(f"{url}: restored")
+    settings = _settings(database_url)
+    backup.restore(settings.database_url, file)
+    typer.echo(f"{settings.database}: restored")
 
 
 @cli.command()
@@ -214,7 +248,7 @@ def open_store(settings: Settings) -> Store:
     Raises:
         UnusableError: The database cannot be used; the message has its URL and the reason.
     """
-    store = Store(settings.database_url)
+    store = Store(settings.database_url, prepare_threshold=settings.statement_threshold)
     try:
         store.migrate()
     except (UnavailableError, UnusableError, SQLAlchemyError) as error:
@@ -222,8 +256,25 @@ def open_store(settings: Settings) -> Store:
     return store
 
 
+def _duration_ns(text: str) -> int:
+    match = re.fullmatch(r"([1-9][0-9]{0,4})([dhm])", text)
+    if match is None:
+        raise typer.BadParameter(f"expected a time such as 90d, 12h or 30m, got {text!r}")
+    return int(match[1]) * {"d": 86_400, "h": 3600, "m": 60}[match[2]] * 10**9
+
+
+def _date(time_ns: int) -> str:
+    return datetime.fromtimestamp(time_ns / 1e9, UTC).isoformat(timespec="seconds")
+
+
+def _ending(token: Token, now_ns: int) -> str:
+    if token.revoked_ns is None:
+        return ""
+    return f" expires {_date(token.revoked_ns)}" if token.works(now_ns) else " revoked"
+
+
 def _open_existing(settings: Settings) -> Store:
-    if (file := settings.database_file) is not None and not file.exists():
+    if (file := settings.database_file) is not None and database_access.exists(file) is False:
         raise UnusableError(f"no database {file}")
     return open_store(settings)
 

@@ -7,11 +7,12 @@ import logging
 import shutil
 import threading
 import time
+from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Gauge, Histogram, ProcessCollector
 
 import ddpobs
-from ddpobs_server.store import Store
+from ddpobs_server.store import LostDatabaseError, Store
 
 _log = logging.getLogger(__name__)
 _PERIOD_S = 5.0
@@ -28,17 +29,22 @@ class HealthMonitor:
     Args:
         store: The store to check.
         registry: Receives the metrics, including the process metrics.
+        further_check: Called after each successful check, on the same thread.
     """
 
-    def __init__(self, store: Store, registry: CollectorRegistry) -> None:
+    def __init__(
+        self, store: Store, registry: CollectorRegistry, further_check: Callable[[], None] = lambda: None
+    ) -> None:
+        self._further_check = further_check
         self._store = store
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ddpobs-watch", daemon=True)
-        self._healthy, self._checked_at = True, time.monotonic()
+        self._problem: str | None = None
+        self._checked_at = time.monotonic()
         ProcessCollector(registry=registry)
         info = Gauge("ddpobs_server_info", "1; the version is a label.", ["version"], registry=registry)
         info.labels(ddpobs.__version__).set(1)
-        up = Gauge("ddpobs_server_database_up", "1 while the database answers.", registry=registry)
+        up = Gauge("ddpobs_server_database_up", "1 while the database answers and accepts batches.", registry=registry)
         up.set_function(lambda: self.database_answers)
         self._answer_s = Gauge(
             "ddpobs_server_database_answer_seconds", "Time of the database's last answer.", registry=registry
@@ -60,7 +66,14 @@ class HealthMonitor:
     @property
     def database_answers(self) -> bool:
         """Whether the last check succeeded and is recent."""
-        return self._healthy and time.monotonic() - self._checked_at < _PERIOD_S + _HANGING_S
+        return self.problem is None
+
+    @property
+    def problem(self) -> str | None:
+        """The reason why acknowledged batches might not be found later; None if the last check succeeded."""
+        if time.monotonic() - self._checked_at > _PERIOD_S + _HANGING_S:
+            return "the database does not answer"
+        return self._problem
 
     def start(self) -> None:
         """Check once, then start the thread."""
@@ -86,10 +99,15 @@ class HealthMonitor:
             self._answer_s.set(time.monotonic() - began)
             self._skew_s.set(skew_s)
             self._size.set(self._store.size_bytes())
-            self._healthy = True
+            self._store.check_health()
+            self._further_check()
+            self._problem = None
+        except LostDatabaseError as error:
+            self._problem = "the database's file was removed, replaced or damaged"
+            _log.error("nothing is stored: %s", error)
         except Exception as error:
-            self._healthy = False
-            _log.error("the database does not answer: %s: %s", type(error).__name__, error)
+            self._problem = f"the database does not accept a batch: {type(error).__name__}"
+            _log.error("the database does not answer or accept a batch: %s: %s", type(error).__name__, error)
         self._checked_at = time.monotonic()
         try:
             self._check_disk()

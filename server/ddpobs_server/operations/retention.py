@@ -8,6 +8,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
+from ddpobs_server.operations.clock_guard import ClockGuard
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 
@@ -16,11 +17,28 @@ _PERIOD_S = 60.0
 _CLOSE_S = 5.0
 _PAUSE_RATIO = 1.0
 """Pause after each join of chunks, relative to the join's duration: batches wait while the job writes."""
+_DELETED_DAYS = 400
+"""Days for which the sources of a deleted run are refused: longer than any training."""
 _HOUR_NS, _DAY_NS = 3600 * 10**9, 86_400 * 10**9
+
+
+_JUMPED, _LARGE = "the clock jumped", "it would remove too much"
+
+
+class RetentionRefusedError(Exception):
+    """A round removed nothing by age, because the clock may be wrong; the message has the remedy."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(f"retention by age is refused, because {reason}: {detail}")
+        self.reason = reason
 
 
 class RetentionJob:
     """Keeps the store within the settings' ages and size. Several collectors on a database may each run a job.
+
+    A clock that is wrong would remove every run by age. A round therefore refuses if the wall clock was set since the
+    last round. The first round also refuses to remove more than `keep_share` of the data. After an accepted round,
+    data can only become due as time passes.
 
     Args:
         settings: `keep_spans_days`, `keep_runs_days` and `keep_gb`; without any of them no run or span is removed.
@@ -43,6 +61,15 @@ class RetentionJob:
         self.bytes = Gauge(
             "ddpobs_server_retention_bytes", "Used size, and the limit keep_gb.", ["what"], registry=registry
         )
+        self.refused = Gauge(
+            "ddpobs_server_retention_refused",
+            "1 while nothing is removed by age, because the clock may be wrong.",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in (_JUMPED, _LARGE):
+            self.refused.labels(reason)
+        self.clock, self._accepted = ClockGuard(), False
         self.joined = Counter("ddpobs_server_joined_chunks", "Chunks joined into larger chunks.", registry=registry)
         for kind in ("chunks", "runs"):
             self.removed.labels(kind)
@@ -51,6 +78,7 @@ class RetentionJob:
     def start(self) -> None:
         """Start the thread."""
         self.succeeded.set_to_current_time()
+        self.clock.accept(time.time_ns())
         self._thread.start()
 
     def close(self) -> None:
@@ -59,13 +87,13 @@ class RetentionJob:
         self._thread.join(_CLOSE_S)
 
     def run_once(self, now_ns: int) -> None:
-        """Run a round: remove by age, remove by size, then join small chunks."""
+        """Run a round: remove by age, remove by size, then join small chunks.
+
+        Raises:
+            RetentionRefusedError: Nothing was removed by age; the rest of the round is done.
+        """
         settings, store, began = self._settings, self._store, time.monotonic()
-        if settings.keep_spans_days is not None:
-            self._count_removed("chunks", store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
-        store.prune_unused_sets(now_ns - _HOUR_NS)
-        if settings.keep_runs_days is not None:
-            self._count_removed("runs", store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
+        refusal = self._remove_by_age(now_ns)
         if settings.keep_gb is not None:
             chunks, runs = store.shrink(int(settings.keep_gb * 1e9))
             self._count_removed("chunks", chunks)
@@ -73,8 +101,49 @@ class RetentionJob:
             self.bytes.labels("limit").set(settings.keep_gb * 1e9)
             self.bytes.labels("used").set(store.used_bytes())
         self._compact(now_ns - int(10 * _PERIOD_S * 1e9))
+        if refusal is not None:
+            raise refusal
         self.seconds.set(time.monotonic() - began)
         self.succeeded.set_to_current_time()
+
+    def _remove_by_age(self, now_ns: int) -> RetentionRefusedError | None:
+        settings, store = self._settings, self._store
+        refusal = self._refusal(now_ns)
+        for reason in (_JUMPED, _LARGE):
+            self.refused.labels(reason).set(refusal is not None and refusal.reason == reason)
+        if refusal is not None:
+            return refusal
+        if settings.keep_spans_days is not None:
+            self._count_removed("chunks", store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
+        store.prune_unused_sets(now_ns - _HOUR_NS)
+        if settings.keep_runs_days is not None:
+            self._count_removed("runs", store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
+        store.forget_deleted(now_ns - _DELETED_DAYS * _DAY_NS)
+        self.clock.accept(now_ns)
+        self._accepted = True
+        return None
+
+    def _refusal(self, now_ns: int) -> RetentionRefusedError | None:
+        settings = self._settings
+        if (jump_s := self.clock.jump_s(now_ns)) != 0:
+            detail = (
+                f"this machine's clock was set by {jump_s:+,.0f} s since the last round: set it back, or restart the "
+                "collector if it is right now"
+            )
+            return RetentionRefusedError(_JUMPED, detail)
+        if self._accepted:
+            return None
+        for days, share_of in (
+            (settings.keep_runs_days, self._store.silent_runs_share),
+            (settings.keep_spans_days, self._store.silent_bytes_share),
+        ):
+            if days is not None and (share := share_of(now_ns - int(days * _DAY_NS))) > settings.keep_share:
+                detail = (
+                    f"{share:.0%} of the data are older than {days:g} days. If this machine's clock is right, set "
+                    "DDPOBS_SERVER_KEEP_SHARE=1 and restart the collector"
+                )
+                return RetentionRefusedError(_LARGE, detail)
+        return None
 
     def _compact(self, since_ns: int) -> None:
         began = time.monotonic()
@@ -93,6 +162,9 @@ class RetentionJob:
         while not self._closing.wait(_PERIOD_S):
             try:
                 self.run_once(time.time_ns())
+            except RetentionRefusedError as refusal:
+                self.failures.inc()
+                _log.error("%s", refusal)
             except Exception:
                 self.failures.inc()
                 _log.exception("retention failed; the next round starts in %d s", _PERIOD_S)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import os
 import shutil
 import ssl
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Store
+from ddpobs_server.store import Store, database_access
+from ddpobs_server.web import listening
 
 _FREE_BYTES, _FREE_RATIO = 10**9, 0.02
 _SKEW_S = 5.0
@@ -40,7 +39,7 @@ def run(settings: Settings, integrity: bool = True) -> Iterator[CheckResult]:
         integrity: Whether to read a whole SQLite file, which takes long for a large file.
     """
     database, file = settings.database, settings.database_file
-    if (problem := address_problem(settings.host, 0)) is not None:
+    if (problem := address_problem(settings.hosts, 0)) is not None:
         yield CheckResult("address", "fail", problem)
     if settings.tls_cert is not None:
         yield _tls(settings, settings.tls_cert)
@@ -48,13 +47,14 @@ def run(settings: Settings, integrity: bool = True) -> Iterator[CheckResult]:
         yield (permissions := _permissions(file))
         if permissions.state == "fail":
             return
+        yield _file_system(file.parent)
         yield _disk(file.parent)
         yield _clock_synchronisation()
         if not file.exists():
             yield CheckResult("database", "ok", f"{database} does not exist yet: the first start creates it")
             yield from _access(settings, None)
             return
-    store = Store(settings.database_url, read_only=True)
+    store = Store(settings.database_url, read_only=True, prepare_threshold=settings.statement_threshold)
     try:
         yield from _database(settings, store, file is not None and integrity)
     finally:
@@ -68,7 +68,7 @@ def access_problem(settings: Settings, tokens: bool) -> str | None:
         settings: Settings with the address and an optional token.
         tokens: Whether the database has any tokens, including revoked tokens.
     """
-    if settings.on_loopback or settings.token is not None or tokens:
+    if settings.on_loopback or settings.has_token or tokens:
         return None
     return (
         f"host {settings.host} is not loopback or is behind a proxy, and there is no token: anyone could read "
@@ -77,17 +77,14 @@ def access_problem(settings: Settings, tokens: bool) -> str | None:
     )
 
 
-def address_problem(host: str, port: int) -> str | None:
-    """The reason why a server cannot listen on this address; None if it can."""
-
-    async def bind() -> None:
-        loop = asyncio.get_running_loop()
-        (await loop.create_server(asyncio.Protocol, host, port, start_serving=False)).close()
-
+def address_problem(hosts: Sequence[str], port: int) -> str | None:
+    """The reason why a server cannot listen on these addresses; None if it can."""
     try:
-        asyncio.run(bind())
-    except (OSError, UnicodeError) as error:
-        return f"cannot listen on {host}, port {port}: {getattr(error, 'strerror', None) or error}"
+        sockets = listening.bind(hosts, port)
+    except listening.AddressError as error:
+        return str(error)
+    for bound in sockets:
+        bound.close()
     return None
 
 
@@ -186,16 +183,21 @@ def _schema(store: Store) -> CheckResult:
 
 
 def _permissions(file: Path) -> CheckResult:
-    paths = [path for path in (file, Path(f"{file}-wal"), Path(f"{file}-shm")) if path.exists()]
-    denied = [str(path) for path in paths if not os.access(path, os.R_OK | os.W_OK)]
-    if not os.access(file.parent, os.R_OK | os.W_OK | os.X_OK):
-        denied.insert(0, str(file.parent))
-    user = f"user {os.geteuid()}"
-    if denied:
-        return CheckResult("permissions", "fail", f"{user} cannot read and write {', '.join(denied)}")
-    if any(path.stat().st_mode & 0o002 for path in paths):
+    if (problem := database_access.missing_right(file)) is not None:
+        return CheckResult("permissions", "fail", problem)
+    if any(path.stat().st_mode & 0o002 for path in database_access.files(file)):
         return CheckResult("permissions", "warn", f"every user can write {file}: chmod o-w")
-    return CheckResult("permissions", "ok", f"{user} can read and write {file}")
+    return CheckResult("permissions", "ok", f"{database_access.user()} can read and write {file}")
+
+
+def _file_system(folder: Path) -> CheckResult:
+    name = database_access.network_file_system(folder)
+    if name is None:
+        return CheckResult("file system", "ok", f"{folder} is on a local file system")
+    if name == database_access.UNKNOWN:
+        return CheckResult("file system", "warn", f"{folder} is on {name}, which may lack SQLite's locks")
+    detail = f"{folder} is on {name}: SQLite may lose data there; use a local disk or PostgreSQL"
+    return CheckResult("file system", "fail", detail)
 
 
 def _disk(folder: Path) -> CheckResult:

@@ -46,11 +46,11 @@ def _swagger_page() -> tuple[bytes, str]:
     """The API's documentation as HTML, and its content security policy."""
     page = bytes(
         get_swagger_ui_html(
-            openapi_url="/openapi.json",
+            openapi_url="openapi.json",
             title="ddpobs API",
-            swagger_js_url="/swagger/swagger-ui-bundle.js",
-            swagger_css_url="/swagger/swagger-ui.css",
-            swagger_favicon_url="/static/icon.svg",
+            swagger_js_url="swagger/swagger-ui-bundle.js",
+            swagger_css_url="swagger/swagger-ui.css",
+            swagger_favicon_url="static/icon.svg",
         ).body
     )
     (script,) = _INLINE_SCRIPT.findall(page)

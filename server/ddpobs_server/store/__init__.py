@@ -6,8 +6,8 @@ Every query covers a single run, or joins and sums each of several runs by its `
 from __future__ import annotations
 
 from ddpobs_server.store.column_queries import TooManyRowsError
-from ddpobs_server.store.database_errors import UnavailableError, UnusableError
-from ddpobs_server.store.ingest import Arrival, Outcome, UnstorableBatchError
+from ddpobs_server.store.database_errors import LostDatabaseError, UnavailableError, UnusableError
+from ddpobs_server.store.ingest import Arrival, DeletedRunError, Outcome, UnstorableBatchError
 from ddpobs_server.store.rows import (
     Aggregates,
     Attempt,
@@ -30,6 +30,8 @@ __all__ = [
     "Attempt",
     "AttemptSummary",
     "BucketRollup",
+    "DeletedRunError",
+    "LostDatabaseError",
     "Outcome",
     "PeerTotal",
     "Rollup",

@@ -23,15 +23,16 @@ _SERVER = {
 _SETTINGS = ("synchronous=FULL", "foreign_keys=ON", "cache_size=-8192", "journal_size_limit=67108864")
 
 
-def engine(url: str, *, write_ahead: bool = True) -> Engine:
+def engine(url: str, *, write_ahead: bool = True, prepare_threshold: int | None = 5) -> Engine:
     """SQLAlchemy engine for SQLite or PostgreSQL; its connections raise `UnavailableError` for errors that may pass.
 
     Args:
         url: SQLAlchemy URL.
+        prepare_threshold: Executions after which PostgreSQL prepares a statement; None for never.
         write_ahead: Whether to switch a SQLite file to a write-ahead log; otherwise its journal mode stays.
     """
     sqlite = url.startswith("sqlite")
-    options = {"timeout": _BUSY_S} if sqlite else _SERVER
+    options = {"timeout": _BUSY_S} if sqlite else {**_SERVER, "prepare_threshold": prepare_threshold}
     # Reuse the connection used last: its cache most likely holds the pages that the next statement needs.
     result = create_engine(
         url, connect_args=options, poolclass=database_errors.Pool, pool_pre_ping=not sqlite, pool_use_lifo=True

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 from sqlalchemy import Column, Connection, Engine, MetaData, String, Table, func, select
 from sqlalchemy.exc import DatabaseError
 from sqlalchemy.schema import CreateTable
 
+from ddpobs import wire
+from ddpobs_server.store import ingest
+from ddpobs_server.store.database_errors import LostDatabaseError
+
 _TRIED = Table("ddpobs_tried", MetaData(), Column("run_id", String(1), primary_key=True))
 
 
-def ready(connection: Connection) -> bool:
+def answers(connection: Connection) -> bool:
     """Whether the database answers."""
     return connection.execute(select(1)).scalar() == 1
 
@@ -43,6 +48,36 @@ def try_write(connection: Connection) -> None:
     connection.rollback()
 
 
+def try_batch(connection: Connection) -> None:
+    """Store a batch in all tables and roll it back. An idle database is thus known to accept the next batch.
+
+    Raises:
+        UnavailableError: The database is full, read-only, or locked for long.
+        SQLAlchemyError: Tables or rights are missing.
+    """
+    ingest.write(connection, [ingest.Arrival(_probe(), b"", 0, 0)])
+    connection.rollback()
+
+
+def _probe() -> wire.Batch:
+    """A batch of a run that no client can name. It has a row for most of the tables."""
+    steps = wire.Steps(**{name: np.zeros(1, np.int64) for name in wire.Steps.names})
+    return wire.Batch(
+        version=wire.VERSION,
+        run="/probe",
+        attempt="0" * 16,
+        source="0" * 16,
+        seq=0,
+        rank=0,
+        world_size=1,
+        emitted=1,
+        dropped=0,
+        anchor=wire.Anchor(wall_ns=0, monotonic_ns=0),
+        steps=steps,
+        layouts=[wire.Layout(module=0, name="", revision=0, comm="", buckets=[])],
+    )
+
+
 def integrity_errors(engine: Engine) -> list[str]:
     """Damage in a SQLite file, which is read as a whole; empty for a server's database."""
     if engine.dialect.name != "sqlite":
@@ -52,4 +87,6 @@ def integrity_errors(engine: Engine) -> list[str]:
             messages = connection.exec_driver_sql("PRAGMA quick_check(5)").scalars().all()
     except DatabaseError as error:
         return [str(error.orig)]
+    except LostDatabaseError as error:
+        return [str(error)]
     return [] if messages == ["ok"] else list(messages)

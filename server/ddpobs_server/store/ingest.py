@@ -21,7 +21,7 @@ import zstandard
 from sqlalchemy import Connection, Table, case, select, update
 
 from ddpobs import wire
-from ddpobs_server.store import bucket_sums, chunks, endings, ingest_sql, records, rollups, schema
+from ddpobs_server.store import bucket_sums, chunks, deleted_attempts, endings, ingest_sql, records, rollups, schema
 from ddpobs_server.store.sql import compiled, execute_many, insert_many
 
 _MERGED = ("steps", "comms")
@@ -30,6 +30,19 @@ _MERGED = ("steps", "comms")
 
 class UnstorableBatchError(Exception):
     """A batch that can never be stored; the message has the reason."""
+
+
+class DeletedRunError(UnstorableBatchError):
+    """A batch of an attempt whose run was deleted.
+
+    Attributes:
+        run: Key of the run.
+        attempt: The attempt.
+    """
+
+    def __init__(self, run: str, attempt: str) -> None:
+        super().__init__("the run was deleted while this process trained; a new launch may use its name again")
+        self.run, self.attempt = run, attempt
 
 
 class Outcome(enum.Enum):
@@ -144,6 +157,8 @@ def _touch_runs(connection: Connection, arrivals: Sequence[Arrival], chunks: Seq
         for arrival in batches:
             attempt = arrival.batch.attempt
             if attempt not in ordinals:
+                if deleted_attempts.contains(connection, run, attempt):
+                    raise DeletedRunError(run, attempt)
                 ordinals[attempt] = len(ordinals)
                 _add_attempt(connection, arrival, ordinals[attempt])
             if ordinals[attempt] > ordinals[latest] and _takes_over(connection, arrival.batch, latest, batches):

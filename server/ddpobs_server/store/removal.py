@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Exists, Table, exists, func, select, tuple_
 
-from ddpobs_server.store import aggregate_queries, database_errors, fingerprints, schema
+from ddpobs_server.store import aggregate_queries, database_errors, deleted_attempts, fingerprints, schema
 
 _CHUNKS, _PAGES = 5000, 8192
 """Most chunks removed and pages returned at once: ingest gets its turns, and SQLite's log stays small."""
@@ -42,8 +42,9 @@ def delete_rows(connection: Connection, run: str, only_if: _Conditions = ()) -> 
     removed = connection.execute(schema.runs.delete().where(schema.runs.c.run_id == run, *only_if)).rowcount
     if only_if and not removed:
         return False
+    deleted_attempts.remember(connection, run, time.time_ns())
     for table in schema.metadata.tables.values():
-        if table not in (schema.runs, schema.tokens):
+        if table is not schema.runs and table not in schema.REFERENCE_TABLES:
             connection.execute(table.delete().where(table.c.run_id == run))
     return bool(removed)
 

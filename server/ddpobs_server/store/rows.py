@@ -78,7 +78,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Token:
-    """A token as stored: the SHA-256 of its secret, its workspace and its scopes."""
+    """A token as stored: the SHA-256 of its secret, its workspace and its scopes.
+
+    From `revoked_ns` on it does not work. A time in the future is its expiry.
+    """
 
     token_id: str
     digest: bytes
@@ -87,6 +90,10 @@ class Token:
     scopes: tuple[str, ...]
     created_ns: int
     revoked_ns: int | None
+
+    def works(self, now_ns: int) -> bool:
+        """Whether the token is neither revoked nor expired."""
+        return self.revoked_ns is None or now_ns < self.revoked_ns
 
 
 @dataclass(frozen=True)

@@ -83,6 +83,39 @@ def count_runs(connection: Connection, workspace: str) -> int:
     return connection.execute(select(func.count()).where(_r.workspace == workspace)).scalar_one()
 
 
+def has_runs(connection: Connection) -> bool:
+    """Whether there is any run."""
+    return connection.execute(select(_r.run_id).limit(1)).first() is not None
+
+
+def runs_by_workspace(connection: Connection) -> dict[str, int]:
+    """Number of runs in each workspace."""
+    return {row[0]: row[1] for row in connection.execute(select(_r.workspace, func.count()).group_by(_r.workspace))}
+
+
+def most_sources(connection: Connection, since_ns: int) -> tuple[str, int]:
+    """The run with the most sources among those with a batch since a time; an empty name and 0 without any."""
+    count = func.count(_s.source)
+    joined = select(_r.run_id, count).join(schema.sources, _s.run_id == _r.run_id)
+    query = joined.where(_r.last_seen_ns > since_ns).group_by(_r.run_id).order_by(count.desc()).limit(1)
+    row = connection.execute(query).first()
+    return (row[0], row[1]) if row is not None else ("", 0)
+
+
+def silent_runs_share(connection: Connection, before_ns: int) -> float:
+    """Share of all runs without a batch since a time."""
+    silent = func.coalesce(func.sum(case((_r.last_seen_ns < before_ns, 1), else_=0)), 0)
+    row = connection.execute(select(silent, func.count()).select_from(schema.runs)).one()
+    return float(row[0]) / max(1.0, float(row[1]))
+
+
+def silent_bytes_share(connection: Connection, before_ns: int) -> float:
+    """Share of the columns' bytes that belongs to runs without a batch since a time."""
+    silent = func.coalesce(func.sum(case((_r.last_seen_ns < before_ns, _r.chunk_bytes), else_=0)), 0)
+    row = connection.execute(select(silent, func.coalesce(func.sum(_r.chunk_bytes), 0))).one()
+    return float(row[0]) / max(1.0, float(row[1]))
+
+
 def count_sources(connection: Connection, run: str, source: str) -> tuple[int, bool]:
     """Number of a run's sources, and whether `source` is among them."""
     matches = func.coalesce(func.sum(case((_s.source == source, 1), else_=0)), 0)

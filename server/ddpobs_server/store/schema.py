@@ -1,4 +1,7 @@
-"""The tables. All but `tokens` have `run_id` first in their key, so that the schema can be distributed by run."""
+"""The tables. `run_id` is first in their keys, so that the schema can be distributed by run.
+
+Only `REFERENCE_TABLES` are not distributed.
+"""
 
 from __future__ import annotations
 
@@ -77,10 +80,15 @@ tokens = Table(
     Column("created_ns", BigInteger, nullable=False),
     Column("revoked_ns", BigInteger),
 )
-"""Small, and independent of runs. In a distributed schema every node has a full copy."""
 attempts = Table(
     "attempts", metadata, _key("run_id", String), _key("attempt", String), _count("ordinal"), _count("first_seen_ns")
 )
+deleted_attempts = Table(
+    "deleted_attempts", metadata, _key("run_id", String), _key("attempt", String), _count("deleted_ns")
+)
+"""Attempts of deleted runs. Batches of their processes are refused, as they would bring a run back in part."""
+REFERENCE_TABLES = (tokens, deleted_attempts)
+"""Small tables that outlive runs. In a distributed schema every node has a full copy."""
 sources = _source_table(
     "sources",
     Column("attempt", String(16), nullable=False),

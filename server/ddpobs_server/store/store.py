@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from ddpobs_server.store import (
     bucket_sums,
     column_queries,
     compaction,
+    deleted_attempts,
     distribution,
     engine,
     fingerprints,
@@ -30,6 +32,7 @@ from ddpobs_server.store import (
     token_queries,
 )
 from ddpobs_server.store.database_errors import UnavailableError
+from ddpobs_server.store.database_state import DatabaseState
 from ddpobs_server.store.ingest import Arrival, Outcome, UnstorableBatchError
 from ddpobs_server.store.phase_totals import PhaseTotals
 from ddpobs_server.store.rows import Aggregates
@@ -37,6 +40,8 @@ from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_PROBE_S = 10.0
+"""Seconds after a commit without a further check that batches can be stored."""
 
 
 def _reads(query: Callable[Concatenate[Connection, _P], _R]) -> Callable[Concatenate[Store, _P], _R]:
@@ -81,18 +86,28 @@ class Store:
         url: SQLAlchemy URL of a SQLite or PostgreSQL database.
         keep_free_bytes: With less free space on a SQLite file's disk no batch is stored: removal needs space too.
         read_only: Whether to leave a SQLite file unchanged.
+        prepare_threshold: Executions after which PostgreSQL prepares a statement; None for never, behind a pool that
+            gives each transaction another connection.
     """
 
-    def __init__(self, url: str, keep_free_bytes: int = 0, *, read_only: bool = False) -> None:
-        self._engine = engine.engine(url, write_ahead=not read_only)
+    def __init__(
+        self, url: str, keep_free_bytes: int = 0, *, read_only: bool = False, prepare_threshold: int | None = 5
+    ) -> None:
+        self._engine = engine.engine(url, write_ahead=not read_only, prepare_threshold=prepare_threshold)
+        self._state = DatabaseState(self._engine, None if read_only else self._file)
         self._keep_free_bytes, self._disk = keep_free_bytes, self.folder
+        self._stored_at = float("-inf")
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
 
     @property
     def folder(self) -> Path | None:
         """Folder of a SQLite file; None for a server's database."""
+        return self._file.parent if self._file is not None else None
+
+    @property
+    def _file(self) -> Path | None:
         url = self._engine.url
-        return Path(url.database).resolve().parent if url.get_backend_name() == "sqlite" and url.database else None
+        return Path(url.database).resolve() if url.get_backend_name() == "sqlite" and url.database else None
 
     def close(self) -> None:
         """Close the connections."""
@@ -103,16 +118,41 @@ class Store:
 
         Raises:
             UnavailableError: Too little space is free, or the database is unreachable.
+            LostDatabaseError: The database's file was removed or replaced, or is damaged.
             UnstorableBatchError: A batch can never be stored.
         """
+        self._state.check()
         if self._disk is not None and (free := shutil.disk_usage(self._disk).free) < self._keep_free_bytes:
             raise UnavailableError(f"{free} bytes are free, {self._keep_free_bytes} must stay free", full=True)
         try:
             with self._engine.begin() as connection:
-                return ingest.write(connection, arrivals)
+                outcomes = ingest.write(connection, arrivals)
         except (DataError, OverflowError) as error:
             detail = f"a value is beyond the database's range: {str(error).partition(chr(10))[0]}"
             raise UnstorableBatchError(detail) from error
+        self._state.check()  # The file may have been removed during the commit.
+        self._stored_at = time.monotonic()
+        return outcomes
+
+    def check_health(self) -> None:
+        """Check that a batch could be stored and would be found again. Nothing is changed.
+
+        Raises:
+            LostDatabaseError: The database's file was removed or replaced, or is damaged.
+            UnavailableError: The database is unreachable or full.
+            SQLAlchemyError: Tables or rights are missing.
+        """
+        self._state.check()
+        if time.monotonic() - self._stored_at < _PROBE_S:
+            return  # The latest commit is a better proof, and a probe would wait for the writer.
+        with self._engine.connect() as connection:
+            health_queries.try_batch(connection)
+
+    def ready(self) -> bool:
+        """Whether the database answers, from the files that were opened first and without known damage."""
+        self._state.check()
+        with self._engine.connect() as connection:
+            return health_queries.answers(connection)
 
     def aggregates(self, since_ns: int, until_ns: int = 2**63 - 1, workspace: str = DEFAULT_WORKSPACE) -> Aggregates:
         """Data for the metrics of the runs with their last batch in that time, in few statements for all runs."""
@@ -152,6 +192,11 @@ class Store:
     run = _reads(run_queries.run)
     version = _reads(run_queries.version)
     count_runs = _reads(run_queries.count_runs)
+    silent_runs_share = _reads(run_queries.silent_runs_share)
+    silent_bytes_share = _reads(run_queries.silent_bytes_share)
+    has_runs = _reads(run_queries.has_runs)
+    runs_by_workspace = _reads(run_queries.runs_by_workspace)
+    most_sources = _reads(run_queries.most_sources)
     count_sources = _reads(run_queries.count_sources)
 
     attempts = _reads(attempt_queries.attempts)
@@ -185,6 +230,7 @@ class Store:
     distribution = staticmethod(distribution.statements)
 
     delete = _maintains(removal.delete)
+    forget_deleted = _writes(deleted_attempts.forget)
     expire_chunks = _maintains(removal.expire_chunks)
     expire_runs = _maintains(removal.expire_runs)
     prune_unused_sets = _maintains(removal.prune_unused_sets)
@@ -192,7 +238,6 @@ class Store:
     used_bytes = _maintains(removal.used_bytes)
     compact = _maintains(compaction.compact_active)
 
-    ready = _reads(health_queries.ready)
     now_ns = _reads(health_queries.now_ns)
     size_bytes = _reads(health_queries.size_bytes)
     try_write = _reads(health_queries.try_write)

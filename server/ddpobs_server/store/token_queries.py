@@ -21,8 +21,9 @@ def add_token(connection: Connection, token: Token) -> None:
     connection.execute(schema.tokens.insert(), {**vars(token), "scopes": ",".join(token.scopes)})
 
 
-def revoke_token(connection: Connection, token_id: str, now_ns: int) -> bool:
-    """Revoke a token; False if there is no valid token with this id."""
+def revoke_token(connection: Connection, token_id: str, from_ns: int) -> bool:
+    """Let a token end at a time, unless it ends earlier; False if there is no such token with this id."""
     c = schema.tokens.c
-    statement = schema.tokens.update().where(c.token_id == token_id, c.revoked_ns.is_(None))
-    return bool(connection.execute(statement.values(revoked_ns=now_ns)).rowcount)
+    lasts = c.revoked_ns.is_(None) | (c.revoked_ns > from_ns)
+    statement = schema.tokens.update().where(c.token_id == token_id, lasts)
+    return bool(connection.execute(statement.values(revoked_ns=from_ns)).rowcount)

@@ -14,7 +14,7 @@ import re
 import secrets
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -41,7 +41,7 @@ _REFRESH_S = 1.0
 _GENERATED = re.compile(r"(?i:bearer) ddpobs_([0-9a-f]{8})_[A-Za-z0-9_-]{32}")
 """An `Authorization` header with a token that `new_token` may have generated."""
 _MAX_FAILURES, _FAILURES_S = 20, 60.0
-"""Wrong tokens from one address, and the period in seconds, after which the address has to wait."""
+"""Different wrong tokens from one address, and the period in seconds, after which the address has to wait."""
 _MAX_ADDRESSES = 10_000
 
 
@@ -75,10 +75,10 @@ BEARER = HTTPBearer(
 """Only documents the scheme in OpenAPI; `Authenticator` does the checks."""
 
 
-def new_token(name: str, workspace: str, scopes: list[str]) -> tuple[str, Token]:
+def new_token(name: str, workspace: str, scopes: list[str], expires_ns: int | None = None) -> tuple[str, Token]:
     """Generate a token to hand out, and the record to store, which contains only the secret's digest."""
     token_id, secret = secrets.token_hex(4), secrets.token_urlsafe(24)
-    record = Token(token_id, _digest(secret), name, workspace, tuple(scopes), time.time_ns(), None)
+    record = Token(token_id, _digest(secret), name, workspace, tuple(scopes), time.time_ns(), expires_ns)
     return f"ddpobs_{token_id}_{secret}", record
 
 
@@ -86,7 +86,7 @@ class Authenticator:
     """Caches the tokens, and delays addresses that sent many wrong ones.
 
     Args:
-        settings: May contain a token with all scopes in the default workspace.
+        settings: May contain tokens with all scopes in the default workspace.
         store: Holds the other tokens.
     """
 
@@ -96,15 +96,20 @@ class Authenticator:
         self._tokens: dict[str, Token] | None = None
         self._refreshed_at = float("-inf")
         self._refresh_lock = asyncio.Lock()
-        self._failures: OrderedDict[str, deque[float]] = OrderedDict()
+        self._failures: OrderedDict[str, OrderedDict[bytes, float]] = OrderedDict()
+        """By address: the digests of its wrong tokens, each with the time of its first arrival."""
+        own = [settings.token.get_secret_value()] if settings.token is not None else []
+        self._own_digests = list(map(_digest, own))
+        self._file_digests = list(map(_digest, settings.file_tokens()))
 
     def refresh(self) -> None:
-        """Read the tokens. If that fails, the cached ones stay in use.
+        """Read the tokens and the tokens' file. If that fails, the cached ones stay in use.
 
         Raises:
             Problem: 503 if the tokens were never read.
         """
         began = time.monotonic()
+        self._refresh_file()
         try:
             self._tokens = {token.token_id: token for token in self._store.tokens()}
         except Exception as error:
@@ -112,6 +117,16 @@ class Authenticator:
             if self._tokens is None:
                 raise Problem(503, "Not ready", "the database does not respond", {"Retry-After": "1"}) from error
         self._refreshed_at = began
+
+    def _refresh_file(self) -> None:
+        """Read the tokens' file, which an operator may replace. Without a valid token in it, the former ones stay."""
+        try:
+            tokens = self._settings.file_tokens()
+        except ValueError as error:
+            _log.warning("the former tokens stay in use: %s", error)
+            return
+        if tokens:
+            self._file_digests = list(map(_digest, tokens))
 
     async def refresh_if_stale(self, authorization: str, address: str) -> None:
         """Refresh the token cache if it is older than 5 s, or if this header carries a well-formed unknown token.
@@ -139,7 +154,7 @@ class Authenticator:
 
         Revoking the last token does not allow anonymous access.
         """
-        return self._settings.token is None and not self._tokens and self._settings.on_loopback
+        return not self._settings.has_token and not self._tokens and self._settings.on_loopback
 
     def caller(self, authorization: str, address: str) -> Caller:
         """The caller that an `Authorization` header identifies.
@@ -150,6 +165,7 @@ class Authenticator:
         if self.allows_anonymous:
             return _UNRESTRICTED
         scheme, _, token = authorization.partition(" ")
+        token = token.strip()
         if scheme.lower() != "bearer":
             raise Problem(
                 401,
@@ -163,22 +179,23 @@ class Authenticator:
         self._check_failures(address)
         if self._is_settings_token(token):
             return _UNRESTRICTED
-        self._record_failure(address)
-        raise Problem(401, "Wrong token", "the token is unknown or revoked", {"WWW-Authenticate": "Bearer"})
+        self._record_failure(address, token)
+        detail = "the token is unknown, expired or revoked"
+        raise Problem(401, "Wrong token", detail, {"WWW-Authenticate": "Bearer"})
 
     def _may_be_new(self, authorization: str) -> bool:
         match, cached = _GENERATED.fullmatch(authorization), self._tokens or {}
         return match is not None and match[1] not in cached and not self._is_settings_token(authorization.split()[1])
 
     def _is_settings_token(self, token: str) -> bool:
-        expected = self._settings.token
-        return expected is not None and hmac.compare_digest(_digest(token), _digest(expected.get_secret_value()))
+        digest = _digest(token)
+        return any(hmac.compare_digest(digest, own) for own in (*self._own_digests, *self._file_digests))
 
     def _find(self, text: str) -> Caller | None:
         prefix, _, suffix = text.partition("_")
         token_id, _, secret = suffix.partition("_")
         token = (self._tokens or {}).get(token_id) if prefix == "ddpobs" else None
-        if token is None or token.revoked_ns is not None or not hmac.compare_digest(_digest(secret), token.digest):
+        if token is None or not token.works(time.time_ns()) or not hmac.compare_digest(_digest(secret), token.digest):
             return None
         return Caller(token.workspace, frozenset(SCOPES if "admin" in token.scopes else token.scopes))
 
@@ -187,20 +204,25 @@ class Authenticator:
             failures = self._failures.get(address)
             if failures is None:
                 return
-            while failures and time.monotonic() - failures[0] > _FAILURES_S:
-                failures.popleft()
-            wait_s = _FAILURES_S - (time.monotonic() - failures[0]) if len(failures) >= _MAX_FAILURES else 0.0
+            while failures and time.monotonic() - next(iter(failures.values())) > _FAILURES_S:
+                failures.popitem(last=False)
+            first = next(iter(failures.values()), 0.0)
+            wait_s = _FAILURES_S - (time.monotonic() - first) if len(failures) >= _MAX_FAILURES else 0.0
         if wait_s > 0:
             raise Problem(
                 429,
                 "Too many wrong tokens",
-                f"{address} sent {_MAX_FAILURES} wrong tokens within {_FAILURES_S:.0f} s",
+                f"{address} sent {_MAX_FAILURES} different wrong tokens within {_FAILURES_S:.0f} s",
                 {"Retry-After": str(int(wait_s) + 1)},
             )
 
-    def _record_failure(self, address: str) -> None:
+    def _record_failure(self, address: str, token: str) -> None:
+        """Count a wrong token once: many ranks behind an address may share an old one, which guesses nothing."""
         with self._lock:
-            self._failures.setdefault(address, deque(maxlen=_MAX_FAILURES)).append(time.monotonic())
+            failures = self._failures.setdefault(address, OrderedDict())
+            failures.setdefault(_digest(token), time.monotonic())
+            while len(failures) > _MAX_FAILURES:
+                failures.popitem(last=False)
             self._failures.move_to_end(address)
             while len(self._failures) > _MAX_ADDRESSES:
                 self._failures.popitem(last=False)
@@ -235,7 +257,7 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
         authenticator: Authenticator = request.app.state.authenticator
         await refresh_tokens_for(request)
         if authenticator.allows_anonymous:
-            _check_host(request.headers.get("Host", ""), request.app.state.settings.host)
+            _check_host(request.headers.get("Host", ""), tuple(request.app.state.settings.hosts))
         caller = authenticator.caller(*_credentials(request))
         if scope not in caller.scopes:
             scopes = ", ".join(sorted(caller.scopes))
@@ -246,7 +268,7 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
 
 
 @lru_cache
-def _check_host(host: str, own_host: str) -> None:
+def _check_host(host: str, own_hosts: tuple[str, ...]) -> None:
     """Without tokens, accept only host names that no web site can own.
 
     A web site could otherwise resolve its own name to this address and let a visitor's browser read the runs.
@@ -256,7 +278,7 @@ def _check_host(host: str, own_host: str) -> None:
     """
     try:
         name = urlsplit(f"//{host}").hostname or ""
-        if "." not in name or name.endswith((".localhost", ".internal")) or name == own_host or ip_address(name):
+        if "." not in name or name.endswith((".localhost", ".internal")) or name in own_hosts or ip_address(name):
             return
     except ValueError:
         pass

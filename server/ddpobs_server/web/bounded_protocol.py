@@ -94,7 +94,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().on_message_complete()
         self._in_head = True
         if self.cycle.response_complete:
-            self._await_head()
+            self._await_head(self.timeout_keep_alive)
 
     @override
     def on_response_complete(self) -> None:
@@ -103,7 +103,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._timer is not None or not self.cycle.response_complete:
             return  # Pipelined requests are in progress.
         if self._in_head:
-            self._await_head()
+            self._await_head(self.timeout_keep_alive)
         else:
             self._timer = self.loop.call_later(REST_S, self._close)
 
@@ -116,10 +116,11 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._bytes > HEAD_BYTES:
             self._refuse(Problem(431, "Headers too large", f"the headers may have at most {HEAD_BYTES} bytes"))
 
-    def _await_head(self) -> None:
+    def _await_head(self, within_s: float | None = None) -> None:
+        """Expect the next headers. Between two requests `within_s` is the time a connection may stay idle."""
         self._cancel_timer()
         self._bytes, self._in_head = 0, True
-        self._timer = self.loop.call_later(HEAD_S, self._refuse_slow_headers)
+        self._timer = self.loop.call_later(HEAD_S if within_s is None else within_s, self._refuse_slow_headers)
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

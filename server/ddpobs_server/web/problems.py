@@ -14,7 +14,7 @@ from fastapi.responses import JSONResponse
 from prometheus_client import Counter
 from starlette.exceptions import HTTPException
 
-from ddpobs_server.store import TooManyRowsError, UnavailableError
+from ddpobs_server.store import LostDatabaseError, TooManyRowsError, UnavailableError
 
 MEDIA_TYPE = "application/problem+json"
 _SCHEMA = {
@@ -38,7 +38,9 @@ _METHODS = frozenset({"GET", "PUT", "DELETE"})
 _BATCH_PROBLEMS = (
     *((401, "Token needed"), (401, "Wrong token"), (403, "Not allowed"), (409, "Conflict"), (413, "Body too large")),
     *((422, "Malformed batch"), (429, "Too many wrong tokens"), (500, "Internal error"), (503, "Busy")),
-    *((503, "Storage unavailable"), (507, "Storage full")),
+    *((408, "Upload too slow"), (410, "Run deleted"), (421, "Misdirected request")),
+    *((429, "Too many runs"), (429, "Too many sources")),
+    *((503, "Storage lost"), (503, "Storage unavailable"), (507, "Storage full")),
 )
 """Counters created at zero, so that the first problem appears as an increase."""
 _KEY_FIELDS = ("run", "source", "seq")
@@ -78,6 +80,13 @@ _UNAVAILABLE = Problem(
     "the database does not respond or cannot be written, and nothing of this request was stored: see the collector's "
     "log for the reason; the collector recovers by itself once the database is back, so send it again",
     {"Retry-After": "1"},
+)
+_LOST = Problem(
+    503,
+    "Storage lost",
+    "the database's file was removed, replaced or damaged, so nothing of this request was stored: see the collector's "
+    "log for the place and the remedy; then send it again",
+    {"Retry-After": "30"},
 )
 
 
@@ -126,12 +135,18 @@ def problem_response(request: Request, error: Problem | UnavailableError) -> JSO
 
     `X-Request-ID` is the same in the response and in the log: the client's value, or a random one.
     """
-    problem = error if isinstance(error, Problem) else _FULL if error.full else _UNAVAILABLE
+    problem = error if isinstance(error, Problem) else _storage_problem(error)
     client_id = request.headers.get("X-Request-ID", "")
     request_id = client_id if _REQUEST_ID.fullmatch(client_id) else secrets.token_hex(8)
     _record_request(request, problem, request_id)
     headers = {**(problem.headers or {}), "X-Request-ID": request_id}
     return JSONResponse(problem.document, problem.status, headers, MEDIA_TYPE)
+
+
+def _storage_problem(error: UnavailableError) -> Problem:
+    if isinstance(error, LostDatabaseError):
+        return _LOST
+    return _FULL if error.full else _UNAVAILABLE
 
 
 def _record_request(request: Request, problem: Problem, request_id: str) -> None:

@@ -11,8 +11,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -21,25 +21,26 @@ import uvicorn
 from fastapi import FastAPI
 from typing_extensions import override
 
+from ddpobs_server import signals
+
 _log = logging.getLogger(__name__)
 _END_S = 30
 """Longest duration of the whole shutdown in seconds, whatever a client or the database does."""
-_IDLE_S = 30
-"""Seconds a connection may stay idle between two requests; a rank pauses for less between two batches."""
 _EXIT_S = 1.0
 """Seconds that threads may delay the process's exit after everything is closed."""
 _RETAINED_BYTES = 2**25 - 2**16
 """Just below glibc's upper limit of 32 MiB."""
 
 
-def run(app: FastAPI, on_start: Callable[[str], None], **settings: Any) -> None:
+def run(app: FastAPI, sockets: list[socket.socket], on_start: Callable[[str], None], **settings: Any) -> None:
     """Serve until SIGTERM or Ctrl-C, then write all accepted batches and return.
 
     A second signal ends the process at once. Acknowledged batches survive that: they are committed.
 
     Args:
         app: The application.
-        on_start: Called with the server's URL when it accepts connections.
+        sockets: Bound sockets to listen on.
+        on_start: Called with the server's URLs when it accepts connections.
         **settings: Settings of `uvicorn.Config`.
 
     Raises:
@@ -49,11 +50,9 @@ def run(app: FastAPI, on_start: Callable[[str], None], **settings: Any) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     with suppress(ValueError, OSError):  # Some systems report an unlimited hard limit and refuse it as a soft limit.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    server = _Server(uvicorn.Config(app, timeout_keep_alive=_IDLE_S, **settings), on_start)
-    # After its shutdown uvicorn raises the signal again for the handler that was installed before it.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    server = _Server(uvicorn.Config(app, **settings), on_start)
     with suppress(KeyboardInterrupt, SystemExit):  # uvicorn exits with 3 if it did not start.
-        server.run()
+        server.run(sockets)
     if not server.started:
         sys.exit(1)
 
@@ -66,11 +65,17 @@ class _Server(uvicorn.Server):
     @override
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then exclude all objects created so far from garbage collection: they live until the end."""
+        try:
+            for bound in sockets or []:
+                bound.listen(self.config.backlog)
+        except OSError as error:  # Another process began to listen after the sockets were bound.
+            _log.error("cannot listen: %s", error.strerror)
+            sys.exit(1)
         await super().startup(sockets)
         gc.collect()
         gc.freeze()
         _retain_freed_memory()
-        self._on_start(self._url())
+        self._on_start(" and ".join(self._url(server.sockets[0].getsockname()) for server in self.servers))
 
     @override
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -82,13 +87,20 @@ class _Server(uvicorn.Server):
 
     @override
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Begin the shutdown. The next signal, or an alarm after `_END_S`, ends the process through the system."""
-        signal.signal(sig, signal.SIG_DFL)
-        signal.alarm(_END_S)
-        super().handle_exit(sig, frame)
+        """Begin the shutdown. The next signal, or an alarm after `_END_S`, ends the process at once."""
+        signals.end_within(_END_S)
+        self.should_exit = True
 
-    def _url(self) -> str:
-        host, port = self.config.host, self.servers[0].sockets[0].getsockname()[1]
+    @override
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Handle signals until the process ends; uvicorn would raise them again after its shutdown."""
+        for number in signals.ENDING:
+            signal.signal(number, self.handle_exit)
+        yield
+
+    def _url(self, address: tuple[Any, ...]) -> str:
+        host, port = address[:2]
         scheme = "https" if self.config.is_ssl else "http"
         return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

@@ -145,7 +145,7 @@ def test_a_run_deleted_and_sent_again_is_not_served_from_the_cache(shared: Colle
     put(shared.url, batch(run, steps=steps(0, 2)))
     assert get(shared.url, f"/runs/{run}/diagnostics")["steps_seen"] == 2
     httpx.delete(f"{shared.url}/api/v1/runs/{run}")
-    put(shared.url, batch(run, steps=steps(0, 5)))
+    put(shared.url, batch(run, attempt="b" * 16, source="b" * 16, steps=steps(0, 5)))
     assert get(shared.url, f"/runs/{run}/diagnostics")["steps_seen"] == 5
 
 

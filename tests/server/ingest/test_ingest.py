@@ -356,12 +356,13 @@ def test_a_source_under_a_second_attempt_is_refused(store: Store) -> None:
     assert [record.attempt for record in store.attempts("run")] == ["a" * 16]
 
 
-def test_a_batch_that_arrives_during_a_deletion_keeps_its_attempt(postgresql: databases.Fresh, tmp_path: Path) -> None:
+def test_a_new_attempt_that_arrives_during_a_deletion_is_stored(postgresql: databases.Fresh, tmp_path: Path) -> None:
     store = Store(postgresql(tmp_path))
     store.migrate()
 
     def arrival(seq: int) -> Arrival:
-        return Arrival(batch("run", seq=seq, steps=steps(3 * seq, 3)), bytes([seq]) * 32, 1, time.time_ns())
+        launch = {"attempt": f"{seq:016x}", "source": f"{seq:016x}"}
+        return Arrival(batch("run", seq=seq, **launch, steps=steps(3 * seq, 3)), bytes([seq]) * 32, 1, time.time_ns())
 
     store.ingest([arrival(0)])
     with store._engine.connect() as connection, ThreadPoolExecutor(1) as pool:
@@ -372,4 +373,4 @@ def test_a_batch_that_arrives_during_a_deletion_keeps_its_attempt(postgresql: da
         later.result(30)
     attempts = [record.attempt for record in store.attempts("run")]
     store.close()
-    assert attempts == [ATTEMPT]
+    assert attempts == [f"{1:016x}"]

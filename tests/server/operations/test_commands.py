@@ -136,14 +136,17 @@ def test_an_address_of_another_machine_is_reported_in_a_line(host: str) -> None:
     assert line.startswith(f"ddpobs-server: cannot listen on {host}, port 8321: ")
 
 
-def test_a_port_occupied_after_the_check_ends_the_server_with_1(occupied_port: str) -> None:
+def test_a_port_occupied_after_it_was_bound_ends_the_server_with_1() -> None:
     code = (
-        "from ddpobs_server import app; from ddpobs_server.operations import self_check; "
-        "self_check.address_problem = lambda *_: None; app.main()"
+        "from ddpobs_server import app; from ddpobs_server.web import listening; bind = listening.bind\n"
+        "def bind_and_lose(hosts, port):\n"
+        "    sockets = bind(hosts, port); other = bind(hosts, sockets[0].getsockname()[1]); other[0].listen()\n"
+        "    globals()['kept'] = other; return sockets\n"
+        "listening.bind = bind_and_lose; app.main()"
     )
-    exit_code, lines = serve("--port", occupied_port, command=(sys.executable, "-c", code))
+    exit_code, lines = serve("--port", "0", command=(sys.executable, "-c", code))
     assert exit_code == 1
-    assert "address already in use" in "".join(lines)
+    assert "cannot listen: Address already in use" in "".join(lines)
 
 
 def test_an_unknown_setting_causes_a_warning(occupied_port: str, monkeypatch: pytest.MonkeyPatch) -> None:

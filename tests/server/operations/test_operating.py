@@ -93,6 +93,7 @@ def test_an_unreadable_disk_does_not_stop_the_health_monitor(tmp_path: Path, mon
         raise OSError(errno.EIO, "Input/output error")
 
     store = Store(f"sqlite:///{tmp_path}/x.db")
+    store.migrate()
     monitor = health_monitor.HealthMonitor(store, CollectorRegistry())
     monkeypatch.setattr(shutil, "disk_usage", failing)
     monitor.start()
@@ -109,7 +110,8 @@ def test_hanging_scrapes_leave_connections_for_other_requests(postgresql: databa
             holder.exec_driver_sql("LOCK TABLE step_histogram IN ACCESS EXCLUSIVE MODE")
             scrapes = [pool.submit(httpx.get, f"{running.url}/metrics", timeout=60) for _ in range(20)]
             answers = as_completed(scrapes, timeout=20)
-            assert all("ddpobs_server_info" in next(answers).result().text for _ in range(18))
+            assert {next(answers).result().status_code for _ in range(18)} == {503}
+            assert httpx.get(f"{running.url}/metrics", params={"only": "collector"}).status_code == 200
             assert get(running.url, "/runs")["runs"]
             holder.rollback()
         assert all("ddpobs_steps_total{" in scrape.result().text for scrape in answers)

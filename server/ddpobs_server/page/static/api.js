@@ -2,11 +2,14 @@
 
 const TOKEN = "ddpobs-token";
 
+// The path under which a proxy serves the collector, such as /ddpobs; empty without a proxy's path.
+export const root = new URL("..", import.meta.url).pathname.slice(0, -1);
+
 // A temporary failure: the collector does not respond, or responds that it cannot serve the request now.
 export class Unreachable extends Error {}
 
 export async function get(path) {
-  return (await request(`/api/v1${path}`)).json();
+  return (await request(`${root}/api/v1${path}`)).json();
 }
 
 // A link cannot send the token: if there is one, fetch the link's target and save it as a file.

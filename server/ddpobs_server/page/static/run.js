@@ -1,6 +1,6 @@
 // The page of one run: its findings, then its step times, ranks and buckets.
 
-import { ago, element, get, ms, notice, refresh, runOnce, saveWithToken } from "./api.js";
+import { ago, element, get, ms, notice, refresh, root, runOnce, saveWithToken } from "./api.js";
 import { heat, PHASES, phases, timeline } from "./charts.js";
 
 const SHOWN_ATTEMPTS = 50, SHOWN_STACKS = 4, SHOWN_STEPS = 500, SHOWN_ROWS = 400_000, SHOWN_RANKS = 32, SHOWN_SPANS = 200, NAMED_RANKS = 12;
@@ -12,7 +12,7 @@ let ranks = [], last = 0, count = SHOWN_STEPS, straggler = null, slowest = [], l
 
 by("title").textContent = run;
 document.title = `${run} · ddpobs`;
-by("trace").href = `/api/v1${address("trace")}`;
+by("trace").href = `${root}/api/v1${address("trace")}`;
 saveWithToken(by("trace"), "trace.json");
 by("phase-legend").append(...PHASES.map((phase) => element("span", {}, element("span", { class: `swatch ${phase}` }), phase.replace("_", " "))));
 

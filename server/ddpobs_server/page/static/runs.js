@@ -1,6 +1,6 @@
 // The list of runs, newest first.
 
-import { ago, element, get, refresh, runOnce, saveWithToken } from "./api.js";
+import { ago, element, get, refresh, root, runOnce, saveWithToken } from "./api.js";
 
 const PAGE = 30, MAX_LIMIT = 500;
 const table = document.getElementById("runs");
@@ -11,7 +11,7 @@ function row(run) {
   const finding = element("td", { class: "muted" }, run.diagnosis ? worst(run, run.diagnosis.worst, run.diagnosis.missing) : "…");
   if (!run.diagnosis?.current) undiagnosed.push([run, finding]);
   return element("tr", {},
-    element("td", {}, element("a", { href: `/runs/${encodeURIComponent(run.run)}` }, run.run)),
+    element("td", {}, element("a", { href: `${root}/runs/${encodeURIComponent(run.run)}` }, run.run)),
     element("td", {}, element("span", { class: `state ${run.state}` }, run.state)),
     element("td", { class: "n" }, `${run.ranks} of ${run.world_size}`),
     element("td", { class: "n" }, String(run.steps)),
