@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
@@ -49,6 +50,7 @@ class ModuleReducer(FrontEnd):
         timings: Torch's own coarse times.
         rebuilt: The buckets have been rebuilt.
         first_bucket_bytes: Size of each bucket before.
+        error: The last error's message; empty if there was none.
         gradient_order: Indices of the parameters as their gradients arrived in the last backward that was observed.
     """
 
@@ -87,6 +89,9 @@ class ModuleReducer(FrontEnd):
         self.timings = Timings()
         self.rebuilt = False
         self.first_bucket_bytes = self.bucket_bytes
+        self.error = ""
+        owner, _, self._first_name = names[0].rpartition(".")
+        self._first_owner = weakref.ref(module.get_submodule(owner))
         self.gradient_order: list[int] = []
 
     @property
@@ -99,7 +104,8 @@ class ModuleReducer(FrontEnd):
     def prepare(self, synchronises: bool) -> None:
         """Prepare for a forward whose outputs can be differentiated. Ends a backward that an error interrupted."""
         self._thread = get_ident()
-        self.core.faults.poll_flags()
+        with self._logged():
+            self.core.faults.poll_flags()
         self._readiness.expect(synchronises)
         self.end_interrupted()
         if synchronises:
@@ -111,7 +117,25 @@ class ModuleReducer(FrontEnd):
 
     def watch(self, outputs: Sequence[torch.Tensor]) -> None:
         """Start the backward at a forward's outputs."""
-        self._readiness.watch(outputs)
+        self._readiness.watch(outputs, self._owns_first_parameter if not self._owns_first_parameter() else None)
+
+    def _owns_first_parameter(self) -> bool:
+        """Whether the module holds our first parameter, and not a substitute.
+
+        `torch.func.functional_call` substitutes parameters for the time of a forward. If it substituted all of them,
+        as torch's DDP we leave the backward to the user. If the first stays, so does the reduction.
+        """
+        owner = self._first_owner()
+        return owner is None or owner._parameters.get(self._first_name) is self._layout.parameters[0]
+
+    @contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Keep an error's message for `_get_ddp_logging_data`."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.error = str(error)
+            raise
 
     def prepare_for_forward(self) -> None:
         """Nothing to do: `prepare` is called for every forward."""
@@ -130,7 +154,10 @@ class ModuleReducer(FrontEnd):
 
     @override
     def check_backward(self) -> None:
-        self._refuse()
+        with self._logged():
+            self._refuse()
+        if torch.is_grad_enabled():
+            autograd.warn_of_graph()
         self._divisor = self.core.ranks
         if self._forward_work is not None:  # Under `join` it counts the ranks that still have data.
             wait_for(self._forward_work)
@@ -146,10 +173,9 @@ class ModuleReducer(FrontEnd):
         """Raise before anything is launched, on every rank alike.
 
         Raises:
-            ReducerError: Gradients of gradients are requested, or a parameter was converted.
+            ReducerError: Autograd itself is compiled, or a parameter was converted.
         """
         autograd.refuse_compiled()
-        autograd.refuse_graph("DistributedDataParallel")
         if self._layout.dtype is not None:
             return
         # 0.04 µs each. A move to another device moves the whole model, so that one parameter's device is enough.
@@ -184,7 +210,8 @@ class ModuleReducer(FrontEnd):
             self.gradient_order = list(self._readiness.order)
         futures = self._post_backward_futures
         try:
-            self.core.finish()
+            with self._logged():
+                self.core.finish()
             self.timings.comm_ended()
         finally:
             self._readiness.expected = False
@@ -257,7 +284,8 @@ class ModuleReducer(FrontEnd):
         """
         comm = self.core.comm
         if isinstance(comm, CommHook):
-            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+            self.error = "register_comm_hook or register_builtin_comm_hook can only be called once."
+            raise RuntimeError(self.error)
         if type(comm) is not AllReduce:
             raise ReducerError(
                 f"a communication hook was registered (mixed_precision registers one of its own) on a module whose "
@@ -325,10 +353,11 @@ class ModuleReducer(FrontEnd):
 
     def _set_static_graph(self) -> None:
         if self.timings.iteration:
-            raise RuntimeError(
+            self.error = (
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 "constructed."
             )
+            raise RuntimeError(self.error)
         self.core.switch_to_static_graph()
 
     def _ddp_graph_static(self) -> bool:

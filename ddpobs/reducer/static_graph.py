@@ -9,6 +9,17 @@ import torch
 from ddpobs.reducer.fault_broadcast import Fault
 from ddpobs.reducer.used_map import UsedMap
 
+_TORCH_MESSAGE = (
+    "Torch's DDP raises for this, if at all, in the next forward: Your training graph has changed in this iteration, "
+    "e.g., one parameter is unused in first iteration, but then got used in the second iteration. this is not "
+    "compatible with static_graph set to True. Or: Expected to have finished reduction in the prior iteration before "
+    "starting a new one. This error indicates that your training graph has changed in this iteration, e.g., one "
+    "parameter is used in first iteration, but then got unused in the second iteration. this is not compatible with "
+    "static_graph set to True.\nParameter indices which did not receive grad for the same uses as in the first "
+    "iteration: "
+)
+"""The end of the message, with torch's two messages word for word."""
+
 
 class StaticGraph:
     """The same parameters take part in every backward, each the same number of times.
@@ -34,6 +45,7 @@ class StaticGraph:
         self._locally_unused: list[int] = []
         self._globally_unused: list[int] = []
         self._used_under_no_sync: list[int] = []
+        self._undefined: set[int] = set()
         self._users: torch.Tensor | None = None
         self._without_data = False
 
@@ -64,10 +76,20 @@ class StaticGraph:
         self.remaining[index] -= 1
         return self.remaining[index] == 0
 
+    def is_undefined(self, index: int, parameter: torch.Tensor) -> bool:
+        """Ignore an arrival that brought no gradient, if that was so in the first backward."""
+        if index not in self._undefined or parameter.grad is not None:
+            return False
+        self.remaining[index] = 0
+        return True
+
     def end(self, used: bytearray, missing: Sequence[int]) -> Fault | None:
         """Record the first backward's unused parameters, and compare later ones with it."""
         if self.defers_launch:
             self._locally_unused = [index for index in missing if not used[index]]
+            self._undefined = {index for index in self._locally_unused if self.counts[index]}
+            for index in self._undefined:
+                self.counts[index] = 0
             return None
         changed = self._used_under_no_sync + [index for index, count in enumerate(self.remaining) if count]
         return self.changed(changed) if changed else None
@@ -77,7 +99,8 @@ class StaticGraph:
         names = ", ".join(self._names[index] for index in indices[:20])
         return Fault(
             message=f"the graph changed although static_graph=True: {names} took part more or less often than in the "
-            "first backward, in this one or under no_sync before it. Leave static_graph out"
+            "first backward, in this one or under no_sync before it. Leave static_graph out",
+            torch_message=_TORCH_MESSAGE + ", ".join(map(str, indices[:20])),
         )
 
     def start_map_reduce(self) -> None:
