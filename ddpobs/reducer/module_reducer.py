@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from functools import wraps
 from operator import attrgetter
 from threading import get_ident
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from ddpobs.reducer.front_end import FrontEnd
 from ddpobs.reducer.observer import Observer
 from ddpobs.reducer.reducer import Reducer
 from ddpobs.reducer.settings import Settings
+from ddpobs.reducer.substitution import Substitution
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.collectives import all_reduce, wait_for
 
@@ -30,6 +31,24 @@ _open: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[ModuleReduc
 """By group, the reducers with a backward in progress, in the order of their start: the same order on every rank."""
 
 _dtype = attrgetter("dtype")
+
+_P = ParamSpec("_P")
+
+
+def _logs_errors(
+    method: Callable[Concatenate[ModuleReducer, _P], None],
+) -> Callable[Concatenate[ModuleReducer, _P], None]:
+    """Keep the message of a method's error for `_get_ddp_logging_data`."""
+
+    @wraps(method)
+    def logged(self: ModuleReducer, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except RuntimeError as error:
+            self.error = str(error)
+            raise
+
+    return logged
 
 
 class ModuleReducer(FrontEnd):
@@ -90,8 +109,7 @@ class ModuleReducer(FrontEnd):
         self.rebuilt = False
         self.first_bucket_bytes = self.bucket_bytes
         self.error = ""
-        owner, _, self._first_name = names[0].rpartition(".")
-        self._first_owner = weakref.ref(module.get_submodule(owner))
+        self._substitution = Substitution(module, names[0], parameters[0])
         self.gradient_order: list[int] = []
 
     @property
@@ -101,11 +119,11 @@ class ModuleReducer(FrontEnd):
 
     # ------------------------------------------------------------------ forward
 
+    @_logs_errors
     def prepare(self, synchronises: bool) -> None:
         """Prepare for a forward whose outputs can be differentiated. Ends a backward that an error interrupted."""
         self._thread = get_ident()
-        with self._logged():
-            self.core.faults.poll_flags()
+        self.core.faults.poll_flags()
         self._readiness.expect(synchronises)
         self.end_interrupted()
         if synchronises:
@@ -117,25 +135,8 @@ class ModuleReducer(FrontEnd):
 
     def watch(self, outputs: Sequence[torch.Tensor]) -> None:
         """Start the backward at a forward's outputs."""
-        self._readiness.watch(outputs, self._owns_first_parameter if not self._owns_first_parameter() else None)
-
-    def _owns_first_parameter(self) -> bool:
-        """Whether the module holds our first parameter, and not a substitute.
-
-        `torch.func.functional_call` substitutes parameters for the time of a forward. If it substituted all of them,
-        as torch's DDP we leave the backward to the user. If the first stays, so does the reduction.
-        """
-        owner = self._first_owner()
-        return owner is None or owner._parameters.get(self._first_name) is self._layout.parameters[0]
-
-    @contextmanager
-    def _logged(self) -> Iterator[None]:
-        """Keep an error's message for `_get_ddp_logging_data`."""
-        try:
-            yield
-        except RuntimeError as error:
-            self.error = str(error)
-            raise
+        is_over = self._substitution.is_over
+        self._readiness.watch(outputs, None if is_over() else is_over)
 
     def prepare_for_forward(self) -> None:
         """Nothing to do: `prepare` is called for every forward."""
@@ -153,9 +154,9 @@ class ModuleReducer(FrontEnd):
     # ------------------------------------------------------------------ backward, as the core calls it
 
     @override
+    @_logs_errors
     def check_backward(self) -> None:
-        with self._logged():
-            self._refuse()
+        self._refuse()
         if torch.is_grad_enabled():
             autograd.warn_of_graph()
         self._divisor = self.core.ranks
@@ -204,14 +205,14 @@ class ModuleReducer(FrontEnd):
         self.timings.mark("comm_began")
 
     @override
+    @_logs_errors
     def backward_ended(self) -> None:
         self.timings.mark("backward_ended")
         if self._readiness.order:
             self.gradient_order = list(self._readiness.order)
         futures = self._post_backward_futures
         try:
-            with self._logged():
-                self.core.finish()
+            self.core.finish()
             self.timings.comm_ended()
         finally:
             self._readiness.expected = False
@@ -275,6 +276,7 @@ class ModuleReducer(FrontEnd):
 
     # ------------------------------------------------------------------ communication hooks
 
+    @_logs_errors
     def set_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce the buckets with the user's hook from now on.
 
@@ -284,8 +286,7 @@ class ModuleReducer(FrontEnd):
         """
         comm = self.core.comm
         if isinstance(comm, CommHook):
-            self.error = "register_comm_hook or register_builtin_comm_hook can only be called once."
-            raise RuntimeError(self.error)
+            raise RuntimeError("register_comm_hook or register_builtin_comm_hook can only be called once.")
         if type(comm) is not AllReduce:
             raise ReducerError(
                 f"a communication hook was registered (mixed_precision registers one of its own) on a module whose "
@@ -351,13 +352,13 @@ class ModuleReducer(FrontEnd):
     def _delay_all_reduce(self) -> None:
         """Nothing to do: a static graph's first backward launches its buckets at its end anyway."""
 
+    @_logs_errors
     def _set_static_graph(self) -> None:
         if self.timings.iteration:
-            self.error = (
+            raise RuntimeError(
                 "set_static_graph() should be called before training loop starts and after DistributedDataParallel is "
                 "constructed."
             )
-            raise RuntimeError(self.error)
         self.core.switch_to_static_graph()
 
     def _ddp_graph_static(self) -> bool:

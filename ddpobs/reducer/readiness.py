@@ -157,12 +157,12 @@ class Readiness:
         """The forward raised, so that the next backward belongs to an earlier one."""
         self.expected = self._previously_expected
 
-    def watch(self, outputs: Sequence[torch.Tensor], foreign: Callable[[], bool] | None = None) -> None:
+    def watch(self, outputs: Sequence[torch.Tensor], is_foreign: Callable[[], bool] | None = None) -> None:
         """Start the backward at a forward's outputs. A loss that reaches no parameter calls no parameter's hook.
 
         Args:
             outputs: Tensors of the forward's result.
-            foreign: Whether the forward used other parameters than ours, so that only our own hooks start a backward.
+            is_foreign: Whether the forward used other parameters than ours. Then only a hook of ours starts a backward.
         """
         if not self._handles:
             return
@@ -170,7 +170,7 @@ class Readiness:
 
         def begin(output: Node) -> None:
             alive = readiness()
-            if foreign is not None and foreign():
+            if is_foreign is not None and is_foreign():
                 return
             if alive is not None and alive._handles:
                 alive._begin_at_output(output)

@@ -60,7 +60,7 @@ class StaticGraph:
             self.counts[:] = [0] * len(self.counts)
             return ()
         self.remaining[:] = self.counts
-        self._used_under_no_sync = [index for index in self._locally_unused if used[index]]
+        self._used_under_no_sync = [i for i in self._locally_unused if used[i] and i not in self._undefined]
         used[:] = bytes(len(used))
         return self._locally_unused
 
@@ -77,19 +77,27 @@ class StaticGraph:
         return self.remaining[index] == 0
 
     def is_undefined(self, index: int, parameter: torch.Tensor) -> bool:
-        """Ignore an arrival that brought no gradient, if that was so in the first backward."""
+        """Ignore an arrival without a gradient if the first backward had none for the parameter on any rank."""
         if index not in self._undefined or parameter.grad is not None:
             return False
         self.remaining[index] = 0
         return True
 
+    def _settle_undefined(self) -> None:
+        """Count parameters that the first backward reached without a gradient as used, unless no rank had a gradient.
+
+        If no rank had a gradient, none is expected any more.
+        """
+        reached = {index for index in self._locally_unused if self.counts[index]}
+        self._undefined = reached.intersection(self._globally_unused)
+        for index in self._undefined:
+            self.counts[index] = 0
+        self._locally_unused = [i for i in self._locally_unused if i not in reached - self._undefined]
+
     def end(self, used: bytearray, missing: Sequence[int]) -> Fault | None:
         """Record the first backward's unused parameters, and compare later ones with it."""
         if self.defers_launch:
             self._locally_unused = [index for index in missing if not used[index]]
-            self._undefined = {index for index in self._locally_unused if self.counts[index]}
-            for index in self._undefined:
-                self.counts[index] = 0
             return None
         changed = self._used_under_no_sync + [index for index, count in enumerate(self.remaining) if count]
         return self.changed(changed) if changed else None
@@ -119,8 +127,11 @@ class StaticGraph:
             self._users = self._map.read()
         if self.defers_launch and not self._without_data:
             users = self._users
-            self._globally_unused = [index for index in self._locally_unused if not users[index]]
+            unused = self._locally_unused
+            self._globally_unused = [index for index in unused if not users[index]]
             self.defers_launch = False
+            self._settle_undefined()
+            return unused, self._globally_unused
         return self._locally_unused, self._globally_unused
 
     def forget(self) -> None:

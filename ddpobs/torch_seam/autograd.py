@@ -98,7 +98,7 @@ def find_unreached(nodes: Sequence[Node]) -> list[int]:
     The profiler shows it under the name of torch's own search.
     """
     will_execute = torch._C._will_engine_execute_node
-    with torch._C._profiler._RecordFunctionFast("search_unused_parameters"):
+    with torch._C._profiler._RecordFunctionFast("torch.distributed.ddp.reducer::search_unused_parameters"):
         return [index for index, node in enumerate(nodes) if not will_execute(node)]
 
 

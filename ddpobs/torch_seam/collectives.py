@@ -73,6 +73,8 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def gloo_threads(group: dist.ProcessGroup) -> int | None:
     """Number of threads that run the group's collectives on the CPU; None if it is not a group of gloo's."""
+    if dist.get_backend(group) != "gloo":
+        return None
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return getattr(options, "_threads", None)
 
