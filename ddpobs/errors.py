@@ -13,6 +13,8 @@ DdpobsError
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 
 class DdpobsError(Exception):
     """Base class of the errors that ddpobs raises on purpose."""
@@ -70,17 +72,19 @@ class ReducerError(DdpobsError, RuntimeError):
 class UnusedParametersError(ReducerError):
     """A synchronised backward left parameters without a gradient, which the settings do not allow.
 
+    The message ends with the phrases of torch's DDP, which raises in the next forward: a search finds them.
+
     Attributes:
         parameters: Names of the parameters, each with the ranks on which it got no gradient.
     """
 
-    def __init__(self, parameters: dict[str, list[int]]) -> None:
+    def __init__(self, parameters: dict[str, list[int]], indices: Mapping[str, int] | None = None) -> None:
         names = "; ".join(f"{name} (rank {_ranks(ranks)})" for name, ranks in list(parameters.items())[:20])
         more = f"; and {len(parameters) - 20} more" if len(parameters) > 20 else ""
         super().__init__(
             f"{len(parameters)} parameters got no gradient in this backward: {names}{more}. Every rank "
             "reduces all of them. Pass find_unused_parameters=True, or make every parameter take part in the loss on "
-            "every rank"
+            f"every rank{_TORCH_MESSAGE}{_missing_by_rank(parameters, indices or {})}"
         )
         self.parameters = parameters
 
@@ -98,6 +102,27 @@ class StepOrderError(DdpobsError, AssertionError):
 
     An AssertionError, as in Horovod.
     """
+
+
+_TORCH_MESSAGE = (
+    ".\nTorch's DDP raises this in the next forward: Expected to have finished reduction in the prior iteration before "
+    "starting a new one. Enable unused parameter detection by passing the keyword argument "
+    "`find_unused_parameters=True` to `torch.nn.parallel.DistributedDataParallel`, and by making sure all `forward` "
+    "function outputs participate in calculating loss. For the names, torch has you set the environment variable "
+    "TORCH_DISTRIBUTED_DEBUG to either INFO or DETAIL; here they are."
+)
+
+
+def _missing_by_rank(parameters: Mapping[str, list[int]], indices: Mapping[str, int]) -> str:
+    """Torch's lines about each rank: names and indices of its missing parameters."""
+    lines = []
+    for rank in sorted({rank for ranks in parameters.values() for rank in ranks})[:20]:
+        names = [name for name, ranks in parameters.items() if rank in ranks][:20]
+        lines.append(f"Parameters which did not receive grad for rank {rank}: {', '.join(names)}")
+        if indices:
+            numbers = ", ".join(str(indices[name]) for name in names)
+            lines.append(f"Parameter indices which did not receive grad for rank {rank}: {numbers}")
+    return "".join(f"\n{line}" for line in lines)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -36,12 +36,14 @@ class Bucket:
         grads_are_views: `.grad` becomes the view. Otherwise it stays autograd's own tensor, and `write_back` copies the
             result into it.
         casts: The buffer has another dtype than the parameters.
+        keeps_graph: This backward records the graph of its gradients, which a view of the buffer would not have.
     """
 
     __slots__ = (
         "_as_views",
         "_divisor",
         "_factor",
+        "_were_views",
         "buffer",
         "casts",
         "copied",
@@ -50,6 +52,7 @@ class Bucket:
         "grads_are_views",
         "head",
         "index",
+        "keeps_graph",
         "members",
         "memory",
         "parameters",
@@ -64,14 +67,14 @@ class Bucket:
     ) -> None:
         self.index, self.members, self.parameters, self.sparse = index, members, parameters, sparse
         self.pending = len(members)
-        self.grads_are_views, self.casts = True, False
+        self.grads_are_views, self.casts, self.keeps_graph = True, False, False
         self.residual: torch.Tensor | None = None
         self._divisor: float | None = None
         self._factor: torch.Tensor | None = None
-        self._as_views = as_views
+        self._as_views, self._were_views = as_views, True
         self.copied = bytearray(len(members))
         self._allocate(parameters[0].dtype)
-        self.copies_on_arrival = not sparse and self.elements >= COPY_ON_ARRIVAL_ELEMENTS * len(members)
+        self.copies_on_arrival = self._has_large_gradients
 
     # ------------------------------------------------------------------ memory
 
@@ -94,6 +97,16 @@ class Bucket:
         """Reduce in `dtype` instead of the parameters' own; `write_back` converts the result."""
         self.grads_are_views, self.casts = False, True
         self._allocate(dtype)
+
+    @property
+    def _has_large_gradients(self) -> bool:
+        return not self.sparse and self.elements >= COPY_ON_ARRIVAL_ELEMENTS * len(self.members)
+
+    def keep_graph(self) -> None:
+        """Leave each `.grad` and its graph to autograd in this backward, and reduce copies when the bucket is full."""
+        self._were_views = self.grads_are_views
+        self.keep_grads_separate()
+        self.keeps_graph, self.copies_on_arrival = True, False
 
     def keep_grads_separate(self) -> None:
         """Leave each `.grad` as autograd made it from now on, and reduce a copy of it."""
@@ -134,22 +147,20 @@ class Bucket:
     def copy_in(self, slot: int, parameter: torch.Tensor) -> None:
         """Copy one gradient into the buffer, divided in the same pass, and make `.grad` the view of it."""
         gradient, view, factor = parameter.grad, self.views[slot], self._factor
-        if factor is None or gradient is None or gradient is view or not gradient.dim():
+        if gradient is None:  # A custom function returned none; `fill` decides when it is certain for all passes.
+            return
+        if factor is None or gradient is view or not gradient.dim():
             if gradient is view and view.data_ptr() != self.memory.pointers[slot]:  # A hook of the user's replaced it.
                 self.memory.restore_views()
                 view = self.views[slot]
-            self._copy_in_two_passes(gradient, view, parameter)
+            self._copy_in_two_passes(gradient, view)
         else:
             torch.mul(gradient, factor, out=view)
-        if self.grads_are_views and gradient is not None:
+        if self.grads_are_views:
             parameter.grad = view
         self.copied[slot] = 1
 
-    def _copy_in_two_passes(self, gradient: torch.Tensor | None, view: torch.Tensor, parameter: torch.Tensor) -> None:
-        if gradient is None:
-            view.zero_()
-            self._set_result(parameter, view)
-            return
+    def _copy_in_two_passes(self, gradient: torch.Tensor, view: torch.Tensor) -> None:
         if gradient is not view:
             view.copy_(gradient)
         if gradient is view and self._as_views:
@@ -267,6 +278,9 @@ class Bucket:
         """Prepare for the next backward."""
         self.pending = len(self.members)
         self.copied[:] = bytes(len(self.copied))
+        if self.keeps_graph:
+            self.keeps_graph, self.grads_are_views = False, self._were_views
+            self.copies_on_arrival = self._has_large_gradients
         if self.memory.never_exposed:
             self.memory.update_exposed()
 

@@ -15,7 +15,7 @@ from ddpobs import wire
 from ddpobs.buckets import assignment
 from ddpobs.buckets import bucket as bucketing
 from ddpobs.buckets.bucket import Bucket
-from ddpobs.torch_seam.collectives import all_reduce, broadcast_from_first, wait_for
+from ddpobs.torch_seam.collectives import broadcast_from_first, values_of_all, wait_for
 
 _RELEASE_S = 0.1
 """Seconds for which a thread of the process group may still hold a buffer after its wait has returned."""
@@ -103,10 +103,10 @@ class Layout:
         last_arrivals = list(dict.fromkeys(reversed(arrivals)))[::-1]
         absent = sorted(set(range(len(self.parameters))) - set(last_arrivals))
         order = torch.tensor(last_arrivals + absent, dtype=torch.int64, device=self.parameters[0].device)
-        shared = order.new_tensor(self._shares_memory())
+        shared = order.new_tensor([self._shares_memory()])
         wait_for(broadcast_from_first(group, [order]))
-        wait_for(all_reduce(group, [shared]))
-        if shared.item():
+        # Torch's DDP makes two collectives here, and neither is an all-reduce.
+        if any(torch.cat(values_of_all(group, shared)).tolist()):
             return False
         self.build(assignment.assign_in_order(self.parameters, order.tolist(), limits_bytes, self.expect_sparse))
         return True

@@ -17,6 +17,7 @@
 | `used_map.py`, `unused_parameters.py` | the comparison of the ranks, and `.grad` of unused parameters |
 | `fault_broadcast.py` | how every rank raises the same error |
 | `zero_participation.py` | a rank without gradients: out of data, or after an error |
+| `substitution.py` | a forward with other parameters than the module's |
 | `shared_parameters.py` | a parameter that two modules reduce in one backward |
 | `model_check.py` | whether all ranks built the same model |
 | `ddp_logger.py`, `ddp_timings.py` | the figures of torch's `_get_ddp_logging_data` |

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 from ddpobs.reducer.module_reducer import ModuleReducer
+from ddpobs.torch_seam.collectives import gloo_threads
 
 
 class Logger:
@@ -27,7 +28,7 @@ class Logger:
 
     def set_error_and_log(self, message: str) -> None:
         """Keep the last error."""
-        self._facts |= {"error": message, "has_error": 1}
+        self._reducer.error = message
 
     def _set_static_graph(self) -> None:
         self._facts["static_graph"] = 1
@@ -50,15 +51,19 @@ class Logger:
                 "rebuilt_bucket_sizes": ", ".join(map(str, reducer.bucket_bytes)),
                 "rebuilt_per_bucket_param_indices": ", ".join(" ".join(map(str, bucket.members)) for bucket in buckets),
             }
+        error: dict[str, str | int] = {"error": reducer.error, "has_error": 1} if reducer.error else {}
+        threads = gloo_threads(reducer.core.group)
         return {
             **environment,
             **rebuilt,
+            **error,
+            **({} if threads is None else {"gloo_num_threads": threads}),
             **reducer.timings.facts(),
             "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
             "bucket_sizes": ", ".join(map(str, reducer.first_bucket_bytes)),
             "has_rebuilt_buckets": int(reducer.rebuilt),
             "iteration": reducer.timings.sampled_iteration,
-            "num_buckets_reduced": len(buckets) if reducer.timings.iteration else 0,
+            "num_buckets_reduced": reducer.core.buckets_reduced,
             "prev_iteration_grad_ready_order_indices": ", ".join(map(str, reducer.gradient_order)),
             "unused_parameter_size": reducer.core.unused.size_bytes,
         }

@@ -29,10 +29,20 @@ the numbers agree between ranks, even if a rank has modules of other groups or c
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault of one rank: names of parameters whose gradient is missing, or a message."""
+    """A fault of one rank: parameters whose gradient is missing, or a message.
+
+    Attributes:
+        missing: Names of the parameters.
+        indices: Their indices.
+        message: Of another fault.
+        torch_message: The message of torch's DDP in this case, for a search.
+        interrupted: An error ended the backward.
+    """
 
     missing: list[str] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
     message: str = ""
+    torch_message: str = ""
     interrupted: bool = False
 
 
@@ -135,13 +145,17 @@ class FaultBroadcast:
             return
         faults = self._read(key)
         missing: dict[str, list[int]] = {}
+        indices: dict[str, int] = {}
         for fault in faults:
+            indices |= zip(fault["missing"], fault["indices"], strict=True)
             for name in fault["missing"]:
                 missing.setdefault(name, []).append(fault["rank"])
         if missing:
-            raise UnusedParametersError(missing)
+            raise UnusedParametersError(missing, indices)
         if faults:
-            error = ReducerError("; ".join(f"rank {fault['rank']}: {fault['message']}" for fault in faults))
+            messages = "; ".join(f"rank {fault['rank']}: {fault['message']}" for fault in faults)
+            of_torch = dict.fromkeys(fault["torch_message"] for fault in faults if fault["torch_message"])
+            error = ReducerError("\n".join([messages, *of_torch]))
             error.interrupted = all(fault["interrupted"] for fault in faults)
             raise error
 

@@ -17,10 +17,10 @@ class FindUnused:
     The engine announces at the start of a backward which parameters it will reach. No walk over the graph is needed,
     and outputs that are computed but left out of the loss are handled correctly.
 
-    The engine cannot announce parameters inside reentrant checkpoints: their backward is a graph of its own. So the
-    first backward does not rely on the announcement. If any rank got a gradient that was not announced, every later
-    backward launches its buckets at its end. The set of buckets still waiting differs between ranks, so early launches
-    would order the collectives of several modules differently on each rank.
+    The engine cannot announce parameters inside reentrant checkpoints: their backward is a graph of its own. Nor can it
+    announce that a custom function returns None. So the first backward does not rely on the announcement. If it was
+    wrong on any rank, every later backward launches its buckets at its end. The set of buckets still waiting differs
+    between ranks, so early launches would order the collectives of several modules differently on each rank.
 
     Args:
         names: The parameters' names.
@@ -68,7 +68,7 @@ class FindUnused:
         """Determine the absent parameters, or report a gradient that was not announced."""
         if self._defers:
             self._absent = [index for index in missing if not used[index]]
-            self._surprised = not set(self._announced) <= set(missing)
+            self._surprised = set(self._announced) != set(self._absent)
             return None
         surprises = [self._names[index] for index in self._absent if used[index]]
         if not surprises:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from operator import attrgetter
 from threading import get_ident
-from typing import Any
+from typing import Any, Concatenate, ParamSpec
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,7 @@ from ddpobs.reducer.front_end import FrontEnd
 from ddpobs.reducer.observer import Observer
 from ddpobs.reducer.reducer import Reducer
 from ddpobs.reducer.settings import Settings
+from ddpobs.reducer.substitution import Substitution
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.collectives import all_reduce, wait_for
 
@@ -29,6 +31,24 @@ _open: weakref.WeakKeyDictionary[dist.ProcessGroup, list[weakref.ref[ModuleReduc
 """By group, the reducers with a backward in progress, in the order of their start: the same order on every rank."""
 
 _dtype = attrgetter("dtype")
+
+_P = ParamSpec("_P")
+
+
+def _logs_errors(
+    method: Callable[Concatenate[ModuleReducer, _P], None],
+) -> Callable[Concatenate[ModuleReducer, _P], None]:
+    """Keep the message of a method's error for `_get_ddp_logging_data`."""
+
+    @wraps(method)
+    def logged(self: ModuleReducer, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except RuntimeError as error:
+            self.error = str(error)
+            raise
+
+    return logged
 
 
 class ModuleReducer(FrontEnd):
@@ -49,6 +69,7 @@ class ModuleReducer(FrontEnd):
         timings: Torch's own coarse times.
         rebuilt: The buckets have been rebuilt.
         first_bucket_bytes: Size of each bucket before.
+        error: The last error's message; empty if there was none.
         gradient_order: Indices of the parameters as their gradients arrived in the last backward that was observed.
     """
 
@@ -87,6 +108,8 @@ class ModuleReducer(FrontEnd):
         self.timings = Timings()
         self.rebuilt = False
         self.first_bucket_bytes = self.bucket_bytes
+        self.error = ""
+        self._substitution = Substitution(module, names[0], parameters[0])
         self.gradient_order: list[int] = []
 
     @property
@@ -96,6 +119,7 @@ class ModuleReducer(FrontEnd):
 
     # ------------------------------------------------------------------ forward
 
+    @_logs_errors
     def prepare(self, synchronises: bool) -> None:
         """Prepare for a forward whose outputs can be differentiated. Ends a backward that an error interrupted."""
         self._thread = get_ident()
@@ -111,7 +135,8 @@ class ModuleReducer(FrontEnd):
 
     def watch(self, outputs: Sequence[torch.Tensor]) -> None:
         """Start the backward at a forward's outputs."""
-        self._readiness.watch(outputs)
+        is_over = self._substitution.is_over
+        self._readiness.watch(outputs, None if is_over() else is_over)
 
     def prepare_for_forward(self) -> None:
         """Nothing to do: `prepare` is called for every forward."""
@@ -129,8 +154,11 @@ class ModuleReducer(FrontEnd):
     # ------------------------------------------------------------------ backward, as the core calls it
 
     @override
+    @_logs_errors
     def check_backward(self) -> None:
         self._refuse()
+        if torch.is_grad_enabled():
+            autograd.warn_of_graph()
         self._divisor = self.core.ranks
         if self._forward_work is not None:  # Under `join` it counts the ranks that still have data.
             wait_for(self._forward_work)
@@ -146,10 +174,9 @@ class ModuleReducer(FrontEnd):
         """Raise before anything is launched, on every rank alike.
 
         Raises:
-            ReducerError: Gradients of gradients are requested, or a parameter was converted.
+            ReducerError: Autograd itself is compiled, or a parameter was converted.
         """
         autograd.refuse_compiled()
-        autograd.refuse_graph("DistributedDataParallel")
         if self._layout.dtype is not None:
             return
         # 0.04 µs each. A move to another device moves the whole model, so that one parameter's device is enough.
@@ -178,6 +205,7 @@ class ModuleReducer(FrontEnd):
         self.timings.mark("comm_began")
 
     @override
+    @_logs_errors
     def backward_ended(self) -> None:
         self.timings.mark("backward_ended")
         if self._readiness.order:
@@ -248,6 +276,7 @@ class ModuleReducer(FrontEnd):
 
     # ------------------------------------------------------------------ communication hooks
 
+    @_logs_errors
     def set_comm_hook(self, state: object, hook: Callable[..., Any]) -> None:
         """Reduce the buckets with the user's hook from now on.
 
@@ -323,6 +352,7 @@ class ModuleReducer(FrontEnd):
     def _delay_all_reduce(self) -> None:
         """Nothing to do: a static graph's first backward launches its buckets at its end anyway."""
 
+    @_logs_errors
     def _set_static_graph(self) -> None:
         if self.timings.iteration:
             raise RuntimeError(

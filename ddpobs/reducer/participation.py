@@ -128,4 +128,4 @@ class AllRequired(MissingAsZero):
 
     @override
     def end(self, _used: bytearray, missing: Sequence[int]) -> Fault | None:
-        return Fault(missing=[self._names[index] for index in missing]) if missing else None
+        return Fault(missing=[self._names[index] for index in missing], indices=list(missing)) if missing else None

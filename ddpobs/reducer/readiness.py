@@ -157,14 +157,21 @@ class Readiness:
         """The forward raised, so that the next backward belongs to an earlier one."""
         self.expected = self._previously_expected
 
-    def watch(self, outputs: Sequence[torch.Tensor]) -> None:
-        """Start the backward at a forward's outputs. A loss that reaches no parameter calls no parameter's hook."""
+    def watch(self, outputs: Sequence[torch.Tensor], is_foreign: Callable[[], bool] | None = None) -> None:
+        """Start the backward at a forward's outputs. A loss that reaches no parameter calls no parameter's hook.
+
+        Args:
+            outputs: Tensors of the forward's result.
+            is_foreign: Whether the forward used other parameters than ours. Then only a hook of ours starts a backward.
+        """
         if not self._handles:
             return
         readiness, nodes, parameters = weakref.ref(self), self._nodes, self._layout.parameters
 
         def begin(output: Node) -> None:
             alive = readiness()
+            if is_foreign is not None and is_foreign():
+                return
             if alive is not None and alive._handles:
                 alive._begin_at_output(output)
             elif any(p.requires_grad for p in parameters) and autograd.concerns(nodes, output):
@@ -262,7 +269,7 @@ class Readiness:
             if not static.defers_launch:
                 if static.is_last_arrival(index):
                     gradient_ready(gradient)
-                elif static.remaining[index] < 0:
+                elif static.remaining[index] < 0 and not static.is_undefined(index, gradient):
                     self._callbacks.record_fault(static.changed([index]))
                 return
             if self.order is not None:
@@ -298,6 +305,15 @@ class Readiness:
         )
 
     # ------------------------------------------------------------------ end of a backward
+
+    def forget_undefined(self) -> None:
+        """Count parameters that were reached without a gradient as not reached, as torch's DDP does.
+
+        A custom function that returned None for a gradient is the cause.
+        """
+        for index, parameter in enumerate(self._layout.parameters):
+            if self.used[index] and parameter.grad is None:
+                self.used[index] = self.seen[index] = 0
 
     def unseen(self) -> list[int]:
         """Indices of the parameters that this backward still waits for, in the order of the buckets."""

@@ -58,6 +58,7 @@ class Reducer:
         unused: The parameters that a backward leaves out.
         used_map: How many ranks used each parameter.
         faults: Reports a fault of one rank to all.
+        buckets_reduced: Number of buckets launched in the latest backward; a skipped bucket does not count.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class Reducer:
         self._comm_factory, self.comm = comm_factory, comm_factory(group)
         self.faults = FaultBroadcast(group)
         self.pending: list[Pending] = []
+        self.buckets_reduced = 0
+        self._keeps_graph = False
         self._record: BackwardStamps | None = None
         self._now: Callable[[], Stamp] = recorder.now if recorder is not None else int
         self.layout = Layout(parameters, names, expect_sparse, settings.as_views)
@@ -129,6 +132,8 @@ class Reducer:
     def start_backward(self) -> list[Callable[[int], None]]:
         """Open the backward's record, and prepare each bucket's memory and divisor."""
         self.faults.start_backward()
+        self.buckets_reduced = 0
+        self._keeps_graph = torch.is_grad_enabled()
         self._record = self.recorder.backward() if self.recorder is not None else None
         divisor = self._front_end.divisor()
         for bucket in self.buckets:
@@ -137,6 +142,8 @@ class Reducer:
                 bucket.memory.restore_views()
             if not self.settings.as_views:
                 bucket.reallocate_if_held()
+            if self._keeps_graph:
+                bucket.keep_graph()
         callbacks = self._front_end.arrival_callbacks()
         stamps = self._record.parameter_ready_ns if self._record is not None else None
         if stamps is not None:
@@ -163,7 +170,11 @@ class Reducer:
         """Every gradient of the bucket has arrived: launch it, unless an earlier bucket is still incomplete."""
         if self._record is not None:
             self._record.ready_ns[bucket.index] = self._now()
-        self._launch_ready()
+        if self._keeps_graph:
+            with torch.no_grad():
+                self._launch_ready()
+        else:
+            self._launch_ready()
 
     def _launch_ready(self, final: bool = False) -> None:
         """Launch complete buckets, strictly in order. At the end of a backward (`final`) all are launched."""
@@ -191,6 +202,7 @@ class Reducer:
             record.launched_ns[bucket.index] = self._now()
         pending = self.comm.launch(bucket, last)
         self.pending.append(pending)
+        self.buckets_reduced += 1
         if record is not None:
             self._follow(pending, bucket.index, last, record)
         self._front_end.bucket_launched(bucket, pending)
@@ -230,7 +242,8 @@ class Reducer:
 
     def backward_ended(self) -> None:
         """The engine's last callback; the front end calls `finish`."""
-        self._front_end.backward_ended()
+        with torch.no_grad():  # With `create_graph=True` the engine calls it in the mode that records a graph.
+            self._front_end.backward_ended()
 
     def finish(self) -> None:
         """Wait for every bucket, and settle the parameters that were left out.
@@ -265,6 +278,7 @@ class Reducer:
         if participation.defers_launch:
             for bucket in self.buckets:
                 bucket.pending -= 1
+            readiness.forget_undefined()
         missing = readiness.unseen()
         fault = participation.end(readiness.used, missing)
         self.faults.record(fault and self._front_end.explain(fault))

@@ -15,7 +15,7 @@ from ddpobs.torch_seam.collectives import wait_for
 class UsedMap:
     """How many ranks used each parameter.
 
-    One more element counts the ranks that got a gradient which the engine had not announced.
+    One more element counts the ranks on which the engine's announcement was wrong.
 
     Args:
         count: Number of parameters.
@@ -47,7 +47,7 @@ class UsedMap:
 
         Args:
             absent: Indices of the parameters that this rank did not use.
-            surprised: This rank got a gradient that was not announced.
+            surprised: The engine's announcement was wrong on this rank.
         """
         # The copy of other memory than page-locked may wait for the device, and is refused while a graph is captured.
         used = torch.ones(self._count + 1, dtype=torch.int32, pin_memory=self._device.type == "cuda")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch.autograd import Variable
@@ -53,6 +55,16 @@ def serialize(hook: Callable[[torch.Tensor], None], lock: threading.RLock) -> Ca
     return locked
 
 
+@cache
+def warn_of_graph() -> None:
+    """Warn, once per process, that gradients of gradients stay on their rank."""
+    warnings.warn(
+        "Using DistributedDataParallel with create_graph=True: gradients are reduced, but higher-order gradients are "
+        "not synchronized across ranks, because their graph does not contain the all-reduce",
+        stacklevel=2,
+    )
+
+
 def refuse_graph(wrapper: str) -> None:
     """Refuse a backward that records a graph of its own gradients.
 
@@ -84,9 +96,13 @@ def refuse_compiled() -> None:
 
 
 def find_unreached(nodes: Sequence[Node]) -> list[int]:
-    """Indices of the AccumulateGrad nodes that the running backward will not reach; 0.2 µs per parameter."""
+    """Indices of the AccumulateGrad nodes that the running backward will not reach; 0.2 µs per parameter.
+
+    The profiler shows it under the name of torch's own search.
+    """
     will_execute = torch._C._will_engine_execute_node
-    return [index for index, node in enumerate(nodes) if not will_execute(node)]
+    with torch._C._profiler._RecordFunctionFast("torch.distributed.ddp.reducer::search_unused_parameters"):
+        return [index for index, node in enumerate(nodes) if not will_execute(node)]
 
 
 def concerns(nodes: Sequence[Node], output: Node) -> bool:

@@ -12,6 +12,7 @@ from ddpobs.torch_seam.patching import unwrap
 
 _ALL_REDUCE = unwrap(dist.ProcessGroup.allreduce)
 _BROADCAST = unwrap(dist.ProcessGroup.broadcast)
+_ALL_GATHER = unwrap(dist.ProcessGroup.allgather)
 _WAIT = unwrap(dist.Work.wait)
 _VALUE = unwrap(torch._C.Future.wait)
 
@@ -39,6 +40,13 @@ def all_gather(group: dist.ProcessGroup, gathered: torch.Tensor, local: torch.Te
     return gather(gathered, local, group=group, async_op=True)
 
 
+def values_of_all(group: dist.ProcessGroup, value: torch.Tensor) -> list[torch.Tensor]:
+    """Gather the ranks' equally long tensors, unrecorded, and wait for them."""
+    values = [torch.empty_like(value) for _ in range(group.size())]
+    wait_for(_ALL_GATHER(group, [values], [value]))
+    return values
+
+
 def wait_for(work: Any) -> None:
     """Wait for a work, unrecorded; for its name see `broadcast_from_first`."""
     _WAIT(work)
@@ -61,6 +69,14 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """
     name = dist.get_backend(group)
     return name if name != "undefined" else str(group._get_backend(device).name())
+
+
+def gloo_threads(group: dist.ProcessGroup) -> int | None:
+    """Number of threads that run the group's collectives on the CPU; None if it is not a group of gloo's."""
+    if dist.get_backend(group) != "gloo":
+        return None
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    return getattr(options, "_threads", None)
 
 
 def time_collectives(group: dist.ProcessGroup, device: torch.device) -> bool:

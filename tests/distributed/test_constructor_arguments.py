@@ -282,6 +282,7 @@ SAME_FACTS = [
     "torch_distributed_debug",
     "unused_parameter_size",
     "world_size",
+    "gloo_num_threads",
     "master_addr",
     "num_buckets_reduced",
 ]

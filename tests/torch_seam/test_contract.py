@@ -57,9 +57,11 @@ FROM_MODULES = {
     "torch._C": {
         "_current_autograd_node",
         "_current_graph_task_id",
+        "_profiler",
         "_storage_Use_Count",
         "_will_engine_execute_node",
     },
+    "torch._C._profiler": {"_RecordFunctionFast"},
     "torch._C._distributed_c10d": {
         "GradBucket",
         "HashStore",
