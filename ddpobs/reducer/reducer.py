@@ -124,7 +124,7 @@ class Reducer(Readiness):
         if last and self._faults.fault is not None and self._in_band:
             self._faults.poison(bucket.buffer)
         if record is not None:
-            record.launched_ns[index] = self._now()
+            record.launched_ns[index], record.last_bucket[0] = self._now(), index
         pending = self._comm.launch(bucket, last)
         self._pending.append(pending)
         if record is not None:
