@@ -78,6 +78,7 @@ class Exporter:
         self._slots = 0
         self._weight = 0
         self._latest: object = None
+        self._urgent = False
         self._flush_due = _next(config.flush_s)
         self._identity: Identity | None = None
         self._periodic: list[_Periodic] = []
@@ -156,6 +157,15 @@ class Exporter:
         """Set the identity of the batches; until then, records wait in the queue."""
         self._identity = identity
 
+    def adopt(self, sources: set[str]) -> None:
+        """Send the spooled batches of dead processes too."""
+        self._delivery.adopt(sources)
+
+    def flush_soon(self) -> None:
+        """Cut and send a batch now, on the threads."""
+        self._urgent = True
+        self._wake.set()
+
     def close(self, timeout_s: float | None = None) -> None:
         """Flush for at most `timeout_s` (default `config.exit_s`); the rest goes to the spool. Never raises."""
         if self._closed:
@@ -215,11 +225,15 @@ class Exporter:
                 self._periodic.remove(periodic)
 
     def _cut_due(self) -> None:
-        flushes = self._flush_due <= time.monotonic() + _SLACK_S
-        if flushes:
+        is_due = self._flush_due <= time.monotonic() + _SLACK_S
+        urgent, self._urgent = self._urgent, False
+        flushes = is_due or urgent
+        if is_due:
             self._flush_due = _next(self._config.flush_s)
         while self._identity is not None and self._due(flushes):
             self._cut_batch(self._identity)
+        if urgent:
+            self._delivery.hurry()
 
     def _due(self, flushes: bool) -> bool:
         if self._queue and self._ready(self._queue[0].record):
