@@ -213,7 +213,7 @@ class Delivery:
         return next((batch for batch in self._queue if batch.seq > self._copied_seq), None)
 
     def _copy_next(self) -> bool:
-        """Copy a batch into the spool; returns False if all have a copy. A kill of the process loses a batch without."""
+        """Copy a batch into the spool, so that a kill of the process does not lose it; returns False if all were."""
         with self._copying:
             with self._condition:
                 batch = self._first_uncopied()

@@ -18,6 +18,7 @@ from ddpobs.recording.last_place import (
     SUFFIX,
     PlaceIdentity,
     Slot,
+    bucket_of,
     process_space,
     remove,
     step_of,
@@ -41,7 +42,7 @@ class Place:
         phase: One of `wire.PHASES`.
         step: The open step.
         synchronised: Synchronised backward passes that ended.
-        module: Module of the bucket launched last, `wire.UNKNOWN` before the first.
+        module: Module of the bucket launched last in the backward under way, `wire.UNKNOWN` outside of one.
         bucket: That bucket.
         next_seq: Sequence number of the batch after the last one that the process built.
         emitted: Count of emitted records in that batch.
@@ -106,8 +107,8 @@ def _read(path: Path) -> Place | None:
         phase=wire.PHASES[slots[Slot.PHASE]],
         step=step_of(slots),
         synchronised=slots[Slot.SYNCHRONISED],
-        module=slots[Slot.MODULE],
-        bucket=slots[Slot.BUCKET],
+        module=bucket_of(slots)[0],
+        bucket=bucket_of(slots)[1],
         next_seq=slots[Slot.NEXT_SEQ],
         emitted=slots[Slot.EMITTED],
         dropped=slots[Slot.DROPPED],

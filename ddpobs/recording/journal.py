@@ -299,6 +299,11 @@ class Journal:
         return self._in_backward
 
     @property
+    def trains_here(self) -> bool:
+        """Whether the calling thread is the training thread."""
+        return get_ident() == self._thread
+
+    @property
     def phase(self) -> int:
         """Current phase of the training thread, as an index into `wire.PHASES`."""
         self._replay(_WAIT_S)

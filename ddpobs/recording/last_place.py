@@ -112,7 +112,10 @@ class LastPlace:
         self._path: Path | None = None
         self._map: mmap.mmap | None = None
         with suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.lstat().st_uid != os.getuid():  # In a folder that is open to all, another user may have made it.
+                raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
             path = folder / f"{source}{SUFFIX}"
             self._map = _create(path)
             self.slots = memoryview(self._map).cast("q")
@@ -133,9 +136,15 @@ class LastPlace:
         slots[Slot.MAGIC] = MAGIC
 
     @property
-    def step(self) -> int:
-        """Number of the open step."""
-        return step_of(self.slots)
+    def is_shared(self) -> bool:
+        """Whether the place is in a file."""
+        return self._path is not None
+
+    def summary(self) -> dict[str, wire.Scalar]:
+        """Return phase, module and bucket of the training thread, as an event reports them."""
+        slots = self.slots
+        module, bucket = bucket_of(slots)
+        return {"phase": wire.PHASES[slots[Slot.PHASE]], "module": module, "bucket": bucket}
 
     def identify(self, identity: PlaceIdentity) -> None:
         """Write the identity; a file without one is of no use to a reader."""
@@ -161,6 +170,13 @@ class LastPlace:
 def memory_slots() -> Slots:
     """Return slots in the memory of this process alone."""
     return memoryview(bytearray(IDENTITY_AT)).cast("q")
+
+
+def bucket_of(slots: Slots) -> tuple[int, int]:
+    """Return module and index of the bucket launched last in the backward under way; `wire.UNKNOWN` outside of one."""
+    if wire.PHASES[slots[Slot.PHASE]] not in ("backward", "exposed_comm"):
+        return wire.UNKNOWN, wire.UNKNOWN
+    return slots[Slot.MODULE], slots[Slot.BUCKET]
 
 
 def process_space() -> str:
