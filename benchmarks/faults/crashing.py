@@ -1,7 +1,7 @@
 """A training in which rank 1 ends: `python crashing.py KIND PHASE`, one process per rank.
 
-Rank 1 ends in step `FAULT_STEP`, in the given phase. Before, it writes the file `$OUT/ready`. `$OUT/steps-RANK` has a
-byte for each step that the rank ended.
+Rank 1 ends in step `FAULT_STEP`, in the given phase. Before, it writes the file `$OUT/ready`. `$OUT/steps-RANK` has the
+time of each step's end, eight bytes each (`step_ends`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import struct
 import sys
 import time
 from datetime import timedelta
@@ -21,9 +22,14 @@ from torch.utils.data import DataLoader, Dataset
 
 FAULTY = 1
 FAULT_STEP = int(os.environ.get("FAULT_STEP", "250"))
-OUT = Path(os.environ["OUT"])
 KINDS = ("exception", "kill", "exit", "segfault", "terminate")
 PHASES = ("data", "forward", "backward", "optimizer")
+
+
+def step_ends(folder: Path, rank: int) -> list[float]:
+    """Times (`time.time`) at which the rank's steps ended."""
+    data = (folder / f"steps-{rank}").read_bytes()
+    return [moment for (moment,) in struct.iter_unpack("d", data[: len(data) // 8 * 8])]
 
 
 class Fault:
@@ -36,7 +42,7 @@ class Fault:
         """End the process if this is the phase."""
         if not self.armed or phase != self.phase:
             return
-        (OUT / "ready").touch()
+        (Path(os.environ["OUT"]) / "ready").touch()
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         elif self.kind == "exit":
@@ -105,12 +111,12 @@ def main() -> None:
     else:
         model = DistributedDataParallel(layers, bucket_cap_mb=0.02)
     optimizer = Descent(model.parameters(), lr=0.01)
-    with (OUT / f"steps-{dist.get_rank()}").open("ab", buffering=0) as steps:
+    with (Path(os.environ["OUT"]) / f"steps-{dist.get_rank()}").open("wb", buffering=0) as steps:
         for rows in DataLoader(Batches(fault), batch_size=None):
             optimizer.zero_grad()
             model(rows).sum().backward()
             optimizer.step()
-            steps.write(b".")
+            steps.write(struct.pack("d", time.time()))
 
 
 if __name__ == "__main__":
