@@ -104,8 +104,9 @@ def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     Layer.fault = Descent.fault = fault
-    layers = nn.Sequential(Layer(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
-    layers[0].weight.register_hook(lambda _: fault.at("backward"))
+    first = Layer(64, 64)
+    layers = nn.Sequential(first, nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    first.weight.register_hook(lambda _: fault.at("backward"))
     if os.environ.get("MODE") == "run":
         model: nn.Module = nn.parallel.DistributedDataParallel(layers, bucket_cap_mb=0.02)
     else:
