@@ -3,8 +3,8 @@
     python -m benchmarks.crashes [--kills 100] [--json FILE]
 
 Two ranks train with a real collector. Rank 1 ends in a random step and phase: by an exception, SIGKILL, `os._exit`, a
-segmentation fault or SIGTERM. The place is right if the finding `crash` names rank 1, that step and that phase. A step is
-lost if rank 1 ended it and the collector does not have it. The seconds are from the end of rank 1 to the finding.
+segmentation fault or SIGTERM. The place is right if the finding `crash` names rank 1, that step and that phase. A step
+is lost if rank 1 ended it and the collector does not have it. The seconds are from the end of rank 1 to the finding.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def crash(kind: str, phase: str, step: int, address: str, folder: Path) -> Crash
     moments = step_ends(folder, FAULTY)
     rows = httpx.get(f"{address}/api/v1/runs/{run}/ranks").json()["ranks"]
     stored = next((int(row["steps"]) for row in rows if row["rank"] == FAULTY), 0)
-    lost_s = moments[-1] - moments[stored - 1] if stored else moments[-1] - moments[0]
-    lost = max(0, len(moments) - stored)
-    return Crash(kind, phase, step, named, named == [FAULTY, step, phase], lost, max(0.0, lost_s), seconds)
+    stored = min(stored, len(moments))  # A step that ended in its optimizer is stored too.
+    lost_s = moments[-1] - moments[max(0, stored - 1)]
+    is_right = named == [FAULTY, step, phase]
+    return Crash(kind, phase, step, named, is_right, len(moments) - stored, lost_s, seconds)
 
 
 def finding(address: str, run: str) -> list[Any]:

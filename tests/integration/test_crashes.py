@@ -58,8 +58,8 @@ def wait_for(condition: Callable[[], Any], logs: Callable[[], str] = str) -> Any
 def lost_s(folder: Path, running: Collector, rank: int) -> float:
     """Seconds between the end of a rank's last stored step and of its last step."""
     moments = step_ends(folder, rank)
-    count = stored_steps(running).get(rank, 0)
-    return max(0.0, moments[-1] - (moments[count - 1] if count else moments[0]))
+    count = min(len(moments), stored_steps(running).get(rank, 0))
+    return moments[-1] - moments[max(0, count - 1)]
 
 
 def push(folder: Path, url: str) -> str:
