@@ -21,6 +21,7 @@ from ddpobs.config import TelemetryConfig, from_environment
 from ddpobs.errors import ConfigError
 from ddpobs.export.http_sender import NETWORK_ERRORS, Answer, Outcome, Sender, pause_s, request_headers
 from ddpobs.export.spool import Spool, Spooled
+from ddpobs.recovery import recover
 from ddpobs.wire import printable
 
 main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
@@ -64,13 +65,17 @@ def run(
 def push(folder: Annotated[Path, typer.Argument(metavar="DIR")], collector: CollectorOption = None) -> None:
     """Send the batches of a spool folder: DDPOBS_SPOOL, or ddpobs-spool-UID in the system's temporary folder.
 
+    It also reports the processes that died there, each with its last place.
+
     Refused batches stay on disk. The exit code is 0 only if the collector accepted every batch.
     """
     if not folder.is_dir():
         _fail(f"{folder}: no such folder", 2)
     config = _config(collector)
     sender, counts, detail = Sender(config), Counter[Outcome](), ""
-    batches = list(Spool(folder, int(config.spool_mb * 1e6)).batches())
+    limit_bytes = int(config.spool_mb * 1e6)
+    recover(folder, limit_bytes)
+    batches = list(Spool(folder, limit_bytes).batches())
     for batch in batches:
         answer = _send(sender, batch)
         counts[answer.outcome] += 1

@@ -42,6 +42,7 @@ class TelemetryConfig:
         readiness_every: Number of steps between samples of every parameter's readiness.
         hang_after_s: Least time without progress after which a rank counts as stuck, in seconds.
         pulse_s: Seconds between pulses, and therefore between wake-ups of the telemetry thread.
+        traceback: Send the message and the last lines of the traceback of an error that ends the training.
     """
 
     collector: str = DEFAULT_COLLECTOR
@@ -52,13 +53,14 @@ class TelemetryConfig:
     spool_mb: float = 256.0
     queue_records: int = 4096
     batch_spans: int = 5000
-    flush_s: float = 4.0
+    flush_s: float = 2.0
     timeout_s: float = 10.0
     exit_s: float = 2.0
     peers_every: int = 16
     readiness_every: int = 64
     pulse_s: float = 2.0
     hang_after_s: float = 8.0
+    traceback: bool = True
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -74,6 +76,8 @@ class TelemetryConfig:
             raise ConfigError("run", "1 to 128 of A-Z a-z 0-9 . _ -, and neither . nor ..", self.run)
         for setting in fields(self):
             value: Any = getattr(self, setting.name)
+            if type(setting.default) is bool and type(value) is not bool:
+                raise ConfigError(setting.name, "True or False", value)
             kind = _NUMBERS.get(type(setting.default))
             if kind is not None and (
                 type(value) is bool or not isinstance(value, kind[0]) or not 0 < float(value) < _END
@@ -154,6 +158,10 @@ def _is_address(text: str) -> bool:
 
 
 def _parse(name: str, text: str, kind: type) -> object:
+    if kind is bool:
+        if text not in ("0", "1"):
+            raise ConfigError(name, "0 or 1", text)
+        return text == "1"
     if kind not in (int, float):
         return text
     try:

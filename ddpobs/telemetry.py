@@ -11,7 +11,7 @@ from __future__ import annotations
 import atexit
 import logging
 import secrets
-import sys
+import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -26,15 +26,20 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.export.batch_encoder import BatchEncoder, describe_process
 from ddpobs.export.exporter import DONE, Exporter
 from ddpobs.export.identity import Envelope, Identity
+from ddpobs.export.spool import folder_of
 from ddpobs.ranks.rendezvous import Rendezvous
 from ddpobs.ranks.run_identity import RunIdentity
 from ddpobs.recording.activity import ActivityWatch
 from ddpobs.recording.collective_hooks import CollectiveHooks
+from ddpobs.recording.failure import UncaughtErrors, describe, propagating, uncaught
 from ddpobs.recording.journal import Journal, never_raises
+from ddpobs.recording.last_place import FOLDER, LastPlace, PlaceIdentity, Slot
 from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.process_hooks import ProcessHooks
 from ddpobs.recording.pulses import Pulses
+from ddpobs.recording.termination import Termination
+from ddpobs.recovery import recover
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.torch_seam.collectives import backend_of
@@ -120,17 +125,27 @@ class Telemetry:
             config, self._rank, self._world_size, _generation, self._identify, parameters=self._parameters
         )
         hello = describe_process(device, backend, settings)
+        self._host = hello.host
         self._encoder = BatchEncoder(hello, self._read, self._rendezvous.add_steps, self._exporter.count_lost)
         self._steps = RawSteps()
-        self._journal = Journal(self._clock, self._add_step, config.queue_records, self._offer_steps)
+        self._spool = folder_of(config.spool)
+        self._place = LastPlace(self._spool / FOLDER, self._source)
+        self._place_seen_ns = 0
+        self._journal = Journal(self._clock, self._add_step, config.queue_records, self._offer_steps, self._place.slots)
         self._hooks = ProcessHooks(self._journal, self._event)
         self._loaders = LoaderHooks(self._journal, self._event)
         self._collectives = CollectiveHooks(self._journal)
+        self._errors = UncaughtErrors(lambda: self._journal.trains_here, self._fail)
+        self._termination = Termination(self._terminate)
+        self._failed = False
+        self._ended = ""
+        """How the process ended: `finished`, `failed`, or empty while it runs; the last pulse publishes it."""
+        self._ending = threading.RLock()
         self._recorders: list[ModuleRecorder] = []
         self._modules = 0
         watch = ActivityWatch(config.hang_after_s, asynchronous=device.type != "cpu")
         self._pulses = Pulses(self._journal, self._recorders, watch, self._event)
-        self._ended = ""
+        self._run = ""
         self._journal.evaluating = self._evaluating
         self._start()
 
@@ -140,6 +155,7 @@ class Telemetry:
         self._exporter.call_every(_LOOK_S, self._find_identity)
         self._exporter.call_every(min(pulse_s, flush_s / 2), self._journal.catch_up)
         self._exporter.call_every(pulse_s, self._pulse)
+        self._exporter.call_every(pulse_s, self._recover_if_stuck)
         # Twice per flush: a batch's steps are compared before the next batch, since a short run has few batches.
         self._exporter.call_every(flush_s / 2, self._compare)
         self._exporter.call_every(pulse_s, self._loaders.report_repeated_order)
@@ -147,6 +163,8 @@ class Telemetry:
         self._hooks.install()
         self._loaders.install()
         self._collectives.install()
+        self._errors.install()
+        self._termination.install()
         atexit.register(self.close)
         # A process that multiprocessing forked does not run atexit.
         self._at_exit = Finalize(None, self._close_in_child, exitpriority=0)
@@ -193,23 +211,59 @@ class Telemetry:
         self._hooks.remove()
         self._loaders.remove()
         self._collectives.remove()
-        self._journal.finish()
-        self._loaders.report_repeated_order()
-        for recorder in self._recorders:
-            recorder.batch_cut()
-        error = error or _uncaught()
-        detail: dict[str, wire.Scalar] = {"error": type(error).__name__} if error else {}
-        self._event("failed" if error else "goodbye", self._journal.number, detail)
-        self._ended = "failed" if error else "finished"  # The last pulse publishes it.
-        self._exporter.close()
-        self._rendezvous.close(_CLOSE_S)
+        self._errors.remove()
+        error = error or uncaught()
+        if error is not None:
+            self._fail(error)
+        self._end()
+        self._termination.remove()
 
     def _close_in_child(self) -> None:
         """Close in a forked process, in which the error that ends it is still propagating."""
-        error = sys.exc_info()[1]
-        if isinstance(error, SystemExit):  # An exit code may report a caught error to the parent.
-            error = error.__context__ if error.code else None
-        self.close(error)
+        self.close(propagating())
+
+    @never_raises
+    def _fail(self, error: BaseException) -> None:
+        """Report the error that ends the training, once, with the place before the open step is closed."""
+        if self._failed or self._ended:
+            return
+        self._failed, step = True, self._journal.number
+        detail = describe(error, self._config.traceback)
+        self._event("failed", step, {**detail, "wall_ns": time.time_ns(), "step": step, **self._place.summary()})
+        self._exporter.flush_soon()
+
+    def _terminate(self) -> None:
+        """Flush after SIGTERM, on another thread than training, which may go on; the process ends next."""
+        with self._ending:
+            if not self._ended:
+                detail = {"signal": "SIGTERM", "wall_ns": time.time_ns(), **self._place.summary()}
+                self._event("terminated", self._journal.number, detail)
+                self._end("")
+
+    def _end(self, kind: str = "goodbye") -> None:
+        """Flush, once: steps, the last event unless the process failed, and the places of other processes."""
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = "finished" if kind and not self._failed else "failed"
+            self._journal.finish()
+            self._loaders.report_repeated_order()
+            for recorder in self._recorders:
+                recorder.batch_cut()
+            if kind and not self._failed:
+                self._event(kind, self._journal.number, {})
+            self._recover()
+            self._exporter.close()
+            self._rendezvous.close(_CLOSE_S)
+            self._place.close()
+
+    @never_raises
+    def _recover(self) -> None:
+        """Send the places and the spooled batches of this run's dead processes."""
+        if self._run and self._place.is_shared:
+            sources = recover(self._spool, int(self._config.spool_mb * 1e6), self._run)
+            if sources:
+                self._exporter.adopt(sources)
 
     @never_raises
     def _evaluating(self) -> bool:
@@ -260,6 +314,7 @@ class Telemetry:
         recorders = tuple(self._recorders)
         for recorder in recorders:
             recorder.batch_cut()
+        self._place.batch_built(envelope.seq, envelope.emitted, envelope.dropped)
         return self._encoder.encode(records, envelope, {recorder.index for recorder in recorders})
 
     def _find_identity(self) -> object:
@@ -267,6 +322,9 @@ class Telemetry:
 
     def _identify(self, shared: RunIdentity) -> None:
         self._exporter.identify(Identity(**shared, source=self._source, rank=self._rank, world_size=self._world_size))
+        self._run, rank, size = shared["run"], self._rank, self._world_size
+        self._place.identify(PlaceIdentity(**shared, source=self._source, rank=rank, world_size=size, host=self._host))
+        self._recover()
         if self._rank == 0:
             _log.info("ddpobs: run %s reports to %s", shared["run"], self._config.collector)
 
@@ -281,15 +339,16 @@ class Telemetry:
         self._exporter.offer_latest(pulse, urgent=self._pulses.is_urgent)
         self._rendezvous.publish_pulse(pulse, self._ended)
 
+    def _recover_if_stuck(self) -> None:
+        """Look for dead processes of this host if training recorded nothing since the last look."""
+        at_ns, self._place_seen_ns = self._place_seen_ns, self._place.slots[Slot.AT_NS]
+        if at_ns == self._place_seen_ns:
+            self._recover()
+
     def _compare(self) -> None:
         peers = self._rendezvous.compare()
         if peers is not None:
             self._exporter.offer(peers)
-
-
-def _uncaught() -> BaseException | None:
-    """Return the uncaught error that ends a script; an interactive session continues after an error."""
-    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
 
 
 def _device(module: torch.nn.Module) -> torch.device:

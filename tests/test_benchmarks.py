@@ -44,6 +44,13 @@ def test_a_benchmark_prints_and_saves_a_row_for_each_variant(name: str, tmp_path
         assert f"\n| {variant} | " in output
 
 
+def test_crashes_are_named_with_their_place(tmp_path: Path) -> None:
+    output = run("crashes", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert [crash["is_right"] for crash in results] == [True, True], output
+    assert "\n| kill | 1 | 100% |" in output
+
+
 def test_reads_measures_each_request_on_both_databases(tmp_path: Path) -> None:
     for database in ([], ["--postgres"]):
         output = run("reads", "--json", str(tmp_path / "results.json"), *database)

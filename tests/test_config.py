@@ -57,12 +57,18 @@ def test_an_invalid_number_is_refused_when_the_settings_are_created(setting: str
         TelemetryConfig(**{setting: value})
 
 
+@pytest.mark.parametrize(("text", "value"), [("0", False), ("1", True), ("", True)])
+def test_tracebacks_can_be_kept_out(text: str, value: bool) -> None:
+    assert from_environment({"DDPOBS_TRACEBACK": text}).traceback is value
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
         ("DDPOBS_SPOOL_MB", "inf"),
         ("DDPOBS_QUEUE_RECORDS", "1.5"),
         ("DDPOBS_FLUSH_S", "soon"),
+        ("DDPOBS_TRACEBACK", "no"),
         ("DDPOBS_RUN", "a/b"),
         ("DDPOBS_RUN", ".."),
         ("DDPOBS_TELEMETRY", "yes"),

@@ -204,6 +204,7 @@ class Attachment:
             return
         reduction.next_bucket = index + 1
         reduction.launched_ns[index] = launched
+        self._recorder.bucket_launched(index)
         # A work keeps its bucket alive, and torch frees the first buckets in the rebuild.
         if self._works_are_timed and not self._rebuilds:
             reduction.works[index] = work
@@ -235,6 +236,7 @@ class Attachment:
             if attachment is None or not attachment._handles:
                 return hook(state, bucket)
             reduction, index, launched = attachment._current_reduction(), bucket.index(), attachment.now()
+            attachment._recorder.bucket_launched(index)
             launches = reduction.launches + 1  # The hook may itself call the reducer's all-reduce.
             future = hook(state, bucket)
             if index < len(reduction.launched_ns) and launched:
@@ -289,6 +291,7 @@ class Attachment:
         if self._reduction is None:
             self._reduction = _Reduction(len(self._members))
             self._recorder.reduction_began(self._reduction.launched_ns, self._reduction.done_ns)
+            self._recorder.bucket_launched(wire.UNKNOWN)
             if torch._C._current_graph_task_id() >= 0:
                 # Lightning and Accelerate prepare the reducer themselves, without a call of the forward.
                 self._expected = True

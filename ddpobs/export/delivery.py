@@ -1,5 +1,8 @@
 """Delivery of encoded batches until they are acknowledged: a few in memory, the rest on disk, and a thread of its own.
 
+A batch in memory has a copy in the spool, which is removed with its acknowledgement: if the process is killed, the next
+process or `ddpobs push` finds the copy.
+
 No other thread waits for it: a hanging request or a name that does not resolve delays only the delivery.
 
 A request ends at `timeout_s` however slowly bytes come, but no timeout ends a DNS look-up. On one thread with the
@@ -23,12 +26,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.http_sender import Answer, Outcome, Sender, pause_s
-from ddpobs.export.spool import Encoded, Spool, Spooled, default_folder
+from ddpobs.export.spool import Encoded, Spool, Spooled, folder_of
 
 _log = logging.getLogger("ddpobs")
 WAITING_BATCHES = 16
@@ -66,8 +70,7 @@ class Delivery:
 
     def __init__(self, config: TelemetryConfig, count_lost: Callable[[int], None], warn: Once) -> None:
         self._config, self._count_lost, self._warn = config, count_lost, warn
-        folder = Path(config.spool or default_folder())
-        self._spool = Spool(folder, int(config.spool_mb * 1e6), private=not config.spool)
+        self._spool = Spool(folder_of(config.spool), int(config.spool_mb * 1e6), private=not config.spool)
         self._condition = threading.Condition()
         """Guards the fields below; locked for moments only, never during a request or a disk access."""
         self._queue: deque[Encoded] = deque()
@@ -83,6 +86,14 @@ class Delivery:
         self._ignored: set[Path] = set()
         """Files that were sent or abandoned, and could not be removed."""
         self._source = ""
+        self._adopted: set[str] = set()
+        """Sources of dead processes, with batches in the spool."""
+        self._copies: dict[int, Spooled] = {}
+        """Copies in the spool of the batches in memory, by sequence number."""
+        self._copying = threading.Lock()
+        """Locked while a batch is copied, so that it is not spooled twice."""
+        self._copied_seq = -1
+        """Highest sequence number of which a copy was attempted."""
         self._jitter = random.Random()
         self._phase = self._jitter.random()
         """Share of a flush after which this process sends. Ranks cut their batches together, but send them apart."""
@@ -110,7 +121,11 @@ class Delivery:
         self._thread.start()
 
     def put(self, batch: Encoded) -> None:
-        """Accept a batch. Never waits for the network; waits for the disk if memory holds enough batches."""
+        """Accept a batch. Never waits for the network.
+
+        Waits for the disk if memory holds enough batches, or if a request is under way: it may hang, and the delivery's
+        thread with it, which otherwise copies the batch.
+        """
         now = time.monotonic()
         with self._condition:
             self._source = batch.source
@@ -120,9 +135,19 @@ class Delivery:
             self._queue.append(batch)
             most = 0 if self._abandoned else WAITING_BATCHES
             surplus = [self._queue.popleft() for _ in range(len(self._queue) - most)]
+            busy = self._in_flight is not None
             self._condition.notify()
+        while busy and self._copy_next():
+            pass
         for surplus_batch in surplus:
-            self._spool_batch(surplus_batch)
+            self._move_to_disk(surplus_batch)
+
+    def adopt(self, sources: set[str]) -> None:
+        """Send the spooled batches of dead processes too."""
+        with self._condition:
+            self._adopted |= sources
+            self._on_disk = self._on_disk or bool(sources)
+            self._condition.notify()
 
     def hurry(self) -> None:
         """Send the batches in memory now, without the spread over a flush; a pause after an error still holds."""
@@ -152,7 +177,7 @@ class Delivery:
             unsent = [b for b in (self._in_flight, *self._queue) if b is not None and b.spooled is None]
             self._queue.clear()
         for batch in unsent:
-            self._spool_batch(batch)
+            self._move_to_disk(batch)
         spooled = self._on_disk or bool(self._backlog)
         if spooled:
             folder, collector = self._spool.folder, self._config.collector
@@ -163,8 +188,7 @@ class Delivery:
     def _run(self, sender: Sender) -> None:
         while self._ready():
             try:
-                batch = self._next()
-                if batch is not None:
+                if not self._copy_next() and (batch := self._next()) is not None:
                     self._settle(batch, self._send(sender, batch))
             except Exception:  # For example, of the disk: the next batch may succeed.
                 self._warn("delivery", "telemetry failed (delivery); training goes on", trace=True)
@@ -175,9 +199,11 @@ class Delivery:
         sender.close()
 
     def _ready(self) -> bool:
-        """Wait until a batch may be sent (True), or until no further one will be (False)."""
+        """Wait until a batch may be sent or copied (True), or until no further one will be sent (False)."""
         with self._condition:
             while True:
+                if self._first_uncopied() is not None:
+                    return True
                 now, due = time.monotonic(), self._due()
                 if self._deadline is not None and not (self._attempts < 2 and max(now, due) < self._deadline - 0.05):
                     return False
@@ -191,14 +217,38 @@ class Delivery:
             return self._quiet_until if self._deadline is not None else max(self._quiet_until, self._spread_until)
         return max(self._quiet_until, self._disk_quiet_until) if self._on_disk or self._backlog else math.inf
 
+    def _first_uncopied(self) -> Encoded | None:
+        """Return a batch without a copy, for a caller that has the lock; the exit needs none."""
+        if self._deadline is not None or not self._queue or self._queue[-1].seq <= self._copied_seq:
+            return None
+        return next((batch for batch in self._queue if batch.seq > self._copied_seq), None)
+
+    def _copy_next(self) -> bool:
+        """Copy a batch into the spool, so that a kill of the process does not lose it; returns False if all were."""
+        with self._copying:
+            with self._condition:
+                batch = self._first_uncopied()
+                if batch is None:
+                    return False
+                self._copied_seq = batch.seq
+            with suppress(OSError):
+                copy = self._spool.put_if_room(batch, time.time_ns())
+                if copy is not None:
+                    self._spool.kept.add(copy.path)
+                    self._copies[batch.seq] = copy
+        return True
+
     def _next(self) -> Encoded | None:
         with self._condition:
+            if self._first_uncopied() is not None:
+                return None
             if self._queue:
                 self._in_flight = self._queue.popleft()
                 return self._in_flight
         if not self._backlog:
             self._on_disk = False
-            spooled = (batch for batch in self._spool.batches(self._source) if batch.path not in self._ignored)
+            sources = {self._source, *self._adopted}
+            spooled = (batch for batch in self._spool.batches(sources) if batch.path not in self._ignored)
             self._backlog.extend(islice(spooled, _BACKLOG_BATCHES))
             self._on_disk, self._disk_failures = self._on_disk or bool(self._backlog), 0
         while self._backlog:
@@ -243,13 +293,9 @@ class Delivery:
                 self._attempts = 0
                 if batch.spooled is not None and self._deadline is None:
                     self._quiet_until = time.monotonic() + _SPOOLED_PAUSE_S
-        if final and batch.spooled is not None:
-            self._backlog.popleft()
-            try:
-                batch.spooled.path.unlink(missing_ok=True)
-            except OSError:
-                self._ignored.add(batch.spooled.path)
-        if answer.outcome is Outcome.REFUSED:
+        if final:
+            self._remove_file(batch)
+        if answer.outcome is Outcome.REFUSED and batch.source == self._source:
             self._count_lost(batch.records)
             self._warn("refused", "the collector refused a batch, which is lost: %s", answer.detail)
         elif answer.outcome is Outcome.FORBIDDEN:
@@ -257,6 +303,26 @@ class Delivery:
         elif answer.outcome is Outcome.RETRY:
             collector = self._config.collector
             self._warn("away", "the collector %s accepts no batches; they are kept: %s", collector, answer.detail)
+
+    def _remove_file(self, batch: Encoded) -> None:
+        if batch.spooled is not None:
+            self._backlog.popleft()
+        file = batch.spooled or self._copies.pop(batch.seq, None)
+        if file is not None:
+            try:
+                self._spool.remove(file, len(batch.body))
+            except OSError:
+                self._ignored.add(file.path)
+
+    def _move_to_disk(self, batch: Encoded) -> None:
+        """Keep a batch on disk alone: its copy, if there is one."""
+        with self._copying:
+            copy = self._copies.pop(batch.seq, None)
+        if copy is None:
+            self._spool_batch(batch)
+        else:
+            self._spool.kept.discard(copy.path)
+            self._on_disk = True
 
     def _spool_batch(self, batch: Encoded) -> None:
         def dropped(run: str, records: int) -> None:

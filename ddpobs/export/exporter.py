@@ -169,6 +169,15 @@ class Exporter:
         """Set the identity of the batches; until then, records wait in the queue."""
         self._identity = identity
 
+    def adopt(self, sources: set[str]) -> None:
+        """Send the spooled batches of dead processes too."""
+        self._delivery.adopt(sources)
+
+    def flush_soon(self) -> None:
+        """Cut and send a batch now, on the threads."""
+        self._is_urgent = True
+        self._wake.set()
+
     def close(self, timeout_s: float | None = None) -> None:
         """Flush for at most `timeout_s` (default `config.exit_s`); the rest goes to the spool. Never raises."""
         if self._closed:
@@ -228,11 +237,15 @@ class Exporter:
                 self._periodic.remove(periodic)
 
     def _cut_due(self) -> None:
-        flushes = self._is_urgent or self._flush_due <= time.monotonic() + _SLACK_S
-        if flushes:
+        is_due, urgent = self._flush_due <= time.monotonic() + _SLACK_S, self._is_urgent
+        flushes = is_due or urgent
+        if is_due:
             self._flush_due = _next(self._config.flush_s)
         while self._identity is not None and self._due(flushes):
             self._cut_batch(self._identity)
+        self._is_urgent = False
+        if urgent:
+            self._delivery.hurry()
 
     def _due(self, flushes: bool) -> bool:
         if self._queue and self._ready(self._queue[0].record):
@@ -267,7 +280,6 @@ class Exporter:
         if self._latest is not None:
             records.append(self._latest)
             self._latest = None
-        urgent, self._is_urgent = self._is_urgent, False
         envelope = Envelope(
             **vars(identity), seq=self._seq, emitted=self.emitted, dropped=self.dropped, anchor=anchor()
         )
@@ -280,8 +292,6 @@ class Exporter:
             self._warn("batch", "telemetry failed (batch); training goes on", trace=True)
             return
         self._delivery.put(Encoded(identity.run, identity.source, envelope.seq, weight, body))
-        if urgent:
-            self._delivery.hurry()
 
     def _finish(self) -> None:
         """Cut the last batches, once the identity is set and the device has reached the end of the last step."""

@@ -23,6 +23,7 @@ from collections import deque
 from collections.abc import Callable
 from functools import wraps
 from threading import Lock, get_ident, main_thread
+from time import monotonic_ns
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
@@ -30,8 +31,9 @@ import torch
 from torch.autograd import Variable
 
 from ddpobs.clocks import Clock, Stamp
+from ddpobs.recording.last_place import Slot, Slots, memory_slots
 from ddpobs.recording.nested_backwards import NestedBackwards, NestedForward
-from ddpobs.steps.raw_step import RawStep
+from ddpobs.steps.raw_step import BACKWARD, DATA, EXPOSED_COMM, FORWARD, OPTIMIZER, OTHER, RawStep
 from ddpobs.steps.step_tracker import StepTracker
 from ddpobs.torch_seam.autograd import is_repetition_reentrant
 from ddpobs.wire import COMM_KINDS
@@ -47,6 +49,7 @@ _ENTRY_FIELDS = 3
 """Consecutive elements of the queue that make an entry: event, stamp and facts."""
 _WAIT_S = 0.1
 _USER = COMM_KINDS.index("user")
+_PHASE, _AT_NS, _CLOSED, _SYNCHRONISED = map(int, (Slot.PHASE, Slot.AT_NS, Slot.CLOSED, Slot.SYNCHRONISED))
 
 
 def never_raises(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
@@ -76,6 +79,7 @@ class Journal:
         most: Entries after which the training thread replays them itself.
         on_caught_up: Called on the replaying thread after all entries; must not raise. It and `on_step` never run at
             the same time.
+        slots: The process's place (`last_place.LastPlace`), which outlives it.
 
     Attributes:
         modules: Number of DDP modules.
@@ -91,6 +95,8 @@ class Journal:
         trains_in_eval: In the last reduction every module was in evaluation mode: the mode does not mark evaluations.
         evaluating: Returns whether every module is in evaluation mode.
         optimizer_is_running: Returns whether an optimizer's step that began is still on the stack.
+        slots: The process's place. In a forked child it is in memory.
+        last_bucket: The slot for the bucket that was launched last.
     """
 
     def __init__(
@@ -99,6 +105,7 @@ class Journal:
         on_step: Callable[[RawStep], object],
         most: int = _MAX_ENTRIES,
         on_caught_up: Callable[[], object] = lambda: None,
+        slots: Slots | None = None,
     ) -> None:
         self._clock, self._on_caught_up = clock, on_caught_up
         self._full = _ENTRY_FIELDS * min(most, _MAX_ENTRIES)
@@ -106,6 +113,9 @@ class Journal:
         self._tracker = StepTracker(on_step)
         self._replaying = Lock()
         self._reset_entries()
+        self._use_slots(memory_slots() if slots is None else slots)
+        self._reduced_open_step = self._reduced_in_backward = self._optimized = False
+        """For the place: gradients were reduced in the open step, in the backward under way; then an optimizer ran."""
         self._thread = 0
         self._other_thread_forward: tuple[int, bool, Stamp, int, int] | None = None
         """Latest forward of another thread with gradients: thread, training or not, stamp, module, samples."""
@@ -159,6 +169,9 @@ class Journal:
         self._started, self._forward_trained = True, not self.trains_in_eval
         if self._optimizers:
             self._detect_failed_optimizer()
+        if self._reduced_open_step and (self._optimized or self.modules == 1):
+            self._close_place_step()
+        self._enter(FORWARD)
         self._record(StepTracker.forward_began, self._now(), module, samples, torch.is_grad_enabled())
 
     def fetch_began(self, loader: int = 0) -> bool:
@@ -168,18 +181,25 @@ class Journal:
         self._started = True
         if self._optimizers:
             self._detect_failed_optimizer()
+        if self._reduced_open_step:
+            self._close_place_step()
+        self._enter(DATA)
         # Some scripts validate with the model left in training mode, so the gradient mode is recorded too.
         self._record(StepTracker.fetch_began, self._now(), torch.is_grad_enabled(), self._is_evaluating(), loader)
         return True
 
-    def fetch_ended(self) -> None:
-        """The loader returned a batch, or had none."""
+    def fetch_ended(self, raised: bool = False) -> None:
+        """The loader returned a batch, or had none, or raised an error."""
+        if not raised:
+            self._enter(OTHER)
         self._append((StepTracker.fetch_ended, self._now(), ()))
 
     def optimizer_began(self, *_: object) -> None:
         """An optimizer's step was called."""
         if get_ident() == self._thread or self._is_training_thread():
             self._optimizers += 1
+            self._optimized = True
+            self._enter(OPTIMIZER)
             self._record(StepTracker.optimizer_began, self._now())
 
     def optimizer_ended(self, *_: object) -> None:
@@ -187,6 +207,7 @@ class Journal:
         if get_ident() == self._thread or self._is_training_thread():
             if self._optimizers:
                 self._optimizers -= 1
+            self._enter(OPTIMIZER if self._optimizers else OTHER)
             self._append((StepTracker.optimizer_ended, self._now(), ()))
 
     def backward_began(self) -> bool:
@@ -211,6 +232,7 @@ class Journal:
             return False
         self._nested.forget()
         self._started = self._in_backward = True
+        self._enter(BACKWARD)
         self._record(StepTracker.backward_began, self._now())
         return True
 
@@ -223,6 +245,8 @@ class Journal:
             return
         self._in_backward = False
         self._nested.forget()
+        if not raised:
+            self._leave_backward()
         self._append((StepTracker.backward_ended, self._now(), ()))
 
     def waiting_began(self) -> bool:
@@ -230,12 +254,14 @@ class Journal:
         if self.paused or self._in_backward or not self._is_training_thread():
             return False
         self._started = self._waiting = True
+        self._enter(EXPOSED_COMM)
         self._record(StepTracker.waiting_began, self._now())
         return True
 
     def waiting_ended(self) -> None:
         """The gradients arrived, or an error ended the wait."""
         self._waiting = False
+        self._leave_backward()
         self._append((StepTracker.waiting_ended, self._now(), ()))
 
     def gradients_reduced(self, module: int, record: Any) -> None:
@@ -248,7 +274,10 @@ class Journal:
         evaluating = not self._forward_trained and bool(self.evaluating())
         self._append((StepTracker.gradients_reduced, 0, (module, record, evaluating and not self.trains_in_eval)))
         self.trains_in_eval = evaluating
+        self._reduced_open_step = self._reduced_in_backward = True
+        self._optimized = False
         if not (self._in_backward or self._waiting):
+            self._leave_backward()
             self._append((StepTracker.engine_backward_ended, self._now(), ()))
 
     def comm_ended(self, module: int, kind: int, launched: Stamp, done: Stamp) -> None:
@@ -297,6 +326,7 @@ class Journal:
 
     def zeros_contributed(self) -> None:
         """This rank took part with zeros in a synchronised backward of other ranks; it has no step for it."""
+        self.slots[_SYNCHRONISED] += 1
         self._record(StepTracker.zeros_contributed, 0)
 
     def training_interrupted(self) -> None:
@@ -383,6 +413,11 @@ class Journal:
         return stamp if type(stamp) is int else 0
 
     @property
+    def trains_here(self) -> bool:
+        """Whether the calling thread is the training thread."""
+        return get_ident() == self._thread
+
+    @property
     def phase(self) -> int:
         """Current phase of the training thread, as an index into `wire.PHASES`."""
         self._replay(_WAIT_S)
@@ -412,9 +447,18 @@ class Journal:
                     event(tracker, *facts)
                 except Exception:
                     self.log_failure(event)
+            self._store_step()
             then()
         finally:
             self._replaying.release()
+
+    def _store_step(self) -> None:
+        """Store the open step's number into the place, unless the training thread has recorded more meanwhile."""
+        slots = self.slots
+        slots[Slot.ALIVE_NS] = monotonic_ns()
+        number, closed = self._tracker.number, slots[_CLOSED]
+        if not self._entries:
+            slots[Slot.STEP], slots[Slot.CLOSED_AT_STEP] = number, closed
 
     @never_raises
     def finish(self) -> None:
@@ -436,6 +480,25 @@ class Journal:
         self._append((event, stamp, facts))
         if len(self._entries) > self._full:
             self._shed_entries()
+
+    def _enter(self, phase: int) -> None:
+        """Store phase and time into the place."""
+        slots = self.slots
+        slots[_PHASE], slots[_AT_NS] = phase, monotonic_ns()
+
+    def _leave_backward(self) -> None:
+        """Store the end of a backward into the place, and count it if it was synchronised."""
+        if self._reduced_in_backward:
+            self._reduced_in_backward = False
+            self.slots[_SYNCHRONISED] += 1
+        self._enter(OPTIMIZER if self._optimizers else OTHER)
+
+    def _close_place_step(self) -> None:
+        self._reduced_open_step = False
+        self.slots[_CLOSED] += 1
+
+    def _use_slots(self, slots: Slots) -> None:
+        self.slots, self.last_bucket = slots, slots[Slot.BUCKET : Slot.BUCKET + 1]
 
     def _reset_entries(self) -> None:
         """Begin with an empty queue."""
@@ -500,6 +563,7 @@ class Journal:
         self._replaying = Lock()
         self._parent_entries = self._entries
         self._reset_entries()
+        self._use_slots(memory_slots())
         self._started = False
 
 

@@ -1,36 +1,43 @@
 """The place of a process: phase, step, bucket and backward, in a file that outlives it.
 
 A process that is killed runs no handler. Its place is in a small memory-mapped file, written by plain stores (about
-25 ns each), so that the kernel keeps it whatever ends the process. A process of the same host reads it: a surviving
+25 ns each). The kernel keeps the file whatever ends the process. A process of the same host reads it: a surviving
 rank, the next attempt, or `ddpobs push`. A process that ends in order removes its file.
 
-The file has one page: eight-byte integers (`Slot`), and from byte 512 on the identity as JSON.
+The file has one page: eight-byte integers (`Slot`), and from byte 512 on the identity as JSON. It lies in shared memory
+(`/dev/shm`), with a link in the spool's folder. A store into a file on a disk may wait for that disk.
 """
 
 from __future__ import annotations
 
-import array
+import errno
 import json
 import mmap
 import os
+import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
+from typing import TypeAlias
 
 from ddpobs import wire
+from ddpobs.recording import oom_kills
 
-_MAGIC = 0x64647070_00000001
-_SIZE, _IDENTITY_AT = 4096, 512
-_SUFFIX = ".place"
-_RUNS = frozenset("RSDTtIWPK")
-"""States in /proc/PID/stat of a process that is not dead."""
+FOLDER = "places"
+"""Folder of the places, inside of the spool's."""
+MAGIC = 0x64647070_00000002
+SIZE, IDENTITY_AT = 4096, 512
+SUFFIX = ".place"
+_SHARED_MEMORY = Path("/dev/shm")
+
+
+Slots: TypeAlias = "memoryview[int]"
 
 
 class Slot(IntEnum):
-    """Where each integer lies."""
+    """Index of each integer."""
 
     MAGIC = 0
     PID = 1
@@ -40,23 +47,44 @@ class Slot(IntEnum):
     MONOTONIC_NS = 4
     """Both clocks, read together when the file was made."""
     PHASE = 5
-    """Index into `wire.PHASES`."""
+    """Index into `wire.PHASES`. After an error it stays the phase of the error."""
     AT_NS = 6
     """Monotonic time of the last event of the training thread."""
     STEP = 7
-    """Number of the open step when the telemetry thread looked last."""
-    STEP_SYNCHRONISED = 8
-    """`SYNCHRONISED` at that look."""
-    SYNCHRONISED = 9
+    """Number of the open step at the last replay."""
+    CLOSED_AT_STEP = 8
+    """`CLOSED` at that replay."""
+    CLOSED = 9
+    """Steps that the training thread has closed, by a simpler rule than the replay's."""
+    SYNCHRONISED = 10
     """Synchronised backward passes that ended."""
-    MODULE = 10
-    BUCKET = 11
+    MODULE = 11
+    BUCKET = 12
     """Module and index of the bucket that was launched last."""
+    ALIVE_NS = 13
+    """Monotonic time at which the telemetry thread ran last."""
+    NEXT_SEQ = 14
+    EMITTED = 15
+    DROPPED = 16
+    """Sequence number of the next batch, and the counts of the last one."""
+    OOM_KILLS = 17
+    """The cgroup's count of out-of-memory kills at the start; `wire.UNKNOWN` if it is not readable."""
 
 
 @dataclass(frozen=True)
 class PlaceIdentity:
-    """Whose place it is."""
+    """The process that a place belongs to.
+
+    Attributes:
+        run: Its run.
+        attempt: Its attempt.
+        source: Its source.
+        rank: Its rank.
+        world_size: Number of ranks.
+        host: Name of its host.
+        process_space: Boot and namespace in which its process number is valid.
+        memory_events: File with the out-of-memory count of its cgroup; empty if there is none.
+    """
 
     run: str
     attempt: str
@@ -64,40 +92,15 @@ class PlaceIdentity:
     rank: int
     world_size: int
     host: str
-
-
-@dataclass(frozen=True)
-class Place:
-    """A process's place as its file has it.
-
-    Attributes:
-        identity: Whose it is.
-        pid: Its process number on this host.
-        at_wall_ns: Wall-clock time of its last event.
-        phase: One of `wire.PHASES`.
-        step: The step in which it was; exact where a step has one synchronised backward.
-        synchronised: Synchronised backward passes that ended.
-        module: Module of the bucket launched last, `wire.UNKNOWN` before the first.
-        bucket: That bucket.
-        path: The file.
-    """
-
-    identity: PlaceIdentity
-    pid: int
-    at_wall_ns: int
-    phase: str
-    step: int
-    synchronised: int
-    module: int
-    bucket: int
-    path: Path
+    process_space: str = ""
+    memory_events: str = ""
 
 
 class LastPlace:
-    """This process's place.
+    """The place of this process.
 
     Args:
-        folder: Folder for the file; where it cannot be made, the place lives in memory alone.
+        folder: Folder for the file. If it cannot be made, the place lives in memory alone.
         source: The process's source.
 
     Attributes:
@@ -105,83 +108,127 @@ class LastPlace:
     """
 
     def __init__(self, folder: Path, source: str) -> None:
-        self.slots: memoryview | array.array[int] = array.array("q", bytes(_IDENTITY_AT))
+        self.slots: Slots = memory_slots()
         self._path: Path | None = None
         self._map: mmap.mmap | None = None
         with suppress(OSError):
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            path = folder / f"{source}{_SUFFIX}"
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-            try:
-                os.ftruncate(descriptor, _SIZE)
-                self._map = mmap.mmap(descriptor, _SIZE)
-            finally:
-                os.close(descriptor)
+            folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
+            if folder.lstat().st_uid != os.getuid():  # In a folder that is open to all, another user may have made it.
+                raise PermissionError(errno.EPERM, "the folder belongs to another user", str(folder))
+            path = folder / f"{source}{SUFFIX}"
+            self._map = _create(path)
             self.slots = memoryview(self._map).cast("q")
             self._path = path
         self._pid = os.getpid()
+        self._memory_events = oom_kills.path()
         self._fill()
 
     def _fill(self) -> None:
         slots = self.slots
         slots[Slot.PID], slots[Slot.STARTED] = self._pid, _started(self._pid)
         slots[Slot.WALL_NS], slots[Slot.MONOTONIC_NS] = time.time_ns(), time.monotonic_ns()
-        slots[Slot.PHASE], slots[Slot.AT_NS] = wire.PHASES.index("other"), slots[Slot.MONOTONIC_NS]
+        slots[Slot.PHASE] = wire.PHASES.index("other")
+        slots[Slot.AT_NS] = slots[Slot.ALIVE_NS] = slots[Slot.MONOTONIC_NS]
         slots[Slot.MODULE] = slots[Slot.BUCKET] = wire.UNKNOWN
-        slots[Slot.MAGIC] = _MAGIC
+        kills = oom_kills.count(self._memory_events)
+        slots[Slot.OOM_KILLS] = wire.UNKNOWN if kills is None else kills
+        slots[Slot.MAGIC] = MAGIC
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether the place is in a file."""
+        return self._path is not None
+
+    def summary(self) -> dict[str, wire.Scalar]:
+        """Return phase, module and bucket of the training thread, as an event reports them."""
+        slots = self.slots
+        module, bucket = bucket_of(slots)
+        return {"phase": wire.PHASES[slots[Slot.PHASE]], "module": module, "bucket": bucket}
 
     def identify(self, identity: PlaceIdentity) -> None:
         """Write the identity; a file without one is of no use to a reader."""
         if self._map is not None:
-            text = json.dumps(asdict(identity)).encode()[: _SIZE - _IDENTITY_AT - 8]
-            self._map[_IDENTITY_AT : _IDENTITY_AT + 8 + len(text)] = len(text).to_bytes(8, "little") + text
+            identity = replace(identity, process_space=process_space(), memory_events=str(self._memory_events or ""))
+            text = json.dumps(asdict(identity)).encode()
+            if len(text) <= SIZE - IDENTITY_AT - 8:
+                self._map[IDENTITY_AT : IDENTITY_AT + 8 + len(text)] = len(text).to_bytes(8, "little") + text
+
+    def batch_built(self, seq: int, emitted: int, dropped: int) -> None:
+        """Store the key and the counts of the latest batch."""
+        slots = self.slots
+        slots[Slot.NEXT_SEQ], slots[Slot.EMITTED], slots[Slot.DROPPED] = seq + 1, emitted, dropped
 
     def close(self) -> None:
         """Remove the file: the process ends in order."""
         if self._path is not None and os.getpid() == self._pid:
-            self._path.unlink(missing_ok=True)
+            with suppress(OSError):
+                remove(self._path)
             self._path = None
 
 
-def places_of_the_dead(folder: Path) -> Iterator[Place]:
-    """Places of processes of this host that ended without removing their file."""
-    for path in sorted(folder.glob(f"*{_SUFFIX}")):
-        place = None
-        with suppress(OSError, ValueError, TypeError, LookupError):
-            place = _read(path)
-        if place is not None:
-            yield place
+def memory_slots() -> Slots:
+    """Return slots in the memory of this process alone."""
+    return memoryview(bytearray(IDENTITY_AT)).cast("q")
 
 
-def _read(path: Path) -> Place | None:
-    data = path.read_bytes()
-    slots = memoryview(data[:_IDENTITY_AT]).cast("q")
-    length = int.from_bytes(data[_IDENTITY_AT : _IDENTITY_AT + 8], "little")
-    if slots[Slot.MAGIC] != _MAGIC or not 0 < length < _SIZE or _runs(slots[Slot.PID], slots[Slot.STARTED]):
-        return None
-    identity = PlaceIdentity(**json.loads(data[_IDENTITY_AT + 8 : _IDENTITY_AT + 8 + length]))
-    return Place(
-        identity=identity,
-        pid=slots[Slot.PID],
-        at_wall_ns=slots[Slot.WALL_NS] + slots[Slot.AT_NS] - slots[Slot.MONOTONIC_NS],
-        phase=wire.PHASES[slots[Slot.PHASE]],
-        step=slots[Slot.STEP] + slots[Slot.SYNCHRONISED] - slots[Slot.STEP_SYNCHRONISED],
-        synchronised=slots[Slot.SYNCHRONISED],
-        module=slots[Slot.MODULE],
-        bucket=slots[Slot.BUCKET],
-        path=path,
-    )
+def bucket_of(slots: Slots) -> tuple[int, int]:
+    """Return module and index of the bucket launched last in the backward under way; `wire.UNKNOWN` outside of one."""
+    if wire.PHASES[slots[Slot.PHASE]] not in ("backward", "exposed_comm"):
+        return wire.UNKNOWN, wire.UNKNOWN
+    return slots[Slot.MODULE], slots[Slot.BUCKET]
 
 
-def _runs(pid: int, started: int) -> bool:
-    """Whether the process still runs; a zombie does not. Where /proc is missing, it counts as running."""
-    if not Path("/proc/self/stat").exists():
-        return True
+def process_space() -> str:
+    """Return the boot and the namespace in which process numbers of this process are valid."""
+    parts = [socket.gethostname()]
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(str(Path("/proc/self/ns/pid").readlink()))
+    return " ".join(parts)
+
+
+def _create(path: Path) -> mmap.mmap:
+    """Create a file of zeros and map it, in shared memory behind a link at `path`, or at `path` itself.
+
+    The zeros are written: a store into a page that the disk cannot hold would end the process.
+    """
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        target = _SHARED_MEMORY / f"ddpobs-{os.getuid()}-{os.getpid()}-{path.name}"
+        mapped = _create_file(target)
     except OSError:
-        return False
-    return fields[0] in _RUNS and int(fields[19]) == started
+        return _create_file(path)
+    try:
+        path.symlink_to(target)
+    except OSError:
+        target.unlink()
+        raise
+    return mapped
+
+
+def _create_file(path: Path) -> mmap.mmap:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        if os.write(descriptor, bytes(SIZE)) != SIZE:
+            raise OSError(errno.ENOSPC, "no room", str(path))
+        return mmap.mmap(descriptor, SIZE)
+    except OSError:
+        path.unlink()
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def remove(path: Path) -> None:
+    """Remove a place and the file in shared memory that it links to."""
+    if path.is_symlink() and (target := path.readlink()).parent == _SHARED_MEMORY:
+        target.unlink(missing_ok=True)
+    path.unlink(missing_ok=True)
+
+
+def step_of(slots: Slots) -> int:
+    """Return the number of the open step."""
+    return slots[Slot.STEP] + slots[Slot.CLOSED] - slots[Slot.CLOSED_AT_STEP]
 
 
 def _started(pid: int) -> int:

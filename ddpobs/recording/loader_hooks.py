@@ -44,9 +44,12 @@ class _TimedBatches:
         if not self._journal.fetch_began(id(self)):
             return next(self._batches)
         try:
-            return next(self._batches)
-        finally:
-            self._journal.fetch_ended()
+            batch = next(self._batches)
+        except BaseException as error:
+            self._journal.fetch_ended(raised=not isinstance(error, StopIteration))
+            raise
+        self._journal.fetch_ended()
+        return batch
 
 
 class LoaderHooks:

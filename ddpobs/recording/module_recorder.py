@@ -12,20 +12,24 @@ import torch
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
 from ddpobs.recording.journal import Journal, never_raises
+from ddpobs.recording.last_place import Slot, Slots, memory_slots
 
 _MAX_NAMES_PER_BATCH = 2_000
 """Names of unused parameters per batch; the collector refuses batches with too many names."""
+_NO_PLACE = memory_slots()
 
 
 class BackwardRecord:
     """Stamps of one synchronised backward of one module: a list per event, with one element per bucket.
 
     `works` are collectives that report their time on the network; empty if the backend does not. `last_ready` is the
-    stamp of the last gradient, set if buckets are not visible.
+    stamp of the last gradient, set if buckets are not visible. `last_bucket` has one element, the index of the bucket
+    launched last, in the process's place.
     """
 
     __slots__ = (
         "done_ns",
+        "last_bucket",
         "last_ready",
         "launched_ns",
         "module",
@@ -43,6 +47,7 @@ class BackwardRecord:
         self.done_ns: list[Stamp] = [0] * buckets
         self.works: dict[int, Any] = {}
         self.last_ready: Stamp = 0
+        self.last_bucket: Slots = _NO_PLACE
         self.parameter_ready_ns: list[Stamp] | None = None if parameters is None else [0] * parameters
 
 
@@ -124,7 +129,14 @@ class ModuleRecorder:
         self.current = BackwardRecord(self.index, self._revision, self._buckets, self._parameters if sampled else None)
         if not counted:
             self.reduction_began(self.current.launched_ns, self.current.done_ns)
+        self.current.last_bucket = self._journal.last_bucket
+        self.bucket_launched(wire.UNKNOWN)
         return self.current
+
+    def bucket_launched(self, bucket: int) -> None:
+        """Store the bucket launched last into the process's place, `wire.UNKNOWN` at the begin of a backward."""
+        slots = self._journal.slots
+        slots[Slot.MODULE], slots[Slot.BUCKET] = self.index, bucket
 
     def finished(self, record: BackwardRecord) -> None:
         """Record the end of a backward: all waits for its buckets are over."""

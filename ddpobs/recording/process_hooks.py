@@ -79,9 +79,12 @@ class ProcessHooks:
             if not journal.fetch_began(id(loader)):
                 return original(loader, *args, **kwargs)
             try:
-                return original(loader, *args, **kwargs)
-            finally:
-                journal.fetch_ended()
+                result = original(loader, *args, **kwargs)
+            except BaseException as error:
+                journal.fetch_ended(raised=not isinstance(error, StopIteration))
+                raise
+            journal.fetch_ended()
+            return result
 
         return fetch
 

@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import Any
 
 _SIGTERM = signal.SIGTERM
+_JOIN_S = 1.0
 _installed: weakref.WeakSet[Termination] = weakref.WeakSet()
 
 
@@ -32,6 +33,7 @@ class Termination:
         self._flush = flush
         self._handler = self._wake
         self._write = self._read = -1
+        self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
     def install(self) -> bool:
@@ -47,22 +49,27 @@ class Termination:
             return False
         signal.signal(_SIGTERM, self._handler)
         _installed.add(self)
-        threading.Thread(target=self._run, args=(self._read,), name="ddpobs-sigterm", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(self._read,), name="ddpobs-sigterm", daemon=True)
+        self._thread.start()
         return True
 
     def remove(self) -> None:
-        """Restore the default action, where it was taken over and no other handler came since."""
-        if self._write < 0 or os.getpid() != self._pid:
+        """Restore the default action, unless another handler came since.
+
+        Python allows it on the main thread alone. On another one, everything stays, and `flush` is still called.
+        """
+        if self._write < 0 or os.getpid() != self._pid or threading.current_thread() is not threading.main_thread():
             return
-        if threading.current_thread() is threading.main_thread():
-            with suppress(ValueError):
-                if signal.getsignal(_SIGTERM) == self._handler:
-                    signal.signal(_SIGTERM, signal.SIG_DFL)
-                current = signal.set_wakeup_fd(-1)
-                if current != self._write:
-                    signal.set_wakeup_fd(current)
+        if signal.getsignal(_SIGTERM) == self._handler:
+            signal.signal(_SIGTERM, signal.SIG_DFL)
+        current = signal.set_wakeup_fd(-1)
+        if current != self._write:
+            signal.set_wakeup_fd(current)
         os.write(self._write, b"\0")
+        os.close(self._write)
         self._write = -1
+        if self._thread is not None:
+            self._thread.join(_JOIN_S)
 
     def _wake(self, _number: int, _frame: Any) -> None:
         """Run on the main thread; of use where another wake-up descriptor was set since."""

@@ -43,6 +43,7 @@ class BackwardStamps(Protocol):
         parameter_ready_ns: Per parameter, bucket after bucket: its gradient was accumulated. None unless sampled.
         works: By bucket, a collective that measures its own duration. Empty if the backend does not.
         last_ready: The last gradient was accumulated; stamped where the buckets cannot be observed.
+        last_bucket: One element, the index of the bucket launched last: a part of the process's place.
     """
 
     ready_ns: list[Stamp]
@@ -51,6 +52,7 @@ class BackwardStamps(Protocol):
     parameter_ready_ns: list[Stamp] | None
     works: dict[int, Any]
     last_ready: Stamp
+    last_bucket: memoryview[int]
 
 
 class Observer(Protocol):

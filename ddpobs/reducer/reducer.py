@@ -199,7 +199,7 @@ class Reducer:
         if last and self.faults.fault is not None and self.carries_faults:
             self.faults.poison(bucket.buffer)
         if record is not None:
-            record.launched_ns[bucket.index] = self._now()
+            record.launched_ns[bucket.index], record.last_bucket[0] = self._now(), bucket.index
         pending = self.comm.launch(bucket, last)
         self.pending.append(pending)
         self.buckets_reduced += 1

@@ -101,7 +101,7 @@ def test_a_few_batches_stay_in_memory_and_the_rest_go_to_disk(tmp_path: Path) ->
         running = exporter(url, tmp_path, exit_s=0.2, timeout_s=60.0, batch_spans=1)
         for _ in range(60):
             running.offer(event())
-        until(lambda: spooled(tmp_path) + len(running.queued_sizes) == 60)
+        until(lambda: spooled(tmp_path) == 60)
         assert len(running.queued_sizes) <= delivery.WAITING_BATCHES + 1
         running.close()
     assert (spooled(tmp_path), running.dropped) == (60, 0)
@@ -192,6 +192,79 @@ def test_a_sender_that_cannot_be_created_does_not_stop_training(
     running.offer(event())
     running.close()
     assert (spooled(tmp_path), running.dropped) == (1, 0)
+
+
+def test_a_batch_is_on_disk_until_it_is_acknowledged(tmp_path: Path) -> None:
+    with collector(status(503, Retry_After="2"), acknowledge) as server:
+        running = exporter(server.url, tmp_path)
+        running.offer(event("first"))
+        until(lambda: len(server.puts) == 1)
+        running.offer(event("second"))
+        until(lambda: spooled(tmp_path) == 2)  # One waits for its second request, the other for its first.
+        until(lambda: {"first", "second"} <= set(kinds(server.puts[1:])) and spooled(tmp_path) == 0)
+        running.close()
+    assert (spooled(tmp_path), running.dropped) == (0, 0)
+
+
+def test_a_batch_is_copied_while_a_request_hangs(tmp_path: Path) -> None:
+    with broken("silent") as url:
+        running = exporter(url, tmp_path, exit_s=0.2, timeout_s=60.0)
+        running.offer(event("first"))
+        until(lambda: running._delivery._in_flight)
+        running.offer(event("second"))
+        until(lambda: spooled(tmp_path) == 2)
+        running.close()
+    assert (spooled(tmp_path), running.dropped) == (2, 0)
+
+
+def test_a_spool_that_cannot_be_written_changes_nothing_else(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    with collector(acknowledge) as server:
+        running = exporter(server.url, tmp_path / "file")
+        running.offer(event("first"))
+        until(lambda: "first" in kinds(server.puts))
+        running.offer(event("second"))
+        until(lambda: "second" in kinds(server.puts))
+        running.close()
+    assert (running.dropped, caplog.text) == (0, "")
+
+
+def test_a_copy_displaces_no_other_batch_and_is_displaced_by_none(tmp_path: Path) -> None:
+    earlier = Spool(tmp_path, 10**9)
+    earlier.put(Encoded("earlier", "c" * 16, 0, 1000, b"x" * 1900), 0, lambda *_: None)
+    with broken("silent") as url:
+        running = exporter(url, tmp_path, spool_mb=0.002, exit_s=0.2, timeout_s=60.0)
+        running.offer(event())
+        until(lambda: running._delivery._in_flight)
+        assert [batch.run for batch in earlier.batches()] == ["earlier"]
+        running.close()
+    spool = Spool(tmp_path, 25)
+    copy = spool.put_if_room(Encoded("r", "b" * 16, 0, 5, b"x" * 20), 0)
+    assert copy is None
+    for batch in list(spool.batches()):
+        spool.remove(batch, 10**6)
+    copy = spool.put_if_room(Encoded("r", "b" * 16, 0, 5, b"x" * 20), 0)
+    assert copy is not None
+    spool.kept.add(copy.path)
+    spool.put(Encoded("r", "b" * 16, 1, 5, b"x" * 20), 1, lambda *_: None)
+    assert [batch.seq for batch in spool.batches()] == [0, 1]
+
+
+def test_the_batches_of_a_dead_process_are_sent(tmp_path: Path) -> None:
+    """A refused batch of another process is no loss of this one."""
+    spool = Spool(tmp_path, 10**9)
+    with collector(acknowledge, status(409), acknowledge) as server:
+        running = exporter(server.url, tmp_path)
+        running.offer(event())
+        until(lambda: len(server.puts) == 1)
+        spool.put(Encoded("r", "d" * 16, 7, 5, b"x"), 0, lambda *_: None)
+        spool.put(Encoded("r", "d" * 16, 8, 5, b"x"), 1, lambda *_: None)
+        running.adopt({"d" * 16})
+        until(lambda: len(server.puts) == 3 and spooled(tmp_path) == 0)
+        running.close()
+    sent = [path.rpartition("sources/")[2] for path, *_ in server.puts[1:]]
+    assert sent == [f"{'d' * 16}/batches/7", f"{'d' * 16}/batches/8"]
+    assert running.dropped == 0
 
 
 @pytest.mark.parametrize("fault", ["unlink", "read_bytes"])

@@ -6,10 +6,15 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from ddpobs import wire
-from ddpobs.recording.last_place import LastPlace, PlaceIdentity, Slot, places_of_the_dead
+from ddpobs.recording import last_place, oom_kills
+from ddpobs.recording.dead_places import places_of_the_dead
+from ddpobs.recording.last_place import LastPlace, PlaceIdentity, Slot
 
 _KILLED = """
 import os, sys, time
@@ -17,7 +22,8 @@ from pathlib import Path
 from ddpobs.recording.last_place import LastPlace, PlaceIdentity, Slot
 place = LastPlace(Path(sys.argv[1]), "0123456789abcdef")
 place.identify(PlaceIdentity("run", "a" * 16, "0123456789abcdef", 3, 4, "host"))
-place.slots[Slot.STEP], place.slots[Slot.STEP_SYNCHRONISED], place.slots[Slot.SYNCHRONISED] = 10, 9, 12
+place.slots[Slot.STEP], place.slots[Slot.CLOSED_AT_STEP], place.slots[Slot.CLOSED] = 10, 9, 12
+place.slots[Slot.SYNCHRONISED] = 12
 place.slots[Slot.PHASE], place.slots[Slot.BUCKET], place.slots[Slot.MODULE] = 2, 1, 0
 place.slots[Slot.AT_NS] = time.monotonic_ns()
 if sys.argv[2] == "in order":
@@ -40,9 +46,15 @@ def test_a_killed_process_leaves_its_place(tmp_path: Path) -> None:
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     (place,) = places_of_the_dead(tmp_path)
-    assert place.identity == PlaceIdentity("run", "a" * 16, "0123456789abcdef", 3, 4, "host")
+    identity = replace(place.identity, process_space="", memory_events="")
+    assert identity == PlaceIdentity("run", "a" * 16, "0123456789abcdef", 3, 4, "host")
     assert (place.phase, place.step, place.synchronised, place.module, place.bucket) == ("backward", 13, 12, 0, 1)
     assert (place.pid, place.path.stat().st_mode & 0o777) == (killed.pid, 0o600)
+    in_memory = place.path.readlink()
+    assert in_memory.exists()
+    place.remove()
+    assert list(tmp_path.iterdir()) == []
+    assert not in_memory.exists()
 
 
 def test_a_process_that_ends_in_order_leaves_none(tmp_path: Path) -> None:
@@ -58,6 +70,35 @@ def test_the_number_of_a_dead_process_may_be_another_s_now(tmp_path: Path) -> No
     assert list(places_of_the_dead(tmp_path)) == []
     place.slots[Slot.STARTED] -= 1
     assert [dead.pid for dead in places_of_the_dead(tmp_path)] == [os.getpid()]
+    place.close()
+
+
+def test_a_process_of_another_host_counts_as_dead_after_an_hour_of_silence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(last_place, "process_space", lambda: "another host")
+    place = LastPlace(tmp_path, "0123456789abcdef")
+    place.identify(PlaceIdentity("run", "a" * 16, "0123456789abcdef", 0, 1, "host"))
+    place.slots[Slot.STARTED] -= 1
+    assert list(places_of_the_dead(tmp_path)) == []
+    place.slots[Slot.WALL_NS] -= 2 * 3600 * 10**9
+    assert [dead.identity.rank for dead in places_of_the_dead(tmp_path)] == [0]
+    place.close()
+
+
+@pytest.mark.parametrize(("before", "after", "kills"), [(2, 5, 3), (2, 2, 0), (5, 2, None)])
+def test_out_of_memory_kills_count_from_the_start_of_the_process(
+    before: int, after: int, kills: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events = tmp_path / "memory.events"
+    events.write_text(f"low 0\noom_kill {before}\n")
+    monkeypatch.setattr(oom_kills, "path", lambda: events)
+    place = LastPlace(tmp_path, "0123456789abcdef")
+    place.identify(PlaceIdentity("run", "a" * 16, "0123456789abcdef", 0, 1, "host"))
+    place.slots[Slot.STARTED] -= 1
+    events.write_text(f"low 0\noom_kill {after}\n")
+    assert [dead.oom_kills for dead in places_of_the_dead(tmp_path)] == [kills]
+    place.close()
 
 
 def test_a_file_that_is_cut_or_foreign_is_passed_over(tmp_path: Path) -> None:

@@ -1,0 +1,133 @@
+"""Reader of the places of dead processes (`last_place.py`)."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ddpobs import wire
+from ddpobs.recording import oom_kills
+from ddpobs.recording.last_place import (
+    IDENTITY_AT,
+    MAGIC,
+    SIZE,
+    SUFFIX,
+    PlaceIdentity,
+    Slot,
+    bucket_of,
+    process_space,
+    remove,
+    step_of,
+)
+
+_RUNS = frozenset("RSDTtIWPK")
+"""States in /proc/PID/stat of a process that is not dead."""
+_SILENT_NS = 3600 * 10**9
+"""Silence after which a process counts as dead if its process number means nothing here (another host or container)."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process's place as its file has it.
+
+    Attributes:
+        identity: The process.
+        pid: Its process number on its host.
+        at_wall_ns: Wall-clock time at which the process was last seen alive, at most a second before its end.
+        at_monotonic_ns: The same moment on its monotonic clock.
+        phase: One of `wire.PHASES`.
+        step: The open step.
+        synchronised: Synchronised backward passes that ended.
+        module: Module of the bucket launched last in the backward under way, `wire.UNKNOWN` outside of one.
+        bucket: That bucket.
+        next_seq: Sequence number of the batch after the last one that the process built.
+        emitted: Count of emitted records in that batch.
+        dropped: Count of dropped records in that batch.
+        oom_kills: Out-of-memory kills in its cgroup since its start; None if they are not readable.
+        path: The file, or the link to it.
+    """
+
+    identity: PlaceIdentity
+    pid: int
+    at_wall_ns: int
+    at_monotonic_ns: int
+    phase: str
+    step: int
+    synchronised: int
+    module: int
+    bucket: int
+    next_seq: int
+    emitted: int
+    dropped: int
+    oom_kills: int | None
+    path: Path
+
+    def remove(self) -> None:
+        """Remove the file; another process may have done so."""
+        with suppress(OSError):
+            remove(self.path)
+
+
+def places_of_the_dead(folder: Path) -> Iterator[Place]:
+    """Yield the places of processes that ended without removing their file.
+
+    Any other file is passed over: cut, foreign, or of a process that may still run.
+    """
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        place = None
+        with suppress(OSError, ValueError, TypeError, LookupError):
+            place = _read(path)
+        if place is not None:
+            yield place
+
+
+def _read(path: Path) -> Place | None:
+    data = path.read_bytes()
+    slots = memoryview(data[:IDENTITY_AT]).cast("q")
+    length = int.from_bytes(data[IDENTITY_AT : IDENTITY_AT + 8], "little")
+    if slots[Slot.MAGIC] != MAGIC or not 0 < length < SIZE:
+        return None
+    identity = PlaceIdentity(**json.loads(data[IDENTITY_AT + 8 : IDENTITY_AT + 8 + length]))
+    at_monotonic_ns = max(slots[Slot.AT_NS], slots[Slot.ALIVE_NS])
+    at_wall_ns = slots[Slot.WALL_NS] + at_monotonic_ns - slots[Slot.MONOTONIC_NS]
+    if identity.process_space == process_space():
+        if _runs(slots[Slot.PID], slots[Slot.STARTED]):
+            return None
+    elif time.time_ns() - at_wall_ns < _SILENT_NS:
+        return None
+    return Place(
+        identity=identity,
+        pid=slots[Slot.PID],
+        at_wall_ns=at_wall_ns,
+        at_monotonic_ns=at_monotonic_ns,
+        phase=wire.PHASES[slots[Slot.PHASE]],
+        step=step_of(slots),
+        synchronised=slots[Slot.SYNCHRONISED],
+        module=bucket_of(slots)[0],
+        bucket=bucket_of(slots)[1],
+        next_seq=slots[Slot.NEXT_SEQ],
+        emitted=slots[Slot.EMITTED],
+        dropped=slots[Slot.DROPPED],
+        oom_kills=_oom_kills_since(slots[Slot.OOM_KILLS], identity.memory_events),
+        path=path,
+    )
+
+
+def _oom_kills_since(start: int, memory_events: str) -> int | None:
+    now = oom_kills.count(Path(memory_events)) if memory_events else None
+    return now - start if now is not None and 0 <= start <= now else None
+
+
+def _runs(pid: int, started: int) -> bool:
+    """Whether the process still runs; a zombie does not. If /proc is missing, it counts as running."""
+    if not Path("/proc/self/stat").exists():
+        return True
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return False
+    return fields[0] in _RUNS and int(fields[19]) == started

@@ -1,0 +1,93 @@
+"""Errors that end a training: their description, and hooks on uncaught errors.
+
+The interpreter's exit may come long after the error, for example behind a thread of the user's. So the hooks report an
+uncaught error at once.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from ddpobs import wire
+from ddpobs.recording.journal import never_raises
+from ddpobs.torch_seam.patching import Patches
+
+_MESSAGE_CHARACTERS = 500
+_TRACEBACK_LINES, _TRACEBACK_BYTES = 10, 2000
+
+
+def describe(error: BaseException, texts: bool) -> dict[str, wire.Scalar]:
+    """Describe an error: its type, and with `texts` its message and the last lines of its traceback."""
+    detail: dict[str, wire.Scalar] = {"error": type(error).__name__}
+    if texts:
+        detail["message"] = _message(error)
+        lines = "".join(traceback.format_exception(error)).splitlines()
+        text = "\n".join(lines[-_TRACEBACK_LINES:]).encode(errors="replace")
+        detail["traceback"] = text[-_TRACEBACK_BYTES:].decode(errors="ignore")
+    return detail
+
+
+def uncaught() -> BaseException | None:
+    """Return the uncaught error that ends a script; an interactive session continues after an error."""
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)
+
+
+def propagating() -> BaseException | None:
+    """Return the error that ends a child process while it propagates.
+
+    An exit code may report a caught error to the parent, as `torch.multiprocessing.spawn` does.
+    """
+    error = sys.exc_info()[1]
+    if isinstance(error, SystemExit):
+        return error.__context__ if error.code else None
+    return error
+
+
+class UncaughtErrors:
+    """Hooks that report an uncaught error of the main thread or of the training thread, while installed.
+
+    Args:
+        trains_here: Whether the calling thread trains.
+        report: Receives the error.
+    """
+
+    def __init__(self, trains_here: Callable[[], bool], report: Callable[[BaseException], object]) -> None:
+        self._trains_here, self._report = trains_here, never_raises(report)
+        self._patches = Patches()
+
+    def install(self) -> None:
+        """Install the hooks; the hooks before them still run."""
+        self._patches.put(sys, "excepthook", self._of_main_thread)
+        self._patches.put(threading, "excepthook", self._of_thread)
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        self._patches.undo()
+
+    def _of_main_thread(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def excepthook(kind: Any, error: BaseException, *args: Any) -> Any:
+            if not hasattr(sys, "ps1"):
+                self._report(error)
+            return original(kind, error, *args)
+
+        return excepthook
+
+    def _of_thread(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def excepthook(args: Any) -> Any:
+            if args.exc_value is not None and self._trains_here():
+                self._report(args.exc_value)
+            return original(args)
+
+        return excepthook
+
+
+def _message(error: BaseException) -> str:
+    try:
+        message = str(error)
+    except Exception:  # The user's own class.
+        return ""
+    return message[:_MESSAGE_CHARACTERS].encode(errors="replace").decode()

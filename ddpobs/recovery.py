@@ -1,0 +1,81 @@
+"""Reports about processes that died: a batch with their place, sent together with the batches that they spooled.
+
+A surviving rank, the next attempt or `ddpobs push` recovers the places in a spool's folder. If two of them do so at
+once, they write the same batch, and the collector stores it once.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+import zstandard
+
+from ddpobs import wire
+from ddpobs.export.spool import Encoded, Spool
+from ddpobs.recording.dead_places import Place, places_of_the_dead
+from ddpobs.recording.last_place import FOLDER
+
+
+def recover(folder: Path, limit_bytes: int, run: str | None = None) -> set[str]:
+    """Turn the places of dead processes into spooled batches.
+
+    Args:
+        folder: The spool's folder.
+        limit_bytes: Limit of the spool's size.
+        run: The run of the processes; None for all runs.
+
+    Returns:
+        The sources of those processes.
+    """
+    spool, sources = Spool(folder, limit_bytes), set()
+    for place in places_of_the_dead(folder / FOLDER):
+        if run not in {None, place.identity.run}:
+            continue
+        with suppress(OSError):
+            spool.put(_encoded(place), place.at_wall_ns, lambda *_: None)
+            sources.add(place.identity.source)
+            place.remove()
+    return sources
+
+
+def died_batch(place: Place) -> wire.Batch:
+    """Build the batch that reports a death. It depends on the place alone, so that a repetition is equal.
+
+    Its sequence number follows the last batch that the process built.
+    """
+    identity = place.identity
+    event = wire.Event(kind="died", at_ns=place.at_monotonic_ns, step=max(0, place.step), detail=_detail(place))
+    return wire.Batch(
+        version=wire.VERSION,
+        run=identity.run,
+        attempt=identity.attempt,
+        source=identity.source,
+        seq=place.next_seq,
+        rank=identity.rank,
+        world_size=identity.world_size,
+        emitted=place.emitted + 1,
+        dropped=place.dropped,
+        anchor=wire.Anchor(wall_ns=place.at_wall_ns, monotonic_ns=place.at_monotonic_ns),
+        events=[event],
+    )
+
+
+def _encoded(place: Place) -> Encoded:
+    batch = died_batch(place)
+    body = zstandard.compress(wire.encode(batch), 1)
+    return Encoded(batch.run, batch.source, batch.seq, 1, body)
+
+
+def _detail(place: Place) -> dict[str, wire.Scalar]:
+    detail: dict[str, wire.Scalar] = {
+        "wall_ns": place.at_wall_ns,
+        "phase": place.phase,
+        "module": place.module,
+        "bucket": place.bucket,
+        "step": place.step,
+        "synchronised": place.synchronised,
+    }
+    if place.oom_kills is not None:
+        detail["oom_kills"] = place.oom_kills
+    return detail

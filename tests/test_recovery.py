@@ -1,0 +1,68 @@
+"""Places of dead processes become batches, once, and of one run alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import zstandard
+
+from ddpobs import wire
+from ddpobs.export.spool import Spool
+from ddpobs.recording.last_place import FOLDER, LastPlace, PlaceIdentity, Slot
+from ddpobs.recovery import recover
+
+LIMIT = 10**9
+
+
+def dead(folder: Path, run: str, source: str) -> LastPlace:
+    """Leave the place of a process that died after its eighth batch, in a bucket of step 13."""
+    place = LastPlace(folder / FOLDER, source)
+    place.identify(PlaceIdentity(run, "a" * 16, source, 3, 4, "host"))
+    slots = place.slots
+    place.batch_built(7, 90, 2)
+    slots[Slot.STEP], slots[Slot.CLOSED], slots[Slot.CLOSED_AT_STEP] = 10, 5, 2
+    slots[Slot.PHASE], slots[Slot.MODULE], slots[Slot.BUCKET] = wire.PHASES.index("backward"), 0, 4
+    slots[Slot.STARTED] -= 1
+    return place
+
+
+def batches(folder: Path) -> list[wire.Batch]:
+    bodies = [spooled.body() for spooled in Spool(folder, LIMIT).batches()]
+    return [wire.decode(zstandard.decompress(body, max_output_size=2**20)) for body in bodies]
+
+
+def test_a_dead_process_is_reported_under_its_own_identity_after_its_last_batch(tmp_path: Path) -> None:
+    slots = dead(tmp_path, "r", "b" * 16).slots
+    assert recover(tmp_path, LIMIT) == {"b" * 16}
+    (batch,) = batches(tmp_path)
+    assert (batch.run, batch.attempt, batch.source, batch.rank, batch.world_size) == ("r", "a" * 16, "b" * 16, 3, 4)
+    assert (batch.seq, batch.emitted, batch.dropped) == (8, 91, 2)
+    (event,) = batch.events
+    assert (event.kind, event.step, event.at_ns) == ("died", 13, max(slots[Slot.AT_NS], slots[Slot.ALIVE_NS]))
+    facts = {"phase": "backward", "module": 0, "bucket": 4, "step": 13, "synchronised": 0}
+    assert {name: event.detail[name] for name in facts} == facts
+    assert event.detail["wall_ns"] == batch.anchor.wall_ns
+
+
+def test_a_place_is_reported_once(tmp_path: Path) -> None:
+    dead(tmp_path, "r", "b" * 16)
+    assert recover(tmp_path, LIMIT) == {"b" * 16}
+    assert recover(tmp_path, LIMIT) == set()
+    assert not list((tmp_path / FOLDER).iterdir())
+
+
+def test_two_reporters_at_once_write_the_same_batch(tmp_path: Path) -> None:
+    dead(tmp_path, "r", "b" * 16)
+    (link,) = (tmp_path / FOLDER).iterdir()
+    content = link.read_bytes()
+    recover(tmp_path, LIMIT)
+    link.write_bytes(content)  # The other reporter has read it before.
+    recover(tmp_path, LIMIT)
+    assert len(list(Spool(tmp_path, LIMIT).batches())) == 1
+
+
+def test_the_place_of_another_run_stays(tmp_path: Path) -> None:
+    dead(tmp_path, "theirs", "c" * 16)
+    dead(tmp_path, "r", "b" * 16)
+    assert recover(tmp_path, LIMIT, "r") == {"b" * 16}
+    assert recover(tmp_path, LIMIT) == {"c" * 16}
