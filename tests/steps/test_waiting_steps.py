@@ -62,6 +62,7 @@ def test_events_are_sent_after_a_device_failed_and_its_steps_count_as_lost() -> 
     """Every read of the failed device raises."""
     training, process, offered = nine_steps()
     lost: list[int] = []
+    process._place = Mock()
     process._recorders, process._encoder = [], BatchEncoder(Mock(), process._read, Mock(), lost.append)
     failure = RuntimeError("an illegal memory access was encountered")
     training.clock.times = training.clock.is_ready = Mock(side_effect=failure)  # type: ignore[method-assign]
