@@ -170,11 +170,15 @@ class Reducer:
         """Every gradient of the bucket has arrived: launch it, unless an earlier bucket is still incomplete."""
         if self._record is not None:
             self._record.ready_ns[bucket.index] = self._now()
+        self._outside_graph(self._launch_ready)
+
+    def _outside_graph(self, function: Callable[[], None]) -> None:
+        """Call a function that changes gradients; with `create_graph=True` its operations are not recorded."""
         if self._keeps_graph:
             with torch.no_grad():
-                self._launch_ready()
+                function()
         else:
-            self._launch_ready()
+            function()
 
     def _launch_ready(self, final: bool = False) -> None:
         """Launch complete buckets, strictly in order. At the end of a backward (`final`) all are launched."""
@@ -242,8 +246,7 @@ class Reducer:
 
     def backward_ended(self) -> None:
         """The engine's last callback; the front end calls `finish`."""
-        with torch.no_grad():  # With `create_graph=True` the engine calls it in the mode that records a graph.
-            self._front_end.backward_ended()
+        self._outside_graph(self._front_end.backward_ended)
 
     def finish(self) -> None:
         """Wait for every bucket, and settle the parameters that were left out.

@@ -1,4 +1,4 @@
-"""`backward(create_graph=True)`: reduced gradients, whose own graph stays on each rank."""
+"""`backward(create_graph=True)`: gradients are reduced, and their graph stays on each rank."""
 
 from __future__ import annotations
 

@@ -268,6 +268,36 @@ def test_no_sync_holds_after_a_forward_that_had_no_backward() -> None:
     assert run_ranks(forward_without_backward, 2) == [[False, True]] * 2
 
 
+def late_gradient(rank: int, world_size: int) -> str:
+    """Return the error of a second step in which rank 0 has a gradient that no rank had in the first step."""
+    ddp = DistributedDataParallel(MayLackGradient(4), static_graph=True)
+    ddp(batch(rank), False).backward()
+    with pytest.raises(ReducerError) as error:
+        ddp(batch(rank), rank == 0).backward()
+    return str(error.value)
+
+
+def test_under_static_graph_a_gradient_that_no_rank_had_at_first_is_an_error_on_every_rank() -> None:
+    first, second = run_ranks(late_gradient, 2)
+    assert first == second
+    assert first.startswith("rank 0: the graph changed although static_graph=True: weight took part")
+
+
+def later_without_gradient(rank: int, world_size: int) -> list[bool]:
+    """Return, by step, whether the weight has a gradient of zeros; no rank computes any after the first step."""
+    ddp, zeros = DistributedDataParallel(MayLackGradient(4), find_unused_parameters=True), []
+    for step in range(3):
+        ddp.zero_grad()
+        ddp(batch(rank, step), step == 0).backward()
+        gradient = ddp.module.weight.grad
+        zeros.append(gradient is not None and not gradient.any())
+    return zeros
+
+
+def test_a_gradient_that_all_ranks_lack_after_the_first_backward_is_zero_on_each() -> None:
+    assert run_ranks(later_without_gradient, 2) == [[False, True, True]] * 2
+
+
 class KeepAlive(torch.autograd.Function):
     """An identity that keeps an object alive in the graph, like activations."""
 

@@ -18,7 +18,7 @@ CPU = torch.device("cpu")
 
 
 def lift_gpu_requirements() -> None:
-    """Run the tests that ask for GPUs, and move nothing to them."""
+    """Run the tests that require GPUs, and move nothing to them."""
     common_distributed.skip_if_lt_x_gpu = _lifted
     common_distributed.nccl_skip_if_lt_x_gpu = _lifted
     common_distributed.requires_nccl = _lifted

@@ -42,7 +42,7 @@ class CpuDDP(_Base):
 
 
 def main() -> None:
-    """Run the tests whose names arrive, until the input ends."""
+    """Run a test for each name that arrives, until the input ends."""
     lift_gpu_requirements()
     suite = _import_suite()
     for line in sys.stdin:
@@ -110,7 +110,7 @@ def _case(suite: ModuleType, name: str) -> unittest.TestCase:
 
 
 def _wait(child: int, deadline: float) -> int | None:
-    """The exit status of a child, whose whole session ends with it; None if it did not end in time."""
+    """The exit status of a child; None if it did not end in time. Its session ends with it."""
     status = None
     while status is None and time.monotonic() < deadline:
         ended, waited = os.waitpid(child, os.WNOHANG)

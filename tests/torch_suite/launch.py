@@ -60,7 +60,7 @@ class Host:
         return self
 
     def __exit__(self, *_error: object) -> None:
-        """End the host, whose input ends with it."""
+        """End the host process."""
         self._process.kill()
         self._process.communicate()
 
