@@ -118,9 +118,10 @@ def test_message_and_traceback_can_be_kept_out(tmp_path: Path) -> None:
         assert not {"message", "traceback"} & set(end)
 
 
-def test_a_hung_rank_that_is_terminated_loses_no_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("environ", [{}, AUTOLOAD], ids=["ours", "attached"])
+def test_a_hung_rank_that_is_terminated_loses_no_step(environ: dict[str, str], tmp_path: Path) -> None:
     """Rank 1 hangs in a loader, and rank 0 waits for it in a collective."""
-    with collector(tmp_path) as running, crash(tmp_path, running.url, "hang", "data") as ranks:
+    with collector(tmp_path) as running, crash(tmp_path, running.url, "hang", "data", **environ) as ranks:
         ranks.wait_for_fault()
         time.sleep(1.0)  # Rank 0 reaches its backward.
         for process in ranks.processes:
