@@ -111,6 +111,13 @@ def test_harm_measures_step_time_memory_and_exit_under_each_fault(tmp_path: Path
     assert silent["exit_s"] > 0.7 * TelemetryConfig().exit_s
 
 
+def test_a_hang_is_named_by_the_collector_and_in_the_log(tmp_path: Path) -> None:
+    output = run("hangs", "--json", str(tmp_path / "results.json"))
+    (result,) = json.loads((tmp_path / "results.json").read_text())["lock"]
+    assert result["collector_right"], output
+    assert result["log_right"], output
+
+
 def test_communication_runs_on_links_of_its_own(tmp_path: Path) -> None:
     need("tc", "iproute2")
     if subprocess.run(["unshare", "--net", "true"], capture_output=True, check=False).returncode:

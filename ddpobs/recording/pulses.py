@@ -37,7 +37,7 @@ class Pulses:
     ) -> None:
         self._journal, self._recorders, self._watch, self._event = journal, recorders, watch, event
         self._bucket = (wire.UNKNOWN, wire.UNKNOWN)
-        self._sent: object = None
+        self._last_appearance: object = None
         self._stuck: wire.Pulse | None = None
         self._stuck_since_ns = 0
         self.is_stuck = self.is_urgent = False
@@ -52,9 +52,9 @@ class Pulses:
         now_ns, phase, step = time.monotonic_ns(), wire.PHASES[journal.phase], journal.number
         activity = self._activity(phase, step)
         self.is_stuck = activity.is_stuck
-        shown = (activity.kind, activity.waits_in, activity.lines) if self.is_stuck else None
-        self.is_urgent = self.is_stuck and shown != self._sent
-        self._sent = shown
+        appearance = (activity.kind, activity.waits_in, activity.lines) if self.is_stuck else None
+        self.is_urgent = self.is_stuck and appearance != self._last_appearance
+        self._last_appearance = appearance
         pulse = wire.Pulse(
             at_ns=now_ns,
             phase=phase,  # type: ignore[arg-type]

@@ -43,7 +43,7 @@ def test_a_surviving_rank_logs_the_verdict(case: str, world_size: int, tmp_path:
 
 
 def test_a_killed_rank_is_a_crash_of_the_others_and_no_hang(tmp_path: Path) -> None:
-    """Gloo raises on the survivors, whose connection ends; nothing waits."""
+    """Gloo raises on the survivors because their connection ends. No rank waits."""
     with ranks_of(HANGING, "kill", ranks=2, folder=tmp_path, environ={"DDPOBS_TELEMETRY": ABSENT}) as ranks:
         ranks.wait_for_fault()
         os.kill(ranks.processes[1].pid, signal.SIGKILL)
