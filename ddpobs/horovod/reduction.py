@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ddpobs.errors import StepOrderError
 from ddpobs.horovod import timeline
 from ddpobs.reducer import zero_participation
 from ddpobs.reducer.front_end import FrontEnd
+from ddpobs.reducer.late_parameters import Frozen
 from ddpobs.reducer.observer import Observer
 from ddpobs.reducer.readiness import Hook
 from ddpobs.reducer.reducer import Reducer
@@ -41,6 +42,8 @@ class OptimizerReducer(FrontEnd):
         groups: Indices of the parameters that share a bucket; a parameter of no group has its own. None to fill buckets
             by size.
 
+        frozen: The optimizer's parameters that require no gradient now, and may do so later.
+
     Attributes:
         core: Launches the buckets and waits for them.
         synchronised: Number of reductions so far.
@@ -60,8 +63,9 @@ class OptimizerReducer(FrontEnd):
         pre_divisor: float | None,
         post_factor: float | None,
         groups: Sequence[Sequence[int]] | None,
+        frozen: Iterable[Frozen] = (),
     ) -> None:
-        self._parameters, self._names = parameters, names
+        self._parameters, self._names = list(parameters), list(names)
         self._passes, self._pre_divisor, self._post_factor = passes, pre_divisor, post_factor
         self._passes_left = [passes] * len(parameters)
         self._made_dense: set[int] = set()
@@ -83,6 +87,7 @@ class OptimizerReducer(FrontEnd):
             ),
             recorder=recorder,
             front_end=self,
+            frozen=frozen,
             wrap_hook=self._wrap_hook,
         )
         self._readiness = self.core.readiness
@@ -163,6 +168,7 @@ class OptimizerReducer(FrontEnd):
 
     @override
     def check_backward(self) -> None:
+        self.core.look_for_late_parameters()
         if timeline.current() is not None:
             self._timed = self._new_timing()
 
@@ -184,9 +190,9 @@ class OptimizerReducer(FrontEnd):
         pending.on_done(done)
 
     @override
-    def write_results(self) -> None:
+    def write_results(self, late: Sequence[Bucket]) -> None:
         self.synchronised += 1
-        for bucket in self.core.buckets:
+        for bucket in (*self.core.buckets, *late):
             if self._post_factor is not None:
                 bucket.buffer.mul_(self._post_factor)
             bucket.memory.restore_views()  # A tensor that a script assigned since backward is not reduced.
@@ -198,6 +204,11 @@ class OptimizerReducer(FrontEnd):
             self._timed = None
             if current is not None:
                 current.add(timed)
+
+    @override
+    def parameters_added(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters[:], self._names[:] = self.core.layout.parameters, self.core.layout.names
+        self._passes_left += [self._passes] * len(parameters)
 
     def _new_timing(self) -> timeline.Reduction:
         members = [bucket.members for bucket in self.core.buckets]

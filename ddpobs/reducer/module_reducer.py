@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from threading import get_ident
 from typing import Any
@@ -19,6 +19,7 @@ from ddpobs.reducer import shared_parameters, zero_participation
 from ddpobs.reducer.ddp_timings import Timings
 from ddpobs.reducer.fault_broadcast import Fault
 from ddpobs.reducer.front_end import FrontEnd
+from ddpobs.reducer.late_parameters import Frozen
 from ddpobs.reducer.observer import Observer
 from ddpobs.reducer.reducer import Reducer
 from ddpobs.reducer.settings import Settings
@@ -43,6 +44,7 @@ class ModuleReducer(FrontEnd):
         comm_factory: Creates the communication strategy for the group.
         settings: The constructor's choices.
         recorder: Receives the times of each bucket; None with telemetry off.
+        frozen: The parameters that require no gradient now, and may do so later.
 
     Attributes:
         core: Launches the buckets and waits for them.
@@ -63,6 +65,7 @@ class ModuleReducer(FrontEnd):
         comm_factory: CommFactory,
         settings: Settings,
         recorder: Observer | None,
+        frozen: Iterable[Frozen] = (),
     ) -> None:
         self._weak_self, self._module = weakref.ref(self), weakref.ref(module)
         self._forward_work: Any = None
@@ -77,6 +80,7 @@ class ModuleReducer(FrontEnd):
             settings=settings,
             recorder=recorder,
             front_end=self,
+            frozen=frozen,
         )
         self._readiness, self._layout = self.core.readiness, self.core.layout
         self._open = _open.setdefault(group, [])
@@ -100,6 +104,7 @@ class ModuleReducer(FrontEnd):
         """Prepare for a forward whose outputs can be differentiated. Ends a backward that an error interrupted."""
         self._thread = get_ident()
         self.core.faults.poll_flags()
+        self.core.look_for_late_parameters()
         self._readiness.expect(synchronises)
         self.end_interrupted()
         if synchronises:
@@ -122,6 +127,7 @@ class ModuleReducer(FrontEnd):
         Pipeline stages, Accelerate's `trigger_sync_in_backward` and Lightning's manual optimisation call it themselves.
         """
         self._readiness.expected = True
+        self.core.look_for_late_parameters()
         self.end_interrupted()
         if outputs and not self._readiness.watches:
             self.watch(outputs)
@@ -208,8 +214,12 @@ class ModuleReducer(FrontEnd):
         )
 
     @override
-    def write_results(self) -> None:
+    def write_results(self, late: Sequence[Bucket]) -> None:
         shared_parameters.write_back(self.core, (other.core for other in self._open_reducers()))
+
+    @override
+    def parameters_added(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._dtypes += map(_dtype, parameters)
 
     @override
     def reset(self) -> None:
