@@ -207,6 +207,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             recorder=self._recorder,
             frozen=frozen,
         )
+        if self._recorder is not None:
+            self._recorder.follow_gradients(self.reducer)
         # The module outlives its wrapper, and may be wrapped again.
         weakref.finalize(self, self.reducer.remove_hooks).atexit = False
         self.logger = Logger(self.reducer, self._construction_facts(parameters))

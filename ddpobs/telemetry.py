@@ -34,6 +34,7 @@ from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.recording.unreduced import UnreducedGradients
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.torch_seam.collectives import backend_of
@@ -77,7 +78,7 @@ def join(
         settings = {**settings, "group_ranks": process_group.size()}
         device = _device(module)
         _process = Telemetry(config, device, backend_of(process_group, device), settings)
-    return _process.recorder(module, name)
+    return _process.recorder(module, process_group.size(), name)
 
 
 def leave(recorder: ModuleRecorder) -> None:
@@ -121,6 +122,7 @@ class Telemetry:
         self._hooks = ProcessHooks(self._journal, self._event)
         self._loaders = LoaderHooks(self._journal, self._event)
         self._collectives = CollectiveHooks(self._journal)
+        self._unreduced = UnreducedGradients(self._journal, self._event)
         self._recorders: list[ModuleRecorder] = []
         self._modules = 0
         self._last_bucket = (wire.UNKNOWN, wire.UNKNOWN)
@@ -140,6 +142,7 @@ class Telemetry:
         self._hooks.install()
         self._loaders.install()
         self._collectives.install()
+        self._unreduced.install()
         atexit.register(self.close)
         # A process that multiprocessing forked does not run atexit.
         self._at_exit = Finalize(None, self._close_in_child, exitpriority=0)
@@ -149,8 +152,8 @@ class Telemetry:
         """Whether the process group is still the same; a process may leave it and join a new one."""
         return self._world() is dist.group.WORLD
 
-    def recorder(self, module: torch.nn.Module, name: str | None = None) -> ModuleRecorder:
-        """Create a recorder for one more DDP module."""
+    def recorder(self, module: torch.nn.Module, group_ranks: int, name: str | None = None) -> ModuleRecorder:
+        """Create a recorder for one more DDP module, over so many ranks."""
         recorder = ModuleRecorder(
             self._modules,
             module,
@@ -159,6 +162,7 @@ class Telemetry:
             clock=self._clock,
             offer=self._exporter.offer,
             readiness_every=self._config.readiness_every,
+            unreduced=self._unreduced if group_ranks > 1 else None,
         )
         self._modules += 1
         self._recorders.append(recorder)
@@ -187,6 +191,7 @@ class Telemetry:
         self._loaders.remove()
         self._collectives.remove()
         self._journal.finish()
+        self._unreduced.remove()
         self._loaders.report_repeated_order()
         for recorder in self._recorders:
             recorder.batch_cut()

@@ -90,7 +90,14 @@ class _Reduction:
 
 
 class Attachment:
-    """Telemetry on one torch DDP module, until `detach()`."""
+    """Telemetry on one torch DDP module, until `detach()`.
+
+    Attributes:
+        parameters: The parameters that torch's reducer reduces.
+        names: Their names.
+        unreduced_parameters: Names and parameters that it does not reduce even if they require gradients later.
+        forwards: Forwards with gradients so far.
+    """
 
     def __init__(self, model: DistributedDataParallel, config: settings.TelemetryConfig) -> None:
         self._model = weakref.ref(model)
@@ -101,6 +108,14 @@ class Attachment:
         self._parameters, self._sparse = model._build_params_for_reducer()
         names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._names = [names[id(parameter)] for parameter in self._parameters]
+        excluded = {id(parameter) for parameter in self._parameters}
+        frozen = [
+            (name, parameter)
+            for name, parameter in model.module.named_parameters()
+            if id(parameter) not in excluded and name not in model.parameters_to_ignore
+        ]
+        self.parameters, self.names, self.unreduced_parameters = self._parameters, self._names, frozen
+        self.forwards = 0
         self._ready: list[Any] = [0] * len(self._parameters)
         self._ready_order = [0] * len(self._parameters)
         """The order of readiness by parameter, because a device's stamps cannot be compared."""
@@ -128,6 +143,7 @@ class Attachment:
             model, _detach_collected, self._handles, self._stop_listening, self._recorder
         )
         self._finalizer.atexit = False
+        self._recorder.follow_gradients(self)
         if getattr(model, "reducer", None) is not None:
             built_in = self._take_over_hook(model)
             self.observe_group(model)
@@ -163,6 +179,7 @@ class Attachment:
 
     def forward_began(self, inputs: tuple[Any, ...], named: dict[str, Any], synchronises: bool) -> None:
         """Start a synchronised backward's stamps, and record the forward."""
+        self.forwards += torch.is_grad_enabled()
         if synchronises:
             if any(self._ready):
                 if self._expected:
@@ -243,6 +260,14 @@ class Attachment:
         self._comm = getattr(hook, "__qualname__", type(hook).__name__)
         self._recorder.event("comm_hook_set", name=self._comm)
         self._report_layout()
+
+    def has_local_gradients(self) -> bool:
+        """Whether a gradient arrived that torch's reducer neither reduced nor expects to reduce."""
+        return not self._expected and any(self._ready)
+
+    def local_gradients(self) -> list[int]:
+        """Indices of the parameters whose gradient did."""
+        return [index for index, ready in enumerate(self._ready) if ready and not self._expected]
 
     # ------------------------------------------------------------------ from the stamps to a record
 

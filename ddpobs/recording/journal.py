@@ -79,6 +79,7 @@ class Journal:
         trained: Indexes of the modules whose gradients were reduced.
         paused: A CUDA graph is being captured: nothing runs, and times are meaningless.
         on_backward_end: Called when the outermost backward has returned.
+        collective_elements: Elements that user code has handed to collectives.
         trains_in_eval: In the last reduction every module was in evaluation mode: the mode does not mark evaluations.
         evaluating: Returns whether every module is in evaluation mode.
         optimizer_is_running: Returns whether an optimizer's step that began is still on the stack.
@@ -115,6 +116,7 @@ class Journal:
         self.trained: set[int] = set()
         self.paused = False
         self.on_backward_end: list[Callable[[], None]] = []
+        self.collective_elements = 0
         self.trains_in_eval = False
         self.evaluating: Callable[[], bool | None] = lambda: False
         self.optimizer_is_running: Callable[[], bool | None] = lambda: True

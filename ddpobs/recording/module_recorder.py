@@ -12,6 +12,7 @@ import torch
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
 from ddpobs.recording.journal import Journal, never_raises
+from ddpobs.recording.unreduced import GradientSource, UnreducedGradients
 
 _MAX_NAMES_PER_BATCH = 2_000
 """Names of unused parameters per batch; the collector refuses batches with too many names."""
@@ -53,6 +54,7 @@ class ModuleRecorder:
         index: Number of the module in this process.
         now: Takes a stamp; `time.monotonic_ns` on the host.
         current: Record of the latest synchronised backward.
+        synchronised: A backward was synchronised, also if it was not recorded.
     """
 
     def __init__(
@@ -65,8 +67,11 @@ class ModuleRecorder:
         clock: Clock,
         offer: Callable[[object], object],
         readiness_every: int,
+        unreduced: UnreducedGradients | None = None,
     ) -> None:
         self.index = index
+        self.synchronised = False
+        self._unreduced = unreduced
         self.now = clock.now
         self.current: BackwardRecord | None = None
         self._module = weakref.ref(module)
@@ -100,6 +105,7 @@ class ModuleRecorder:
         Some records sample the readiness of each parameter. None during the capture of a CUDA graph, in which nothing
         may be recorded.
         """
+        self.synchronised = True
         if self._journal.paused:
             return None
         sampled = self._backwards % self._readiness_every == 0
@@ -111,6 +117,11 @@ class ModuleRecorder:
         """Record the end of a backward: all waits for its buckets are over."""
         self._journal.gradients_reduced(self.index, record)
 
+    def follow_gradients(self, source: GradientSource) -> None:
+        """Report optimizer steps on this module's gradients that were not reduced."""
+        if self._unreduced is not None:
+            self._unreduced.follow(self.index, source, lambda: self.synchronised)
+
     def waiting_began(self) -> bool:
         """Record that training waits for buckets outside of backward; False if it is not recorded."""
         return bool(self._journal.waiting_began())
@@ -121,6 +132,7 @@ class ModuleRecorder:
 
     def shadowed(self) -> None:
         """Record that this rank, out of data under `join`, took part in a synchronised backward of other ranks."""
+        self.synchronised = True
         self._journal.zeros_contributed()
 
     def on_backward_end(self, callback: Callable[[], None]) -> Callable[[], None]:

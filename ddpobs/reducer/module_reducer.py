@@ -49,6 +49,7 @@ class ModuleReducer(FrontEnd):
     Attributes:
         core: Launches the buckets and waits for them.
         timings: Torch's own coarse times.
+        forwards: Forwards with gradients so far.
         rebuilt: The buckets have been rebuilt.
         first_bucket_bytes: Size of each bucket before.
         gradient_order: Indices of the parameters as their gradients arrived in the last backward that was observed.
@@ -89,6 +90,7 @@ class ModuleReducer(FrontEnd):
         # As in torch, a backward without a forward of the DDP module belongs to the user alone.
         self._readiness.expected = False
         self.timings = Timings()
+        self.forwards = 0
         self.rebuilt = False
         self.first_bucket_bytes = self.bucket_bytes
         self.gradient_order: list[int] = []
@@ -103,6 +105,7 @@ class ModuleReducer(FrontEnd):
     def prepare(self, synchronises: bool) -> None:
         """Prepare for a forward whose outputs can be differentiated. Ends a backward that an error interrupted."""
         self._thread = get_ident()
+        self.forwards += 1
         self.core.faults.poll_flags()
         self.core.look_for_late_parameters()
         self._readiness.expect(synchronises)
@@ -255,6 +258,33 @@ class ModuleReducer(FrontEnd):
     def remove_hooks(self) -> None:
         """Release the parameters: their gradients are no longer reduced."""
         self._readiness.remove_hooks()
+
+    # ------------------------------------------------------------------ gradients that were not reduced
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters that are reduced."""
+        return self._layout.parameters
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Their names."""
+        return self._layout.names
+
+    @property
+    def unreduced_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """Parameters that would not be reduced if they required gradients: none."""
+        return ()
+
+    def has_local_gradients(self) -> bool:
+        """Whether a gradient arrived outside of a synchronised backward, and since the last one."""
+        readiness = self._readiness
+        return not readiness.active and (1 in readiness.used or 1 in readiness.local)
+
+    def local_gradients(self) -> list[int]:
+        """Indices of the parameters whose gradient did."""
+        readiness = self._readiness
+        return [index for index, (a, b) in enumerate(zip(readiness.used, readiness.local, strict=True)) if a or b]
 
     # ------------------------------------------------------------------ communication hooks
 

@@ -74,6 +74,7 @@ class Readiness:
         expected: The next backward synchronises.
         watches: The outputs of the latest forward are watched.
         used: By parameter, whether it was reached since the last synchronised backward.
+        local: The same as `used` for the gradients of a static graph's parameters outside of its backward passes.
         seen: By parameter, whether this backward no longer waits for it. All are set while there is no backward.
         order: Indices of the parameters as their gradients arrived, while the buckets are to be rebuilt; else None.
         waiting_nodes: AccumulateGrad nodes of parameters that the next backward is to take in.
@@ -94,7 +95,7 @@ class Readiness:
         self.participation = participation
         self.active = self.watches = False
         self.expected = self._previously_expected = True
-        self.used = bytearray(count)
+        self.used, self.local = bytearray(count), bytearray(count)
         self.seen = bytearray(b"\1" * count)
         self.order: list[int] | None = [] if keeps_order else None
         self.waiting_nodes: Sequence[Node] = ()
@@ -146,6 +147,7 @@ class Readiness:
         self.order = [] if keeps_order else None
         added = len(nodes) - len(self.used)
         self.used.extend(bytes(added))
+        self.local.extend(bytes(added))
         self.seen.extend(b"\1" * added)
         self._add_hooks()  # The others keep theirs: one that is frozen now could not get another.
 
@@ -276,6 +278,7 @@ class Readiness:
                     # Otherwise it belongs to a backward that the user runs without the DDP module.
                     if static.defers_launch or self._accumulates:
                         self.used[index] = 1
+                    self.local[index] = 1
                     return
                 self.begin()
             if not static.defers_launch:
@@ -326,7 +329,7 @@ class Readiness:
         """Prepare for the next backward."""
         self.active = self._accumulates = self.watches = False
         self._on_arrival = None
-        self.used[:] = bytes(len(self.used))
+        self.used[:] = self.local[:] = bytes(len(self.used))
         self.seen[:] = b"\1" * len(self.seen)
         self.participation.forget()
         for bucket in self._layout.buckets:

@@ -36,6 +36,7 @@ from ddpobs.reducer.used_map import UsedMap
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.collectives import all_reduce, time_collectives
 from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
+from ddpobs.wire.text import joined
 
 
 class Reducer:
@@ -369,7 +370,7 @@ class Reducer:
         self._front_end.parameters_added(parameters)
         self._report_layout()
         if self.recorder is not None:
-            self.recorder.event("parameters_added", parameters=", ".join(names[:50])[:1000], count=len(names))
+            self.recorder.event("parameters_added", parameters=joined(names), count=len(names))
 
     # ------------------------------------------------------------------ changes of the setup
 
