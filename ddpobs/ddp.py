@@ -96,6 +96,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """Run the module, and watch its outputs: their gradients mark the start of a backward."""
         if self._recorder is not None:
             self._recorder.forward_began(inputs, kwargs)
+            if self._recorder.waits_for_forward and not self._check_sync_bufs_pre_fwd():
+                self._recorder.replicas_ready()
         # A forward without gradients may run between another forward and its backward, and must not affect them.
         trains = torch.is_grad_enabled() and self.reducer is not None
         if trains:
@@ -209,6 +211,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         )
         if self._recorder is not None:
             self._recorder.follow_gradients(self.reducer)
+            self._recorder.compare_replicas(self.reducer.parameters, self.reducer.names)
         # The module outlives its wrapper, and may be wrapped again.
         weakref.finalize(self, self.reducer.remove_hooks).atexit = False
         self.logger = Logger(self.reducer, self._construction_facts(parameters))
@@ -293,6 +296,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         launched_ns = recorder.now()
         super()._sync_buffers()
         recorder.communicated("buffers", launched_ns, recorder.now())
+        if recorder.waits_for_forward:
+            recorder.replicas_ready(() if hasattr(self, "buffer_hook") else self.named_module_buffers.items())
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """Take part in another rank's backward, call for call, as a rank that is out of data."""

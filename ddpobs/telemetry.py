@@ -138,6 +138,7 @@ class Telemetry:
         # Twice per flush: a batch's steps are compared before the next batch, since a short run has few batches.
         self._exporter.call_every(flush_s / 2, self._compare)
         self._exporter.call_every(pulse_s, self._loaders.report_repeated_order)
+        self._exporter.call_every(pulse_s, self._flush_fingerprints)
         self._exporter.start()
         self._hooks.install()
         self._loaders.install()
@@ -162,6 +163,8 @@ class Telemetry:
             clock=self._clock,
             offer=self._exporter.offer,
             readiness_every=self._config.readiness_every,
+            # Ranks of separate groups may hold different parts of a model.
+            fingerprint_every=self._config.fingerprint_every if 1 < group_ranks == self._world_size else 0,
             unreduced=self._unreduced if group_ranks > 1 else None,
         )
         self._modules += 1
@@ -172,6 +175,7 @@ class Telemetry:
     def leave(self, recorder: ModuleRecorder) -> bool:
         """Remove a module; returns whether it was the last one."""
         if recorder in self._recorders:
+            self._flush_fingerprints()
             self._recorders.remove(recorder)
             self._journal.modules -= 1
             self._journal.trained.discard(recorder.index)
@@ -192,6 +196,7 @@ class Telemetry:
         self._collectives.remove()
         self._journal.finish()
         self._unreduced.remove()
+        self._flush_fingerprints()
         self._loaders.report_repeated_order()
         for recorder in self._recorders:
             recorder.batch_cut()
@@ -279,6 +284,12 @@ class Telemetry:
         )
         self._exporter.offer_latest(pulse)
         self._rendezvous.publish_activity(json.dumps([pulse.phase, pulse.step, *self._last_bucket]).encode())
+
+    @never_raises
+    def _flush_fingerprints(self) -> None:
+        for recorder in tuple(self._recorders):
+            if recorder.fingerprints is not None:
+                recorder.fingerprints.flush()
 
     def _compare(self) -> None:
         peers = self._rendezvous.compare()

@@ -144,6 +144,7 @@ class Attachment:
         )
         self._finalizer.atexit = False
         self._recorder.follow_gradients(self)
+        self._recorder.compare_replicas(self._parameters, self._names)
         if getattr(model, "reducer", None) is not None:
             built_in = self._take_over_hook(model)
             self.observe_group(model)
@@ -189,6 +190,10 @@ class Attachment:
                 self._ready[:] = [0] * len(self._ready)
             self._expected, self._reduction = True, None
         self._recorder.forward_began(inputs, named)
+        if self._recorder.waits_for_forward:
+            model = self._model()
+            if model is not None and not model._check_sync_bufs_pre_fwd():
+                self._recorder.replicas_ready()
 
     def participated_with_zeros(self) -> None:
         """Record that the model, out of data, took part in a backward of the other ranks."""
@@ -198,6 +203,10 @@ class Attachment:
     def buffers_synced(self, began: Any) -> None:
         """Record the buffers' broadcast."""
         self._recorder.communicated("buffers", began, self.now())
+        model = self._model()
+        if self._recorder.waits_for_forward and model is not None:
+            buffers = () if hasattr(model, "buffer_hook") else model.named_module_buffers.items()
+            self._recorder.replicas_ready(buffers)
 
     def reduced(self, tensor: torch.Tensor, launched: Any, work: dist.Work) -> None:
         """Record an all-reduce: the next bucket of that size, or the map of unused parameters."""

@@ -126,6 +126,8 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         groups=fused,
         frozen=frozen,
     )
+    if recorder is not None:
+        recorder.compare_replicas(wrapper._reducer.parameters, wrapper._reducer.names)
     _reducers[wrapper._reducer] = index
     finalize(wrapper, wrapper._reducer.remove_hooks).atexit = False  # The model may get another optimizer.
     return wrapper

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
+from ddpobs.recording.fingerprints import Fingerprints
 from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.recording.unreduced import GradientSource, UnreducedGradients
 
+_LOCAL_STRATEGIES = ("post_localSGD_hook",)
+"""Communication hooks that let the replicas part on purpose."""
 _MAX_NAMES_PER_BATCH = 2_000
 """Names of unused parameters per batch; the collector refuses batches with too many names."""
 
@@ -55,6 +58,7 @@ class ModuleRecorder:
         now: Takes a stamp; `time.monotonic_ns` on the host.
         current: Record of the latest synchronised backward.
         synchronised: A backward was synchronised, also if it was not recorded.
+        fingerprints: Samples the module's replicas; None if they are not compared.
     """
 
     def __init__(
@@ -67,10 +71,13 @@ class ModuleRecorder:
         clock: Clock,
         offer: Callable[[object], object],
         readiness_every: int,
+        fingerprint_every: int = 0,
         unreduced: UnreducedGradients | None = None,
     ) -> None:
         self.index = index
         self.synchronised = False
+        self._fingerprint_every = fingerprint_every
+        self.fingerprints: Fingerprints | None = None
         self._unreduced = unreduced
         self.now = clock.now
         self.current: BackwardRecord | None = None
@@ -92,6 +99,8 @@ class ModuleRecorder:
     @never_raises
     def layout(self, buckets: list[wire.Bucket], comm: str) -> None:
         """Record the module's new buckets, in launch order, and the name of the communication strategy."""
+        if comm in _LOCAL_STRATEGIES:
+            self.fingerprints, self._fingerprint_every = None, 0
         self._revision += 1
         self._buckets = len(buckets)
         self._parameters = sum(len(bucket.parameters) for bucket in buckets)
@@ -105,7 +114,7 @@ class ModuleRecorder:
         Some records sample the readiness of each parameter. None during the capture of a CUDA graph, in which nothing
         may be recorded.
         """
-        self.synchronised = True
+        self._count_backward()
         if self._journal.paused:
             return None
         sampled = self._backwards % self._readiness_every == 0
@@ -116,6 +125,38 @@ class ModuleRecorder:
     def finished(self, record: BackwardRecord) -> None:
         """Record the end of a backward: all waits for its buckets are over."""
         self._journal.gradients_reduced(self.index, record)
+        if self.fingerprints is not None and self.fingerprints.is_due:
+            self._sample_gradients(self.fingerprints)
+
+    def _count_backward(self) -> None:
+        self.synchronised = True
+        if self.fingerprints is not None:
+            self.fingerprints.backward_began()
+
+    @never_raises
+    def compare_replicas(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        """Sample fingerprints of these parameters from now on; both lists may grow."""
+        if self._fingerprint_every:
+            self.fingerprints = Fingerprints(self._fingerprint_every, parameters, names, self._offer, self.index)
+
+    @never_raises
+    def _sample_gradients(self, fingerprints: Fingerprints) -> None:
+        if not self._journal.paused:
+            fingerprints.reduced()
+
+    @property
+    def waits_for_forward(self) -> bool:
+        """Whether `replicas_ready` is to be called in the next forward with gradients."""
+        return self.fingerprints is not None and self.fingerprints.waits_for_forward
+
+    @never_raises
+    def replicas_ready(self, buffers: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
+        """Sample the parameters after an optimizer's step, and the buffers that were just made the same on all ranks.
+
+        Called in a forward. One without gradients may run on one rank alone, perhaps with averaged parameters.
+        """
+        if self.fingerprints is not None and torch.is_grad_enabled() and not self._journal.paused:
+            self.fingerprints.forward_began(buffers)
 
     def follow_gradients(self, source: GradientSource) -> None:
         """Report optimizer steps on this module's gradients that were not reduced."""
@@ -132,7 +173,7 @@ class ModuleRecorder:
 
     def shadowed(self) -> None:
         """Record that this rank, out of data under `join`, took part in a synchronised backward of other ranks."""
-        self.synchronised = True
+        self._count_backward()
         self._journal.zeros_contributed()
 
     def on_backward_end(self, callback: Callable[[], None]) -> Callable[[], None]:
