@@ -15,6 +15,7 @@ from ddpobs.wire.text import STRICT_RUN_ID, clean_token
 
 DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
 _NUMBERS = {int: (Integral, "a whole number"), float: (Real, "a number")}
+_ZERO_SWITCHES_OFF = ("fingerprint_every",)
 _END = 10**9
 
 
@@ -39,6 +40,7 @@ class TelemetryConfig:
         timeout_s: Longest duration of one request to the collector, in seconds.
         exit_s: Longest duration of the flush at exit, in seconds.
         peers_every: Fewest new steps for an exchange of straggler statistics among the ranks, attempted twice a flush.
+        fingerprint_every: Number of synchronised backward passes between comparisons of the replicas; 0 for none.
         readiness_every: Number of steps between samples of every parameter's readiness.
         hang_after_s: Least time without progress after which a rank counts as stuck, in seconds.
         pulse_s: Seconds between pulses, and therefore between wake-ups of the telemetry thread.
@@ -57,6 +59,7 @@ class TelemetryConfig:
     timeout_s: float = 10.0
     exit_s: float = 2.0
     peers_every: int = 16
+    fingerprint_every: int = 1000
     readiness_every: int = 64
     pulse_s: float = 2.0
     hang_after_s: float = 8.0
@@ -79,10 +82,14 @@ class TelemetryConfig:
             if type(setting.default) is bool and type(value) is not bool:
                 raise ConfigError(setting.name, "True or False", value)
             kind = _NUMBERS.get(type(setting.default))
+            may_be_zero = setting.name in _ZERO_SWITCHES_OFF
             if kind is not None and (
-                type(value) is bool or not isinstance(value, kind[0]) or not 0 < float(value) < _END
+                type(value) is bool
+                or not isinstance(value, kind[0])
+                or not (0 < float(value) < _END or (may_be_zero and value == 0))
             ):
-                raise ConfigError(setting.name, f"{kind[1]} above zero and below {_END:,}", value)
+                least = "of at least zero" if may_be_zero else "above zero"
+                raise ConfigError(setting.name, f"{kind[1]} {least} and below {_END:,}", value)
 
 
 def current_token(config: TelemetryConfig) -> str | None:

@@ -21,6 +21,7 @@ from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import ConfigError, DataParallelError
 from ddpobs.reducer import model_check
 from ddpobs.reducer.ddp_logger import Logger
+from ddpobs.reducer.late_parameters import Frozen
 from ddpobs.reducer.module_reducer import ModuleReducer
 from ddpobs.reducer.settings import Settings
 from ddpobs.torch_seam.patching import skip_in_dynamo
@@ -95,6 +96,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """Run the module, and watch its outputs: their gradients mark the start of a backward."""
         if self._recorder is not None:
             self._recorder.forward_began(inputs, kwargs)
+            if self._recorder.waits_for_forward and not self._check_sync_bufs_pre_fwd():
+                self._recorder.replicas_ready()
         # A forward without gradients may run between another forward and its backward, and must not affect them.
         trains = torch.is_grad_enabled() and self.reducer is not None
         if trains:
@@ -190,8 +193,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         static_graph: bool,
     ) -> None:
         """Build our reducer and logger instead of torch's."""
+        frozen = self._frozen(parameters)
         if self.mixed_precision is not None:
-            for index, parameter in enumerate(parameters):
+            for index, parameter in enumerate([*parameters, *(parameter for _, parameter, _ in frozen)]):
                 parameter._idx = index  # type: ignore[attr-defined]
         self._recorder = self._join_telemetry()
         self.reducer = ModuleReducer(
@@ -203,11 +207,29 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             comm_factory=self._comm_factory,
             settings=self._settings(static_graph),
             recorder=self._recorder,
+            frozen=frozen,
         )
+        if self._recorder is not None:
+            self._recorder.follow_gradients(self.reducer)
+            self._recorder.compare_replicas(self.reducer.parameters, self.reducer.names)
         # The module outlives its wrapper, and may be wrapped again.
         weakref.finalize(self, self.reducer.remove_hooks).atexit = False
         self.logger = Logger(self.reducer, self._construction_facts(parameters))
         self._passing_sync_batchnorm_handle(self.module)
+
+    def _frozen(self, parameters: list[torch.nn.Parameter]) -> list[Frozen]:
+        """The parameters that are not reduced now, but are once they require gradients."""
+        excluded = {id(parameter) for parameter in parameters}
+        for name, parameter in self.module.named_parameters(remove_duplicate=False):
+            if name in self.parameters_to_ignore or parameter.requires_grad:
+                excluded.add(id(parameter))
+        frozen: dict[int, Frozen] = {}
+        for module_name, module in self.module.named_modules():
+            sparse = isinstance(module, (torch.nn.Embedding, torch.nn.EmbeddingBag)) and module.sparse
+            for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
+                if id(parameter) not in excluded:
+                    frozen.setdefault(id(parameter), (name, parameter, bool(sparse)))
+        return list(frozen.values())
 
     def _settings(self, static_graph: bool) -> Settings:
         """The constructor's choices in the reducer's form."""
@@ -243,8 +265,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "gradient_as_bucket_view": int(self.gradient_as_bucket_view),
             "has_sync_bn": int(any(isinstance(m, torch.nn.SyncBatchNorm) for m in self.module.modules())),
             "is_multi_device_module": int(self.is_multi_device_module),
-            "num_parameter_tensors": len(parameters),
-            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
         }
 
     def _join_telemetry(self) -> ModuleRecorder | None:
@@ -276,6 +296,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         launched_ns = recorder.buffers_began()
         super()._sync_buffers()
         recorder.communicated("buffers", launched_ns, recorder.now())
+        if recorder.waits_for_forward:
+            recorder.replicas_ready(() if hasattr(self, "buffer_hook") else self.named_module_buffers.items())
 
     def _match_all_reduce_for_bwd_pass(self) -> None:
         """Take part in another rank's backward, call for call, as a rank that is out of data."""

@@ -39,6 +39,7 @@ from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.process_hooks import ProcessHooks
 from ddpobs.recording.pulses import Pulses
 from ddpobs.recording.termination import Termination
+from ddpobs.recording.unreduced import UnreducedGradients
 from ddpobs.recovery import recover
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
@@ -85,7 +86,7 @@ def join(
         settings = {**settings, "group_ranks": process_group.size()}
         device = _device(module)
         _process = Telemetry(config, device, backend_of(process_group, device), settings)
-    return _process.recorder(module, name)
+    return _process.recorder(module, process_group.size(), name)
 
 
 def leave(recorder: ModuleRecorder) -> None:
@@ -141,6 +142,7 @@ class Telemetry:
         self._ended = ""
         """How the process ended: `finished`, `failed`, or empty while it runs; the last pulse publishes it."""
         self._ending = threading.RLock()
+        self._unreduced = UnreducedGradients(self._journal, self._event)
         self._recorders: list[ModuleRecorder] = []
         self._modules = 0
         watch = ActivityWatch(config.hang_after_s, asynchronous=device.type != "cpu")
@@ -159,12 +161,14 @@ class Telemetry:
         # Twice per flush: a batch's steps are compared before the next batch, since a short run has few batches.
         self._exporter.call_every(flush_s / 2, self._compare)
         self._exporter.call_every(pulse_s, self._loaders.report_repeated_order)
+        self._exporter.call_every(pulse_s, self._flush_fingerprints)
         self._exporter.start()
         self._hooks.install()
         self._loaders.install()
         self._collectives.install()
         self._errors.install()
         self._termination.install()
+        self._unreduced.install()
         atexit.register(self.close)
         # A process that multiprocessing forked does not run atexit.
         self._at_exit = Finalize(None, self._close_in_child, exitpriority=0)
@@ -174,8 +178,8 @@ class Telemetry:
         """Whether the process group is still the same; a process may leave it and join a new one."""
         return self._world() is dist.group.WORLD
 
-    def recorder(self, module: torch.nn.Module, name: str | None = None) -> ModuleRecorder:
-        """Create a recorder for one more DDP module."""
+    def recorder(self, module: torch.nn.Module, group_ranks: int, name: str | None = None) -> ModuleRecorder:
+        """Create a recorder for one more DDP module, over so many ranks."""
         recorder = ModuleRecorder(
             self._modules,
             module,
@@ -184,6 +188,9 @@ class Telemetry:
             clock=self._clock,
             offer=self._exporter.offer,
             readiness_every=self._config.readiness_every,
+            # Ranks of separate groups may hold different parts of a model.
+            fingerprint_every=self._config.fingerprint_every if 1 < group_ranks == self._world_size else 0,
+            unreduced=self._unreduced if group_ranks > 1 else None,
         )
         self._modules += 1
         self._recorders.append(recorder)
@@ -193,6 +200,7 @@ class Telemetry:
     def leave(self, recorder: ModuleRecorder) -> bool:
         """Remove a module; returns whether it was the last one."""
         if recorder in self._recorders:
+            self._flush_fingerprints()
             self._recorders.remove(recorder)
             self._journal.modules -= 1
             self._journal.trained.discard(recorder.index)
@@ -247,6 +255,8 @@ class Telemetry:
                 return
             self._ended = "finished" if kind and not self._failed else "failed"
             self._journal.finish()
+            self._unreduced.remove()
+            self._flush_fingerprints()
             self._loaders.report_repeated_order()
             for recorder in self._recorders:
                 recorder.batch_cut()
@@ -344,6 +354,12 @@ class Telemetry:
         at_ns, self._place_seen_ns = self._place_seen_ns, self._place.slots[Slot.AT_NS]
         if at_ns == self._place_seen_ns:
             self._recover()
+
+    @never_raises
+    def _flush_fingerprints(self) -> None:
+        for recorder in tuple(self._recorders):
+            if recorder.fingerprints is not None:
+                recorder.fingerprints.flush()
 
     def _compare(self) -> None:
         peers = self._rendezvous.compare()

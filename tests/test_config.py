@@ -103,3 +103,11 @@ def test_a_token_loses_its_line_end_and_is_never_printed() -> None:
     with pytest.raises(ConfigError, match="token") as refused:
         TelemetryConfig(token="s3cret two")
     assert "s3cret" not in str(refused.value)
+
+
+def test_only_fingerprints_are_switched_off_by_zero() -> None:
+    assert from_environment({"DDPOBS_FINGERPRINT_EVERY": "0"}).fingerprint_every == 0
+    with pytest.raises(ConfigError, match="of at least zero"):
+        TelemetryConfig(fingerprint_every=-1)
+    with pytest.raises(ConfigError, match="above zero"):
+        TelemetryConfig(readiness_every=0)

@@ -90,7 +90,14 @@ class _Reduction:
 
 
 class Attachment:
-    """Telemetry on one torch DDP module, until `detach()`."""
+    """Telemetry on one torch DDP module, until `detach()`.
+
+    Attributes:
+        parameters: The parameters that torch's reducer reduces.
+        names: Their names.
+        unreduced_parameters: Names and parameters that it does not reduce even if they require gradients later.
+        forwards: Forwards with gradients so far.
+    """
 
     def __init__(self, model: DistributedDataParallel, config: settings.TelemetryConfig) -> None:
         self._model = weakref.ref(model)
@@ -101,6 +108,14 @@ class Attachment:
         self._parameters, self._sparse = model._build_params_for_reducer()
         names = {id(parameter): name for name, parameter in model.module.named_parameters()}
         self._names = [names[id(parameter)] for parameter in self._parameters]
+        excluded = {id(parameter) for parameter in self._parameters}
+        frozen = [
+            (name, parameter)
+            for name, parameter in model.module.named_parameters()
+            if id(parameter) not in excluded and name not in model.parameters_to_ignore
+        ]
+        self.parameters, self.names, self.unreduced_parameters = self._parameters, self._names, frozen
+        self.forwards = 0
         self._ready: list[Any] = [0] * len(self._parameters)
         self._ready_order = [0] * len(self._parameters)
         """The order of readiness by parameter, because a device's stamps cannot be compared."""
@@ -130,6 +145,8 @@ class Attachment:
             model, _detach_collected, self._handles, self._stop_listening, self._recorder
         )
         self._finalizer.atexit = False
+        self._recorder.follow_gradients(self)
+        self._recorder.compare_replicas(self._parameters, self._names)
         if getattr(model, "reducer", None) is not None:
             built_in = self._take_over_hook(model)
             self.observe_group(model)
@@ -165,6 +182,7 @@ class Attachment:
 
     def forward_began(self, inputs: tuple[Any, ...], named: dict[str, Any], synchronises: bool) -> None:
         """Start a synchronised backward's stamps, and record the forward."""
+        self.forwards += torch.is_grad_enabled()
         if synchronises:
             if any(self._ready):
                 if self._expected:
@@ -175,6 +193,10 @@ class Attachment:
             self._expected, self._reduction = True, None
             self._forward_task = torch._C._current_graph_task_id()
         self._recorder.forward_began(inputs, named)
+        if self._recorder.waits_for_forward:
+            model = self._model()
+            if model is not None and not model._check_sync_bufs_pre_fwd():
+                self._recorder.replicas_ready()
 
     def participated_with_zeros(self) -> None:
         """Record that the model, out of data, took part in a backward of the other ranks."""
@@ -188,6 +210,10 @@ class Attachment:
     def buffers_synced(self, began: Any) -> None:
         """Record the buffers' broadcast."""
         self._recorder.communicated("buffers", began, self.now())
+        model = self._model()
+        if self._recorder.waits_for_forward and model is not None:
+            buffers = () if hasattr(model, "buffer_hook") else model.named_module_buffers.items()
+            self._recorder.replicas_ready(buffers)
 
     def reduced(self, tensor: torch.Tensor, launched: Any, work: dist.Work) -> None:
         """Record an all-reduce: the next bucket of that size, or the map of unused parameters."""
@@ -252,6 +278,14 @@ class Attachment:
         self._comm = getattr(hook, "__qualname__", type(hook).__name__)
         self._recorder.event("comm_hook_set", name=self._comm)
         self._report_layout()
+
+    def has_local_gradients(self) -> bool:
+        """Whether a gradient arrived that torch's reducer neither reduced nor expects to reduce."""
+        return not self._expected and any(self._ready)
+
+    def local_gradients(self) -> list[int]:
+        """Indices of the parameters whose gradient did."""
+        return [index for index, ready in enumerate(self._ready) if ready and not self._expected]
 
     # ------------------------------------------------------------------ from the stamps to a record
 

@@ -77,6 +77,28 @@ class Layout:
         columns = zip(*(positions[member] for member in range(len(self.parameters))), strict=True)
         self.bucket_of[:], self.index_in_bucket[:], self.flat_index[:] = map(list, columns)
 
+    def append(
+        self,
+        buckets: Sequence[Bucket],
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        expect_sparse: Sequence[bool],
+    ) -> None:
+        """Add parameters with their buckets, whose members count on from the parameters here."""
+        flat = [(bucket, slot, member) for bucket in buckets for slot, member in enumerate(bucket.members)]
+        first = len(self.parameters)
+        self.index_of.update({id(parameter): first + index for index, parameter in enumerate(parameters)})
+        self.parameters += parameters
+        self.names += names
+        self.expect_sparse += expect_sparse
+        self.buckets += buckets
+        positions = {member: (bucket, slot, first + index) for index, (bucket, slot, member) in enumerate(flat)}
+        for member in range(first, len(self.parameters)):
+            bucket, slot, index = positions[member]
+            self.bucket_of.append(bucket)
+            self.index_in_bucket.append(slot)
+            self.flat_index.append(index)
+
     def _move(self, member: int, bucket: Bucket, slot: int) -> None:
         parameter, old_bucket, old_slot = self.parameters[member], self.bucket_of[member], self.index_in_bucket[member]
         if old_bucket.residual is not None:

@@ -72,6 +72,7 @@ class BatchEncoder:
             readiness=summary.readiness if summary else [],
             unused=[record for record in records if isinstance(record, wire.Unused)],
             peers=[record for record in records if isinstance(record, wire.Peers)],
+            fingerprints=[record for record in records if isinstance(record, wire.Fingerprint)],
             pulse=pulses[-1] if pulses else None,
             events=[record for record in records if isinstance(record, wire.Event)],
         )

@@ -119,3 +119,6 @@ def _record_call(method: Method, module: torch.nn.Module, args: tuple[Any, ...],
     if watched is not None and watched.method == method:
         for recorder in watched.recorders[:1]:  # Empty if the last optimizer is being collected.
             recorder.forward_began(args, kwargs)
+        for recorder in watched.recorders:
+            if recorder.waits_for_forward:
+                recorder.replicas_ready()

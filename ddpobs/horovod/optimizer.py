@@ -25,6 +25,7 @@ from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
 from ddpobs.horovod.reduction import OptimizerReducer
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.reducer import model_check
+from ddpobs.reducer.late_parameters import Frozen
 from ddpobs.reducer.settings import Settings
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
@@ -72,6 +73,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     """
     skip_in_dynamo()
     _check(optimizer, compression, backward_passes_per_step)
+    named_parameters = None if named_parameters is None else list(named_parameters)
     parameters, names = _trained_parameters(optimizer, named_parameters)
     pre_divisor, post_factor = _factors(
         sum_or_average(op, "DistributedOptimizer"), gradient_predivide_factor, process_set.size()
@@ -80,8 +82,11 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     wrapper = kind(optimizer.param_groups)
     wrapper.defaults, wrapper.state = optimizer.defaults, optimizer.state
     wrapper._sparse_as_dense = sparse_as_dense
-    wrapper._frozen = [p for group in wrapper.param_groups for p in group["params"] if not p.requires_grad]
-    if not process_set.included() or not parameters:
+    frozen = _frozen_parameters(wrapper, named_parameters)
+    if not process_set.included():
+        return wrapper
+    if not parameters:
+        wrapper._frozen = [parameter for _, parameter, _ in frozen]
         return wrapper
     group = process_set.group
     dense = [False] * len(parameters)
@@ -119,7 +124,10 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
         pre_divisor=pre_divisor,
         post_factor=post_factor,
         groups=fused,
+        frozen=frozen,
     )
+    if recorder is not None:
+        recorder.compare_replicas(wrapper._reducer.parameters, wrapper._reducer.names)
     _reducers[wrapper._reducer] = index
     finalize(wrapper, wrapper._reducer.remove_hooks).atexit = False  # The model may get another optimizer.
     return wrapper
@@ -130,29 +138,31 @@ class _Distributed(torch.optim.Optimizer):
 
     _reducer: OptimizerReducer | None = None
     _sparse_as_dense = False
-    _frozen: Sequence[torch.Tensor] = ()
+    _frozen: Sequence[torch.nn.Parameter] = ()
     _synchronized = False
     _should_synchronize = True
 
     def synchronize(self) -> None:
         """Reduce the gradients that are not reduced yet, and wait for all of them.
 
+        Parameters that were frozen at construction are reduced once they require gradients.
+
         Raises:
-            HorovodError: A parameter requires a gradient that was frozen at construction.
+            HorovodError: All parameters were frozen at construction, and one is not any more.
+            ModelsDifferError: Parameters started to require gradients on some ranks only.
         """
-        if self._reducer is not None:
+        if self._reducer is None:
             self._check_frozen()
+        else:
             self._reducer.synchronize()
             if not self._sparse_as_dense:
                 self._reducer.sparse_again()
         self._synchronized = True
 
     def _check_frozen(self) -> None:
-        trained = [list(p.shape) for p in self._frozen if p.requires_grad]
-        if trained:
+        if any(parameter.requires_grad for parameter in self._frozen):
             raise HorovodError(
-                f"{len(trained)} of the optimizer's parameters were frozen when DistributedOptimizer was created and "
-                f"are not frozen now, the first of shape {trained[0]}: {_NOT_REDUCED}"
+                "all of the optimizer's parameters were frozen when DistributedOptimizer was created: " + _NOT_REDUCED
             )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -295,6 +305,20 @@ def _trained_parameters(
             f"named_parameters: {len(unnamed)} of the optimizer's {len(parameters)} parameters are missing in it"
         )
     return parameters, [name_by_id[id(parameter)] for parameter in parameters]
+
+
+def _frozen_parameters(
+    optimizer: torch.optim.Optimizer, named_parameters: Sequence[tuple[str, torch.nn.Parameter]] | None
+) -> list[Frozen]:
+    """The optimizer's parameters that require no gradient now; their gradients will travel dense."""
+    names = {id(parameter): name for name, parameter in named_parameters or ()}
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    first = len(parameters) - len(frozen)
+    return [
+        (names.get(id(parameter), f"parameter.{index}"), parameter, False)
+        for index, parameter in enumerate(frozen, first)
+    ]
 
 
 def _group_indices(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ddpobs.errors import StepOrderError
 from ddpobs.horovod import timeline
 from ddpobs.reducer import zero_participation
 from ddpobs.reducer.front_end import FrontEnd
+from ddpobs.reducer.late_parameters import Frozen
 from ddpobs.reducer.observer import Observer
 from ddpobs.reducer.readiness import Hook
 from ddpobs.reducer.reducer import Reducer
@@ -41,8 +42,12 @@ class OptimizerReducer(FrontEnd):
         groups: Indices of the parameters that share a bucket; a parameter of no group has its own. None to fill buckets
             by size.
 
+        frozen: The optimizer's parameters that require no gradient now, and may do so later.
+
     Attributes:
         core: Launches the buckets and waits for them.
+        parameters: The reduced parameters.
+        names: Their names.
         synchronised: Number of reductions so far.
     """
 
@@ -60,8 +65,9 @@ class OptimizerReducer(FrontEnd):
         pre_divisor: float | None,
         post_factor: float | None,
         groups: Sequence[Sequence[int]] | None,
+        frozen: Iterable[Frozen] = (),
     ) -> None:
-        self._parameters, self._names = parameters, names
+        self.parameters, self.names = list(parameters), list(names)
         self._passes, self._pre_divisor, self._post_factor = passes, pre_divisor, post_factor
         self._passes_left = [passes] * len(parameters)
         self._made_dense: set[int] = set()
@@ -83,6 +89,7 @@ class OptimizerReducer(FrontEnd):
             ),
             recorder=recorder,
             front_end=self,
+            frozen=frozen,
             wrap_hook=self._wrap_hook,
         )
         self._readiness = self.core.readiness
@@ -120,7 +127,7 @@ class OptimizerReducer(FrontEnd):
         zero_participation.participate(self.core)
         if (current := timeline.current()) is not None:
             current.add(self._new_timing())  # It stays empty: the ranks have to count alike.
-        if (device := self._parameters[0].device).type == "cuda":
+        if (device := self.parameters[0].device).type == "cuda":
             torch.cuda.current_stream(device).synchronize()  # Or `join` runs ahead of the ranks that train.
         self.synchronised += 1
         self._rebuild_once()
@@ -143,7 +150,7 @@ class OptimizerReducer(FrontEnd):
             autograd.refuse_graph("DistributedOptimizer")
             if not passes_left[index]:
                 raise StepOrderError(
-                    f"{self._names[index]} got a gradient in more than backward_passes_per_step={self._passes} "
+                    f"{self.names[index]} got a gradient in more than backward_passes_per_step={self._passes} "
                     "backward passes without a step: raise backward_passes_per_step, or call step() or synchronize()"
                 )
             gradient = parameter.grad
@@ -163,6 +170,7 @@ class OptimizerReducer(FrontEnd):
 
     @override
     def check_backward(self) -> None:
+        self.core.look_for_late_parameters()
         if timeline.current() is not None:
             self._timed = self._new_timing()
 
@@ -184,9 +192,9 @@ class OptimizerReducer(FrontEnd):
         pending.on_done(done)
 
     @override
-    def write_results(self) -> None:
+    def write_results(self, late: Sequence[Bucket]) -> None:
         self.synchronised += 1
-        for bucket in self.core.buckets:
+        for bucket in (*self.core.buckets, *late):
             if self._post_factor is not None:
                 bucket.buffer.mul_(self._post_factor)
             bucket.memory.restore_views()  # A tensor that a script assigned since backward is not reduced.
@@ -199,30 +207,35 @@ class OptimizerReducer(FrontEnd):
             if current is not None:
                 current.add(timed)
 
+    @override
+    def parameters_added(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self.parameters[:], self.names[:] = self.core.layout.parameters, self.core.layout.names
+        self._passes_left += [self._passes] * len(parameters)
+
     def _new_timing(self) -> timeline.Reduction:
         members = [bucket.members for bucket in self.core.buckets]
         activity = f"{self.core.group.name().upper()}_ALLREDUCE"
-        return timeline.Reduction(self._names, self._parameters, members, activity)
+        return timeline.Reduction(self.names, self.parameters, members, activity)
 
     # ------------------------------------------------------------------ sparse gradients
 
     def _densify_leftovers(self) -> None:
         """Convert older gradients that count in this reduction; `sparse_again` may have left them sparse."""
         for index in self._readiness.unseen():
-            gradient = self._parameters[index].grad
+            gradient = self.parameters[index].grad
             if gradient is not None and gradient.is_sparse:
                 self._make_dense(index)
 
     def _make_dense(self, index: int) -> None:
         self._made_dense.add(index)
-        self._parameters[index].grad = self._parameters[index].grad.to_dense()  # type: ignore[union-attr]
+        self.parameters[index].grad = self.parameters[index].grad.to_dense()  # type: ignore[union-attr]
 
     def sparse_again(self) -> None:
         """Return gradients that arrived sparse to that form."""
         for index in self._made_dense:
-            gradient = self._parameters[index].grad
+            gradient = self.parameters[index].grad
             assert gradient is not None
-            self._parameters[index].grad = gradient.to_sparse(1)
+            self.parameters[index].grad = gradient.to_sparse(1)
 
 
 def _assign(parameters: Sequence[torch.nn.Parameter], groups: Sequence[Sequence[int]]) -> list[list[int]]:

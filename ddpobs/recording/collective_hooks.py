@@ -111,7 +111,10 @@ class CollectiveHooks:
         timed = self._timed(original)
 
         def wait(*args: Any, **kwargs: Any) -> Any:
-            return original(*args, **kwargs) if torch.compiler.is_compiling() else timed(*args, **kwargs)
+            if torch.compiler.is_compiling():
+                return original(*args, **kwargs)
+            self._journal.collective_elements += _elements(args)
+            return timed(*args, **kwargs)
 
         # `torch.compile` skips functions from ddpobs' files; that would break the user's graph here.
         wait.__code__ = wait.__code__.replace(co_filename=original.__code__.co_filename)
@@ -122,6 +125,7 @@ class CollectiveHooks:
 
         def timed(group: Any, *args: Any, **kwargs: Any) -> Any:
             journal.collective_began(name)
+            journal.collective_elements += _elements(args)
             began = journal.collective_wait_began(torch._C._current_graph_task_id() >= 0)
             if began is None:
                 return original(group, *args, **kwargs)
@@ -135,3 +139,10 @@ class CollectiveHooks:
         # If a group is written in Python, pybind11 detects a call from the override by the caller's function name.
         timed.__code__ = timed.__code__.replace(co_name=original.__name__)
         return timed
+
+
+def _elements(value: Any) -> int:
+    """Elements of the tensors among a collective's arguments."""
+    if isinstance(value, torch.Tensor):
+        return value.numel()
+    return sum(map(_elements, value)) if isinstance(value, (list, tuple)) else 0

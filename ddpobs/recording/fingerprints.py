@@ -8,8 +8,9 @@ CUDA the hashes are computed and copied in the stream's order, and read by the t
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,12 @@ from ddpobs import wire
 
 _MIX = -0x61C8864680B583EB
 """2^64 over the golden ratio, as a signed integer: an odd factor that spreads the bits of the first of two hashes."""
-_PLACES = torch.tensor([1 << 8 * place for place in range(7)])
+_MAX_NAMES, _MAX_CHARACTERS = 20_000, 2_000_000
+"""Limits of a fingerprint; the collector refuses larger ones."""
+_MAX_WAITING = 16
+"""Samples that wait for a device; if it hangs, further ones are dropped."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Types that are hashed. The operations of a subclass may communicate, as those of a DTensor do."""
 
 
 @dataclass
@@ -28,29 +34,37 @@ class Sample:
 
     Attributes:
         step: Number of synchronised backward passes before it.
-        gradients: One hash per parameter, int64; None until they are computed.
-        parameters: The same for parameters, then buffers.
+        names: Names of the parameters.
+        gradients: One hash per parameter.
+        parameters: One hash per parameter, then one per buffer; None until the next forward.
+        buffer_names: Names of the buffers.
     """
 
     step: int
-    gradients: Hashes | None = None
+    names: list[str]
+    gradients: Hashes
     parameters: Hashes | None = None
+    buffer_names: list[str] = field(default_factory=list)
 
 
 class Hashes:
     """Hashes that a device may still compute."""
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        self._present = [tensor is not None for tensor in tensors]
-        hashes = [hash_of(tensor) for tensor in tensors if tensor is not None]
+        self._present = [tensor is not None and type(tensor) in _PLAIN for tensor in tensors]
+        hashes = [
+            hash_of(tensor)
+            for tensor, present in zip(tensors, self._present, strict=True)
+            if present and tensor is not None
+        ]
         self._event: Any = None
         if not hashes:
-            self._values = torch.zeros(0, dtype=torch.int64)
+            self._values = torch.zeros(0, dtype=torch.int64, device="cpu")
             return
         device = hashes[0].device
-        stacked = torch.stack([value.to(device) for value in hashes])
+        stacked = torch.stack([value.to(device, non_blocking=True) for value in hashes])
         if device.type == "cuda":
-            self._values = torch.empty(len(hashes), dtype=torch.int64, pin_memory=True)
+            self._values = torch.empty(len(hashes), dtype=torch.int64, device="cpu", pin_memory=True)
             self._values.copy_(stacked, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record(torch.cuda.current_stream(device))
@@ -71,67 +85,94 @@ class Hashes:
 class Fingerprints:
     """Samples one module's replicas.
 
+    The training thread calls every method but `flush`. The ranks count the same backward passes, also the ones that
+    failed or in which a rank took part without data.
+
     Args:
         every: Synchronised backward passes from one sample to the next; 0 for no samples.
-        parameters: The reduced parameters, in the layout's order of the module.
+        parameters: The reduced parameters; the list may grow.
         names: Their names.
-        buffers: Returns names and tensors of the buffers that are the same on every rank.
         send: Receives each `wire.Fingerprint`.
         module: The module's number in this process.
     """
 
-    def __init__(  # noqa: PLR0917 - the facts of one module
+    def __init__(
         self,
         every: int,
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
-        buffers: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         send: Callable[[wire.Fingerprint], object],
         module: int,
     ) -> None:
-        self._every, self._parameters, self._names = every, list(parameters), list(names)
-        self._buffers, self._send, self._module = buffers, send, module
+        self._every, self._parameters, self._names = every, parameters, names
+        self._send, self._module = send, module
         self._count = 0
         self._sample: Sample | None = None
-        self._buffer_names: list[str] = []
-        self._ready: list[tuple[Sample, list[str]]] = []
+        self._ready: deque[Sample] = deque()
+
+    def backward_began(self) -> None:
+        """Count a synchronised backward, or this rank's part in another rank's."""
+        self._count += 1
+        self._sample = None
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the backward that was counted last is sampled."""
+        return self._every > 0 and (self._count - 1) % self._every == 0
 
     @torch.no_grad()
     def reduced(self) -> None:
-        """Hash the gradients where this backward is sampled; called on the training thread after a reduction."""
-        if self._every and self._count % self._every == 0:
-            self._sample = Sample(self._count, gradients=Hashes([p.grad for p in self._parameters]))
-        self._count += 1
+        """Hash the gradients if this backward is sampled; call it after the reduction."""
+        if not self.is_due or len(self._ready) >= _MAX_WAITING or not self._fits(()):
+            return
+        gradients = Hashes([parameter.grad for parameter in self._parameters])
+        self._sample = Sample(self._count - 1, list(self._names), gradients)
+
+    @property
+    def waits_for_forward(self) -> bool:
+        """Whether a sample lacks the parameters."""
+        return self._sample is not None
 
     @torch.no_grad()
-    def forward_began(self) -> None:
-        """Hash parameters and buffers where the last backward was sampled; called once buffers are the same."""
+    def forward_began(self, buffers: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Hash the parameters if the last backward was sampled.
+
+        Args:
+            buffers: Names and tensors of the buffers that were just made the same on every rank.
+        """
         sample, self._sample = self._sample, None
         if sample is None:
             return
-        buffers = list(self._buffers())
-        sample.parameters = Hashes([*self._parameters, *(buffer for _, buffer in buffers)])
-        self._ready.append((sample, [name for name, _ in buffers]))
+        named = list(buffers)
+        if not self._fits([name for name, _ in named]):
+            named = []
+        parameters = self._parameters[: len(sample.names)]
+        sample.parameters = Hashes([*parameters, *(buffer for _, buffer in named)])
+        sample.buffer_names = [name for name, _ in named]
+        self._ready.append(sample)
+
+    def _fits(self, further: Sequence[str]) -> bool:
+        names = [*self._names, *further]
+        return len(names) <= _MAX_NAMES and sum(map(len, names)) <= _MAX_CHARACTERS
 
     def flush(self) -> None:
-        """Send the samples that the device has computed; called on the telemetry thread."""
+        """Send the samples that the device has computed; called on the telemetry thread, or as the module goes."""
         while self._ready:
-            sample, buffer_names = self._ready[0]
-            assert sample.gradients is not None
+            sample = self._ready.popleft()
             assert sample.parameters is not None
             if not (sample.gradients.is_ready() and sample.parameters.is_ready()):
+                self._ready.appendleft(sample)
                 return
-            self._ready.pop(0)
-            values = sample.parameters.values()
+            values, count = sample.parameters.values(), len(sample.names)
             self._send(
                 wire.Fingerprint(
                     module=self._module,
                     synchronised=sample.step,
-                    names=self._names,
-                    buffer_names=buffer_names,
+                    names=sample.names,
+                    buffer_names=sample.buffer_names,
                     gradients=sample.gradients.values(),
-                    parameters=values[: len(self._names)],
-                    buffers=values[len(self._names) :],
+                    parameters=values[:count],
+                    buffers=values[count:],
                 )
             )
 
@@ -143,9 +184,14 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
         return hash_of(tensor.indices()) ^ hash_of(tensor.values())
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
-    octets = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    tensor = tensor.detach().contiguous()
+    if tensor.storage_offset() * tensor.element_size() % 8:  # A part of a bucket, which cannot be viewed as words.
+        tensor = tensor.clone()
+    octets = tensor.view(-1).view(torch.uint8)
     words = octets[: octets.numel() // 8 * 8].view(torch.int64)
-    rest = octets[words.numel() * 8 :].to(torch.int64)
     # An exclusive or alone takes [x, x] for [y, y]; the sum of the words does not.
-    xor = torch.hash_tensor(words).view(torch.int64) if words.numel() else words.sum()
-    return xor * _MIX + words.sum() + (rest * _PLACES[: len(rest)].to(rest.device)).sum()
+    total = words.sum()
+    rest = octets[words.numel() * 8 :]
+    if rest.numel():
+        total = total + torch.nn.functional.pad(rest, (0, 8 - rest.numel())).view(torch.int64).sum()
+    return torch.hash_tensor(words).view(torch.int64) * _MIX + total if words.numel() else total

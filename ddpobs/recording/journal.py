@@ -92,6 +92,7 @@ class Journal:
         buffer_broadcasts: Broadcasts of a DDP module's buffers that have begun.
         last_collective: Name of the user's collective that began last.
         waits_for_store: Name of the call that waits at the rendezvous store; empty outside of such calls.
+        collective_elements: Elements that user code has handed to collectives.
         trains_in_eval: In the last reduction every module was in evaluation mode: the mode does not mark evaluations.
         evaluating: Returns whether every module is in evaluation mode.
         optimizer_is_running: Returns whether an optimizer's step that began is still on the stack.
@@ -139,6 +140,7 @@ class Journal:
         self.on_backward_end: list[Callable[[], None]] = []
         self.entries = self.synchronised = self.collectives = self.buffer_broadcasts = 0
         self.last_collective = self.waits_for_store = ""
+        self.collective_elements = 0
         self.trains_in_eval = False
         self.evaluating: Callable[[], bool | None] = lambda: False
         self.optimizer_is_running: Callable[[], bool | None] = lambda: True

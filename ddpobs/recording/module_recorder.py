@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
+from ddpobs.recording.fingerprints import Fingerprints
 from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.recording.last_place import Slot, Slots, memory_slots
+from ddpobs.recording.unreduced import GradientSource, UnreducedGradients
 
+_LOCAL_STRATEGIES = ("post_localSGD_hook",)
+"""Communication hooks that let the replicas part on purpose."""
 _MAX_NAMES_PER_BATCH = 2_000
 """Names of unused parameters per batch; the collector refuses batches with too many names."""
 _NO_PLACE = memory_slots()
@@ -58,6 +62,8 @@ class ModuleRecorder:
         index: Number of the module in this process.
         now: Takes a stamp; `time.monotonic_ns` on the host.
         current: Record of the latest synchronised backward.
+        synchronised: A backward was synchronised, also if it was not recorded.
+        fingerprints: Samples the module's replicas; None if they are not compared.
     """
 
     def __init__(
@@ -70,8 +76,14 @@ class ModuleRecorder:
         clock: Clock,
         offer: Callable[[object], object],
         readiness_every: int,
+        fingerprint_every: int = 0,
+        unreduced: UnreducedGradients | None = None,
     ) -> None:
         self.index = index
+        self.synchronised = False
+        self._fingerprint_every = fingerprint_every
+        self.fingerprints: Fingerprints | None = None
+        self._unreduced = unreduced
         self.now = clock.now
         self._is_done = clock.is_ready
         self.current: BackwardRecord | None = None
@@ -96,6 +108,8 @@ class ModuleRecorder:
     @never_raises
     def layout(self, buckets: list[wire.Bucket], comm: str) -> None:
         """Record the module's new buckets, in launch order, and the name of the communication strategy."""
+        if comm in _LOCAL_STRATEGIES:
+            self.fingerprints, self._fingerprint_every = None, 0
         self._revision += 1
         self._buckets, self._layout = len(buckets), buckets
         self._parameters = sum(len(bucket.parameters) for bucket in buckets)
@@ -122,6 +136,7 @@ class ModuleRecorder:
         Args:
             counted: `reduction_began` was called for this backward.
         """
+        self._count_backward()
         if self._journal.paused:
             return None
         sampled = self._backwards % self._readiness_every == 0
@@ -141,6 +156,43 @@ class ModuleRecorder:
     def finished(self, record: BackwardRecord) -> None:
         """Record the end of a backward: all waits for its buckets are over."""
         self._journal.gradients_reduced(self.index, record)
+        if self.fingerprints is not None and self.fingerprints.is_due:
+            self._sample_gradients(self.fingerprints)
+
+    def _count_backward(self) -> None:
+        self.synchronised = True
+        if self.fingerprints is not None:
+            self.fingerprints.backward_began()
+
+    @never_raises
+    def compare_replicas(self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]) -> None:
+        """Sample fingerprints of these parameters from now on; both lists may grow."""
+        if self._fingerprint_every:
+            self.fingerprints = Fingerprints(self._fingerprint_every, parameters, names, self._offer, self.index)
+
+    @never_raises
+    def _sample_gradients(self, fingerprints: Fingerprints) -> None:
+        if not self._journal.paused:
+            fingerprints.reduced()
+
+    @property
+    def waits_for_forward(self) -> bool:
+        """Whether `replicas_ready` is to be called in the next forward with gradients."""
+        return self.fingerprints is not None and self.fingerprints.waits_for_forward
+
+    @never_raises
+    def replicas_ready(self, buffers: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
+        """Sample the parameters after an optimizer's step, and the buffers that were just made the same on all ranks.
+
+        Called in a forward. One without gradients may run on one rank alone, perhaps with averaged parameters.
+        """
+        if self.fingerprints is not None and torch.is_grad_enabled() and not self._journal.paused:
+            self.fingerprints.forward_began(buffers)
+
+    def follow_gradients(self, source: GradientSource) -> None:
+        """Report optimizer steps on this module's gradients that were not reduced."""
+        if self._unreduced is not None:
+            self._unreduced.follow(self.index, source, lambda: self.synchronised)
 
     def waiting_began(self) -> bool:
         """Record that training waits for buckets outside of backward; False if it is not recorded."""
@@ -158,6 +210,7 @@ class ModuleRecorder:
         """
         if not counted:
             self.reduction_began([], [])
+        self._count_backward()
         self._journal.zeros_contributed()
 
     def buffers_began(self) -> Stamp:

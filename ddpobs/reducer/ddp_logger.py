@@ -45,6 +45,7 @@ class Logger:
     def _current_facts(self) -> dict[str, str | int]:
         reducer, buckets = self._reducer, self._reducer.core.buckets
         environment = {name.lower(): os.environ.get(name, "N/A") for name in self._ENVIRONMENT}
+        parameters = reducer.core.layout.parameters  # More than at first, if some were unfrozen.
         rebuilt: dict[str, str | int] = {}
         if reducer.rebuilt:
             rebuilt = {
@@ -59,6 +60,8 @@ class Logger:
             **error,
             **({} if threads is None else {"gloo_num_threads": threads}),
             **reducer.timings.facts(),
+            "num_parameter_tensors": len(parameters),
+            "total_parameter_size_bytes": sum(p.numel() * p.element_size() for p in parameters),
             "torch_distributed_debug": os.environ.get("TORCH_DISTRIBUTED_DEBUG", "N/A"),
             "bucket_sizes": ", ".join(map(str, reducer.first_bucket_bytes)),
             "has_rebuilt_buckets": int(reducer.rebuilt),

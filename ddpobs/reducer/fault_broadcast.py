@@ -5,6 +5,9 @@ writes the fault into the process group's store. Then it sets the first element 
 all-reduce carries to every rank. A rank that finds the NaN reads the store.
 
 If the last bucket cannot carry a NaN, as with a communication hook of the user's, one more element is reduced instead.
+
+Parameters that start to require gradients are reported in the same way (`late_parameters.py`). That is no fault if
+every rank reports the same ones.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from ddpobs.errors import ReducerError, UnusedParametersError
+from ddpobs.errors import ModelsDifferError, ReducerError, UnusedParametersError
 from ddpobs.torch_seam.collectives import all_reduce, name_of, wait_for
 
 _numbers: WeakKeyDictionary[dist.ProcessGroup, count[int]] = WeakKeyDictionary()
@@ -37,6 +40,8 @@ class Fault:
         message: Of another fault.
         torch_message: The message of torch's DDP in this case, for a search.
         interrupted: An error ended the backward.
+        added: Names of parameters that started to require gradients, which is a fault only if the ranks differ.
+        absent: The ones among them without a gradient in this backward.
     """
 
     missing: list[str] = field(default_factory=list)
@@ -44,6 +49,8 @@ class Fault:
     message: str = ""
     torch_message: str = ""
     interrupted: bool = False
+    added: list[str] = field(default_factory=list)
+    absent: list[str] = field(default_factory=list)
 
 
 class FaultBroadcast:
@@ -72,8 +79,9 @@ class FaultBroadcast:
         self._number += 1
 
     def record(self, fault: Fault | None) -> None:
-        """Keep a fault until it is published, unless an earlier one is kept."""
-        self.fault = self.fault or fault
+        """Keep a fault until it is published, unless an earlier one is kept. Any fault replaces added parameters."""
+        if self.fault is None or (self.fault.added and not self._published and fault is not None):
+            self.fault = fault
 
     def forget(self) -> None:
         """The backward is over."""
@@ -99,8 +107,11 @@ class FaultBroadcast:
         wait_for(all_reduce(self._group, [flag]))
         return flag
 
-    def raise_if_any_failed(self, element: torch.Tensor, at_once: bool) -> None:
+    def raise_if_any_failed(self, element: torch.Tensor, at_once: bool) -> list[Fault]:
         """Raise the same error on every rank if some rank published a fault.
+
+        Returns:
+            Each rank's report if all report the same added parameters; empty otherwise.
 
         Args:
             element: The reduced flag.
@@ -109,8 +120,9 @@ class FaultBroadcast:
         """
         if self.fault is not None:
             element.item()  # Every rank has published its fault by the time this is known, on a GPU too.
-            self.raise_published()
+            return self.raise_published()
         self.check_flag(element, at_once)
+        return []
 
     def check_flag(self, element: torch.Tensor, at_once: bool = False) -> None:
         """Check the flag now if it is on the host, else when the device has delivered it."""
@@ -130,44 +142,68 @@ class FaultBroadcast:
             if check.is_nan():
                 self.raise_published(check.number)
 
-    def raise_published(self, number: int | None = None) -> None:
+    def raise_published(self, number: int | None = None) -> list[Fault]:
         """Raise the faults of a backward. A NaN of the model's own has no entry in the store, and raises nothing.
 
         Args:
             number: The backward's; None for the one in progress.
 
+        Returns:
+            Each rank's report if all report the same added parameters; empty if nothing was published.
+
         Raises:
             UnusedParametersError: Parameters got no gradient on some rank although all were required.
+            ModelsDifferError: Parameters started to require gradients on some ranks only.
             ReducerError: Another fault.
         """
         key = str(self._number if number is None else number)
         if not self._store.check([key]):  # Faults are published before any rank can see the NaN.
-            return
+            return []
         faults = self._read(key)
+        failed = {rank: fault for rank, fault in faults.items() if fault.message}
+        if failed:
+            messages = "; ".join(f"rank {rank}: {fault.message}" for rank, fault in failed.items())
+            of_torch = dict.fromkeys(fault.torch_message for fault in failed.values() if fault.torch_message)
+            error = ReducerError("\n".join([messages, *of_torch]))
+            error.interrupted = all(fault.interrupted for fault in failed.values())
+            raise error
+        if all(fault.added for fault in faults.values()):
+            self._refuse_differences(faults)
         missing: dict[str, list[int]] = {}
         indices: dict[str, int] = {}
-        for fault in faults:
-            indices |= zip(fault["missing"], fault["indices"], strict=True)
-            for name in fault["missing"]:
-                missing.setdefault(name, []).append(fault["rank"])
+        for rank, fault in faults.items():
+            indices |= zip(fault.missing, fault.indices, strict=True)
+            for name in fault.missing:
+                missing.setdefault(name, []).append(rank)
         if missing:
             raise UnusedParametersError(missing, indices)
-        if faults:
-            messages = "; ".join(f"rank {fault['rank']}: {fault['message']}" for fault in faults)
-            of_torch = dict.fromkeys(fault["torch_message"] for fault in faults if fault["torch_message"])
-            error = ReducerError("\n".join([messages, *of_torch]))
-            error.interrupted = all(fault["interrupted"] for fault in faults)
-            raise error
+        return list(faults.values())
 
-    def _read(self, key: str) -> list[dict[str, Any]]:
+    def _refuse_differences(self, reports: dict[int, Fault]) -> None:
+        """Raise if the ranks do not report the same added parameters."""
+        ranks: dict[str, list[str]] = {}
+        for rank in range(self._group.size()):
+            names = reports[rank].added if rank in reports else []
+            text = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+            ranks.setdefault(text or "none", []).append(str(rank))
+        if len(ranks) > 1:
+            by_rank = "; ".join(f"{names} (rank {', '.join(numbers)})" for names, numbers in ranks.items())
+            raise ModelsDifferError(
+                "parameters started to require gradients after the model was wrapped, but not the same ones on every "
+                f"rank: {by_rank}. Unfreeze the same parameters in the same step on every rank"
+            )
+
+    def _read(self, key: str) -> dict[int, Fault]:
         """The published faults by rank. The last rank to read them deletes them."""
         entries = [f"{key}/{entry}" for entry in range(1, self._store.add(key, 0) + 1)]
-        faults = [json.loads(self._store.get(entry)) for entry in entries]
+        faults = {
+            fault.pop("rank"): Fault(**fault) for entry in entries for fault in [json.loads(self._store.get(entry))]
+        }
         if faults and self._store.add(f"{key}/read", 1) == self._group.size():
             # The store may outlive the group, and a later group of the same name counts from the start again.
             for obsolete in (*entries, f"{key}/read", key):
                 self._store.delete_key(obsolete)
-        return sorted(faults, key=lambda fault: fault["rank"])
+        return dict(sorted(faults.items()))
 
 
 class PendingCheck:

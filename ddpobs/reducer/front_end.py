@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+import torch
 
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import Pending
@@ -43,8 +45,14 @@ class FrontEnd:
         """Replace a fault by its cause, if that is known."""
         return fault
 
-    def write_results(self) -> None:
-        """Every bucket holds its result. Unused parameters are settled afterwards."""
+    def write_results(self, late: Sequence[Bucket]) -> None:
+        """Every bucket holds its result, and so do the buckets of `late` parameters, which join the others next.
+
+        Unused parameters are settled afterwards.
+        """
+
+    def parameters_added(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """These parameters joined the layout, behind the others."""
 
     def reset(self) -> None:
         """The backward is over, or was aborted."""

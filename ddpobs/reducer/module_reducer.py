@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import wraps
 from operator import attrgetter
 from threading import get_ident
@@ -20,6 +20,7 @@ from ddpobs.reducer import shared_parameters, zero_participation
 from ddpobs.reducer.ddp_timings import Timings
 from ddpobs.reducer.fault_broadcast import Fault
 from ddpobs.reducer.front_end import FrontEnd
+from ddpobs.reducer.late_parameters import Frozen
 from ddpobs.reducer.observer import Observer
 from ddpobs.reducer.reducer import Reducer
 from ddpobs.reducer.settings import Settings
@@ -63,10 +64,12 @@ class ModuleReducer(FrontEnd):
         comm_factory: Creates the communication strategy for the group.
         settings: The constructor's choices.
         recorder: Receives the times of each bucket; None with telemetry off.
+        frozen: The parameters that require no gradient now, and may do so later.
 
     Attributes:
         core: Launches the buckets and waits for them.
         timings: Torch's own coarse times.
+        forwards: Forwards with gradients so far.
         rebuilt: The buckets have been rebuilt.
         first_bucket_bytes: Size of each bucket before.
         error: The last error's message; empty if there was none.
@@ -84,6 +87,7 @@ class ModuleReducer(FrontEnd):
         comm_factory: CommFactory,
         settings: Settings,
         recorder: Observer | None,
+        frozen: Iterable[Frozen] = (),
     ) -> None:
         self._weak_self, self._module = weakref.ref(self), weakref.ref(module)
         self._forward_work: Any = None
@@ -98,6 +102,7 @@ class ModuleReducer(FrontEnd):
             settings=settings,
             recorder=recorder,
             front_end=self,
+            frozen=frozen,
         )
         self._readiness, self._layout = self.core.readiness, self.core.layout
         self._open = _open.setdefault(group, [])
@@ -106,6 +111,7 @@ class ModuleReducer(FrontEnd):
         # As in torch, a backward without a forward of the DDP module belongs to the user alone.
         self._readiness.expected = False
         self.timings = Timings()
+        self.forwards = 0
         self.rebuilt = False
         self.first_bucket_bytes = self.bucket_bytes
         self.error = ""
@@ -123,7 +129,9 @@ class ModuleReducer(FrontEnd):
     def prepare(self, synchronises: bool) -> None:
         """Prepare for a forward whose outputs can be differentiated. Ends a backward that an error interrupted."""
         self._thread = get_ident()
+        self.forwards += 1
         self.core.faults.poll_flags()
+        self.core.look_for_late_parameters()
         self._readiness.expect(synchronises)
         self.end_interrupted()
         if synchronises:
@@ -147,6 +155,7 @@ class ModuleReducer(FrontEnd):
         Pipeline stages, Accelerate's `trigger_sync_in_backward` and Lightning's manual optimisation call it themselves.
         """
         self._readiness.expected = True
+        self.core.look_for_late_parameters()
         self.end_interrupted()
         if outputs and not self._readiness.watches:
             self.watch(outputs)
@@ -236,8 +245,12 @@ class ModuleReducer(FrontEnd):
         )
 
     @override
-    def write_results(self) -> None:
+    def write_results(self, late: Sequence[Bucket]) -> None:
         shared_parameters.write_back(self.core, (other.core for other in self._open_reducers()))
+
+    @override
+    def parameters_added(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._dtypes += map(_dtype, parameters)
 
     @override
     def reset(self) -> None:
@@ -273,6 +286,33 @@ class ModuleReducer(FrontEnd):
     def remove_hooks(self) -> None:
         """Release the parameters: their gradients are no longer reduced."""
         self._readiness.remove_hooks()
+
+    # ------------------------------------------------------------------ gradients that were not reduced
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters that are reduced."""
+        return self._layout.parameters
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Their names."""
+        return self._layout.names
+
+    @property
+    def unreduced_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """Parameters that would not be reduced if they required gradients: none."""
+        return ()
+
+    def has_local_gradients(self) -> bool:
+        """Whether a gradient arrived outside of a synchronised backward, and since the last one."""
+        readiness = self._readiness
+        return not readiness.active and (1 in readiness.used or 1 in readiness.local)
+
+    def local_gradients(self) -> list[int]:
+        """Indices of the parameters whose gradient did."""
+        readiness = self._readiness
+        return [index for index, (a, b) in enumerate(zip(readiness.used, readiness.local, strict=True)) if a or b]
 
     # ------------------------------------------------------------------ communication hooks
 

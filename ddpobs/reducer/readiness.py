@@ -74,8 +74,10 @@ class Readiness:
         expected: The next backward synchronises.
         watches: The outputs of the latest forward are watched.
         used: By parameter, whether it was reached since the last synchronised backward.
+        local: The same as `used` for the gradients of a static graph's parameters outside of its backward passes.
         seen: By parameter, whether this backward no longer waits for it. All are set while there is no backward.
         order: Indices of the parameters as their gradients arrived, while the buckets are to be rebuilt; else None.
+        waiting_nodes: AccumulateGrad nodes of parameters that the next backward is to take in.
     """
 
     def __init__(
@@ -93,9 +95,10 @@ class Readiness:
         self.participation = participation
         self.active = self.watches = False
         self.expected = self._previously_expected = True
-        self.used = bytearray(count)
+        self.used, self.local = bytearray(count), bytearray(count)
         self.seen = bytearray(b"\1" * count)
         self.order: list[int] | None = [] if keeps_order else None
+        self.waiting_nodes: Sequence[Node] = ()
         self._layout, self._nodes, self._callbacks = layout, nodes, callbacks
         self._ends_with_engine, self._wrap_hook = ends_with_engine, wrap_hook
         self._accumulates = False
@@ -110,7 +113,8 @@ class Readiness:
     # ------------------------------------------------------------------ hooks
 
     def _add_hooks(self) -> None:
-        for index, parameter in enumerate(self._layout.parameters):
+        first = len(self._handles)
+        for index, parameter in enumerate(self._layout.parameters[first:], first):
             hook = self._hook(index)
             if self._wrap_hook is not None:
                 hook = self._wrap_hook(index, hook)
@@ -130,6 +134,22 @@ class Readiness:
         self.order = [] if keeps_order else None
         self.remove_hooks()  # A static graph's hooks refer to its policy.
         self._add_hooks()
+
+    def add_parameters(self, nodes: Sequence[Node], participation: Participation, keeps_order: bool) -> None:
+        """Follow more parameters, which the layout has behind the others, between two backward passes.
+
+        Args:
+            nodes: All parameters' AccumulateGrad nodes.
+            participation: Policy from the next backward on.
+            keeps_order: As for the constructor.
+        """
+        self._nodes, self.participation, self.waiting_nodes = nodes, participation, ()
+        self.order = [] if keeps_order else None
+        added = len(nodes) - len(self.used)
+        self.used.extend(bytes(added))
+        self.local.extend(bytes(added))
+        self.seen.extend(b"\1" * added)
+        self._add_hooks()  # The others keep theirs: one that is frozen now could not get another.
 
     def _move_hooks_last(self) -> None:
         """Keep our hooks last, so that user hooks registered later still change the gradient before it is reduced.
@@ -193,7 +213,8 @@ class Readiness:
 
     def _concerns_parameters(self, output: Node) -> bool:
         """False if all are frozen for now, as a discriminator's are while its generator trains."""
-        return any(p.requires_grad for p in self._layout.parameters) and autograd.concerns(self._nodes, output)
+        trains = self.waiting_nodes or any(p.requires_grad for p in self._layout.parameters)
+        return bool(trains) and autograd.concerns([*self._nodes, *self.waiting_nodes], output)
 
     def begin(self) -> None:
         """Start a backward at its first sign: decide which parameters take part, and launch complete buckets."""
@@ -264,6 +285,7 @@ class Readiness:
                     # Otherwise it belongs to a backward that the user runs without the DDP module.
                     if static.defers_launch or self._accumulates:
                         self.used[index] = 1
+                    self.local[index] = 1
                     return
                 self.begin()
             if not static.defers_launch:
@@ -323,7 +345,7 @@ class Readiness:
         """Prepare for the next backward."""
         self.active = self._accumulates = self.watches = False
         self._on_arrival = None
-        self.used[:] = bytes(len(self.used))
+        self.used[:] = self.local[:] = bytes(len(self.used))
         self.seen[:] = b"\1" * len(self.seen)
         self.participation.forget()
         for bucket in self._layout.buckets:

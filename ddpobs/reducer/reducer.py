@@ -10,13 +10,14 @@ One backward, in order:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from ddpobs.buckets import assignment
+from ddpobs.buckets import bucket as bucketing
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.buckets.layout import Layout
 from ddpobs.clocks import Stamp
@@ -24,8 +25,9 @@ from ddpobs.comm import AllReduce, BucketComm, CommFactory, Pending, SkippedBuck
 from ddpobs.errors import UnusedParametersError
 from ddpobs.reducer.fault_broadcast import Fault, FaultBroadcast
 from ddpobs.reducer.front_end import FrontEnd
+from ddpobs.reducer.late_parameters import Frozen, LateParameters, assign_absent, densify
 from ddpobs.reducer.observer import BackwardStamps, Observer
-from ddpobs.reducer.participation import Participation, choose
+from ddpobs.reducer.participation import AllRequired, Participation, choose
 from ddpobs.reducer.readiness import Hook, Readiness
 from ddpobs.reducer.settings import Settings
 from ddpobs.reducer.static_graph import StaticGraph
@@ -34,6 +36,7 @@ from ddpobs.reducer.used_map import UsedMap
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.collectives import all_reduce, time_collectives
 from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
+from ddpobs.wire.text import joined
 
 
 class Reducer:
@@ -48,6 +51,7 @@ class Reducer:
         settings: The front end's choices.
         recorder: Receives the times of each bucket; None with telemetry off.
         front_end: Its methods are called in each backward.
+        frozen: The parameters that require no gradient now, and may do so later.
         wrap_hook: As for `Readiness`.
 
     Attributes:
@@ -59,6 +63,7 @@ class Reducer:
         used_map: How many ranks used each parameter.
         faults: Reports a fault of one rank to all.
         buckets_reduced: Number of buckets launched in the latest backward; a skipped bucket does not count.
+        late: The parameters that start to require gradients.
     """
 
     def __init__(
@@ -72,12 +77,14 @@ class Reducer:
         settings: Settings,
         recorder: Observer | None,
         front_end: FrontEnd,
+        frozen: Iterable[Frozen] = (),
         wrap_hook: Callable[[int, Hook], Hook] | None = None,
     ) -> None:
         rest_at_exit()
         self.settings, self.recorder, self._front_end = settings, recorder, front_end
         self._comm_factory, self.comm = comm_factory, comm_factory(group)
         self.faults = FaultBroadcast(group)
+        self.late = LateParameters(frozen)
         self.pending: list[Pending] = []
         self.buckets_reduced = 0
         self._keeps_graph = False
@@ -90,8 +97,7 @@ class Reducer:
         self.buckets = self.layout.buckets
         self.unused = UnusedParameters(self.layout, recorder)
         self._nodes = [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
-        device = parameters[0].device
-        self.used_map = UsedMap(len(names), device, lambda used: all_reduce(self.group, [used]), recorder)
+        self.used_map = self._new_used_map()
         self.readiness = Readiness(
             self.layout,
             self._nodes,
@@ -106,6 +112,11 @@ class Reducer:
 
     def _choose_participation(self) -> Participation:
         return choose(self.settings, self.layout.names, self._nodes, self.used_map)
+
+    def _new_used_map(self) -> UsedMap:
+        device = self.layout.parameters[0].device
+        reduce: Callable[[torch.Tensor], dist.Work] = lambda used: all_reduce(self.group, [used])  # noqa: E731
+        return UsedMap(len(self.layout.names), device, reduce, self.recorder)
 
     @property
     def _rebuilds(self) -> bool:
@@ -134,6 +145,7 @@ class Reducer:
         self.faults.start_backward()
         self.buckets_reduced = 0
         self._keeps_graph = torch.is_grad_enabled()
+        self.faults.record(self.late.report(static_graph=self.settings.static_graph))
         self._record = self.recorder.backward() if self.recorder is not None else None
         divisor = self._front_end.divisor()
         for bucket in self.buckets:
@@ -201,6 +213,7 @@ class Reducer:
             self.unused.restore(bucket)
         last, record = bucket is self.buckets[-1], self._record
         if last and self.faults.fault is not None and self.carries_faults:
+            self.late.save(bucket)
             self.faults.poison(bucket.buffer)
         if record is not None:
             record.launched_ns[bucket.index], record.last_bucket[0] = self._now(), bucket.index
@@ -262,9 +275,11 @@ class Reducer:
             record.done_ns[-1] = self._now()
         for pending in self.pending:
             pending.wait()
+        late: list[Bucket] = []
         try:
-            self.raise_shared_fault(self.buckets[-1])
-            self._front_end.write_results()
+            if reports := self.raise_shared_fault(self.buckets[-1]):
+                late = self.reduce_late(reports, self.buckets[-1])
+            self._front_end.write_results(late)
             unused = self.readiness.participation.resolve()
             if unused is not None:
                 self.unused.settle(*unused, self.pending, self.ranks)
@@ -275,6 +290,8 @@ class Reducer:
             self.end()
         if recorder is not None and record is not None:
             recorder.finished(record)
+        if late:
+            self.take_in(late)
 
     def _launch_rest(self) -> None:
         readiness, participation = self.readiness, self.readiness.participation
@@ -285,6 +302,8 @@ class Reducer:
         missing = readiness.unseen()
         fault = participation.end(readiness.used, missing)
         self.faults.record(fault and self._front_end.explain(fault))
+        if self.faults.fault is not None and self.faults.fault.added:
+            self.faults.record(self.late.report(static_graph=False, all_required=type(participation) is AllRequired))
         self.faults.publish()
         self.stash_old_gradients(missing)
         if self.settings.skip_unused:
@@ -292,10 +311,14 @@ class Reducer:
         self._launch_ready(final=True)
         participation.start_map_reduce()
 
-    def raise_shared_fault(self, last: Bucket) -> None:
-        """Raise the same error on every rank if some rank reported a fault; `last` is its last bucket, reduced."""
+    def raise_shared_fault(self, last: Bucket) -> list[Fault]:
+        """Raise the same error on every rank if some rank reported a fault; `last` is its last bucket, reduced.
+
+        Returns:
+            Each rank's report if all have the same new parameters; empty otherwise.
+        """
         element = last.head if self.carries_faults else self.faults.all_reduce_flag(last.parameters[0].device)
-        self.faults.raise_if_any_failed(element, at_once=self.readiness.participation.is_first_backward)
+        return self.faults.raise_if_any_failed(element, at_once=self.readiness.participation.is_first_backward)
 
     def end(self) -> None:
         """Forget this backward: this rank owes the others nothing more of it."""
@@ -305,10 +328,66 @@ class Reducer:
             readiness.order = list(reversed(range(len(self.layout.parameters))))
         self._record = None
         self.faults.forget()
+        self.late.forget_saved()
         readiness.reset()
         self.pending = []
         self.unused.forget()
         self._front_end.reset()
+
+    # ------------------------------------------------------------------ parameters that start to require gradients
+
+    def look_for_late_parameters(self) -> None:
+        """Look for parameters that require gradients since the buckets were built; the next backward reduces them."""
+        self.late.look()
+        if self.late.waiting or self.readiness.waiting_nodes:
+            parameters = [parameter for _, parameter, _ in self.late.waiting]
+            self.readiness.waiting_nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in parameters]
+
+    def reduce_late(self, reports: Sequence[Fault], last: Bucket, has_data: bool = True) -> list[Bucket]:
+        """Reduce the new parameters, on which all ranks agree. A collective call.
+
+        Args:
+            reports: Each rank's report.
+            last: The last bucket of this backward, which may have carried the report; it is reduced once more.
+            has_data: This rank has gradients; otherwise it takes part with zeros.
+
+        Returns:
+            The new parameters' buckets, for `take_in`.
+        """
+        if self.late.restore(last):
+            self.comm.launch(last, True).wait()
+        first, names = len(self.layout.parameters), [name for name, _, _ in self.late.waiting]
+        buckets = self.late.build(first, len(self.buckets), self.settings.first_limits_bytes, self.settings.as_views)
+        absent = set.intersection(*(set(report.absent) for report in reports))
+        for bucket in buckets:
+            bucket.divisor = self._front_end.divisor()
+            if self.layout.dtype is not None:
+                bucket.set_dtype(self.layout.dtype)
+            if not has_data:
+                self.comm.launch(bucketing.zeros_like(bucket), False).wait()
+                continue
+            densify(bucket)
+            bucket.fill()
+            # A hook that counts last buckets has had this backward's.
+            self.comm.launch(bucket, False).wait()
+            assign_absent(bucket, [names[member - first] for member in bucket.members], absent)
+        return buckets
+
+    def take_in(self, buckets: Sequence[Bucket]) -> None:
+        """Let the buckets of new parameters join the others, from the next backward on."""
+        names, parameters, sparse = map(list, zip(*self.late.taken_in(), strict=True))
+        self.layout.append(buckets, parameters, names, sparse)
+        self._nodes += [torch.autograd.graph.get_gradient_edge(parameter).node for parameter in parameters]
+        self.used_map = self._new_used_map()
+        for bucket in buckets:
+            bucket.reset()
+        # Other strategies may keep state by the bucket's index.
+        rebuilds = self._rebuilds and self.settings.ends_with_engine and type(self.comm) is AllReduce
+        self.readiness.add_parameters(self._nodes, self._choose_participation(), rebuilds)
+        self._front_end.parameters_added(parameters)
+        self._report_layout()
+        if self.recorder is not None:
+            self.recorder.event("parameters_added", parameters=joined(names), count=len(names))
 
     # ------------------------------------------------------------------ changes of the setup
 

@@ -30,17 +30,26 @@ def participate(reducer: Reducer) -> None:
     participation = reducer.readiness.participation
     reducer.faults.poll_flags()
     reducer.faults.start_backward()
+    reducer.late.look()
+    reducer.faults.record(reducer.late.report(static_graph=reducer.settings.static_graph, has_data=False))
     participation.take_part_without_data()
+    late: list[Bucket] = []
     try:
-        _launch_rest(reducer, zero_buckets(reducer))
+        zeros = zero_buckets(reducer)
+        if reports := _launch_rest(reducer, zeros):
+            late = reducer.reduce_late(reports, zeros[-1], has_data=False)
         participation.resolve()
     except ReducerError as error:
         if not error.interrupted:
             raise
     finally:
         participation.forget()
+        reducer.faults.forget()
+        reducer.late.forget_saved()
     if reducer.recorder is not None:
         reducer.recorder.shadowed()
+    if late:
+        reducer.take_in(late)
 
 
 def abort(reducer: Reducer) -> Iterator[None]:
@@ -81,10 +90,11 @@ def zero_buckets(reducer: Reducer) -> list[Bucket]:
     return [bucketing.zeros_like(bucket) for bucket in reducer.buckets]
 
 
-def _launch_rest(reducer: Reducer, zeros: Sequence[Bucket]) -> None:
-    """Launch zeros for the buckets that are not launched yet, and wait for all."""
+def _launch_rest(reducer: Reducer, zeros: Sequence[Bucket]) -> list[Fault]:
+    """Launch zeros for the buckets that are not launched yet, and wait for all. Returns as `raise_shared_fault`."""
     participation, last = reducer.readiness.participation, zeros[-1]
     if reducer.faults.fault is not None and reducer.carries_faults:
+        reducer.late.save(last)
         reducer.faults.poison(last.buffer)
     reducer.faults.publish()
     if reducer.settings.skip_unused:
@@ -94,4 +104,4 @@ def _launch_rest(reducer: Reducer, zeros: Sequence[Bucket]) -> None:
     participation.start_map_reduce()
     for communication in pending:
         communication.wait()
-    reducer.raise_shared_fault(last)
+    return reducer.raise_shared_fault(last)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 RUN_ID_CHARACTERS = "A-Za-z0-9._-"
 """Characters of a run id, as the inside of a regular expression's brackets."""
@@ -35,3 +36,9 @@ def clean_token(text: str) -> str:
 def printable(text: str) -> str:
     """Escape every character that a terminal could obey or that could end a line, such as a parameter's odd name."""
     return "".join(sign if sign.isprintable() else sign.encode("unicode_escape").decode() for sign in text)
+
+
+def joined(names: Sequence[str], most: int = 50, characters: int = 1000) -> str:
+    """The first names with commas between them, within a limit of names and of characters."""
+    text = ", ".join(names[:most])
+    return text if len(text) <= characters else text[:characters].rpartition(", ")[0] or text[:characters]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 from torch import nn
 
 from ddpobs import wire
-from ddpobs.recording.fingerprints import Fingerprints, hash_of
+from ddpobs.recording.fingerprints import Fingerprints, Hashes, hash_of
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8, torch.complex64]
 
@@ -41,10 +39,15 @@ class Sampled:
         self.module = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
         self.sent: list[wire.Fingerprint] = []
         names, parameters = zip(*self.module.named_parameters(), strict=True)
-        self.fingerprints = Fingerprints(every, parameters, names, self.module.named_buffers, self.sent.append, 0)
+        self.parameters, self.names = list(parameters), list(names)
+        self.fingerprints = Fingerprints(every, self.parameters, self.names, self.sent.append, 0)
 
-    def step(self, **frozen: Any) -> None:
-        self.fingerprints.forward_began()
+    def forward_began(self) -> None:
+        self.fingerprints.forward_began(self.module.named_buffers())
+
+    def step(self) -> None:
+        self.forward_began()
+        self.fingerprints.backward_began()
         self.module(torch.ones(4, 3)).sum().backward()
         self.fingerprints.reduced()
 
@@ -65,7 +68,7 @@ def test_a_missing_gradient_is_zero_and_the_others_keep_their_place() -> None:
     sampled = Sampled(every=1)
     sampled.module[0].weight.requires_grad_(False)
     sampled.step()
-    sampled.fingerprints.forward_began()
+    sampled.forward_began()
     sampled.fingerprints.flush()
     assert sampled.sent[0].gradients[0] == 0
     assert sampled.sent[0].gradients[3] != 0
@@ -75,5 +78,50 @@ def test_without_a_period_nothing_is_sampled() -> None:
     sampled = Sampled(every=0)
     sampled.step()
     sampled.step()
+    sampled.fingerprints.flush()
+    assert sampled.sent == []
+
+
+def test_a_part_of_a_buffer_hashes_as_a_tensor_of_its_own() -> None:
+    flat = torch.arange(12, dtype=torch.float32)
+    for first in range(4):
+        part = flat[first : first + 7]
+        assert hash_of(part) == hash_of(part.clone())
+
+
+def test_failed_backward_passes_and_ones_without_data_count() -> None:
+    sampled = Sampled(every=2)
+    sampled.step()
+    sampled.forward_began()
+    sampled.fingerprints.backward_began()  # Failed, or another rank's.
+    sampled.step()
+    sampled.forward_began()
+    sampled.fingerprints.flush()
+    assert [sent.synchronised for sent in sampled.sent] == [0, 2]
+
+
+def test_added_parameters_are_in_the_next_sample_only() -> None:
+    sampled = Sampled(every=1)
+    sampled.step()
+    sampled.parameters.append(nn.Parameter(torch.ones(2)))
+    sampled.names.append("late")
+    sampled.step()
+    sampled.forward_began()
+    sampled.fingerprints.flush()
+    assert [len(sent.parameters) for sent in sampled.sent] == [len(sent.names) for sent in sampled.sent] == [4, 5]
+
+
+def test_tensors_whose_operations_may_communicate_are_left_out() -> None:
+    class Sharded(nn.Parameter):
+        pass
+
+    assert Hashes([Sharded(torch.ones(3)), torch.ones(3)]).values().tolist()[0] == 0
+
+
+def test_a_fingerprint_beyond_the_collectors_limits_is_not_taken() -> None:
+    sampled = Sampled(every=1)
+    sampled.names[:] = ["x" * 600_000] * 4
+    sampled.step()
+    sampled.forward_began()
     sampled.fingerprints.flush()
     assert sampled.sent == []

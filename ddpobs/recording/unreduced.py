@@ -1,0 +1,244 @@
+"""Optimizer steps on gradients that no collective reduced: each rank applies its own, and the replicas part.
+
+A source (our reducer, or the attachment to torch's) marks the parameters whose gradient arrived outside of a
+synchronised backward; the next synchronised backward clears the marks. This module looks at the marks when an optimizer
+steps on a module's parameters:
+
+| gradient | reported as |
+|---|---|
+| arrived since the last reduction; the module's forward was called | `unsynchronised` |
+| arrived since the last reduction; the module's forward was not called | `bypassed` |
+| of a parameter that required none when torch's reducer was built | `unfrozen` |
+| reduced by another module, or no part of this optimizer | not at all |
+| in a step in which user code moved as much data in collectives | not at all |
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from operator import attrgetter
+from typing import Any, Protocol
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from ddpobs import wire
+from ddpobs.recording.journal import Journal, never_raises
+from ddpobs.wire.text import joined
+
+_BY_HAND = 0.25
+"""Share of the gradients' elements that user code must move in collectives to count as their reduction by hand.
+
+A logged loss is a few elements, and is no reduction."""
+_requires_grad = attrgetter("requires_grad")
+Send = Callable[[str, int, dict[str, wire.Scalar]], None]
+
+
+class GradientSource(Protocol):
+    """Follows the gradients of one module.
+
+    Attributes:
+        forwards: Forwards of the DDP module with gradients so far.
+    """
+
+    forwards: int
+
+    @property
+    def parameters(self) -> Sequence[torch.nn.Parameter]:
+        """The parameters that are reduced."""
+        ...
+
+    @property
+    def names(self) -> Sequence[str]:
+        """Their names."""
+        ...
+
+    @property
+    def unreduced_parameters(self) -> Sequence[tuple[str, torch.nn.Parameter]]:
+        """Names and parameters that are not reduced even if they require gradients later."""
+        ...
+
+    def has_local_gradients(self) -> bool:
+        """Whether a gradient arrived since the last reduction, and none is about to be reduced. Cheap."""
+        ...
+
+    def local_gradients(self) -> list[int]:
+        """Indices of the parameters whose gradient did."""
+        ...
+
+
+@dataclass
+class _Module:
+    """A module whose gradients are followed.
+
+    Attributes:
+        index: Number of the module in this process.
+        source: Its source; None once it is collected.
+        frozen: `unreduced_parameters` of the source.
+        synchronised: Returns whether a backward of the module was synchronised.
+        optimizer_steps: Most steps that an optimizer has taken with the module's parameters.
+        reported: Reasons that were reported.
+    """
+
+    index: int
+    source: Callable[[], GradientSource | None]
+    frozen: list[torch.nn.Parameter]
+    synchronised: Callable[[], bool]
+    optimizer_steps: int = 0
+    reported: set[str] = field(default_factory=set)
+
+
+@dataclass
+class _Seen:
+    """State of one optimizer at its last step.
+
+    Attributes:
+        parameters: Number of its parameters.
+        modules: The modules that it trains.
+        steps: Its steps.
+        elements: Elements that user code had moved in collectives.
+        forwards: Forwards of each module, by index.
+    """
+
+    parameters: int
+    modules: list[_Module]
+    steps: int = 0
+    elements: int = 0
+    forwards: dict[int, int] = field(default_factory=dict)
+
+
+class UnreducedGradients:
+    """Reports optimizer steps on unreduced gradients, while installed.
+
+    Args:
+        journal: Counts steps and the user's collectives.
+        event: Sends an event: kind, step, detail.
+    """
+
+    def __init__(self, journal: Journal, event: Send) -> None:
+        self._journal, self._event = journal, event
+        self._modules: list[_Module] = []
+        self._optimizers: weakref.WeakKeyDictionary[Optimizer, _Seen] = weakref.WeakKeyDictionary()
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Look at each optimizer's step."""
+        pre_hook = register_optimizer_step_pre_hook(self._began)
+        post_hook = register_optimizer_step_post_hook(self._ended)
+        self._undo += [pre_hook.remove, post_hook.remove]
+
+    def remove(self) -> None:
+        """Report the modules that never synchronised, and remove the hooks."""
+        while self._undo:
+            self._undo.pop()()
+        for module in self._modules:
+            if module.optimizer_steps and not module.synchronised():
+                self._event(
+                    "never_synchronised",
+                    self._journal.number,
+                    {"module": module.index, "optimizer_steps": module.optimizer_steps},
+                )
+        self._modules = []
+
+    def follow(self, index: int, source: GradientSource, synchronised: Callable[[], bool]) -> None:
+        """Follow a module's gradients, until its source is collected."""
+        frozen = [parameter for _, parameter in source.unreduced_parameters]
+        self._modules = [module for module in self._modules if self._is_needed(module)]
+        self._modules.append(_Module(index, weakref.ref(source), frozen, synchronised))
+        for seen in self._optimizers.values():
+            seen.parameters = -1  # Its modules are looked up anew.
+
+    @staticmethod
+    def _is_needed(module: _Module) -> bool:
+        return module.source() is not None or (module.optimizer_steps > 0 and not module.synchronised())
+
+    # ------------------------------------------------------------------ an optimizer's step
+
+    @never_raises
+    def _began(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not _has_closure(args, kwargs):
+            self._look(optimizer)
+
+    @never_raises
+    def _ended(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if _has_closure(args, kwargs):  # The closure ran the backward whose gradients the step used.
+            self._look(optimizer)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        journal = self._journal
+        if journal.paused or not self._modules:
+            return
+        seen = self._seen(optimizer)
+        seen.steps += 1
+        moved, seen.elements = journal.collective_elements - seen.elements, journal.collective_elements
+        for module in seen.modules:
+            module.optimizer_steps = max(module.optimizer_steps, seen.steps)
+            source = module.source()
+            if source is None:
+                continue
+            has_forward = source.forwards != seen.forwards.get(module.index, 0)
+            seen.forwards[module.index] = source.forwards
+            if source.has_local_gradients():
+                self._judge(optimizer, module, source, "unsynchronised" if has_forward else "bypassed", moved)
+            if module.frozen and any(map(_requires_grad, module.frozen)):
+                self._judge(optimizer, module, source, "unfrozen", moved)
+
+    def _seen(self, optimizer: Optimizer) -> _Seen:
+        count = sum(len(group["params"]) for group in optimizer.param_groups)
+        seen = self._optimizers.get(optimizer)
+        if seen is None or seen.parameters != count:
+            own = _ids(optimizer)
+            modules = [module for module in self._modules if not own.isdisjoint(_ids_of_module(module))]
+            earlier = (seen.steps, seen.elements, seen.forwards) if seen is not None else ()
+            seen = self._optimizers[optimizer] = _Seen(count, modules, *earlier)
+        return seen
+
+    def _judge(self, optimizer: Optimizer, module: _Module, source: GradientSource, reason: str, moved: int) -> None:
+        """Report a step, unless the gradients were reduced otherwise."""
+        if reason in module.reported:
+            return
+        own = _ids(optimizer) - self._reduced_elsewhere(module)
+        if reason == "unfrozen":
+            suspects = [(name, p) for name, p in source.unreduced_parameters if p.requires_grad]
+        else:
+            suspects = [(source.names[index], source.parameters[index]) for index in source.local_gradients()]
+        local = [(name, p) for name, p in suspects if p.grad is not None and id(p) in own]
+        if not local or moved >= _BY_HAND * sum(parameter.numel() for _, parameter in local):
+            return
+        module.reported.add(reason)
+        names = [name for name, _ in local]
+        detail: dict[str, wire.Scalar] = {
+            "reason": reason,
+            "parameters": joined(names),
+            "count": len(names),
+            "module": module.index,
+            "optimizer_steps": module.optimizer_steps,
+        }
+        self._event("not_reduced", self._journal.number, detail)
+
+    def _reduced_elsewhere(self, module: _Module) -> set[int]:
+        """Ids of parameters that another module reduced, as a shared layer's."""
+        reduced: set[int] = set()
+        for other in self._modules:
+            source = other.source()
+            if other is not module and source is not None and other.synchronised():
+                local = set(source.local_gradients())
+                reduced |= {id(p) for index, p in enumerate(source.parameters) if index not in local}
+        return reduced
+
+
+def _has_closure(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the step computes its own gradients; the first argument is the optimizer."""
+    return kwargs.get("closure") is not None or (len(args) > 1 and callable(args[1]))
+
+
+def _ids(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _ids_of_module(module: _Module) -> set[int]:
+    source = module.source()
+    return set() if source is None else {*map(id, source.parameters), *map(id, module.frozen)}
