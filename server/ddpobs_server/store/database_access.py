@@ -50,8 +50,8 @@ def missing_right(file: Path) -> str | None:
         return f"{user()} finds no folder {file.parent}: create it"
     if os.access(file.parent, os.X_OK, effective_ids=True) and file.is_dir():
         return f"{file} is a folder: name a file in it"
-    wanted = [(file.parent, (os.R_OK, os.W_OK, os.X_OK)), *((path, (os.R_OK, os.W_OK)) for path in files(file))]
-    for path, rights in wanted:
+    needed = [(file.parent, (os.R_OK, os.W_OK, os.X_OK)), *((path, (os.R_OK, os.W_OK)) for path in files(file))]
+    for path, rights in needed:
         missing = [_RIGHTS[right] for right in rights if not os.access(path, right, effective_ids=True)]
         if missing:
             return f"{user()} cannot {' or '.join(missing)} {path}"

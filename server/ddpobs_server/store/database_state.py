@@ -21,7 +21,7 @@ _Identity = tuple[int, int]
 
 
 class DatabaseState:
-    """Refuses commits of an engine whose files were removed or replaced, or whose pages are damaged.
+    """Refuses commits of an engine if its files were removed or replaced, or if its pages are damaged.
 
     Args:
         engine: Its connections are observed from now on.

@@ -22,7 +22,7 @@ from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import ConfigError
 from tests import databases
-from tests.collector import Collector
+from tests.collector import Collector, collector
 from tests.server.batches import ATTEMPT, assert_problem, batch, get, layout, path, put, spans, steps
 from tests.wire.test_wire import GOLDEN
 
@@ -221,15 +221,16 @@ def test_without_tokens_local_host_names_are_accepted(shared: Collector, host: s
 
 
 @pytest.mark.parametrize("golden", sorted(GOLDEN.glob("batch-*.zst")), ids=lambda golden: golden.stem)
-def test_a_batch_of_an_older_client_is_stored(shared: Collector, golden: Any) -> None:
+def test_a_batch_of_an_older_client_is_stored(tmp_path: Path, golden: Any) -> None:
     body = golden.read_bytes()
     payload = wire.decode(zstandard.decompress(body))
-    httpx.delete(f"{shared.url}/api/v1/runs/{payload.run}")
     headers = {"Content-Type": wire.MSGPACK, "Content-Encoding": "zstd"}
-    assert httpx.put(shared.url + path(payload), content=body, headers=headers).status_code == 201
-    assert payload.steps is not None
-    assert get(shared.url, f"/runs/{payload.run}/steps")["columns"]["own_ns"] == payload.steps.own_ns.tolist()
-    assert get(shared.url, f"/runs/{payload.run}/layout")["layouts"][0]["name"] == "model"
+    with collector(tmp_path) as running:
+        assert httpx.put(running.url + path(payload), content=body, headers=headers).status_code == 201
+        assert payload.steps is not None
+        stored = get(running.url, f"/runs/{payload.run}/steps")["columns"]["own_ns"]
+        assert stored == payload.steps.own_ns.tolist()
+        assert get(running.url, f"/runs/{payload.run}/layout")["layouts"][0]["name"] == "model"
 
 
 def with_unknown_fields(value: Any) -> Any:

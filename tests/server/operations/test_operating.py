@@ -72,7 +72,9 @@ def test_check_of_a_healthy_collector_passes_and_changes_nothing(fresh: database
     store.close()
     code, results = check(url)
     expected = {"database", "schema", "writing", "clock"}
-    assert set(results) == expected | ({"permissions", "disk", "integrity"} if "sqlite" in url else set())
+    assert set(results) == expected | (
+        {"permissions", "file system", "disk", "integrity"} if "sqlite" in url else set()
+    )
     assert code == 0
     assert results["schema"] == ("ok", f"at {newest}, this version's")
     assert inspect(create_engine(url)).get_table_names() == tables

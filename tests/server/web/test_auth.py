@@ -351,8 +351,8 @@ def test_revoking_the_last_token_does_not_allow_anonymous_access(tmp_path: Path,
 
 def test_an_address_has_to_wait_after_many_wrong_tokens(tmp_path: Path) -> None:
     with collector(tmp_path, token="s3cret") as running:
-        wrong = {"Authorization": "Bearer guess"}
-        for _ in range(20):
+        for number in range(20):
+            wrong = {"Authorization": f"Bearer guess-{number}"}
             assert_problem(httpx.get(f"{running.url}/api/v1/runs", headers=wrong), 401)
         refused = httpx.get(f"{running.url}/api/v1/runs", headers={"Authorization": "Bearer s3cret"})
         assert_problem(refused, 429)

@@ -107,7 +107,7 @@ def test_every_batch_is_stored_once_when_one_of_two_collectors_is_killed(behind:
 
     with client_at("127.0.0.2", url) as guessing, client_at("127.0.0.3", url) as other:
         for number in range(20):
-            forged = {"Authorization": "Bearer guess", "X-Forwarded-For": f"10.0.0.{number}"}
+            forged = {"Authorization": f"Bearer guess-{number}", "X-Forwarded-For": f"10.0.0.{number}"}
             assert_problem(guessing.get("/api/v1/runs", headers=forged), 401)
         refused = assert_problem(guessing.get("/api/v1/runs", headers=bearer), 429)
         assert "127.0.0.2" in refused["detail"]
