@@ -1,7 +1,8 @@
 """A training that hangs, or only looks as if it did: `python hanging.py CASE`, one process per rank.
 
 The fault begins after `FAULT_STEP` steps, on rank 1 unless the case says otherwise. `cut-link`, `stop` and `kill` need
-the caller, which cuts the link or signals the process once rank 1 has written the file `$OUT/ready`.
+the caller, which cuts the link or signals the process once rank 1 has written the file `$OUT/ready`. `ATTACHED=1` uses
+torch's own DDP with an attachment.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, Dataset
 
-from ddpobs import DistributedDataParallel
+from ddpobs import DistributedDataParallel, attach
 
 FAULT_STEP = 40
 STEPS = 10_000
@@ -48,13 +50,17 @@ def mark_fault() -> None:
     (Path(os.environ["OUT"]) / "ready").write_text(str(os.getpid()))
 
 
-def model(case: str) -> DistributedDataParallel:
+def model(case: str) -> nn.Module:
     """Three layers in two buckets or more, in some cases with buffers, which each forward broadcasts.
 
     Gloo ends the process of an extra all-reduce that meets a larger bucket; one that meets a broadcast waits.
     """
     norm = nn.BatchNorm1d(64) if case in {"evaluate-alone", "extra-all-reduce"} else nn.Identity()
     layers = nn.Sequential(nn.Linear(64, 64), norm, nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+    if os.environ.get("ATTACHED") == "1":
+        attached = TorchDDP(layers, bucket_cap_mb=0.02)
+        attach(attached, telemetry=None)
+        return attached
     return DistributedDataParallel(layers, bucket_cap_mb=0.02)
 
 

@@ -42,6 +42,13 @@ def test_a_surviving_rank_logs_the_verdict(case: str, world_size: int, tmp_path:
         pytest.skip(str(error))
 
 
+@pytest.mark.parametrize("case", ["lock", "evaluate-alone"])
+def test_an_attached_rank_logs_the_same_verdict(case: str, tmp_path: Path) -> None:
+    environ = {"DDPOBS_TELEMETRY": ABSENT, "ATTACHED": "1"}
+    with CASES[case].training(tmp_path, 2, environ) as (ranks, _):
+        wait_for(CASES[case].pattern(2), ranks)
+
+
 def test_a_killed_rank_is_a_crash_of_the_others_and_no_hang(tmp_path: Path) -> None:
     """Gloo raises on the survivors because their connection ends. No rank waits."""
     with ranks_of(HANGING, "kill", ranks=2, folder=tmp_path, environ={"DDPOBS_TELEMETRY": ABSENT}) as ranks:
