@@ -24,6 +24,8 @@ _MAX_NAMES, _MAX_CHARACTERS = 20_000, 2_000_000
 """Limits of a fingerprint; the collector refuses larger ones."""
 _MAX_WAITING = 16
 """Samples that wait for a device; if it hangs, further ones are dropped."""
+_SMALL = 4096
+"""Elements up to which tensors are copied together; to hash each one takes 10 to 20 µs."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types that are hashed. The operations of a subclass may communicate, as those of a DTensor do."""
 
@@ -48,37 +50,58 @@ class Sample:
 
 
 class Hashes:
-    """Hashes that a device may still compute."""
+    """Hashes that a device may still compute.
+
+    Large tensors are hashed one by one. Small ones, of which a model may have many, are only copied, together; `values`
+    hashes them on the telemetry thread.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor | None]) -> None:
-        self._present = [tensor is not None and type(tensor) in _PLAIN for tensor in tensors]
-        hashes = [
-            hash_of(tensor)
-            for tensor, present in zip(tensors, self._present, strict=True)
-            if present and tensor is not None
-        ]
-        self._event: Any = None
-        if not hashes:
-            self._values = torch.zeros(0, dtype=torch.int64, device="cpu")
-            return
-        device = hashes[0].device
-        stacked = torch.stack([value.to(device, non_blocking=True) for value in hashes])
-        if device.type == "cuda":
-            self._values = torch.empty(len(hashes), dtype=torch.int64, device="cpu", pin_memory=True)
-            self._values.copy_(stacked, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record(torch.cuda.current_stream(device))
-        else:
-            self._values = stacked
+        self._count = len(tensors)
+        self._large: list[int] = []
+        self._groups: list[tuple[list[int], list[int], torch.Tensor]] = []
+        """Indices, lengths and elements of small tensors."""
+        self._events: list[Any] = []
+        hashes: list[torch.Tensor] = []
+        small: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+        for index, tensor in enumerate(tensors):
+            if tensor is None or type(tensor) not in _PLAIN:
+                continue
+            if tensor.numel() > _SMALL or tensor.layout != torch.strided or tensor.is_complex():
+                self._large.append(index)
+                hashes.append(hash_of(tensor))
+            elif tensor.numel():
+                small.setdefault((tensor.dtype, tensor.device), []).append(index)
+        for indices in small.values():
+            members: list[Any] = [tensors[index] for index in indices]
+            flat = torch._C._nn.flatten_dense_tensors([*members, members[0]])  # A single one would not be copied.
+            self._groups.append((indices, [member.numel() for member in members], self._to_host(flat)))
+        self._hashes = torch.zeros(0, dtype=torch.int64, device="cpu")
+        if hashes:
+            device = hashes[0].device
+            self._hashes = self._to_host(torch.stack([value.to(device, non_blocking=True) for value in hashes]))
+
+    def _to_host(self, values: torch.Tensor) -> torch.Tensor:
+        """A copy on the host, which is complete when the events are."""
+        if values.device.type != "cuda":
+            return values
+        copy = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+        copy.copy_(values, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(values.device))
+        self._events.append(event)
+        return copy
 
     def is_ready(self) -> bool:
         """Whether the values can be read without waiting for the device."""
-        return self._event is None or bool(self._event.query())
+        return all(bool(event.query()) for event in self._events)
 
     def values(self) -> wire.Ints:
         """One int64 per tensor; 0 stands for a tensor that was missing."""
-        values = np.zeros(len(self._present), np.int64)
-        values[self._present] = self._values.numpy()
+        values = np.zeros(self._count, np.int64)
+        values[self._large] = self._hashes.numpy()
+        for indices, lengths, flat in self._groups:
+            values[indices] = _hashes_of_parts(flat, lengths)
         return values
 
 
@@ -178,7 +201,7 @@ class Fingerprints:
 
 
 def hash_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Hash of a tensor's bits and shape, int64, on its device; a sparse tensor's of its indices and values."""
+    """Hash of a tensor's bits, int64, on its device; a sparse tensor's of its indices and values."""
     if tensor.layout != torch.strided:
         tensor = tensor.coalesce()
         return hash_of(tensor.indices()) ^ hash_of(tensor.values())
@@ -194,4 +217,21 @@ def hash_of(tensor: torch.Tensor) -> torch.Tensor:
     rest = octets[words.numel() * 8 :]
     if rest.numel():
         total = total + torch.nn.functional.pad(rest, (0, 8 - rest.numel())).view(torch.int64).sum()
-    return torch.hash_tensor(words).view(torch.int64) * _MIX + total if words.numel() else total
+    if not words.numel():
+        return total
+    xor = torch.hash_tensor(words).view(torch.int64)
+    # Folded, so that the highest bits of a word do not cancel out.
+    return (xor ^ (xor >> 32)) * _MIX + total
+
+
+def _hashes_of_parts(flat: torch.Tensor, lengths: Sequence[int]) -> wire.Ints:
+    """The same combination over the elements of consecutive parts, in NumPy."""
+    octets = flat.view(torch.uint8).numpy()
+    elements = octets.view(f"u{flat.element_size()}").astype(np.uint64)
+    starts = np.cumsum([0, *lengths[:-1]])
+    end = starts[-1] + lengths[-1]
+    xor = np.bitwise_xor.reduceat(elements[:end], starts)
+    total = np.add.reduceat(elements[:end], starts)
+    mix = np.uint64(_MIX % 2**64)
+    hashes: wire.Ints = ((xor ^ (xor >> np.uint64(32))) * mix + total).view(np.int64)
+    return hashes

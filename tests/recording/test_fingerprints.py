@@ -13,12 +13,24 @@ DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_flipped_bit_changes_the_hash(dtype: torch.dtype) -> None:
-    tensor = torch.arange(24, dtype=torch.float32).reshape(2, 3, 4).to(dtype)
-    flipped = tensor.clone()
-    flipped.view(-1).view(torch.uint8)[13] ^= 1
-    assert hash_of(tensor) != hash_of(flipped)
-    assert hash_of(tensor) == hash_of(tensor.transpose(0, 2).contiguous().transpose(0, 2))
+@pytest.mark.parametrize("elements", [24, 4099])
+def test_one_flipped_bit_changes_the_hash(dtype: torch.dtype, elements: int) -> None:
+    tensor = torch.arange(elements, dtype=torch.float32).to(dtype)
+    (original,) = Hashes([tensor]).values()
+    octets = tensor.numel() * tensor.element_size()
+    for octet in {*range(17), octets - 9, octets - 1}:
+        for bit in range(8):
+            flipped = tensor.clone()
+            flipped.view(torch.uint8)[octet] ^= 1 << bit
+            assert Hashes([flipped]).values()[0] != original, (octet, bit)
+
+
+@pytest.mark.parametrize("elements", [4, 4099])
+def test_the_hash_depends_on_the_values_and_not_on_their_place_in_memory(elements: int) -> None:
+    tensor = torch.arange(2 * elements, dtype=torch.float32).reshape(2, elements)
+    others = [tensor.t().contiguous().t(), torch.cat([torch.ones(1), tensor.view(-1)])[1:].view(2, elements)]
+    values = Hashes([tensor, *others]).values()
+    assert len(set(values.tolist())) == 1
 
 
 def test_signed_zeros_nan_sparse_and_empty_tensors_have_hashes() -> None:

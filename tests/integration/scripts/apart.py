@@ -1,0 +1,66 @@
+"""Ranks that train apart, or would: `apart.py CASE`, with torch's DDP under `ddpobs run`, or with `OURS=1` our own."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+if os.environ.get("OURS"):
+    from ddpobs import DistributedDataParallel
+else:
+    from torch.nn.parallel import DistributedDataParallel  # type: ignore[assignment]
+
+BATCHES = 40
+
+
+class Tuned(nn.Module):
+    """A backbone and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone, self.head = nn.Linear(16, 16), nn.Linear(16, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.relu(self.backbone(x)))  # type: ignore[no-any-return]
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).pow(2).mean()  # type: ignore[no-any-return]
+
+
+def main(case: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model, rank = Tuned(), dist.get_rank()
+    if case == "unfreeze":
+        model.backbone.requires_grad_(False)
+    ddp: Any = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    data = TensorDataset(torch.randn(4 * BATCHES, 16, generator=torch.Generator().manual_seed(rank)))
+    for index, (x,) in enumerate(DataLoader(data, batch_size=4)):
+        if case == "unfreeze" and index == 5:
+            model.backbone.requires_grad_(True)
+        if case == "bypass":
+            ddp.module.training_step(x).backward()
+        elif case == "off-by-one":
+            with ddp.no_sync() if index % 4 else nullcontext():
+                ddp(x).pow(2).mean().backward()
+        else:
+            ddp(x).pow(2).mean().backward()
+        if case != "off-by-one" or index % 4 == 3:
+            optimizer.step()
+            optimizer.zero_grad()
+    total = float(torch.cat([p.detach().flatten().double() for p in model.parameters()]).sum())
+    sys.stdout.write(f"SUM {total}\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
