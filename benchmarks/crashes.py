@@ -92,7 +92,7 @@ def table(crashes: Sequence[Crash]) -> str:
         "|---|---|---|---|---|---|",
     ]
     for kind in KINDS:
-        rows = [each for each in crashes if each.kind == kind]
+        rows = [row for row in crashes if row.kind == kind]
         if rows:
             right = sum(row.is_right for row in rows) / len(rows)
             lost, lost_s, seconds = (
@@ -120,13 +120,16 @@ def main() -> None:
             for number in range(kills):
                 for kind in kinds:
                     step = order.randrange(_FIRST_STEP, _LAST_STEP)
-                    where = folder / f"{kind}-{number}"
-                    crashes.append(crash(kind, order.choice(PHASES), step, address, where))
+                    case = (kind, order.choice(PHASES), step, address)
+                    try:
+                        crashes.append(crash(*case, folder / f"{kind}-{number}"))
+                    except TimeoutError:  # Another program has taken the port meanwhile.
+                        crashes.append(crash(*case, folder / f"{kind}-{number}-again"))
                     if not crashes[-1].is_right:
-                        print(crashes[-1])
+                        print(crashes[-1], flush=True)
+                    if options.json:
+                        options.json.write_text(json.dumps([asdict(row) for row in crashes], indent=1) + "\n")
     print(table(crashes))
-    if options.json:
-        options.json.write_text(json.dumps([asdict(each) for each in crashes], indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -234,7 +234,7 @@ class Delivery:
             with suppress(OSError):
                 copy = self._spool.put_if_room(batch, time.time_ns())
                 if copy is not None:
-                    self._spool.kept.add(copy.path)
+                    self._spool.copies.add(copy.path)
                     self._copies[batch.seq] = copy
         return True
 
@@ -321,7 +321,7 @@ class Delivery:
         if copy is None:
             self._spool_batch(batch)
         else:
-            self._spool.kept.discard(copy.path)
+            self._spool.copies.discard(copy.path)
             self._on_disk = True
 
     def _spool_batch(self, batch: Encoded) -> None:

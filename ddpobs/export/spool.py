@@ -65,14 +65,14 @@ class Spool:
             created it first.
 
     Attributes:
-        kept: Files that are not dropped for new batches: copies of batches that are in memory.
+        copies: Files that are not dropped for new batches: copies of batches that are in memory.
     """
 
     def __init__(self, folder: Path, limit_bytes: int, private: bool = False) -> None:
         self.folder, self._limit_bytes, self._private = folder, limit_bytes, private
         self._total_bytes = 0
         self._puts_until_recount = 0
-        self.kept: set[Path] = set()
+        self.copies: set[Path] = set()
 
     def put(self, batch: Encoded, at_ns: int, on_drop: Callable[[str, int], None]) -> None:
         """Store a batch, completely or not at all, by a rename.
@@ -118,7 +118,7 @@ class Spool:
         Raises:
             OSError: The disk does not remove it.
         """
-        self.kept.discard(spooled.path)
+        self.copies.discard(spooled.path)
         spooled.path.unlink(missing_ok=True)
         self._total_bytes = max(0, self._total_bytes - size_bytes)
 
@@ -154,7 +154,7 @@ class Spool:
         total = sum(sizes)
         if total + size_bytes > self._limit_bytes:
             for spooled, size in zip(batches, sizes, strict=True):
-                if spooled.path in self.kept:
+                if spooled.path in self.copies:
                     continue
                 try:
                     spooled.path.unlink()

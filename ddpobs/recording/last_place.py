@@ -1,7 +1,7 @@
 """The place of a process: phase, step, bucket and backward, in a file that outlives it.
 
 A process that is killed runs no handler. Its place is in a small memory-mapped file, written by plain stores (about
-25 ns each). The kernel keeps the file whatever ends the process. A process of the same host reads it: a surviving
+25 ns each). The kernel keeps the file after any end of the process. A process of the same host reads it: a surviving
 rank, the next attempt, or `ddpobs push`. A process that ends in order removes its file.
 
 The file has one page: eight-byte integers (`Slot`), and from byte 512 on the identity as JSON. It lies in shared memory

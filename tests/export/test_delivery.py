@@ -245,7 +245,7 @@ def test_a_copy_displaces_no_other_batch_and_is_displaced_by_none(tmp_path: Path
         spool.remove(batch, 10**6)
     copy = spool.put_if_room(Encoded("r", "b" * 16, 0, 5, b"x" * 20), 0)
     assert copy is not None
-    spool.kept.add(copy.path)
+    spool.copies.add(copy.path)
     spool.put(Encoded("r", "b" * 16, 1, 5, b"x" * 20), 1, lambda *_: None)
     assert [batch.seq for batch in spool.batches()] == [0, 1]
 
