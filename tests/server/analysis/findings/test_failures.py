@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from ddpobs_server.analysis.evidence import Evidence
-from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.finding import Finding, Gain, by_severity
 from ddpobs_server.analysis.findings.crash import crash
 from ddpobs_server.analysis.findings.hang import hang
 from ddpobs_server.analysis.findings.not_reduced import not_reduced
@@ -168,3 +168,12 @@ def test_a_module_that_never_synchronised_is_named() -> None:
     event = wire.Event(kind="never_synchronised", at_ns=0, detail={"optimizer_steps": 60})
     finding = only(not_reduced(evidence(events=[(0, event), (1, event)])))
     assert finding.title == "No gradient was ever reduced, in 60 optimizer steps: ranks 0 and 1 trained apart"
+
+
+def test_a_crash_and_a_hang_come_before_other_critical_findings_whatever_their_gain() -> None:
+    gain = Gain(step_ns=S, ratio=0.9, error_ratio=0)
+    codes = ("straggler", "replicas-differ", "hang", "not-reduced", "crash", "comm-bound")
+    listed = [Finding(code, "critical", "", "", (0, 0), gain=gain if code == "straggler" else None) for code in codes]
+    over = Finding("hang", "info", "", "", (0, 0))
+    order = [finding.code for finding in by_severity([over, *listed])]
+    assert order == ["crash", "hang", "not-reduced", "replicas-differ", "straggler", "comm-bound", "hang"]
