@@ -42,7 +42,7 @@ class Crash:
         is_right: Whether they are the truth.
         lost_steps: Steps that it ended and that the collector does not have.
         lost_s: Time between the ends of its last stored and of its last step.
-        seconds: Time from its end to the finding; -1 if there was none.
+        seconds: Time from its end to the finding; -1 if there was none, or if it was read later.
     """
 
     kind: str
