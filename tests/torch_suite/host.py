@@ -12,7 +12,7 @@ import signal
 import sys
 import time
 import unittest
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import ModuleType
@@ -111,20 +111,16 @@ def _case(suite: ModuleType, name: str) -> unittest.TestCase:
 
 def _wait(child: int, deadline: float) -> int | None:
     """The exit status of a child; None if it did not end in time. Its session ends with it."""
-    status = None
-    while status is None and time.monotonic() < deadline:
-        ended, waited = os.waitpid(child, os.WNOHANG)
-        if ended:
-            status = os.waitstatus_to_exitcode(waited)
-        else:
+    over = None
+    while over is None and time.monotonic() < deadline:
+        over = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if over is None:
             time.sleep(0.02)
-    try:
+    # Until the child is waited for, no other process can have its number.
+    with suppress(ProcessLookupError):
         os.killpg(child, signal.SIGKILL)
-    except ProcessLookupError:
-        return status
-    if status is None:
-        os.waitpid(child, 0)
-    return status
+    _, status = os.waitpid(child, 0)
+    return None if over is None else os.waitstatus_to_exitcode(status)
 
 
 if __name__ == "__main__":
