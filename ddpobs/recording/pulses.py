@@ -25,7 +25,7 @@ class Pulses:
 
     Attributes:
         is_stuck: Whether the rank was stuck at the last look.
-        is_urgent: Whether the last pulse holds a stack, and must be sent at once.
+        is_urgent: Whether the rank became stuck, or its stack changed: the last pulse must be sent at once.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Pulses:
             collectives=journal.collectives,
             buffer_broadcasts=journal.buffer_broadcasts,
             place=activity.place[:_MAX_NAME],
-            stack=activity.stack if self.is_urgent else [],
+            stack=activity.stack if self.is_stuck else [],
             processes={str(rank): state for rank, state in list(processes.items())[:_MAX_PROCESSES]},
         )
         self._follow(pulse)

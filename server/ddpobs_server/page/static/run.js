@@ -36,7 +36,7 @@ function findingCard(finding) {
     element("h3", {}, finding.title),
     element("p", {}, finding.remedy), ...stacks(finding));
   if (finding.gain) card.append(element("p", {}, `The remedy would gain ${ms(finding.gain.step_ns)} per step, ${(100 * finding.gain.ratio).toFixed(0)} % of it (± ${(100 * finding.gain.ratio * finding.gain.error_ratio).toFixed(1)} %).`));
-  if (finding.buckets.length) card.append(element("p", { class: "muted" }, `Most of it occurs at bucket ${finding.buckets.join(", ")}: ${finding.parameters.slice(0, 6).join(", ")}${finding.parameters.length > 6 ? ", …" : ""}`));
+  if (finding.buckets.length) card.append(element("p", { class: "muted" }, `${finding.code === "straggler" ? "Most of it occurs at" : "At"} bucket ${finding.buckets.join(", ")}: ${finding.parameters.slice(0, 6).join(", ")}${finding.parameters.length > 6 ? ", …" : ""}`));
   card.append(element("details", {}, element("summary", {}, `Evidence, steps ${finding.steps[0]} to ${finding.steps[1]}`), element("dl", {}, ...evidence)));
   return card;
 }
