@@ -279,8 +279,9 @@ def test_the_documentation_loads_only_files_of_the_collector(shared: Collector) 
     loaded = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
     assert len(loaded) >= 2
     for address in loaded:
-        assert address.startswith("/")
-        assert httpx.get(shared.url + address).status_code == 200
+        absolute = urljoin(f"{shared.url}/docs", address)
+        assert absolute.startswith(f"{shared.url}/")
+        assert httpx.get(absolute).status_code == 200
     assert "/api/v1/runs/{run}/diagnostics" in httpx.get(f"{shared.url}/openapi.json").json()["paths"]
 
 
