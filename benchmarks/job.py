@@ -71,6 +71,7 @@ class Rank(telemetry.Telemetry):
         )
         self._encoder = BatchEncoder(hello, self._read, lambda steps: None, self.exporter.count_lost)
         self._recorders = []
+        self._place = SimpleNamespace(batch_built=lambda *_: None)  # type: ignore[assignment]
         self._config, self._now_ns, self._number, self._ranks = config, now_ns, rank, ranks
         self._random = np.random.default_rng(rank)
         self.steps = 0

@@ -7,6 +7,7 @@ An input that causes a failure is written to the path of `-artifact_prefix`. Add
 from __future__ import annotations
 
 import json
+import secrets
 import sys
 import tempfile
 import time
@@ -68,6 +69,8 @@ def store_and_read(batch: wire.Batch) -> None:
         store.migrate()
         _stores.append((store, Reports(store), folder))
     store, reports, _ = _stores[0]
+    # The run is deleted below, and its attempt may not come back: each input is an attempt of its own.
+    batch = msgspec.structs.replace(batch, attempt=secrets.token_hex(8))
     if batch.spans is not None:
         batch = msgspec.structs.replace(batch, packed_spans=wire.pack_spans(batch.spans))
     second = msgspec.structs.replace(batch, rank=(batch.rank + 1) % batch.world_size, source="f" * 16)

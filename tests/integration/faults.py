@@ -148,7 +148,7 @@ class RestartableCollector:
 
     def batches(self, outcome: str = "stored") -> float:
         """Return the number of batches with this outcome since its start, from its own metrics."""
-        metrics = httpx.get(f"{self.url}/metrics", timeout=30).text
+        metrics = httpx.get(f"{self.url}/metrics?only=collector", timeout=30).text
         match = re.search(rf'^ddpobs_server_batches_total{{outcome="{outcome}"}} (\S+)$', metrics, re.MULTILINE)
         assert match, metrics
         return float(match[1])

@@ -25,7 +25,7 @@ CASES = [
 ]
 """Case, kind of the hang, ranks that the others wait for, their activity, a part of their place."""
 HEALTHY = ["first-step", "checkpoint", "evaluation", "slow"]
-LIMIT_S = 40
+LIMIT_S = 60
 """For a full machine; `benchmarks/hangs.py` measures the time."""
 
 
@@ -71,7 +71,7 @@ def test_a_hang_is_named_with_its_rank_and_place(  # noqa: PLR0917 - the facts o
             assert place in finding["title"], finding
         if activity is not None:
             assert finding["evidence"]["activities"][str(finding["ranks"][0])] == activity
-        assert get(url, f"/runs/{run}")["state"] == "hung"
+        wait_for(lambda: get(url, f"/runs/{run}")["state"] == "hung", ranks)
         wait_for(lambda: finding["title"].split(" (")[0].split(" for ")[0] in ranks.logs(), ranks)
 
 

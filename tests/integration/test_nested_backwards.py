@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.test_whole_way import get, stragglers
+from tests.integration.test_slow_rank_end_to_end import get, stragglers
 from tests.integration.training import TORCHRUN, train
 
 SCRIPT = Path(__file__).with_name("scripts") / "cached_loss.py"

@@ -50,7 +50,7 @@ def test_a_script_that_starts_its_own_ranks_is_a_finished_run(url: str, start: s
     run = f"started-by-{start}"
     done = run_to_end(command(SPAWNING, start, tmp_path / "store", url=url, run=run))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: 2 threads, 0 in workers" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: 3 threads, 0 in workers" for rank in range(2)]
     summary = get(url, run)
     assert (summary["state"], summary["ranks"], summary["steps"], summary["dropped"]) == ("finished", 2, 4, 0)
 

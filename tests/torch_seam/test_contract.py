@@ -35,6 +35,7 @@ OVERRIDDEN = {
 """Methods that torch's module code calls and ddpobs overrides, with their parameters."""
 
 CALLED = {
+    "_check_sync_bufs_pre_fwd": [],
     "_build_debug_param_to_name_mapping": ["parameters"],
     "_check_comm_hook": ["hook"],
     "_get_ddp_logging_data": [],
@@ -123,7 +124,16 @@ def test_the_private_functions_are_in_their_modules(module: str) -> None:
 
 def test_no_other_private_name_of_torch_is_used() -> None:
     declared = set().union(*FROM_MODULES.values(), OVERRIDDEN, CALLED, ON_THE_REDUCER)
-    declared |= {"_C", "_distributed_c10d", "_dynamo", "_execution_engine", "_bucket_config", "_comm_hooks", "_pytree"}
+    declared |= {
+        "_C",
+        "_nn",
+        "_distributed_c10d",
+        "_dynamo",
+        "_execution_engine",
+        "_bucket_config",
+        "_comm_hooks",
+        "_pytree",
+    }
     used = {name for path in SOURCES.rglob("*.py") for name in private_names_of_torch(ast.parse(path.read_text()))}
     assert used <= declared
 

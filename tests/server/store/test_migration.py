@@ -50,6 +50,8 @@ def _fill(connection: Connection, revision: str) -> None:
     for rank in range(2):
         key = {"run_id": "old", "source": source_of(rank)}
         source = zeros | {"monotonic_ns": 0, "last_step": 9, "goodbye": True}
+        if revision >= "0006":
+            source |= {"ended": "finished", "stuck_ns": 0}
         insert(connection, "sources", **key, attempt=ATTEMPT, rank=rank, world_size=2, **source)
         insert(connection, "batches", **key, seq=0, digest=bytes(32), received_ns=1, size_bytes=1)
         insert(connection, "step_histogram", **key, bound=3, steps=10)
@@ -206,7 +208,7 @@ def test_an_upgrade_reads_the_unused_sets_of_one_source_at_a_time(tmp_path: Path
     store.close()
 
 
-@pytest.mark.parametrize("revision", EARLIER)
+@pytest.mark.parametrize("revision", [revision for revision in EARLIER if revision < "0006"])
 def test_an_upgrade_finds_how_each_source_ended(fresh: Fresh, tmp_path: Path, revision: str) -> None:
     url = fresh(tmp_path)
     at_revision(url, revision)

@@ -40,7 +40,7 @@ CALLS = {
         *(
             ("GET", f"/api/v1/runs/a-run{route}")
             for route in (
-                *("", "/ranks", "/layout", "/steps", "/spans", "/buckets"),
+                *("", "/attempts", "/ranks", "/layout", "/steps", "/spans", "/buckets"),
                 *("/unused", "/stragglers", "/diagnostics", "/trace"),
             )
         ),

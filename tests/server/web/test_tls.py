@@ -76,8 +76,8 @@ def test_forwarded_addresses_are_used_only_from_trusted_proxies(tmp_path: Path, 
             headers = {"Authorization": f"Bearer {token}", "X-Forwarded-For": f"6.6.6.6, {client}"}
             return browser.get("/api/v1/runs", headers=headers)
 
-        for _ in range(20):
-            assert_problem(read_runs("guess", "10.0.0.1"), 401)
+        for number in range(20):
+            assert_problem(read_runs(f"guess-{number}", "10.0.0.1"), 401)
         refused = assert_problem(read_runs("s3cret", "10.0.0.1"), 429)
         assert ("10.0.0.1" if trusted else "127.0.0.1") in refused["detail"]
         assert read_runs("s3cret", "10.0.0.2").status_code == (200 if trusted else 429)
