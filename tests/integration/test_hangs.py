@@ -25,7 +25,7 @@ CASES = [
 ]
 """Case, kind of the hang, ranks that the others wait for, their activity, a part of their place."""
 HEALTHY = ["first-step", "checkpoint", "evaluation", "slow"]
-LIMIT_S = 60
+LIMIT_S = 40
 """For a full machine; `benchmarks/hangs.py` measures the time."""
 
 
