@@ -23,6 +23,11 @@ _COLUMN_BYTES = select(func.coalesce(func.sum(schema.runs.c.chunk_bytes), 0))
 _Conditions = Sequence[ColumnElement[bool]]
 
 
+def _pause() -> None:
+    """Leave the database to other writers."""
+    time.sleep(_PAUSE_S)
+
+
 def delete(engine: Engine, run: str) -> bool:
     """Remove a run and return its space; False if it does not exist."""
     existed = delete_run(engine, run)
@@ -111,7 +116,7 @@ def _expire_items(engine: Engine, table: Table, run: str, before_ns: int) -> Non
             _lock(connection, run)
             selected = tuple_(*key).in_(unread.limit(_CHUNKS))
             removed = connection.execute(table.delete().where(c.run_id == run, selected)).rowcount
-        time.sleep(_PAUSE_S)
+        _pause()
 
 
 def _numbers(table: Table) -> tuple[Any, ...]:
@@ -169,7 +174,7 @@ def _delete_chunks(
         yield len(sizes)
         if last:
             return
-        time.sleep(_PAUSE_S)
+        _pause()
 
 
 def _lock(connection: Connection, run: str, only_if: _Conditions = ()) -> bool:
@@ -221,7 +226,7 @@ def shrink(engine: Engine, limit_bytes: int) -> tuple[int, int]:
             removed_chunks += removed
         if not removed:
             break
-        time.sleep(_PAUSE_S)
+        _pause()
     if removed_chunks + removed_runs:
         vacuum(engine)
     return removed_chunks, removed_runs
@@ -257,7 +262,7 @@ def vacuum(engine: Engine) -> None:
         free = int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one())
         for begin in range(0, free, _PAGES):
             if begin:
-                time.sleep(_PAUSE_S)
+                _pause()
             with database_errors.translated():
                 script(f"PRAGMA incremental_vacuum({_PAGES})")
         if free:

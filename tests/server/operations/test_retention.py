@@ -131,7 +131,7 @@ def test_a_run_that_resumes_during_its_removal_keeps_the_remaining_rows(
     monkeypatch.setattr(removal, "_CHUNKS", 1)
     for seq in range(3):
         arrive(store, "back", day=1, seq=seq)
-    monkeypatch.setattr(time, "sleep", lambda _: arrive(store, "back", day=9, seq=3))
+    monkeypatch.setattr(removal, "_pause", lambda: arrive(store, "back", day=9, seq=3))
     assert store.expire_runs(5 * DAY_NS) == 0
     assert rows(store, "back") in ((600, 1600, 800), (800, 1200, 800)), "a single chunk was removed"
     c = schema.chunks.c
@@ -292,11 +292,11 @@ def test_batches_are_stored_during_a_large_removal(
         arrive(store, "large", day=1, seq=seq, count=1000)
     remaining: list[int] = []
 
-    def arrive_meanwhile(_: float) -> None:
+    def arrive_meanwhile() -> None:
         arrive(store, "other", day=1, seq=len(remaining), count=1)
         remaining.append(len(remaining_rows(store)))
 
-    monkeypatch.setattr(time, "sleep", arrive_meanwhile)
+    monkeypatch.setattr(removal, "_pause", arrive_meanwhile)
     assert store.delete("large")
     assert remaining[:4] == [15, 10, 5, 0], "chunks of steps and spans"
     assert remaining_rows(store) == set()
