@@ -115,6 +115,14 @@ def test_broken_connections_alone_name_no_culprit_and_a_terminated_run_did_not_c
     assert crash(evidence(events=[terminated])) == []
 
 
+def test_a_single_rank_that_was_terminated_is_named_with_its_signal() -> None:
+    detail = {"wall_ns": 4 * S, "phase": "forward", "signal": "SIGTERM"}
+    terminated = (1, wire.Event(kind="terminated", at_ns=0, step=6, detail=detail))
+    finding = only(crash(evidence(events=[failed(0, "RuntimeError", "Connection closed by peer", 5), terminated])))
+    assert finding.title == "Rank 1 was terminated by SIGTERM in forward of step 6. Rank 0 failed because of it"
+    assert "signal" in finding.remedy
+
+
 def fingerprint(step: int, gradients: list[int], parameters: list[int], buffers: list[int]) -> wire.Fingerprint:
     return wire.Fingerprint(
         module=0,
