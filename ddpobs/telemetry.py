@@ -254,6 +254,8 @@ class Telemetry:
             if self._ended:
                 return
             self._ended = "finished" if kind and not self._failed else "failed"
+            if self._ended == "failed":
+                self._pulses.end()
             self._journal.finish()
             self._unreduced.remove()
             self._flush_fingerprints()

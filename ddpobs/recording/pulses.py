@@ -103,14 +103,24 @@ class Pulses:
             self._bucket = reducing[-1].index, reducing[-1].launched_last()
         return False
 
+    def end(self) -> None:
+        """Record the length of a hang in which the rank is terminated, or fails."""
+        if self._stuck is not None:
+            self._record_stuck(time.monotonic_ns(), "ended")
+
     def _follow(self, pulse: wire.Pulse) -> None:
-        """Record an event with the length once the rank goes on: the history of hangs."""
+        """Record the length of a hang once the rank goes on: the history of hangs."""
         if self.is_stuck:
             self._stuck, self._stuck_since_ns = pulse, pulse.at_ns - pulse.idle_ns
         elif self._stuck is not None:
-            stuck, self._stuck = self._stuck, None
+            self._record_stuck(pulse.at_ns - pulse.idle_ns, "went on")
+
+    def _record_stuck(self, until_ns: int, outcome: str) -> None:
+        stuck, self._stuck = self._stuck, None
+        if stuck is not None:
             detail: dict[str, wire.Scalar] = {
-                "idle_ns": pulse.at_ns - pulse.idle_ns - self._stuck_since_ns,
+                "idle_ns": until_ns - self._stuck_since_ns,
+                "outcome": outcome,
                 "activity": stuck.activity,
                 "waits_in": stuck.waits_in,
                 "place": stuck.place,
