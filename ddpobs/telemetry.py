@@ -31,6 +31,7 @@ from ddpobs.ranks.rendezvous import Rendezvous
 from ddpobs.ranks.run_identity import RunIdentity
 from ddpobs.recording.activity import ActivityWatch
 from ddpobs.recording.collective_hooks import CollectiveHooks
+from ddpobs.recording.counter_reader import CounterReader
 from ddpobs.recording.failure import UncaughtErrors, describe, propagating, uncaught
 from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.recording.last_place import FOLDER, LastPlace, PlaceIdentity, Slot
@@ -132,7 +133,15 @@ class Telemetry:
         self._spool = folder_of(config.spool)
         self._place = LastPlace(self._spool / FOLDER, self._source)
         self._place_seen_ns = 0
-        self._journal = Journal(self._clock, self._add_step, config.queue_records, self._offer_steps, self._place.slots)
+        self._counters = CounterReader()
+        self._journal = Journal(
+            self._clock,
+            self._add_step,
+            config.queue_records,
+            self._offer_steps,
+            self._place.slots,
+            counters=self._counters,
+        )
         self._hooks = ProcessHooks(self._journal, self._event)
         self._loaders = LoaderHooks(self._journal, self._event)
         self._collectives = CollectiveHooks(self._journal)
@@ -166,6 +175,7 @@ class Telemetry:
         self._hooks.install()
         self._loaders.install()
         self._collectives.install()
+        self._counters.install()
         self._errors.install()
         self._termination.install()
         self._unreduced.install()
@@ -224,6 +234,7 @@ class Telemetry:
         if error is not None:
             self._fail(error)
         self._end()
+        self._counters.close()
         self._termination.remove()
 
     def _close_in_child(self) -> None:
@@ -266,6 +277,7 @@ class Telemetry:
             self._exporter.close()
             self._rendezvous.close(_CLOSE_S)
             self._place.close()
+            self._counters.remove()
 
     @never_raises
     def _recover(self) -> None:
