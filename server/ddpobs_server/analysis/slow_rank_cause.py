@@ -21,7 +21,9 @@ OWN_WORK = "own-work"
 MIN_KNOWN_SHARE = 0.5
 """Least share of the rank's late steps in which its counters, and another rank's, must be recorded."""
 _FAULT_NS = 20_000_000
-"""Longest time that one page fault explains: a read from a slow disk or over a network."""
+"""Longest wait that one page fault explains: a read from a slow disk or over a network."""
+_FAULT_RUN_NS = 25_000
+"""Longest time on a processor that one page fault explains: the kernel's work for it took 22 us in a virtual machine."""
 _TIMES = ("running_ns", "run_delay_ns", "throttled_ns", "collecting_ns")
 _COUNTERS = (*_TIMES, "major_faults", "preemptions", "collections")
 _WORDS = {
@@ -61,11 +63,13 @@ class _Excess:
         delay_ns: Own time for equal work.
         own_ns: Own time as measured.
         counters: Each counter; missing where it is not known.
+        usual_run_delay: The other ranks' time in the run queue, for each unit of time on a processor.
     """
 
     delay_ns: float
     own_ns: float
     counters: dict[str, float]
+    usual_run_delay: float = 0.0
 
 
 def with_cause(finding: Finding, evidence: Evidence) -> Finding:
@@ -120,15 +124,18 @@ def _own_work(excess: _Excess, unknown: list[str]) -> str:
 def _parts(excess: _Excess) -> dict[str, float]:
     """Split the delay by cause, in ns; the parts are not negative and add up to it.
 
-    Time in the run queue holds the throttled time. A fault explains the time in which the thread neither ran nor was
-    ready to run.
+    Time in the run queue holds the throttled time. A thread with more to compute also spends more time in the run queue
+    of a busy host. As much of it as the other ranks spend for the same time on a processor is no preemption of its own.
+    A fault explains the time in which the thread neither ran nor was ready to run.
     """
     counters = {name: max(0.0, value) for name, value in excess.counters.items()}
     throttled_ns = counters.get("throttled_ns", 0.0)
+    faults = counters.get("major_faults", 0.0)
+    usual_ns = excess.usual_run_delay * counters["running_ns"]
     parts = {
         "throttled": throttled_ns,
-        "preempted": max(0.0, counters["run_delay_ns"] - throttled_ns),
-        "paging": min(_blocked_ns(excess), _FAULT_NS * counters.get("major_faults", 0.0)),
+        "preempted": max(0.0, counters["run_delay_ns"] - throttled_ns - usual_ns),
+        "paging": min(_blocked_ns(excess), _FAULT_NS * faults) + min(counters["running_ns"], _FAULT_RUN_NS * faults),
         "collecting-garbage": counters.get("collecting_ns", 0.0),
     }
     scale = min(1.0, excess.delay_ns / max(1.0, sum(parts.values())))
@@ -163,7 +170,15 @@ def _excess_of(finding: Finding, evidence: Evidence) -> _Excess | None:
         if value is not None:
             counters[name] = value
     own_ns = _mean_excess(evidence.steps.own_ns[cells], index, weights)
-    return _Excess(float(np.average(delay_ns, weights=weights)), own_ns or 0.0, counters)
+    usual = _usual_run_delay(evidence.steps.run_delay_ns[cells], evidence.steps.running_ns[cells], index)
+    return _Excess(float(np.average(delay_ns, weights=weights)), own_ns or 0.0, counters, usual)
+
+
+def _usual_run_delay(run_delay_ns: wire.Ints, running_ns: wire.Ints, index: int) -> float:
+    """Return the median over the other ranks of time in the run queue over time on a processor."""
+    known = (run_delay_ns >= 0) & (running_ns > 0)
+    sums = np.delete(np.stack([np.where(known, ns, 0).sum(axis=0) for ns in (run_delay_ns, running_ns)]), index, axis=1)
+    return float(np.median(sums[0] / np.maximum(1, sums[1])))
 
 
 def _mean_excess(values: wire.Ints, index: int, weights: Floats) -> float | None:

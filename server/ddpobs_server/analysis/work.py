@@ -25,7 +25,7 @@ _RISING_SHARE = 0.75
 """Share of the pairs in which more work takes longer, from which on own time follows work."""
 _MIN_EFFECT = 0.02
 """Least effect that counts: time for the spread of work, as a share of own time."""
-_CLEARLY_LESS = 0.9
+_CLEARLY_LESS = 0.7
 """A measure replaces a simpler one if it leaves less than this share of the spread that the simpler one leaves."""
 _FITTED_RANKS, _FITTED_STEPS = 16, 1024
 """Ranks, spread over the world, and latest steps from which the slope is taken."""
@@ -65,11 +65,28 @@ def fit_work(joined: JoinedSteps, steps: wire.Steps) -> WorkFit | None:
         None if work is not recorded, does not vary within the ranks, or own time does not follow it.
     """
     best: tuple[float, WorkFit] | None = None
+    undisturbed, usual_run_delay = _without_run_delay(joined, steps)
     for measure, work in _measures(joined, steps):
-        fitted = _fit(measure, work, joined)
+        fitted = _fit(measure, work, undisturbed, usual_run_delay)
         if fitted is not None and (best is None or fitted[0] < _CLEARLY_LESS * best[0]):
             best = fitted
     return best[1] if best else None
+
+
+def _without_run_delay(joined: JoinedSteps, steps: wire.Steps) -> tuple[JoinedSteps, float]:
+    """Return the steps without the time that the training threads waited for a processor, and that time's usual share.
+
+    Other processes disturb own time, and so the slope. More work on a busy host also waits longer for a processor: the
+    share is the lower median over ranks of time in the run queue over time on a processor. Where the training thread
+    computes for less than half of own time, as with a device, own time stays as it is.
+    """
+    running_ns, run_delay_ns = steps.running_ns[joined.row], steps.run_delay_ns[joined.row]
+    known = running_ns.size > 0 and running_ns.min() > 0 and run_delay_ns.min() >= 0
+    if not known or 2 * np.median(running_ns + run_delay_ns) < np.median(joined.own_ns):
+        return joined, 0.0
+    shares = np.sort(run_delay_ns.sum(axis=0) / running_ns.sum(axis=0))
+    own_ns = np.maximum(0.0, joined.own_ns - run_delay_ns)
+    return replace(joined, own_ns=own_ns), float(shares[(len(shares) - 1) // 2])
 
 
 def at_equal_work(joined: JoinedSteps, fit: WorkFit) -> JoinedSteps:
@@ -121,8 +138,15 @@ def _measures(joined: JoinedSteps, steps: wire.Steps) -> Iterator[tuple[str, Flo
 _COLUMNS = {"elements": "elements", "rows": "samples", "longest dimension": "longest"}
 
 
-def _fit(measure: str, work: Floats, joined: JoinedSteps) -> tuple[float, WorkFit] | None:
-    """Return the share of own time's spread that the line leaves, and the line."""
+def _fit(measure: str, work: Floats, joined: JoinedSteps, usual_run_delay: float) -> tuple[float, WorkFit] | None:
+    """Return the share of own time's spread that the line leaves, and the line.
+
+    Args:
+        measure: Name of the measure.
+        work: Shape [steps, ranks].
+        joined: The compared steps, undisturbed.
+        usual_run_delay: Time in the run queue for each unit of time on a processor, which raises the slope.
+    """
     count = len(joined.ranks)
     chosen = np.unique(np.linspace(0, count - 1, min(count, _FITTED_RANKS)).round().astype(np.int64))
     lines = [
@@ -140,7 +164,9 @@ def _fit(measure: str, work: Floats, joined: JoinedSteps) -> tuple[float, WorkFi
     if spread_ns < _MIN_EFFECT * float(np.median(joined.own_ns)):
         return None
     shares = _phase_shares(work, joined, chosen)
-    return float(np.median([left for _, left in lines])), WorkFit(measure, work, slope_ns, shares)
+    return float(np.median([left for _, left in lines])), WorkFit(
+        measure, work, (1 + usual_run_delay) * slope_ns, shares
+    )
 
 
 def _line(work: Floats, own_ns: Floats) -> tuple[float, float] | None:

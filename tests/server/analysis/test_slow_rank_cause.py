@@ -10,20 +10,33 @@ from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings.straggler import straggler
 
 from ddpobs import wire
-from tests.server.analysis.scenario import MS, Slow, columns, evidence_of, flat, noiseless, own_times, with_columns
+from tests.server.analysis.scenario import (
+    BASE_MS,
+    MS,
+    Slow,
+    columns,
+    evidence_of,
+    flat,
+    noiseless,
+    own_times,
+    with_columns,
+)
 
 STEPS, DELAY_MS = 200, 40
 BACKWARD = np.array([phase == "backward" for phase in wire.OWN_PHASES])
 MS_COLUMNS = ("running_ns", "run_delay_ns", "throttled_ns", "collecting_ns")
 
 
-def judged(ranks: int = 4, share: float = 1.0, unknown: tuple[str, ...] = (), **rank_1: float) -> Finding:
+def judged(
+    ranks: int = 4, share: float = 1.0, unknown: tuple[str, ...] = (), usual_ms: float = 0.1, **rank_1: float
+) -> Finding:
     """Judge a run whose rank 1 is 40 ms late in backward.
 
     Args:
         ranks: Number of ranks.
         share: Share of the steps in which it is late.
         unknown: Columns that are not recorded.
+        usual_ms: Time of every rank in the run queue.
         **rank_1: What rank 1 counts more than the others in each late step: milliseconds, or events.
     """
     random = np.random.default_rng(0)
@@ -34,7 +47,7 @@ def judged(ranks: int = 4, share: float = 1.0, unknown: tuple[str, ...] = (), **
     rank, steps = columns(own)
     changed: dict[str, Any] = {
         "running_ns": plain.sum(axis=2).astype(np.int64),
-        "run_delay_ns": np.full(late.shape, MS // 10),
+        "run_delay_ns": np.full(late.shape, int(usual_ms * MS)),
     }
     for name, more in rank_1.items():
         unit = MS if name in MS_COLUMNS else 1
@@ -88,6 +101,14 @@ def test_the_largest_of_several_causes_is_stated_and_the_others_have_their_parts
 def test_run_delay_of_all_ranks_alike_is_no_cause() -> None:
     finding = judged(running_ns=40)
     assert finding.evidence["cause_ns"]["preempted"] < MS
+
+
+def test_more_work_on_a_busy_host_is_not_taken_for_preemption() -> None:
+    plain_ms = sum(BASE_MS.values())
+    finding = judged(usual_ms=2 * plain_ms, running_ns=14, run_delay_ns=26)
+    assert finding.evidence["cause"] == "own-work"
+    finding = judged(usual_ms=2 * plain_ms, run_delay_ns=38)
+    assert finding.evidence["cause"] == "preempted"
 
 
 def test_a_few_page_faults_do_not_explain_a_long_wait() -> None:
