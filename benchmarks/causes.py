@@ -4,7 +4,7 @@
 
 Each repetition is a real training of two gloo ranks, of which rank 1 is slow by real means (`faults/slowing.py`): busy
 processes on its processor, a quota of its control group, collections of a big heap, reads of dropped pages, more work,
-or longer inputs. No collector runs: the findings are those of the spooled batches.
+or longer inputs. The case `quota` needs the right to make a control group. No collector runs: the findings are those of the spooled batches.
 """
 
 from __future__ import annotations
@@ -47,7 +47,15 @@ _TIMEOUT_S = 300
 
 
 def findings_of(case: str, steps: int, folder: Path) -> list[Finding]:
-    """Train one case; return the findings that name a rank.
+    """Train one case; return the findings that name a rank."""
+    train(case, steps, folder)
+    evidence = evidence_of(folder / "spool")
+    results = [*straggler(evidence), *imbalanced_batches(evidence)]
+    return [result for result in results if isinstance(result, Finding) and result.ranks]
+
+
+def train(case: str, steps: int, folder: Path) -> None:
+    """Train one case, with the batches in `folder/spool`.
 
     Raises:
         RuntimeError: A rank failed; its log is in the message.
@@ -57,9 +65,6 @@ def findings_of(case: str, steps: int, folder: Path) -> list[Finding]:
         ended = [process.wait(_TIMEOUT_S) for process in ranks.processes]
         if any(ended):
             raise RuntimeError(ranks.logs())
-    evidence = evidence_of(folder / "spool")
-    results = [*straggler(evidence), *imbalanced_batches(evidence)]
-    return [result for result in results if isinstance(result, Finding) and result.ranks]
 
 
 def evidence_of(spool: Path) -> Evidence:

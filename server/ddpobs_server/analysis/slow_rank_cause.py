@@ -23,7 +23,7 @@ MIN_KNOWN_SHARE = 0.5
 _FAULT_NS = 20_000_000
 """Longest wait that one page fault explains: a read from a slow disk or over a network."""
 _FAULT_RUN_NS = 25_000
-"""Longest time on a processor that one page fault explains: the kernel's work for it took 22 us in a virtual machine."""
+"""Longest time on a processor that one page fault explains: its handling took 22 us in a virtual machine."""
 _TIMES = ("running_ns", "run_delay_ns", "throttled_ns", "collecting_ns")
 _COUNTERS = (*_TIMES, "major_faults", "preemptions", "collections")
 _WORDS = {

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -48,10 +49,14 @@ class WorkFit:
     slope_ns: float
     phase_shares: Floats
 
-    @property
+    @cached_property
     def extra_ns(self) -> Floats:
         """Time for the work above the median rank's, shape [steps, ranks]; negative for less work."""
         return np.asarray(self.slope_ns * (self.work - np.median(self.work, axis=1, keepdims=True)))
+
+    def latest(self, count: int) -> WorkFit:
+        """Return the fit for the last `count` steps."""
+        return replace(self, work=self.work[-count:])
 
 
 def fit_work(joined: JoinedSteps, steps: wire.Steps) -> WorkFit | None:
@@ -64,29 +69,41 @@ def fit_work(joined: JoinedSteps, steps: wire.Steps) -> WorkFit | None:
     Returns:
         None if work is not recorded, does not vary within the ranks, or own time does not follow it.
     """
-    best: tuple[float, WorkFit] | None = None
-    undisturbed, usual_run_delay = _without_run_delay(joined, steps)
-    for measure, work in _measures(joined, steps):
-        fitted = _fit(measure, work, undisturbed, usual_run_delay)
+    count = len(joined.ranks)
+    if not joined.row.size:
+        return None
+    chosen = np.unique(np.linspace(0, count - 1, min(count, _FITTED_RANKS)).round().astype(np.int64))
+    row = joined.row[-_FITTED_STEPS:, chosen]
+    own_ns, usual_run_delay = _without_run_delay(joined.own_ns[-_FITTED_STEPS:, chosen], row, steps)
+    phases_ns = joined.phases_ns[-_FITTED_STEPS:, chosen]
+    best: tuple[float, str, float] | None = None
+    for measure, work in _measures(row, steps):
+        fitted = _fit(work, own_ns)
         if fitted is not None and (best is None or fitted[0] < _CLEARLY_LESS * best[0]):
-            best = fitted
-    return best[1] if best else None
+            best = fitted[0], measure, fitted[1]
+            shares = _phase_shares(work, phases_ns)
+    if best is None:
+        return None
+    _, measure, slope_ns = best
+    for name, work in _measures(joined.row, steps):  # All ranks must have recorded the measure.
+        if name == measure:
+            return WorkFit(measure, work, (1 + usual_run_delay) * slope_ns, shares)
+    return None
 
 
-def _without_run_delay(joined: JoinedSteps, steps: wire.Steps) -> tuple[JoinedSteps, float]:
-    """Return the steps without the time that the training threads waited for a processor, and that time's usual share.
+def _without_run_delay(own_ns: Floats, row: wire.Ints, steps: wire.Steps) -> tuple[Floats, float]:
+    """Return own time without the time that the training thread waited for a processor, and that time's usual share.
 
     Other processes disturb own time, and so the slope. More work on a busy host also waits longer for a processor: the
     share is the lower median over ranks of time in the run queue over time on a processor. Where the training thread
     computes for less than half of own time, as with a device, own time stays as it is.
     """
-    running_ns, run_delay_ns = steps.running_ns[joined.row], steps.run_delay_ns[joined.row]
-    known = running_ns.size > 0 and running_ns.min() > 0 and run_delay_ns.min() >= 0
-    if not known or 2 * np.median(running_ns + run_delay_ns) < np.median(joined.own_ns):
-        return joined, 0.0
+    running_ns, run_delay_ns = steps.running_ns[row], steps.run_delay_ns[row]
+    known = running_ns.min() > 0 and run_delay_ns.min() >= 0
+    if not known or 2 * np.median(running_ns + run_delay_ns) < np.median(own_ns):
+        return own_ns, 0.0
     shares = np.sort(run_delay_ns.sum(axis=0) / running_ns.sum(axis=0))
-    own_ns = np.maximum(0.0, joined.own_ns - run_delay_ns)
-    return replace(joined, own_ns=own_ns), float(shares[(len(shares) - 1) // 2])
+    return np.maximum(0.0, own_ns - run_delay_ns), float(shares[(len(shares) - 1) // 2])
 
 
 def at_equal_work(joined: JoinedSteps, fit: WorkFit) -> JoinedSteps:
@@ -100,15 +117,9 @@ def at_equal_work(joined: JoinedSteps, fit: WorkFit) -> JoinedSteps:
 
 
 def at_equal_machines(joined: JoinedSteps, fit: WorkFit) -> JoinedSteps:
-    """Return the steps as if only the work of the ranks differed: the remaining lateness is of their samples."""
-    extra_ns = fit.extra_ns
-    common_ns = np.median(joined.own_ns - extra_ns, axis=1, keepdims=True)
-    common_phases_ns = np.median(joined.phases_ns - extra_ns[:, :, None] * fit.phase_shares, axis=1, keepdims=True)
-    return replace(
-        joined,
-        own_ns=np.maximum(0.0, common_ns + extra_ns),
-        phases_ns=common_phases_ns + extra_ns[:, :, None] * fit.phase_shares,
-    )
+    """Return the steps with own times as if only the work of the ranks differed: lateness is of their samples."""
+    common_ns = np.median(joined.own_ns - fit.extra_ns, axis=1, keepdims=True)
+    return replace(joined, own_ns=np.maximum(0.0, common_ns + fit.extra_ns))
 
 
 def uneven_constant_work(joined: JoinedSteps, steps: wire.Steps, at_least: float) -> bool:
@@ -116,57 +127,45 @@ def uneven_constant_work(joined: JoinedSteps, steps: wire.Steps, at_least: float
 
     Then a slow machine and more work look the same.
     """
-    for _, work in _measures(joined, steps):
+    for _, work in _measures(joined.row, steps):
         if (np.ptp(work, axis=0) == 0).all() and work[0].max() > (1 + at_least) * work[0].min():
             return True
     return False
 
 
-def _measures(joined: JoinedSteps, steps: wire.Steps) -> Iterator[tuple[str, Floats]]:
-    """Yield each measure that is recorded in all steps and differs at all, the simplest first, shape [steps, ranks].
+def _measures(row: wire.Ints, steps: wire.Steps) -> Iterator[tuple[str, Floats]]:
+    """Yield each measure that is recorded in all rows and differs at all, the simplest first, in the shape of `row`.
 
     The last one is the work of attention, which grows with the square of the length.
     """
-    columns = {name: getattr(steps, column) for name, column in _COLUMNS.items()}
-    columns["elements times longest dimension"] = columns["elements"] * columns["longest dimension"]
-    for name, column in columns.items():
-        work = column[joined.row]
+    elements, longest = steps.elements[row], steps.longest[row]
+    for name, work in (
+        ("elements", elements),
+        ("rows", steps.samples[row]),
+        ("longest dimension", longest),
+        ("elements times longest dimension", elements * longest * ((elements > 0) & (longest > 0))),
+    ):
         if work.size and work.min() > 0 and work.min() < work.max():
             yield name, np.asarray(work, np.float64)
 
 
-_COLUMNS = {"elements": "elements", "rows": "samples", "longest dimension": "longest"}
-
-
-def _fit(measure: str, work: Floats, joined: JoinedSteps, usual_run_delay: float) -> tuple[float, WorkFit] | None:
-    """Return the share of own time's spread that the line leaves, and the line.
+def _fit(work: Floats, own_ns: Floats) -> tuple[float, float] | None:
+    """Return the share of own time's spread that the line leaves, and its slope; None if own time does not follow work.
 
     Args:
-        measure: Name of the measure.
         work: Shape [steps, ranks].
-        joined: The compared steps, undisturbed.
-        usual_run_delay: Time in the run queue for each unit of time on a processor, which raises the slope.
+        own_ns: Same shape.
     """
-    count = len(joined.ranks)
-    chosen = np.unique(np.linspace(0, count - 1, min(count, _FITTED_RANKS)).round().astype(np.int64))
-    lines = [
-        line
-        for index in chosen
-        if (line := _line(work[-_FITTED_STEPS:, index], joined.own_ns[-_FITTED_STEPS:, index])) is not None
-    ]
-    if not lines:
-        return None
+    by_rank = [_line(work[:, index], own_ns[:, index]) for index in range(work.shape[1])]
+    lines = [line for line in by_rank if line is not None]
     rising = sorted(slope for slope, _ in lines if slope > 0)
-    if 2 * len(rising) < len(lines):
+    if not lines or 2 * len(rising) < len(lines):
         return None
     slope_ns = rising[(len(rising) - 1) // 2]
     spread_ns = slope_ns * float(np.median(np.quantile(work, 0.9, axis=0) - np.quantile(work, 0.1, axis=0)))
-    if spread_ns < _MIN_EFFECT * float(np.median(joined.own_ns)):
+    if spread_ns < _MIN_EFFECT * float(np.median(own_ns)):
         return None
-    shares = _phase_shares(work, joined, chosen)
-    return float(np.median([left for _, left in lines])), WorkFit(
-        measure, work, (1 + usual_run_delay) * slope_ns, shares
-    )
+    return float(np.median([left for _, left in lines])), slope_ns
 
 
 def _line(work: Floats, own_ns: Floats) -> tuple[float, float] | None:
@@ -190,11 +189,16 @@ def _pair_slopes(work: Floats, own_ns: Floats) -> Floats:
     return np.asarray((own_ns[high] - own_ns[low])[differ] / (work[high] - work[low])[differ])
 
 
-def _phase_shares(work: Floats, joined: JoinedSteps, ranks: wire.Ints) -> Floats:
-    """Return the share of each own phase in the slope; all in backward if no phase follows work by itself."""
+def _phase_shares(work: Floats, phases_ns: Floats) -> Floats:
+    """Return the share of each own phase in the slope; all in backward if no phase follows work by itself.
+
+    Args:
+        work: Shape [steps, ranks].
+        phases_ns: Shape [steps, ranks, phases].
+    """
     slopes = np.zeros(len(wire.OWN_PHASES))
     for phase in range(len(slopes)):
-        by_rank = [_pair_slopes(work[:, rank], joined.phases_ns[:, rank, phase]) for rank in ranks]
+        by_rank = [_pair_slopes(work[:, rank], phases_ns[:, rank, phase]) for rank in range(work.shape[1])]
         medians = [float(np.median(pairs)) for pairs in by_rank if len(pairs) and (pairs > 0).mean() >= _RISING_SHARE]
         slopes[phase] = np.median(medians) if medians else 0.0
     if not slopes.any():

@@ -13,10 +13,10 @@ from ddpobs import wire
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.findings.straggler import MIN_COMPARED_STEPS, RECENT_STEPS
-from ddpobs_server.analysis.joined_steps import JoinedSteps
+from ddpobs_server.analysis.joined_steps import JoinedSteps, median_of_others
 from ddpobs_server.analysis.lateness import Lateness, cost_shares, lateness, mean_gain, typical_lateness
 from ddpobs_server.analysis.recurrence import beyond_chance, costly_ranks, recurring_ranks
-from ddpobs_server.analysis.work import WorkFit, at_equal_machines, at_equal_work, fit_work, uneven_constant_work
+from ddpobs_server.analysis.work import WorkFit, at_equal_machines, uneven_constant_work
 
 CODES = ("imbalanced-batches",)
 _MIN_GAIN = 0.05
@@ -33,19 +33,20 @@ def imbalanced_batches(evidence: Evidence) -> Judgement:
     joined = evidence.joined.latest(RECENT_STEPS)
     if evidence.separate_groups_reason or len(joined.ranks) < 2 or len(joined) < MIN_COMPARED_STEPS:
         return []  # The finding `straggler` needs the same, and reports the reason.
-    fit = fit_work(joined, evidence.steps)
-    if fit is None:
+    if evidence.work_fit is None:
         if uneven_constant_work(joined, evidence.steps, _UNEVEN):
             reason = "each rank's batches are always of one size, so that their work cannot be told from its machine"
             return [NotJudged("imbalanced-batches", reason)]
         return []
+    fit = evidence.work_fit.latest(RECENT_STEPS)
     by_work = at_equal_machines(joined, fit)
     late = lateness(by_work)
     gain = _bucketing_gain(joined, fit)
+    shared: dict[str, Any] = {"fit": fit, "gain": gain, "facts": _fit_evidence(joined, fit)}
     chances = beyond_chance(late.late, recurring_ranks(by_work, late))
-    findings = [_finding(by_work, late, index, chance, fit=fit, gain=gain) for index, chance in chances.items()]
+    findings = [_finding(by_work, late, index, chance, **shared) for index, chance in chances.items()]
     for index, chance in beyond_chance(late.cost_ns, sorted({*costly_ranks(by_work, late)} - {*chances})).items():
-        findings.append(_finding(by_work, typical_lateness(by_work, late, index), index, chance, fit=fit, gain=gain))
+        findings.append(_finding(by_work, typical_lateness(by_work, late, index), index, chance, **shared))
     if not findings and gain.ratio >= _MIN_GAIN:
         return [_nobody(joined, fit, gain)]
     return findings
@@ -61,7 +62,9 @@ def _bucketing_gain(joined: JoinedSteps, fit: WorkFit) -> Gain:
     return mean_gain(joined, np.maximum(0.0, joined.own_ns.max(axis=1) - shared_ns.max(axis=1)))
 
 
-def _finding(by_work: JoinedSteps, late: Lateness, index: int, chance: float, *, fit: WorkFit, gain: Gain) -> Finding:
+def _finding(
+    by_work: JoinedSteps, late: Lateness, index: int, chance: float, *, fit: WorkFit, gain: Gain, facts: dict[str, Any]
+) -> Finding:
     rank, rows = int(by_work.ranks[index]), np.flatnonzero(late.late[:, index])
     excess_ns, step_ns = float(np.median(late.excess_ns[rows, index])), float(np.median(by_work.step_ns))
     lost_share = float(cost_shares(by_work, late, np.arange(len(by_work)))[index])
@@ -86,7 +89,7 @@ def _finding(by_work: JoinedSteps, late: Lateness, index: int, chance: float, *,
             "late_share": round(late_share, 4),
             "lost_share": round(lost_share, 4),
             "chance": round(chance, 4),
-            **_fit_evidence(by_work, fit),
+            **facts,
         },
         gain=gain,
     )
@@ -109,8 +112,9 @@ def _nobody(joined: JoinedSteps, fit: WorkFit, gain: Gain) -> Finding:
 
 
 def _fit_evidence(joined: JoinedSteps, fit: WorkFit) -> dict[str, Any]:
-    """Return the line, and of each rank the median work and the median excess that its machine causes."""
-    ranks, machine_ns = joined.ranks.tolist(), np.median(lateness(at_equal_work(joined, fit)).excess_ns, axis=0)
+    """Return the line, and of each rank the median work and the excess of its median own time at equal work."""
+    ranks, equal_ns = joined.ranks.tolist(), np.median(joined.own_ns - fit.extra_ns, axis=0)
+    machine_ns = equal_ns - median_of_others(equal_ns[None])[0]
     return {
         "measure": fit.measure,
         "ns_per_unit": round(fit.slope_ns, 3),

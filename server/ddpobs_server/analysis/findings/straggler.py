@@ -25,7 +25,7 @@ from ddpobs_server.analysis.lateness import (
 )
 from ddpobs_server.analysis.recurrence import beyond_chance, costly_ranks, onset, recurring_ranks
 from ddpobs_server.analysis.slow_rank_cause import with_cause
-from ddpobs_server.analysis.work import at_equal_work, fit_work
+from ddpobs_server.analysis.work import at_equal_work
 
 CODES = ("straggler",)
 MIN_COMPARED_STEPS = 32
@@ -55,9 +55,8 @@ def straggler(evidence: Evidence) -> Judgement:
     ]
     if _not_judged_reason(evidence):
         return missing
-    fit = fit_work(evidence.joined, evidence.steps)
-    if fit is not None:  # Lateness from larger batches is the finding `imbalanced-batches`.
-        evidence = replace(evidence, joined=at_equal_work(evidence.joined, fit))
+    if evidence.work_fit is not None:  # Lateness from larger batches is the finding `imbalanced-batches`.
+        evidence = replace(evidence, joined=at_equal_work(evidence.joined, evidence.work_fit))
     findings = _straggler_findings(evidence.joined.latest(RECENT_STEPS), evidence.hosts)
     if evidence.columns is not None:
         try:
