@@ -1,4 +1,4 @@
-"""A training whose rank 1 is slow for a known cause: `python slowing.py CASE`, one process per rank.
+"""A training in which rank 1 is slow for a known cause: `python slowing.py CASE`, one process per rank.
 
 Each rank is pinned to a processor of its own, as far as there are enough. `longer` and `lengths` draw lognormal lengths
 of the inputs; all other cases use one length. Several cases may be joined, such as `longer+neighbour`.
@@ -28,7 +28,7 @@ SLOW = 1
 STEPS = int(os.environ.get("STEPS", "120"))
 ROWS, LENGTH, WIDTH = 8, 256, 128
 _SPREAD, _LONGER = 0.25, 2.0
-_HEAP, _PAGES, _PERIOD_US, _QUOTA_US = 150_000, 512, 20_000, 8_000
+_HEAP, _PAGES, _PERIOD_US, _QUOTA_US = 150_000, 512, 20_000, 5_000
 CASES = ("balanced", "neighbour", "quota", "garbage", "paging", "work", "lengths", "longer", "longer+neighbour")
 
 
@@ -54,7 +54,7 @@ def busy_neighbour(processor: int) -> Iterator[None]:
 
 @contextmanager
 def quota() -> Iterator[None]:
-    """Move this process into a control group with 40 % of a processor.
+    """Move this process into a control group with a quarter of a processor.
 
     Raises:
         OSError: This machine lets no process make a control group.

@@ -90,11 +90,11 @@ class CounterReader:
         try:
             if get_ident() != self._thread:
                 self._follow_thread()
-            left = self._until_usage = self._until_usage - 1
+            until_usage = self._until_usage = self._until_usage - 1
             return (
                 self._series,
                 pread(self._schedule, _MAX_BYTES, 0),
-                None if left >= 0 else self._usage(),
+                None if until_usage >= 0 else self._usage(),
                 self.quota.statistics() if self._is_limited else None,
                 self._collections,
                 self._collecting_ns,

@@ -138,8 +138,8 @@ def _groups(process: Path) -> Iterator[Path]:
     with suppress(OSError, ValueError):
         memberships = [line.split(":", 2) for line in (process / "cgroup").read_text().splitlines()]
         mounts = [line.split(" - ") for line in (process / "mountinfo").read_text().splitlines() if " - cgroup" in line]
-        for place, kind in mounts:
-            root, mount = place.split()[3:5]
+        for mounting, kind in mounts:
+            root, mount = mounting.split()[3:5]
             is_second, options = kind.startswith("cgroup2 "), kind.split()[-1].split(",")
             for _, controllers, path in memberships:
                 if (not controllers) if is_second else ("cpu" in controllers.split(",") and "cpu" in options):

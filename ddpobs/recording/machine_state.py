@@ -59,10 +59,10 @@ class MachineState:
     def _shares(self) -> dict[str, int]:
         with (self._proc / "stat").open() as file:
             ticks = [int(field) for field in file.readline().split()[1 : 1 + _TIMES]]
-        before, self._processors = self._processors, ticks
-        if len(before) != len(ticks):
+        earlier_ticks, self._processors = self._processors, ticks
+        if len(earlier_ticks) != len(ticks):
             return {}
-        increases = [max(0, now - then) for now, then in zip(ticks, before, strict=True)]
+        increases = [max(0, now - then) for now, then in zip(ticks, earlier_ticks, strict=True)]
         whole = max(1, sum(increases))
         idle = increases[_IDLE] + increases[_IO_WAIT]
         return {
@@ -72,18 +72,18 @@ class MachineState:
 
     def _process_share(self) -> dict[str, int]:
         now = time.monotonic_ns(), time.process_time_ns()
-        before, self._process = self._process, now
-        if before is None or now[0] <= before[0]:
+        earlier, self._process = self._process, now
+        if earlier is None or now[0] <= earlier[0]:
             return {}
-        return {"process_permille": 1000 * (now[1] - before[1]) // (now[0] - before[0])}
+        return {"process_permille": 1000 * (now[1] - earlier[1]) // (now[0] - earlier[0])}
 
     def _memory(self) -> dict[str, int]:
         kilobytes = {}
         with (self._proc / "meminfo").open() as file:
             for line in file:
-                name, _, rest = line.partition(":")
+                name, _, value = line.partition(":")
                 if name in ("MemTotal", "MemAvailable"):
-                    kilobytes[name] = int(rest.split()[0])
+                    kilobytes[name] = int(value.split()[0])
                 if len(kilobytes) == 2:
                     break
         total, available = kilobytes.get("MemTotal"), kilobytes.get("MemAvailable")

@@ -1,6 +1,6 @@
 """State of an NVIDIA device, through the management library NVML and its package nvidia-ml-py.
 
-The library may block for minutes when a device fails, so a thread of its own asks it. The latest answer is sent until
+The library may block for minutes when a device fails, so a thread of its own reads it. The latest reading is sent until
 it is too old.
 """
 
@@ -19,7 +19,7 @@ import torch
 
 _log = logging.getLogger("ddpobs")
 _FRESH_PERIODS = 3
-"""Periods after which an answer is too old to be sent."""
+"""Periods after which a reading is too old to be sent."""
 SLOWDOWNS = {
     0x04: "sw_power_cap",
     0x08: "hw_slowdown",
@@ -31,11 +31,11 @@ SLOWDOWNS = {
 
 
 class NvidiaDevice:
-    """Asks NVML for the state of a device, on its own thread.
+    """Reads the state of a device from NVML, on its own thread.
 
     Args:
         uuid: The device's identifier, such as `GPU-5a4b...`.
-        period_s: Seconds between two questions.
+        period_s: Seconds between two readings.
         nvml: The module `pynvml`.
     """
 
@@ -48,12 +48,12 @@ class NvidiaDevice:
         self._thread.start()
 
     def state(self) -> dict[str, Any]:
-        """Fields of `wire.Machine` from the latest answer; empty if that is too old."""
+        """Fields of `wire.Machine` from the latest reading; empty if that is too old."""
         is_fresh = time.monotonic() - self._latest_s < _FRESH_PERIODS * self._period_s
         return self._latest if is_fresh else {}
 
     def stop(self) -> None:
-        """End the thread after its current question; does not wait for it."""
+        """End the thread after its current reading; does not wait for it."""
         self._stopped.set()
 
     def _run(self) -> None:

@@ -57,9 +57,9 @@ def throttled_ns(statistics: bytes) -> int:
         statistics: Content of `cpu.stat`, of either version: microseconds in the second, nanoseconds in the first.
     """
     for name, unit_ns in ((b"throttled_usec", 1000), (b"throttled_time", 1)):
-        _, found, rest = statistics.partition(name + b" ")
-        if found:
-            digits = rest.split(None, 1)[0]
+        _, separator, value = statistics.partition(name + b" ")
+        if separator:
+            digits = value.split(None, 1)[0]
             return int(digits) * unit_ns if digits.isdigit() else UNKNOWN
     return UNKNOWN
 

@@ -122,9 +122,9 @@ class Steps(columns.Columns):
 
     `running_ns`: on a processor. `run_delay_ns`: ready to run, without a processor. It includes `throttled_ns`: held up
     by a processor quota of the control group. `preemptions`: involuntary switches to another thread. `major_faults`:
-    page faults that read a disk. `collections`, `collecting_ns`: garbage collections of the process and their length.
-    `elements`: elements of the inputs' tensors, over all micro-steps. `longest`: the largest dimension of an input,
-    without the rows.
+    page faults that read a disk. Both may be read in every eighth step only, and are 0 in between. `collections`,
+    `collecting_ns`: garbage collections of the process and their length. `elements`: elements of the inputs' tensors,
+    over all micro-steps. `longest`: the largest dimension of an input, without the rows.
     """
 
     step: Counts

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.causes import RIGHT, evidence_of, findings_of, train, verdict
+from benchmarks.causes import RIGHT, findings_of, train, verdict
 from tests.control_groups import quota_group
 
 pytestmark = pytest.mark.alone
@@ -24,7 +24,7 @@ def test_the_real_cause_is_stated_and_no_other(case: str, tmp_path: Path) -> Non
             pass
     verdicts = []
     for attempt in range(TRIES):
-        findings = findings_of(case, STEPS, tmp_path / str(attempt))
+        findings = findings_of(train(case, STEPS, tmp_path / str(attempt)))
         verdicts.append([finding.title for finding in findings])
         if verdict(findings) == RIGHT[case]:
             return
@@ -32,8 +32,7 @@ def test_the_real_cause_is_stated_and_no_other(case: str, tmp_path: Path) -> Non
 
 
 def test_counters_and_sizes_of_a_real_run_are_recorded(tmp_path: Path) -> None:
-    train("balanced", 20, tmp_path)
-    steps = evidence_of(tmp_path / "spool").steps
+    steps = train("balanced", 20, tmp_path).steps
     later = steps.step > 0
     for name in ("running_ns", "run_delay_ns", "preemptions", "major_faults", "throttled_ns", "collecting_ns"):
         assert (getattr(steps, name)[later] >= 0).all(), name

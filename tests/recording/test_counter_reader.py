@@ -33,13 +33,13 @@ def increase(work: Callable[[], object], reader: CounterReader | None = None) ->
     reader = reader or CounterReader()
     reader.install()
     try:
-        before = read(reader)
+        began = read(reader)
         work()
-        after = read(reader)
+        ended = read(reader)
     finally:
         reader.close()
-    assert before["series"] == after["series"]
-    return {name: after[name] - before[name] for name in COUNTERS}
+    assert began["series"] == ended["series"]
+    return {name: ended[name] - began[name] for name in COUNTERS}
 
 
 def compute(seconds: float) -> None:
@@ -57,20 +57,20 @@ def test_a_busy_neighbour_on_the_same_processor_shows_as_run_delay_and_preemptio
     try:
         os.sched_setaffinity(0, [processor])
         time.sleep(0.2)
-        found = increase(lambda: compute(0.4))
+        counted = increase(lambda: compute(0.4))
     finally:
         os.sched_setaffinity(0, processors)
         neighbour.kill()
         neighbour.wait()
-    assert found["run_delay_ns"] > 50_000_000
-    assert found["preemptions"] > 0
-    assert 400_000_000 <= found["running_ns"] + found["run_delay_ns"] < 2_000_000_000
+    assert counted["run_delay_ns"] > 50_000_000
+    assert counted["preemptions"] > 0
+    assert 400_000_000 <= counted["running_ns"] + counted["run_delay_ns"] < 2_000_000_000
 
 
 def test_a_thread_that_sleeps_neither_runs_nor_waits_for_a_processor() -> None:
-    found = increase(lambda: time.sleep(0.3))
-    assert found["running_ns"] < 20_000_000
-    assert found["major_faults"] == 0
+    counted = increase(lambda: time.sleep(0.3))
+    assert counted["running_ns"] < 20_000_000
+    assert counted["major_faults"] == 0
 
 
 def test_memory_that_has_to_be_read_from_the_disk_shows_as_major_faults(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_memory_that_has_to_be_read_from_the_disk_shows_as_major_faults(tmp_path
 
 def test_a_collection_counts_with_its_length() -> None:
     heap: Any = [[] for _ in range(300_000)]
-    found = increase(gc.collect)
-    assert found["collections"] >= 1
-    assert found["collecting_ns"] > 1_000_000
+    counted = increase(gc.collect)
+    assert counted["collections"] >= 1
+    assert counted["collecting_ns"] > 1_000_000
     del heap
 
 

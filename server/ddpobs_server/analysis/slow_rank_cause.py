@@ -176,8 +176,10 @@ def _excess_of(finding: Finding, evidence: Evidence) -> _Excess | None:
 
 def _usual_run_delay(run_delay_ns: wire.Ints, running_ns: wire.Ints, index: int) -> float:
     """Return the median over the other ranks of time in the run queue over time on a processor."""
-    known = (run_delay_ns >= 0) & (running_ns > 0)
-    sums = np.delete(np.stack([np.where(known, ns, 0).sum(axis=0) for ns in (run_delay_ns, running_ns)]), index, axis=1)
+    is_known = (run_delay_ns >= 0) & (running_ns > 0)
+    sums = np.delete(
+        np.stack([np.where(is_known, ns, 0).sum(axis=0) for ns in (run_delay_ns, running_ns)]), index, axis=1
+    )
     return float(np.median(sums[0] / np.maximum(1, sums[1])))
 
 
@@ -190,23 +192,23 @@ def _mean_excess(values: wire.Ints, index: int, weights: Floats) -> float | None
         weights: Weight of each step.
     """
     measured = np.where(values == wire.UNKNOWN, np.nan, values)
-    others = np.delete(measured, index, axis=1)
-    known = ~np.isnan(measured[:, index]) & ~np.isnan(others).all(axis=1)
-    if known.mean() < MIN_KNOWN_SHARE:
+    other_values = np.delete(measured, index, axis=1)
+    is_known = ~np.isnan(measured[:, index]) & ~np.isnan(other_values).all(axis=1)
+    if is_known.mean() < MIN_KNOWN_SHARE:
         return None
-    excess = measured[known, index] - np.nanmedian(others[known], axis=1)
-    return float(np.average(excess, weights=weights[known]))
+    excess = measured[is_known, index] - np.nanmedian(other_values[is_known], axis=1)
+    return float(np.average(excess, weights=weights[is_known]))
 
 
 def _device_slowdown(rank: int, evidence: Evidence) -> str:
     """Describe a clock of the rank's device that is lowered, and not on most other ranks; empty if there is none."""
     machines = {number: pulse.machine for number, pulse in evidence.pulses.items() if pulse.machine is not None}
-    mine = machines.pop(rank, None)
+    machine_of_rank = machines.pop(rank, None)
     clocks = [machine.device_clock_mhz for machine in machines.values() if machine.device_clock_mhz > 0]
-    if mine is None or not clocks or mine.device_clock_mhz <= 0:
+    if machine_of_rank is None or not clocks or machine_of_rank.device_clock_mhz <= 0:
         return ""
     usual_mhz = float(np.median(clocks))
-    if mine.device_clock_mhz >= _SLOW_CLOCK * usual_mhz:
+    if machine_of_rank.device_clock_mhz >= _SLOW_CLOCK * usual_mhz:
         return ""
-    reasons = f" ({', '.join(mine.device_slowdowns)})" if mine.device_slowdowns else ""
-    return f"its device's clock is {mine.device_clock_mhz} MHz{reasons}, the others' {usual_mhz:.0f} MHz"
+    reasons = f" ({', '.join(machine_of_rank.device_slowdowns)})" if machine_of_rank.device_slowdowns else ""
+    return f"its device's clock is {machine_of_rank.device_clock_mhz} MHz{reasons}, the others' {usual_mhz:.0f} MHz"

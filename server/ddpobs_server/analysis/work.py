@@ -99,8 +99,8 @@ def _without_run_delay(own_ns: Floats, row: wire.Ints, steps: wire.Steps) -> tup
     computes for less than half of own time, as with a device, own time stays as it is.
     """
     running_ns, run_delay_ns = steps.running_ns[row], steps.run_delay_ns[row]
-    known = running_ns.min() > 0 and run_delay_ns.min() >= 0
-    if not known or 2 * np.median(running_ns + run_delay_ns) < np.median(own_ns):
+    is_recorded = running_ns.min() > 0 and run_delay_ns.min() >= 0
+    if not is_recorded or 2 * np.median(running_ns + run_delay_ns) < np.median(own_ns):
         return own_ns, 0.0
     shares = np.sort(run_delay_ns.sum(axis=0) / running_ns.sum(axis=0))
     return np.maximum(0.0, own_ns - run_delay_ns), float(shares[(len(shares) - 1) // 2])
@@ -165,7 +165,7 @@ def _fit(work: Floats, own_ns: Floats) -> tuple[float, float] | None:
     spread_ns = slope_ns * float(np.median(np.quantile(work, 0.9, axis=0) - np.quantile(work, 0.1, axis=0)))
     if spread_ns < _MIN_EFFECT * float(np.median(own_ns)):
         return None
-    return float(np.median([left for _, left in lines])), slope_ns
+    return float(np.median([unexplained for _, unexplained in lines])), slope_ns
 
 
 def _line(work: Floats, own_ns: Floats) -> tuple[float, float] | None:
