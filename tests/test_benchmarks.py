@@ -51,6 +51,13 @@ def test_crashes_are_named_with_their_place(tmp_path: Path) -> None:
     assert "\n| kill | 1 | 100% |" in output
 
 
+def test_causes_are_stated(tmp_path: Path) -> None:
+    output = run("causes", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results["garbage"]) == 1
+    assert "\n| garbage | " in output
+
+
 def test_reads_measures_each_request_on_both_databases(tmp_path: Path) -> None:
     for database in ([], ["--postgres"]):
         output = run("reads", "--json", str(tmp_path / "results.json"), *database)

@@ -22,6 +22,7 @@ class Pulses:
         recorders: Recorders of the process's DDP modules; the list may change.
         watch: Follows the training thread.
         event: Records an event, given its kind, step and details.
+        machine: Reads the state of the host and the device.
 
     Attributes:
         is_stuck: Whether the rank was stuck at the last look.
@@ -34,8 +35,10 @@ class Pulses:
         recorders: Sequence[ModuleRecorder],
         watch: ActivityWatch,
         event: Callable[[str, int, dict[str, wire.Scalar]], None],
+        machine: Callable[[], wire.Machine | None] = lambda: None,
     ) -> None:
         self._journal, self._recorders, self._watch, self._event = journal, recorders, watch, event
+        self._machine = machine
         self._bucket = (wire.UNKNOWN, wire.UNKNOWN)
         self._last_appearance: object = None
         self._stuck: wire.Pulse | None = None
@@ -70,6 +73,7 @@ class Pulses:
             buffer_broadcasts=journal.buffer_broadcasts,
             place=activity.place[:_MAX_NAME],
             stack=activity.stack if self.is_stuck else [],
+            machine=self._machine(),
             processes={str(rank): state for rank, state in list(processes.items())[:_MAX_PROCESSES]},
         )
         self._follow(pulse)

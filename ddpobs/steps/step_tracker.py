@@ -14,14 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpobs.clocks import Stamp
+from ddpobs.steps.counters import Reading
 from ddpobs.steps.evaluation_guess import EvaluationGuess, Fetch
 from ddpobs.steps.raw_step import (
     BACKWARD,
     DATA,
     EXPOSED_COMM,
     FORWARD,
+    NO_INPUT,
     OPTIMIZER,
     OTHER,
+    InputSize,
     Position,
     RawStep,
     Segment,
@@ -70,6 +73,8 @@ class StepTracker:
         """First work after the last synchronisation that belongs to the next step if a nested pass follows."""
         self._clean = False
         self._collective = -1
+        self._reading: Reading | None = None
+        """Counters at the end of the synchronised backward that ends now."""
         self._comms_switched = 0
         """Collectives in the open step at its last switch."""
         self._evaluations = EvaluationGuess()
@@ -87,7 +92,7 @@ class StepTracker:
 
     # ------------------------------------------------------------------ events, in order
 
-    def forward_began(self, module: int, samples: int, differentiated: bool = True) -> None:
+    def forward_began(self, module: int, size: InputSize, differentiated: bool = True) -> None:
         """A training forward of a DDP module was called; `differentiated`: backward may follow."""
         self._evaluations.forward_began(differentiated)
         self._open_in_optimizer()
@@ -102,9 +107,9 @@ class StepTracker:
             self._close(self._closure_begins)
         step = self._open()
         self._evaluations.clear_step(step, self.stamp)
-        step.samples += samples
+        step.size = step.size.plus(size)
         if not differentiated:
-            step.no_grad_samples += samples
+            step.no_grad_size = step.no_grad_size.plus(size)
         if nested and self._stack[-1] == OPTIMIZER:
             self._push(FORWARD)
             return
@@ -195,20 +200,20 @@ class StepTracker:
             self._step.micro_steps += 1
             self._close_segment(self._step)
 
-    def nested_forward_began(self, module: int, samples: int, repeats: bool = False) -> None:
+    def nested_forward_began(self, module: int, size: InputSize, repeats: bool = False) -> None:
         """A training forward of a DDP module was called inside a backward, with a backward of its own.
 
         Args:
             module: Index of the module.
-            samples: Rows of its input.
+            size: Size of its input.
             repeats: A reentrant checkpoint repeats it: its time stays part of the outer backward.
         """
         self._begin_nested(module)
         self._evaluations.forward_began(differentiated=True)
         self._evaluations.accept()
         step = self._open()
-        step.samples += samples - step.no_grad_samples  # The same rows ran without gradients before.
-        step.no_grad_samples = 0
+        step.size = step.size.plus(size).without(step.no_grad_size)  # The same rows ran without gradients before.
+        step.no_grad_size = NO_INPUT
         if not repeats and (not self._stack or self._stack[-1] != FORWARD):
             self._push(FORWARD)
 
@@ -271,6 +276,10 @@ class StepTracker:
             self._step.comms.append((module, kind, launched, done))
         else:  # For example, hours of inference after training, with a model whose layers run in parallel.
             self._clean = False
+
+    def counters_read(self, reading: Reading | None) -> None:
+        """The counters were read at the end of a synchronised backward, just before that end is reported."""
+        self._reading = reading
 
     def zeros_contributed(self) -> None:
         """This rank took part with zeros in a synchronised backward of other ranks; it has no step for it."""
@@ -403,7 +412,9 @@ class StepTracker:
         if self._records:
             self._collective += 1
             self._closure_ran = OPTIMIZER in self._stack
-            step.segments.append(Segment(step.switches[-1][1], self._records, self._clean, self._collective, waited))
+            end, reading = step.switches[-1][1], self._reading
+            step.segments.append(Segment(end, self._records, self._clean, self._collective, waited, reading))
+            self._reading = None
             self._records, self._clean, self._optimizer_ran, self._next_begins = [], True, False, None
             self._evaluations.accept()
 

@@ -12,6 +12,7 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
 from ddpobs_server.analysis.joined_steps import JoinedSteps, index_ranks
+from ddpobs_server.analysis.work import WorkFit, fit_work
 
 MIN_STEPS = 20
 """Fewest steps that most findings are judged by."""
@@ -111,6 +112,11 @@ class Evidence:
     def absence_reasons(self) -> list[str]:
         """A sentence for each reason of `absences` that applies."""
         return [reason.format(format_ranks(ranks)) for reason, ranks in self.absences.items() if ranks]
+
+    @cached_property
+    def work_fit(self) -> WorkFit | None:
+        """Own time over the work of a step, in the steps of `joined`; None if it does not follow work."""
+        return fit_work(self.joined, self.steps)
 
     @cached_property
     def last_steps(self) -> dict[int, int]:

@@ -25,6 +25,7 @@ class JoinedSteps:
         phases_ns: Own time by `wire.OWN_PHASES`, shape [steps, ranks, phases].
         wall_ns: Shape [steps, ranks].
         exposed_ns: Exposed communication, shape [steps, ranks].
+        row: Index of each step and rank in the columns that were joined, shape [steps, ranks].
     """
 
     collective: wire.Ints
@@ -34,6 +35,7 @@ class JoinedSteps:
     phases_ns: Floats
     wall_ns: Floats
     exposed_ns: Floats
+    row: wire.Ints
 
     def __len__(self) -> int:
         return len(self.collective)
@@ -104,6 +106,7 @@ def join(rank: wire.Ints, steps: wire.Steps) -> JoinedSteps:
         phases_ns=np.stack([matrix(f"own_{phase}_ns") for phase in wire.OWN_PHASES], axis=-1),
         wall_ns=np.asarray((steps.end_ns - steps.start_ns)[rows], np.float64),
         exposed_ns=matrix("exposed_comm_ns"),
+        row=rows,
     )
 
 

@@ -91,6 +91,30 @@ class RunDetails(RunSummary):
     modules: list[Module]
 
 
+class Machine(TypedDict):
+    """State of a rank's host and device at its last pulse; -1 where the system does not report it.
+
+    Shares are parts of a thousand since the pulse before.
+    """
+
+    processors: int
+    process_permille: int
+    busy_permille: int
+    steal_permille: int
+    load_milli: int
+    quota_permille: int
+    throttled_ns: int
+    memory_bytes: int
+    available_bytes: int
+    resident_bytes: int
+    device_busy_permille: int
+    device_clock_mhz: int
+    device_most_clock_mhz: int
+    device_memory_bytes: int
+    device_used_bytes: int
+    device_slowdowns: list[str]
+
+
 class Pulse(TypedDict):
     """Last recorded activity of a process; -1 if it was in no module or bucket.
 
@@ -109,6 +133,7 @@ class Pulse(TypedDict):
     waits_in: str
     place: str
     stack: list[str]
+    machine: Machine | None
 
 
 class SourceFields(TypedDict):

@@ -6,6 +6,8 @@ against chance are in `recurrence.py`, and the bucket is found in `late_bucket.p
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence, Judgement
@@ -22,6 +24,8 @@ from ddpobs_server.analysis.lateness import (
     typical_lateness,
 )
 from ddpobs_server.analysis.recurrence import beyond_chance, costly_ranks, onset, recurring_ranks
+from ddpobs_server.analysis.slow_rank_cause import with_cause
+from ddpobs_server.analysis.work import at_equal_work
 
 CODES = ("straggler",)
 MIN_COMPARED_STEPS = 32
@@ -51,13 +55,15 @@ def straggler(evidence: Evidence) -> Judgement:
     ]
     if _not_judged_reason(evidence):
         return missing
+    if evidence.work_fit is not None:  # Lateness from larger batches is the finding `imbalanced-batches`.
+        evidence = replace(evidence, joined=at_equal_work(evidence.joined, evidence.work_fit))
     findings = _straggler_findings(evidence.joined.latest(RECENT_STEPS), evidence.hosts)
     if evidence.columns is not None:
         try:
             findings = name_late_buckets(findings, evidence, evidence.columns)
         except ColumnsTooLargeError as error:
             missing.append(NotJudged("buckets", str(error)))
-    return [*findings, *missing]
+    return [*(with_cause(finding, evidence) for finding in findings), *missing]
 
 
 def _not_judged_reason(evidence: Evidence) -> str:
