@@ -37,7 +37,7 @@ _EVENTS = {"steps": len(wire.PHASES), "spans": 1}
 _CLOCK_ROWS = 500_000
 """Most rows that are read around the requested steps to align clocks."""
 _NOISE_STEPS, _NOISE_ROWS = 200, 50_000
-_CACHED = 1024
+_CACHED, _CACHED_PARTS = 1024, 64
 _PATIENCE_S = 1.0
 """Longest wait for the first diagnoses of runs."""
 
@@ -65,6 +65,7 @@ class Reports:
         self._store, self._settings, self._now_ns = store, settings or Settings.model_validate({}), now_ns
         self._diagnosis = Diagnosis(store, now_ns)
         self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
+        self._parts: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
         self._executor = ThreadPoolExecutor(1, "ddpobs-reports")
         self._lock = threading.Lock()
         self._running: dict[tuple[str, str], Future[None]] = {}
@@ -73,6 +74,14 @@ class Reports:
         """Return the findings, most severe first, and the questions that could not be judged."""
         version = report_version(self._store.version(run), self._settings, self._now_ns())
         return self._diagnoses.get((run, attempt), version, lambda: self._diagnosis.diagnose(run, attempt))
+
+    def diagnostics_between(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
+        """Return the findings about the steps `first` to `last`; None leaves that end open."""
+        if first is None and last is None:
+            return self.diagnostics(run, attempt)
+        version = report_version(self._store.version(run), self._settings, self._now_ns())
+        key = (run, f"{attempt} {first} {last}")
+        return self._parts.get(key, version, lambda: self._diagnosis.diagnose(run, attempt, first, last))
 
     def last_diagnosis(self, run: Run) -> tuple[dict[str, Any] | None, bool]:
         """Return the last diagnosis of the latest attempt, and whether it is current.
