@@ -1,7 +1,7 @@
 """Stretches of a run in which one rank is slow: since when, until when, and whether chance explains them.
 
 Stretches begin and end at change points of the share of time that a rank costs. A stretch counts if the rank stands out
-in each quarter of it, if no other rank has a stretch of the same length that costs a third as much, and if the ranks'
+in each quarter of it, if no other rank has a stretch of the same length that costs a quarter as much, and if the ranks'
 costs, permuted bin by bin, seldom make any stretch as costly.
 """
 
@@ -19,15 +19,18 @@ from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
 MIN_STEPS = 28
 """Fewest compared steps of a stretch. A stretch of 30 steps may lose one at each end, where own times have no origin."""
 MIN_COST_SHARE = 0.05
-_MIN_LOST_STEPS = 9.0
+_MIN_LOST_STEPS = 12.8
 """Least cost of a stretch, in steps. A short stretch must therefore cost more of each step than a long stretch."""
 _MIN_LATE_SHARE = 0.8
 _SHORT_STEPS = 64
 """Twice as many steps are too few to be permuted in blocks of 4."""
 _LONG_STEPS = 256
 """Steps from which a stretch counts although the rank is late in fewer steps than `_MIN_LATE_SHARE`."""
-_MIN_CONTRAST = 3.0
+_MIN_CONTRAST, _MIN_RIVAL_CONTRAST = 3.0, 4.0
+_RIVALS = 0.8
 _MAX_CHANCE = 0.02
+_BLOCKS = 10
+"""Blocks of bins in a stretch that are permuted as a whole: noise in bursts shorter than a block stays together."""
 _REFERENCE_SHARE = MIN_COST_SHARE / 2
 """Cost share between no cost and the least cost that counts: the reference value of a cumulative sum (Page,
 Biometrika 41, 1954)."""
@@ -154,17 +157,17 @@ def _stands_out(bins: LatenessBins, index: int, begin: int, end: int) -> bool:
             return False
     if part.late[:, index].sum() < least_late * steps:
         return False
-    return cost_ns >= _MIN_CONTRAST * _costliest_elsewhere(bins, index, end - begin)
+    return cost_ns >= _MIN_RIVAL_CONTRAST * _costliest_elsewhere(bins, index, end - begin)
 
 
 def _costliest_elsewhere(bins: LatenessBins, index: int, length: int) -> float:
-    """Return the cost of the costliest `length` consecutive bins of the other ranks' median rival.
+    """Return the cost of the costliest `length` consecutive bins of another rank.
 
-    Several ranks may be slow at once, as on one host. The rival is therefore the costliest rank of the cheaper half.
+    A fifth of the other ranks may be slow too, as on one host, and is left out.
     """
     sums = np.concatenate([np.zeros((1, len(bins.ranks))), np.cumsum(net_cost_ns(bins.cost_ns), axis=0)])
     highest = np.delete((sums[length:] - sums[:-length]).max(axis=0), index)
-    return float(np.quantile(highest, 0.5 if len(highest) > 2 else 1.0, method="higher"))
+    return float(np.quantile(highest, _RIVALS, method="higher"))
 
 
 def _cost_ns(bins: LatenessBins, index: int, begin: int, end: int) -> float:
@@ -172,28 +175,38 @@ def _cost_ns(bins: LatenessBins, index: int, begin: int, end: int) -> float:
 
 
 def _chances(bins: LatenessBins, candidates: list[tuple[int, int, int]]) -> Floats:
-    """Return how often ranks permuted anew in each bin have a stretch as slow, with the usual +1 correction.
+    """Return how often permuted ranks have a stretch as slow, with the usual +1 correction; shape [candidates].
 
     A stretch is as slow if its costs, or its median excesses, add up to as much: the smaller p-value counts.
-    Only the costliest ranks are permuted. More ranks would spread the costs and make any stretch less likely.
     """
     costliest = np.argsort(-bins.cost_ns.sum(axis=0), kind="stable")[:_PERMUTED_RANKS]
     reference = _REFERENCE_SHARE * bins.time_ns[:, None]
-    chances = []
+    chances = np.ones(len(candidates))
     for series in (bins.cost_ns, np.maximum(0.0, bins.excess_ns) * bins.steps[:, None]):
         net = net_cost_ns(series) - reference
-        scores = np.array([net[begin:end, index].sum() for index, begin, end in candidates])
-        permuted = series[:, costliest]
-        permutations = max(100, min(_PERMUTATIONS, _MAX_CELLS // permuted.size))
-        random = np.random.default_rng(0)
-        highest = np.array(
-            [
-                _highest_sums(net_cost_ns(random.permuted(permuted, axis=1)) - reference).max()
-                for _ in range(permutations)
-            ]
-        )
-        chances.append((1 + (highest[:, None] >= scores).sum(axis=0)) / (1 + permutations))
-    return np.asarray(np.minimum(*chances))
+        highest: dict[int, Floats] = {}
+        for row, (index, begin, end) in enumerate(candidates):
+            block = max(1, (end - begin) // _BLOCKS)
+            if block not in highest:
+                highest[block] = _permuted_maxima(series[:, costliest], reference, block)
+            exceeding = int((highest[block] >= net[begin:end, index].sum()).sum())
+            chances[row] = min(chances[row], (1 + exceeding) / (1 + len(highest[block])))
+    return chances
+
+
+def _permuted_maxima(series: Floats, reference: Floats, block: int) -> Floats:
+    """Return the highest score of any stretch in each permutation; the ranks of each block of bins are permuted anew.
+
+    Only the costliest ranks are permuted. More ranks would spread the costs and make any stretch less likely.
+    """
+    begins = np.arange(0, len(series), block)
+    sums, references = (np.add.reduceat(values, begins, axis=0) for values in (series, reference))
+    permutations = max(100, min(_PERMUTATIONS, _MAX_CELLS // sums.size))
+    random = np.random.default_rng(0)
+    maxima = [
+        _highest_sums(net_cost_ns(random.permuted(sums, axis=1)) - references).max() for _ in range(permutations)
+    ]
+    return np.array(maxima)
 
 
 def _highest_sums(values: Floats) -> Floats:

@@ -10,10 +10,11 @@ from ddpobs import wire
 from ddpobs_server.analysis.intervals import StepClock
 from ddpobs_server.analysis.joined_steps import index_ranks
 from ddpobs_server.analysis.lateness_bins import LatenessBins
-from ddpobs_server.reports.recent_steps import STEPS, drop_silent_ranks, read_recent_steps
+from ddpobs_server.reports import recent_steps
+from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.store import Source, Store
 
-_WHOLE_ROWS = 150_000
+WHOLE_ROWS = 150_000
 """Rows up to which all judged steps are read."""
 _NO_STEPS = np.zeros(0, np.int64)
 Rows = tuple[wire.Ints, wire.Steps]
@@ -76,14 +77,14 @@ def read_judged_steps(
     first, last = bounds[0] or 0, highest if bounds[1] is None else min(bounds[1], highest)
     if first > last:
         return JudgedSteps.none()
-    if store.estimate_rows("steps", run, attempt, first, last) <= _WHOLE_ROWS:
+    if store.estimate_rows("steps", run, attempt, first, last) <= WHOLE_ROWS:
         whole = store.steps(run, attempt, None, first, last)
         latest = _latest(whole, {rank: min(step, last) for rank, step in last_steps.items()})
         return JudgedSteps(*latest, whole=whole if len(latest[0]) < len(whole[0]) else None)
     if bounds[1] is None or last == highest:
         rank, steps = read_recent_steps(store, run, attempt, sources)
         return JudgedSteps(*_selected((rank, steps), steps.step >= first))
-    window = max(1, min(STEPS, _WHOLE_ROWS // max(1, len(last_steps))))
+    window = max(1, min(recent_steps.STEPS, WHOLE_ROWS // max(1, len(last_steps))))
     return JudgedSteps(*store.steps(run, attempt, None, max(first, last - window + 1), last))
 
 
@@ -93,7 +94,7 @@ def _latest(rows: Rows, last_steps: dict[int, int]) -> Rows:
     if not len(rank):
         return rows
     ranks, index = index_ranks(rank)
-    first = np.array([last_steps.get(number, 0) - STEPS for number in ranks.tolist()], np.int64)
+    first = np.array([last_steps.get(number, 0) - recent_steps.STEPS for number in ranks.tolist()], np.int64)
     return _selected(rows, steps.step > first[index])
 
 
