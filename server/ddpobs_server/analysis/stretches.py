@@ -21,7 +21,7 @@ MIN_STEPS = 28
 MIN_COST_SHARE = 0.05
 _MIN_LOST_STEPS = 12.8
 """Least cost of a stretch, in steps. A short stretch must therefore cost more of each step than a long stretch."""
-_MIN_LATE_SHARE = 0.8
+_MIN_LATE_SHARE = 0.85
 _SHORT_STEPS = 64
 """Twice as many steps are too few to be permuted in blocks of 4."""
 _LONG_STEPS = 256
@@ -34,6 +34,10 @@ _BLOCKS = 10
 _REFERENCE_SHARE = MIN_COST_SHARE / 2
 """Cost share between no cost and the least cost that counts: the reference value of a cumulative sum (Page,
 Biometrika 41, 1954)."""
+_MIN_RIVAL_LEVEL = 1.5
+"""Least ratio of a stretch's cost per step to that of the costliest quarter as long of another rank.
+
+A stretch of more than half of the run leaves no room for another of its length, but noise in bursts shows in a quarter."""
 _PARTS = 4
 _SUSPECTS, _PERMUTED_RANKS = 16, 16
 _PERMUTATIONS, _MAX_CELLS = 400, 4_000_000
@@ -81,7 +85,7 @@ def find_stretches(bins: LatenessBins) -> list[Stretch]:
         return []
     chances = _chances(bins, candidates)
     result: list[Stretch] = []
-    for row in sorted(range(len(candidates)), key=lambda row: (chances[row], -_cost_ns(bins, *candidates[row]))):
+    for row in sorted(range(len(candidates)), key=lambda row: -_distinctness(bins, *candidates[row])):
         index, begin, end = candidates[row]
         is_new = all(end <= other.begin or other.end <= begin for other in result if other.index == index)
         if chances[row] <= _MAX_CHANCE and is_new:
@@ -157,7 +161,11 @@ def _stands_out(bins: LatenessBins, index: int, begin: int, end: int) -> bool:
             return False
     if part.late[:, index].sum() < least_late * steps:
         return False
-    return cost_ns >= _MIN_RIVAL_CONTRAST * _costliest_elsewhere(bins, index, end - begin)
+    quarter = max(1, (end - begin) // _PARTS)
+    return (
+        cost_ns >= _MIN_RIVAL_CONTRAST * _costliest_elsewhere(bins, index, end - begin)
+        and cost_ns * quarter / (end - begin) >= _MIN_RIVAL_LEVEL * _costliest_elsewhere(bins, index, quarter)
+    )
 
 
 def _costliest_elsewhere(bins: LatenessBins, index: int, length: int) -> float:
@@ -170,8 +178,12 @@ def _costliest_elsewhere(bins: LatenessBins, index: int, length: int) -> float:
     return float(np.quantile(highest, _RIVALS, method="higher"))
 
 
-def _cost_ns(bins: LatenessBins, index: int, begin: int, end: int) -> float:
-    return float(net_cost_ns(bins.cost_ns[begin:end])[:, index].sum())
+def _distinctness(bins: LatenessBins, index: int, begin: int, end: int) -> float:
+    """Return a stretch's mean cost times the root of its length: its distance from noise, up to a factor.
+
+    Of candidates that overlap, the most distinct has the best ends.
+    """
+    return float(net_cost_ns(bins.cost_ns[begin:end])[:, index].sum() / np.sqrt(bins.steps[begin:end].sum()))
 
 
 def _chances(bins: LatenessBins, candidates: list[tuple[int, int, int]]) -> Floats:
