@@ -52,9 +52,7 @@ class LatenessBins:
 
     def select(self, rows: Any) -> LatenessBins:
         """Return some bins."""
-        return LatenessBins(
-            **{name: value if name == "ranks" else value[rows] for name, value in vars(self).items()}
-        )
+        return LatenessBins(**{name: value if name == "ranks" else value[rows] for name, value in vars(self).items()})
 
     def followed_by(self, later: LatenessBins) -> LatenessBins:
         """Return these bins and the later bins, of the ranks that both have."""
@@ -70,7 +68,9 @@ class LatenessBins:
     def of_ranks(self, ranks: wire.Ints) -> LatenessBins:
         """Return the columns of some of the ranks."""
         rows = np.searchsorted(self.ranks, ranks)
-        by_rank = {name: getattr(self, name)[:, rows] for name in ("late", "cost_ns", "lost_ns", "phase_ns", "excess_ns")}
+        by_rank = {
+            name: getattr(self, name)[:, rows] for name in ("late", "cost_ns", "lost_ns", "phase_ns", "excess_ns")
+        }
         return LatenessBins(**vars(self) | by_rank | {"ranks": ranks})
 
 
@@ -115,11 +115,15 @@ def lost_ns(joined: JoinedSteps) -> Floats:
 
 def bins_of(joined: JoinedSteps, width: int) -> LatenessBins:
     """Return the bins of joined steps with at least two ranks; each has `width` steps, the last may have fewer."""
+    return bins_from(joined, np.arange(0, len(joined), width))
+
+
+def bins_from(joined: JoinedSteps, begins: wire.Ints) -> LatenessBins:
+    """Return the bins that begin at these rows of joined steps with at least two ranks."""
     late, weights = lateness(joined), step_weights(joined.window_ns)
     middle = (len(joined.ranks) - 1) // 2
     in_time_ns = np.partition(joined.own_ns, middle, axis=1)[:, middle, None]
     shares_ns = loss_shares(np.maximum(0.0, joined.own_ns - in_time_ns))
-    begins = np.arange(0, len(joined), width)
 
     def sums(values: Any) -> Floats:
         if not len(begins):
@@ -127,27 +131,29 @@ def bins_of(joined: JoinedSteps, width: int) -> LatenessBins:
         return np.asarray(np.add.reduceat(values.astype(np.float64), begins, axis=0))
 
     weight = weights[:, None]
+    ends = np.append(begins[1:], len(joined))[: len(begins)]
     return LatenessBins(
         first=joined.step[begins],
-        last=joined.step[np.minimum(begins + width, len(joined)) - 1] if len(joined) else begins,
-        steps=np.diff(begins, append=len(joined)),
+        last=joined.step[ends - 1],
+        steps=ends - begins,
         time_ns=sums(weights * joined.window_ns),
         ranks=joined.ranks,
         late=sums(late.late),
         cost_ns=sums(weight * late.cost_ns),
         lost_ns=sums(weight * np.where(late.late, shares_ns, 0.0)),
         phase_ns=sums(_late_phases_ns(joined, late.late, weights)),
-        excess_ns=_bin_medians(late.excess_ns, width),
+        excess_ns=_bin_medians(late.excess_ns, begins, ends),
     )
 
 
-def _bin_medians(values: Floats, width: int) -> Floats:
-    """Return the median of each bin of rows."""
-    full = len(values) // width
-    medians = [np.median(values[: full * width].reshape(full, width, -1), axis=1)] if full else []
-    if full * width < len(values):
-        medians.append(np.median(values[full * width :], axis=0)[None])
-    return np.concatenate(medians) if medians else values
+def _bin_medians(values: Floats, begins: wire.Ints, ends: wire.Ints) -> Floats:
+    """Return the median of each bin of rows; bins of equal length at once."""
+    medians = np.zeros((len(begins), values.shape[1]))
+    lengths = ends - begins
+    for length in np.unique(lengths).tolist():
+        rows = np.flatnonzero(lengths == length)
+        medians[rows] = np.median(values[begins[rows, None] + np.arange(length)], axis=1)
+    return medians
 
 
 def _late_phases_ns(joined: JoinedSteps, late: Any, weights: Floats) -> Floats:

@@ -162,10 +162,9 @@ def _stands_out(bins: LatenessBins, index: int, begin: int, end: int) -> bool:
     if part.late[:, index].sum() < least_late * steps:
         return False
     quarter = max(1, (end - begin) // _PARTS)
-    return (
-        cost_ns >= _MIN_RIVAL_CONTRAST * _costliest_elsewhere(bins, index, end - begin)
-        and cost_ns * quarter / (end - begin) >= _MIN_RIVAL_LEVEL * _costliest_elsewhere(bins, index, quarter)
-    )
+    return cost_ns >= _MIN_RIVAL_CONTRAST * _costliest_elsewhere(bins, index, end - begin) and cost_ns * quarter / (
+        end - begin
+    ) >= _MIN_RIVAL_LEVEL * _costliest_elsewhere(bins, index, quarter)
 
 
 def _costliest_elsewhere(bins: LatenessBins, index: int, length: int) -> float:
@@ -215,9 +214,7 @@ def _permuted_maxima(series: Floats, reference: Floats, block: int) -> Floats:
     sums, references = (np.add.reduceat(values, begins, axis=0) for values in (series, reference))
     permutations = max(100, min(_PERMUTATIONS, _MAX_CELLS // sums.size))
     random = np.random.default_rng(0)
-    maxima = [
-        _highest_sums(net_cost_ns(random.permuted(sums, axis=1)) - references).max() for _ in range(permutations)
-    ]
+    maxima = [_highest_sums(net_cost_ns(random.permuted(sums, axis=1)) - references).max() for _ in range(permutations)]
     return np.array(maxima)
 
 

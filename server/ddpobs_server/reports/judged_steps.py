@@ -10,12 +10,16 @@ from ddpobs import wire
 from ddpobs_server.analysis.intervals import StepClock
 from ddpobs_server.analysis.joined_steps import index_ranks
 from ddpobs_server.analysis.lateness_bins import LatenessBins
+from ddpobs_server.analysis.step_bins import StepBins
 from ddpobs_server.reports import recent_steps
+from ddpobs_server.reports.step_bins import read_lateness, read_step_bins, unix_times
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.store import Source, Store
 
 WHOLE_ROWS = 150_000
 """Rows up to which all judged steps are read."""
+_TIMES = 1000
+"""Bins of the steps before the latest, by which these are dated."""
 _NO_STEPS = np.zeros(0, np.int64)
 Rows = tuple[wire.Ints, wire.Steps]
 
@@ -28,13 +32,15 @@ class JudgedSteps:
         rank: Rank of each row of the latest steps.
         steps: Their columns.
         whole: Ranks and columns of all judged steps; None if they are the latest steps.
-        earlier: Rollups of the judged steps before; None if there are none.
+        earlier: Lateness in the judged steps before, from bins; None if there is none.
+        earlier_times: The same steps in bins over all ranks, with times of day.
     """
 
     rank: wire.Ints
     steps: wire.Steps
     whole: Rows | None = None
     earlier: LatenessBins | None = None
+    earlier_times: StepBins | None = None
 
     @classmethod
     def none(cls) -> JudgedSteps:
@@ -61,7 +67,11 @@ class JudgedSteps:
         if not offsets:
             return StepClock()
         _, rows = _selected((rank, steps), rank == lowest)
-        return StepClock(rows.step, rows.start_ns + offsets[-1], rows.end_ns + offsets[-1])
+        columns = [(rows.step, rows.start_ns + offsets[-1], rows.end_ns + offsets[-1])]
+        if (bins := self.earlier_times) is not None:
+            bins = bins.select(np.flatnonzero(bins.column("last") < rows.step[0]))
+            columns.insert(0, (bins.column("first"), bins.column("began_ns"), bins.column("ended_ns")))
+        return StepClock(*(np.concatenate(parts) for parts in zip(*columns, strict=True)))
 
 
 def read_judged_steps(
@@ -81,11 +91,17 @@ def read_judged_steps(
         whole = store.steps(run, attempt, None, first, last)
         latest = _latest(whole, {rank: min(step, last) for rank, step in last_steps.items()})
         return JudgedSteps(*latest, whole=whole if len(latest[0]) < len(whole[0]) else None)
-    if bounds[1] is None or last == highest:
+    if last == highest:
         rank, steps = read_recent_steps(store, run, attempt, sources)
-        return JudgedSteps(*_selected((rank, steps), steps.step >= first))
-    window = max(1, min(recent_steps.STEPS, WHOLE_ROWS // max(1, len(last_steps))))
-    return JudgedSteps(*store.steps(run, attempt, None, max(first, last - window + 1), last))
+        latest = _selected((rank, steps), steps.step >= first)
+    else:
+        window = max(1, min(recent_steps.STEPS, WHOLE_ROWS // max(1, len(last_steps))))
+        latest = store.steps(run, attempt, None, max(first, last - window + 1), last)
+    if not len(latest[0]) or first >= (until := int(latest[1].step[0])):
+        return JudgedSteps(*latest)
+    before = first, until - 1
+    times = unix_times(read_step_bins(store, run, attempt, before, _TIMES, None, over=True), sources)
+    return JudgedSteps(*latest, earlier=read_lateness(store, run, attempt, before, len(sources)), earlier_times=times)
 
 
 def _latest(rows: Rows, last_steps: dict[int, int]) -> Rows:

@@ -49,7 +49,8 @@ def straggler(evidence: Evidence) -> Judgement:
         return missing
     run = WholeRun.of(evidence)
     findings = [
-        with_extent(finding, run) for finding in _straggler_findings(evidence.joined.latest(RECENT_STEPS), evidence.hosts)
+        with_extent(finding, run)
+        for finding in _straggler_findings(evidence.joined.latest(RECENT_STEPS), evidence.hosts)
     ]
     slow_in_turn = in_turn(run, {finding.ranks[0] for finding in findings})
     findings += past_findings(run, findings, slow_in_turn, evidence.hosts)
