@@ -7,6 +7,8 @@ Bayesian information criterion (Yao, Statistics & Probability Letters 6, 1988).
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 
 from ddpobs import wire
@@ -69,4 +71,4 @@ def _pelt(values: Floats, penalty: float, min_length: int) -> list[tuple[int, in
     while ends[-1] > 0:
         ends.append(int(previous[ends[-1]]))
     ends.reverse()
-    return list(zip(ends[:-1], ends[1:], strict=True))
+    return list(pairwise(ends))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 
 import numpy as np
 
@@ -66,7 +66,7 @@ def describe(intervals: Sequence[Interval]) -> str:
 
 def format_times(began_ns: int, ended_ns: int) -> str:
     """Return two times in UTC, as exact as they must be to differ: minutes, or seconds; with the date if it differs."""
-    began, ended = (datetime.fromtimestamp(ns / 1e9, timezone.utc) for ns in (began_ns, ended_ns))
+    began, ended = (datetime.fromtimestamp(ns / 1e9, UTC) for ns in (began_ns, ended_ns))
     if began.date() != ended.date():
         return f"{began:%Y-%m-%d %H:%M} to {ended:%Y-%m-%d %H:%M} UTC"
     clock = "%H:%M" if (began.hour, began.minute) != (ended.hour, ended.minute) else "%H:%M:%S"

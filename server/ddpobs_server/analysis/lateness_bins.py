@@ -52,7 +52,8 @@ class LatenessBins:
 
     def select(self, rows: Any) -> LatenessBins:
         """Return some bins."""
-        return LatenessBins(**{name: value if name == "ranks" else value[rows] for name, value in vars(self).items()})
+        columns: dict[str, Any] = vars(self)
+        return LatenessBins(**{name: value if name == "ranks" else value[rows] for name, value in columns.items()})
 
     def followed_by(self, later: LatenessBins) -> LatenessBins:
         """Return these bins and the later bins, of the ranks that both have."""
@@ -162,9 +163,7 @@ def _late_phases_ns(joined: JoinedSteps, late: Any, weights: Floats) -> Floats:
     result = np.zeros(joined.phases_ns.shape)
     rows = np.flatnonzero(late.any(axis=1))
     phases = joined.phases_ns[rows]
-    if len(joined.ranks) == 2:
-        others = phases[:, ::-1]
-    else:
-        others = np.partition(phases, middle, axis=1)[:, middle, None]
+    is_pair = len(joined.ranks) == 2
+    others = phases[:, ::-1] if is_pair else np.partition(phases, middle, axis=1)[:, middle, None]
     result[rows] = np.where(late[rows][:, :, None], (phases - others) * weights[rows, None, None], 0.0)
     return result

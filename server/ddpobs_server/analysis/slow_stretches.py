@@ -1,4 +1,4 @@
-"""Findings about stretches of the whole run in which a rank was slow, and the extent of a finding about recent steps."""
+"""Findings about stretches of the run in which a rank was slow, and the extent of a finding about recent steps."""
 
 from __future__ import annotations
 

@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddpobs import wire
 from ddpobs_server.analysis.change_points import segments
 from ddpobs_server.analysis.joined_steps import Floats, JoinedSteps, median_of_others
 from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
 
 MIN_STEPS = 28
-"""Fewest compared steps of a stretch. A stretch of 30 steps may lose one at each end, where own times have no origin."""
+"""Fewest compared steps of a stretch. One of 30 steps may lose a step at each end, where own times have no origin."""
 MIN_COST_SHARE = 0.05
 _MIN_LOST_STEPS = 12.8
 """Least cost of a stretch, in steps. A short stretch must therefore cost more of each step than a long stretch."""
@@ -37,7 +36,7 @@ Biometrika 41, 1954)."""
 _MIN_RIVAL_LEVEL = 1.5
 """Least ratio of a stretch's cost per step to that of the costliest quarter as long of another rank.
 
-A stretch of more than half of the run leaves no room for another of its length, but noise in bursts shows in a quarter."""
+A stretch of more than half of the run leaves no room for another of its length. Noise in bursts shows in a quarter."""
 _PARTS = 4
 _SUSPECTS, _PERMUTED_RANKS = 16, 16
 _PERMUTATIONS, _MAX_CELLS = 400, 4_000_000
@@ -193,7 +192,8 @@ def _chances(bins: LatenessBins, candidates: list[tuple[int, int, int]]) -> Floa
     costliest = np.argsort(-bins.cost_ns.sum(axis=0), kind="stable")[:_PERMUTED_RANKS]
     reference = _REFERENCE_SHARE * bins.time_ns[:, None]
     chances = np.ones(len(candidates))
-    for series in (bins.cost_ns, np.maximum(0.0, bins.excess_ns) * bins.steps[:, None]):
+    typical_ns: Floats = np.maximum(0.0, bins.excess_ns) * bins.steps[:, None]
+    for series in (bins.cost_ns, typical_ns):
         net = net_cost_ns(series) - reference
         highest: dict[int, Floats] = {}
         for row, (index, begin, end) in enumerate(candidates):
@@ -241,14 +241,14 @@ def refine(joined: JoinedSteps, index: int, first: int, last: int, width: int) -
     """
     fine = bins_of(joined, 1)
     costs = fine.cost_ns[:, index] / np.maximum(1.0, fine.time_ns)
-    begin = _edge(costs, np.searchsorted(joined.step, first), width, rises=True)
-    end = _edge(costs, np.searchsorted(joined.step, last, "right"), width, rises=False)
+    begin = _edge(costs, int(np.searchsorted(joined.step, first)), width, rises=True)
+    end = _edge(costs, int(np.searchsorted(joined.step, last, "right")), width, rises=False)
     return int(joined.step[begin]), int(joined.step[max(begin, end - 1)])
 
 
-def _edge(costs: Floats, row: wire.Ints | int, width: int, *, rises: bool) -> int:
+def _edge(costs: Floats, row: int, width: int, *, rises: bool) -> int:
     """Return the row around `row` that splits the costs best into two means: least sum of squares."""
-    begin, end = max(0, int(row) - 2 * width), min(len(costs), int(row) + 2 * width)
+    begin, end = max(0, row - 2 * width), min(len(costs), row + 2 * width)
     part = np.minimum(costs[begin:end], np.quantile(costs[begin:end], 0.9)) if end > begin else costs[:0]
     if len(part) < 2 or (row <= 0 and rises) or (row >= len(costs) and not rises):
         return int(np.clip(row, 0, len(costs)))
@@ -257,4 +257,4 @@ def _edge(costs: Floats, row: wire.Ints | int, width: int, *, rises: bool) -> in
     before, after = sums[:-1] / splits, (sums[-1] - sums[:-1]) / (len(part) - splits)
     gain = splits * (len(part) - splits) * (after - before) ** 2
     right_way = after > before if rises else after < before
-    return begin + int(splits[np.where(right_way, gain, -1.0).argmax()]) if right_way.any() else int(row)
+    return begin + int(splits[np.where(right_way, gain, -1.0).argmax()]) if right_way.any() else row

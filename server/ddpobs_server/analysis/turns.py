@@ -12,7 +12,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.joined_steps import Floats, JoinedSteps, median_of_others
-from ddpobs_server.analysis.lateness import lateness, step_weights
+from ddpobs_server.analysis.lateness import Lateness, lateness, step_weights
 from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of, ideal_ns, loss_shares
 from ddpobs_server.analysis.recurrence import MIN_COST_SHARE, chance_of
 from ddpobs_server.analysis.stretches import net_cost_ns
@@ -27,6 +27,7 @@ _MIN_ALIKE = 0.75
 """Least share of the stretches that cost about as much as the median stretch. Noise differs from burst to burst."""
 _PARTS = 4
 _MIN_PERIOD_STEPS, _MAX_PERIOD = 32, 8
+_MIN_TURN_SHARE = 0.8
 _MAX_CHANCE = 0.01 / len(wire.OWN_PHASES)
 """Largest p-value of a rank in one phase; each phase is a further chance to stand out."""
 
@@ -78,7 +79,7 @@ def _owned_stretches(bins: LatenessBins) -> list[tuple[int, int, int]]:
 
 
 def _densest(bins: LatenessBins, stretches: list[tuple[int, int, int]]) -> tuple[int, int]:
-    """Return the bins (begin, end) that the stretches cover best: the highest sum of covered minus half of all steps."""
+    """Return the bins (begin, end) that the stretches cover best: the highest sum of covered steps minus half of all."""
     covered = np.zeros(len(bins))
     for _, begin, end in stretches:
         covered[begin:end] = 1.0
@@ -168,24 +169,21 @@ def _periodic_turns(joined: JoinedSteps, named: set[int]) -> list[Turn]:
     return []
 
 
-def _turns_at(joined: JoinedSteps, late: Any, period: int, residue: int) -> list[Turn]:
-    rows = np.flatnonzero(joined.step % period == residue)
+def _turns_at(joined: JoinedSteps, late: Lateness, period: int, residue: int) -> list[Turn]:
+    is_turn = joined.step % period == residue
+    rows = np.flatnonzero(is_turn)
+    least = np.min([late.late[part].mean(axis=0) for part in np.array_split(rows, _PARTS)], axis=0)
+    often = (least >= _MIN_TURN_SHARE) & (late.late[~is_turn].mean(axis=0) <= 0.5 * least)
     turns = []
-    for index in range(len(joined.ranks)):
-        shares = [late.late[part, index].mean() for part in np.array_split(rows, _PARTS)]
-        if min(shares) < 0.8:
-            continue
-        elsewhere = np.delete(np.arange(len(joined)), rows)
-        if late.late[elsewhere, index].mean() > 0.5 * min(shares):
-            continue
-        is_late = np.zeros(len(joined), bool)
-        is_late[rows] = late.late[rows, index]
+    chances = chance_of(late.late[rows]) if often.any() else least
+    for index in np.flatnonzero(often & (chances <= 2 * _MAX_CHANCE)).tolist():
+        is_late = is_turn & late.late[:, index]
         phases = joined.phases_ns[is_late]
         excess = (phases[:, index] - np.median(np.delete(phases, index, axis=1), axis=1)).mean(axis=0)
-        chance = float(chance_of(late.late[rows])[index])
-        if chance <= _MAX_CHANCE * 2:
-            phase = wire.OWN_PHASES[int(excess.argmax())]
-            turns.append(Turn(index, phase, is_late, float(np.median(late.excess_ns[is_late, index])), chance))
+        phase = wire.OWN_PHASES[int(excess.argmax())]
+        turns.append(
+            Turn(index, phase, is_late, float(np.median(late.excess_ns[is_late, index])), float(chances[index]))
+        )
     return turns
 
 

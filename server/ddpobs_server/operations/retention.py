@@ -9,7 +9,7 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ddpobs_server.operations.clock_guard import ClockGuard
-from ddpobs_server.reports.step_bins import update_step_bins
+from ddpobs_server.reports.step_bins import AttemptBins, update_step_bins
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 
@@ -169,7 +169,7 @@ class RetentionJob:
             attempts = self._store.attempts(run)
             for attempt in attempts if run not in self._binned else attempts[-1:]:
                 began = time.monotonic()
-                for _ in update_step_bins(self._store, run, attempt.attempt, now_ns):
+                for _ in update_step_bins(AttemptBins(self._store, run, attempt.attempt), now_ns):
                     if self._closing.wait(_PAUSE_RATIO * (time.monotonic() - began)) or time.monotonic() > until:
                         return
                     began = time.monotonic()

@@ -12,8 +12,8 @@ from ddpobs_server.analysis.joined_steps import index_ranks
 from ddpobs_server.analysis.lateness_bins import LatenessBins
 from ddpobs_server.analysis.step_bins import StepBins
 from ddpobs_server.reports import recent_steps
-from ddpobs_server.reports.step_bins import read_lateness, read_step_bins, unix_times
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
+from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_lateness, read_step_bins, unix_times
 from ddpobs_server.store import Source, Store
 
 WHOLE_ROWS = 150_000
@@ -100,8 +100,9 @@ def read_judged_steps(
     if not len(latest[0]) or first >= (until := int(latest[1].step[0])):
         return JudgedSteps(*latest)
     before = first, until - 1
-    times = unix_times(read_step_bins(store, run, attempt, before, _TIMES, None, over=True), sources)
-    return JudgedSteps(*latest, earlier=read_lateness(store, run, attempt, before, len(sources)), earlier_times=times)
+    bins = AttemptBins(store, run, attempt)
+    times = unix_times(read_step_bins(bins, before, _TIMES, Shown(over=True)), sources)
+    return JudgedSteps(*latest, earlier=read_lateness(bins, before, len(sources)), earlier_times=times)
 
 
 def _latest(rows: Rows, last_steps: dict[int, int]) -> Rows:

@@ -25,7 +25,7 @@ from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.reports.run_state import report_version, state_of_run
-from ddpobs_server.reports.step_bins import read_step_bins, unix_times
+from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_step_bins, unix_times
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
 
@@ -199,7 +199,7 @@ class Reports:
             next_step, last, points = (end + 1 if end < last else None), min(end, last), fitting
         bins = StepBins.concat([])
         if first <= last:
-            bins = read_step_bins(self._store, run, attempt, (first, last), points, rank, over=mean)
+            bins = read_step_bins(AttemptBins(self._store, run, attempt), (first, last), points, Shown(rank, mean))
         bins = unix_times(bins, sources)
         return {name: bins.column(name) for name in SHOWN if name != "rank" or not mean}, next_step
 

@@ -5,7 +5,8 @@ Bins of level 0 are made from columns when every rank has sent their steps; bins
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -25,31 +26,63 @@ _CELLS = 300_000
 """Most bins times ranks that are judged."""
 
 
-def update_step_bins(store: Store, run: str, attempt: str, now_ns: int) -> Iterator[int]:
-    """Make the bins of an attempt that are due.
+@dataclass(frozen=True)
+class AttemptBins:
+    """The bins of one attempt in a store."""
+
+    store: Store
+    run: str
+    attempt: str
+
+    def states(self, level: int) -> dict[int, tuple[bool, int]]:
+        """Return whether each bin of a level is stale, and its number of rows."""
+        return self.store.step_bin_states(self.run, self.attempt, level)
+
+    def column_rows(self, first: int, last: int) -> int:
+        """Estimate the rows of steps that have columns."""
+        return self.store.estimate_rows("steps", self.run, self.attempt, first, last)
+
+    def read(self, level: int, numbers: tuple[int, int], blocks: list[int] | None) -> StepBins:
+        """Return bins of a level, by their first and last number."""
+        number, table = self.store.read_step_bins(self.run, self.attempt, level, numbers, blocks=blocks)
+        return StepBins(number, table) if len(number) else StepBins.concat([])
+
+    def write(self, level: int, numbers: list[int], bins: StepBins, rows: dict[int, int]) -> None:
+        """Replace bins of a level, and their rows over all ranks."""
+        summary, block = over_ranks(bins), bins.column("rank") // BLOCK_RANKS
+
+        def tables() -> Iterator[tuple[int, int, int, wire.Ints]]:
+            for number in numbers:
+                yield number, OVER_RANKS, int(rows[number]), summary.table[:, summary.number == number]
+                is_here = bins.number == number
+                for index in np.unique(block[is_here]).tolist():
+                    yield number, index, int(rows[number]), bins.table[:, is_here & (block == index)]
+
+        self.store.write_step_bins(self.run, self.attempt, level, tables())
+
+
+def update_step_bins(attempt: AttemptBins, now_ns: int) -> Iterator[int]:
+    """Make the bins that are due.
 
     Yields:
         The number of bins, after each part; the caller may pause there.
     """
-    sources = store.sources(run, attempt)
-    states = store.step_bin_states(run, attempt)
-    end = _due_until(sources, now_ns)
-    due = [number for number in range(end) if states.get(number, (True, 0))[0]]
-    per_read = max(1, _READ_ROWS // max(1, len(sources)) // BIN_STEPS)
-    for part in _consecutive(due, per_read):
-        _make(store, run, attempt, part, states)
+    sources, states = attempt.store.sources(attempt.run, attempt.attempt), attempt.states(0)
+    due = [number for number in range(_due_until(sources, now_ns)) if states.get(number, (True, 0))[0]]
+    for part in _consecutive(due, max(1, _READ_ROWS // max(1, len(sources)) // BIN_STEPS)):
+        _make(attempt, part, states)
         yield len(part)
-    over = _is_over(sources, now_ns)
+    is_over = _is_over(sources, now_ns)
     changed = set(due)
     for level in range(1, LEVELS):
-        present = store.step_bin_states(run, attempt, level - 1)
+        present = attempt.states(level - 1)
         if len(present) <= 1:
             return
         parents = {number // FACTOR for number in changed}
-        missing = {number // FACTOR for number in present} - store.step_bin_states(run, attempt, level).keys()
-        changed = {number for number in parents | missing if over or _is_complete(number, present)}
+        missing = {number // FACTOR for number in present} - attempt.states(level).keys()
+        changed = {number for number in parents | missing if is_over or _is_complete(number, present)}
         for part in _consecutive(sorted(changed), max(1, _READ_ROWS // max(1, FACTOR * len(sources)))):
-            _merge(store, run, attempt, level, part)
+            _merge(attempt, level, part)
             yield len(part)
 
 
@@ -82,126 +115,95 @@ def _consecutive(numbers: list[int], most: int) -> Iterator[list[int]]:
         yield part
 
 
-def _make(store: Store, run: str, attempt: str, numbers: list[int], states: dict[int, tuple[bool, int]]) -> None:
+def _make(attempt: AttemptBins, numbers: list[int], states: dict[int, tuple[bool, int]]) -> None:
     """Make the bins of level 0 from columns. A bin whose columns are removed in part stays as it is."""
-    first, last = numbers[0] * BIN_STEPS, (numbers[-1] + 1) * BIN_STEPS - 1
-    rank, steps = store.steps(run, attempt, None, first, last)
-    rows = dict(zip(numbers, np.bincount(steps.step // BIN_STEPS - numbers[0], minlength=len(numbers)), strict=True))
+    bounds = numbers[0] * BIN_STEPS, (numbers[-1] + 1) * BIN_STEPS - 1
+    rank, steps = attempt.store.steps(attempt.run, attempt.attempt, None, *bounds)
+    counts = np.bincount(steps.step // BIN_STEPS - numbers[0], minlength=len(numbers)).tolist()
+    rows = dict(zip(numbers, counts, strict=True))
     kept = [number for number in numbers if rows[number] < states.get(number, (True, 0))[1]]
     for number in kept:
-        store.keep_step_bin(run, attempt, 0, number)
+        attempt.store.keep_step_bin(attempt.run, attempt.attempt, number)
     made = [number for number in numbers if number not in kept]
-    _write(store, run, attempt, 0, made, bins_of_steps(rank, steps, BIN_STEPS), rows)
+    attempt.write(0, made, bins_of_steps(rank, steps, BIN_STEPS), rows)
 
 
 def _is_complete(number: int, present: dict[int, tuple[bool, int]]) -> bool:
     return all(child in present for child in range(number * FACTOR, (number + 1) * FACTOR))
 
 
-def _merge(store: Store, run: str, attempt: str, level: int, numbers: list[int]) -> None:
-    first, last = numbers[0] * FACTOR, (numbers[-1] + 1) * FACTOR - 1
-    children = _read(store, run, attempt, level - 1, first, last, None)
+def _merge(attempt: AttemptBins, level: int, numbers: list[int]) -> None:
+    children = attempt.read(level - 1, (numbers[0] * FACTOR, (numbers[-1] + 1) * FACTOR - 1), None)
     bins = merged_bins(children, FACTOR)
     rows = {number: int(bins.column("steps")[bins.number == number].sum()) for number in numbers}
-    _write(store, run, attempt, level, numbers, bins, rows)
+    attempt.write(level, numbers, bins, rows)
 
 
-def _write(
-    store: Store, run: str, attempt: str, level: int, numbers: list[int], bins: StepBins, rows: dict[int, int]
-) -> None:
-    summary = over_ranks(bins)
-    block = bins.column("rank") // BLOCK_RANKS
+@dataclass(frozen=True)
+class Shown:
+    """The rows that an answer holds: of one rank, of each rank, or over all ranks."""
 
-    def tables() -> Iterable[tuple[int, int, int, wire.Ints]]:
-        for number in numbers:
-            yield number, OVER_RANKS, int(rows[number]), summary.table[:, summary.number == number]
-            is_here = bins.number == number
-            for index in np.unique(block[is_here]).tolist():
-                yield number, index, int(rows[number]), bins.table[:, is_here & (block == index)]
+    rank: int | None = None
+    over: bool = False
 
-    store.write_step_bins(run, attempt, level, tables())
-
-
-def _read(
-    store: Store, run: str, attempt: str, level: int, first: int, last: int, blocks: list[int] | None
-) -> StepBins:
-    number, table = store.read_step_bins(run, attempt, level, first, last, blocks=blocks)
-    return StepBins(number, table) if len(number) else StepBins.concat([])
+    @property
+    def blocks(self) -> list[int] | None:
+        """Blocks of ranks that hold them; None for all."""
+        if self.over:
+            return [OVER_RANKS]
+        return None if self.rank is None else [self.rank // BLOCK_RANKS]
 
 
-def read_step_bins(
-    store: Store, run: str, attempt: str, bounds: tuple[int, int], points: int, rank: int | None, *, over: bool
-) -> StepBins:
-    """Return at most `points` bins of each rank for the steps `bounds`, both included, by bin and rank.
+def read_step_bins(attempt: AttemptBins, bounds: tuple[int, int], points: int, shown: Shown) -> StepBins:
+    """Return at most `points` bins for the steps `bounds`, both included, by bin and rank.
 
     Few steps are read from columns. Of many steps the coarsest bins that suffice are read, then finer bins and columns
     of the latest steps, which are not in bins yet.
-
-    Args:
-        store: The store.
-        run: The run.
-        attempt: Its attempt.
-        bounds: First and last step.
-        points: Most bins.
-        rank: The only rank; None for all.
-        over: Whether to return a row over all ranks for each bin.
     """
     first, last = bounds
     steps_per_bin = max(1, -(-(last - first + 1) // points))
-    if store.estimate_rows("steps", run, attempt, first, last) <= _COLUMN_ROWS and _has_columns(
-        store, run, attempt, first
-    ):
-        return _from_columns(store, run, attempt, bounds, steps_per_bin, rank, over=over)
-    level = 0
-    while level + 1 < LEVELS and width(level + 1) <= steps_per_bin:
-        level += 1
+    has_columns = attempt.column_rows(first, first + BIN_STEPS - 1) > 0  # Retention removes columns before bins.
+    if has_columns and attempt.column_rows(first, last) <= _COLUMN_ROWS:
+        return _from_columns(attempt, bounds, steps_per_bin, shown)
+    level, factor = _level_of(steps_per_bin)
     parts, begin = [], first
-    blocks = [OVER_RANKS] if over else None if rank is None else [rank // BLOCK_RANKS]
-    factor = max(1, -(-steps_per_bin // width(level)))
     for finer in range(level, -1, -1):
-        bins = _read(store, run, attempt, finer, begin // width(finer), last // width(finer), blocks)
-        if rank is not None and not over:
-            bins = bins.select(np.flatnonzero(bins.column("rank") == rank))
+        bins = attempt.read(finer, (begin // width(finer), last // width(finer)), shown.blocks)
+        if shown.rank is not None:
+            bins = bins.select(np.flatnonzero(bins.column("rank") == shown.rank))
         if len(bins):
             scale = width(level) * factor // width(finer)
             parts.append(merged_bins(bins, scale) if scale > 1 else bins)
             begin = (int(bins.number.max()) + 1) * width(finer)
         if begin > last:
             break
-    if begin <= last and store.estimate_rows("steps", run, attempt, begin, last) <= _COLUMN_ROWS:
-        tail = _from_columns(store, run, attempt, (begin, last), width(level) * factor, rank, over=over)
-        parts.append(tail)
+    if begin <= last and attempt.column_rows(begin, last) <= _COLUMN_ROWS:
+        parts.append(_from_columns(attempt, (begin, last), width(level) * factor, shown))
     # The last bin of a level and the first finer bins after it may be one bin of the answer.
     return merged_bins(StepBins.concat(parts), 1)
 
 
-def _has_columns(store: Store, run: str, attempt: str, first: int) -> bool:
-    """Whether the first steps have columns, which retention removes before bins."""
-    return store.estimate_rows("steps", run, attempt, first, first + BIN_STEPS - 1) > 0
+def _level_of(steps_per_bin: int) -> tuple[int, int]:
+    """Return the level to read, and how many of its bins make a bin of at least that many steps."""
+    level = 0
+    while level + 1 < LEVELS and width(level) * (FACTOR - 1) < steps_per_bin:
+        level += 1
+    return level, max(1, -(-steps_per_bin // width(level)))
 
 
-def _from_columns(
-    store: Store,
-    run: str,
-    attempt: str,
-    bounds: tuple[int, int],
-    steps_per_bin: int,
-    rank: int | None,
-    *,
-    over: bool,
-) -> StepBins:
-    rows = store.steps(run, attempt, None if over else rank, *bounds)
+def _from_columns(attempt: AttemptBins, bounds: tuple[int, int], steps_per_bin: int, shown: Shown) -> StepBins:
+    rows = attempt.store.steps(attempt.run, attempt.attempt, shown.rank, *bounds)
     bins = bins_of_steps(*rows, steps_per_bin, compared=False)
-    return over_ranks(bins) if over else bins.in_order()
+    return over_ranks(bins) if shown.over else bins.in_order()
 
 
-def read_lateness(store: Store, run: str, attempt: str, bounds: tuple[int, int], ranks: int) -> LatenessBins | None:
+def read_lateness(attempt: AttemptBins, bounds: tuple[int, int], ranks: int) -> LatenessBins | None:
     """Return the lateness in the steps `bounds` from bins, as fine as fits into `_CELLS`; None if there is none."""
     steps = bounds[1] - bounds[0] + 1
     level = 0
     while level + 1 < LEVELS and steps // width(level) * ranks > _CELLS:
         level += 1
-    bins = _read(store, run, attempt, level, bounds[0] // width(level), bounds[1] // width(level), None)
+    bins = attempt.read(level, (bounds[0] // width(level), bounds[1] // width(level)), None)
     return lateness_of(bins) if len(bins) else None
 
 

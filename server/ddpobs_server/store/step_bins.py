@@ -1,7 +1,7 @@
 """Bins of steps that are kept with a run: a table of whole numbers for each bin, level, and block of ranks.
 
-A bin of level 0 has `BIN_STEPS` steps, a bin of the next level four times as many. Block `OVER_RANKS` has a row over all
-ranks; other blocks have the rows of 32 ranks. Bins outlive the columns that they were computed from.
+A bin of level 0 has `BIN_STEPS` steps, a bin of the next level four times as many. Block `OVER_RANKS` has a row over
+all ranks; other blocks have the rows of 32 ranks. Bins outlive the columns that they were computed from.
 
 A batch whose steps are in a bin already marks that bin as stale, in the batch's own transaction.
 """
@@ -9,6 +9,7 @@ A batch whose steps are in a bin already marks that bin as stale, in the batch's
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -41,30 +42,30 @@ def step_bins(
     run: str,
     attempt: str,
     level: int,
-    first: int,
-    last: int,
+    numbers: tuple[int, int],
     *,
     blocks: Sequence[int] | None,
 ) -> tuple[wire.Ints, wire.Ints]:
-    """Rows of the bins [first, last] of a level, of some blocks, or of all blocks with ranks.
+    """Rows of the bins from the first to the last of `numbers`, of some blocks, or of all blocks with ranks.
 
     Returns:
         Bin of each row, and the table with a column for each row, sorted by bin and block.
     """
-    conditions = [_c.run_id == run, _c.attempt == attempt, _c.level == level, _c.bin >= first, _c.bin <= last]
+    conditions = [_c.run_id == run, _c.attempt == attempt, _c.level == level, _c.bin.between(*numbers)]
     conditions.append(_c.block != OVER_RANKS if blocks is None else _c.block.in_(blocks))
     query = select(_c.bin, _c.columns, _c.payload).where(*conditions, _c.rows > 0).order_by(_c.bin, _c.block)
     decompress = zstandard.ZstdDecompressor().decompress
-    numbers, tables = [], []
+    lengths, tables = [], []
     for number, columns, payload in connection.execute(query):
         table = np.frombuffer(decompress(payload), np.uint8).reshape(8, columns, -1)
-        numbers.append((number, table.shape[2]))
+        lengths.append((number, table.shape[2]))
         tables.append(table)
     if not tables:
         return np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
     planes = np.concatenate(tables, axis=2)
-    table = np.ascontiguousarray(np.moveaxis(planes, 0, 2)).view("<i8")[:, :, 0]
-    return np.repeat(*np.array(numbers, np.int64).T), table
+    table: wire.Ints = np.ascontiguousarray(np.moveaxis(planes, 0, 2)).view("<i8")[:, :, 0]
+    bins, counts = np.array(lengths, np.int64).T
+    return np.repeat(bins, counts), table
 
 
 def write_step_bins(
@@ -90,7 +91,7 @@ def write_step_bins(
         return
     key = {"run_id": run, "attempt": attempt, "level": level}
     compress = zstandard.ZstdCompressor(3).compress
-    new = [
+    new: list[dict[str, Any]] = [
         {
             **key,
             "bin": number,
@@ -104,18 +105,18 @@ def write_step_bins(
     ]
     if not new:
         return
-    numbers = sorted({row["bin"] for row in new})
+    numbers = {row["bin"] for row in new}
     connection.execute(
         schema.step_bins.delete().where(_c.run_id == run, _c.attempt == attempt, _c.level == level, _c.bin.in_(numbers))
     )
     connection.execute(schema.step_bins.insert(), new)
 
 
-def keep_step_bin(connection: Connection, run: str, attempt: str, level: int, number: int) -> None:
-    """Mark a bin as current: the columns that would make it anew are removed."""
+def keep_step_bin(connection: Connection, run: str, attempt: str, number: int) -> None:
+    """Mark a bin of level 0 as current: the columns that would make it anew are removed."""
     connection.execute(
         schema.step_bins.update()
-        .where(_c.run_id == run, _c.attempt == attempt, _c.level == level, _c.bin == number)
+        .where(_c.run_id == run, _c.attempt == attempt, _c.level == 0, _c.bin == number)
         .values(stale=0)
     )
 

@@ -1,8 +1,8 @@
 """Finding `straggler`: ranks are late by their own doing, more often than chance explains.
 
-It names the rank, the phase, for a slow backward the bucket, and the steps in which the rank was slow. Ranks may also be
-slow in turn. The comparison of ranks is in `lateness.py`, the tests against chance are in `recurrence.py`, stretches of
-a run are in `stretches.py`, slowness in turn is in `turns.py`, and the bucket is found in `late_bucket.py`.
+It names the rank, the phase, for a slow backward the bucket, and the steps in which the rank was slow. Ranks may also
+be slow in turn. The comparison of ranks is in `lateness.py`, the tests against chance are in `recurrence.py`, stretches
+of a run are in `stretches.py`, slowness in turn is in `turns.py`, and the bucket is found in `late_bucket.py`.
 """
 
 from __future__ import annotations
