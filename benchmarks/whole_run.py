@@ -2,8 +2,9 @@
 
     python -m benchmarks.whole_run [--steps 1000000] [--ranks 1024] [--times 20] [--postgres] [--json FILE] [--smoke]
 
-The run's bins of 1,024 steps and more are written as the collector makes them, and its latest steps' columns. Finer bins are left out: no answer about so many steps reads them. Rank 5 was slow in backward in a tenth of the run. A pulse
-arrives before each diagnosis, so that no cached answer is used. The last row is the collector's peak memory.
+The run's bins of 1,024 steps and more are written as the collector makes them, and its latest steps' columns. No answer
+about so many steps reads finer bins. Rank 5 was slow in backward in a tenth of the run. A pulse arrives before each
+diagnosis, so that no cached answer is used. The last row is the collector's peak memory.
 """
 
 from __future__ import annotations

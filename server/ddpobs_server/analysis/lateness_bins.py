@@ -59,17 +59,16 @@ class LatenessBins:
         """Return these bins and the later bins, of the ranks that both have."""
         common = np.intersect1d(self.ranks, later.ranks)
         parts = [bins.of_ranks(common) for bins in (self, later)]
-        return LatenessBins(
-            **{
-                name: common if name == "ranks" else np.concatenate([getattr(part, name) for part in parts])
-                for name in vars(self)
-            }
-        )
+        columns: dict[str, Any] = {
+            name: common if name == "ranks" else np.concatenate([getattr(part, name) for part in parts])
+            for name in vars(self)
+        }
+        return LatenessBins(**columns)
 
     def of_ranks(self, ranks: wire.Ints) -> LatenessBins:
         """Return the columns of some of the ranks."""
         rows = np.searchsorted(self.ranks, ranks)
-        by_rank = {
+        by_rank: dict[str, Any] = {
             name: getattr(self, name)[:, rows] for name in ("late", "cost_ns", "lost_ns", "phase_ns", "excess_ns")
         }
         return LatenessBins(**vars(self) | by_rank | {"ranks": ranks})

@@ -79,7 +79,7 @@ def _owned_stretches(bins: LatenessBins) -> list[tuple[int, int, int]]:
 
 
 def _densest(bins: LatenessBins, stretches: list[tuple[int, int, int]]) -> tuple[int, int]:
-    """Return the bins (begin, end) that the stretches cover best: the highest sum of covered steps minus half of all."""
+    """Return the bins (begin, end) with the highest sum of covered steps minus half of all steps."""
     covered = np.zeros(len(bins))
     for _, begin, end in stretches:
         covered[begin:end] = 1.0

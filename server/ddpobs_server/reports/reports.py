@@ -200,6 +200,8 @@ class Reports:
         bins = StepBins.concat([])
         if first <= last:
             bins = read_step_bins(AttemptBins(self._store, run, attempt), (first, last), points, Shown(rank, mean))
+        if next_step is not None and len(bins):
+            next_step = int(bins.column("last").max()) + 1  # Stored bins may be wider than requested.
         bins = unix_times(bins, sources)
         return {name: bins.column(name) for name in SHOWN if name != "rank" or not mean}, next_step
 

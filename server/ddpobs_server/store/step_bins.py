@@ -57,15 +57,14 @@ def step_bins(
     decompress = zstandard.ZstdDecompressor().decompress
     lengths, tables = [], []
     for number, columns, payload in connection.execute(query):
-        table = np.frombuffer(decompress(payload), np.uint8).reshape(8, columns, -1)
-        lengths.append((number, table.shape[2]))
-        tables.append(table)
+        planes = np.frombuffer(decompress(payload), np.uint8).reshape(8, columns, -1)
+        lengths.append((number, planes.shape[2]))
+        tables.append(planes)
     if not tables:
         return np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
-    planes = np.concatenate(tables, axis=2)
-    table: wire.Ints = np.ascontiguousarray(np.moveaxis(planes, 0, 2)).view("<i8")[:, :, 0]
+    table = np.ascontiguousarray(np.moveaxis(np.concatenate(tables, axis=2), 0, 2)).view(np.dtype("<i8"))[:, :, 0]
     bins, counts = np.array(lengths, np.int64).T
-    return np.repeat(bins, counts), table
+    return np.repeat(bins, counts), table.astype(np.int64, copy=False)
 
 
 def write_step_bins(
