@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.finding import Finding, format_ranks, severity_of
+from ddpobs_server.analysis.finding import Finding, Gain, format_ranks, severity_of
 from ddpobs_server.analysis.intervals import describe, format_seconds
 from ddpobs_server.analysis.slow_stretches import WholeRun
 from ddpobs_server.analysis.turns import Moving, Turn, find_moving, find_turns, moving_bins, turn_losses_ns
@@ -51,11 +51,11 @@ def _moving_finding(run: WholeRun, bins: Any, moving: Moving) -> Finding:
     first, last = int(bins.first[moving.begin]), int(bins.last[moving.end - 1])
     intervals = run.intervals([(first, last)])
     time_ns = max(1.0, float(bins.time_ns[moving.begin : moving.end].sum()))
-    share = total / (time_ns if run.goes_on(last, last - first + 1) else run.time_ns)
     ranks = [int(bins.ranks[index]) for index in order]
+    goes_on = run.goes_on(last, last - first + 1)
     return Finding(
         code="straggler",
-        severity=severity_of(share),
+        severity=severity_of(total / (time_ns if goes_on else run.time_ns)),
         title=(
             f"A slowness in {phase} moves from rank to rank about every {round(float(np.median(steps)))} steps "
             f"{describe(intervals)}: {format_seconds(total)} lost, {total / time_ns:.0%} of these steps' time, on "
@@ -79,7 +79,15 @@ def _moving_finding(run: WholeRun, bins: Any, moving: Moving) -> Finding:
             "run_share": round(total / run.time_ns, 4),
             "steps_used": int(bins.steps[moving.begin : moving.end].sum()),
         },
+        gain=_gain(lost_ns, time_ns, int(bins.steps[moving.begin : moving.end].sum())) if goes_on else None,
     )
+
+
+def _gain(parts_ns: Any, time_ns: float, steps: int) -> Gain:
+    """Return the saving if no rank were slow; the error is that of a sum of independent parts."""
+    total = max(1.0, float(np.sum(parts_ns)))
+    error = float(np.std(parts_ns) * np.sqrt(len(parts_ns))) / total
+    return Gain(step_ns=round(total / max(1, steps)), ratio=round(total / time_ns, 4), error_ratio=round(error, 4))
 
 
 def _shares(ranks: list[int], shares: Any) -> str:
@@ -131,4 +139,5 @@ def _turns_finding(run: WholeRun, recent: Any, turns: list[Turn]) -> Finding:
             "run_share": round(total / run.time_ns, 4),
             "steps_used": len(recent),
         },
+        gain=_gain(losses_ns, time_ns, len(recent)),
     )

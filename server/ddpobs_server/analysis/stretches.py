@@ -160,18 +160,24 @@ def _stands_out(bins: LatenessBins, index: int, begin: int, end: int) -> bool:
             return False
     if part.late[:, index].sum() < least_late * steps:
         return False
+    costs_ns = net_cost_ns(bins.cost_ns)
+    if cost_ns < _MIN_RIVAL_CONTRAST * _highest_elsewhere(costs_ns, index, end - begin):
+        return False
     quarter = max(1, (end - begin) // _PARTS)
-    return cost_ns >= _MIN_RIVAL_CONTRAST * _costliest_elsewhere(bins, index, end - begin) and cost_ns * quarter / (
-        end - begin
-    ) >= _MIN_RIVAL_LEVEL * _costliest_elsewhere(bins, index, quarter)
+    # A spike of another rank moves its costs, but not its medians.
+    return any(
+        series[begin:end, index].sum() * quarter / (end - begin)
+        >= _MIN_RIVAL_LEVEL * _highest_elsewhere(series, index, quarter)
+        for series in (costs_ns, bins.excess_ns * bins.steps[:, None])
+    )
 
 
-def _costliest_elsewhere(bins: LatenessBins, index: int, length: int) -> float:
-    """Return the cost of the costliest `length` consecutive bins of another rank.
+def _highest_elsewhere(series: Floats, index: int, length: int) -> float:
+    """Return the highest sum of `length` consecutive bins of another rank.
 
     A fifth of the other ranks may be slow too, as on one host, and is left out.
     """
-    sums = np.concatenate([np.zeros((1, len(bins.ranks))), np.cumsum(net_cost_ns(bins.cost_ns), axis=0)])
+    sums = np.concatenate([np.zeros((1, series.shape[1])), np.cumsum(series, axis=0)])
     highest = np.delete((sums[length:] - sums[:-length]).max(axis=0), index)
     return float(np.quantile(highest, _RIVALS, method="higher"))
 

@@ -21,8 +21,11 @@ MOVING_WIDTH = 4
 """Steps of the bins in which a moving slowness is looked for."""
 _MIN_STRETCH_BINS, _MIN_MOVES = 2, 6
 _MIN_LATE_SHARE = 0.7
-_MIN_NET_SHARE, _MIN_LOST_SHARE = 0.1, 0.1
-_MIN_COVERED = 0.8
+_MIN_NET_SHARE = 0.1
+_MIN_COVERED_AND_LOST = ((0.8, 0.1), (0.65, 0.2))
+"""Least share of the steps that the stretches cover, and least share of the time that they lose; either pair suffices.
+
+Bursts of noise cover up to three quarters of some part of a long run, but cost little."""
 _MIN_ALIKE = 0.75
 """Least share of the stretches that cost about as much as the median stretch. Noise differs from burst to burst."""
 _PARTS = 4
@@ -50,9 +53,8 @@ def find_moving(bins: LatenessBins) -> Moving | None:
         return None
     costs = np.array([net_cost_ns(bins.cost_ns[a:b])[:, index].sum() for index, a, b in inside])
     steps = np.array([bins.steps[a:b].sum() for _, a, b in inside])
-    if steps.sum() < _MIN_COVERED * bins.steps[begin:end].sum():
-        return None
-    if costs.sum() < _MIN_LOST_SHARE * bins.time_ns[begin:end].sum():
+    covered, lost = steps.sum() / bins.steps[begin:end].sum(), costs.sum() / bins.time_ns[begin:end].sum()
+    if all(covered < least_covered or lost < least_lost for least_covered, least_lost in _MIN_COVERED_AND_LOST):
         return None
     levels = costs / steps
     typical = float(np.median(levels))

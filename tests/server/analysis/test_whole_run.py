@@ -45,7 +45,8 @@ def test_a_slow_part_of_a_run_is_named_with_its_steps(steps: int, first: int, la
         assert interval.first == pytest.approx(first, abs=4)
         assert interval.last == pytest.approx(last, abs=4)
         assert f"in steps {interval.first:,} to {interval.last:,}" in finding.title
-        assert finding.evidence["lost_ns"] == pytest.approx((last - first + 1) * ms * MS, rel=0.2)
+        # Of eight ranks some other rank is late as well in most steps, and accounts for a part of the loss.
+        assert 0.7 <= finding.evidence["lost_ns"] / ((last - first + 1) * ms * MS) <= 1.15
 
 
 @pytest.mark.parametrize("seed", range(5))
