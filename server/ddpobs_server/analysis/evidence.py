@@ -40,6 +40,12 @@ class ColumnReader(Protocol):
     def spans(self, ranks: list[int], first: int, last: int) -> tuple[wire.Ints, wire.Spans]:
         """Return the bucket spans of the steps in [first, last], and the rank of each row."""
 
+    def lateness(self, first: int, last: int) -> LatenessBins | None:
+        """Return the lateness in the steps in [first, last], in bins as fine as can be read quickly; None without any.
+
+        A bin has one step if columns are read.
+        """
+
     def comms(self, rank: int, first: int, last: int) -> wire.Comms:
         """Return the other communication of a rank in the steps in [first, last]."""
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.evidence import Evidence
+from ddpobs_server.analysis.evidence import ColumnReader, ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Finding, Interval, severity_of
 from ddpobs_server.analysis.intervals import StepClock, describe, format_seconds, merged
 from ddpobs_server.analysis.joined_steps import JoinedSteps
 from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
-from ddpobs_server.analysis.stretches import Stretch, bin_width, find_stretches, refine
+from ddpobs_server.analysis.stretches import Stretch, bin_width, edge_step, find_stretches, refine
 
 REMEDIES = {
     "data": "Check this rank's input: its storage, its loader workers, the sizes of its samples.",
@@ -29,6 +29,7 @@ _MOST_FINDINGS = 8
 _ONGOING_STEPS, _ONGOING_SHARE = 16, 0.05
 """A stretch goes on if fewer steps follow it than this number, or than this share of its own steps."""
 _MOSTLY = 0.6
+_MIN_EDGE_BINS = 4
 _EXPLAINED_SHARE = 0.8
 Bins = Any
 """A boolean array of shape [bins]."""
@@ -42,11 +43,13 @@ class WholeRun:
         joined: The steps whose columns were read.
         bins: These steps in bins, after the rollups of the steps before.
         clock: When steps began and ended.
+        columns: Reads around the ends of stretches.
     """
 
     joined: JoinedSteps
     bins: LatenessBins
     clock: StepClock
+    columns: ColumnReader | None = None
 
     @classmethod
     def of(cls, evidence: Evidence) -> WholeRun:
@@ -56,7 +59,7 @@ class WholeRun:
         earlier = evidence.earlier
         if earlier is not None and len(earlier) and len(bins):
             bins = earlier.select(earlier.last < bins.first[0]).followed_by(bins)
-        return cls(joined, bins, evidence.clock)
+        return cls(joined, bins, evidence.clock, evidence.columns)
 
     @cached_property
     def stretches(self) -> list[Stretch]:
@@ -72,13 +75,30 @@ class WholeRun:
         return wire.OWN_PHASES[int(self.bins.phase_ns[stretch.rows, stretch.index].sum(axis=0).argmax())]
 
     def range_of(self, stretch: Stretch) -> tuple[int, int]:
-        """Return its first and last step: to the step where columns were read, else to the bin."""
+        """Return its first and last step: to the step where columns can be read quickly, else to the bin."""
+        return self._ranges[stretch]
+
+    @cached_property
+    def _ranges(self) -> dict[Stretch, tuple[int, int]]:
+        return {stretch: self._find_range(stretch) for stretch in self.stretches}
+
+    def _find_range(self, stretch: Stretch) -> tuple[int, int]:
         first, last = int(self.bins.first[stretch.begin]), int(self.bins.last[stretch.end - 1])
-        if not len(self.joined) or last < self.joined.step[0]:
-            return first, last
-        index = int(np.searchsorted(self.joined.ranks, self.rank(stretch)))
-        begin, end = refine(self.joined, index, first, last, bin_width(len(self.joined)))
-        return (begin if first >= self.joined.step[0] else first), end
+        read_from = int(self.joined.step[0]) if len(self.joined) else last + 1
+        begin, end = first, last
+        if last >= read_from:
+            index = int(np.searchsorted(self.joined.ranks, self.rank(stretch)))
+            begin, end = refine(self.joined, index, first, last, bin_width(len(self.joined)))
+        rank = self.rank(stretch)
+        if len(self.stretches) > _MOST_FINDINGS:
+            return begin, end
+        if first < read_from:
+            width = int(self.bins.last[stretch.begin]) - first + 1
+            begin = finer_edge(self.columns, rank, first, width, rises=True)
+        if last < read_from:
+            width = last - int(self.bins.first[stretch.end - 1]) + 1
+            end = finer_edge(self.columns, rank, last + 1, width, rises=False) - 1
+        return begin, max(begin, end)
 
     def covered(self, ranges: Sequence[tuple[int, int]]) -> Bins:
         """Return the bins that hold some of these steps."""
@@ -100,6 +120,31 @@ class WholeRun:
     def time_ns(self) -> float:
         """Time of all compared steps."""
         return max(1.0, float(self.bins.time_ns.sum()))
+
+
+def finer_edge(columns: ColumnReader | None, rank: int, step: int, width: int, *, rises: bool) -> int:
+    """Return the step at which a rank becomes slow, or is slow no more, from ever finer bins around it.
+
+    Args:
+        columns: Reads the bins; None leaves the step as it is.
+        rank: The rank.
+        step: Where a bin of `width` steps begins.
+        width: Steps of a bin.
+        rises: Whether the rank becomes slow.
+    """
+    while columns is not None and width > 1:
+        try:
+            bins = columns.lateness(max(0, step - width), step + width - 1)
+        except ColumnsTooLargeError:
+            break
+        if bins is None or len(bins) < _MIN_EDGE_BINS or rank not in bins.ranks:
+            break
+        step = edge_step(bins, int(np.searchsorted(bins.ranks, rank)), step, rises=rises)
+        finer = int(np.median(bins.last - bins.first + 1))
+        if finer >= width:
+            break
+        width = finer
+    return step
 
 
 def with_extent(finding: Finding, run: WholeRun) -> Finding:

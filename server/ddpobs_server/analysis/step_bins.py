@@ -8,7 +8,7 @@ Journal of the American Statistical Association 85 (1990).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,6 +25,8 @@ NAMES = ("rank", "first", "last", "steps", "began_ns", "ended_ns", *_LEAST, *_ME
 
 `compared` and after it are about the steps in which all ranks were compared, as in `LatenessBins`."""
 SHOWN = NAMES[: NAMES.index("compared")]
+COMPARED = ("rank", "first", "last", *_LATENESS, "excess_ns")
+"""The columns that `lateness_of` reads."""
 ALL_RANKS = -1
 """The rank of a row over all ranks: the least, the median of medians, and the most of any rank."""
 _INDEX = {name: row for row, name in enumerate(NAMES)}
@@ -181,25 +183,30 @@ def _reduced(bins: StepBins, begins: wire.Ints, number: wire.Ints) -> StepBins:
     return StepBins(number, table)
 
 
-def lateness_of(bins: StepBins) -> LatenessBins | None:
-    """Return the lateness in bins, of the ranks that are in every bin; None if there are fewer than two."""
-    bins = bins.select(np.flatnonzero(bins.column("compared") > 0)).in_order()
-    if not len(bins):
-        return None
-    numbers = np.unique(bins.number)
-    ranks, counts = np.unique(bins.column("rank"), return_counts=True)
+def lateness_of(number: wire.Ints, columns: Mapping[str, wire.Ints]) -> LatenessBins | None:
+    """Return the lateness in bins, of the ranks that are in every bin; None if there are fewer than two.
+
+    Args:
+        number: Bin of each row.
+        columns: The columns `COMPARED` by name.
+    """
+    rank = columns["rank"]
+    rows = np.flatnonzero(columns["compared"] > 0)
+    rows = rows[np.lexsort((rank[rows], number[rows]))]
+    numbers = np.unique(number[rows])
+    ranks, counts = np.unique(rank[rows], return_counts=True)
     ranks = ranks[counts == len(numbers)]
     if len(ranks) < 2:
         return None
-    rows = np.flatnonzero(np.isin(bins.column("rank"), ranks)).reshape(len(numbers), len(ranks))
+    grid = rows[np.isin(rank[rows], ranks)].reshape(len(numbers), len(ranks))
 
     def matrix(name: str) -> Floats:
-        return bins.column(name)[rows].astype(np.float64)
+        return columns[name][grid].astype(np.float64)
 
     return LatenessBins(
-        first=bins.column("first")[rows[:, 0]],
-        last=bins.column("last")[rows[:, 0]],
-        steps=bins.column("compared")[rows[:, 0]],
+        first=columns["first"][grid[:, 0]],
+        last=columns["last"][grid[:, 0]],
+        steps=columns["compared"][grid[:, 0]],
         time_ns=matrix("time_ns")[:, 0],
         ranks=ranks,
         late=matrix("late"),

@@ -252,6 +252,13 @@ def refine(joined: JoinedSteps, index: int, first: int, last: int, width: int) -
     return int(joined.step[begin]), int(joined.step[max(begin, end - 1)])
 
 
+def edge_step(bins: LatenessBins, index: int, step: int, *, rises: bool) -> int:
+    """Return the first step of the bin, or the step after all bins, that splits a rank's costs best near `step`."""
+    costs = bins.cost_ns[:, index] / np.maximum(1.0, bins.time_ns)
+    row = _edge(costs, int(np.searchsorted(bins.first, step)), len(bins), rises=rises)
+    return int(bins.first[row]) if row < len(bins) else int(bins.last[-1]) + 1
+
+
 def _edge(costs: Floats, row: int, width: int, *, rises: bool) -> int:
     """Return the row around `row` that splits the costs best into two means: least sum of squares."""
     begin, end = max(0, row - 2 * width), min(len(costs), row + 2 * width)

@@ -6,15 +6,22 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence
-from ddpobs_server.analysis.finding import Finding, NotJudged, by_severity
+from ddpobs_server.analysis.finding import Finding, Interval, NotJudged, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.joined_steps import join
+from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
+from ddpobs_server.analysis.step_levels import step_levels
 from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
 from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
+from ddpobs_server.reports.step_bins import AttemptBins, read_lateness
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
+_EDGE_ROWS = 40_000
+"""Most rows of steps that are read around a change point."""
 _ALL_SILENT = "no rank sends any more: the processes were killed, stand still all at once, or are cut off"
 _NO_BATCH = "no batch has arrived from rank {}"
 _NO_STEP = "no step has ended on rank {}"
@@ -58,6 +65,7 @@ class Diagnosis:
             "steps_seen": int(steps.step.max()) + 1 if len(steps.step) else 0,
             "findings": [evidence.clock.timed_finding(finding).as_json() for finding in by_severity(findings)],
             "missing": [str(not_judged) for not_judged in missing],
+            "step_levels": _step_levels(evidence, judged),
         }
 
     def _load_steps(
@@ -132,11 +140,36 @@ class _StoreColumns:
         except TooManyRowsError as error:
             raise ColumnsTooLargeError(str(error)) from error
 
+    def lateness(self, first: int, last: int) -> LatenessBins | None:
+        bins = AttemptBins(self._store, self._run, self._attempt)
+        if not 0 < bins.column_rows(first, last) <= _EDGE_ROWS:
+            ranks = len(self._store.sources(self._run, self._attempt))
+            return read_lateness(bins, (first, last), ranks)
+        try:
+            joined = join(*self._store.steps(self._run, self._attempt, None, first, last))
+        except TooManyRowsError as error:
+            raise ColumnsTooLargeError(str(error)) from error
+        return bins_of(joined, 1) if len(joined.ranks) > 1 else None
+
     def comms(self, rank: int, first: int, last: int) -> wire.Comms:
         try:
             return self._store.comms(self._run, self._attempt, rank, first, last)[1]
         except TooManyRowsError as error:
             raise ColumnsTooLargeError(str(error)) from error
+
+
+def _step_levels(evidence: Evidence, judged: JudgedSteps) -> list[dict[str, Any]]:
+    """Return the levels of the step time over the judged steps, with their times."""
+    joined = evidence.joined if evidence.whole is None else evidence.whole
+    first, last, step_ns = joined.step, joined.step, joined.step_ns
+    if (bins := judged.earlier_times) is not None and len(joined):
+        bins = bins.select(np.flatnonzero(bins.column("last") < joined.step[0]))
+        first, last = (np.concatenate([bins.column(n), joined.step]) for n in ("first", "last"))
+        step_ns = np.concatenate([bins.column("wall_median_ns"), joined.step_ns])
+    return [
+        evidence.clock.timed(Interval(level.first, level.last)).as_json() | {"step_ns": round(level.step_ns)}
+        for level in step_levels(first, last, step_ns)
+    ]
 
 
 def _credible(events: list[tuple[int, wire.Event]], sources: list[Source]) -> list[tuple[int, wire.Event]]:

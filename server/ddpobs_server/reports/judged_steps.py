@@ -13,7 +13,7 @@ from ddpobs_server.analysis.lateness_bins import LatenessBins
 from ddpobs_server.analysis.step_bins import StepBins
 from ddpobs_server.reports import recent_steps
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
-from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_lateness, read_step_bins, unix_times
+from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_lateness, read_stored_bins, unix_times
 from ddpobs_server.store import Source, Store
 
 WHOLE_ROWS = 150_000
@@ -101,7 +101,7 @@ def read_judged_steps(
         return JudgedSteps(*latest)
     before = first, until - 1
     bins = AttemptBins(store, run, attempt)
-    times = unix_times(read_step_bins(bins, before, _TIMES, Shown(over=True)), sources)
+    times = unix_times(read_stored_bins(bins, before, _TIMES, Shown(over=True)), sources)
     return JudgedSteps(*latest, earlier=read_lateness(bins, before, len(sources)), earlier_times=times)
 
 

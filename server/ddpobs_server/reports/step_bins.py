@@ -12,7 +12,15 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.lateness_bins import LatenessBins
-from ddpobs_server.analysis.step_bins import NAMES, StepBins, bins_of_steps, lateness_of, merged_bins, over_ranks
+from ddpobs_server.analysis.step_bins import (
+    COMPARED,
+    NAMES,
+    StepBins,
+    bins_of_steps,
+    lateness_of,
+    merged_bins,
+    over_ranks,
+)
 from ddpobs_server.store import Source, Store
 from ddpobs_server.store.step_bins import BIN_STEPS, BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS, width
 
@@ -157,14 +165,22 @@ class Shown:
 def read_step_bins(attempt: AttemptBins, bounds: tuple[int, int], points: int, shown: Shown) -> StepBins:
     """Return at most `points` bins for the steps `bounds`, both included, by bin and rank.
 
-    Few steps are read from columns. Of many steps the coarsest bins that suffice are read, then finer bins and columns
-    of the latest steps, which are not in bins yet.
+    Few steps are read from columns, and divided exactly.
+    """
+    first, last = bounds
+    has_columns = attempt.column_rows(first, first + BIN_STEPS - 1) > 0  # Retention removes columns before bins.
+    if has_columns and attempt.column_rows(first, last) <= _COLUMN_ROWS:
+        return _from_columns(attempt, bounds, max(1, -(-(last - first + 1) // points)), shown)
+    return read_stored_bins(attempt, bounds, points, shown)
+
+
+def read_stored_bins(attempt: AttemptBins, bounds: tuple[int, int], points: int, shown: Shown) -> StepBins:
+    """Return at most `points` bins from stored bins.
+
+    The coarsest bins that suffice are read, then finer bins and columns of the latest steps, which are not in bins yet.
     """
     first, last = bounds
     steps_per_bin = max(1, -(-(last - first + 1) // points))
-    has_columns = attempt.column_rows(first, first + BIN_STEPS - 1) > 0  # Retention removes columns before bins.
-    if has_columns and attempt.column_rows(first, last) <= _COLUMN_ROWS:
-        return _from_columns(attempt, bounds, steps_per_bin, shown)
     level, factor = _level_of(steps_per_bin)
     parts, begin = [], first
     for finer in range(level, -1, -1):
@@ -203,8 +219,11 @@ def read_lateness(attempt: AttemptBins, bounds: tuple[int, int], ranks: int) -> 
     level = 0
     while level + 1 < LEVELS and steps // width(level) * ranks > _CELLS:
         level += 1
-    bins = attempt.read(level, (bounds[0] // width(level), bounds[1] // width(level)), None)
-    return lateness_of(bins) if len(bins) else None
+    numbers, indices = (bounds[0] // width(level), bounds[1] // width(level)), [NAMES.index(name) for name in COMPARED]
+    number, table = attempt.store.read_step_bins(
+        attempt.run, attempt.attempt, level, numbers, blocks=None, columns=indices
+    )
+    return lateness_of(number, dict(zip(COMPARED, table, strict=True))) if len(number) else None
 
 
 def unix_times(bins: StepBins, sources: list[Source]) -> StepBins:

@@ -45,8 +45,9 @@ def step_bins(
     numbers: tuple[int, int],
     *,
     blocks: Sequence[int] | None,
+    columns: Sequence[int] | None = None,
 ) -> tuple[wire.Ints, wire.Ints]:
-    """Rows of the bins from the first to the last of `numbers`, of some blocks, or of all blocks with ranks.
+    """Columns of the bins from the first to the last of `numbers`; None for all columns, or all blocks with ranks.
 
     Returns:
         Bin of each row, and the table with a column for each row, sorted by bin and block.
@@ -56,8 +57,9 @@ def step_bins(
     query = select(_c.bin, _c.columns, _c.payload).where(*conditions, _c.rows > 0).order_by(_c.bin, _c.block)
     decompress = zstandard.ZstdDecompressor().decompress
     lengths, tables = [], []
-    for number, columns, payload in connection.execute(query):
-        planes = np.frombuffer(decompress(payload), np.uint8).reshape(8, columns, -1)
+    for number, count, payload in connection.execute(query):
+        planes = np.frombuffer(decompress(payload), np.uint8).reshape(8, count, -1)
+        planes = planes if columns is None else planes[:, columns]
         lengths.append((number, planes.shape[2]))
         tables.append(planes)
     if not tables:

@@ -7,7 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.step_bins import TIMES, StepBins, bins_of_steps, lateness_of, merged_bins, over_ranks
+from ddpobs_server.analysis.step_bins import (
+    COMPARED,
+    TIMES,
+    StepBins,
+    bins_of_steps,
+    lateness_of,
+    merged_bins,
+    over_ranks,
+)
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.reports import judged_steps, recent_steps, step_bins
 from ddpobs_server.reports.reports import Reports
@@ -108,7 +116,8 @@ def test_wider_bins_hold_the_steps_of_four() -> None:
 
 def test_the_lateness_of_bins_is_that_of_their_steps() -> None:
     rank, steps = noisy(192, 3, slow=(Slow(1, "data"),))
-    late = lateness_of(bins_of_steps(rank, steps, 64))
+    bins = bins_of_steps(rank, steps, 64)
+    late = lateness_of(bins.number, {name: bins.column(name) for name in COMPARED})
     assert late is not None
     assert (len(late), late.steps.tolist()) == (3, [64, 64, 64])
     assert (late.late[:, 1] > 55).all()
@@ -188,21 +197,27 @@ def test_a_deleted_run_has_no_bins_and_an_update_does_not_bring_them_back(store:
     assert store.step_bin_states(RUN, ATTEMPT) == {}
 
 
-def test_a_long_run_is_judged_by_its_bins(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("has_columns", [True, False])
+def test_a_long_run_is_judged_by_its_bins(store: Store, monkeypatch: pytest.MonkeyPatch, has_columns: bool) -> None:
+    """Columns around the change points give their steps; without columns the bins do."""
     monkeypatch.setattr(judged_steps, "WHOLE_ROWS", 0)
     monkeypatch.setattr(recent_steps, "STEPS", 200)
     monkeypatch.setattr(recent_steps, "_MIN_STEPS", 200)
     own = own_times(3000, 2, seed=0)
-    own[640:1280, 1, wire.OWN_PHASES.index("data")] += 75 * MS
+    own[700:1250, 1, wire.OWN_PHASES.index("data")] += 75 * MS
     send(store, *columns(own))
     update(store)
+    if not has_columns:
+        monkeypatch.setattr("ddpobs_server.reports.diagnosis._EDGE_ROWS", 0)
     findings = Reports(store).diagnostics(RUN, ATTEMPT)["findings"]
     (finding,) = [finding for finding in findings if finding["code"] == "straggler"]
     assert (finding["ranks"], finding["phase"]) == ([1], "data")
     (interval,) = finding["intervals"]
-    assert (interval["from"], interval["to"]) == (640, 1279)
+    assert interval["from"] == pytest.approx(700, abs=3 if has_columns else 64)
+    assert interval["to"] == pytest.approx(1249, abs=3 if has_columns else 64)
     starts = columns(own)[1].start_ns
-    assert interval["began_ns"] == 10**18 + int(starts[2 * 640])  # The wall clock of rank 0's anchor.
+    # Bins date it, on the wall clock of rank 0's anchor.
+    assert interval["began_ns"] == 10**18 + int(starts[2 * (interval["from"] // 64 * 64)])
 
 
 @pytest.mark.parametrize("whole_rows", [800, 150_000])
