@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from anyio import CapacityLimiter
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
@@ -36,6 +36,7 @@ from ddpobs_server.store import Store, database_lock
 from ddpobs_server.web import listening, problems, security_headers, serving
 from ddpobs_server.web.auth import Authenticator
 from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol
+from ddpobs_server.web.query_parameters import refuse_unknown
 from ddpobs_server.web.root_path import RootPath
 
 _log = logging.getLogger(__name__)
@@ -83,6 +84,7 @@ def create_app(settings: Settings) -> FastAPI:
         docs_url=None,
         redirect_slashes=False,
         redoc_url=None,
+        dependencies=[Depends(refuse_unknown)],
         responses=problems.RESPONSES,
         summary="Which rank is slow, why, and what each remedy would gain.",
     )

@@ -11,7 +11,9 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
+from ddpobs_server.analysis.intervals import StepClock
 from ddpobs_server.analysis.joined_steps import JoinedSteps, index_ranks
+from ddpobs_server.analysis.lateness_bins import LatenessBins
 from ddpobs_server.analysis.work import WorkFit, fit_work
 
 MIN_STEPS = 20
@@ -38,6 +40,12 @@ class ColumnReader(Protocol):
 
     def spans(self, ranks: list[int], first: int, last: int) -> tuple[wire.Ints, wire.Spans]:
         """Return the bucket spans of the steps in [first, last], and the rank of each row."""
+
+    def lateness(self, first: int, last: int) -> LatenessBins | None:
+        """Return the lateness in the steps in [first, last], in bins as fine as can be read quickly; None without any.
+
+        A bin has one step if columns are read.
+        """
 
     def comms(self, rank: int, first: int, last: int) -> wire.Comms:
         """Return the other communication of a rank in the steps in [first, last]."""
@@ -73,6 +81,9 @@ class Evidence:
         fingerprints: (rank, fingerprint) of the sampled steps.
         now_ns: The collector's wall clock when the evidence was read; None if it is not known. Diagnoses are cached
             until the run's next commit, so a finding that depends on the time needs a cache version that expires.
+        whole: All steps that are judged, in which all ranks can be compared; None if they are `joined`.
+        earlier: Rollups of the steps before `whole`, of a run too long to read; None if there are none.
+        clock: When steps began and ended.
     """
 
     rank: wire.Ints
@@ -97,6 +108,9 @@ class Evidence:
     ended: dict[int, str] = field(default_factory=dict)
     fingerprints: list[tuple[int, wire.Fingerprint]] = field(default_factory=list)
     now_ns: int | None = None
+    whole: JoinedSteps | None = None
+    earlier: LatenessBins | None = None
+    clock: StepClock = field(default_factory=StepClock)
 
     @property
     def step_range(self) -> tuple[int, int]:

@@ -42,8 +42,16 @@ class JoinedSteps:
 
     def latest(self, count: int) -> JoinedSteps:
         """Return the last `count` steps."""
+        return self.select(slice(-count, None))
+
+    def between(self, first: int, last: int) -> JoinedSteps:
+        """Return the steps with the first rank's numbers `first` to `last`."""
+        return self.select(slice(*np.searchsorted(self.step, [first, last + 1])))
+
+    def select(self, rows: slice) -> JoinedSteps:
+        """Return some of the steps."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return JoinedSteps(**{name: v if name == "ranks" else v[-count:] for name, v in columns.items()})
+        return JoinedSteps(**{name: v if name == "ranks" else v[rows] for name, v in columns.items()})
 
     @cached_property
     def step_ns(self) -> Floats:

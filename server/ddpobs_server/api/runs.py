@@ -135,9 +135,17 @@ def get_steps(
     reports: ReportsDep,
     rank: RankQuery = None,
     mean: Annotated[bool, Query(description="Wall time and phases only, the mean over the ranks.")] = False,
+    points: Annotated[int | None, Query(ge=1, le=10_000, description="Bins instead of steps, at most as many.")] = None,
 ) -> Response:
-    """Steps in columns, sorted by step and rank; `next` is the first step that did not fit into this response."""
+    """Steps in columns, sorted by step and rank; `next` is the first step that did not fit into this response.
+
+    With `points` the run, or `from` to `to`, is divided into bins: minimum, median and maximum of the wall time and the
+    phases of each rank. With `mean` too, the minimum, the median of the medians and the maximum over the ranks.
+    """
     attempt, first, last = steps.attempt, steps.first, steps.last
+    if points is not None:
+        bins = reports.step_bins(run.run, attempt, (first, last), points, rank, mean=mean)
+        return columns_response(run.name, attempt, *bins)
     if mean:
         return columns_response(run.name, attempt, *reports.mean_steps(run.run, attempt, first, last))
     end = store.page_end("steps", run.run, attempt, rank=rank, first=first, last=last, rows=_PAGE_ROWS)

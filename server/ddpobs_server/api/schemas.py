@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict  # Before Python 3.12 pydantic accepts only these.
 
-from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.finding import Gain, Severity
 from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.reports.run_state import RankState, RunState
 from ddpobs_server.store import Attempt
@@ -279,12 +279,46 @@ class Stragglers(AttemptResponse):
     next: int | None
 
 
+class Interval(TypedDict("Bounds", {"from": int, "to": int})):
+    """Steps, and when they began and ended: Unix time, null if unknown."""
+
+    began_ns: int | None
+    ended_ns: int | None
+
+
+class StepLevel(Interval):
+    """Steps with about the same step time."""
+
+    step_ns: int
+
+
+class FindingResponse(TypedDict):
+    """One problem of the run. `steps` are those of the evidence; in `intervals` the problem held."""
+
+    code: str
+    severity: Severity
+    title: str
+    remedy: str
+    steps: list[int]
+    intervals: list[Interval]
+    ranks: list[int]
+    buckets: list[int]
+    parameters: list[str]
+    phase: str | None
+    evidence: dict[str, Any]
+    gain: Gain | None
+
+
 class Diagnostics(AttemptResponse):
-    """Findings, the most severe first; `missing` lists the findings that could not be judged, and why."""
+    """Findings, the most severe first; `missing` lists the findings that could not be judged, and why.
+
+    `step_levels` divides the run where the step time of all ranks shifts.
+    """
 
     steps_seen: int
-    findings: list[Finding]
+    findings: list[FindingResponse]
     missing: list[str]
+    step_levels: list[StepLevel]
 
 
 class Trace(TypedDict):

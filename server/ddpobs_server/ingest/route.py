@@ -122,7 +122,7 @@ class BatchFastPath:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request."""
         match = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "PUT" else None
-        if match is None:
+        if match is None or scope["query_string"]:  # The route itself refuses unknown parameters.
             await self._app(scope, receive, send)
             return
         scope["path_params"] = match.groupdict()

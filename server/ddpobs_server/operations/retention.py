@@ -1,4 +1,4 @@
-"""Removes old data once a minute on a thread: spans before sums, oldest first."""
+"""Removes old data once a minute on a thread, spans before sums, oldest first; joins chunks, makes bins of steps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ import time
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ddpobs_server.operations.clock_guard import ClockGuard
+from ddpobs_server.reports.step_bins import AttemptBins, update_step_bins
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 
 _log = logging.getLogger(__name__)
 _PERIOD_S = 60.0
 _CLOSE_S = 5.0
+_BINS_S = 20.0
+"""Longest time for bins in a round, so that the removal of old data never waits long."""
 _PAUSE_RATIO = 1.0
 """Pause after each join of chunks, relative to the join's duration: batches wait while the job writes."""
 _DELETED_DAYS = 400
@@ -70,6 +73,7 @@ class RetentionJob:
         for reason in (_JUMPED, _LARGE):
             self.refused.labels(reason)
         self.clock, self._accepted = ClockGuard(), False
+        self._binned: dict[str, int] = {}
         self.joined = Counter("ddpobs_server_joined_chunks", "Chunks joined into larger chunks.", registry=registry)
         for kind in ("chunks", "runs"):
             self.removed.labels(kind)
@@ -93,6 +97,8 @@ class RetentionJob:
             RetentionRefusedError: Nothing was removed by age; the rest of the round is done.
         """
         settings, store, began = self._settings, self._store, time.monotonic()
+        if settings.keep_spans_days is not None or settings.keep_gb is not None:
+            self._update_step_bins(now_ns)  # Bins come from the columns that are removed next.
         refusal = self._remove_by_age(now_ns)
         if settings.keep_gb is not None:
             chunks, runs = store.shrink(int(settings.keep_gb * 1e9))
@@ -101,6 +107,7 @@ class RetentionJob:
             self.bytes.labels("limit").set(settings.keep_gb * 1e9)
             self.bytes.labels("used").set(store.used_bytes())
         self._compact(now_ns - int(10 * _PERIOD_S * 1e9))
+        self._update_step_bins(now_ns)
         if refusal is not None:
             raise refusal
         self.seconds.set(time.monotonic() - began)
@@ -152,6 +159,22 @@ class RetentionJob:
             if self._closing.wait(_PAUSE_RATIO * (time.monotonic() - began)):
                 return
             began = time.monotonic()
+
+    def _update_step_bins(self, now_ns: int) -> None:
+        """Make the bins that are due of the runs that changed, for at most `_BINS_S`; the next round does the rest."""
+        until = time.monotonic() + _BINS_S
+        for run, commits in self._store.runs_with_columns():
+            if self._binned.get(run) == commits:
+                continue
+            attempts = self._store.attempts(run)
+            for attempt in attempts if run not in self._binned else attempts[-1:]:
+                began = time.monotonic()
+                for _ in update_step_bins(AttemptBins(self._store, run, attempt.attempt), now_ns):
+                    if self._closing.wait(_PAUSE_RATIO * (time.monotonic() - began)) or time.monotonic() > until:
+                        return
+                    began = time.monotonic()
+            if all(source.ended for source in self._store.sources(run, attempts[-1].attempt)):
+                self._binned[run] = commits
 
     def _count_removed(self, kind: str, count: int) -> None:
         self.removed.labels(kind).inc(count)

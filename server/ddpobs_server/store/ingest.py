@@ -21,7 +21,17 @@ import zstandard
 from sqlalchemy import Connection, Table, case, select, update
 
 from ddpobs import wire
-from ddpobs_server.store import bucket_sums, chunks, deleted_attempts, endings, ingest_sql, records, rollups, schema
+from ddpobs_server.store import (
+    bucket_sums,
+    chunks,
+    deleted_attempts,
+    endings,
+    ingest_sql,
+    records,
+    rollups,
+    schema,
+    step_bins,
+)
 from ddpobs_server.store.sql import compiled, execute_many, insert_many
 
 _MERGED = ("steps", "comms")
@@ -277,6 +287,7 @@ def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: 
 
 
 def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> None:
+    step_bins.mark_stale(connection, (_extent(batch) for group in steps for batch in group.batches))
     _add(connection, schema.rollups, [(g.batches, rollups.step_windows(g.record, g.batch)) for g in steps])
     _add(connection, schema.step_histogram, [(g.batches, rollups.step_durations(g.record, g.batch)) for g in steps])
     with_peers = [arrival.batch for arrival in arrivals if arrival.batch.peers]
@@ -288,6 +299,12 @@ def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequ
             key = batches[index].run, batches[index].source, module, revision
             by_bucket[key] = bucket_sums.add_tables(by_bucket[key], table) if key in by_bucket else table
     bucket_sums.add(connection, by_bucket)
+
+
+def _extent(batch: wire.Batch) -> tuple[str, str, int, int]:
+    """Run, attempt, first and last step of a batch with steps."""
+    assert batch.steps is not None
+    return batch.run, batch.attempt, int(batch.steps.step.min()), int(batch.steps.step.max())
 
 
 def _add(connection: Connection, table: Table, parts: Iterable[tuple[Sequence[wire.Batch], rollups.Sums]]) -> None:

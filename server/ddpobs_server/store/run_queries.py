@@ -121,3 +121,9 @@ def count_sources(connection: Connection, run: str, source: str) -> tuple[int, b
     matches = func.coalesce(func.sum(case((_s.source == source, 1), else_=0)), 0)
     row = connection.execute(select(func.count(), matches).where(_s.run_id == run)).one()
     return row[0], bool(row[1])
+
+
+def with_columns(connection: Connection) -> list[tuple[str, int]]:
+    """(run, commits) of the runs that have columns, those with the latest batch first."""
+    query = select(_r.run_id, _r.commits).where(_r.chunk_bytes > 0).order_by(_r.last_seen_ns.desc())
+    return [(run, commits) for run, commits in connection.execute(query)]

@@ -139,6 +139,18 @@ rollups = _source_table(
     *_sums("own_ns", "own_steps"),
     **_NARROW,
 )
+step_bins = Table(
+    "step_bins",
+    metadata,
+    _key("run_id", String),
+    _key("attempt", String),
+    _key("level", Integer),
+    _key("bin", BigInteger),
+    _key("block", Integer),
+    *_sums("rows", "stale", "columns"),
+    Column("payload", LargeBinary, nullable=False),
+)
+"""The module `step_bins` defines levels, blocks and the form of `payload`."""
 step_histogram = _source_table("step_histogram", _key("bound", Integer), _count("steps"), **_NARROW)
 bucket_sums = _layout_table("bucket_sums", Column("sums", LargeBinary, nullable=False))
 """The module `bucket_sums` defines the packed form of `sums`."""

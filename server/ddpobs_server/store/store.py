@@ -29,6 +29,7 @@ from ddpobs_server.store import (
     migration,
     removal,
     run_queries,
+    step_bins,
     token_queries,
 )
 from ddpobs_server.store.database_errors import UnavailableError
@@ -218,6 +219,12 @@ class Store:
     comms = _reads(column_queries.comms)
     page_end = _reads(column_queries.page_end)
     estimate_rows = _reads(column_queries.estimate_rows)
+
+    read_step_bins = _reads(step_bins.step_bins)
+    step_bin_states = _reads(step_bins.step_bin_states)
+    write_step_bins = _writes(step_bins.write_step_bins)
+    keep_step_bin = _writes(step_bins.keep_step_bin)
+    runs_with_columns = _reads(run_queries.with_columns)
 
     tokens = _reads(token_queries.tokens)
     add_token = _writes(token_queries.add_token)
