@@ -28,7 +28,7 @@ SLOW = 1
 STEPS = int(os.environ.get("STEPS", "120"))
 ROWS, LENGTH, WIDTH = 8, 256, 128
 _SPREAD, _LONGER = 0.25, 2.0
-_HEAP, _PAGES, _PERIOD_US, _QUOTA_US = 150_000, 512, 20_000, 5_000
+_NEIGHBOURS, _HEAP, _PAGES, _PERIOD_US, _QUOTA_US = 3, 150_000, 512, 20_000, 5_000
 CASES = ("balanced", "neighbour", "quota", "garbage", "paging", "work", "lengths", "longer", "longer+neighbour")
 
 
@@ -39,17 +39,22 @@ def processor_of(rank: int) -> int:
 
 
 @contextmanager
-def busy_neighbour(processor: int) -> Iterator[None]:
-    """Keep a processor busy with another process, which ends with this one."""
+def busy_neighbours(processor: int) -> Iterator[None]:
+    """Keep a processor busy with other processes, which end with this one.
+
+    The kernel moves other programs away from that processor, to those of the other ranks. So one process would slow the
+    other ranks as much on a machine that has more to do.
+    """
     script = (
         f"import os\nos.sched_setaffinity(0, [{processor}])\nwhile os.getppid() == {os.getpid()}: sum(range(99999))"
     )
-    neighbour = subprocess.Popen([sys.executable, "-c", script])
+    neighbours = [subprocess.Popen([sys.executable, "-c", script]) for _ in range(_NEIGHBOURS)]
     try:
         yield
     finally:
-        neighbour.kill()
-        neighbour.wait()
+        for neighbour in neighbours:
+            neighbour.kill()
+            neighbour.wait()
 
 
 @contextmanager
@@ -113,7 +118,7 @@ def prepare(causes: set[str], stack: ExitStack) -> list[Callable[[], object]]:
     if "quota" in causes:
         stack.enter_context(quota())
     if "neighbour" in causes:
-        stack.enter_context(busy_neighbour(min(os.sched_getaffinity(0))))
+        stack.enter_context(busy_neighbours(min(os.sched_getaffinity(0))))
     works = []
     if "garbage" in causes:
         works.append(collect_a_big_heap())

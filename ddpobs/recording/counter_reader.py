@@ -16,9 +16,9 @@ from time import monotonic_ns
 from typing import Any
 
 from ddpobs.recording.cpu_quota import CpuQuota, close_if
-from ddpobs.steps.counters import Reading
+from ddpobs.steps.counters import NO_USAGE, Reading
 
-pread = os.pread
+pread: Any = getattr(os, "pread", None)  # Windows has none; then nothing is read.
 try:
     from resource import RUSAGE_SELF, RUSAGE_THREAD, getrusage
 except ImportError:  # Only Linux counts by thread.
@@ -85,22 +85,24 @@ class CounterReader:
         self.reset()
         self.quota.close()
 
-    def read(self) -> Reading | None:
-        """Read all totals on the training thread. Returns None on an error; never raises."""
+    def read(self) -> Reading | tuple[()]:
+        """Read all totals on the training thread. Returns an empty tuple on an error; never raises."""
         try:
             if get_ident() != self._thread:
                 self._follow_thread()
             until_usage = self._until_usage = self._until_usage - 1
+            preemptions, major_faults = NO_USAGE if until_usage >= 0 else self._usage()
             return (
                 self._series,
                 pread(self._schedule, _MAX_BYTES, 0),
-                None if until_usage >= 0 else self._usage(),
+                preemptions,
+                major_faults,
                 self.quota.statistics() if self._is_limited else None,
                 self._collections,
                 self._collecting_ns,
             )
         except Exception:  # Telemetry never stops a training, such as one that closed all its descriptors.
-            return None
+            return ()
 
     def look(self) -> None:
         """Decide how often page faults are counted, and find the quota; called from time to time on another thread."""
@@ -113,10 +115,10 @@ class CounterReader:
         self._process_faults = faults
         self._usage_every = _USAGE_EVERY if self._quiet_looks >= _QUIET_LOOKS else 1
 
-    def _usage(self) -> tuple[int, int] | None:
+    def _usage(self) -> tuple[int, int]:
         self._until_usage = self._usage_every - 1
         if getrusage is None:
-            return None
+            return NO_USAGE
         usage = getrusage(RUSAGE_THREAD)
         return int(usage[_PREEMPTIONS]), int(usage[_MAJOR_FAULTS])
 

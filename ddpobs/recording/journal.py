@@ -179,7 +179,7 @@ class Journal:
         if self._reduced_open_step and (self._optimized or self.modules == 1):
             self._close_place_step()
         self._enter(FORWARD)
-        self._record(StepTracker.forward_began, self._now(), module, size, torch.is_grad_enabled())
+        self._record(StepTracker.forward_began, self._now(), module, torch.is_grad_enabled(), *size)
 
     def fetch_began(self, loader: int = 0) -> bool:
         """A batch was requested from a loader, identified by any number; return whether the event was recorded."""
@@ -506,7 +506,7 @@ class Journal:
     def _read_counters(self) -> None:
         """Record the counters at the end of a synchronised backward."""
         if self._counters is not None:
-            self._append((StepTracker.counters_read, 0, (self._counters.read(),)))
+            self._append((StepTracker.counters_read, 0, self._counters.read()))
 
     def _close_place_step(self) -> None:
         self._reduced_open_step = False
@@ -567,7 +567,7 @@ class Journal:
         self.training_interrupted()
         if training:
             self._forward_trained = not self.trains_in_eval
-            self._record(StepTracker.forward_began, began, module, size, True)
+            self._record(StepTracker.forward_began, began, module, True, *size)
         return True
 
     def _reset_after_fork(self) -> None:

@@ -19,31 +19,35 @@ COUNTERS = (
 """Columns of `wire.Steps` that are differences of two readings."""
 SELDOM_READ = slice(3, 5)
 """Places of the totals that not every reading has, in the result of `totals`."""
-_NO_USAGE = (UNKNOWN, UNKNOWN)
+NO_USAGE = (UNKNOWN, UNKNOWN)
 NOT_READ = (UNKNOWN,) * (1 + len(COUNTERS))
 
 
-Reading = tuple[int, bytes, tuple[int, int] | None, bytes | None, int, int]
+Reading = tuple[int, bytes, int, int, bytes | None, int, int]
 """Totals at one moment; those of the kernel are of the training thread.
 
 1. The series: readings of one series count from the same zero.
 2. Content of the thread's `schedstat`; empty if it cannot be read.
-3. Involuntary switches, and page faults that read a disk; None if not read this time.
-4. Content of `cpu.stat` of the control group with the quota. Empty if it cannot be read, None without a quota.
-5. Garbage collections of the process.
-6. Their length in nanoseconds.
+3. Involuntary switches; `UNKNOWN` if not read this time.
+4. Page faults that read a disk; `UNKNOWN` as well.
+5. Content of `cpu.stat` of the control group with the quota. Empty if it cannot be read, None without a quota.
+6. Garbage collections of the process.
+7. Their length in nanoseconds.
+
+It is flat, since the garbage collector visits each object of a waiting step.
 """
 
 
-def totals(reading: Reading | None) -> tuple[int, ...]:
+def totals(reading: Reading | tuple[()] | None) -> tuple[int, ...]:
     """Return the series and the totals in the order of `COUNTERS`; `UNKNOWN` where a counter was not read."""
-    if reading is None:
+    if not reading:
         return NOT_READ
-    series, schedule, usage, quota, collections, collecting_ns = reading
+    series, schedule, preemptions, major_faults, quota, collections, collecting_ns = reading
     return (
         series,
         *_schedule(schedule),
-        *(usage or _NO_USAGE),
+        preemptions,
+        major_faults,
         0 if quota is None else throttled_ns(quota),
         collections,
         collecting_ns,

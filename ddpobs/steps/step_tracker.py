@@ -92,8 +92,14 @@ class StepTracker:
 
     # ------------------------------------------------------------------ events, in order
 
-    def forward_began(self, module: int, size: InputSize, differentiated: bool = True) -> None:
-        """A training forward of a DDP module was called; `differentiated`: backward may follow."""
+    def forward_began(self, module: int, differentiated: bool, *size: int) -> None:
+        """A training forward of a DDP module was called.
+
+        Args:
+            module: Index of the module.
+            differentiated: Backward may follow.
+            *size: Fields of the `InputSize`. They are plain numbers, so that a waiting entry is one object.
+        """
         self._evaluations.forward_began(differentiated)
         self._open_in_optimizer()
         self._next_begins = None
@@ -107,9 +113,9 @@ class StepTracker:
             self._close(self._closure_begins)
         step = self._open()
         self._evaluations.clear_step(step, self.stamp)
-        step.size = step.size.plus(size)
+        step.size = step.size.plus(InputSize(*size))
         if not differentiated:
-            step.no_grad_size = step.no_grad_size.plus(size)
+            step.no_grad_size = step.no_grad_size.plus(InputSize(*size))
         if nested and self._stack[-1] == OPTIMIZER:
             self._push(FORWARD)
             return
@@ -277,9 +283,13 @@ class StepTracker:
         else:  # For example, hours of inference after training, with a model whose layers run in parallel.
             self._clean = False
 
-    def counters_read(self, reading: Reading | None) -> None:
-        """The counters were read at the end of a synchronised backward, just before that end is reported."""
-        self._reading = reading
+    def counters_read(self, *reading: Any) -> None:
+        """The counters were read at the end of a synchronised backward, just before that end is reported.
+
+        Args:
+            *reading: Elements of the `Reading`; none if the counters could not be read.
+        """
+        self._reading = reading or None
 
     def zeros_contributed(self) -> None:
         """This rank took part with zeros in a synchronised backward of other ranks; it has no step for it."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.causes import RIGHT, findings_of, train, verdict
+from benchmarks.causes import RIGHT, disturbance, findings_of, train, verdict
 from tests.control_groups import quota_group
 
 pytestmark = pytest.mark.alone
@@ -15,6 +15,8 @@ STEPS, TRIES = 60, 3
 
 `benchmarks/causes.py` measures how often the verdict is right.
 """
+DISTURBED = 0.5
+"""Rank 0's time without a processor over its time on one, from which on it has busy neighbours, too."""
 
 
 @pytest.mark.parametrize("case", [case for case in RIGHT if case != "balanced"])
@@ -24,10 +26,14 @@ def test_the_real_cause_is_stated_and_no_other(case: str, tmp_path: Path) -> Non
             pass
     verdicts = []
     for attempt in range(TRIES):
-        findings = findings_of(train(case, STEPS, tmp_path / str(attempt)))
-        verdicts.append([finding.title for finding in findings])
+        evidence = train(case, STEPS, tmp_path / str(attempt))
+        findings = findings_of(evidence)
         if verdict(findings) == RIGHT[case]:
             return
+        if "neighbour" not in case or disturbance(evidence) < DISTURBED:
+            verdicts.append([finding.title for finding in findings])
+    if not verdicts:
+        pytest.skip("NO NEIGHBOUR WAS JUDGED: other programs took rank 0's processor in the same way in every run")
     pytest.fail(f"{case} was judged as {verdicts}")
 
 

@@ -64,7 +64,7 @@ def test_a_busy_neighbour_on_the_same_processor_shows_as_run_delay_and_preemptio
         neighbour.wait()
     assert counted["run_delay_ns"] > 50_000_000
     assert counted["preemptions"] > 0
-    assert 400_000_000 <= counted["running_ns"] + counted["run_delay_ns"] < 2_000_000_000
+    assert 300_000_000 <= counted["running_ns"] + counted["run_delay_ns"] < 2_000_000_000
 
 
 def test_a_thread_that_sleeps_neither_runs_nor_waits_for_a_processor() -> None:
@@ -166,7 +166,7 @@ def test_without_control_groups_throttling_is_not_known(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("schedule", [b"", b"0 0 0\n", b"rubbish", b"-1 -1 -1"])
 def test_a_kernel_without_statistics_leaves_the_schedule_unknown(schedule: bytes) -> None:
-    assert totals((1, schedule, (2, 3), None, 4, 5)) == (1, wire.UNKNOWN, wire.UNKNOWN, 2, 3, 0, 4, 5)
+    assert totals((1, schedule, 2, 3, None, 4, 5)) == (1, wire.UNKNOWN, wire.UNKNOWN, 2, 3, 0, 4, 5)
 
 
 def test_another_thread_begins_another_series() -> None:
@@ -180,9 +180,9 @@ def test_another_thread_begins_another_series() -> None:
 
 def test_closed_descriptors_lose_readings_and_nothing_else() -> None:
     reader = CounterReader()
-    assert reader.read() is not None
+    assert reader.read()
     os.close(reader._schedule)
-    assert reader.read() is None
+    assert reader.read() == ()
     with (Path("/proc/self/maps")).open() as other:  # Takes the number that is free now.
         reader.close()
         assert other.readline()

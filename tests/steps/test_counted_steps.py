@@ -9,7 +9,7 @@ import torch
 
 from ddpobs import wire
 from ddpobs.recording.journal import Journal
-from ddpobs.steps.counters import Reading
+from ddpobs.steps.counters import NO_USAGE, Reading
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summariser
 from tests.recording.test_module_recorder import Training, plain_step
@@ -19,9 +19,9 @@ class Readings:
     """Stands for the reader: readings that the test gives."""
 
     def __init__(self) -> None:
-        self.following: list[Reading | None] = []
+        self.following: list[Reading | tuple[()]] = []
 
-    def read(self) -> Reading | None:
+    def read(self) -> Reading | tuple[()]:
         return self.following.pop(0)
 
 
@@ -34,8 +34,8 @@ class CountedTraining(Training):
         self.journal.modules = 1
 
 
-def reading(running: int, usage: tuple[int, int] | None = (0, 0), series: int = 1, **last: Any) -> Reading:
-    return series, b"%d %d 1" % (running, 2 * running), usage, last.get("quota"), last.get("collections", 0), running
+def reading(running: int, usage: tuple[int, int] = (0, 0), series: int = 1, **last: Any) -> Reading:
+    return series, b"%d %d 1" % (running, 2 * running), *usage, last.get("quota"), last.get("collections", 0), running
 
 
 def counted(training: CountedTraining, batches: int = 1) -> dict[str, list[int]]:
@@ -54,7 +54,7 @@ def test_a_step_holds_the_increase_since_the_previous_synchronised_backward(batc
     training.readings.following = [
         reading(100),
         reading(150, (3, 1), quota=b"throttled_time 7\n"),
-        reading(250, None, quota=b"throttled_time 9\n"),
+        reading(250, NO_USAGE, quota=b"throttled_time 9\n"),
         reading(260, (9, 5), quota=b"throttled_time 9\n", collections=2),
     ]
     for _ in range(4):
@@ -71,7 +71,7 @@ def test_a_step_holds_the_increase_since_the_previous_synchronised_backward(batc
 
 def test_a_missing_reading_and_another_thread_leave_a_gap() -> None:
     training = CountedTraining()
-    training.readings.following = [reading(100), None, reading(300), reading(20, series=2), reading(30, series=2)]
+    training.readings.following = [reading(100), (), reading(300), reading(20, series=2), reading(30, series=2)]
     for _ in range(5):
         plain_step(training)
     steps = counted(training)

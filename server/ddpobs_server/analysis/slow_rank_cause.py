@@ -129,7 +129,8 @@ def _parts(excess: _Excess) -> dict[str, float]:
     A fault explains the time in which the thread neither ran nor was ready to run.
     """
     counters = {name: max(0.0, value) for name, value in excess.counters.items()}
-    throttled_ns = counters.get("throttled_ns", 0.0)
+    # The group's time is a sum over its processors, the thread's share of it is part of its own time in the run queue.
+    throttled_ns = min(counters.get("throttled_ns", 0.0), counters["run_delay_ns"])
     faults = counters.get("major_faults", 0.0)
     usual_ns = excess.usual_run_delay * counters["running_ns"]
     parts = {

@@ -2,7 +2,7 @@
 
 Own time is regressed on work within each rank, so that a slow machine does not look like more work. The slope comes
 from Theil's incomplete method: sort the steps by work, pair step i with step i + n/2, and take the median slope of the
-pairs. Up to 29 % of the steps may be outliers. It takes n/2 pairs, where the complete method takes n²/2, and the pairs
+pairs. Up to a quarter of the steps may be outliers. It takes n/2 pairs, where the complete method takes n²/2, and they
 lie far apart.
 
 Source: H. Theil, "A rank-invariant method of linear and polynomial regression analysis", Proc. Kon. Ned. Akad. v.

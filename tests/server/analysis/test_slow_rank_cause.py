@@ -98,6 +98,12 @@ def test_the_largest_of_several_causes_is_stated_and_the_others_have_their_parts
     assert parts_ms["own-work"] == pytest.approx(6, abs=3)
 
 
+def test_throttling_summed_over_many_processors_does_not_hide_another_cause() -> None:
+    finding = judged(run_delay_ns=8, throttled_ns=200, running_ns=32, collecting_ns=30)
+    assert finding.evidence["cause"] == "collecting-garbage"
+    assert finding.evidence["cause_ns"]["throttled"] == pytest.approx(8 * MS, rel=0.05)
+
+
 def test_run_delay_of_all_ranks_alike_is_no_cause() -> None:
     finding = judged(running_ns=40)
     assert finding.evidence["cause_ns"]["preempted"] < MS
