@@ -28,7 +28,8 @@ _OVER = " It is over: look at what ran on its host at these times."
 _MOST_FINDINGS = 8
 _ONGOING_STEPS, _ONGOING_SHARE = 16, 0.05
 """A stretch goes on if fewer steps follow it than this number, or than this share of its own steps."""
-_MOSTLY = 0.6
+_MOSTLY = 0.75
+"""Share of the cost in recent steps that stretches must hold to be the extent of a finding."""
 _MIN_EDGE_BINS = 4
 _EXPLAINED_SHARE = 0.8
 Bins = Any
@@ -152,8 +153,9 @@ def with_extent(finding: Finding, run: WholeRun) -> Finding:
     first, last = finding.steps
     own = [s for s in run.stretches if run.rank(s) == finding.ranks[0] and run.phase(s) == finding.phase]
     ranges = [run.range_of(stretch) for stretch in own]
-    inside = sum(max(0, min(end, last) - max(begin, first) + 1) for begin, end in ranges)
-    if inside < _MOSTLY * (last - first + 1):
+    index, recent = int(np.searchsorted(run.bins.ranks, finding.ranks[0])), run.covered([(first, last)])
+    cost_ns = run.bins.cost_ns[:, index]
+    if cost_ns[recent & run.covered(ranges)].sum() < _MOSTLY * cost_ns[recent].sum():
         ranges.append(finding.steps)
     intervals = run.intervals(ranges)
     lost_ns = _lost_ns(run, finding.ranks[0], run.covered(ranges))

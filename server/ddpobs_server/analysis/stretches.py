@@ -245,11 +245,18 @@ def refine(joined: JoinedSteps, index: int, first: int, last: int, width: int) -
         last: Last step of its last bin.
         width: Steps of a bin.
     """
-    fine = bins_of(joined, 1)
-    costs = fine.cost_ns[:, index] / np.maximum(1.0, fine.time_ns)
-    begin = _edge(costs, int(np.searchsorted(joined.step, first)), width, rises=True)
-    end = _edge(costs, int(np.searchsorted(joined.step, last, "right")), width, rises=False)
+    begin = _finest_edge(joined, index, int(np.searchsorted(joined.step, first)), width, rises=True)
+    end = _finest_edge(joined, index, int(np.searchsorted(joined.step, last, "right")), width, rises=False)
     return int(joined.step[begin]), int(joined.step[max(begin, end - 1)])
+
+
+def _finest_edge(joined: JoinedSteps, index: int, row: int, width: int, *, rises: bool) -> int:
+    begin = max(0, row - 2 * width)
+    around = joined.select(slice(begin, row + 2 * width))
+    if (row <= 0 and rises) or (row >= len(joined) and not rises):
+        return row
+    fine = bins_of(around, 1)
+    return begin + _edge(fine.cost_ns[:, index] / np.maximum(1.0, fine.time_ns), row - begin, width, rises=rises)
 
 
 def edge_step(bins: LatenessBins, index: int, step: int, *, rises: bool) -> int:

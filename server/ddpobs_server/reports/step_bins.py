@@ -13,6 +13,7 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.lateness_bins import LatenessBins
 from ddpobs_server.analysis.step_bins import (
+    ALL_RANKS,
     COMPARED,
     NAMES,
     StepBins,
@@ -35,6 +36,21 @@ _CELLS = 300_000
 
 
 @dataclass(frozen=True)
+class Shown:
+    """The rows that an answer holds: of one rank, of each rank, or over all ranks."""
+
+    rank: int | None = None
+    over: bool = False
+
+    @property
+    def blocks(self) -> list[int] | None:
+        """Blocks of ranks that hold them; None for all."""
+        if self.over:
+            return [OVER_RANKS]
+        return None if self.rank is None else [OVER_RANKS, self.rank // BLOCK_RANKS]
+
+
+@dataclass(frozen=True)
 class AttemptBins:
     """The bins of one attempt in a store."""
 
@@ -50,21 +66,28 @@ class AttemptBins:
         """Estimate the rows of steps that have columns."""
         return self.store.estimate_rows("steps", self.run, self.attempt, first, last)
 
-    def read(self, level: int, numbers: tuple[int, int], blocks: list[int] | None) -> StepBins:
+    def read(self, level: int, numbers: tuple[int, int], shown: Shown) -> StepBins:
         """Return bins of a level, by their first and last number."""
-        number, table = self.store.read_step_bins(self.run, self.attempt, level, numbers, blocks=blocks)
-        return StepBins(number, table) if len(number) else StepBins.concat([])
+        number, table = self.store.read_step_bins(self.run, self.attempt, level, numbers, blocks=shown.blocks)
+        bins = StepBins(number, table) if len(number) else StepBins.concat([])
+        rank = bins.column("rank")
+        if shown.over:
+            parts = [bins.select(rank == ALL_RANKS), over_ranks(bins.select(rank != ALL_RANKS))]
+            return StepBins.concat(parts).in_order()
+        return bins.select(rank != ALL_RANKS if shown.rank is None else rank == shown.rank)
 
     def write(self, level: int, numbers: list[int], bins: StepBins, rows: dict[int, int]) -> None:
-        """Replace bins of a level, and their rows over all ranks."""
-        summary, block = over_ranks(bins), bins.column("rank") // BLOCK_RANKS
+        """Replace bins of a level. Few ranks are stored in the block over all ranks, instead of a row over them."""
+        block = bins.column("rank") // BLOCK_RANKS
 
         def tables() -> Iterator[tuple[int, int, int, wire.Ints]]:
             for number in numbers:
-                yield number, OVER_RANKS, int(rows[number]), summary.table[:, summary.number == number]
-                is_here = bins.number == number
-                for index in np.unique(block[is_here]).tolist():
-                    yield number, index, int(rows[number]), bins.table[:, is_here & (block == index)]
+                here, here_block = bins.select(bins.number == number), block[bins.number == number]
+                blocks = np.unique(here_block).tolist()
+                summary = over_ranks(here) if len(blocks) > 1 else here
+                yield number, OVER_RANKS, int(rows[number]), summary.table
+                for index in blocks if len(blocks) > 1 else ():
+                    yield number, index, int(rows[number]), here.table[:, here_block == index]
 
         self.store.write_step_bins(self.run, self.attempt, level, tables())
 
@@ -141,25 +164,10 @@ def _is_complete(number: int, present: dict[int, tuple[bool, int]]) -> bool:
 
 
 def _merge(attempt: AttemptBins, level: int, numbers: list[int]) -> None:
-    children = attempt.read(level - 1, (numbers[0] * FACTOR, (numbers[-1] + 1) * FACTOR - 1), None)
+    children = attempt.read(level - 1, (numbers[0] * FACTOR, (numbers[-1] + 1) * FACTOR - 1), Shown())
     bins = merged_bins(children, FACTOR)
     rows = {number: int(bins.column("steps")[bins.number == number].sum()) for number in numbers}
     attempt.write(level, numbers, bins, rows)
-
-
-@dataclass(frozen=True)
-class Shown:
-    """The rows that an answer holds: of one rank, of each rank, or over all ranks."""
-
-    rank: int | None = None
-    over: bool = False
-
-    @property
-    def blocks(self) -> list[int] | None:
-        """Blocks of ranks that hold them; None for all."""
-        if self.over:
-            return [OVER_RANKS]
-        return None if self.rank is None else [self.rank // BLOCK_RANKS]
 
 
 def read_step_bins(attempt: AttemptBins, bounds: tuple[int, int], points: int, shown: Shown) -> StepBins:
@@ -184,9 +192,7 @@ def read_stored_bins(attempt: AttemptBins, bounds: tuple[int, int], points: int,
     level, factor = _level_of(steps_per_bin)
     parts, begin = [], first
     for finer in range(level, -1, -1):
-        bins = attempt.read(finer, (begin // width(finer), last // width(finer)), shown.blocks)
-        if shown.rank is not None:
-            bins = bins.select(np.flatnonzero(bins.column("rank") == shown.rank))
+        bins = attempt.read(finer, (begin // width(finer), last // width(finer)), shown)
         if len(bins):
             scale = width(level) * factor // width(finer)
             parts.append(merged_bins(bins, scale) if scale > 1 else bins)
@@ -223,7 +229,10 @@ def read_lateness(attempt: AttemptBins, bounds: tuple[int, int], ranks: int) -> 
     number, table = attempt.store.read_step_bins(
         attempt.run, attempt.attempt, level, numbers, blocks=None, columns=indices
     )
-    return lateness_of(number, dict(zip(COMPARED, table, strict=True))) if len(number) else None
+    if not len(number):
+        return None
+    is_rank = table[0] != ALL_RANKS
+    return lateness_of(number[is_rank], dict(zip(COMPARED, table[:, is_rank], strict=True)))
 
 
 def unix_times(bins: StepBins, sources: list[Source]) -> StepBins:

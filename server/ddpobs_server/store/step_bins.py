@@ -1,9 +1,10 @@
 """Bins of steps that are kept with a run: a table of whole numbers for each bin, level, and block of ranks.
 
 A bin of level 0 has `BIN_STEPS` steps, a bin of the next level four times as many. Block `OVER_RANKS` has a row over
-all ranks; other blocks have the rows of 32 ranks. Bins outlive the columns that they were computed from.
+all ranks; other blocks have the rows of 32 ranks. If one block has all ranks, its rows are in `OVER_RANKS` instead.
 
-A batch whose steps are in a bin already marks that bin as stale, in the batch's own transaction.
+Bins outlive the columns that they were computed from. A batch whose steps are in a bin already marks that bin as stale,
+in the batch's own transaction.
 """
 
 from __future__ import annotations
@@ -47,13 +48,14 @@ def step_bins(
     blocks: Sequence[int] | None,
     columns: Sequence[int] | None = None,
 ) -> tuple[wire.Ints, wire.Ints]:
-    """Columns of the bins from the first to the last of `numbers`; None for all columns, or all blocks with ranks.
+    """Columns of the bins from the first to the last of `numbers`; None for all columns, or all blocks.
 
     Returns:
         Bin of each row, and the table with a column for each row, sorted by bin and block.
     """
     conditions = [_c.run_id == run, _c.attempt == attempt, _c.level == level, _c.bin.between(*numbers)]
-    conditions.append(_c.block != OVER_RANKS if blocks is None else _c.block.in_(blocks))
+    if blocks is not None:
+        conditions.append(_c.block.in_(blocks))
     query = select(_c.bin, _c.columns, _c.payload).where(*conditions, _c.rows > 0).order_by(_c.bin, _c.block)
     decompress = zstandard.ZstdDecompressor().decompress
     lengths, tables = [], []

@@ -38,6 +38,12 @@ def rows(store: Store, run: str) -> tuple[int, int, int]:
     return (*counts, sum(rollup.steps for rollup in store.rollups(run, ATTEMPT)))
 
 
+@pytest.fixture
+def without_bins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make no bins of steps. Beside the few buckets of these runs they would take as much room as columns."""
+    monkeypatch.setattr(RetentionJob, "_update_step_bins", lambda *_: None)
+
+
 def run_retention(store: Store, day: float, **settings: float) -> None:
     accepted: dict[str, Any] = {"keep_share": 1, **settings}
     RetentionJob(Settings(**accepted), store, CollectorRegistry()).run_once(int(day * DAY_NS))
@@ -177,6 +183,7 @@ def test_without_settings_no_row_is_removed(store: Store) -> None:
     assert rows(store, "old") == (200, 400, 200)
 
 
+@pytest.mark.usefixtures("without_bins")
 def test_the_oldest_spans_are_removed_before_any_run(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/runs.db")
     store.migrate()
@@ -195,6 +202,7 @@ def test_the_oldest_spans_are_removed_before_any_run(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.usefixtures("without_bins")
 def test_a_runs_oldest_columns_are_removed_and_no_more_than_necessary(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

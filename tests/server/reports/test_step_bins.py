@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from ddpobs_server.analysis.step_bins import (
@@ -54,7 +55,7 @@ def part_of(rank: int, steps: wire.Steps, rows: wire.Ints) -> wire.Batch:
 
 def arrive(store: Store, received_ns: int, *batches: wire.Batch) -> None:
     arrivals = []
-    for item in batches:
+    for item in (msgspec.structs.replace(sent, world_size=128) for sent in batches):
         body = wire.encode(item)
         arrivals.append(Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), received_ns))
     store.ingest(arrivals)
@@ -140,6 +141,17 @@ def test_a_run_in_bins_has_every_step_once(store: Store, points: int) -> None:
     assert (set(one.column("rank").tolist()), one.column("steps").sum()) == ({1}, 1000)
 
 
+def test_many_ranks_are_stored_in_blocks(store: Store) -> None:
+    rank, steps = noisy(150, 70)
+    send(store, rank, steps)
+    update(store)
+    for shown in (Shown(), Shown(over=True), Shown(rank=3), Shown(rank=69)):
+        bins = read(store, 149, 2, shown)
+        assert_holds(bins, rank, steps)
+        rows = 150 if shown.rank is not None else 150 * 70
+        assert bins.column("steps").sum() == rows
+
+
 def test_an_update_makes_each_bin_once(store: Store) -> None:
     send(store, *noisy(1000, 2))
     assert update(store) > 0
@@ -191,7 +203,7 @@ def test_a_deleted_run_has_no_bins_and_an_update_does_not_bring_them_back(store:
     send(store, *noisy(200, 2))
     update(store)
     bins = AttemptBins(store, RUN, ATTEMPT)
-    kept = bins.read(0, (0, 3), None)
+    kept = bins.read(0, (0, 3), Shown())
     store.delete(RUN)
     bins.write(0, [0, 1, 2, 3], kept, dict.fromkeys(range(4), 1))
     assert store.step_bin_states(RUN, ATTEMPT) == {}
