@@ -25,6 +25,7 @@ from ddpobs_server.ingest import route, upload
 from ddpobs_server.ingest.admission import Admission
 from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
 from ddpobs_server.ingest.writer import Writer
+from ddpobs_server.metrics.scrape import RunRenderer
 from ddpobs_server.operations import logs, self_check
 from ddpobs_server.operations.commands import cli, open_store, print_error
 from ddpobs_server.operations.health_monitor import HealthMonitor
@@ -97,6 +98,7 @@ async def _open(state: Any) -> None:
     store.migrate()
     state.authenticator = Authenticator(settings, store)
     state.reports = Reports(store)
+    state.run_renderer = RunRenderer(settings, store, state.reports)
     state.writer = Writer(store, settings.queue_batches, registry)
     state.writer.start()
     state.admission = Admission(settings, store)

@@ -10,7 +10,7 @@ from typing import Any
 from ddpobs_server.store import schema
 from sqlalchemy import Engine, event
 
-SPREAD = set(schema.metadata.tables) - {"tokens"}
+SPREAD = set(schema.metadata.tables) - {table.name for table in schema.UNDISTRIBUTED}
 _READ = re.compile(r"\b(?:FROM|JOIN|UPDATE) (\w+)")
 _SAME_RUN = re.compile(r"\b(\w+)\.run_id = (\w+)\.run_id")
 _ONE_RUN = re.compile(r"\b(\w+)\.run_id = [%?]")

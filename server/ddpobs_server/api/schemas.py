@@ -160,9 +160,10 @@ class Layout(Module):
 
 
 class Layouts(AttemptResponse):
-    """By module and revision."""
+    """By module and revision; `left_out` counts the layouts that did not fit."""
 
     layouts: list[Layout]
+    left_out: int
 
 
 class Columns(AttemptResponse):
@@ -188,9 +189,10 @@ class Bucket(TypedDict):
 
 
 class Buckets(AttemptResponse):
-    """By module, revision and index."""
+    """By module, revision and index; `complete` is false if there are more."""
 
     buckets: list[Bucket]
+    complete: bool
 
 
 class UnusedSet(TypedDict):
@@ -204,9 +206,10 @@ class UnusedSet(TypedDict):
 
 
 class UnusedSets(AttemptResponse):
-    """Each time a set changed."""
+    """Each time a set changed; `left_out` counts the sets that did not fit."""
 
     unused: list[UnusedSet]
+    left_out: int
 
 
 class Lateness(TypedDict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import logging
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import choose_encoder
 
-from ddpobs_server.metrics.runs import run_metrics
+from ddpobs_server.metrics.scrape import Scrape
 from ddpobs_server.web.auth import Caller, needs
 
 _log = logging.getLogger(__name__)
@@ -22,6 +23,8 @@ _SCRAPES, _WAIT_S = 2, 5.0
 
 Scrapes do not take the reads' slots, so slow reads do not delay them.
 """
+_GZIP_LEVEL = 1
+"""The lines repeat so much that higher levels save little and cost several times as long."""
 
 router = APIRouter(tags=["metrics"])
 
@@ -34,6 +37,9 @@ def install(app: FastAPI) -> None:
     app.state.scrape_seconds = Gauge("ddpobs_server_scrape_seconds", "Duration of the last scrape.", registry=registry)
     app.state.scrape_failures = Counter(
         "ddpobs_server_scrape_failures", "Scrapes without the runs: the database did not respond.", registry=registry
+    )
+    app.state.runs_left_out = Counter(
+        "ddpobs_server_scrape_runs_left_out", "Runs that did not fit into an answer of /metrics.", registry=registry
     )
 
 
@@ -54,7 +60,20 @@ async def get_metrics(
     body = b"" if only == "collector" else await _render_runs(state, caller.workspace, render)
     state.scrape_seconds.set(time.monotonic() - began)
     body += await run_in_threadpool(render, CollectorRegistry() if only == "runs" else state.registry)
-    return Response(body, headers={"Content-Type": content_type})
+    headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
+    if _accepts_gzip(request.headers.get("Accept-Encoding", "")):
+        headers["Content-Encoding"] = "gzip"
+        body = await run_in_threadpool(gzip.compress, body, _GZIP_LEVEL)
+    return Response(body, headers=headers)
+
+
+def _accepts_gzip(accept_encoding: str) -> bool:
+    """Whether a client's `Accept-Encoding` allows gzip (RFC 9110, section 12.5.3)."""
+    for item in accept_encoding.lower().split(","):
+        coding, _, quality = item.partition(";")
+        if coding.strip() in ("gzip", "*"):
+            return quality.replace(" ", "") not in ("q=0", "q=0.0", "q=0.00", "q=0.000")
+    return False
 
 
 async def _render_runs(state: Any, workspace: str, render: Callable[[CollectorRegistry], bytes]) -> bytes:
@@ -66,7 +85,10 @@ async def _render_runs(state: Any, workspace: str, render: Callable[[CollectorRe
         async with asyncio.timeout(_WAIT_S):
             await state.scrape_slots.acquire()
         try:
-            return await run_in_threadpool(run_metrics, state, workspace, render)
+            scrape: Scrape = await run_in_threadpool(state.run_renderer.render, workspace, render)
+            if scrape.left_out:
+                state.runs_left_out.inc(scrape.left_out)
+            return scrape.text
         finally:
             state.scrape_slots.release()
     except Exception as error:

@@ -8,7 +8,17 @@ from __future__ import annotations
 from ddpobs_server.store.column_queries import TooManyRowsError
 from ddpobs_server.store.database_errors import UnavailableError, UnusableError
 from ddpobs_server.store.ingest import Arrival, Outcome, UnstorableBatchError
-from ddpobs_server.store.rows import Aggregates, Attempt, BucketRollup, PeerTotal, Rollup, Run, Source, Token
+from ddpobs_server.store.rows import (
+    Aggregates,
+    Attempt,
+    BucketRollup,
+    LayoutOutline,
+    PeerTotal,
+    Rollup,
+    Run,
+    Source,
+    Token,
+)
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.store import Store
 
@@ -18,6 +28,7 @@ __all__ = [
     "Arrival",
     "Attempt",
     "BucketRollup",
+    "LayoutOutline",
     "Outcome",
     "PeerTotal",
     "Rollup",

@@ -10,9 +10,9 @@ from ddpobs_server.store.database_errors import UnusableError
 
 def statements() -> list[str]:
     """Statements that distribute the tables. A single node then answers each query."""
-    tables = [table.name for table in schema.metadata.sorted_tables if table is not schema.tokens]
+    tables = [table.name for table in schema.metadata.sorted_tables if table not in schema.UNDISTRIBUTED]
     by_run = [f"SELECT create_distributed_table('{name}', 'run_id')" for name in tables]
-    return [*by_run, "SELECT create_reference_table('tokens')"]
+    return [*by_run, *(f"SELECT create_reference_table('{table.name}')" for table in schema.UNDISTRIBUTED)]
 
 
 def distribute(engine: Engine) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Exists, Table, exists, func, select, tuple_
 
-from ddpobs_server.store import aggregate_queries, database_errors, schema
+from ddpobs_server.store import aggregate_queries, database_errors, schema, unused_queries
 
 _CHUNKS, _PAGES = 5000, 8192
 """Most chunks removed and pages returned at once: ingest gets its turns, and SQLite's log stays small."""
@@ -43,7 +43,7 @@ def delete_rows(connection: Connection, run: str, only_if: _Conditions = ()) -> 
     if only_if and not removed:
         return False
     for table in schema.metadata.tables.values():
-        if table not in (schema.runs, schema.tokens):
+        if table not in (schema.runs, *schema.UNDISTRIBUTED):
             connection.execute(table.delete().where(table.c.run_id == run))
     return bool(removed)
 
@@ -97,7 +97,7 @@ def _expire_items(engine: Engine, table: Table, run: str, before_ns: int) -> Non
     c = table.c
     key = (c.source, c.seq, c.position)
     number, latest = (
-        (aggregate_queries.unused_number(), aggregate_queries.UNUSED_JUDGED)
+        (unused_queries.unused_number(), unused_queries.UNUSED_JUDGED)
         if table is schema.unused
         else (aggregate_queries.event_number(), 1)
     )

@@ -18,6 +18,11 @@ def active(workspace: str, since_ns: int, until_ns: int) -> Conditions:
     return [_r.workspace == workspace, _r.last_seen_ns.between(since_ns, until_ns)]
 
 
+def named(run_keys: list[str]) -> Conditions:
+    """Condition for the runs with these keys."""
+    return [_r.run_id.in_(run_keys)]
+
+
 def where(connection: Connection, conditions: Conditions, limit: int | None = None) -> list[Run]:
     """Runs that meet the conditions, newest first, each with the sums over its latest attempt's sources."""
     p = select(schema.runs).where(*conditions).order_by(_r.created_ns.desc(), _r.run_id).limit(limit).subquery().c

@@ -1,4 +1,4 @@
-"""The tables. All but `tokens` have `run_id` first in their key, so that the schema can be distributed by run."""
+"""The tables. All but `UNDISTRIBUTED` have `run_id` first in their key, to distribute them by run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _source_table(name: str, *columns: Column[Any] | Index, **options: Any) -> T
     return Table(name, metadata, _key("run_id", String), _key("source", String), *columns, **options)
 
 
-def _batch_items(name: str, *columns: Column[Any]) -> Table:
+def _batch_items(name: str, *columns: Column[Any] | Index) -> Table:
     """A table of items of batches, keyed by the batch and the item's position in it."""
     return _source_table(name, _key("seq", BigInteger), _key("position", Integer), *columns)
 
@@ -77,7 +77,15 @@ tokens = Table(
     Column("created_ns", BigInteger, nullable=False),
     Column("revoked_ns", BigInteger),
 )
-"""Small, and independent of runs. In a distributed schema every node has a full copy."""
+workspaces = Table(
+    "workspaces",
+    metadata,
+    Column("workspace", String(32), primary_key=True),
+    Column("limits", Text, nullable=False),
+)
+"""Limits of workspaces that differ from the settings, as JSON objects."""
+UNDISTRIBUTED = (tokens, workspaces)
+"""Small tables without runs, of which each node of a cluster has a full copy."""
 attempts = Table(
     "attempts", metadata, _key("run_id", String), _key("attempt", String), _count("ordinal"), _count("first_seen_ns")
 )
@@ -110,8 +118,14 @@ chunks = _source_table(
 """Spans have a chunk per batch. Steps and comms of all batches of a transaction share a chunk, under the first batch's
 key, with a column of ranks; `rank` is then `wire.UNKNOWN`."""
 layouts = _layout_table("layouts", _text("body"))
-unused = _batch_items("unused", _text("body"), Column("module", Integer, nullable=False), _count("names"))
-"""`names` counts the parameters unused on the rank."""
+unused = _batch_items(
+    "unused",
+    _text("body"),
+    Column("module", Integer, nullable=False),
+    _count("names"),
+    Index("ix_unused_sets", "run_id", "source", "module", "seq", "position", "names"),
+)
+"""`names` counts the parameters unused on the rank. The index holds all but the body, which may have 16 MB."""
 events = _batch_items("events", Column("kind", String(128), nullable=False), _text("body"))
 rollups = _source_table(
     "rollups",

@@ -24,7 +24,7 @@ from tests.databases import Fresh
 from tests.server.batches import ATTEMPT, source_of, spans, steps
 
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-EARLIER = ("0001", "0002", "0003", "0004")
+EARLIER = ("0001", "0002", "0003", "0004", "0005")
 """Earlier revisions of the schema that an existing database may have."""
 WINDOW = (*(f"{phase}_ns" for phase in wire.PHASES), "comm_ns", "samples", "own_ns", "own_steps")
 
@@ -58,7 +58,10 @@ def _fill(connection: Connection, revision: str) -> None:
         insert(connection, "rollups", **key, step_window=0, steps=10, wall_ns=10**9, **dict.fromkeys(WINDOW, 5))
         counts = {f"straggler_{phase}": 1 for phase in wire.OWN_PHASES}
         insert(connection, "peer_totals", **key, rank=rank, steps=10, delay_ns=3, wait_ns=4, **counts)
-        for bucket in (1, 0):
+        if revision >= "0005":
+            sums = np.array([[0, 1], [10, 10], [10 + rank] * 2, [2**40] * 2, [0, 1]], "<f8").tobytes()
+            insert(connection, "bucket_sums", **key, module=0, revision=1, sums=sums)
+        for bucket in (1, 0) if revision < "0005" else ():
             times = {"compute_ns": 10 + rank, "comm_ns": 2**40, "exposed_ns": bucket}
             insert(connection, "bucket_rollups", **key, module=0, revision=1, bucket=bucket, steps=10, **times)
     for chunk in _first_chunks() if revision == "0001" else _second_chunks():
@@ -209,8 +212,8 @@ def test_an_upgrade_keeps_every_sum(fresh: Fresh, tmp_path: Path, revision: str)
     aggregates = store.aggregates(0, workspace="default")
     times = {"steps": 20, "compute_ns": 10 + 11, "comm_ns": 2**41}
     buckets = [BucketRollup(module=0, revision=1, bucket=bucket, exposed_ns=2 * bucket, **times) for bucket in (0, 1)]
-    assert store.bucket_rollups("old", ATTEMPT) == buckets
-    assert aggregates.buckets == [("old", bucket) for bucket in buckets]
+    assert store.bucket_rollups("old", ATTEMPT, 100) == (buckets, False)
+    assert aggregates.buckets == []  # No layout names them.
     assert aggregates.phases == {"old": dict.fromkeys((0, 1), (10, *(5,) * (1 + len(wire.PHASES))))}
     assert [(total.rank, total.steps, total.delay_ns) for _, total in aggregates.peers] == [(0, 10, 3), (1, 10, 3)]
     store.close()
