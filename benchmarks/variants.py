@@ -222,7 +222,7 @@ def _collector(turn: Turn) -> list[subprocess.Popen[bytes]]:
     process = companion([str(command), "--port", "0", "--database-url", database], log)
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline and process.poll() is None:
-        if match := re.search(r"running on (http://[^ ]+)", log.read_text()):
+        if match := re.search(r"(?:ddpobs-server:|running on) (http://[^ ,]+)", log.read_text()):
             turn.collector = match[1]
             return [process]
         time.sleep(0.05)

@@ -202,7 +202,7 @@ def collector(
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=folder, env=environ)
     try:
         deadline = time.monotonic() + 60
-        while not (match := re.search(r"running on (http://[^ ]+)", log.read_text())):
+        while not (match := re.search(r"(?:ddpobs-server:|running on) (http://[^ ,]+)", log.read_text())):
             if time.monotonic() > deadline or process.poll() is not None:
                 raise BenchError(f"no collector: {log.read_text()}")
             time.sleep(0.05)
