@@ -2,9 +2,9 @@
 
     python -m benchmarks.scrapes [--times 15] [--json FILE] [--smoke]
 
-*wide* is one run of 1,024 ranks, *many* are 1,000 runs of 4 ranks; both have 40 buckets and are active. Before each scrape either
-one rank sends a pulse, or every run, or none. An unchanged run is not read or rendered again. The last column is
-the processor time of the collector for the scrape, which is the bound's quantity for *wide*.
+*wide* is one run of 1,024 ranks, *many* are 1,000 runs of 4 ranks; both have 40 buckets and are active. Before each
+scrape either one rank sends a pulse, or every run, or none. An unchanged run is not read or rendered again. The bound
+of *wide* is on the collector's processor time, that of *many* on the wall time.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def main() -> None:
         else ((WIDE, 1), (MANY, 1000))
     )
     times = 2 if options.smoke else options.times
-    results = {}
+    results: dict[str, dict[str, float]] = {}
     for shape, runs in sizes:
         results |= measure(shape, runs, times)
     print(f"\n| scrape, {times} times | median, ms | processor, ms | bound, ms | answer, kB |\n|---|---|---|---|---|")

@@ -9,6 +9,7 @@ from typing_extensions import TypedDict  # Before Python 3.12 pydantic accepts o
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.reports.run_state import RankState, RunState
 from ddpobs_server.store import Attempt
+from ddpobs_server.web.workspace_usage import Usage
 
 _Facts = dict[str, str | int | float | bool | None]
 _Phases = dict[str, int]
@@ -243,6 +244,32 @@ class Diagnostics(AttemptResponse):
     steps_seen: int
     findings: list[Finding]
     missing: list[str]
+
+
+class WorkspaceLimits(TypedDict):
+    """Limits of a workspace; null is no limit."""
+
+    share: float
+    max_runs: int
+    max_series: int
+    batches_per_s: float | None
+    mb_per_s: float | None
+    keep_gb: float | None
+    keep_runs_days: float | None
+
+
+class Workspace(TypedDict):
+    """A workspace."""
+
+    workspace: str
+    limits: WorkspaceLimits
+    usage: Usage
+
+
+class Workspaces(TypedDict):
+    """By name."""
+
+    workspaces: list[Workspace]
 
 
 class Trace(TypedDict):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -57,9 +59,11 @@ async def put_batch(request: Request) -> Response:
     caller = await _authorize_ingest(request)
     state = request.app.state
     try:
+        await _wait_for_turn(state, caller.workspace)
         key, outcome = await _store_batch(request, caller, received_ns)
     except Problem as problem:
         state.writer.batches.labels("busy" if problem.status in _RETRYABLE else "refused").inc()
+        state.workspace_usage.count_refusal(caller.workspace, problem)
         raise
     except UnstorableBatchError as error:
         raise Problem(422, "Malformed batch", str(error)) from None
@@ -70,19 +74,34 @@ async def put_batch(request: Request) -> Response:
     return Response(wire.pack_json(acknowledgement), 200 if repeated else 201, media_type=wire.JSON)
 
 
+async def _wait_for_turn(state: Any, workspace: str) -> None:
+    """Wait if the workspace sends faster than its limits.
+
+    Raises:
+        Problem: 429 if the wait would be long. The response waits too, so that refusals need little work.
+    """
+    delay_s, accepted = state.rates.delay_s(workspace)
+    if delay_s > 0:
+        await asyncio.sleep(delay_s)
+    if not accepted:
+        detail = f"workspace {workspace} sends faster than its limits (`ddpobs-server workspace limits`)"
+        raise Problem(429, "Too fast", detail, {"Retry-After": "2", "Connection": "close"})
+
+
 async def _store_batch(request: Request, caller: Caller, received_ns: int) -> tuple[dict[str, str], Outcome]:
     """Return the batch's key and the outcome of its commit."""
     state = request.app.state
-    with state.memory_budget.reserve() as reservation:
+    with state.memory_budget.reserve(caller.workspace) as reservation:
         key, (content_type, encoding) = upload.batch_key(request.path_params), upload.content_format(request)
         run = caller.key(key["run"])
         body = await read_body(request, reservation, state.settings)
+        state.rates.count_bytes(caller.workspace, len(body))
         received = Upload(run, key, body, content_type, encoding, received_ns, state.settings)
         reservation.add(decoded_bytes(received.plain_bytes))
         await _admit(request.app, caller.workspace, run, key["source"])
         if received.plain_bytes > _LARGE_BYTES:
             await _decode(received, state.large_batch_limiter)
-        outcome = await state.writer.submit(received)
+        outcome = await state.writer.submit(received, caller.workspace)
         state.admission.remember(run, key["source"])
     return key, outcome
 

@@ -13,8 +13,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 from typing_extensions import override
 
-from ddpobs.wire import OWN_PHASES, PHASES
-
 END = b"# EOF\n"
 """Last line of OpenMetrics; it must appear once, after all families."""
 Render = Callable[[CollectorRegistry], bytes]
@@ -50,16 +48,6 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("findings", "Findings by code and severity.", ("code", "run", "severity")),
 )
 DURATIONS = "step_duration_seconds"
-RANK_SERIES = sum(
-    {"phase_seconds": len(PHASES), "straggler_steps": len(OWN_PHASES)}.get(name, 1)
-    for name, _, labels in (*_COUNTERS, *_GAUGES)
-    if "rank" in labels
-)
-"""Series of a rank."""
-BUCKET_SERIES = sum("bucket" in labels for _, _, labels in (*_COUNTERS, *_GAUGES))
-"""Series of a bucket."""
-RUN_SERIES = 64
-"""Most series of a run besides: facts, histogram, findings."""
 
 
 def _formats() -> dict[str, str]:

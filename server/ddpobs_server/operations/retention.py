@@ -10,6 +10,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
+from ddpobs_server.web.workspace_limits import effective_limits
 
 _log = logging.getLogger(__name__)
 _PERIOD_S = 60.0
@@ -64,8 +65,7 @@ class RetentionJob:
         if settings.keep_spans_days is not None:
             self._count_removed("chunks", store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
         store.prune_unused_sets(now_ns - _HOUR_NS)
-        if settings.keep_runs_days is not None:
-            self._count_removed("runs", store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
+        self._keep_workspaces(now_ns)
         if settings.keep_gb is not None:
             chunks, runs = store.shrink(int(settings.keep_gb * 1e9))
             self._count_removed("chunks", chunks)
@@ -75,6 +75,19 @@ class RetentionJob:
         self._compact(now_ns - int(10 * _PERIOD_S * 1e9))
         self.seconds.set(time.monotonic() - began)
         self.succeeded.set_to_current_time()
+
+    def _keep_workspaces(self, now_ns: int) -> None:
+        """Remove runs and columns beyond each workspace's own age and size."""
+        stored = self._store.workspace_limits()
+        for workspace in self._store.workspace_usage():
+            limits = effective_limits(self._settings, stored.get(workspace, {}))
+            if limits.keep_runs_days is not None:
+                before_ns = now_ns - int(limits.keep_runs_days * _DAY_NS)
+                self._count_removed("runs", self._store.expire_runs(before_ns, workspace))
+            if limits.keep_gb is not None:
+                chunks, runs = self._store.shrink(int(limits.keep_gb * 1e9), workspace)
+                self._count_removed("chunks", chunks)
+                self._count_removed("runs", runs)
 
     def _compact(self, since_ns: int) -> None:
         began = time.monotonic()

@@ -18,6 +18,7 @@ from ddpobs_server.store.rows import (
     Run,
     Source,
     Token,
+    WorkspaceUsage,
 )
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.store import Store
@@ -40,4 +41,5 @@ __all__ = [
     "UnavailableError",
     "UnstorableBatchError",
     "UnusableError",
+    "WorkspaceUsage",
 ]

@@ -5,6 +5,7 @@ Sums are packed as float64: exact up to 2^53, which is 104 days in ns, and no ab
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -59,8 +60,13 @@ def add_tables(a: Table, b: Table) -> Table:
     return build_table(columns[0], columns[1:])
 
 
-def add(connection: Connection, sums: Mapping[Key, Table]) -> None:
-    """Add to the stored sums. The caller must hold the locks on the runs' own rows until the transaction ends."""
+def add(connection: Connection, sums: Mapping[Key, Table]) -> Counter[str]:
+    """Add to the stored sums. The caller must hold the locks on the runs' own rows until the transaction ends.
+
+    Returns:
+        Growth of the packed sums in bytes, by run.
+    """
+    growth: Counter[str] = Counter()
     keys = sorted(sums)
     for first in range(0, len(keys), _GROUP_ROWS):
         group = keys[first : first + _GROUP_ROWS]
@@ -69,6 +75,9 @@ def add(connection: Connection, sums: Mapping[Key, Table]) -> None:
         sql, order = _upsert(connection.dialect)
         values = rows if order else [dict(zip((*_KEY, "sums"), row, strict=True)) for row in rows]
         connection.exec_driver_sql(sql, values)
+        for key, row in zip(group, rows, strict=True):
+            growth[key[0]] += len(row[-1]) - (stored[key].nbytes if key in stored else 0)
+    return growth
 
 
 def read_named(

@@ -60,6 +60,14 @@ class Token:
 
 
 @dataclass(frozen=True)
+class WorkspaceUsage:
+    """Stored runs of a workspace, and the bytes of their chunks, layouts, unused sets, events and bucket sums."""
+
+    runs: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
 class Attempt:
     """A launch of a run; `ordinal` counts from 0 in the order of first arrival."""
 

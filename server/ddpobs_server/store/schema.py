@@ -64,6 +64,7 @@ runs = Table(
     _count("commits"),
     Column("workspace", String(32), nullable=False),
     _count("chunk_bytes"),
+    Column("record_bytes", BigInteger, nullable=False, server_default="0"),
     Index("ix_runs_workspace", "workspace", "last_seen_ns"),
 )
 tokens = Table(

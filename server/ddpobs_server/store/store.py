@@ -30,6 +30,7 @@ from ddpobs_server.store import (
     run_queries,
     token_queries,
     unused_queries,
+    workspace_queries,
 )
 from ddpobs_server.store.database_errors import UnavailableError
 from ddpobs_server.store.ingest import Arrival, Outcome, UnstorableBatchError
@@ -212,6 +213,11 @@ class Store:
     comms = _reads(column_queries.comms)
     page_end = _reads(column_queries.page_end)
     estimate_rows = _reads(column_queries.estimate_rows)
+
+    workspace_limits = _reads(workspace_queries.stored_limits)
+    set_workspace_limits = _writes(workspace_queries.store_limits)
+    workspace_usage = _reads(workspace_queries.usage)
+    attempt_ranks = _reads(workspace_queries.attempt_ranks)
 
     tokens = _reads(token_queries.tokens)
     add_token = _writes(token_queries.add_token)
