@@ -52,6 +52,7 @@ class Settings(BaseSettings):
     )
     workspace_batches_per_s: float | None = Field(None, gt=0, description="Batches a second of a workspace.")
     workspace_mb_per_s: float | None = Field(None, gt=0, description="MB of bodies a second of a workspace.")
+    workspace_reads_per_s: float | None = Field(None, gt=0, description="Reads and scrapes a second of a workspace.")
     workspace_keep_gb: float | None = Field(None, gt=0, description="Stored GB of a workspace; old data are removed.")
     lost_after_s: float = Field(30, gt=0, description="Seconds without a pulse after which a run is lost.")
     stalled_after_s: float = Field(

@@ -254,6 +254,7 @@ class WorkspaceLimits(TypedDict):
     max_series: int
     batches_per_s: float | None
     mb_per_s: float | None
+    reads_per_s: float | None
     keep_gb: float | None
     keep_runs_days: float | None
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from typing import Any
 
 from anyio import CapacityLimiter, to_thread
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
@@ -59,7 +57,7 @@ async def put_batch(request: Request) -> Response:
     caller = await _authorize_ingest(request)
     state = request.app.state
     try:
-        await _wait_for_turn(state, caller.workspace)
+        await state.rates.wait_to_send(caller.workspace)
         key, outcome = await _store_batch(request, caller, received_ns)
     except Problem as problem:
         state.writer.batches.labels("busy" if problem.status in _RETRYABLE else "refused").inc()
@@ -72,20 +70,6 @@ async def put_batch(request: Request) -> Response:
     repeated = outcome is Outcome.REPEATED
     acknowledgement = wire.Acknowledgement(source=key["source"], seq=int(key["seq"]), repeated=repeated)
     return Response(wire.pack_json(acknowledgement), 200 if repeated else 201, media_type=wire.JSON)
-
-
-async def _wait_for_turn(state: Any, workspace: str) -> None:
-    """Wait if the workspace sends faster than its limits.
-
-    Raises:
-        Problem: 429 if the wait would be long. The response waits too, so that refusals need little work.
-    """
-    delay_s, accepted = state.rates.delay_s(workspace)
-    if delay_s > 0:
-        await asyncio.sleep(delay_s)
-    if not accepted:
-        detail = f"workspace {workspace} sends faster than its limits (`ddpobs-server workspace limits`)"
-        raise Problem(429, "Too fast", detail, {"Retry-After": "2", "Connection": "close"})
 
 
 async def _store_batch(request: Request, caller: Caller, received_ns: int) -> tuple[dict[str, str], Outcome]:

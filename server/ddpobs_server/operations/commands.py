@@ -147,6 +147,7 @@ def set_workspace_limits(
     max_series: Annotated[int | None, typer.Option(min=1, help="Series of the active runs.")] = None,
     batches_per_s: Annotated[float | None, typer.Option(min=0.01, help="Batches a second.")] = None,
     mb_per_s: Annotated[float | None, typer.Option(min=0.001, help="MB of bodies a second.")] = None,
+    reads_per_s: Annotated[float | None, typer.Option(min=0.01, help="Reads and scrapes a second.")] = None,
     keep_gb: Annotated[float | None, typer.Option(min=0.001, help="Stored GB; old data are removed.")] = None,
     keep_runs_days: Annotated[
         float | None, typer.Option(min=0.001, help="Days of silence after which a run is removed.")

@@ -39,6 +39,11 @@ class PlacedRoute(APIRoute):
         if workspace is None:
             await super().handle(scope, receive, send)
             return
+        try:
+            await request.app.state.rates.wait_to_read(workspace)
+        except Problem as problem:
+            await problems.problem_response(request, problem)(scope, receive, send)
+            return
         places: FairSlots = getattr(request.app.state, self.places)
         await super().handle(scope, receive, _PlacedSend(request, receive, send, places, workspace).send)
 
@@ -46,9 +51,7 @@ class PlacedRoute(APIRoute):
 class _PlacedSend:
     """Sends a response once its size is known."""
 
-    def __init__(
-        self, request: Request, receive: Receive, send: Send, places: FairSlots, workspace: str
-    ) -> None:
+    def __init__(self, request: Request, receive: Receive, send: Send, places: FairSlots, workspace: str) -> None:
         self._request, self._receive, self._send = request, receive, send
         self._places, self._workspace = places, workspace
         self._start: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 import time
@@ -12,6 +13,7 @@ import msgspec
 
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
+from ddpobs_server.web.problems import Problem
 
 _log = logging.getLogger(__name__)
 _REFRESH_S = 5.0
@@ -27,6 +29,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         max_series: Series of the active runs.
         batches_per_s: Batches a second, over a few seconds.
         mb_per_s: MB of bodies a second, over a few seconds.
+        reads_per_s: Reads and scrapes a second, over a few seconds.
         keep_gb: Stored GB, above which old data are removed.
         keep_runs_days: Days of silence after which a run is removed.
     """
@@ -36,6 +39,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_series: int
     batches_per_s: float | None
     mb_per_s: float | None
+    reads_per_s: float | None
     keep_gb: float | None
     keep_runs_days: float | None
 
@@ -48,6 +52,7 @@ def effective_limits(settings: Settings, stored: Mapping[str, Any]) -> Limits:
         "max_series": settings.max_series,
         "batches_per_s": settings.workspace_batches_per_s,
         "mb_per_s": settings.workspace_mb_per_s,
+        "reads_per_s": settings.workspace_reads_per_s,
         "keep_gb": settings.workspace_keep_gb,
         "keep_runs_days": settings.keep_runs_days,
     }
@@ -132,26 +137,39 @@ class Rates:
 
     def __init__(self, limits: WorkspaceLimits) -> None:
         self._limits = limits
-        self._batches: dict[str, Rate] = {}
-        self._bytes: dict[str, Rate] = {}
+        self._rates: dict[tuple[str, str], Rate] = {}
 
-    def delay_s(self, workspace: str) -> tuple[float, bool]:
-        """Seconds for which the next batch has to wait, and whether it may be accepted then; counts the batch."""
-        limits, now_s = self._limits.of(workspace), time.monotonic()
-        waits = [0.0]
-        if limits.batches_per_s is not None:
-            waits.append(self._batches.setdefault(workspace, Rate()).wait_s(now_s))
-        if limits.mb_per_s is not None:
-            waits.append(self._bytes.setdefault(workspace, Rate()).wait_s(now_s))
-        if max(waits) > _MAX_WAIT_S:
-            return _MAX_WAIT_S, False
-        if limits.batches_per_s is not None:
-            self._batches[workspace].take(1, limits.batches_per_s, now_s)
-        return max(waits), True
+    async def wait_to_send(self, workspace: str) -> None:
+        """Wait until the workspace's next batch is due, and count it.
+
+        Raises:
+            Problem: 429 if that takes long. The response waits too, so that refusals need little work.
+        """
+        limits = self._limits.of(workspace)
+        await self._wait(workspace, ("batches", limits.batches_per_s), ("mb", limits.mb_per_s))
+
+    async def wait_to_read(self, workspace: str) -> None:
+        """The same for the workspace's next read."""
+        await self._wait(workspace, ("reads", self._limits.of(workspace).reads_per_s))
 
     def count_bytes(self, workspace: str, size_bytes: int) -> None:
         """Count the bytes of a body that has arrived."""
-        limits = self._limits.of(workspace)
-        if limits.mb_per_s is not None:
-            rate = self._bytes.setdefault(workspace, Rate())
-            rate.take(size_bytes, limits.mb_per_s * 1e6, time.monotonic())
+        if (mb_per_s := self._limits.of(workspace).mb_per_s) is not None:
+            self._rate("mb", workspace).take(size_bytes / 1e6, mb_per_s, time.monotonic())
+
+    def _rate(self, kind: str, workspace: str) -> Rate:
+        return self._rates.setdefault((kind, workspace), Rate())
+
+    async def _wait(self, workspace: str, *per_s: tuple[str, float | None]) -> None:
+        limited = [(kind, self._rate(kind, workspace), rate) for kind, rate in per_s if rate is not None]
+        now_s = time.monotonic()
+        wait_s = max((rate.wait_s(now_s) for _, rate, _ in limited), default=0.0)
+        if wait_s > _MAX_WAIT_S:
+            await asyncio.sleep(_MAX_WAIT_S)
+            detail = f"workspace {workspace} exceeds its rate limits (`ddpobs-server workspace limits {workspace}`)"
+            raise Problem(429, "Too fast", detail, {"Retry-After": str(int(wait_s) + 1)})
+        for kind, rate, amount_per_s in limited:
+            if kind != "mb":  # Bytes are counted once they have arrived.
+                rate.take(1, amount_per_s, now_s)
+        if wait_s > 0:
+            await asyncio.sleep(wait_s)

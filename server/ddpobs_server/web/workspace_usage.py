@@ -24,7 +24,7 @@ _GAUGES: dict[str, str] = {
     "waiting_batches": "Batches of a workspace that wait for the writer.",
     "reads": "Reads of a workspace that are computed, and large answers that are sent.",
 }
-_LIMITS = ("max_runs", "max_series", "keep_gb", "batches_per_s", "mb_per_s", "keep_runs_days", "share")
+_LIMITS = ("max_runs", "max_series", "keep_gb", "batches_per_s", "mb_per_s", "reads_per_s", "keep_runs_days", "share")
 
 
 class Usage(TypedDict):
