@@ -3,11 +3,13 @@
     python -m benchmarks.soak [--seconds 600] [--seed 0] [--postgres] [--json FILE] [--smoke]
 
 The workspace `quiet` sends batches of 400 spans and repeats each until it is acknowledged, as a rank does. The
-workspace `loud` attacks. Every few seconds a fault begins: the collector is killed, its disk has too little free
-space, its database stops or its file is locked, its file is moved away and back, bodies stay unfinished, or answers
-stay unread. Batches that are costly to keep arrive all the time. At the end every acknowledged span must be stored once,
-and the memory must stay below its bound and flat, and the latency of `quiet` outside of outages within its bound. Clock
-steps are not drawn: the collector's clock cannot be set alone. Exits with 1 if a condition fails.
+workspace `loud` sends batches that are costly to keep. Every few seconds a fault begins: the collector is killed, its
+disk has too little free space, its database stops or its file is locked, its file is moved away and back, bodies stay
+unfinished, or answers stay unread.
+
+At the end every acknowledged span must be stored once. The memory must stay below its bound and flat, and the latency of
+`quiet` outside of outages within its bound. Clock steps are not drawn: the collector's clock cannot be set alone. Exits
+with 1 if a condition fails.
 """
 
 from __future__ import annotations
