@@ -7,7 +7,7 @@ workspace `loud` sends batches that are costly to keep. Every few seconds a faul
 disk has too little free space, its database stops or its file is locked, its file is moved away and back, bodies stay
 unfinished, or answers stay unread.
 
-At the end every acknowledged span must be stored once. The memory must stay below its bound and flat, and the latency of
+At the end every acknowledged span must be stored once. The memory must stay below its bound and flat, the latency of
 `quiet` outside of outages within its bound. Clock steps are not drawn: the collector's clock cannot be set alone. Exits
 with 1 if a condition fails.
 """
