@@ -35,7 +35,7 @@ from ddpobs import wire
 from tests import databases
 
 MEMORY_BYTES = 1_500_000_000
-"""Bound on the collector's peak memory, as docs/operations.md states it for this load."""
+"""Bound on the collector's peak memory under this load."""
 P99_S, FLAT_RATIO = 2.0, 1.5
 """Bound on the latency outside of outages, and on the memory of the second half relative to the first."""
 _PERIOD_S = 0.1
