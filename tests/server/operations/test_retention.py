@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Store, aggregate_queries, compaction, engine, removal, schema
+from ddpobs_server.store import Arrival, Store, compaction, engine, removal, schema, unused_queries
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, func, select, text
 
@@ -61,7 +61,7 @@ def test_old_unused_sets_and_events_are_removed_except_those_in_use(
     store: Store, monkeypatch: pytest.MonkeyPatch, day: float, settings: dict[str, float], events: list[int]
 ) -> None:
     monkeypatch.setattr(removal, "_CHUNKS", 2)
-    monkeypatch.setattr(aggregate_queries, "UNUSED_JUDGED", 4)
+    monkeypatch.setattr(unused_queries, "UNUSED_JUDGED", 4)
     for seq in range(10):
         sets = [wire.Unused(step=seq, module=module, locally=["a"], globally=[]) for module in range(2)]
         event = wire.Event(kind="rebuilt", at_ns=0, step=seq)
@@ -74,7 +74,7 @@ def test_old_unused_sets_and_events_are_removed_except_those_in_use(
     in_use = read()
     run_retention(store, day, **settings)
     remaining = [(0, 1), (1, 1), (2, 1), (6, 0), (7, 0), (8, 0), (9, 0)]
-    assert [(record.step, record.module) for _, record in store.unused("run", ATTEMPT)] == remaining
+    assert [(record.step, record.module) for _, record in store.unused("run", ATTEMPT)[0]] == remaining
     assert read() == in_use
     with store._engine.connect() as connection:
         seqs = connection.execute(select(schema.events.c.seq).where(schema.events.c.run_id == "run")).scalars()
