@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -21,7 +22,7 @@ from typing_extensions import override
 
 import ddpobs
 from ddpobs_server import api, metrics, page, signals
-from ddpobs_server.ingest import route, upload
+from ddpobs_server.ingest import route, series_ledger, upload
 from ddpobs_server.ingest.admission import Admission
 from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
 from ddpobs_server.ingest.series_ledger import SeriesLedger
@@ -123,9 +124,11 @@ async def _open(state: Any) -> None:
     state.workspace_usage = WorkspaceUsages(state)
     state.retention = RetentionJob(settings, store, registry)
     state.retention.start()
-    usage = LimitUsage(settings, store, registry)
-    usage.watch("queue_batches", lambda: state.writer.queued / settings.queue_batches)
-    usage.watch("max_under_way_mb", lambda: state.memory_budget.bytes / state.memory_budget.limit_bytes)
+    usage = LimitUsage(settings, limits, store, registry)
+    usage.watch("queue_batches", state.writer.used_ratio)
+    usage.watch("max_under_way_mb", state.memory_budget.used_ratio)
+    for limit in series_ledger.LIMITS:
+        usage.watch(limit, partial(state.series.used_ratio, limit))
     state.health_monitor = HealthMonitor(store, registry, usage.measure)
     await run_in_threadpool(state.health_monitor.start)
 

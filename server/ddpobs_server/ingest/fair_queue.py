@@ -50,6 +50,11 @@ class FairQueue(Generic[Item]):
         """Number of items."""
         return self._size
 
+    def sizes(self) -> dict[str, int]:
+        """Number of items of each workspace that has any."""
+        with self._changed:
+            return {workspace: len(items) for workspace, items in self._queues.items()}
+
     def size_of(self, workspace: str) -> int:
         """Number of a workspace's items."""
         with self._changed:

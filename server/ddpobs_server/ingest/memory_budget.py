@@ -58,6 +58,11 @@ class IngestMemoryBudget:
             if not self.in_use[workspace]:
                 del self.in_use[workspace]
 
+    def used_ratio(self) -> float:
+        """Used part of the budget, or of the share of the workspace that uses most of its own."""
+        shares = (used / self._limits.share(workspace) for workspace, used in self.in_use.items())
+        return max(self.in_use.total(), *shares, 0.0) / self.limit_bytes
+
     def take(self, workspace: str, own_bytes: int, size_bytes: int) -> None:
         """Reserve memory for a request of a workspace that has `own_bytes` already.
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ddpobs import wire
 from ddpobs_server.settings import Settings
@@ -15,6 +16,7 @@ from ddpobs_server.web.workspace_limits import WorkspaceLimits
 
 RANK_SERIES, BUCKET_SERIES, RUN_SERIES = 21, 4, 64
 """Series of a rank, of a bucket, and most series of a run besides: facts, histogram, findings."""
+LIMITS = ("max_series", "max_run_series", "max_buckets")
 _REVISIONS = 10
 """Buckets of all revisions of a run's layouts, relative to the allowed buckets of its modules."""
 _MAX_ATTEMPTS = 100_000
@@ -62,6 +64,17 @@ class SeriesLedger:
         """Series of each workspace with active runs."""
         with self._lock:
             return {workspace: count for workspace, count in self._totals.items() if count}
+
+    def used_ratio(self, limit: str) -> float:
+        """Used part of one of `LIMITS` in the workspace or the active run that uses most of it."""
+        if limit == "max_series":
+            used = ((count, self._limits.of(workspace).max_series) for workspace, count in self.series().items())
+            return max((count / max(1, most) for count, most in used), default=0.0)
+        since_s = time.monotonic() - self._settings.quiet_after_s
+        with self._lock:
+            active = [attempt for attempt in self._attempts.values() if attempt.seen_s > since_s]
+        used_by = attrgetter("series" if limit == "max_run_series" else "module_buckets")
+        return float(max(map(used_by, active), default=0) / max(1, getattr(self._settings, limit)))
 
     def check(self, batch: wire.Batch) -> None:
         """Count the series of a batch that is about to be stored.

@@ -88,10 +88,10 @@ class Writer:
         """Whether submitted batches will be written."""
         return self._thread.is_alive()
 
-    @property
-    def queued(self) -> int:
-        """Batches that wait for the thread."""
-        return self.queue.qsize()
+    def used_ratio(self) -> float:
+        """Used part of the queue, or of the share of the workspace that uses most of its own."""
+        shares = (size / self._limits.share(workspace) for workspace, size in self.queue.sizes().items())
+        return max(self.queue.qsize(), *shares, 0.0) / self._limit
 
     def start(self) -> None:
         """Start the thread; call it on the event loop that awaits the batches."""

@@ -102,10 +102,12 @@ def differing(connection: Connection, run: str, attempt: str) -> list[tuple[int,
         if remaining <= 0 or modules == _MAX_MODULES:
             break
         modules += 1
-        for step, _ in reversed(samples[max(0, first - 1) : first + 1]):  # The sample that differs is read first.
+        of_module: list[tuple[int, wire.Fingerprint]] = []
+        for step, _ in reversed(samples[max(0, first - 1) : first + 1]):  # The sample that differs needs room first.
             rows, size_bytes = _read(connection, run, attempt, (module, step), remaining)
             remaining -= size_bytes
-            result += rows
+            of_module = rows + of_module
+        result += of_module
     return result
 
 
