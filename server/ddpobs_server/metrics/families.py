@@ -42,7 +42,7 @@ _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("run_info", "1; the run's facts are labels.", ("attempt", "backend", "device", "run", "torch", "world_size")),
     ("bucket_bytes", "Size of a bucket.", ("bucket", "run")),
-    ("unused_parameters", "Parameters without a gradient on the rank with the most, over all modules.", ("run",)),
+    ("unused_parameters", "Parameters without a gradient on some rank.", ("run",)),
     ("last_step", "Number of the last step.", _RANK),
     ("last_step_timestamp_seconds", "Time at which the collector received the last step, Unix time.", _RANK),
     ("findings", "Findings by code and severity.", ("code", "run", "severity")),

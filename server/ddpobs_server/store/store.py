@@ -32,7 +32,6 @@ from ddpobs_server.store import (
     removal,
     run_queries,
     token_queries,
-    unused_queries,
     workspace_queries,
 )
 from ddpobs_server.store.database_errors import UnavailableError
@@ -41,6 +40,7 @@ from ddpobs_server.store.ingest import Arrival, Outcome, UnstorableBatchError
 from ddpobs_server.store.phase_totals import PhaseTotals
 from ddpobs_server.store.rows import Aggregates, LayoutOutline, Run, RunVersion
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
+from ddpobs_server.store.unused_names import UnusedNames
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -103,7 +103,7 @@ class Store:
         self._state = DatabaseState(self._engine, None if read_only else self._file)
         self._keep_free_bytes, self._disk = keep_free_bytes, self.folder
         self._stored_at = float("-inf")
-        self._outlines = layout_queries.LayoutOutlines()
+        self._outlines, self._unused_names = layout_queries.LayoutOutlines(), UnusedNames()
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
 
     @property
@@ -187,8 +187,8 @@ class Store:
             sizes = {(run, outline.module, outline.revision): outline.size_bytes for run, outline in outlines}
             return self._aggregates(connection, sources, (runs, changed), sizes, self._phases[workspace])
 
-    @staticmethod
     def _aggregates(
+        self,
         connection: Connection,
         sources: CTE,
         runs_and_changed: tuple[list[Run], list[Run]],
@@ -213,7 +213,7 @@ class Store:
             sizes=sizes,
             reduced_bytes=reduced_bytes,
             peers=aggregate_queries.peer_totals(connection, sources),
-            unused=unused_queries.counts(connection, sources),
+            unused=self._unused_names.counts(connection, sources),
         )
 
     def layout_outlines(self, run: str, attempt: str) -> list[LayoutOutline]:

@@ -1,4 +1,4 @@
-"""Unused sets: counts for metrics, and names within a budget of bytes for diagnoses and answers."""
+"""Unused sets: their names within a budget of bytes, for diagnoses and answers."""
 
 from __future__ import annotations
 
@@ -48,19 +48,6 @@ class UnusedSets(NamedTuple):
 
 _decode = msgspec.json.Decoder(_Text).decode
 _decode_names = msgspec.json.Decoder(list[str]).decode
-
-
-def counts(connection: Connection, sources: CTE) -> dict[str, int]:
-    """Parameters without a gradient by run: of each module, the count of the rank with the most. Reads no name."""
-    c = schema.unused.c
-    order = (c.seq.desc(), c.position.desc())
-    number = func.row_number().over(partition_by=(c.run_id, c.source, c.module), order_by=order).label("number")
-    latest = select(c.run_id, c.module, c.names, number).select_from(sources).join(*_by_source(sources)).subquery().c
-    query = select(latest.run_id, latest.module, func.max(latest.names)).where(latest.number == 1)
-    by_run: dict[str, int] = {}
-    for run, _, names in connection.execute(query.group_by(latest.run_id, latest.module)):
-        by_run[run] = by_run.get(run, 0) + int(names)
-    return by_run
 
 
 def latest(

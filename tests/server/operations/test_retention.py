@@ -52,6 +52,16 @@ def test_old_spans_are_removed_and_their_sums_stay(store: Store) -> None:
     assert rows(store, "new") == (200, 400, 200)
 
 
+@pytest.mark.parametrize("kind", ["not_reduced", "stuck"])
+def test_every_event_of_a_repeated_kind_stays_as_long_as_a_diagnosis_reads_it(store: Store, kind: str) -> None:
+    for seq, reason in enumerate(("unsynchronised", "bypassed", "unfrozen")):
+        event = wire.Event(kind=kind, at_ns=0, step=seq, detail={"reason": reason})
+        store.ingest([Arrival(batch("run", seq, events=[event]), bytes([seq]), 1, seq * DAY_NS)])
+    run_retention(store, day=10, keep_spans_days=1)
+    events = [event for _, event in store.first_events("run", ATTEMPT)]
+    assert [event.detail["reason"] for event in events] == ["unsynchronised", "bypassed", "unfrozen"]
+
+
 @pytest.mark.parametrize(
     ("day", "settings", "events"),
     [(10, {"keep_spans_days": 3}, [0, 7, 8, 9]), (9.01, {}, list(range(10)))],

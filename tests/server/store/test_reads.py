@@ -279,7 +279,7 @@ def test_metrics_and_diagnoses_read_the_latest_unused_sets_and_each_kind_of_even
             events = [wire.Event(kind="rebuilt", at_ns=0, step=seq), wire.Event(kind="drawn", at_ns=0, step=seq)]
             sent_batch = batch("run", seq, rank, unused=sets if seq < 10 else sets[:1], events=events)
             store.ingest([Arrival(sent_batch, bytes([rank, seq]), 1, seq)])
-    assert store.aggregates(0).unused == {"run": 2}
+    assert store.aggregates(0).unused == {"run": 2}  # A name in each module, the same on both ranks.
     assert unused_queries.UNUSED_JUDGED >= LATEST_SETS
     judged = [record for rank, record in store.latest_unused("run", ATTEMPT)[0] if rank == 1]
     assert [record.step for record in judged if record.module == 0] == list(range(20 - 2 * LATEST_SETS, 20))
