@@ -61,6 +61,7 @@ class Evidence:
         joined: The steps in which all ranks can be compared.
         unused: (rank, unused set) in the order in which each rank recorded them; of each rank and module at least the
             latest `LATEST_SETS`.
+        unused_left_out: Number of unused sets whose names were too large to read.
         settings: The reducer's settings.
         emitted: Emitted records by rank.
         dropped: Dropped records by rank.
@@ -90,6 +91,7 @@ class Evidence:
     steps: wire.Steps
     joined: JoinedSteps
     unused: list[tuple[int, wire.Unused]] = field(default_factory=list)
+    unused_left_out: int = 0
     settings: dict[str, wire.Scalar] = field(default_factory=dict)
     emitted: dict[int, int] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)

@@ -10,6 +10,7 @@ from ddpobs_server.analysis.finding import Gain, Severity
 from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.reports.run_state import RankState, RunState
 from ddpobs_server.store import Attempt
+from ddpobs_server.web.workspace_usage import Usage
 
 _Facts = dict[str, str | int | float | bool | None]
 _Phases = dict[str, int]
@@ -205,9 +206,10 @@ class Layout(Module):
 
 
 class Layouts(AttemptResponse):
-    """By module and revision."""
+    """By module and revision; `left_out` counts the layouts that did not fit."""
 
     layouts: list[Layout]
+    left_out: int
 
 
 class Columns(AttemptResponse):
@@ -233,9 +235,10 @@ class Bucket(TypedDict):
 
 
 class Buckets(AttemptResponse):
-    """By module, revision and index."""
+    """By module, revision and index; `complete` is false if there are more."""
 
     buckets: list[Bucket]
+    complete: bool
 
 
 class UnusedSet(TypedDict):
@@ -249,9 +252,10 @@ class UnusedSet(TypedDict):
 
 
 class UnusedSets(AttemptResponse):
-    """Each time a set changed."""
+    """Each time a set changed; `left_out` counts the sets that did not fit."""
 
     unused: list[UnusedSet]
+    left_out: int
 
 
 class Lateness(TypedDict):
@@ -319,6 +323,33 @@ class Diagnostics(AttemptResponse):
     findings: list[FindingResponse]
     missing: list[str]
     step_levels: list[StepLevel]
+
+
+class WorkspaceLimits(TypedDict):
+    """Limits of a workspace; null is no limit."""
+
+    share: float
+    max_runs: int
+    max_series: int
+    batches_per_s: float | None
+    mb_per_s: float | None
+    reads_per_s: float | None
+    keep_gb: float | None
+    keep_runs_days: float | None
+
+
+class Workspace(TypedDict):
+    """A workspace."""
+
+    workspace: str
+    limits: WorkspaceLimits
+    usage: Usage
+
+
+class Workspaces(TypedDict):
+    """By name."""
+
+    workspaces: list[Workspace]
 
 
 class Trace(TypedDict):

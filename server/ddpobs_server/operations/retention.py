@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
@@ -12,6 +13,7 @@ from ddpobs_server.operations.clock_guard import ClockGuard
 from ddpobs_server.reports.step_bins import AttemptBins, update_step_bins
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
+from ddpobs_server.web.workspace_limits import Limits, effective_limits
 
 _log = logging.getLogger(__name__)
 _PERIOD_S = 60.0
@@ -97,9 +99,13 @@ class RetentionJob:
             RetentionRefusedError: Nothing was removed by age; the rest of the round is done.
         """
         settings, store, began = self._settings, self._store, time.monotonic()
-        if settings.keep_spans_days is not None or settings.keep_gb is not None:
+        stored = store.workspace_limits()
+        limits = {name: effective_limits(settings, stored.get(name, {})) for name in store.runs_by_workspace()}
+        by_size = settings.keep_gb is not None or any(own.keep_gb is not None for own in limits.values())
+        if settings.keep_spans_days is not None or by_size:
             self._update_step_bins(now_ns)  # Bins come from the columns that are removed next.
-        refusal = self._remove_by_age(now_ns)
+        refusal = self._remove_by_age(now_ns, limits)
+        self._shrink_workspaces(limits)
         if settings.keep_gb is not None:
             chunks, runs = store.shrink(int(settings.keep_gb * 1e9))
             self._count_removed("chunks", chunks)
@@ -113,9 +119,14 @@ class RetentionJob:
         self.seconds.set(time.monotonic() - began)
         self.succeeded.set_to_current_time()
 
-    def _remove_by_age(self, now_ns: int) -> RetentionRefusedError | None:
+    def _remove_by_age(self, now_ns: int, limits: Mapping[str, Limits]) -> RetentionRefusedError | None:
         settings, store = self._settings, self._store
-        refusal = self._refusal(now_ns)
+        before_ns = {
+            workspace: now_ns - int(own.keep_runs_days * _DAY_NS)
+            for workspace, own in limits.items()
+            if own.keep_runs_days is not None
+        }
+        refusal = self._refusal(now_ns, before_ns)
         for reason in (_JUMPED, _LARGE):
             self.refused.labels(reason).set(refusal is not None and refusal.reason == reason)
         if refusal is not None:
@@ -123,14 +134,15 @@ class RetentionJob:
         if settings.keep_spans_days is not None:
             self._count_removed("chunks", store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
         store.prune_unused_sets(now_ns - _HOUR_NS)
-        if settings.keep_runs_days is not None:
-            self._count_removed("runs", store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
+        for workspace, silent_before_ns in before_ns.items():
+            self._count_removed("runs", store.expire_runs(silent_before_ns, workspace))
         store.forget_deleted(now_ns - _DELETED_DAYS * _DAY_NS)
         self.clock.accept(now_ns)
         self._accepted = True
         return None
 
-    def _refusal(self, now_ns: int) -> RetentionRefusedError | None:
+    def _refusal(self, now_ns: int, before_ns: Mapping[str, int]) -> RetentionRefusedError | None:
+        """The reason against removal by age; `before_ns` is the time before which each workspace's silent runs go."""
         settings = self._settings
         if (jump_s := self.clock.jump_s(now_ns)) != 0:
             detail = (
@@ -140,17 +152,29 @@ class RetentionJob:
             return RetentionRefusedError(_JUMPED, detail)
         if self._accepted:
             return None
-        for days, share_of in (
-            (settings.keep_runs_days, self._store.silent_runs_share),
-            (settings.keep_spans_days, self._store.silent_bytes_share),
-        ):
-            if days is not None and (share := share_of(now_ns - int(days * _DAY_NS))) > settings.keep_share:
+        spans_days, share_of = settings.keep_spans_days, self._store.silent_bytes_share
+        shares = {
+            "of the runs have been silent for longer than KEEP_RUNS_DAYS": self._store.silent_runs_share(before_ns),
+            f"of the columns are older than {spans_days} days": 0.0
+            if spans_days is None
+            else share_of(now_ns - int(spans_days * _DAY_NS)),
+        }
+        for what, share in shares.items():
+            if share > settings.keep_share:
                 detail = (
-                    f"{share:.0%} of the data are older than {days:g} days. If this machine's clock is right, set "
-                    "DDPOBS_SERVER_KEEP_SHARE=1 and restart the collector"
+                    f"{share:.0%} {what}. If this machine's clock is right, set DDPOBS_SERVER_KEEP_SHARE=1 and "
+                    "restart the collector"
                 )
                 return RetentionRefusedError(_LARGE, detail)
         return None
+
+    def _shrink_workspaces(self, limits: Mapping[str, Limits]) -> None:
+        """Remove data of workspaces above their own size."""
+        for workspace, own in limits.items():
+            if own.keep_gb is not None:
+                chunks, runs = self._store.shrink(int(own.keep_gb * 1e9), workspace)
+                self._count_removed("chunks", chunks)
+                self._count_removed("runs", runs)
 
     def _compact(self, since_ns: int) -> None:
         began = time.monotonic()

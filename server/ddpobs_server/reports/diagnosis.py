@@ -95,12 +95,14 @@ class Diagnosis:
         separate_groups_reason: str,
     ) -> Evidence:
         store, joined, now_ns = self._store, join(judged.rank, judged.steps), self._now_ns()
+        unused, unused_left_out = store.latest_unused(run, attempt)
         missing_batches = store.missing_batches(run, attempt)
         return Evidence(
             rank=judged.rank,
             steps=judged.steps,
             joined=joined,
-            unused=store.latest_unused(run, attempt),
+            unused=unused,
+            unused_left_out=unused_left_out,
             settings=settings,
             emitted={source.rank: source.emitted for source in sources},
             dropped={source.rank: source.dropped for source in sources},
@@ -132,7 +134,7 @@ class _StoreColumns:
         self._store, self._run, self._attempt = store, run, attempt
 
     def layouts(self) -> list[wire.Layout]:
-        return self._store.layouts(self._run, self._attempt)
+        return self._store.layouts(self._run, self._attempt)[0]
 
     def spans(self, ranks: list[int], first: int, last: int) -> tuple[wire.Ints, wire.Spans]:
         try:

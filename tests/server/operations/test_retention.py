@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Store, aggregate_queries, compaction, engine, removal, schema
+from ddpobs_server.store import Arrival, Store, compaction, engine, removal, schema, unused_queries
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, func, select, text
 
@@ -58,6 +58,16 @@ def test_old_spans_are_removed_and_their_sums_stay(store: Store) -> None:
     assert rows(store, "new") == (200, 400, 200)
 
 
+@pytest.mark.parametrize("kind", ["not_reduced", "stuck"])
+def test_every_event_of_a_repeated_kind_stays_as_long_as_a_diagnosis_reads_it(store: Store, kind: str) -> None:
+    for seq, reason in enumerate(("unsynchronised", "bypassed", "unfrozen")):
+        event = wire.Event(kind=kind, at_ns=0, step=seq, detail={"reason": reason})
+        store.ingest([Arrival(batch("run", seq, events=[event]), bytes([seq]), 1, seq * DAY_NS)])
+    run_retention(store, day=10, keep_spans_days=1)
+    events = [event for _, event in store.first_events("run", ATTEMPT)]
+    assert [event.detail["reason"] for event in events] == ["unsynchronised", "bypassed", "unfrozen"]
+
+
 @pytest.mark.parametrize(
     ("day", "settings", "events"),
     [(10, {"keep_spans_days": 3}, [0, 7, 8, 9]), (9.01, {}, list(range(10)))],
@@ -67,7 +77,7 @@ def test_old_unused_sets_and_events_are_removed_except_those_in_use(
     store: Store, monkeypatch: pytest.MonkeyPatch, day: float, settings: dict[str, float], events: list[int]
 ) -> None:
     monkeypatch.setattr(removal, "_CHUNKS", 2)
-    monkeypatch.setattr(aggregate_queries, "UNUSED_JUDGED", 4)
+    monkeypatch.setattr(unused_queries, "UNUSED_JUDGED", 4)
     for seq in range(10):
         sets = [wire.Unused(step=seq, module=module, locally=["a"], globally=[]) for module in range(2)]
         event = wire.Event(kind="rebuilt", at_ns=0, step=seq)
@@ -80,7 +90,7 @@ def test_old_unused_sets_and_events_are_removed_except_those_in_use(
     in_use = read()
     run_retention(store, day, **settings)
     remaining = [(0, 1), (1, 1), (2, 1), (6, 0), (7, 0), (8, 0), (9, 0)]
-    assert [(record.step, record.module) for _, record in store.unused("run", ATTEMPT)] == remaining
+    assert [(record.step, record.module) for _, record in store.unused("run", ATTEMPT)[0]] == remaining
     assert read() == in_use
     with store._engine.connect() as connection:
         seqs = connection.execute(select(schema.events.c.seq).where(schema.events.c.run_id == "run")).scalars()
