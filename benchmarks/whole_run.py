@@ -31,18 +31,19 @@ from ddpobs import wire
 from tests import databases
 
 RUN = "whole"
-_LEVEL = 2
+_FINEST_LEVEL = 2
 _MS = 1_000_000
 _STEP_NS, _EXCESS_NS = 100 * _MS, 20 * _MS
 _SLOW_RANK = 5
 _BOUNDS_MS = {"points of all ranks together": 100.0, "points of one rank": 100.0, "diagnostics": 1000.0}
 
 
-def bins(number: int, ranks: int, steps: int, random: np.random.Generator) -> StepBins:
-    """Return one bin of `_LEVEL` of all ranks; in the middle tenth of the run one rank is slow."""
+def bins(number: int, level: int, size: tuple[int, int], random: np.random.Generator) -> StepBins:
+    """Return a bin of a run of `size`, (ranks, steps); in the middle tenth of the run one rank is slow."""
+    ranks, steps = size
     table = np.zeros((len(NAMES), ranks), np.int64)
-    first = number * width(_LEVEL)
-    count = min(width(_LEVEL), steps - first)
+    first = number * width(level)
+    count = min(width(level), steps - first)
     is_slow = (np.arange(ranks) == _SLOW_RANK) & (0.45 <= first / steps < 0.55)
     excess_ns = is_slow * _EXCESS_NS
     values: dict[str, Any] = {
@@ -80,8 +81,8 @@ def write(store: Store, attempt: str, level: int, part: StepBins) -> None:
     store.write_step_bins(RUN, attempt, level, rows)
 
 
-def fill(store: Store, ranks: int, steps: int) -> reads.Shape:
-    """Write the run: the columns of its latest steps, and the bins of all."""
+def fill(store: Store, ranks: int, steps: int, level: int) -> reads.Shape:
+    """Write the run: the columns of its latest steps, and the bins of all, of that level and wider."""
     shape = reads.Shape(RUN, ranks, steps, 2, 40)
     last = shape.load.batches
     keys = [(rank, seq) for seq in range(max(0, last - 13), last) for rank in range(ranks)]
@@ -91,10 +92,10 @@ def fill(store: Store, ranks: int, steps: int) -> reads.Shape:
     run = store.run(RUN)
     assert run is not None
     random = np.random.default_rng(0)
-    parts = [bins(number, ranks, steps, random) for number in range(-(-steps // width(_LEVEL)))]
-    for level in range(_LEVEL, LEVELS):
+    parts = [bins(number, level, (ranks, steps), random) for number in range(-(-steps // width(level)))]
+    for wider in range(level, LEVELS):
         for begin in range(0, len(parts), 16):
-            write(store, run.attempt, level, StepBins.concat(parts[begin : begin + 16]))
+            write(store, run.attempt, wider, StepBins.concat(parts[begin : begin + 16]))
         if len(parts) == 1:
             break
         groups = [parts[begin : begin + FACTOR] for begin in range(0, len(parts), FACTOR)]
@@ -167,7 +168,7 @@ def main() -> None:
         url = stack.enter_context(databases.postgresql())(folder) if options.postgres else databases.sqlite(folder)
         store = Store(url)
         store.migrate()
-        shape = fill(store, options.ranks, options.steps)
+        shape = fill(store, options.ranks, options.steps, 0 if options.smoke else _FINEST_LEVEL)
         store.close()
         by_title, processor_ms, memory_mb, title = measure(url, folder, shape, options.times)
     print(

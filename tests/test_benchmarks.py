@@ -36,6 +36,12 @@ def run(name: str, *arguments: str) -> str:
     return result.stdout
 
 
+def test_the_whole_run_benchmark_names_the_rank_that_was_slow_in_its_middle(tmp_path: Path) -> None:
+    output = run("whole_run", "--json", str(tmp_path / "results.json"))
+    assert "Rank 5 was slow in backward" in output
+    assert json.loads((tmp_path / "results.json").read_text())["median_ms"].keys() > {"diagnostics"}
+
+
 @pytest.mark.parametrize("name", ["hook", "accuracy"])
 def test_a_benchmark_prints_and_saves_a_row_for_each_variant(name: str, tmp_path: Path) -> None:
     output = run(name, "--json", str(tmp_path / "results.json"))

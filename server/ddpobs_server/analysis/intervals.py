@@ -53,12 +53,17 @@ def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def describe(intervals: Sequence[Interval]) -> str:
-    """Return the words for intervals of a sentence: `in steps 900 to 1,499 (14:31 to 14:32)`; times are UTC."""
+def describe(intervals: Sequence[Interval], *, goes_on: bool = False) -> str:
+    """Return the words for intervals of a sentence: `in steps 900 to 1,499 (14:31 to 14:32 UTC)`.
+
+    A single interval that goes on is `since step 900`.
+    """
     first, last = intervals[0], intervals[-1]
     count = len(intervals)
-    words = f"in steps {first.first:,} to {last.last:,}" if count == 1 else ""
-    words = words or f"in {count} stretches of the steps {first.first:,} to {last.last:,}"
+    steps = f"{first.first:,} to {last.last:,}"
+    words = f"in steps {steps}" if count == 1 else f"in {count} stretches of the steps {steps}"
+    if count == 1 and goes_on:
+        words = f"since step {first.first}"
     if first.began_ns is None or last.ended_ns is None:
         return words
     return f"{words} ({format_times(first.began_ns, last.ended_ns)})"

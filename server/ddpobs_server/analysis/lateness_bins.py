@@ -56,21 +56,22 @@ class LatenessBins:
         return LatenessBins(**{name: value if name == "ranks" else value[rows] for name, value in columns.items()})
 
     def followed_by(self, later: LatenessBins) -> LatenessBins:
-        """Return these bins and the later bins, of the ranks that both have."""
-        common = np.intersect1d(self.ranks, later.ranks)
-        parts = [bins.of_ranks(common) for bins in (self, later)]
+        """Return these bins and the later bins, of the ranks of the later bins."""
+        parts = [self.of_ranks(later.ranks), later]
         columns: dict[str, Any] = {
-            name: common if name == "ranks" else np.concatenate([getattr(part, name) for part in parts])
+            name: later.ranks if name == "ranks" else np.concatenate([getattr(part, name) for part in parts])
             for name in vars(self)
         }
         return LatenessBins(**columns)
 
     def of_ranks(self, ranks: wire.Ints) -> LatenessBins:
-        """Return the columns of some of the ranks."""
-        rows = np.searchsorted(self.ranks, ranks)
-        by_rank: dict[str, Any] = {
-            name: getattr(self, name)[:, rows] for name in ("late", "cost_ns", "lost_ns", "phase_ns", "excess_ns")
-        }
+        """Return the columns of these ranks; a rank without bins was never late in them."""
+        _, rows, places = np.intersect1d(self.ranks, ranks, return_indices=True)
+        by_rank: dict[str, Any] = {}
+        for name in ("late", "cost_ns", "lost_ns", "phase_ns", "excess_ns"):
+            values = getattr(self, name)
+            by_rank[name] = np.zeros((len(values), len(ranks), *values.shape[2:]))
+            by_rank[name][:, places] = values[:, rows]
         return LatenessBins(**vars(self) | by_rank | {"ranks": ranks})
 
 

@@ -11,9 +11,10 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import ColumnReader, ColumnsTooLargeError, Evidence
-from ddpobs_server.analysis.finding import Finding, Interval, severity_of
+from ddpobs_server.analysis.finding import Finding, Gain, Interval, severity_of
 from ddpobs_server.analysis.intervals import StepClock, describe, format_seconds, merged
 from ddpobs_server.analysis.joined_steps import JoinedSteps
+from ddpobs_server.analysis.lateness import BLOCK_STEPS, gain, lateness
 from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
 from ddpobs_server.analysis.stretches import Stretch, bin_width, edge_step, find_stretches, refine
 
@@ -30,6 +31,8 @@ _ONGOING_STEPS, _ONGOING_SHARE = 16, 0.05
 """A stretch goes on if fewer steps follow it than this number, or than this share of its own steps."""
 _MOSTLY = 0.75
 """Share of the cost in recent steps that stretches must hold to be the extent of a finding."""
+_FEWER = 0.7
+"""Share of recent steps below which stretches with most of the cost describe a slowness better."""
 _MIN_EDGE_BINS = 4
 _EXPLAINED_SHARE = 0.8
 Bins = Any
@@ -148,15 +151,22 @@ def finer_edge(columns: ColumnReader | None, rank: int, step: int, width: int, *
     return step
 
 
-def with_extent(finding: Finding, run: WholeRun) -> Finding:
-    """Add to a finding about recent steps in which steps of the whole run the rank was slow in that phase."""
+def with_extent(finding: Finding, run: WholeRun) -> Finding | None:
+    """Add to a finding about recent steps in which steps of the whole run the rank was slow in that phase.
+
+    Returns:
+        None if a stretch describes the slowness better: it holds most of its cost in fewer steps.
+    """
     first, last = finding.steps
     own = [s for s in run.stretches if run.rank(s) == finding.ranks[0] and run.phase(s) == finding.phase]
     ranges = [run.range_of(stretch) for stretch in own]
     index, recent = int(np.searchsorted(run.bins.ranks, finding.ranks[0])), run.covered([(first, last)])
     cost_ns = run.bins.cost_ns[:, index]
-    if cost_ns[recent & run.covered(ranges)].sum() < _MOSTLY * cost_ns[recent].sum():
+    inside = recent & run.covered(ranges)
+    if cost_ns[inside].sum() < _MOSTLY * cost_ns[recent].sum():
         ranges.append(finding.steps)
+    elif run.bins.steps[inside].sum() < _FEWER * run.bins.steps[recent].sum() or finding.evidence["since_step"]:
+        return None
     intervals = run.intervals(ranges)
     lost_ns = _lost_ns(run, finding.ranks[0], run.covered(ranges))
     evidence = finding.evidence | {"lost_ns": round(lost_ns), "run_share": round(lost_ns / run.time_ns, 4)}
@@ -211,7 +221,8 @@ def _past_finding(run: WholeRun, rank: int, phase: str, group: list[Stretch], ho
         code="straggler",
         severity=severity_of(share if goes_on else cost_ns / run.time_ns),
         title=(
-            f"Rank {rank} {'is' if goes_on else 'was'} slow in {phase} {describe(intervals)}: "
+            f"Rank {rank} {'is' if goes_on else 'was'} slow in {phase} "
+            f"{describe(intervals, goes_on=goes_on and ranges[0][0] > run.bins.first[0])}: "
             f"{format_seconds(lost_ns)} lost, {excess_ns / 1e6:.1f} ms more than the other ranks in {every}, "
             f"of a step of {step_ns / 1e6:.1f} ms"
         ),
@@ -234,7 +245,14 @@ def _past_finding(run: WholeRun, rank: int, phase: str, group: list[Stretch], ho
             "lost_ns": round(lost_ns),
             "run_share": round(lost_ns / run.time_ns, 4),
         },
+        gain=_present_gain(run, rank, ranges[-1]) if goes_on else None,
     )
+
+
+def _present_gain(run: WholeRun, rank: int, bounds: tuple[int, int]) -> Gain | None:
+    """Return the gain of a stretch that goes on, over its steps with columns."""
+    part, index = run.joined.between(*bounds), int(np.searchsorted(run.joined.ranks, rank))
+    return gain(part, lateness(part), index) if len(part) >= BLOCK_STEPS else None
 
 
 def _lost_ns(run: WholeRun, rank: int, rows: Bins) -> float:

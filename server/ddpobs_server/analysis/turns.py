@@ -31,6 +31,8 @@ _MIN_ALIKE = 0.75
 _PARTS = 4
 _MIN_PERIOD_STEPS, _MAX_PERIOD = 32, 8
 _MIN_TURN_SHARE = 0.8
+_MIN_MEAN_SHARE = 0.02
+"""A rank with a mean excess below this share of the step does not cost `MIN_COST_SHARE` in any phase."""
 _MAX_CHANCE = 0.01 / len(wire.OWN_PHASES)
 """Largest p-value of a rank in one phase; each phase is a further chance to stand out."""
 
@@ -132,7 +134,13 @@ def _phase_turns(joined: JoinedSteps, named: set[int]) -> list[Turn]:
     """Return ranks that exceed the others in one phase again and again, whatever they do in the other phases."""
     turns = []
     weights = step_weights(joined.window_ns)
+    means_ns = joined.phases_ns.mean(axis=0)
+    exceeding = means_ns - np.median(means_ns, axis=0) > _MIN_MEAN_SHARE * joined.step_ns.mean()
+    if len(joined.ranks) == 2:
+        exceeding = means_ns - means_ns.min(axis=0) > _MIN_MEAN_SHARE * joined.step_ns.mean()
     for number, phase in enumerate(wire.OWN_PHASES):
+        if not exceeding[:, number].any():
+            continue
         times_ns = joined.phases_ns[:, :, number]
         excess_ns = times_ns - median_of_others(times_ns)
         late = excess_ns > wire.STRAGGLER_SHARE * joined.step_ns[:, None]

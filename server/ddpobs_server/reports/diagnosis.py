@@ -163,8 +163,10 @@ class _StoreColumns:
 def _step_levels(evidence: Evidence, judged: JudgedSteps) -> list[dict[str, Any]]:
     """Return the levels of the step time over the judged steps, with their times."""
     joined = evidence.joined if evidence.whole is None else evidence.whole
+    if not len(joined):
+        return []
     first, last, step_ns = joined.step, joined.step, joined.step_ns
-    if (bins := judged.earlier_times) is not None and len(joined):
+    if (bins := judged.earlier_times) is not None:
         bins = bins.select(np.flatnonzero(bins.column("last") < joined.step[0]))
         first, last = (np.concatenate([bins.column(n), joined.step]) for n in ("first", "last"))
         step_ns = np.concatenate([bins.column("wall_median_ns"), joined.step_ns])

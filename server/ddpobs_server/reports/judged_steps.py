@@ -87,22 +87,24 @@ def read_judged_steps(
     first, last = bounds[0] or 0, highest if bounds[1] is None else min(bounds[1], highest)
     if first > last:
         return JudgedSteps.none()
+    whole = None
     if store.estimate_rows("steps", run, attempt, first, last) <= WHOLE_ROWS:
         whole = store.steps(run, attempt, None, first, last)
         latest = _latest(whole, {rank: min(step, last) for rank, step in last_steps.items()})
-        return JudgedSteps(*latest, whole=whole if len(latest[0]) < len(whole[0]) else None)
-    if last == highest:
+    elif last == highest:
         rank, steps = read_recent_steps(store, run, attempt, sources)
         latest = _selected((rank, steps), steps.step >= first)
     else:
         window = max(1, min(recent_steps.STEPS, WHOLE_ROWS // max(1, len(last_steps))))
         latest = store.steps(run, attempt, None, max(first, last - window + 1), last)
-    if not len(latest[0]) or first >= (until := int(latest[1].step[0])):
-        return JudgedSteps(*latest)
-    before = first, until - 1
-    bins = AttemptBins(store, run, attempt)
+    read = latest if whole is None else whole
+    judged = JudgedSteps(*latest, whole=whole if len(latest[0]) < len(read[0]) else None)
+    if not len(read[0]) or first >= (until := int(read[1].step[0])):
+        return judged
+    # The columns before are too many, or retention has removed them.
+    bins, before = AttemptBins(store, run, attempt), (first, until - 1)
     times = unix_times(read_stored_bins(bins, before, _TIMES, Shown(over=True)), sources)
-    return JudgedSteps(*latest, earlier=read_lateness(bins, before, len(sources)), earlier_times=times)
+    return replace(judged, earlier=read_lateness(bins, before, len(sources)), earlier_times=times)
 
 
 def _latest(rows: Rows, last_steps: dict[int, int]) -> Rows:

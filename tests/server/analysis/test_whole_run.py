@@ -44,7 +44,9 @@ def test_a_slow_part_of_a_run_is_named_with_its_steps(steps: int, first: int, la
         assert (finding.ranks, finding.phase) == ([1], "backward")
         assert interval.first == pytest.approx(first, abs=4)
         assert interval.last == pytest.approx(last, abs=4)
-        assert f"in steps {interval.first:,} to {interval.last:,}" in finding.title
+        is_over = last < steps - 1
+        words = f"in steps {interval.first:,} to {interval.last:,}" if is_over else f"since step {interval.first}"
+        assert words in finding.title
         # Of eight ranks some other rank is late as well in most steps, and accounts for a part of the loss.
         assert 0.7 <= finding.evidence["lost_ns"] / ((last - first + 1) * ms * MS) <= 1.15
 
@@ -211,3 +213,12 @@ def test_bins_hold_the_sums_of_their_steps() -> None:
     for name in ("steps", "time_ns", "late", "cost_ns", "lost_ns", "phase_ns"):
         np.testing.assert_allclose(getattr(parts, name).sum(axis=0), getattr(whole, name).sum(axis=0))
     assert (parts.first[0], parts.last[-1], len(parts)) == (joined.step[0], joined.step[-1], 8)
+
+
+def test_bins_after_others_keep_their_ranks_and_an_absent_rank_was_never_late() -> None:
+    early = bins_of(join(*columns(own_times(40, 2, seed=0))), 10)
+    late = bins_of(join(*columns(own_times(40, 3, seed=1, slow=(Slow(2, "data"),)))), 10)
+    both = early.followed_by(late)
+    assert (len(both), both.ranks.tolist()) == (8, [0, 1, 2])
+    assert both.late[:, 2].tolist() == [0] * 4 + late.late[:, 2].tolist()
+    np.testing.assert_array_equal(both.cost_ns[:4, :2], early.cost_ns)

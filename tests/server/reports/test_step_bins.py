@@ -265,3 +265,18 @@ def test_bins_that_do_not_fit_into_an_answer_continue_at_its_next_step(
         firsts += columns_of["first"][columns_of["rank"] == 0].tolist()
     assert firsts == sorted(set(firsts))
     assert firsts[0] == 0
+
+
+def test_a_part_of_a_run_without_columns_is_judged_by_its_bins(store: Store) -> None:
+    own = own_times(2000, 2, seed=0)
+    own[600:1000, 1, wire.OWN_PHASES.index("data")] += 75 * MS
+    rank, steps = columns(own)
+    old = steps.step < 1500
+    send(store, rank[old], steps.select(old), received_ns=DAY_NS, goodbye=False)
+    send(store, rank[~old], steps.select(~old), received_ns=10 * DAY_NS)
+    RetentionJob(Settings(keep_spans_days=5, keep_share=1), store, CollectorRegistry()).run_once(10 * DAY_NS + 1)
+    assert store.steps(RUN, ATTEMPT)[1].step.min() >= 1450
+    findings = Reports(store).diagnostics(RUN, ATTEMPT)["findings"]
+    (finding,) = [finding for finding in findings if finding["code"] == "straggler"]
+    assert (finding["ranks"], finding["phase"]) == ([1], "data")
+    assert finding["intervals"][0]["from"] == pytest.approx(600, abs=64)

@@ -54,11 +54,9 @@ def straggler(evidence: Evidence) -> Judgement:
     if evidence.work_fit is not None:  # Lateness from larger batches is the finding `imbalanced-batches`.
         evidence = replace(evidence, joined=at_equal_work(evidence.joined, evidence.work_fit))
     run = WholeRun.of(evidence)
-    findings = [
-        with_extent(finding, run)
-        for finding in _straggler_findings(evidence.joined.latest(RECENT_STEPS), evidence.hosts)
-    ]
-    slow_in_turn = in_turn(run, {finding.ranks[0] for finding in findings})
+    recent = _straggler_findings(evidence.joined.latest(RECENT_STEPS), evidence.hosts)
+    findings = [extended for finding in recent if (extended := with_extent(finding, run)) is not None]
+    slow_in_turn = in_turn(run, {finding.ranks[0] for finding in recent})
     findings += past_findings(run, findings, slow_in_turn, evidence.hosts)
     if evidence.columns is not None:
         try:
