@@ -152,18 +152,16 @@ class RetentionJob:
             return RetentionRefusedError(_JUMPED, detail)
         if self._accepted:
             return None
-        spans_days, share_of = settings.keep_spans_days, self._store.silent_bytes_share
-        shares = {
-            "of the runs have been silent for longer than KEEP_RUNS_DAYS": self._store.silent_runs_share(before_ns),
-            f"of the columns are older than {spans_days} days": 0.0
-            if spans_days is None
-            else share_of(now_ns - int(spans_days * _DAY_NS)),
-        }
-        for what, share in shares.items():
+        ages = {f"{(now_ns - limit_ns) / _DAY_NS:g} days" for limit_ns in before_ns.values()}
+        runs_age = ages.pop() if len(ages) == 1 else "their workspaces keep them"
+        shares = [(runs_age, self._store.silent_runs_share(before_ns))]
+        if (days := settings.keep_spans_days) is not None:
+            shares.append((f"{days:g} days", self._store.silent_bytes_share(now_ns - int(days * _DAY_NS))))
+        for age, share in shares:
             if share > settings.keep_share:
                 detail = (
-                    f"{share:.0%} {what}. If this machine's clock is right, set DDPOBS_SERVER_KEEP_SHARE=1 and "
-                    "restart the collector"
+                    f"{share:.0%} of the data are older than {age}. If this machine's clock is right, set "
+                    "DDPOBS_SERVER_KEEP_SHARE=1 and restart the collector"
                 )
                 return RetentionRefusedError(_LARGE, detail)
         return None

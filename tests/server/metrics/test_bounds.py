@@ -160,5 +160,5 @@ def test_reads_of_large_records_stay_within_their_bytes(tmp_path: Path) -> None:
             row for row in get(url, "/runs/run/diagnostics")["findings"] if row["code"] == "unused-parameters"
         )
         assert len(finding["parameters"]) == 50
-        assert 'ddpobs_unused_parameters{run="run"} 50000\n' in httpx.get(f"{url}/metrics").text
+        assert 'ddpobs_unused_parameters{run="run"} 1500000\n' in httpx.get(f"{url}/metrics").text
         assert len(get(url, "/runs/run")["modules"]) == 30

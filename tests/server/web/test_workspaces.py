@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -47,6 +48,12 @@ def set_limits(database_url: str, *options: str) -> str:
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
+def usage_of(url: str, headers: dict[str, str]) -> dict[str, Any]:
+    answer = httpx.get(f"{url}/api/v1/workspaces", headers=headers, timeout=30).json()
+    usage: dict[str, Any] = answer["workspaces"][0]["usage"]
+    return usage
+
+
 def test_unfinished_bodies_of_a_workspace_leave_memory_to_another(
     url: str, loud: dict[str, str], quiet: dict[str, str]
 ) -> None:
@@ -54,8 +61,10 @@ def test_unfinished_bodies_of_a_workspace_leave_memory_to_another(
     headers = loud | {"Content-Type": wire.MSGPACK, "Content-Length": "3000000"}
     with stuck_clients(url, 12, head, headers, bytes(700_000)):
         deadline = time.monotonic() + 30
-        while put(url, batch("b", steps=steps(0, 1)), **loud).status_code != 503:
-            assert time.monotonic() < deadline, "the share of the workspace is not used up"
+        while "Busy" not in (used := usage_of(url, loud))["refused"]:
+            assert time.monotonic() < deadline, "no body is refused: five of them fill the share of 4 MB"
+            time.sleep(0.1)
+        assert used["under_way_bytes"] <= 4_000_000
         answers = [put(url, batch("b", seq, steps=steps(seq, 1)), **quiet).status_code for seq in range(5)]
     assert answers == [201] * 5
 
