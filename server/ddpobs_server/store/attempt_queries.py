@@ -151,4 +151,5 @@ def _source(row: Row[Any]) -> Source:
         ended=row.ended,
         stuck_ns=row.stuck_ns,
         first_seen_ns=row.first_seen_ns,
+        account=msgspec.json.decode(row.account, type=wire.Account) if row.account else None,
     )
