@@ -321,11 +321,11 @@ class Telemetry:
         step, began, outside = self._journal.tail()
         now_ns, ready = time.monotonic_ns(), self._clock.is_ready
         pieces = [
-            Piece(kind, *self._clock.times([begins]), self._clock.times([ends])[0] if ends else now_ns)
+            Piece(kind, self._clock.times([begins])[0], self._clock.times([ends])[0] if ends else now_ns)
             for kind, begins, ends in outside
             if ready(begins) and (not ends or ready(ends))
         ]
-        self._tail = Tail(now_ns, step, began, pieces, bool(self._ended))
+        self._tail = Tail(now_ns, step, began, pieces, self._ended == "finished")
 
     @never_raises
     def _account_with(self, summary: Summary | None) -> wire.Account | None:

@@ -92,7 +92,7 @@ class Account:
         self._first_step_ns: int | None = None
         self._last_step_ns: int | None = None
         self._last_step = wire.UNKNOWN
-        self._steps = self._first_batch_ns = self._between_ns = self._unrecorded_ns = 0
+        self._steps = self._prepare_ns = self._first_batch_ns = self._between_ns = self._unrecorded_ns = 0
         self._phases_ns = [0] * len(wire.PHASES)
         self._totals = [_Total() for _ in wire.OUTSIDE_KINDS]
         self._checkpoint_step = wire.UNKNOWN
@@ -115,7 +115,8 @@ class Account:
             step, start_ns = int(steps.step[index]), int(steps.start_ns[index])
             if previous_ns is None:
                 self._first_step_ns, self._first_batch_ns = start_ns, int(steps.data_ns[0])
-                self._claim(step, self._start_up.ready_ns, start_ns, pieces.get(index, []), self._totals)
+                before = pieces.get(index, [])
+                self._prepare_ns = self._claim(step, self._start_up.ready_ns, start_ns, before, self._totals)
             elif start_ns > previous_ns:
                 rest_ns = self._claim(step, previous_ns, start_ns, pieces.get(index, []), self._totals)
                 if step == previous + 1:
@@ -133,13 +134,16 @@ class Account:
         """Return the account up to the end of `tail`, or of the last step if later steps are still on their way."""
         totals = [total.copy() for total in self._totals]
         since_ns = self._start_up.ready_ns if self._last_step_ns is None else self._last_step_ns
-        open_ns, between_ns, until_ns, checkpoint = 0, self._between_ns, since_ns, self._checkpoint_step
+        open_ns, between_ns, prepare_ns = 0, self._between_ns, self._prepare_ns
+        until_ns, checkpoint = since_ns, self._checkpoint_step
         if tail.until_ns > since_ns and tail.step == self._last_step + 1:
             until_ns = tail.until_ns
             rest_ns = self._claim(tail.step, since_ns, until_ns, tail.pieces, totals)
-            if tail.began and not tail.finished:
+            if self._last_step_ns is None and not tail.began:
+                prepare_ns = rest_ns
+            elif tail.began and not tail.finished:
                 open_ns = rest_ns
-            elif not tail.finished and self._last_step_ns is not None:
+            elif not tail.finished:
                 between_ns += rest_ns
             if any(piece.kind == AFTER_CHECKPOINT for piece in tail.pieces):
                 checkpoint = tail.step
@@ -150,6 +154,7 @@ class Account:
             until_ns=until_ns,
             steps=self._steps,
             phases_ns=list(self._phases_ns),
+            prepare_ns=prepare_ns,
             first_batch_ns=self._first_batch_ns,
             compile_ns=compile_ns,
             outside=[
@@ -183,7 +188,7 @@ def exclusive(pieces: Sequence[Piece]) -> list[Piece]:
     claimed: list[Piece] = []
     for kind in _PRIORITY:
         free = [piece for piece in pieces if piece.kind == kind]
-        for taken in list(claimed):
+        for taken in claimed:
             free = [part for piece in free for part in _without(piece, taken)]
         claimed += free
     return sorted(claimed, key=lambda piece: piece.began_ns)

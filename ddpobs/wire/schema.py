@@ -307,7 +307,8 @@ class Account(_Record, frozen=True, kw_only=True):
         until_ns: End of the account.
         steps: Steps that ended.
         phases_ns: Time of these steps in each phase, in the order of `PHASES`.
-        first_batch_ns: Of it the first step's data phase.
+        prepare_ns: Time from `ready_ns` to the first step that nothing explains.
+        first_batch_ns: Of the phases the first step's data phase.
         compile_ns: Time in torch.compile since the start.
         outside: Time outside of steps, also before the first and after the last step.
         between_ns: Time between steps that nothing explains.
@@ -325,6 +326,7 @@ class Account(_Record, frozen=True, kw_only=True):
     until_ns: Nanoseconds
     steps: Count = 0
     phases_ns: Annotated[list[Total], msgspec.Meta(min_length=6, max_length=6)]
+    prepare_ns: Total = 0
     first_batch_ns: Total = 0
     compile_ns: Total = 0
     outside: Annotated[list[Outside], msgspec.Meta(max_length=8)] = []

@@ -13,16 +13,23 @@ _FIRST = ("crash", "hang", "not-reduced", "replicas-differ")
 
 @dataclass(frozen=True)
 class Gain:
-    """Predicted saving per step if the remedy works: time, share of the step, and the relative error of both."""
+    """Predicted saving per step if the remedy works: time, share of `whole`, and the relative error of both.
+
+    `whole` is `step`, or `run` for the run's wall time.
+    """
 
     step_ns: int
     ratio: float
     error_ratio: float
+    whole: Literal["step", "run"] = "step"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One problem of a run, with its place, its evidence, a remedy and the predicted gain."""
+    """One problem of a run, with its place, its evidence, a remedy and the predicted gain.
+
+    `intervals` are the steps and wall-clock times in which it held: `from`, `to`, `began_ns` and `ended_ns`.
+    """
 
     code: str
     severity: Severity
@@ -35,6 +42,7 @@ class Finding:
     phase: str | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
     gain: Gain | None = None
+    intervals: list[dict[str, int]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding in the form of the REST API."""

@@ -29,6 +29,16 @@ def get_diagnostics(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> Re
     return json_response(reports.diagnostics(run.run, attempt) | {"run": run.name})
 
 
+@router.get("/account", response_model=schemas.Account)
+def get_account(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> Response:
+    """Where the run's wall time went, over all attempts: parts that add up, goodput, and hours lost by cause.
+
+    Times are rank time: wall time times ranks. `attempt` selects the attempt whose ranks are listed. `missing` names
+    the ranks whose time is not known, and why.
+    """
+    return json_response(reports.account(run.run, attempt))
+
+
 @router.get("/trace", response_model=schemas.Trace)
 def get_trace(run: RunDep, steps: StepRangeDep, reports: ReportsDep) -> Response:
     """Steps as a Chrome trace with all ranks on one clock, for Perfetto or chrome://tracing.

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
+from ddpobs_server.analysis.account import RunAccount, account_of
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Finding, NotJudged, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.joined_steps import join
+from ddpobs_server.reports.account import launches_of, processes_of
 from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.store import Source, Store, TooManyRowsError
@@ -101,7 +103,16 @@ class Diagnosis:
             silent_ns=silent_ns(sources, now_ns),
             ended=ends(sources),
             fingerprints=store.differing_fingerprints(run, attempt),
+            account=self._account(run, attempt),
+            processes=processes_of(sources),
             now_ns=now_ns,
+        )
+
+    def _account(self, run: str, attempt: str) -> RunAccount:
+        """Return the account of the run up to the attempt, if it is the latest, else of the attempt alone."""
+        launches = launches_of(self._store, run)
+        return account_of(
+            launches if launches[-1].attempt == attempt else [launch for launch in launches if launch.attempt == attempt]
         )
 
 
