@@ -28,6 +28,7 @@ from ddpobs.wire import printable
 main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 _TRIES = 3
+_SHOWN_SHARE, _SHOWN_PARTS = 0.01, 8
 _MAX_INTERVALS = 3
 """Most intervals of a finding that are printed."""
 _MAX_NAMES = 8
@@ -106,6 +107,8 @@ def report(
     answer = _get(config, f"/runs/{run_id}/diagnostics").document
     count = len(answer["findings"])
     typer.echo(f"run {answer['run']}: {answer['steps_seen']} steps seen, {count} finding{'s' * (count != 1)}")
+    for line in _account_lines(_get(config, f"/runs/{run_id}/account").document):
+        typer.echo(line)
     for finding in answer["findings"]:
         for line in _lines(finding):
             typer.echo(printable(line))
@@ -173,6 +176,22 @@ def _newest(config: TelemetryConfig) -> str:
     return newest
 
 
+def _account_lines(account: dict[str, Any]) -> list[str]:
+    """Return the run's wall time and goodput, and its largest parts with their share of the run."""
+    if account["wall_ns"] is None:
+        return ["wall time: not known, because no rank has sent an account"]
+    goodput = "not known" if account["goodput"] is None else f"{account['goodput']:.0%}"
+    lost = f"{account['lost_hours']:.3g} {account['unit']}s lost"
+    if account["lost_cost"] is not None:
+        lost += f" (cost {account['lost_cost']:.2f})"
+    lines = [f"wall time: {account['wall_ns'] / 1e9:.0f} s; goodput {goodput} of the run; {lost}"]
+    parts = sorted(account["parts"], key=lambda part: -part["share"])
+    shown = [part for part in parts if part["share"] >= _SHOWN_SHARE][:_SHOWN_PARTS]
+    width = max((len(part["title"]) for part in shown), default=0)
+    lines += [f"  {part['title']:{width}}  {part['share']:4.0%} of the run" for part in shown]
+    return lines
+
+
 def _lines(finding: dict[str, Any]) -> list[str]:
     first, last = finding["steps"]
     location = [f"steps {first} to {last}"]
@@ -187,7 +206,8 @@ def _lines(finding: dict[str, Any]) -> list[str]:
     lines.append(f"  do: {finding['remedy']}")
     if gain := finding["gain"]:
         error = gain["ratio"] * gain["error_ratio"]
-        lines.append(f"  gain: {gain['step_ns'] / 1e6:.1f} ms a step, {gain['ratio']:.0%} of it (± {error:.1%})")
+        whole = "of it" if gain["whole"] == "step" else "of the run's wall time"
+        lines.append(f"  gain: {gain['step_ns'] / 1e6:.1f} ms a step, {gain['ratio']:.0%} {whole} (± {error:.1%})")
     return lines
 
 

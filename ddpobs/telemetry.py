@@ -42,11 +42,14 @@ from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.nvidia_device import watch_device
 from ddpobs.recording.process_hooks import ProcessHooks
 from ddpobs.recording.pulses import Pulses
+from ddpobs.recording.start_up import compile_ns, start_up
 from ddpobs.recording.termination import Termination
 from ddpobs.recording.unreduced import UnreducedGradients
 from ddpobs.recovery import recover
+from ddpobs.steps.account import Account, Piece, Tail
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
+from ddpobs.steps.summary import Summary
 from ddpobs.torch_seam.collectives import backend_of
 
 _log = logging.getLogger("ddpobs")
@@ -131,7 +134,11 @@ class Telemetry:
         )
         hello = describe_process(device, backend, settings)
         self._host = hello.host
-        self._encoder = BatchEncoder(hello, self._read, self._rendezvous.add_steps, self._exporter.count_lost)
+        self._account = Account(start_up(is_first=_generation == 1))
+        self._tail = Tail(time.monotonic_ns())
+        self._encoder = BatchEncoder(
+            hello, self._read, self._rendezvous.add_steps, self._exporter.count_lost, self._account_with
+        )
         self._steps = RawSteps()
         self._spool = folder_of(config.spool)
         self._place = LastPlace(self._spool / FOLDER, self._source)
@@ -141,7 +148,7 @@ class Telemetry:
             self._clock,
             self._add_step,
             config.queue_records,
-            self._offer_steps,
+            self._caught_up,
             self._place.slots,
             counters=self._counters,
         )
@@ -325,6 +332,29 @@ class Telemetry:
         if self._steps.number:
             steps, self._steps = self._steps, RawSteps()
             self._exporter.offer(steps, steps.records, len(steps.number))
+
+    def _caught_up(self) -> None:
+        self._offer_steps()
+        self._look_at_tail()
+
+    @never_raises
+    def _look_at_tail(self) -> None:
+        """Keep the time since the last step, for the account of the next batch."""
+        step, began, outside = self._journal.tail()
+        now_ns, ready = time.monotonic_ns(), self._clock.is_ready
+        pieces = [
+            Piece(kind, self._clock.times([begins])[0], self._clock.times([ends])[0] if ends else now_ns)
+            for kind, begins, ends in outside
+            if ready(begins) and (not ends or ready(ends))
+        ]
+        self._tail = Tail(now_ns, step, began, pieces, self._ended == "finished")
+
+    @never_raises
+    def _account_with(self, summary: Summary | None) -> wire.Account | None:
+        """Return the account up to now, after these steps were added."""
+        if summary is not None:
+            self._account.add(summary.steps, summary.outside)
+        return self._account.at(self._tail, compile_ns())
 
     @never_raises
     def _read(self, steps: RawSteps, raw: RawStep) -> bool:

@@ -53,6 +53,20 @@ def test_run_passes_the_settings_to_the_child() -> None:
     assert completed.stdout.startswith(f"http://c:1 x {ROOT / 'ddpobs' / 'autoload'}{os.pathsep}"), completed.stderr
 
 
+ACCOUNT = {
+    "wall_ns": 90 * 10**9,
+    "goodput": 0.25,
+    "unit": "gpu-hour",
+    "lost_hours": 0.0375,
+    "lost_cost": 0.1125,
+    "parts": [
+        {"title": "steps: forward", "share": 0.248},
+        {"title": "checkpoints", "share": 0.75},
+        {"title": "evaluation", "share": 0.002},
+    ],
+}
+
+
 def test_report_prints_finding_and_remedy_with_control_characters_escaped() -> None:
     finding = {
         "severity": "warning",
@@ -66,13 +80,17 @@ def test_report_prints_finding_and_remedy_with_control_characters_escaped() -> N
             *[{"from": 6, "to": 9, "began_ns": 1_700_000_000 * 10**9, "ended_ns": 1_700_100_000 * 10**9}] * 3,
         ],
         "remedy": "look",
-        "gain": {"step_ns": 12_750_000, "ratio": 0.25, "error_ratio": 0.02},
+        "gain": {"step_ns": 12_750_000, "ratio": 0.25, "error_ratio": 0.02, "whole": "step"},
     }
-    text = json.dumps({"run": "r", "steps_seen": 9, "findings": [finding], "missing": ["epochs: none seen"]}).encode()
-    with collector(lambda path: (200, {}, text)) as server:
+    diagnostics = {"run": "r", "steps_seen": 9, "findings": [finding], "missing": ["epochs: none seen"]}
+    answers = {"/api/v1/runs/r/diagnostics": diagnostics, "/api/v1/runs/r/account": ACCOUNT}
+    with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
         completed = ddpobs("report", "r", "--collector", server.url)
     assert completed.stdout == (
-        "run r: 9 steps seen, 1 finding\n\n"
+        "run r: 9 steps seen, 1 finding\n"
+        "wall time: 90 s; goodput 25% of the run; 0.0375 gpu-hours lost (cost 0.11)\n"
+        "  checkpoints      75% of the run\n"
+        "  steps: forward   25% of the run\n\n"
         "warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
         "  where: steps 1 to 9, rank 3, bucket 2\n"
         "  when: steps 2 to 4, 2023-11-14 22:13:20 to 22:13:23 UTC\n"
@@ -91,9 +109,12 @@ def test_report_without_a_run_is_about_the_newest() -> None:
     answers = {
         "/api/v1/runs?limit=1": {"runs": [{"run": "new"}], "next": "x"},
         "/api/v1/runs/new/diagnostics": diagnostics,
+        "/api/v1/runs/new/account": {"wall_ns": None},
     }
     with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
-        assert ddpobs("report", "--collector", server.url).stdout == "run new: 9 steps seen, 0 findings\n"
+        assert ddpobs("report", "--collector", server.url).stdout == (
+            "run new: 9 steps seen, 0 findings\nwall time: not known, because no rank has sent an account\n"
+        )
     with collector(lambda path: (200, {}, b'{"runs": [], "next": null}')) as server:
         completed = ddpobs("report", "--collector", server.url)
     assert (completed.returncode, completed.stderr.strip()) == (1, f"ddpobs: no run has reported to {server.url} yet")

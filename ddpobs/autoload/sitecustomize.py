@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -65,6 +66,7 @@ def _patch(module: ModuleType) -> None:
         except Exception as error:  # Telemetry never stops a training.
             _print(f"no telemetry for this model: {error}")
 
+    module.__ddpobs_loaded_ns__ = time.monotonic_ns()  # type: ignore[attr-defined]  # The account of the start-up.
     __init__.__wrapped__ = original  # type: ignore[attr-defined]
     parallel.__init__ = __init__
 

@@ -30,6 +30,7 @@ class BatchEncoder:
         read_step: Adds the stamps of a step to columns; returns a false value if the device failed.
         on_steps: Receives each batch's steps.
         count_lost: Receives the number of records that could not be read.
+        account: Returns the account of the process's wall time, with these steps and the time outside of them.
     """
 
     def __init__(
@@ -38,9 +39,10 @@ class BatchEncoder:
         read_step: Callable[[RawSteps, RawStep], object],
         on_steps: Callable[[wire.Steps], None],
         count_lost: Callable[[int], None],
+        account: Callable[[Summary | None], wire.Account | None] = lambda _: None,
     ) -> None:
         self._hello, self._read_step = hello, read_step
-        self._on_steps, self._count_lost = on_steps, count_lost
+        self._on_steps, self._count_lost, self._account = on_steps, count_lost, account
         self._summariser = Summariser(_RESOLUTION_NS)
         self._layouts: dict[int, wire.Layout] = {}
         self._batches = 0
@@ -74,6 +76,7 @@ class BatchEncoder:
             peers=[record for record in records if isinstance(record, wire.Peers)],
             fingerprints=[record for record in records if isinstance(record, wire.Fingerprint)],
             pulse=pulses[-1] if pulses else None,
+            account=self._account(summary),
             events=[record for record in records if isinstance(record, wire.Event)],
         )
 

@@ -50,6 +50,7 @@ _ENTRY_FIELDS = 3
 """Consecutive elements of the queue that make an entry: event, stamp and facts."""
 _WAIT_S = 0.1
 _USER = COMM_KINDS.index("user")
+_BARRIERS = frozenset({"barrier", "monitored_barrier"})
 _PHASE, _AT_NS, _CLOSED, _SYNCHRONISED = map(int, (Slot.PHASE, Slot.AT_NS, Slot.CLOSED, Slot.SYNCHRONISED))
 
 
@@ -134,6 +135,8 @@ class Journal:
         self._trainable: set[int] = set()
         """Modules that ran a training forward with gradients."""
         self._in_collective_wait = False
+        self._saves = 0
+        """Saves of checkpoints under way, one inside another."""
         self._optimizers = 0
         """Optimizer steps under way, also after an error: torch does not report it."""
         self._forward_trained = False
@@ -311,7 +314,11 @@ class Journal:
     def collective_wait_ended(self, began: Stamp | None) -> None:
         """The wait ended; `began` is None if it is not to be recorded."""
         self._in_collective_wait = False
-        if began is not None:
+        if began is None:
+            return
+        if self.last_collective in _BARRIERS and not (self._saves or self._in_backward):
+            self._record(StepTracker.waited_at_barrier, 0, began, self._now())
+        else:
             self.comm_ended(0, _USER, began, self._now())
 
     def collective_began(self, name: str) -> None:
@@ -337,8 +344,26 @@ class Journal:
         self._record(StepTracker.zeros_contributed, 0)
 
     def training_interrupted(self) -> None:
-        """Work outside of training takes time (a checkpoint)."""
+        """Work outside of training takes time."""
         self._record(StepTracker.training_interrupted, 0)
+
+    @never_raises
+    def save_began(self) -> bool:
+        """A checkpoint is being saved; return whether its end must be reported."""
+        if not (self._started and self._is_training_thread()):
+            self.training_interrupted()
+            return False
+        self._saves += 1
+        if self._saves == 1:
+            self._record(StepTracker.save_began, self._now())
+        return True
+
+    @never_raises
+    def save_ended(self) -> None:
+        """The checkpoint is saved, or an error ended it."""
+        self._saves = max(0, self._saves - 1)
+        if not self._saves:
+            self._record(StepTracker.save_ended, self._now())
 
     @never_raises
     def pause(self, begins: bool) -> None:
@@ -437,6 +462,10 @@ class Journal:
         """Number of the open step, or of the next one."""
         self._replay(_WAIT_S)
         return self._tracker.number
+
+    def tail(self) -> tuple[int, bool, list[tuple[int, Stamp, Stamp]]]:
+        """Number of the open step, whether it has begun, and time outside of it; call it in `on_caught_up` alone."""
+        return self._tracker.tail()
 
     def catch_up(self, wait_s: float = _WAIT_S) -> None:
         """Replay the entries since the last replay; wait at most `wait_s` for another thread's replay."""

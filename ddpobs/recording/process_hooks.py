@@ -45,10 +45,19 @@ class ProcessHooks:
         for name in ("serialize", "serialize_file"):  # Every save function of safetensors calls these.
             if hasattr(safetensors, name):
                 self._patches.put(safetensors, name, self._save)
+        self._patch_distributed_checkpoints()
         self._patches.put(torch.cuda.CUDAGraph, "capture_begin", self._capture_begin)
         self._patches.put(torch.cuda.CUDAGraph, "capture_end", self._capture_end)
         self._patches.put(dataloader._BaseDataLoaderIter, "__next__", self._fetch)
         self._patches.put(dataloader.DataLoader, "__iter__", self._fetch)
+
+    def _patch_distributed_checkpoints(self) -> None:
+        checkpoint = sys.modules.get("torch.distributed.checkpoint")
+        savers = sys.modules.get("torch.distributed.checkpoint.state_dict_saver")
+        for name in ("save", "async_save"):
+            for module in (checkpoint, savers):
+                if hasattr(module, name):
+                    self._patches.put(module, name, self._save)
 
     def remove(self) -> None:
         """Remove the hooks."""
@@ -112,10 +121,14 @@ class ProcessHooks:
     def _save(self, original: Callable[..., Any]) -> Callable[..., Any]:
         journal = self._journal
 
-        def save(obj: Any, *args: Any, **kwargs: Any) -> Any:
-            if not isinstance(obj, _STORAGES):  # Pickling a tensor saves its storage.
-                journal.training_interrupted()
-            return original(obj, *args, **kwargs)
+        def save(*args: Any, **kwargs: Any) -> Any:
+            is_part = bool(args) and isinstance(args[0], _STORAGES)  # Pickling a tensor saves its storage.
+            if is_part or not journal.save_began():
+                return original(*args, **kwargs)
+            try:
+                return original(*args, **kwargs)
+            finally:
+                journal.save_ended()
 
         return save
 

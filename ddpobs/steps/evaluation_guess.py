@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddpobs.clocks import Stamp
-from ddpobs.steps.raw_step import Position, RawStep
+from ddpobs.steps.raw_step import EVALUATION, Position, RawStep
 
 _HABIT_STEPS = 8
 """Consecutive steps with a no-grad forward without a fetched batch (a policy that acts, for example), after which such
@@ -104,6 +104,8 @@ class EvaluationGuess:
         self._has_unfetched = False
         """The step contains a forward without gradients and without a fetched batch."""
         self._steps_with_unfetched = 0
+        self.began: Stamp | None = None
+        """Start of the evaluation under way, or of its part that is not yet removed from the step."""
 
     # ------------------------------------------------------------------ training events
 
@@ -118,7 +120,7 @@ class EvaluationGuess:
         """Remove a preceding evaluation from the step of a training forward."""
         if self._stale:
             self._remove_evaluation(step, stamp)
-        self._evaluated, self._hole = False, None
+        self._evaluated, self._hole, self.began = False, None, None
 
     @property
     def is_stale(self) -> bool:
@@ -128,8 +130,11 @@ class EvaluationGuess:
     def begin_step(self, step: RawStep, position: Position) -> None:
         """Remove a preceding evaluation from a step that began at an earlier position."""
         if self._stale:
+            began = step.switches[position.switches][1]
             step.drop_before(position)
-        self._evaluated, self._stale, self._hole = False, False, None
+            if self.began is not None:
+                step.add_outside(EVALUATION, self.began, began)
+        self._evaluated, self._stale, self._hole, self.began = False, False, None, None
 
     def accept(self) -> None:
         """Make the candidate part of the step: backward followed."""
@@ -138,6 +143,7 @@ class EvaluationGuess:
     def revoke(self) -> None:
         """Discard an evaluation that was none: its gradients were reduced."""
         self._evaluated = self._stale = False
+        self.began = None
 
     def step_closed(self) -> None:
         """Count the steps in a row that contain a forward without a fetched batch, and begin a new step."""
@@ -148,7 +154,7 @@ class EvaluationGuess:
     def step_abandoned(self) -> None:
         """Begin a new step; the old one counts for nothing."""
         self.accept()
-        self._hole = None
+        self._hole = self.began = None
 
     def forget_positions(self) -> None:
         """Drop every position in the open step, which no longer contains them."""
@@ -170,6 +176,7 @@ class EvaluationGuess:
                 return False
         if evaluating:
             self._evaluated = self._stale = True
+            self._begin(stamp)
             if step:
                 self._open_hole(step, step.position, stamp)
         return True
@@ -204,6 +211,7 @@ class EvaluationGuess:
             return False
         if candidate.evaluating:
             self._evaluated = True
+            self._begin(candidate.stamp)
             self._open_hole(candidate.step, candidate.position, candidate.stamp)
         return True
 
@@ -216,8 +224,16 @@ class EvaluationGuess:
             self._hole = position
             step.open_hole(position, stamp)
 
+    def _begin(self, stamp: Stamp) -> None:
+        """Keep the start of an evaluation."""
+        if self.began is None:
+            self.began = stamp
+
     def _remove_evaluation(self, step: RawStep, stamp: Stamp) -> None:
         self._stale = False
+        if self.began is not None:
+            step.add_outside(EVALUATION, self.began, stamp)
+            self.began = stamp
         if not step.micro_steps:
             step.restart(stamp)
         elif self._hole is not None:

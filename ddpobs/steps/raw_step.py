@@ -7,11 +7,15 @@ from typing import Any, NamedTuple
 
 from ddpobs.clocks import Stamp
 from ddpobs.steps.counters import Reading
-from ddpobs.wire import PHASES
+from ddpobs.wire import COMM_KINDS, OUTSIDE_KINDS, PHASES
 
 DATA, FORWARD, BACKWARD, EXPOSED_COMM, OPTIMIZER, OTHER = range(len(PHASES))
 NO_STEP = -1
 """Pseudo-phase of time between steps."""
+EVALUATION, CHECKPOINT, AFTER_CHECKPOINT, WAITING = range(len(OUTSIDE_KINDS))
+_USER = COMM_KINDS.index("user")
+_MAX_OUTSIDE = 10_000
+"""Intervals outside of steps that are kept before one step; later ones count as time between steps."""
 
 
 class InputSize(NamedTuple):
@@ -82,7 +86,9 @@ class RawStep:
         size: Size of the inputs, over its micro-steps.
         no_grad_size: That of forwards without gradients, if no nested pass has run the same rows since.
         micro_steps: Calls of backward.
-        holes: Indexes into `switches` at which an evaluation between two micro-steps began; the next switch ended it.
+        holes: Indexes into `switches` at which time outside of the step began; the next switch ended it.
+        outside: (kind, began, ended) of time before and inside of the step that is no part of it; `kind` indexes
+            `wire.OUTSIDE_KINDS`.
     """
 
     number: int
@@ -94,6 +100,7 @@ class RawStep:
     no_grad_size: InputSize = NO_INPUT
     micro_steps: int = 0
     holes: list[int] = field(default_factory=list)
+    outside: list[tuple[int, Stamp, Stamp]] = field(default_factory=list)
 
     @property
     def records(self) -> int:
@@ -109,20 +116,47 @@ class RawStep:
 
     def restart(self, stamp: Stamp) -> None:
         """Begin at `stamp` instead, without the content so far."""
-        self.switches, self.comms, self.size, self.no_grad_size = [(OTHER, stamp)], [], NO_INPUT, NO_INPUT
+        self._drop_comms(0)
+        self.switches, self.holes, self.size, self.no_grad_size = [(OTHER, stamp)], [], NO_INPUT, NO_INPUT
 
     def drop_before(self, position: Position) -> None:
         """Begin at an earlier position instead, without the content before it."""
-        del self.switches[: position.switches], self.comms[: position.comms]
+        following = self.comms[position.comms :]
+        self._drop_comms(0, position.comms)
+        self.comms = following
+        del self.switches[: position.switches]
+        self.holes = [hole - position.switches for hole in self.holes if hole >= position.switches]
         self.size = self.size.without(position.size)
+
+    def add_outside(self, kind: int, began: Stamp, ended: Stamp) -> None:
+        """Add time outside of the step; an interval that continues the previous one extends it."""
+        if self.outside and self.outside[-1][0] == kind and self.outside[-1][2] == began:
+            self.outside[-1] = (kind, self.outside[-1][1], ended)
+        elif len(self.outside) < _MAX_OUTSIDE:
+            self.outside.append((kind, began, ended))
+
+    def cut(self, began: Stamp) -> None:
+        """Begin time outside of the step, which the next switch ends."""
+        self.holes.append(len(self.switches))
+        self.switches.append((NO_STEP, began))
 
     def open_hole(self, position: Position, stamp: Stamp) -> None:
         """Insert the start of an evaluation, at `stamp`, into the switches at an earlier position."""
+        self.holes = [hole + (hole >= position.switches) for hole in self.holes]
         self.holes.append(position.switches)
         self.switches.insert(position.switches, (NO_STEP, stamp))
 
     def close_hole(self, position: Position, stamp: Stamp) -> None:
         """Remove the content since the start of the hole at that position, and end the hole at `stamp`."""
-        del self.switches[position.switches + 1 :], self.comms[position.comms :]
+        self.holes = [hole for hole in self.holes if hole <= position.switches]
+        del self.switches[position.switches + 1 :]
+        self._drop_comms(position.comms)
         self.size = position.size
         self.switches.append((OTHER, stamp))
+
+    def _drop_comms(self, first: int, last: int | None = None) -> None:
+        """Remove communication from the step; its waits for the user's collectives are time outside of the step."""
+        for _, kind, began, ended in self.comms[first:last]:
+            if kind == _USER:
+                self.add_outside(WAITING, began, ended)
+        del self.comms[first:last]

@@ -41,7 +41,7 @@ def _column(source: str, read: _Reader) -> Any:
 
 def _since_ns(step: RawStep, clock: Clock) -> Sequence[int]:
     since_ns = clock.times([*(stamp for _, stamp in step.switches), step.end])
-    for hole in step.holes:  # Move the time before an evaluation in mid-step forward, to end where the evaluation ends.
+    for hole in step.holes:  # Move the time before an interruption forward, to end where the interruption ends.
         gap_ns = since_ns[hole + 1] - since_ns[hole]
         since_ns = [at_ns + gap_ns for at_ns in since_ns[: hole + 1]] + list(since_ns[hole + 1 :])
     return since_ns
@@ -75,7 +75,7 @@ class RawSteps:
     A column's declaration is complete: adding, joining and truncating cover every field.
     """
 
-    # By step; the last three count its rows in the columns below.
+    # By step; the last four count its rows in the columns below.
     number: list[int] = _column(_STEP, lambda step, _: [step.number])
     samples: list[int] = _column(_STEP, lambda step, _: [step.size.rows])
     elements: list[int] = _column(_STEP, lambda step, _: [step.size.elements])
@@ -84,6 +84,17 @@ class RawSteps:
     switches: list[int] = _column(_STEP, lambda step, _: [len(step.switches) + 1])
     comms: list[int] = _column(_STEP, lambda step, _: [len(step.comms)])
     segments: list[int] = _column(_STEP, lambda step, _: [len(step.segments)])
+
+    outside: list[int] = _column(_STEP, lambda step, _: [len(step.outside)])
+
+    # By interval outside of steps.
+    outside_kind: list[int] = _column(_STEP, lambda step, _: [interval[0] for interval in step.outside])
+    outside_began_ns: list[int] = _column(
+        _STEP, lambda step, clock: clock.times([interval[1] for interval in step.outside])
+    )
+    outside_ended_ns: list[int] = _column(
+        _STEP, lambda step, clock: clock.times([interval[2] for interval in step.outside])
+    )
 
     # By switch; a step's last one is its end.
     phase: list[int] = _column(_STEP, lambda step, _: [*(phase for phase, _ in step.switches), NO_STEP])

@@ -17,13 +17,17 @@ from ddpobs.clocks import Stamp
 from ddpobs.steps.counters import Reading
 from ddpobs.steps.evaluation_guess import EvaluationGuess, Fetch
 from ddpobs.steps.raw_step import (
+    AFTER_CHECKPOINT,
     BACKWARD,
+    CHECKPOINT,
     DATA,
+    EVALUATION,
     EXPOSED_COMM,
     FORWARD,
     NO_INPUT,
     OPTIMIZER,
     OTHER,
+    WAITING,
     InputSize,
     Position,
     RawStep,
@@ -34,6 +38,9 @@ from ddpobs.wire import COMM_KINDS
 _UNUSED_MAP = COMM_KINDS.index("unused_map")
 _MAX_SWITCHES = 100_000
 """Switches of a step that never synchronises, some 10,000 micro-batches; it then begins anew."""
+_HABIT_STEPS = 8
+"""Consecutive steps with a wait at a barrier after which such waits count as part of the step."""
+_USER = COMM_KINDS.index("user")
 _MAX_COMMS = 50_000
 """Collectives recorded per step: the collector refuses a batch of 100,000 records."""
 
@@ -78,6 +85,11 @@ class StepTracker:
         self._comms_switched = 0
         """Collectives in the open step at its last switch."""
         self._evaluations = EvaluationGuess()
+        self._cut: tuple[int, Stamp] | None = None
+        """Kind and start of the time outside of the step that is under way."""
+        self._has_barrier = False
+        """Training waited at a barrier in the open step."""
+        self._steps_with_barrier = 0
 
     @property
     def phase(self) -> int:
@@ -100,6 +112,7 @@ class StepTracker:
             differentiated: Backward may follow.
             *size: Fields of the `InputSize`. They are plain numbers, so that a waiting entry is one object.
         """
+        self._end_cut()
         self._evaluations.forward_began(differentiated)
         self._open_in_optimizer()
         self._next_begins = None
@@ -124,6 +137,7 @@ class StepTracker:
 
     def evaluation_began(self, evaluating: bool) -> None:
         """A forward of a DDP module was called, but not to train; `evaluating`: every module is in evaluation mode."""
+        self._end_cut()
         if self._evaluations.defers_forward(self._step, self.stamp, evaluating):
             return
         self._reject_candidate()
@@ -144,6 +158,7 @@ class StepTracker:
             evaluating: Every module is in evaluation mode.
             loader: Any number that identifies the loader.
         """
+        self._end_cut()
         if self._stack and self._stack[-1] == DATA:  # A framework's loader calls torch's.
             self._push(DATA)
             return
@@ -297,12 +312,57 @@ class StepTracker:
         self._clean = False
 
     def training_interrupted(self) -> None:
-        """Work outside of training took time (a checkpoint): own time has no clean start."""
+        """Work outside of training took time: own time has no clean start."""
         self._clean = False
+
+    def save_began(self) -> None:
+        """A checkpoint is being saved. After the optimizer's step this ends the step, else it is cut out of it."""
+        self._clean = False
+        if self._stack or self._step is None:
+            return
+        self._end_cut()
+        if self._step.segments and self._optimizer_ran:
+            self._close()
+        self._begin_cut(CHECKPOINT)
+
+    def save_ended(self) -> None:
+        """The checkpoint is saved. Work until the next event of training belongs to it: renaming, an upload."""
+        if self._cut is not None:
+            self._end_cut()
+            self._begin_cut(AFTER_CHECKPOINT)
+
+    def waited_at_barrier(self, began: Stamp, ended: Stamp) -> None:
+        """Training waited at a barrier: outside of the step if it stands between steps, and not in each of them."""
+        step = self._step
+        if step is None:
+            return
+        self._has_barrier = True
+        is_over = bool(step.segments) and self._optimizer_ran
+        between = self.phase == OTHER and not self._stack and (is_over or not (step.segments or step.micro_steps))
+        if not between or self._steps_with_barrier >= _HABIT_STEPS:
+            self.comm_ended(0, _USER, began, ended)
+            return
+        self.stamp = began
+        self._end_cut()
+        if is_over:
+            self._close()
+        self._begin_cut(WAITING)
+        self.stamp = ended
+        self._end_cut()
+
+    def tail(self) -> tuple[int, bool, list[tuple[int, Stamp, Stamp]]]:
+        """Number of the open step, whether it has begun, and (kind, began, ended) outside of it; 0 is not ended."""
+        step = self._step
+        if step is None:
+            return self._number, False, []
+        under_way = [] if self._cut is None else [(*self._cut, 0)]
+        if self._evaluations.began is not None:
+            under_way.append((EVALUATION, self._evaluations.began, 0))
+        return step.number, len(step.switches) > 1 and not under_way, step.outside + under_way
 
     def step_abandoned(self) -> None:
         """The open step ends without a result: the capture of a CUDA graph begins or has ended."""
-        self._number = self.number
+        self._number, self._cut = self.number, None
         self._step, self._stack, self._base = None, [], OTHER
         self._records, self._closure_ran, self._closure_begins, self._next_begins = [], False, None, None
         self._evaluations.step_abandoned()
@@ -314,6 +374,7 @@ class StepTracker:
 
         Later time is no training: an evaluation, an upload, the wait for the exit.
         """
+        self._end_cut()
         step = self._step
         if step is None or not step.segments:
             return
@@ -376,7 +437,24 @@ class StepTracker:
             self._stack.pop()
         self._switch()
 
+    def _begin_cut(self, kind: int) -> None:
+        """Begin time outside of the open step."""
+        step = self._open()
+        if len(step.switches) < _MAX_SWITCHES:
+            self._cut = kind, self.stamp
+            step.cut(self.stamp)
+
+    def _end_cut(self) -> None:
+        """End the time outside of the step, if any; training goes on in the phase before it."""
+        if self._cut is None:
+            return
+        (kind, began), self._cut = self._cut, None
+        if self._step is not None:
+            self._step.add_outside(kind, began, self.stamp)
+            self._step.switches.append((self.phase, self.stamp))
+
     def _switch(self) -> None:
+        self._end_cut()
         step = self._step
         if step is None:
             return
@@ -400,10 +478,15 @@ class StepTracker:
         if step is None:
             return
         moved = step.switches[index:] if index is not None else []
-        del step.switches[len(step.switches) - len(moved) :]
+        kept = len(step.switches) - len(moved)
+        del step.switches[kept:]
+        holes = [hole - kept + 1 for hole in step.holes if hole >= kept]
+        step.holes = [hole for hole in step.holes if hole < kept]
         step.end = moved[0][1] if moved else self.stamp
         self._evaluations.step_closed()
-        self._step = RawStep(step.number + 1, [(OTHER, step.end), *moved])
+        self._step = RawStep(step.number + 1, [(OTHER, step.end), *moved], holes=holes)
+        self._steps_with_barrier = self._steps_with_barrier + 1 if self._has_barrier else 0
+        self._has_barrier = False
         self._modules_done.clear()
         self._optimizer_ran = self._closure_ran = False
         self._closure_begins = self._next_begins = None

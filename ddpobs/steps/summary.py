@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
+from ddpobs.steps.account import Piece
 from ddpobs.steps.counters import COUNTERS, NOT_READ, SELDOM_READ
 from ddpobs.steps.raw_step import BACKWARD, EXPOSED_COMM, NO_STEP, OTHER
 from ddpobs.steps.step_columns import RawSteps
@@ -30,12 +31,16 @@ _OWN = [wire.PHASES.index(phase) for phase in wire.OWN_PHASES]
 
 
 class Summary(NamedTuple):
-    """Wire columns of steps, with their spans, other communication and sampled readiness."""
+    """Wire columns of steps, with their spans, other communication and sampled readiness.
+
+    `outside` has the time outside of steps, by the index of the step that it precedes or interrupts.
+    """
 
     steps: wire.Steps
     spans: wire.Spans
     comms: wire.Comms
     readiness: list[wire.Readiness]
+    outside: dict[int, list[Piece]]
 
 
 class _Windows(NamedTuple):
@@ -133,7 +138,8 @@ class Summariser:
             **{f"own_{wire.PHASES[index]}_ns": np.where(clean, own_ns[:, index], wire.UNKNOWN) for index in _OWN},
             **self._counted(raws, windows.row, len(numbers)),
         )
-        return Summary(steps, spans, comms, [self._readiness(sample) for sample in raws.readiness])
+        readiness = [self._readiness(sample) for sample in raws.readiness]
+        return Summary(steps, spans, comms, readiness, _outside(raws))
 
     def _times(self, times_ns: Sequence[int]) -> Ints:
         """Round nanoseconds down; a stamp that was not taken stays 0."""
@@ -255,6 +261,14 @@ class Summariser:
     def _readiness(self, sample: wire.Readiness) -> wire.Readiness:
         ready_ns = sample.ready_ns - sample.ready_ns % self._resolution_ns
         return msgspec.structs.replace(sample, ready_ns=np.where(ready_ns == 0, wire.UNKNOWN, ready_ns))
+
+
+def _outside(raws: RawSteps) -> dict[int, list[Piece]]:
+    outside: dict[int, list[Piece]] = {}
+    columns = (raws.outside_kind, raws.outside_began_ns, raws.outside_ended_ns)
+    for row, piece in zip(_rows(raws.outside).tolist(), map(Piece, *columns), strict=True):
+        outside.setdefault(row, []).append(piece)
+    return outside
 
 
 def _rows(counts: Sequence[int]) -> Ints:

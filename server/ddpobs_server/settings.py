@@ -70,6 +70,9 @@ class Settings(BaseSettings):
     quiet_after_s: float = Field(
         300, gt=0, le=86_400 * _DAYS, description="Seconds of silence after which a run leaves /metrics."
     )
+    gpu_hour_price: float | None = Field(
+        None, ge=0, description="Price of an hour of a GPU (of a rank without one), for the account of a run."
+    )
 
     keep_spans_days: float | None = Field(
         None, gt=0, le=_DAYS, description="Age at which spans and steps are deleted; their sums stay."

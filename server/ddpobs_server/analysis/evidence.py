@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from ddpobs import wire
+from ddpobs_server.analysis.account import Process, RunAccount
 from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
 from ddpobs_server.analysis.intervals import StepClock
 from ddpobs_server.analysis.joined_steps import JoinedSteps, index_ranks
@@ -80,6 +81,8 @@ class Evidence:
         silent_ns: Time since each rank's last batch, on the collector's clock.
         ended: How each rank ended: `finished`, `failed`, or empty while it runs.
         fingerprints: (rank, fingerprint) of the sampled steps.
+        account: Account of the run's wall time; for an earlier attempt, of that attempt alone.
+        processes: Processes of the attempt, with their accounts.
         now_ns: The collector's wall clock when the evidence was read; None if it is not known. Diagnoses are cached
             until the run's next commit, so a finding that depends on the time needs a cache version that expires.
         whole: All steps that are judged, in which all ranks can be compared; None if they are `joined`.
@@ -109,6 +112,8 @@ class Evidence:
     silent_ns: dict[int, int] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
     fingerprints: list[tuple[int, wire.Fingerprint]] = field(default_factory=list)
+    account: RunAccount | None = None
+    processes: Sequence[Process] = ()
     now_ns: int | None = None
     whole: JoinedSteps | None = None
     earlier: LatenessBins | None = None

@@ -13,11 +13,15 @@ _FIRST = ("crash", "hang", "not-reduced", "replicas-differ")
 
 @dataclass(frozen=True)
 class Gain:
-    """Predicted saving per step if the remedy works: time, share of the step, and the relative error of both."""
+    """Predicted saving per step if the remedy works: time, share of `whole`, and the relative error of both.
+
+    `whole` is `step`, or `run` for the run's wall time.
+    """
 
     step_ns: int
     ratio: float
     error_ratio: float
+    whole: Literal["step", "run"] = "step"
 
 
 @dataclass(frozen=True)

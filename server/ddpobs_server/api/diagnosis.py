@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 
 from ddpobs_server.api import schemas
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
-from ddpobs_server.api.deps import ReportsDep, RunDep, StepRangeDep
+from ddpobs_server.api.deps import AttemptDep, ReportsDep, RunDep, StepRangeDep
 from ddpobs_server.api.responses import json_response
 from ddpobs_server.reports.reports import TooManyStepsError
 from ddpobs_server.web.problems import Problem
@@ -31,6 +31,16 @@ def get_diagnostics(run: RunDep, steps: StepRangeDep, reports: ReportsDep) -> Re
     """
     answer = reports.diagnostics_between(run.run, steps.attempt, steps.first, steps.last)
     return json_response(answer | {"run": run.name})
+
+
+@router.get("/account", response_model=schemas.Account)
+def get_account(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> Response:
+    """Where the run's wall time went, over all attempts: parts that add up, goodput, and hours lost by cause.
+
+    Times are rank time: wall time times ranks. `attempt` selects the attempt whose ranks are listed. `missing` names
+    the ranks whose time is not known, and why.
+    """
+    return json_response(reports.account(run.run, attempt))
 
 
 @router.get("/trace", response_model=schemas.Trace)

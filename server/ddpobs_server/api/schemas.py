@@ -313,16 +313,77 @@ class FindingResponse(TypedDict):
     gain: Gain | None
 
 
+class AccountPart(TypedDict):
+    """A part of the wall time; `share` is of the run's, or of the attempt's, rank time."""
+
+    part: str
+    group: Literal["steps", "outside", "start_up", "restarts", "idle", "not_known"]
+    title: str
+    rank_ns: int
+    share: float
+    hours: float
+    cost: float | None
+    is_goodput: bool
+
+
+class AccountRank(TypedDict):
+    """Time of a rank by part; null with the reason if it is not known."""
+
+    rank: int
+    parts_ns: dict[str, int] | None
+    reason: str | None
+
+
+class AccountTotal(TypedDict):
+    """Parts add up to `rank_ns`, the wall time summed over the ranks. Times and costs are null if they are not known.
+
+    `goodput` is the time in steps that no restart repeated, over the known wall time.
+    """
+
+    began_ns: int | None
+    until_ns: int | None
+    wall_ns: int | None
+    rank_ns: int
+    goodput: float | None
+    lost_hours: float
+    lost_cost: float | None
+    parts: list[AccountPart]
+
+
+class AttemptAccount(AccountTotal):
+    """Account of an attempt; `ranks` is empty except for the requested attempt."""
+
+    attempt: str
+    ordinal: int
+    steps: int
+    repeated_steps: int
+    ranks: list[AccountRank]
+
+
+class Account(AccountTotal):
+    """Account of a run. Hours are GPU hours, or hours of ranks without a GPU: `unit`."""
+
+    run: str
+    attempt: str
+    unit: Literal["gpu-hour", "rank-hour"]
+    price_per_hour: float | None
+    attempts: list[AttemptAccount]
+    missing: list[str]
+
+
 class Diagnostics(AttemptResponse):
     """Findings, the most severe first; `missing` lists the findings that could not be judged, and why.
 
-    `step_levels` divides the run where the step time of all ranks shifts.
+    `step_levels` divides the run where the step time of all ranks shifts. `goodput` and `time_shares` are shares of the
+    run's wall time, as in its account; null and empty if a part of the run is judged.
     """
 
     steps_seen: int
     findings: list[FindingResponse]
     missing: list[str]
     step_levels: list[StepLevel]
+    goodput: float | None
+    time_shares: dict[str, float]
 
 
 class WorkspaceLimits(TypedDict):

@@ -46,6 +46,8 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("last_step", "Number of the last step.", _RANK),
     ("last_step_timestamp_seconds", "Time at which the collector received the last step, Unix time.", _RANK),
     ("findings", "Findings by code and severity.", ("code", "run", "severity")),
+    ("goodput_ratio", "Time in steps that no restart repeated, as a share of the run's wall time.", ("run",)),
+    ("time_share_ratio", "Share of a group of the account in the run's wall time.", ("group", "run")),
     ("run_state", "1; the run's state is a label.", ("run", "state")),
     ("hang_info", "1 while the run hangs; the ranks that the others wait for and their place are labels.", _HANG),
 )

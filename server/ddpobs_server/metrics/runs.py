@@ -37,12 +37,15 @@ def render_runs(totals: Aggregates) -> dict[str, Families]:
 
 
 def render_present(run: Run, state: RunState, diagnosis: Mapping[str, Any] | None) -> Families:
-    """Lines that change without a commit: a run's state, the number of its findings, and the place of its hang."""
+    """Lines that change without a commit: a run's state, its findings, its goodput, and the place of its hang."""
     lines: _Lines = {}
     _add(lines, "run_state", [(run.name, state, 1)])
     findings = diagnosis["findings"] if diagnosis else ()
     counts = Counter((finding["code"], finding["severity"]) for finding in findings)
     _add(lines, "findings", ((code, run.name, severity, count) for (code, severity), count in counts.items()))
+    if diagnosis and diagnosis["goodput"] is not None:
+        _add(lines, "goodput_ratio", [(run.name, diagnosis["goodput"])])
+        _add(lines, "time_share_ratio", [(group, run.name, share) for group, share in diagnosis["time_shares"].items()])
     hang = next((f for f in findings if f["code"] == "hang" and f["severity"] == "critical"), None)
     if hang is not None:
         _add(lines, "hang_info", [(_escape(_place(hang), _PLACE_CHARACTERS), _rank_list(hang), run.name, 1)])

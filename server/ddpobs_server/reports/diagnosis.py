@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from ddpobs import wire
+from ddpobs_server.analysis.account import RunAccount, account_of
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Finding, Interval, NotJudged, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.joined_steps import join
 from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
 from ddpobs_server.analysis.step_levels import step_levels
+from ddpobs_server.reports.account import launches_of, processes_of
 from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
 from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
 from ddpobs_server.reports.step_bins import AttemptBins, read_lateness
@@ -54,6 +57,8 @@ class Diagnosis:
         judged, missing = self._load_steps(run, attempt, sources, (first, last), keep_silent=bool(reason))
         steps = judged.steps
         evidence = self._evidence(run, attempt, sources, judged, settings, separate_groups_reason=reason)
+        if first is None and last is None:  # The account is of the whole run, and not of some steps.
+            evidence = replace(evidence, account=self._account(run, attempt), processes=processes_of(sources))
         results = [result for judge in FINDINGS for result in judge(evidence)]
         findings = [result for result in results if isinstance(result, Finding)]
         missing += [result for result in results if isinstance(result, NotJudged)]
@@ -66,6 +71,8 @@ class Diagnosis:
             "findings": [evidence.clock.timed_finding(finding).as_json() for finding in by_severity(findings)],
             "missing": [str(not_judged) for not_judged in missing],
             "step_levels": _step_levels(evidence, judged),
+            "goodput": evidence.account.goodput if evidence.account else None,
+            "time_shares": evidence.account.group_shares() if evidence.account else {},
         }
 
     def _load_steps(
@@ -124,6 +131,15 @@ class Diagnosis:
             whole=join(*judged.whole) if judged.whole is not None else None,
             earlier=judged.earlier,
             clock=judged.clock(sources),
+        )
+
+    def _account(self, run: str, attempt: str) -> RunAccount:
+        """Return the account of the run up to the attempt, if it is the latest, else of the attempt alone."""
+        launches = launches_of(self._store, run)
+        return account_of(
+            launches
+            if launches[-1].attempt == attempt
+            else [launch for launch in launches if launch.attempt == attempt]
         )
 
 

@@ -20,6 +20,7 @@ from ddpobs_server.analysis import chrome_trace, clock_alignment
 from ddpobs_server.analysis.joined_steps import join, mean_over_ranks
 from ddpobs_server.analysis.lateness import lateness_table
 from ddpobs_server.analysis.step_bins import SHOWN, StepBins
+from ddpobs_server.reports.account import account_json
 from ddpobs_server.reports.attempts import AttemptOutcome, attempt_outcomes
 from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.diagnosis import Diagnosis
@@ -41,7 +42,7 @@ _EVENTS = {"steps": len(wire.PHASES), "spans": 1}
 _CLOCK_ROWS = 500_000
 """Most rows that are read around the requested steps to align clocks."""
 _NOISE_STEPS, _NOISE_ROWS = 200, 50_000
-_CACHED, _CACHED_PARTS = 1024, 64
+_CACHED, _CACHED_PARTS, _CACHED_ACCOUNTS = 1024, 64, 64
 _PATIENCE_S = 1.0
 """Longest wait for the first diagnoses of runs."""
 
@@ -70,6 +71,7 @@ class Reports:
         self._diagnosis = Diagnosis(store, now_ns)
         self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
         self._parts: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
+        self._accounts: Cache[dict[str, Any]] = Cache(_CACHED_ACCOUNTS)
         self._executor = ThreadPoolExecutor(1, "ddpobs-reports")
         self._lock = threading.Lock()
         self._running: dict[tuple[str, str], Future[None]] = {}
@@ -86,6 +88,12 @@ class Reports:
         version = report_version(self._store.version(run), self._settings, self._now_ns())
         key = (run, f"{attempt} {first} {last}")
         return self._parts.get(key, version, lambda: self._diagnosis.diagnose(run, attempt, first, last))
+
+    def account(self, run: str, attempt: str) -> dict[str, Any]:
+        """Return the account of a run's wall time over all attempts, with the ranks of one attempt."""
+        version = report_version(self._store.version(run), self._settings, self._now_ns())
+        price = self._settings.gpu_hour_price
+        return self._accounts.get((run, attempt), version, lambda: account_json(self._store, run, attempt, price))
 
     def last_diagnosis(self, run: Run) -> tuple[dict[str, Any] | None, bool]:
         """Return the last diagnosis of the latest attempt, and whether it is current.

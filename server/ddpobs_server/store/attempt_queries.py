@@ -184,6 +184,7 @@ class _SourceReader:
             ended=row.ended,
             stuck_ns=row.stuck_ns,
             first_seen_ns=row.first_seen_ns,
+            account=msgspec.json.decode(row.account, type=wire.Account) if row.account else None,
         )
 
     def _hello(self, text: str) -> wire.Hello:

@@ -250,6 +250,7 @@ def _source_row(arrival: Arrival) -> dict[str, Any]:
         "monotonic_ns": batch.anchor.monotonic_ns,
         "hello": msgspec.json.encode(batch.hello).decode() if batch.hello is not None else None,
         "pulse": msgspec.json.encode(batch.pulse).decode() if batch.pulse is not None else None,
+        "account": msgspec.json.encode(batch.account).decode() if batch.account is not None else None,
         "goodbye": any(event.kind == "goodbye" for event in batch.events),
         "ended": endings.end_of(batch),
         "stuck_ns": endings.stuck_ns(batch),

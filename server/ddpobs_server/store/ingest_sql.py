@@ -56,7 +56,10 @@ def source_upsert(dialect: str) -> Any:
     highest = ("emitted", "dropped", "last_step", "monotonic_ns")
     changes: dict[str, Any] = {name: greatest(dialect, c[name], new[name]) for name in highest}
     later = new.monotonic_ns >= c.monotonic_ns
-    changes |= {name: case((later, func.coalesce(new[name], c[name])), else_=c[name]) for name in ("wall_ns", "pulse")}
+    changes |= {
+        name: case((later, func.coalesce(new[name], c[name])), else_=c[name])
+        for name in ("wall_ns", "pulse", "account")
+    }
     changes["hello"] = func.coalesce(new.hello, c.hello)
     changes["last_seen_ns"] = new.last_seen_ns
     stepped_ns = func.nullif(new.last_step_seen_ns, text("0"))

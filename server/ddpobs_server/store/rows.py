@@ -158,6 +158,7 @@ class Source:
     ended: str
     stuck_ns: int
     first_seen_ns: int
+    account: wire.Account | None = None
 
 
 @dataclass(frozen=True)

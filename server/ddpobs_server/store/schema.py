@@ -107,6 +107,7 @@ sources = _source_table(
     Column("goodbye", Boolean, nullable=False, default=False),
     Column("ended", String(16), nullable=False, default=""),
     _count("stuck_ns"),
+    Column("account", Text),
 )
 """The module `endings` defines `ended` and `stuck_ns`."""
 batches = _source_table(

@@ -1,0 +1,123 @@
+"""The account of a run: its attempts' processes from the store, and the answer with hours and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ddpobs_server.analysis.account import (
+    PARTS,
+    TITLES,
+    AttemptAccount,
+    Launch,
+    Process,
+    Total,
+    account_of,
+    group_of,
+    is_productive,
+)
+from ddpobs_server.reports.liveness import world_size_of
+from ddpobs_server.store import Attempt, Source, Store
+
+_NS_PER_HOUR = 3600 * 10**9
+_NO_BATCH = "no batch has arrived from it"
+_NO_ACCOUNT = "its version of ddpobs sends no account"
+
+
+def processes_of(sources: Sequence[Source]) -> list[Process]:
+    """Return the processes of an attempt, and one without an account for each rank that sent no batch."""
+    processes = [
+        Process(
+            rank=source.rank,
+            account=source.account,
+            wall_offset_ns=source.anchor.wall_ns - source.anchor.monotonic_ns,
+            stuck_ns=source.stuck_ns,
+            reason="" if source.account else _NO_ACCOUNT,
+        )
+        for source in sources
+    ]
+    absent = set(range(world_size_of(list(sources)))) - {source.rank for source in sources}
+    return processes + [Process(rank, None, reason=_NO_BATCH) for rank in sorted(absent)]
+
+
+def launch_of(attempt: Attempt, sources: Sequence[Source]) -> Launch:
+    """Return an attempt as the account's input."""
+    ranks = {source.rank for source in sources if source.ended == "finished"}
+    world_size = world_size_of(list(sources))
+    return Launch(attempt.attempt, attempt.ordinal, world_size, processes_of(sources), len(ranks) == world_size)
+
+
+def launches_of(store: Store, run: str) -> list[Launch]:
+    """Return all attempts of a run, oldest first."""
+    return [launch_of(attempt, store.sources(run, attempt.attempt)) for attempt in store.attempts(run)]
+
+
+def account_json(store: Store, run: str, attempt: str, price: float | None) -> dict[str, Any]:
+    """Return the account of a run, with the ranks of one attempt.
+
+    Args:
+        store: Source of the rows.
+        run: Key of the run.
+        attempt: The attempt whose ranks are listed.
+        price: Price of an hour of a GPU, or of a rank where there is none; None if it is not known.
+    """
+    account = account_of(launches_of(store, run))
+    devices = {source.hello.device for source in store.sources(run, attempt) if source.hello}
+    return {
+        "run": run.rpartition("/")[2],
+        "attempt": attempt,
+        "unit": "rank-hour" if devices <= {"cpu"} else "gpu-hour",
+        "price_per_hour": price,
+        **_total_json(account, price),
+        "attempts": [
+            {
+                "attempt": part.attempt,
+                "ordinal": part.ordinal,
+                "steps": part.steps,
+                "repeated_steps": part.repeated_steps,
+                **_total_json(part, price),
+                "ranks": _ranks_json(part) if part.attempt == attempt else [],
+            }
+            for part in account.attempts
+        ],
+        "missing": [
+            f"attempt {part.ordinal}, rank {rank}: not known, because {reason}"
+            for part in account.attempts
+            for rank, reason in part.missing.items()
+        ],
+    }
+
+
+def _total_json(total: Total, price: float | None) -> dict[str, Any]:
+    lost_ns = sum(ns for part, ns in total.parts.items() if not is_productive(part))
+    return {
+        "began_ns": total.began_ns or None,
+        "until_ns": total.until_ns or None,
+        "wall_ns": total.until_ns - total.began_ns if total.rank_ns else None,
+        "rank_ns": total.rank_ns,
+        "goodput": total.goodput,
+        "lost_hours": lost_ns / _NS_PER_HOUR,
+        "lost_cost": None if price is None else lost_ns / _NS_PER_HOUR * price,
+        "parts": [
+            {
+                "part": part,
+                "group": group_of(part),
+                "title": TITLES[part],
+                "rank_ns": total.parts[part],
+                "share": total.share(part),
+                "hours": total.parts[part] / _NS_PER_HOUR,
+                "cost": None if price is None else total.parts[part] / _NS_PER_HOUR * price,
+                "is_goodput": is_productive(part),
+            }
+            for part in PARTS
+            if part in total.parts
+        ],
+    }
+
+
+def _ranks_json(attempt: AttemptAccount) -> list[dict[str, Any]]:
+    ranks: list[dict[str, Any]] = [
+        {"rank": rank, "parts_ns": parts, "reason": None} for rank, parts in attempt.by_rank.items()
+    ]
+    ranks += [{"rank": rank, "parts_ns": None, "reason": reason} for rank, reason in attempt.missing.items()]
+    return sorted(ranks, key=lambda rank: int(rank["rank"]))

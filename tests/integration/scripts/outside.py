@@ -1,0 +1,57 @@
+"""Trains with most of its time outside of steps: `outside.py checkpoints | validation | barrier`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ddpobs import DistributedDataParallel
+
+STEPS, PAUSE_S = 40, 0.25
+
+
+class Slow:
+    """An object that takes long to pickle, as a large model on a slow file system does."""
+
+    def __getstate__(self) -> dict[str, int]:
+        time.sleep(PAUSE_S)
+        return {"value": 1}
+
+
+def pause(kind: str, rank: int, ddp: DistributedDataParallel) -> None:
+    if kind == "validation":
+        ddp.eval()
+        with torch.no_grad():
+            ddp(torch.randn(4, 8))
+            time.sleep(PAUSE_S)
+            ddp(torch.randn(4, 8))
+        ddp.train()
+        return
+    if rank == 0 and kind == "checkpoints":
+        torch.save({"model": Slow()}, Path(os.environ["OUT"]) / "checkpoint.pt")
+    elif rank == 0:
+        time.sleep(PAUSE_S)
+    dist.barrier()
+
+
+def main() -> None:
+    kind, rank = sys.argv[1], int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        if step % 2 == 0:
+            pause(kind, rank, ddp)
+    dist.destroy_process_group()
+
+
+main()

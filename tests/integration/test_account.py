@@ -1,0 +1,38 @@
+"""Real trainings that spend their time outside of steps: the account and the finding show where."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.faults.launch import ranks_of
+from tests.server.batches import get
+
+SCRIPT = Path(__file__).with_name("scripts") / "outside.py"
+
+
+@pytest.mark.parametrize(
+    ("kind", "part", "sentence", "rank"),
+    [
+        ("checkpoints", "checkpoint", "rank 0 saves checkpoints for", 0),
+        ("validation", "evaluation", "all ranks evaluate for", 0),
+        ("barrier", "waiting", "rank 1 waits at collectives for", 1),
+    ],
+)
+def test_the_time_outside_of_steps_is_accounted_for(  # noqa: PLR0917 - the facts of one case
+    kind: str, part: str, sentence: str, rank: int, url: str, tmp_path: Path
+) -> None:
+    run = f"outside-{kind}"
+    with ranks_of(
+        SCRIPT, kind, ranks=2, folder=tmp_path, environ={"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}
+    ) as ranks:
+        assert [process.wait(120) for process in ranks.processes] == [0, 0], ranks.logs()
+    account = get(url, f"/runs/{run}/account")
+    (attempt,) = account["attempts"]
+    parts = {entry["rank"]: entry["parts_ns"] for entry in attempt["ranks"]}
+    assert [sum(ns.values()) for ns in parts.values()] == [attempt["wall_ns"]] * 2
+    assert parts[rank][part] >= 20 * 0.25e9 * 0.9
+    assert account["goodput"] < 0.5
+    findings = {finding["code"]: finding for finding in get(url, f"/runs/{run}/diagnostics")["findings"]}
+    assert sentence in findings["time-outside-steps"]["title"]

@@ -1,0 +1,64 @@
+"""The finding about wall time outside of steps, from accounts made by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from ddpobs_server.analysis.account import Launch, Process, account_of
+from ddpobs_server.analysis.finding import Finding, NotJudged
+from ddpobs_server.analysis.findings.time_outside_steps import time_outside_steps
+
+from ddpobs import wire
+from tests.server.analysis.findings.test_failures import evidence, only
+from tests.server.analysis.test_account import S, phases, process
+
+
+def judge(*processes: Process, size: int = 2) -> list[Finding | NotJudged]:
+    account = account_of([Launch("a", 0, size, processes)])
+    return list(time_outside_steps(evidence(account=account, processes=processes)))
+
+
+def steps(seconds: int, exposed: int = 0, count: int = 50) -> dict[str, Any]:
+    return {"phases_ns": phases(backward=seconds, exposed_comm=exposed), "steps": count}
+
+
+def test_the_rank_that_saves_is_named_and_the_other_waits() -> None:
+    interval = wire.OutsideInterval(4, 200, 10 * S, 90 * S, 70 * S)
+    checkpoints = wire.Outside(kind="checkpoint", total_ns=70 * S, count=9, intervals=[interval])
+    saves, waits = process(0, outside=[checkpoints], **steps(20)), process(1, outside={"waiting": 70}, **steps(20))
+    finding = only(judge(saves, waits))
+    assert finding.title.startswith(
+        "80% of the run's wall time is not in steps: rank 0 saves checkpoints for 70% of the run"
+    )
+    assert finding.title.endswith(" while the other rank waits")
+    assert (finding.severity, finding.ranks, finding.steps) == ("critical", [0], (4, 200))
+    assert [(each.first, each.last) for each in finding.intervals] == [(4, 200)]
+    assert "in the background" in finding.remedy
+    assert finding.gain is not None
+    assert (finding.gain.whole, finding.gain.ratio) == ("run", pytest.approx(0.7))
+
+
+def test_an_evaluation_of_all_ranks_is_named() -> None:
+    finding = only(judge(*(process(rank, outside={"evaluation": 80}, **steps(8)) for rank in range(2))))
+    assert "all ranks evaluate for 80% of the run" in finding.title
+    assert finding.ranks == [0, 1]
+
+
+def test_a_run_that_trains_most_of_the_time_has_no_finding() -> None:
+    assert judge(*(process(rank, outside={"evaluation": 5}, **steps(83)) for rank in range(2))) == []
+
+
+def test_a_start_of_less_than_a_minute_does_not_count() -> None:
+    assert judge(*(process(rank, until_s=30, **steps(20)) for rank in range(2))) == []
+    slow = {"imported_ns": 5 * S, "ready_ns": 400 * S, "until_s": 500}
+    finding = only(judge(*(process(rank, **slow, **steps(100)) for rank in range(2))))
+    assert "all ranks start up for 80% of the run" in finding.title
+
+
+def test_few_steps_and_absent_accounts_are_not_judged_with_the_reason() -> None:
+    (few,) = judge(*(process(rank, outside={"evaluation": 80}, **steps(8, count=3)) for rank in range(2)))
+    assert str(few) == "time-outside-steps: fewer than 20 steps"
+    absent = Process(1, None, reason="no batch has arrived from it")
+    results = judge(process(0, **steps(83)), absent)
+    assert "not known for rank 1, because no batch has arrived from it" in str(results[0])

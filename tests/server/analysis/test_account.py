@@ -1,0 +1,137 @@
+"""The account of a run: parts that add up exactly, whatever the processes report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpobs_server.analysis.account import AttemptAccount, Launch, Process, RunAccount, account_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddpobs import wire
+
+S = 10**9
+TIMES = st.integers(0, 100 * S)
+
+
+def process(
+    rank: int,
+    *,
+    until_s: int = 100,
+    stuck_s: int = 0,
+    outside: dict[str, int] | list[wire.Outside] | None = None,
+    **fields: Any,
+) -> Process:
+    """A process that started at 0; its imports end after 5 s, its module is ready after 10 s."""
+    if isinstance(outside, dict):
+        outside = [wire.Outside(kind=kind, total_ns=s * S, count=1) for kind, s in outside.items()]  # type: ignore[arg-type]
+    known: dict[str, Any] = {"started_ns": 0, "imported_ns": 5 * S, "ready_ns": 10 * S, "until_ns": until_s * S}
+    account = wire.Account(**known | {"phases_ns": [0] * len(wire.PHASES), "outside": outside or []} | fields)
+    return Process(rank, account, stuck_ns=stuck_s * S)
+
+
+def launch(*processes: Process, attempt: str = "a", ordinal: int = 0, completed: bool = True, size: int = 2) -> Launch:
+    return Launch(attempt, ordinal, size, processes, completed)
+
+
+def phases(**seconds: int) -> list[int]:
+    return [seconds.get(phase, 0) * S for phase in wire.PHASES]
+
+
+def seconds(account: RunAccount | AttemptAccount) -> dict[str, float]:
+    return {part: ns / S for part, ns in account.parts.items()}
+
+
+accounts = st.builds(
+    wire.Account,
+    started_ns=st.none() | TIMES,
+    imported_ns=TIMES,
+    ready_ns=TIMES,
+    until_ns=TIMES,
+    steps=st.integers(0, 1000),
+    phases_ns=st.lists(TIMES, min_size=6, max_size=6),
+    prepare_ns=TIMES,
+    first_batch_ns=TIMES,
+    compile_ns=TIMES,
+    outside=st.lists(
+        st.builds(
+            wire.Outside,
+            kind=st.sampled_from(["evaluation", "checkpoint", "after_checkpoint", "waiting"]),
+            total_ns=TIMES,
+            count=st.just(1),
+        ),
+        max_size=4,
+    ),
+    between_ns=TIMES,
+    unrecorded_ns=TIMES,
+    open_step_ns=TIMES,
+    finished=st.booleans(),
+    checkpoint_step=st.integers(-1, 1000),
+)
+processes = st.builds(Process, rank=st.integers(0, 3), account=accounts, wall_offset_ns=TIMES, stuck_ns=TIMES)
+
+
+@given(st.lists(st.lists(processes, min_size=1, max_size=6), min_size=1, max_size=3), st.booleans())
+def test_the_parts_add_up_to_the_wall_time_of_every_rank_attempt_and_run(
+    attempts: list[list[Process]], completed: bool
+) -> None:
+    account = account_of([Launch(str(n), n, 4, each, completed) for n, each in enumerate(attempts)])
+    assert sum(account.parts.values()) == account.rank_ns
+    for attempt in account.attempts:
+        assert sum(attempt.parts.values()) == attempt.rank_ns
+        for parts in attempt.by_rank.values():
+            assert sum(parts.values()) == attempt.until_ns - attempt.began_ns
+            assert min(parts.values(), default=0) >= 0
+
+
+def test_the_time_of_one_rank_is_divided_into_its_parts() -> None:
+    fields: dict[str, Any] = {
+        "phases_ns": phases(data=4, forward=20, backward=30),
+        "steps": 10,
+        "first_batch_ns": 3 * S,
+    }
+    account = account_of([launch(process(0, outside={"checkpoint": 15, "evaluation": 6}, **fields), size=1)])
+    expected = {"import": 5, "model": 5, "first_batch": 3, "data": 1, "forward": 20, "backward": 30}
+    assert seconds(account) == expected | {"checkpoint": 15, "evaluation": 6, "unexplained": 15}
+    assert account.goodput == 0.51
+
+
+def test_a_rank_that_waits_in_its_step_for_a_checkpoint_of_another_has_no_exposed_communication() -> None:
+    saves = process(0, outside={"checkpoint": 40}, phases_ns=phases(backward=50), steps=10)
+    waits = process(1, phases_ns=phases(backward=50, exposed_comm=40), steps=10)
+    (attempt,) = account_of([launch(saves, waits)]).attempts
+    assert attempt.by_rank[1]["waiting_in_steps"] == 40 * S
+    assert attempt.by_rank[1]["exposed_comm"] == 0
+    assert attempt.goodput == 0.5
+
+
+def test_steps_after_the_last_checkpoint_of_a_failed_attempt_are_repeated() -> None:
+    fields: dict[str, Any] = {"phases_ns": phases(backward=80), "steps": 100, "checkpoint_step": 75}
+    first = launch(process(0, **fields), completed=False, size=1)
+    later = process(
+        0,
+        phases_ns=phases(backward=90),
+        steps=100,
+        started_ns=130 * S,
+        imported_ns=130 * S,
+        ready_ns=130 * S,
+        until_s=220,
+    )
+    account = account_of([first, launch(later, attempt="b", ordinal=1, size=1)])
+    assert account.attempts[0].repeated_steps == 25
+    assert seconds(account)["repeated_steps"] == 20
+    assert seconds(account)["restart"] == 30
+    assert account.goodput == 150 / 220
+
+
+def test_a_rank_without_an_account_is_not_known_with_its_reason() -> None:
+    absent = Process(1, None, reason="no batch has arrived from it")
+    (attempt,) = account_of([launch(process(0), absent)]).attempts
+    assert seconds(attempt)["not_known"] == 100
+    assert attempt.missing == {1: "no batch has arrived from it"}
+    assert account_of([launch(absent)]).goodput is None
+
+
+def test_a_stuck_rank_is_not_in_a_step() -> None:
+    (attempt,) = account_of([launch(process(0, open_step_ns=60 * S, stuck_s=50), size=1)]).attempts
+    assert (seconds(attempt)["stuck"], seconds(attempt)["open_step"]) == (50, 10)
