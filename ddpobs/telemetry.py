@@ -30,6 +30,7 @@ from ddpobs.export.spool import folder_of
 from ddpobs.ranks.rendezvous import Rendezvous
 from ddpobs.ranks.run_identity import RunIdentity
 from ddpobs.recording.activity import ActivityWatch
+from ddpobs.recording.code_samples import FIRST_LOOKS_S, CodeSamples
 from ddpobs.recording.collective_hooks import CollectiveHooks
 from ddpobs.recording.failure import UncaughtErrors, describe, propagating, uncaught
 from ddpobs.recording.journal import Journal, never_raises
@@ -135,6 +136,7 @@ class Telemetry:
         self._journal = Journal(self._clock, self._add_step, config.queue_records, self._offer_steps, self._place.slots)
         self._hooks = ProcessHooks(self._journal, self._event)
         self._loaders = LoaderHooks(self._journal, self._event)
+        self._samples = CodeSamples(self._journal, config.traceback)
         self._collectives = CollectiveHooks(self._journal)
         self._errors = UncaughtErrors(lambda: self._journal.trains_here, self._fail)
         self._termination = Termination(self._terminate)
@@ -146,7 +148,9 @@ class Telemetry:
         self._recorders: list[ModuleRecorder] = []
         self._modules = 0
         watch = ActivityWatch(config.hang_after_s, asynchronous=device.type != "cpu")
-        self._pulses = Pulses(self._journal, self._recorders, watch, self._event)
+        self._pulses = Pulses(
+            self._journal, self._recorders, watch, self._event, self._samples, self._loaders.counts
+        )
         self._run = ""
         self._journal.evaluating = self._evaluating
         self._start()
@@ -157,6 +161,7 @@ class Telemetry:
         self._exporter.call_every(_LOOK_S, self._find_identity)
         self._exporter.call_every(min(pulse_s, flush_s / 2), self._journal.catch_up)
         self._exporter.call_every(pulse_s, self._pulse)
+        self._exporter.call_every(FIRST_LOOKS_S, lambda: DONE if self._samples.look() else None)
         self._exporter.call_every(pulse_s, self._recover_if_stuck)
         # Twice per flush: a batch's steps are compared before the next batch, since a short run has few batches.
         self._exporter.call_every(flush_s / 2, self._compare)
@@ -216,8 +221,8 @@ class Telemetry:
         """
         atexit.unregister(self.close)
         self._at_exit.cancel()
+        self._loaders.remove()  # It wraps functions that the hooks have wrapped before.
         self._hooks.remove()
-        self._loaders.remove()
         self._collectives.remove()
         self._errors.remove()
         error = error or uncaught()
@@ -254,6 +259,7 @@ class Telemetry:
             if self._ended:
                 return
             self._ended = "finished" if kind and not self._failed else "failed"
+            self._samples.end()
             self._journal.finish()
             self._unreduced.remove()
             self._flush_fingerprints()
