@@ -1,5 +1,5 @@
 # Each target sets itself up.
-.PHONY: demo test check format dashboards bench fuzz
+.PHONY: demo test check format dashboards bench fuzz soak
 
 RUN := .venv/bin
 
@@ -39,3 +39,8 @@ fuzz:
 	FUZZ_EXAMPLES=300 $(RUN)/python -m pytest --timeout 0 tests/fuzz tests/server/api/test_contract.py
 	@mkdir -p build/fuzz
 	$(RUN)/python -m tests.fuzz.target build/fuzz/corpus -max_total_time=$(or $(SECONDS),600) -timeout=60 -rss_limit_mb=1500 -artifact_prefix=build/fuzz/
+
+# SECONDS=600 runs for ten minutes.
+soak:
+	@scripts/setup.sh test
+	$(RUN)/python -m benchmarks.soak --seconds $(or $(SECONDS),3600)

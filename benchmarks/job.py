@@ -41,7 +41,7 @@ from ddpobs.export.batch_encoder import BatchEncoder
 from ddpobs.export.http_sender import Outcome, Sender
 from ddpobs.ranks import straggler_exchange
 from ddpobs.recording.module_recorder import BackwardRecord
-from ddpobs.steps.raw_step import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, RawStep, Segment
+from ddpobs.steps.raw_step import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, InputSize, RawStep, Segment
 from ddpobs.steps.step_columns import RawSteps
 
 STEP_S, BUCKETS = 0.5, 40
@@ -146,7 +146,7 @@ def raw_step(number: int, end_ns: int, random: np.random.Generator, sampled: boo
         (OTHER, end_ns - 200_000),
     ]
     segment = Segment(returned_ns, [record], number > 0, number)
-    return RawStep(number, switches, end_ns, [segment], samples=32, micro_steps=1)
+    return RawStep(number, switches, end_ns, [segment], size=InputSize(32, 32 * 1024, 1024), micro_steps=1)
 
 
 class Due(msgspec.Struct, array_like=True):

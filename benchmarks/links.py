@@ -1,6 +1,7 @@
 """Ranks on one machine with links of a chosen speed: network namespaces behind a bridge, shaped by tbf.
 
-Needs root and iproute2. Removes everything afterwards.
+Needs root and iproute2. Removes everything afterwards. Names hold the process's number, so that several processes may
+have links at the same time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-_PREFIX = "ddpobs"
-_BRIDGE = f"{_PREFIX}-bridge"
-INTERFACE = "link0"
-"""Name of the link inside each namespace."""
+_PREFIX = f"ddp{os.getpid()}"
+INTERFACE, MANAGEMENT = "link0", "management0"
+"""Names inside each namespace: of the shaped link, and of a second network for the rendezvous."""
+_NETWORKS = {INTERFACE: ("10.83.0", "r"), MANAGEMENT: ("10.84.0", "m")}
+"""First part of the addresses, and the letter in the names of the bridge and its links."""
 SHAPE = "burst 128kb latency 400ms"
 
 
@@ -23,9 +25,9 @@ class LinkError(RuntimeError):
     """Links cannot be made here; holds the reason."""
 
 
-def address(rank: int) -> str:
+def address(rank: int, interface: str = INTERFACE) -> str:
     """Return a rank's address."""
-    return f"10.83.0.{rank + 1}"
+    return f"{_NETWORKS[interface][0]}.{rank + 1}"
 
 
 def namespace(rank: int) -> str:
@@ -46,7 +48,6 @@ def links(ranks: int, rate: str) -> Iterator[None]:
     if os.geteuid() != 0 or missing:
         reason = f"{' and '.join(missing)} missing (iproute2)" if missing else "not root"
         raise LinkError(f"network namespaces with links of a chosen speed cannot be made here: {reason}")
-    _tear_down(ranks)
     try:
         _set_up(ranks, rate)
         yield
@@ -65,26 +66,37 @@ def moved_bytes() -> tuple[int, int]:
     return int((statistics / "tx_bytes").read_text()), int((statistics / "rx_bytes").read_text())
 
 
+def cut(rank: int, *interfaces: str) -> None:
+    """Take down links of a rank."""
+    for interface in interfaces or (INTERFACE,):
+        _run(f"ip -n {namespace(rank)} link set {interface} down")
+
+
 def _set_up(ranks: int, rate: str) -> None:
-    _run(f"ip link add {_BRIDGE} type bridge")
-    _run(f"ip link set {_BRIDGE} up")
     for rank in range(ranks):
-        inner, outer, name = INTERFACE, f"{_PREFIX}{rank}", namespace(rank)
-        _run(f"ip netns add {name}")
-        _run(f"ip link add {outer} type veth peer name {inner} netns {name}")
-        _run(f"ip link set {outer} master {_BRIDGE} up")
-        _run(f"ip -n {name} addr add {address(rank)}/24 dev {inner}")
-        _run(f"ip -n {name} link set {inner} up")
-        _run(f"ip -n {name} link set lo up")
-        _run(f"tc qdisc add dev {outer} root tbf rate {rate} {SHAPE}")
-        _run(f"tc -n {name} qdisc add dev {inner} root tbf rate {rate} {SHAPE}")
+        _run(f"ip netns add {namespace(rank)}")
+        _run(f"ip -n {namespace(rank)} link set lo up")
+    for interface, (_, letter) in _NETWORKS.items():
+        bridge = f"{_PREFIX}{letter}"
+        _run(f"ip link add {bridge} type bridge")
+        _run(f"ip link set {bridge} up")
+        for rank in range(ranks):
+            outer, name = f"{bridge}{rank}", namespace(rank)
+            _run(f"ip link add {outer} type veth peer name {interface} netns {name}")
+            _run(f"ip link set {outer} master {bridge} up")
+            _run(f"ip -n {name} addr add {address(rank, interface)}/24 dev {interface}")
+            _run(f"ip -n {name} link set {interface} up")
+            if interface == INTERFACE:
+                _run(f"tc qdisc add dev {outer} root tbf rate {rate} {SHAPE}")
+                _run(f"tc -n {name} qdisc add dev {interface} root tbf rate {rate} {SHAPE}")
 
 
 def _tear_down(ranks: int) -> None:
     for rank in range(ranks):
         subprocess.run(["ip", "netns", "del", namespace(rank)], stderr=subprocess.DEVNULL, check=False)
-        subprocess.run(["ip", "link", "del", f"{_PREFIX}{rank}"], stderr=subprocess.DEVNULL, check=False)
-    subprocess.run(["ip", "link", "del", _BRIDGE], stderr=subprocess.DEVNULL, check=False)
+    for _, letter in _NETWORKS.values():
+        for name in (*(f"{_PREFIX}{letter}{rank}" for rank in range(ranks)), f"{_PREFIX}{letter}"):
+            subprocess.run(["ip", "link", "del", name], stderr=subprocess.DEVNULL, check=False)
 
 
 def _run(command: str) -> None:

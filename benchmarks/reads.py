@@ -26,6 +26,7 @@ import httpx
 import msgspec
 import numpy as np
 from ddpobs_server.operations import bench
+from ddpobs_server.reports.step_bins import AttemptBins, update_step_bins
 from ddpobs_server.store import Arrival, Store
 from sqlalchemy import Engine, create_engine, text
 
@@ -93,6 +94,9 @@ def fill(store: Store, shape: Shape) -> None:
     while group := list(itertools.islice(keys, _GROUP)):
         store.ingest([arrival(batch(shape, rank, seq)) for rank, seq in group])
     sum(store.compact(0))  # As a collector does meanwhile.
+    run = store.run(shape.name)
+    assert run is not None
+    sum(update_step_bins(AttemptBins(store, shape.name, run.attempt), 2 * time.time_ns()))
 
 
 @dataclass(frozen=True)

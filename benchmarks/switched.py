@@ -72,7 +72,7 @@ class Switched:
             (core.used_map, "recorder"),
             (core.unused, "recorder"),
         ]
-        self._hooks: list[Any] = [process._hooks, process._loaders, process._collectives]
+        self._hooks: list[Any] = [process._hooks, process._loaders, process._collectives, process._counters]
         self._companions = companions if dist.get_rank() == 0 else ()
 
     def __call__(self, count: int) -> None:

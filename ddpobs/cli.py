@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
@@ -27,6 +28,8 @@ from ddpobs.wire import printable
 main = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, help=__doc__)
 
 _TRIES = 3
+_MAX_INTERVALS = 3
+"""Most intervals of a finding that are printed."""
 _MAX_NAMES = 8
 """Most ranks, buckets or parameters in a line."""
 CollectorOption = Annotated[
@@ -175,6 +178,10 @@ def _lines(finding: dict[str, Any]) -> list[str]:
     location = [f"steps {first} to {last}"]
     location += [f"{kind} {_list(finding[f'{kind}s'])}" for kind in ("rank", "bucket") if finding[f"{kind}s"]]
     lines = ["", f"{finding['severity']}: {finding['title']}", f"  where: {', '.join(location)}"]
+    intervals = [interval for interval in finding.get("intervals", []) if interval["began_ns"] is not None]
+    lines += [f"  when: {_interval(interval)}" for interval in intervals[:_MAX_INTERVALS]]
+    if len(intervals) > _MAX_INTERVALS:
+        lines.append(f"  when: and {len(intervals) - _MAX_INTERVALS} more")
     if finding["parameters"]:
         lines.append(f"  parameters: {_list(finding['parameters'])}")
     lines.append(f"  do: {finding['remedy']}")
@@ -182,6 +189,13 @@ def _lines(finding: dict[str, Any]) -> list[str]:
         error = gain["ratio"] * gain["error_ratio"]
         lines.append(f"  gain: {gain['step_ns'] / 1e6:.1f} ms a step, {gain['ratio']:.0%} of it (± {error:.1%})")
     return lines
+
+
+def _interval(interval: dict[str, int]) -> str:
+    """Return the steps of an interval, and their times of day in UTC."""
+    began, ended = (datetime.fromtimestamp(interval[f"{end}_ns"] / 1e9, UTC) for end in ("began", "ended"))
+    until = f"{ended:%H:%M:%S}" if began.date() == ended.date() else f"{ended:%Y-%m-%d %H:%M:%S}"
+    return f"steps {interval['from']} to {interval['to']}, {began:%Y-%m-%d %H:%M:%S} to {until} UTC"
 
 
 def _list(values: Sequence[object]) -> str:

@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Mapping, Sequence
 from multiprocessing.util import Finalize
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,14 @@ from ddpobs.ranks.run_identity import RunIdentity
 from ddpobs.recording.activity import ActivityWatch
 from ddpobs.recording.code_samples import FIRST_LOOKS_S, CodeSamples
 from ddpobs.recording.collective_hooks import CollectiveHooks
+from ddpobs.recording.counter_reader import CounterReader
 from ddpobs.recording.failure import UncaughtErrors, describe, propagating, uncaught
 from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.recording.last_place import FOLDER, LastPlace, PlaceIdentity, Slot
 from ddpobs.recording.loader_hooks import LoaderHooks
+from ddpobs.recording.machine_state import MachineState
 from ddpobs.recording.module_recorder import ModuleRecorder
+from ddpobs.recording.nvidia_device import watch_device
 from ddpobs.recording.process_hooks import ProcessHooks
 from ddpobs.recording.pulses import Pulses
 from ddpobs.recording.termination import Termination
@@ -133,7 +137,15 @@ class Telemetry:
         self._spool = folder_of(config.spool)
         self._place = LastPlace(self._spool / FOLDER, self._source)
         self._place_seen_ns = 0
-        self._journal = Journal(self._clock, self._add_step, config.queue_records, self._offer_steps, self._place.slots)
+        self._counters = CounterReader()
+        self._journal = Journal(
+            self._clock,
+            self._add_step,
+            config.queue_records,
+            self._offer_steps,
+            self._place.slots,
+            counters=self._counters,
+        )
         self._hooks = ProcessHooks(self._journal, self._event)
         self._loaders = LoaderHooks(self._journal, self._event)
         self._samples = CodeSamples(self._journal, config.traceback)
@@ -148,8 +160,17 @@ class Telemetry:
         self._recorders: list[ModuleRecorder] = []
         self._modules = 0
         watch = ActivityWatch(config.hang_after_s, asynchronous=device.type != "cpu")
+        self._device = watch_device(device, config.pulse_s)
+        device_state = self._device.state if self._device else dict[str, Any]
+        self._machine = MachineState(self._counters.quota, device_state)
         self._pulses = Pulses(
-            self._journal, self._recorders, watch, self._event, self._samples, self._loaders.counts
+            self._journal,
+            self._recorders,
+            watch,
+            self._event,
+            self._look_at_machine,
+            self._samples,
+            self._loaders.counts,
         )
         self._run = ""
         self._journal.evaluating = self._evaluating
@@ -171,6 +192,7 @@ class Telemetry:
         self._hooks.install()
         self._loaders.install()
         self._collectives.install()
+        self._counters.install()
         self._errors.install()
         self._termination.install()
         self._unreduced.install()
@@ -229,6 +251,7 @@ class Telemetry:
         if error is not None:
             self._fail(error)
         self._end()
+        self._counters.close()
         self._termination.remove()
 
     def _close_in_child(self) -> None:
@@ -260,6 +283,8 @@ class Telemetry:
                 return
             self._ended = "finished" if kind and not self._failed else "failed"
             self._samples.end()
+            if self._ended == "failed":
+                self._pulses.end()
             self._journal.finish()
             self._unreduced.remove()
             self._flush_fingerprints()
@@ -272,6 +297,9 @@ class Telemetry:
             self._exporter.close()
             self._rendezvous.close(_CLOSE_S)
             self._place.close()
+            self._counters.remove()
+            if self._device is not None:
+                self._device.stop()
 
     @never_raises
     def _recover(self) -> None:
@@ -354,6 +382,11 @@ class Telemetry:
         pulse = self._pulses.look(self._rendezvous.processes)
         self._exporter.offer_latest(pulse, urgent=self._pulses.is_urgent)
         self._rendezvous.publish_pulse(pulse, self._ended)
+
+    @never_raises
+    def _look_at_machine(self) -> wire.Machine:
+        self._counters.look()
+        return self._machine.look()
 
     def _recover_if_stuck(self) -> None:
         """Look for dead processes of this host if training recorded nothing since the last look."""

@@ -36,6 +36,12 @@ def run(name: str, *arguments: str) -> str:
     return result.stdout
 
 
+def test_the_whole_run_benchmark_names_the_rank_that_was_slow_in_its_middle(tmp_path: Path) -> None:
+    output = run("whole_run", "--json", str(tmp_path / "results.json"))
+    assert "Rank 5 was slow in backward" in output
+    assert json.loads((tmp_path / "results.json").read_text())["median_ms"].keys() > {"diagnostics"}
+
+
 @pytest.mark.parametrize("name", ["hook", "accuracy"])
 def test_a_benchmark_prints_and_saves_a_row_for_each_variant(name: str, tmp_path: Path) -> None:
     output = run(name, "--json", str(tmp_path / "results.json"))
@@ -49,6 +55,13 @@ def test_crashes_are_named_with_their_place(tmp_path: Path) -> None:
     results = json.loads((tmp_path / "results.json").read_text())
     assert [crash["is_right"] for crash in results] == [True, True], output
     assert "\n| kill | 1 | 100% |" in output
+
+
+def test_causes_are_stated(tmp_path: Path) -> None:
+    output = run("causes", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results["garbage"]) == 1
+    assert "\n| garbage | " in output
 
 
 def test_reads_measures_each_request_on_both_databases(tmp_path: Path) -> None:
@@ -176,3 +189,24 @@ def test_a_rare_burst_counts_in_totals_and_not_in_medians() -> None:
 def test_a_verdict_is_open_where_the_interval_holds_the_limit() -> None:
     slower = ratio([[1.1, 1.12, 1.11] * 5], [[1.0, 1.01, 1.0] * 5])
     assert (slower.verdict(1.0), slower.verdict(1.2), slower.verdict(slower.middle)) == ("fails", "holds", "open")
+
+
+def test_scrapes_measures_runs_of_many_ranks_and_many_runs(tmp_path: Path) -> None:
+    output = run("scrapes", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert all(f"\n| {title} | " in output and row["bytes"] > 0 for title, row in results.items())
+    assert results["many: every run sent, gzip"]["bytes"] < results["many: every run sent"]["bytes"]
+
+
+def test_fairness_compares_a_workspace_alone_and_beside_another(tmp_path: Path) -> None:
+    output = run("fairness", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert "\n| batch | " in output
+    assert results["batch_ratio"] == results["batch_beside_ms"] / results["batch_alone_ms"]
+
+
+def test_a_short_soak_loses_no_acknowledged_span(tmp_path: Path) -> None:
+    run("soak", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["acknowledged_spans"] > 0
+    assert (results["lost_spans"], results["doubled_spans"]) == (0, 0)

@@ -61,6 +61,10 @@ def test_report_prints_finding_and_remedy_with_control_characters_escaped() -> N
         "buckets": [2],
         "parameters": [f"layer.{number}" for number in range(11)],
         "steps": [1, 9],
+        "intervals": [
+            {"from": 2, "to": 4, "began_ns": 1_700_000_000 * 10**9, "ended_ns": 1_700_000_003 * 10**9},
+            *[{"from": 6, "to": 9, "began_ns": 1_700_000_000 * 10**9, "ended_ns": 1_700_100_000 * 10**9}] * 3,
+        ],
         "remedy": "look",
         "gain": {"step_ns": 12_750_000, "ratio": 0.25, "error_ratio": 0.02},
     }
@@ -71,6 +75,10 @@ def test_report_prints_finding_and_remedy_with_control_characters_escaped() -> N
         "run r: 9 steps seen, 1 finding\n\n"
         "warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
         "  where: steps 1 to 9, rank 3, bucket 2\n"
+        "  when: steps 2 to 4, 2023-11-14 22:13:20 to 22:13:23 UTC\n"
+        "  when: steps 6 to 9, 2023-11-14 22:13:20 to 2023-11-16 02:00:00 UTC\n"
+        "  when: steps 6 to 9, 2023-11-14 22:13:20 to 2023-11-16 02:00:00 UTC\n"
+        "  when: and 1 more\n"
         "  parameters: layer.0, layer.1, layer.2, layer.3, layer.4, layer.5, layer.6, layer.7 and 3 more\n"
         "  do: look\n"
         "  gain: 12.8 ms a step, 25% of it (± 0.5%)\n\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.faults.launch import HANGING, Ranks, ranks_of
-from benchmarks.links import INTERFACE, address, inside, links, namespace
+from benchmarks.links import INTERFACE, MANAGEMENT, address, cut, inside, links
 
 _PULSES_S = 5
 """Time in which each rank publishes a pulse; a rank that stops earlier is not known to the others."""
@@ -29,6 +28,7 @@ class Case:
         sentence: Beginning of the verdict; a star stands for any text.
         environ: Environment of the ranks.
         ranks: Ranks that the others wait for; None for all.
+        cuts: Links of rank 1 that the fault takes down.
     """
 
     name: str
@@ -36,6 +36,7 @@ class Case:
     sentence: str
     environ: dict[str, str] = field(default_factory=dict)
     ranks: tuple[int, ...] | None = (1,)
+    cuts: tuple[str, ...] = ()
 
     def pattern(self, world_size: int) -> re.Pattern[str]:
         """The sentence for a number of ranks: 2 or 4."""
@@ -59,20 +60,19 @@ class Case:
         """
         with ExitStack() as stack:
             environ = environ | self.environ
-            cut = self.name == "cut-link"
-            if cut:
+            if self.cuts:
                 stack.enter_context(links(world_size, "1gbit"))
-            network = {"inside": inside, "master": address(0)} if cut else {}
-            environ |= {"GLOO_SOCKET_IFNAME": INTERFACE} if cut else {}
+                environ |= {"GLOO_SOCKET_IFNAME": INTERFACE}
+            network = {"inside": inside, "master": address(0, MANAGEMENT)} if self.cuts else {}
             ranks = stack.enter_context(
                 ranks_of(HANGING, self.name, ranks=world_size, folder=folder, environ=environ, **network)  # type: ignore[arg-type]
             )
             began = ranks.wait_for_fault()
-            if cut or self.name == "stop":
+            if self.cuts or self.name == "stop":
                 time.sleep(_PULSES_S)
                 began = time.time()
-            if cut:
-                subprocess.run(["ip", "-n", namespace(1), "link", "set", INTERFACE, "down"], check=True)
+            if self.cuts:
+                cut(1, *self.cuts)
             elif self.name == "stop":
                 os.kill(ranks.processes[1].pid, signal.SIGSTOP)
             yield ranks, began
@@ -115,7 +115,15 @@ CASES = {
         "Rank 1 has been in its own code for * s (*hanging.py:* wait_for_a_lock). {others} in bucket 0 of step 40",
     ),
     "stop": Case("stop", "stopped", "The process of rank 1 is stopped (last in * of step *). {others} in bucket"),
-    "cut-link": Case("cut-link", "stopped", "Rank 1 sent nothing for * s (last in * of step *). {others} in bucket"),
+    "cut-link": Case(
+        "cut-link", "link", "Each rank waits for the others in bucket * for * s", ranks=None, cuts=(INTERFACE,)
+    ),
+    "cut-host": Case(
+        "cut-host",
+        "stopped",
+        "Rank 1 sent nothing for * s (last in * of step *). {others} in bucket",
+        cuts=(INTERFACE, MANAGEMENT),
+    ),
     "all-in-data": Case(
         "all-in-data",
         "input",
@@ -123,6 +131,6 @@ CASES = {
         ranks=None,
     ),
 }
-"""The cut also parts the rank from the store, so that the other ranks see only its silence."""
+"""`cut-host` also cuts the rank off from the store, so that the other ranks see only its silence."""
 HEALTHY = ["first-step", "checkpoint", "evaluation", "slow"]
 """Arguments of `hanging.py` for trainings that take long and end well."""

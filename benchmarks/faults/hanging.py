@@ -1,8 +1,8 @@
 """A training that hangs, or only looks as if it did: `python hanging.py CASE`, one process per rank.
 
-The fault begins after `FAULT_STEP` steps, on rank 1 unless the case says otherwise. `cut-link`, `stop` and `kill` need
-the caller, which cuts the link or signals the process once rank 1 has written the file `$OUT/ready`. `ATTACHED=1` uses
-torch's own DDP with an attachment.
+The fault begins after `FAULT_STEP` steps, on rank 1 unless the case says otherwise. `cut-link`, `cut-host`, `stop` and
+`kill` need the caller, which cuts the link or signals the process once rank 1 has written the file `$OUT/ready`.
+`ATTACHED=1` uses torch's own DDP with an attachment.
 """
 
 from __future__ import annotations

@@ -32,10 +32,11 @@ import torch
 from torch.autograd import Variable
 
 from ddpobs.clocks import Clock, Stamp
+from ddpobs.recording.counter_reader import CounterReader
 from ddpobs.recording.last_place import Slot, Slots, memory_slots
 from ddpobs.recording.loop_frames import Places, places_on_stack
 from ddpobs.recording.nested_backwards import NestedBackwards, NestedForward
-from ddpobs.steps.raw_step import BACKWARD, DATA, EXPOSED_COMM, FORWARD, OPTIMIZER, OTHER, RawStep
+from ddpobs.steps.raw_step import BACKWARD, DATA, EXPOSED_COMM, FORWARD, OPTIMIZER, OTHER, InputSize, RawStep
 from ddpobs.steps.step_tracker import StepTracker
 from ddpobs.torch_seam.autograd import is_repetition_reentrant
 from ddpobs.wire import COMM_KINDS
@@ -83,6 +84,7 @@ class Journal:
         on_caught_up: Called on the replaying thread after all entries; must not raise. It and `on_step` never run at
             the same time.
         slots: The process's place (`last_place.LastPlace`), which outlives it.
+        counters: Reads the counters that explain own time; None to read none.
 
     Attributes:
         modules: Number of DDP modules.
@@ -113,19 +115,22 @@ class Journal:
         most: int = _MAX_ENTRIES,
         on_caught_up: Callable[[], object] = lambda: None,
         slots: Slots | None = None,
+        *,
+        counters: CounterReader | None = None,
     ) -> None:
         self._clock, self._on_caught_up = clock, on_caught_up
         self._full = _ENTRY_FIELDS * min(most, _MAX_ENTRIES)
         self._now = clock.now
         self._tracker = StepTracker(on_step)
         self._replaying = Lock()
+        self._counters = counters
         self._reset_entries()
         self._use_slots(memory_slots() if slots is None else slots)
         self._reduced_open_step = self._reduced_in_backward = self._optimized = False
         """For the place: gradients were reduced in the open step, in the backward under way; then an optimizer ran."""
         self._thread = 0
-        self._other_thread_forward: tuple[int, bool, Stamp, int, int] | None = None
-        """Latest forward of another thread with gradients: thread, training or not, stamp, module, samples."""
+        self._other_thread_forward: tuple[int, bool, Stamp, int, InputSize] | None = None
+        """Latest forward of another thread with gradients: thread, training or not, stamp, module, size."""
         self._started = False
         """An event of training was recorded since the start, or since the last capture of a graph."""
         self._in_backward = self._waiting = False
@@ -156,9 +161,9 @@ class Journal:
 
     # ------------------------------------------------------------------ on the training thread
 
-    def forward_began(self, module: int, training: bool, samples: int) -> None:
+    def forward_began(self, module: int, training: bool, size: InputSize) -> None:
         """A DDP module's forward was called."""
-        if self.paused or self._is_nested_forward(module, training, samples):
+        if self.paused or self._is_nested_forward(module, training, size):
             return
         if self._in_backward and self._confirm_in_backward():
             return  # Checkpointing repeats the forward inside backward.
@@ -166,7 +171,7 @@ class Journal:
             if not torch.is_grad_enabled():
                 return  # Inference beside training.
             if self.trained:
-                self._other_thread_forward = get_ident(), training, self._now(), module, samples
+                self._other_thread_forward = get_ident(), training, self._now(), module, size
                 return  # If a backward follows, training moved to this thread.
         if not training:
             self._forward_trained, evaluates = False, self._is_evaluating()
@@ -183,7 +188,7 @@ class Journal:
         if self._reduced_open_step and (self._optimized or self.modules == 1):
             self._close_place_step()
         self._enter(FORWARD)
-        self._record(StepTracker.forward_began, self._now(), module, samples, torch.is_grad_enabled())
+        self._record(StepTracker.forward_began, self._now(), module, torch.is_grad_enabled(), *size)
         self.forwards += 1
         if self.forwards % _FORWARDS_PER_STACK == 2:
             self.forward_places = places_on_stack(sys._getframe())
@@ -371,7 +376,7 @@ class Journal:
 
     # ------------------------------------------------------------------ inside an outer backward
 
-    def _is_nested_forward(self, module: int, training: bool, samples: int) -> bool:
+    def _is_nested_forward(self, module: int, training: bool, size: InputSize) -> bool:
         """Whether this forward runs inside a backward and may have a backward of its own, for which it then waits."""
         task = torch._C._current_graph_task_id()
         if task < 0 or not training or not torch.is_grad_enabled():
@@ -379,7 +384,7 @@ class Journal:
         reentrant = is_repetition_reentrant()
         if reentrant is False:
             return False
-        self._nested.forward_began(NestedForward(task, self._now(), module, samples, bool(reentrant)))
+        self._nested.forward_began(NestedForward(task, self._now(), module, size, bool(reentrant)))
         return True
 
     def _nested_backward_began(self, task: int) -> None:
@@ -392,13 +397,15 @@ class Journal:
         self._forward_trained = not self.trains_in_eval
         for forward in forwards:
             self._trainable.add(forward.module)
-            facts = forward.module, forward.samples, forward.repeats
+            facts = forward.module, forward.size, forward.repeats
             self._record(StepTracker.nested_forward_began, forward.began, *facts)
         if not forwards[-1].repeats:
             self._record(StepTracker.nested_backward_began, now)
 
     def _nested_backward_ended(self) -> None:
         is_pass, reduced = self._nested.backward_ended()
+        if reduced:
+            self._read_counters()
         if is_pass or reduced:
             self._append((StepTracker.nested_backward_ended, self._now(), (is_pass,)))
 
@@ -528,7 +535,13 @@ class Journal:
         if self._reduced_in_backward:
             self._reduced_in_backward = False
             self.slots[_SYNCHRONISED] += 1
+            self._read_counters()
         self._enter(OPTIMIZER if self._optimizers else OTHER)
+
+    def _read_counters(self) -> None:
+        """Record the counters at the end of a synchronised backward."""
+        if self._counters is not None:
+            self._append((StepTracker.counters_read, 0, self._counters.read()))
 
     def _close_place_step(self) -> None:
         self._reduced_open_step = False
@@ -585,11 +598,11 @@ class Journal:
         """Whether this thread, which called the latest forward, trains from now on."""
         if self._other_thread_forward is None or self._other_thread_forward[0] != get_ident():
             return False
-        (self._thread, training, began, module, samples), self._other_thread_forward = self._other_thread_forward, None
+        (self._thread, training, began, module, size), self._other_thread_forward = self._other_thread_forward, None
         self.training_interrupted()
         if training:
             self._forward_trained = not self.trains_in_eval
-            self._record(StepTracker.forward_began, began, module, samples, True)
+            self._record(StepTracker.forward_began, began, module, True, *size)
         return True
 
     def _reset_after_fork(self) -> None:
@@ -601,6 +614,8 @@ class Journal:
         self._parent_entries = self._entries
         self._reset_entries()
         self._use_slots(memory_slots())
+        if self._counters is not None:
+            self._counters.reset()
         self._started = False
 
 

@@ -12,6 +12,7 @@ import torch
 from ddpobs import wire
 from ddpobs.clocks import Clock, Stamp, clock_for
 from ddpobs.recording.fingerprints import Fingerprints
+from ddpobs.recording.input_size import input_size
 from ddpobs.recording.journal import Journal, never_raises
 from ddpobs.recording.last_place import Slot, Slots, memory_slots
 from ddpobs.recording.unreduced import GradientSource, UnreducedGradients
@@ -276,11 +277,8 @@ class ModuleRecorder:
                 training = torch.is_grad_enabled() or (len(journal.trained) > 1 and self.index in journal.trained)
             else:
                 training = journal.trains_in_eval and torch.is_grad_enabled()
-            try:
-                samples = _batch_size(*inputs, *kwargs.values()) if kwargs else _batch_size(*inputs)
-            except Exception:  # A tensor subclass may have no size.
-                samples = 0
-            journal.forward_began(self.index, training, samples)
+            size = input_size(*inputs, *kwargs.values()) if kwargs else input_size(*inputs)
+            journal.forward_began(self.index, training, size)
         except Exception:
             journal.log_failure(ModuleRecorder.forward_began)
 
@@ -315,21 +313,6 @@ class ModuleRecorder:
     def launched_last(self) -> int:
         """Index of the bucket last handed to the process group, in the latest recorded backward."""
         return max((i for i, stamp in enumerate(self._reducing[0]) if stamp), default=wire.UNKNOWN)
-
-
-def _batch_size(*inputs: Any) -> int:
-    """Rows of the first tensor that has rows, in order and inside of containers."""
-    for value in inputs:
-        rows = 0
-        if isinstance(value, torch.Tensor):
-            rows = int(value.size(0)) if value.dim() else 0  # Nested tensors have no shape.
-        elif isinstance(value, Mapping):
-            rows = _batch_size(*value.values())
-        elif isinstance(value, (list, tuple)):
-            rows = _batch_size(*value)
-        if rows:
-            return rows
-    return 0
 
 
 def _module_name(module: torch.nn.Module) -> str:

@@ -11,6 +11,7 @@ from collections import deque
 from typing import NamedTuple
 
 from ddpobs.clocks import Stamp
+from ddpobs.steps.raw_step import InputSize
 
 _MAX_FORWARDS = 1_000
 """Forwards that may wait. A hook that runs only forwards with gradients would otherwise collect them."""
@@ -23,14 +24,14 @@ class NestedForward(NamedTuple):
         task: Number of the graph task that runs the calling hook.
         began: Stamp of the call.
         module: Index of the DDP module.
-        samples: Rows of its input.
+        size: Size of its input.
         repeats: A reentrant checkpoint repeats it: its time stays part of the outer backward.
     """
 
     task: int
     began: Stamp
     module: int
-    samples: int
+    size: InputSize
     repeats: bool
 
 

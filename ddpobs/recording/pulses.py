@@ -24,6 +24,7 @@ class Pulses:
         recorders: Recorders of the process's DDP modules; the list may change.
         watch: Follows the training thread.
         event: Records an event, given its kind, step and details.
+        machine: Reads the state of the host and the device.
         samples: Looks at the training thread's code.
         inputs: Use of torch's loaders.
 
@@ -38,11 +39,13 @@ class Pulses:
         recorders: Sequence[ModuleRecorder],
         watch: ActivityWatch,
         event: Callable[[str, int, dict[str, wire.Scalar]], None],
+        machine: Callable[[], wire.Machine | None] = lambda: None,
         samples: CodeSamples | None = None,
         inputs: InputCounts | None = None,
     ) -> None:
         self._samples, self._inputs = samples or CodeSamples(journal), inputs or InputCounts()
         self._journal, self._recorders, self._watch, self._event = journal, recorders, watch, event
+        self._machine = machine
         self._bucket = (wire.UNKNOWN, wire.UNKNOWN)
         self._last_appearance: object = None
         self._stuck: wire.Pulse | None = None
@@ -78,6 +81,7 @@ class Pulses:
             buffer_broadcasts=journal.buffer_broadcasts,
             place=activity.place[:_MAX_NAME],
             stack=activity.stack if self.is_stuck else [],
+            machine=self._machine(),
             processes={str(rank): state for rank, state in list(processes.items())[:_MAX_PROCESSES]},
             looks=self._samples.count,
             code=self._samples.places(),
@@ -114,14 +118,24 @@ class Pulses:
             self._bucket = reducing[-1].index, reducing[-1].launched_last()
         return False
 
+    def end(self) -> None:
+        """Record the length of a hang in which the rank is terminated, or fails."""
+        if self._stuck is not None:
+            self._record_stuck(time.monotonic_ns(), "ended")
+
     def _follow(self, pulse: wire.Pulse) -> None:
-        """Record an event with the length once the rank goes on: the history of hangs."""
+        """Record the length of a hang once the rank goes on: the history of hangs."""
         if self.is_stuck:
             self._stuck, self._stuck_since_ns = pulse, pulse.at_ns - pulse.idle_ns
         elif self._stuck is not None:
-            stuck, self._stuck = self._stuck, None
+            self._record_stuck(pulse.at_ns - pulse.idle_ns, "went on")
+
+    def _record_stuck(self, until_ns: int, outcome: str) -> None:
+        stuck, self._stuck = self._stuck, None
+        if stuck is not None:
             detail: dict[str, wire.Scalar] = {
-                "idle_ns": pulse.at_ns - pulse.idle_ns - self._stuck_since_ns,
+                "idle_ns": until_ns - self._stuck_since_ns,
+                "outcome": outcome,
                 "activity": stuck.activity,
                 "waits_in": stuck.waits_in,
                 "place": stuck.place,

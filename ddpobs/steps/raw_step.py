@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from ddpobs.clocks import Stamp
+from ddpobs.steps.counters import Reading
 from ddpobs.wire import PHASES
 
 DATA, FORWARD, BACKWARD, EXPOSED_COMM, OPTIMIZER, OTHER = range(len(PHASES))
@@ -13,12 +14,37 @@ NO_STEP = -1
 """Pseudo-phase of time between steps."""
 
 
+class InputSize(NamedTuple):
+    """Size of the tensors among a forward's inputs.
+
+    Attributes:
+        rows: First dimension of the first tensor that has rows.
+        elements: Elements of all tensors; 0 if there are none, or too many to count.
+        longest: Largest dimension of any tensor without its first dimension; 0 without one.
+    """
+
+    rows: int = 0
+    elements: int = 0
+    longest: int = 0
+
+    def plus(self, other: InputSize) -> InputSize:
+        """Return the size of both inputs together."""
+        return InputSize(self.rows + other.rows, self.elements + other.elements, max(self.longest, other.longest))
+
+    def without(self, other: InputSize) -> InputSize:
+        """Return the size without a part of the inputs; the longest dimension stays."""
+        return InputSize(self.rows - other.rows, self.elements - other.elements, self.longest)
+
+
+NO_INPUT = InputSize()
+
+
 class Position(NamedTuple):
-    """Numbers of switches, collectives, samples and calls of backward in a step at one moment."""
+    """Numbers of switches, collectives and calls of backward, and size of the inputs, in a step at one moment."""
 
     switches: int
     comms: int
-    samples: int
+    size: InputSize
     micro_steps: int
 
 
@@ -32,6 +58,7 @@ class Segment:
         clean: Whether own time may be measured from the previous synchronisation on.
         collective: Sequence number of the synchronised backward in this process.
         waited: Whether training waited in a separate call, which the phases show, instead of inside backward.
+        reading: Counters at the end; None if they were not read.
     """
 
     end: Stamp
@@ -39,6 +66,7 @@ class Segment:
     clean: bool
     collective: int
     waited: bool = False
+    reading: Reading | None = None
 
 
 @dataclass(slots=True)
@@ -51,8 +79,8 @@ class RawStep:
         end: Stamp of the step's end.
         segments: Its synchronised backward passes.
         comms: (module, kind, launched, done) of communication that is not a gradient bucket.
-        samples: Rows of the inputs' batch dimension, summed over its micro-steps.
-        no_grad_samples: Those of forwards without gradients, if no nested pass has run the same rows since.
+        size: Size of the inputs, over its micro-steps.
+        no_grad_size: That of forwards without gradients, if no nested pass has run the same rows since.
         micro_steps: Calls of backward.
         holes: Indexes into `switches` at which an evaluation between two micro-steps began; the next switch ended it.
     """
@@ -62,8 +90,8 @@ class RawStep:
     end: Stamp = 0
     segments: list[Segment] = field(default_factory=list)
     comms: list[tuple[int, int, Stamp, Stamp]] = field(default_factory=list)
-    samples: int = 0
-    no_grad_samples: int = 0
+    size: InputSize = NO_INPUT
+    no_grad_size: InputSize = NO_INPUT
     micro_steps: int = 0
     holes: list[int] = field(default_factory=list)
 
@@ -76,17 +104,17 @@ class RawStep:
 
     @property
     def position(self) -> Position:
-        """Current numbers of switches, collectives, samples and calls of backward."""
-        return Position(len(self.switches), len(self.comms), self.samples, self.micro_steps)
+        """Current numbers of switches, collectives and calls of backward, and size of the inputs."""
+        return Position(len(self.switches), len(self.comms), self.size, self.micro_steps)
 
     def restart(self, stamp: Stamp) -> None:
         """Begin at `stamp` instead, without the content so far."""
-        self.switches, self.comms, self.samples, self.no_grad_samples = [(OTHER, stamp)], [], 0, 0
+        self.switches, self.comms, self.size, self.no_grad_size = [(OTHER, stamp)], [], NO_INPUT, NO_INPUT
 
     def drop_before(self, position: Position) -> None:
         """Begin at an earlier position instead, without the content before it."""
         del self.switches[: position.switches], self.comms[: position.comms]
-        self.samples -= position.samples
+        self.size = self.size.without(position.size)
 
     def open_hole(self, position: Position, stamp: Stamp) -> None:
         """Insert the start of an evaluation, at `stamp`, into the switches at an earlier position."""
@@ -96,5 +124,5 @@ class RawStep:
     def close_hole(self, position: Position, stamp: Stamp) -> None:
         """Remove the content since the start of the hole at that position, and end the hole at `stamp`."""
         del self.switches[position.switches + 1 :], self.comms[position.comms :]
-        self.samples = position.samples
+        self.size = position.size
         self.switches.append((OTHER, stamp))

@@ -22,6 +22,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.clocks import Clock
+from ddpobs.steps.counters import totals
 from ddpobs.steps.raw_step import NO_STEP, RawStep, Segment
 
 _Reader = Callable[[Any, Clock], Sequence[Any]]
@@ -76,7 +77,9 @@ class RawSteps:
 
     # By step; the last three count its rows in the columns below.
     number: list[int] = _column(_STEP, lambda step, _: [step.number])
-    samples: list[int] = _column(_STEP, lambda step, _: [step.samples])
+    samples: list[int] = _column(_STEP, lambda step, _: [step.size.rows])
+    elements: list[int] = _column(_STEP, lambda step, _: [step.size.elements])
+    longest: list[int] = _column(_STEP, lambda step, _: [step.size.longest])
     micro_steps: list[int] = _column(_STEP, lambda step, _: [step.micro_steps])
     switches: list[int] = _column(_STEP, lambda step, _: [len(step.switches) + 1])
     comms: list[int] = _column(_STEP, lambda step, _: [len(step.comms)])
@@ -98,6 +101,9 @@ class RawSteps:
     collective: list[int] = _column(_SEGMENT, lambda segment, _: [segment.collective])
     waited: list[bool] = _column(_SEGMENT, lambda segment, _: [segment.waited])
     backwards: list[int] = _column(_SEGMENT, lambda segment, _: [len(segment.records)])
+
+    # By segment and counter: the series of the reading, then a total for each of `COUNTERS`.
+    totals: list[int] = _column(_SEGMENT, lambda segment, _: totals(segment.reading))
 
     # By backward of a module; `buckets` counts its rows in the columns below.
     module: list[int] = _column(_BACKWARD, lambda record, _: [record.module])

@@ -14,14 +14,17 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpobs.clocks import Stamp
+from ddpobs.steps.counters import Reading
 from ddpobs.steps.evaluation_guess import EvaluationGuess, Fetch
 from ddpobs.steps.raw_step import (
     BACKWARD,
     DATA,
     EXPOSED_COMM,
     FORWARD,
+    NO_INPUT,
     OPTIMIZER,
     OTHER,
+    InputSize,
     Position,
     RawStep,
     Segment,
@@ -75,6 +78,8 @@ class StepTracker:
         """First work after the last synchronisation that belongs to the next step if a nested pass follows."""
         self._clean = False
         self._collective = -1
+        self._reading: Reading | None = None
+        """Counters at the end of the synchronised backward that ends now."""
         self._comms_switched = 0
         """Collectives in the open step at its last switch."""
         self._evaluations = EvaluationGuess()
@@ -92,8 +97,14 @@ class StepTracker:
 
     # ------------------------------------------------------------------ events, in order
 
-    def forward_began(self, module: int, samples: int, differentiated: bool = True) -> None:
-        """A training forward of a DDP module was called; `differentiated`: backward may follow."""
+    def forward_began(self, module: int, differentiated: bool, *size: int) -> None:
+        """A training forward of a DDP module was called.
+
+        Args:
+            module: Index of the module.
+            differentiated: Backward may follow.
+            *size: Fields of the `InputSize`. They are plain numbers, so that a waiting entry is one object.
+        """
         self._evaluations.forward_began(differentiated)
         self._open_in_optimizer()
         self._next_begins = None
@@ -108,9 +119,9 @@ class StepTracker:
             self._close(self._closure_begins)
         step = self._open()
         self._evaluations.clear_step(step, self.stamp)
-        step.samples += samples
+        step.size = step.size.plus(InputSize(*size))
         if not differentiated:
-            step.no_grad_samples += samples
+            step.no_grad_size = step.no_grad_size.plus(InputSize(*size))
         if nested and self._stack[-1] == OPTIMIZER:
             self._push(FORWARD)
             return
@@ -210,20 +221,20 @@ class StepTracker:
             self._step.micro_steps += 1
             self._close_segment(self._step)
 
-    def nested_forward_began(self, module: int, samples: int, repeats: bool = False) -> None:
+    def nested_forward_began(self, module: int, size: InputSize, repeats: bool = False) -> None:
         """A training forward of a DDP module was called inside a backward, with a backward of its own.
 
         Args:
             module: Index of the module.
-            samples: Rows of its input.
+            size: Size of its input.
             repeats: A reentrant checkpoint repeats it: its time stays part of the outer backward.
         """
         self._begin_nested(module)
         self._evaluations.forward_began(differentiated=True)
         self._evaluations.accept()
         step = self._open()
-        step.samples += samples - step.no_grad_samples  # The same rows ran without gradients before.
-        step.no_grad_samples = 0
+        step.size = step.size.plus(size).without(step.no_grad_size)  # The same rows ran without gradients before.
+        step.no_grad_size = NO_INPUT
         if not repeats and (not self._stack or self._stack[-1] != FORWARD):
             self._push(FORWARD)
 
@@ -286,6 +297,14 @@ class StepTracker:
             self._step.comms.append((module, kind, launched, done))
         else:  # For example, hours of inference after training, with a model whose layers run in parallel.
             self._clean = False
+
+    def counters_read(self, *reading: Any) -> None:
+        """The counters were read at the end of a synchronised backward, just before that end is reported.
+
+        Args:
+            *reading: Elements of the `Reading`; none if the counters could not be read.
+        """
+        self._reading = reading or None
 
     def zeros_contributed(self) -> None:
         """This rank took part with zeros in a synchronised backward of other ranks; it has no step for it."""
@@ -393,7 +412,7 @@ class StepTracker:
         if phase != OTHER or self._base != OTHER:
             return None
         step.switches[-1] = (DATA, since)
-        return Position(len(step.switches) - 1, self._comms_switched, step.samples, step.micro_steps)
+        return Position(len(step.switches) - 1, self._comms_switched, step.size, step.micro_steps)
 
     # ------------------------------------------------------------------ steps
 
@@ -437,7 +456,9 @@ class StepTracker:
         if self._records:
             self._collective += 1
             self._closure_ran = OPTIMIZER in self._stack
-            step.segments.append(Segment(step.switches[-1][1], self._records, self._clean, self._collective, waited))
+            end, reading = step.switches[-1][1], self._reading
+            step.segments.append(Segment(end, self._records, self._clean, self._collective, waited, reading))
+            self._reading = None
             self._records, self._clean, self._optimizer_ran, self._next_begins = [], True, False, None
             self._evaluations.accept()
 

@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
+from ddpobs.steps.counters import COUNTERS, NOT_READ, SELDOM_READ
 from ddpobs.steps.raw_step import BACKWARD, EXPOSED_COMM, NO_STEP, OTHER
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.wire import Ints
@@ -21,6 +22,8 @@ from ddpobs.wire import Ints
 _BLOCKING = [wire.COMM_KINDS.index(kind) for kind in ("buffers", "user")]
 """Kinds of communication that block training; the unused map travels under backward."""
 _PHASES = len(wire.PHASES)
+_SERIES_BITS = 40
+"""Bits of a total that is read seldom, which counts events of one thread."""
 _MAX_CARRIED = 2**16
 """Pieces of time kept for the next step's own time."""
 _OWN = [wire.PHASES.index(phase) for phase in wire.OWN_PHASES]
@@ -78,6 +81,8 @@ class Summariser:
         self._resolution_ns = resolution_ns
         self._origin_ns: int | None = None
         self._carried: tuple[Ints, Ints] = (_ints([]), _ints([]))
+        self._totals: Ints = _ints(NOT_READ)
+        """Counters at the end of the latest synchronised backward."""
 
     def summarise(self, raws: RawSteps) -> Summary:
         """Compute phases, spans and own time of the steps.
@@ -121,9 +126,12 @@ class Summariser:
             comm_ns=_union_ns(*communicating, len(numbers)),
             micro_steps=_ints(raws.micro_steps),
             samples=_ints(raws.samples),
+            elements=_ints(raws.elements),
+            longest=_ints(raws.longest),
             flags=wire.NO_ORIGIN * ~clean + wire.SYNCHRONISED * synchronised,
             **{f"{name}_ns": phases_ns[:, index] for index, name in enumerate(wire.PHASES)},
             **{f"own_{wire.PHASES[index]}_ns": np.where(clean, own_ns[:, index], wire.UNKNOWN) for index in _OWN},
+            **self._counted(raws, windows.row, len(numbers)),
         )
         return Summary(steps, spans, comms, [self._readiness(sample) for sample in raws.readiness])
 
@@ -215,6 +223,34 @@ class Summariser:
                 since, self._origin_ns = len(timeline.at_ns), None
             self._carried = timeline.at_ns[since:], timeline.phase[since:]
         return own_ns, ~unclean
+
+    def _counted(self, raws: RawSteps, row: Ints, steps: int) -> dict[str, Ints]:
+        """Increase of each counter since the previous synchronised backward, by name, shape [steps].
+
+        It is `UNKNOWN` in a step without such a backward, and if a reading is missing or of another series. A total
+        that is read seldom does not increase until it is read.
+
+        Args:
+            raws: The steps; `totals` has a row for each of `row`.
+            row: Index of the step of each synchronised backward.
+            steps: Number of steps.
+        """
+        totals = np.vstack([self._totals, _ints(raws.totals).reshape(-1, 1 + len(COUNTERS))])
+        # Totals of a series only rise: the highest so far stands for a total that was not read.
+        base = (totals[:, :1] << _SERIES_BITS) * (totals[:, :1] >= 0)
+        seldom = np.maximum.accumulate(totals[:, SELDOM_READ] + base, axis=0) - base
+        totals[:, SELDOM_READ] = np.where(totals[:, :1] >= 0, seldom, wire.UNKNOWN)
+        self._totals = totals[-1]
+        before, after = totals[:-1], totals[1:]
+        increase = after - before
+        known = (before != wire.UNKNOWN) & (after != wire.UNKNOWN) & (increase >= 0) & (increase[:, :1] == 0)
+        sums, all_known = np.zeros((steps, len(COUNTERS)), np.int64), np.zeros((steps, len(COUNTERS)), bool)
+        all_known[row] = True
+        np.add.at(sums, row, increase[:, 1:])
+        np.logical_and.at(all_known, row, known[:, 1:])
+        counted = np.where(all_known, sums, wire.UNKNOWN)
+        rounded = np.where(counted < 0, counted, counted - counted % self._resolution_ns)
+        return {name: (rounded if name.endswith("_ns") else counted)[:, index] for index, name in enumerate(COUNTERS)}
 
     def _readiness(self, sample: wire.Readiness) -> wire.Readiness:
         ready_ns = sample.ready_ns - sample.ready_ns % self._resolution_ns

@@ -310,7 +310,8 @@ def _has_passed(state: RankState, first: RankState) -> bool:
     assert behind is not None
     if behind.activity == "bucket":
         if ahead.activity == "bucket":  # All buckets of a backward are launched before the wait.
-            return ahead.synchronised == behind.synchronised and ahead.module == behind.module
+            is_next = ahead.synchronised == behind.synchronised + 1 and ahead.collectives == behind.collectives
+            return ahead.module == behind.module and (is_next or ahead.synchronised == behind.synchronised)
         return ahead.synchronised == behind.synchronised and ahead.phase not in _IN_BACKWARD
     if behind.waits_in == BUFFERS:
         entered = ahead.buffer_broadcasts == behind.buffer_broadcasts

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from ddpobs.wire import columns
-from ddpobs.wire.columns import Range
+from ddpobs.wire.columns import Range, added_later
 from ddpobs.wire.text import NONCE, STRICT_RUN_ID
 
 VERSION = 2
@@ -42,6 +42,7 @@ RunId = Annotated[str, msgspec.Meta(pattern=STRICT_RUN_ID)]
 Nonce = Annotated[str, msgspec.Meta(pattern=rf"^{NONCE}\Z")]
 Name = Annotated[str, msgspec.Meta(max_length=1024)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+CountOrUnknown = Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**62)]
 Rank = Annotated[int, msgspec.Meta(ge=0, le=_MOST_INDEX)]
 Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
 Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
@@ -115,6 +116,15 @@ class Steps(columns.Columns):
     Ranks are joined by it. The `own` columns cover the window from the end of the last full synchronisation to the
     readiness of the last bucket, less time blocked in other collectives: time for which this rank alone is
     responsible. They are `UNKNOWN` if the window has no clean start.
+
+    The last columns explain own time. The kernel's counters of the training thread cover the time from the end of the
+    previous synchronised backward to the end of this one. `UNKNOWN` marks a counter that the system does not report.
+
+    `running_ns`: on a processor. `run_delay_ns`: ready to run, without a processor. It includes `throttled_ns`: held up
+    by a processor quota of the control group. `preemptions`: involuntary switches to another thread. `major_faults`:
+    page faults that read a disk. Both may be read in every eighth step only, and are 0 in between. `collections`,
+    `collecting_ns`: garbage collections of the process and their length. `elements`: elements of the inputs' tensors,
+    over all micro-steps. `longest`: the largest dimension of an input, without the rows.
     """
 
     step: Counts
@@ -137,6 +147,15 @@ class Steps(columns.Columns):
     micro_steps: Counts
     samples: Counts
     flags: Counts
+    running_ns: DurationsOrUnknown = added_later(UNKNOWN)
+    run_delay_ns: DurationsOrUnknown = added_later(UNKNOWN)
+    preemptions: CountsOrUnknown = added_later(UNKNOWN)
+    major_faults: CountsOrUnknown = added_later(UNKNOWN)
+    throttled_ns: DurationsOrUnknown = added_later(UNKNOWN)
+    collections: CountsOrUnknown = added_later(UNKNOWN)
+    collecting_ns: DurationsOrUnknown = added_later(UNKNOWN)
+    elements: CountsOrUnknown = added_later(UNKNOWN)
+    longest: CountsOrUnknown = added_later(UNKNOWN)
 
 
 class Spans(columns.Columns):
@@ -207,6 +226,48 @@ class Peers(_Record, frozen=True, kw_only=True):
     straggler_other: Counts
 
 
+class Machine(_Record, frozen=True, kw_only=True):
+    """State of a rank's host and device, at a pulse; a figure that the system does not report is `UNKNOWN`.
+
+    Shares are parts of a thousand since the previous pulse.
+
+    Attributes:
+        processors: Processors that this process may use.
+        process_permille: Processor time of this process; 1,000 is one processor.
+        busy_permille: Part of the host's processor time that was in use.
+        steal_permille: Part of the host's processor time that its hypervisor gave to other guests.
+        load_milli: Thousand times the host's load average over one minute.
+        quota_permille: The control group's processor quota; 1,000 is one processor, `UNKNOWN` without a quota.
+        throttled_ns: Time held up by the quota, since the process started.
+        memory_bytes: The host's memory.
+        available_bytes: Memory that programs can still take.
+        resident_bytes: Memory of this process.
+        device_busy_permille: Part of the device's time in which a kernel ran.
+        device_clock_mhz: Clock of the device's processors.
+        device_most_clock_mhz: Their highest clock.
+        device_memory_bytes: The device's memory.
+        device_used_bytes: Part of it that is in use.
+        device_slowdowns: Reasons for which the device lowers its clock, such as `hw_thermal`.
+    """
+
+    processors: CountOrUnknown = UNKNOWN
+    process_permille: CountOrUnknown = UNKNOWN
+    busy_permille: CountOrUnknown = UNKNOWN
+    steal_permille: CountOrUnknown = UNKNOWN
+    load_milli: CountOrUnknown = UNKNOWN
+    quota_permille: CountOrUnknown = UNKNOWN
+    throttled_ns: CountOrUnknown = UNKNOWN
+    memory_bytes: CountOrUnknown = UNKNOWN
+    available_bytes: CountOrUnknown = UNKNOWN
+    resident_bytes: CountOrUnknown = UNKNOWN
+    device_busy_permille: CountOrUnknown = UNKNOWN
+    device_clock_mhz: CountOrUnknown = UNKNOWN
+    device_most_clock_mhz: CountOrUnknown = UNKNOWN
+    device_memory_bytes: CountOrUnknown = UNKNOWN
+    device_used_bytes: CountOrUnknown = UNKNOWN
+    device_slowdowns: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=16)] = []
+
+
 class CodePlace(_Record, frozen=True, kw_only=True):
     """A place in the code at which looks found the training thread, inside of a step.
 
@@ -275,6 +336,7 @@ class Pulse(_Record, frozen=True, kw_only=True):
         place: Innermost lines of the user's code, such as `train.py:57 → dataset.py:31 __getitem__`.
         stack: The training thread's Python frames, outermost first; sent while the rank is stuck.
         processes: State (`stopped`, `gone`) of processes of this host that are neither running nor sleeping, by rank.
+        machine: State of the host and the device; None from older clients.
         looks: Latest looks at the training thread inside of steps.
         code: Places of these looks, the most frequent ones, in the phases `data` and `other`.
         input: Use of torch's loaders; None before the first batch.
@@ -295,6 +357,7 @@ class Pulse(_Record, frozen=True, kw_only=True):
     place: Name = ""
     stack: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=40)] = []
     processes: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = {}
+    machine: Machine | None = None
     looks: Count = 0
     code: Annotated[list[CodePlace], msgspec.Meta(max_length=16)] = []
     input: Input | None = None

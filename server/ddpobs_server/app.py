@@ -8,12 +8,13 @@ import os
 import sys
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from anyio import CapacityLimiter
-from fastapi import FastAPI
+from fastapi import Depends, FastAPI
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry
 from starlette.types import ASGIApp
@@ -21,10 +22,12 @@ from typing_extensions import override
 
 import ddpobs
 from ddpobs_server import api, metrics, page, signals
-from ddpobs_server.ingest import route, upload
+from ddpobs_server.ingest import route, series_ledger, upload
 from ddpobs_server.ingest.admission import Admission
 from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
+from ddpobs_server.ingest.series_ledger import SeriesLedger
 from ddpobs_server.ingest.writer import Writer
+from ddpobs_server.metrics.scrape import RunRenderer
 from ddpobs_server.operations import logs, self_check
 from ddpobs_server.operations.commands import cli, open_store, print_error
 from ddpobs_server.operations.health_monitor import HealthMonitor
@@ -36,7 +39,10 @@ from ddpobs_server.store import Store, database_lock
 from ddpobs_server.web import listening, problems, security_headers, serving
 from ddpobs_server.web.auth import Authenticator
 from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol
+from ddpobs_server.web.query_parameters import refuse_unknown
 from ddpobs_server.web.root_path import RootPath
+from ddpobs_server.web.workspace_limits import Rates, WorkspaceLimits
+from ddpobs_server.web.workspace_usage import WorkspaceUsages
 
 _log = logging.getLogger(__name__)
 _DRAIN_S = 10
@@ -83,6 +89,7 @@ def create_app(settings: Settings) -> FastAPI:
         docs_url=None,
         redirect_slashes=False,
         redoc_url=None,
+        dependencies=[Depends(refuse_unknown)],
         responses=problems.RESPONSES,
         summary="Which rank is slow, why, and what each remedy would gain.",
     )
@@ -106,22 +113,30 @@ async def _open(state: Any) -> None:
     store.migrate()
     state.authenticator = Authenticator(settings, store)
     state.reports = Reports(store, settings)
-    state.writer = Writer(store, settings.queue_batches, registry)
+    state.run_renderer = RunRenderer(settings, store, state.reports)
+    state.workspace_limits = limits = WorkspaceLimits(settings, store)
+    await run_in_threadpool(limits.start)
+    state.rates = Rates(limits)
+    state.series = SeriesLedger(settings, limits, store)
+    state.writer = Writer(store, settings.queue_batches, limits, state.series, registry)
     state.writer.start()
-    state.admission = Admission(settings, store)
+    state.admission = Admission(settings, limits, store)
     state.large_batch_limiter = CapacityLimiter(1)
-    state.memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), registry)
+    state.memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), limits, registry)
+    state.workspace_usage = WorkspaceUsages(state)
     state.retention = RetentionJob(settings, store, registry)
     state.retention.start()
-    limits = LimitUsage(settings, store, registry)
-    limits.watch("queue_batches", lambda: state.writer.queued / settings.queue_batches)
-    limits.watch("max_under_way_mb", lambda: state.memory_budget.bytes / state.memory_budget.limit_bytes)
-    state.health_monitor = HealthMonitor(store, registry, limits.measure)
+    usage = LimitUsage(settings, limits, store, registry)
+    usage.watch("queue_batches", state.writer.used_ratio)
+    usage.watch("max_under_way_mb", state.memory_budget.used_ratio)
+    for limit in series_ledger.LIMITS:
+        usage.watch(limit, partial(state.series.used_ratio, limit))
+    state.health_monitor = HealthMonitor(store, registry, usage.measure)
     await run_in_threadpool(state.health_monitor.start)
 
 
 def _close(state: Any) -> None:
-    threads = (state.health_monitor, state.retention, state.writer, state.reports)
+    threads = (state.workspace_limits, state.health_monitor, state.retention, state.writer, state.reports)
     serving.close(_CLOSE_S, *(thread.close for thread in threads))
     serving.close(_STORE_S, state.store.close)
     _log.info("collector stopped: all accepted batches are written")

@@ -49,10 +49,20 @@ class Settings(BaseSettings):
     max_names: int = Field(200_000, gt=0, description="Names in a batch, such as parameter names.")
     max_name_length: int = Field(1024, gt=0, le=1024, description="Characters of a name.")
     max_layouts: int = Field(1000, gt=0, description="DDP modules of a process, and layouts of a module.")
-    max_buckets: int = Field(10_000, gt=0, le=2**20, description="Buckets of a DDP module.")
+    max_buckets: int = Field(10_000, gt=0, le=2**20, description="Buckets of all DDP modules of a run.")
     max_ranks: int = Field(16_384, gt=0, le=2**20, description="Largest world size.")
     max_sources: int = Field(100_000, gt=0, description="Sources of a run: its processes, over all attempts.")
     max_runs: int = Field(10_000, gt=0, description="Runs of a workspace.")
+    max_run_series: int = Field(500_000, gt=0, description="Series that a run has in /metrics.")
+    max_series: int = Field(1_000_000, gt=0, description="Series that a workspace's active runs have in /metrics.")
+    min_pace_kb_s: float = Field(8, gt=0, description="Slowest pace of a body and of the reader of an answer, in kB/s.")
+    workspace_share: float = Field(
+        0.5, gt=0, le=1, description="Largest part of shared memory and places for a workspace, if there are several."
+    )
+    workspace_batches_per_s: float | None = Field(None, gt=0, description="Batches a second of a workspace.")
+    workspace_mb_per_s: float | None = Field(None, gt=0, description="MB of bodies a second of a workspace.")
+    workspace_reads_per_s: float | None = Field(None, gt=0, description="Reads and scrapes a second of a workspace.")
+    workspace_keep_gb: float | None = Field(None, gt=0, description="Stored GB of a workspace; old data are removed.")
     lost_after_s: float = Field(30, gt=0, description="Seconds without a pulse after which a run is lost.")
     stalled_after_s: float = Field(
         60, gt=0, description="Seconds with pulses but without a step after which a run is stalled."

@@ -22,6 +22,7 @@ from tests.collector import Collector, collector
 from tests.integration.collectors import absent
 from tests.integration.training import PATIENT, ROOT
 from tests.ports import free_port
+from tests.server.batches import get
 
 STEP = 250
 LIMIT_S = 40
@@ -134,6 +135,19 @@ def test_a_hung_rank_that_is_terminated_loses_no_step(environ: dict[str, str], t
         ]
         assert ends(running)[0]["bucket"] >= 0
         assert stored_steps(running) == {0: STEP, 1: STEP}
+
+
+def test_the_hang_of_a_run_that_was_terminated_in_it_stays_the_first_finding(tmp_path: Path) -> None:
+    hang_after = {"DDPOBS_HANG_AFTER_S": "3"}
+    with collector(tmp_path) as running, crash(tmp_path, running.url, "hang", "data", **hang_after) as ranks:
+        ranks.wait_for_fault()
+        wait_for(lambda: get(running.url, "/runs/crash")["state"] == "hung", ranks.logs)
+        for process in ranks.processes:
+            process.send_signal(signal.SIGTERM)
+        returncodes(ranks)
+        finding = get(running.url, "/runs/crash/diagnostics")["findings"][0]
+        assert (finding["code"], finding["severity"], finding["ranks"]) == ("hang", "critical", [1])
+        assert "until it was ended: rank 1 was in data" in finding["title"]
 
 
 def test_push_recovers_ranks_that_were_all_killed_while_the_collector_was_away(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""Runs that hang by real means, without a collector: the sentence in a surviving rank's log."""
+"""Runs that hang by real means, without a collector: the sentence in a surviving rank's log.
+
+`test_hangs.py` reads the log of every other kind of hang, beside the collector's finding.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.faults.cases import CASES, HEALTHY
+from benchmarks.faults.cases import CASES
 from benchmarks.faults.launch import HANGING, Ranks, ranks_of
 from benchmarks.links import LinkError
 
@@ -28,14 +31,11 @@ def wait_for(pattern: re.Pattern[str], ranks: Ranks) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["loader-worker", "cut-link", "cut-host"])
 def test_a_surviving_rank_logs_the_verdict(case: str, world_size: int, tmp_path: Path) -> None:
     try:
         with CASES[case].training(tmp_path, world_size, {"DDPOBS_TELEMETRY": ABSENT}) as (ranks, _):
             wait_for(CASES[case].pattern(world_size), ranks)
-            if case == "stop":
-                os.kill(ranks.processes[1].pid, signal.SIGCONT)
-                wait_for(re.compile("the run goes on after .* s"), ranks)
     except LinkError as error:
         if os.environ.get("CI") == "true":
             raise
@@ -57,12 +57,3 @@ def test_a_killed_rank_is_a_crash_of_the_others_and_no_hang(tmp_path: Path) -> N
         assert ranks.processes[0].wait(LIMIT_S) != 0
         assert "RuntimeError" in ranks.logs()
         assert "is gone" not in ranks.logs()
-
-
-@pytest.mark.parametrize("case", HEALTHY)
-def test_a_run_that_only_takes_long_is_no_hang(case: str, tmp_path: Path) -> None:
-    environ = {"DDPOBS_TELEMETRY": ABSENT, "STEPS": "80", "PAUSE_S": "14"}
-    with ranks_of(HANGING, case, ranks=2, folder=tmp_path, environ=environ) as ranks:
-        assert [process.wait(120) for process in ranks.processes] == [0, 0], ranks.logs()
-        for words in ("Rank", "rank 1", "waits", "goes on after"):
-            assert words not in ranks.logs()

@@ -11,20 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.faults.cases import CASES, HEALTHY
 from benchmarks.faults.launch import HANGING, Ranks, ranks_of
 from tests.server.batches import get
 
-CASES = [
-    ("loader", "absent", [1], "data", "__getitem__"),
-    ("fewer-batches", "absent", [1], "code", "hanging.py"),
-    ("skip-batch", None, [1], None, None),
-    ("evaluate-alone", None, [1], None, None),
-    ("lock", "absent", [1], "code", "wait_for_a_lock"),
-    ("stop", "stopped", [1], None, None),
-    ("all-in-data", "input", None, "data", "__getitem__"),
-]
-"""Case, kind of the hang, ranks that the others wait for, their activity, a part of their place."""
-HEALTHY = ["first-step", "checkpoint", "evaluation", "slow"]
+ACTIVITIES = {"loader": "data", "all-in-data": "data", "fewer-batches": "code", "lock": "code"}
+"""What the named ranks do; `cases.py` has the kind, the ranks and the sentence."""
 LIMIT_S = 40
 """For a full machine; `benchmarks/hangs.py` measures the time."""
 
@@ -47,32 +39,23 @@ def wait_for(condition: Callable[[], Any], ranks: Ranks, limit_s: float = LIMIT_
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize(("case", "kind", "slow", "activity", "place"), CASES, ids=[case for case, *_ in CASES])
-def test_a_hang_is_named_with_its_rank_and_place(  # noqa: PLR0917 - the facts of one case
-    case: str,
-    kind: str | None,
-    slow: list[int] | None,
-    activity: str | None,
-    place: str | None,
-    world_size: int,
-    url: str,
-    tmp_path: Path,
-) -> None:
-    run = f"hang-{case}-{world_size}"
-    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run, "STEPS": "60" if case == "skip-batch" else "10000"}
-    with ranks_of(HANGING, case, ranks=world_size, folder=tmp_path, environ=environ) as ranks:
-        ranks.wait_for_fault()
-        if case == "stop":
-            os.kill(ranks.processes[1].pid, signal.SIGSTOP)
+@pytest.mark.parametrize(
+    "name", [case.name for case in CASES.values() if not case.cuts and not case.environ.get("WORKERS")]
+)
+def test_a_hang_is_named_with_its_rank_and_place(name: str, world_size: int, url: str, tmp_path: Path) -> None:
+    run, case = f"hang-{name}-{world_size}", CASES[name]
+    with case.training(tmp_path, world_size, {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}) as (ranks, _):
         finding = wait_for(lambda: hang_of(url, run), ranks)
-        assert finding["ranks"] == (slow if slow is not None else list(range(world_size))), finding
-        assert kind in {None, finding["evidence"]["kind"]}, finding
-        if place is not None:
-            assert place in finding["title"], finding
-        if activity is not None:
-            assert finding["evidence"]["activities"][str(finding["ranks"][0])] == activity
+        assert (finding["evidence"]["kind"], finding["ranks"]) == (case.kind, case.culprits(world_size)), finding
+        assert case.pattern(world_size).search(finding["title"]), finding
+        if name in ACTIVITIES:
+            assert finding["evidence"]["activities"][str(finding["ranks"][0])] == ACTIVITIES[name]
         wait_for(lambda: get(url, f"/runs/{run}")["state"] == "hung", ranks)
-        wait_for(lambda: finding["title"].split(" (")[0].split(" for ")[0] in ranks.logs(), ranks)
+        wait_for(lambda: case.pattern(world_size).search(ranks.logs()), ranks)
+        if name == "stop":
+            os.kill(ranks.processes[1].pid, signal.SIGCONT)
+            wait_for(lambda: "the run goes on after" in ranks.logs(), ranks)
+            wait_for(lambda: hang_of(url, run) is None, ranks)
 
 
 @pytest.mark.parametrize("case", HEALTHY)
@@ -84,4 +67,5 @@ def test_a_run_that_only_takes_long_does_not_hang(case: str, url: str, tmp_path:
             assert hang_of(url, run) is None, hang_of(url, run)
             time.sleep(0.5)
         assert [process.returncode for process in ranks.processes] == [0, 0], ranks.logs()
-        assert "hang" not in ranks.logs()
+        for words in ("Rank", "rank 1", "waits", "hang", "goes on after"):
+            assert words not in ranks.logs()

@@ -20,6 +20,7 @@ from ddpobs import wire
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.recording.process_hooks import ProcessHooks
+from ddpobs.steps.raw_step import InputSize
 from tests.recording.test_module_recorder import FakeClock
 
 DATA = TensorDataset(torch.arange(8.0).unsqueeze(1))
@@ -38,7 +39,7 @@ class Loop:
 
     def train(self, loader: Any) -> None:
         for (batch,) in loader:
-            self.journal.forward_began(0, training=True, samples=len(batch))
+            self.journal.forward_began(0, training=True, size=InputSize(len(batch)))
             self.journal.backward_began()
             self.journal.gradients_reduced(0, object())
             self.journal.backward_ended()

@@ -80,6 +80,9 @@ def test_a_stuck_rank_sends_its_stack_urgently_when_it_changes_and_its_length_at
         time.sleep(0.5)
         assert training.look().place != stuck.place
         assert training.pulses.is_urgent
+        training.pulses.end()
+        training.pulses.end()
+        assert [detail["outcome"] for _, _, detail in training.events] == ["went on", "ended"]
     second.set()
     third.set()
 

@@ -102,6 +102,7 @@ def test_the_smaller_group_of_a_mismatch_is_named() -> None:
 def test_a_rank_that_has_passed_the_others_collective_shows_a_cut_link() -> None:
     for ahead in (
         bucket(0, 3, synchronised=20),
+        bucket(0, 0, synchronised=21, collectives=5, buffer_broadcasts=21),
         state(0, "collective", waits_in=BUFFERS, buffer_broadcasts=21, synchronised=20),
         state(0, "collective", waits_in="all_reduce", collectives=6, synchronised=20),
     ):

@@ -19,6 +19,7 @@ from tests.columns import make_spans
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 """A batch in each version of the wire."""
+COLUMNS = len(wire.Steps.names)
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
@@ -78,8 +79,8 @@ def test_any_column_of_64_bit_integers_survives_both_encodings(values: list[int]
         assert wire.decode(body, content_type).readiness[0].ready_ns.tolist() == values
 
 
-@given(st.integers(0, 9).flatmap(lambda rows: st.lists(_column(rows), min_size=20, max_size=20)))
-@example([[1000, 0]] * 20)
+@given(st.integers(0, 9).flatmap(lambda rows: st.lists(_column(rows), min_size=COLUMNS, max_size=COLUMNS)))
+@example([[1000, 0]] * COLUMNS)
 def test_columns_packed_together_survive(columns: list[list[int]]) -> None:
     steps = wire.Steps.from_table(np.array(columns, np.int64))
     assert (wire.unpack(wire.pack(steps), wire.Steps).table == steps.table).all()
@@ -110,9 +111,9 @@ def test_spans_survive_packing(rows: list[tuple[int, int, int, int]], repeats: i
         assert getattr(unpacked, name).tolist() == getattr(original, name).tolist()
 
 
-@given(st.lists(st.lists(INT64, min_size=20, max_size=20), max_size=20))
+@given(st.lists(st.lists(INT64, min_size=COLUMNS, max_size=COLUMNS), max_size=20))
 def test_steps_survive_packing_even_if_predictions_are_wrong(rows: list[list[int]]) -> None:
-    values = np.array(rows, np.int64).reshape(-1, 20).T
+    values = np.array(rows, np.int64).reshape(-1, COLUMNS).T
     ranks, columns = values[0], dict(zip(wire.Steps.names, values, strict=True))
     first_form = packing.pack({"rank": ranks, **columns})
     for packed in (wire.pack_steps(ranks, wire.Steps(**columns)), first_form):
@@ -164,6 +165,26 @@ def test_batches_of_older_clients_are_still_read(golden: Any) -> None:
     assert decoded.spans is not None
     assert (decoded.spans.done_ns - decoded.spans.launched_ns).tolist() == [10_000_000, 15_000_000] * 4
     assert [event.kind for event in decoded.events] == ["goodbye"]
+
+
+def test_counters_are_unknown_in_a_batch_of_an_older_client() -> None:
+    older = wire.decode(zstandard.decompress((GOLDEN / "batch-1.zst").read_bytes())).steps
+    assert older is not None
+    for name in ("running_ns", "run_delay_ns", "preemptions", "major_faults", "throttled_ns", "collections"):
+        assert (getattr(older, name) == wire.UNKNOWN).all()
+    for name in ("collecting_ns", "elements", "longest"):
+        assert (getattr(older, name) == wire.UNKNOWN).all()
+
+
+@pytest.mark.parametrize(("encode", "content_type"), [(wire.encode, wire.MSGPACK), (wire.encode_json, wire.JSON)])
+def test_a_pulse_carries_the_state_of_its_machine(encode: Any, content_type: str) -> None:
+    machine = wire.Machine(processors=4, load_milli=2500, device_slowdowns=["hw_thermal"])
+    pulse = wire.Pulse(at_ns=0, phase="data", step=1, machine=machine)
+    decoded = wire.decode(encode(batch(pulse=pulse)), content_type).pulse
+    assert decoded is not None
+    assert decoded.machine is not None
+    assert msgspec.structs.asdict(decoded.machine) == msgspec.structs.asdict(machine)
+    assert decoded.machine.quota_permille == wire.UNKNOWN
 
 
 def test_every_version_has_its_golden_file() -> None:

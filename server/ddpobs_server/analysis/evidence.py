@@ -11,7 +11,10 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
+from ddpobs_server.analysis.intervals import StepClock
 from ddpobs_server.analysis.joined_steps import JoinedSteps, index_ranks
+from ddpobs_server.analysis.lateness_bins import LatenessBins
+from ddpobs_server.analysis.work import WorkFit, fit_work
 
 MIN_STEPS = 20
 """Fewest steps that most findings are judged by."""
@@ -38,6 +41,12 @@ class ColumnReader(Protocol):
     def spans(self, ranks: list[int], first: int, last: int) -> tuple[wire.Ints, wire.Spans]:
         """Return the bucket spans of the steps in [first, last], and the rank of each row."""
 
+    def lateness(self, first: int, last: int) -> LatenessBins | None:
+        """Return the lateness in the steps in [first, last], in bins as fine as can be read quickly; None without any.
+
+        A bin has one step if columns are read.
+        """
+
     def comms(self, rank: int, first: int, last: int) -> wire.Comms:
         """Return the other communication of a rank in the steps in [first, last]."""
 
@@ -52,6 +61,7 @@ class Evidence:
         joined: The steps in which all ranks can be compared.
         unused: (rank, unused set) in the order in which each rank recorded them; of each rank and module at least the
             latest `LATEST_SETS`.
+        unused_left_out: Number of unused sets whose names were too large to read.
         settings: The reducer's settings.
         emitted: Emitted records by rank.
         dropped: Dropped records by rank.
@@ -72,12 +82,16 @@ class Evidence:
         fingerprints: (rank, fingerprint) of the sampled steps.
         now_ns: The collector's wall clock when the evidence was read; None if it is not known. Diagnoses are cached
             until the run's next commit, so a finding that depends on the time needs a cache version that expires.
+        whole: All steps that are judged, in which all ranks can be compared; None if they are `joined`.
+        earlier: Rollups of the steps before `whole`, of a run too long to read; None if there are none.
+        clock: When steps began and ended.
     """
 
     rank: wire.Ints
     steps: wire.Steps
     joined: JoinedSteps
     unused: list[tuple[int, wire.Unused]] = field(default_factory=list)
+    unused_left_out: int = 0
     settings: dict[str, wire.Scalar] = field(default_factory=dict)
     emitted: dict[int, int] = field(default_factory=dict)
     dropped: dict[int, int] = field(default_factory=dict)
@@ -96,6 +110,9 @@ class Evidence:
     ended: dict[int, str] = field(default_factory=dict)
     fingerprints: list[tuple[int, wire.Fingerprint]] = field(default_factory=list)
     now_ns: int | None = None
+    whole: JoinedSteps | None = None
+    earlier: LatenessBins | None = None
+    clock: StepClock = field(default_factory=StepClock)
 
     @property
     def step_range(self) -> tuple[int, int]:
@@ -111,6 +128,11 @@ class Evidence:
     def absence_reasons(self) -> list[str]:
         """A sentence for each reason of `absences` that applies."""
         return [reason.format(format_ranks(ranks)) for reason, ranks in self.absences.items() if ranks]
+
+    @cached_property
+    def work_fit(self) -> WorkFit | None:
+        """Own time over the work of a step, in the steps of `joined`; None if it does not follow work."""
+        return fit_work(self.joined, self.steps)
 
     @cached_property
     def last_steps(self) -> dict[int, int]:

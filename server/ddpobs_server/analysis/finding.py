@@ -21,8 +21,27 @@ class Gain:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """Steps `from` to `to` in which a finding held, and when they began and ended: Unix time, None if unknown."""
+
+    first: int
+    last: int
+    began_ns: int | None = None
+    ended_ns: int | None = None
+
+    def as_json(self) -> dict[str, int | None]:
+        """Return the interval in the form of the REST API."""
+        return {"from": self.first, "to": self.last, "began_ns": self.began_ns, "ended_ns": self.ended_ns}
+
+
+@dataclass(frozen=True)
 class Finding:
-    """One problem of a run, with its place, its evidence, a remedy and the predicted gain."""
+    """One problem of a run, with its place, its evidence, a remedy and the predicted gain.
+
+    Attributes:
+        steps: First and last step that the evidence rests on.
+        intervals: Steps in which the problem held; empty if they are all of `steps`.
+    """
 
     code: str
     severity: Severity
@@ -35,10 +54,12 @@ class Finding:
     phase: str | None = None
     evidence: dict[str, Any] = field(default_factory=dict)
     gain: Gain | None = None
+    intervals: tuple[Interval, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding in the form of the REST API."""
-        return asdict(self) | {"steps": list(self.steps)}
+        intervals = [interval.as_json() for interval in self.intervals or (Interval(*self.steps),)]
+        return asdict(self) | {"steps": list(self.steps), "intervals": intervals}
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ class JoinedSteps:
         phases_ns: Own time by `wire.OWN_PHASES`, shape [steps, ranks, phases].
         wall_ns: Shape [steps, ranks].
         exposed_ns: Exposed communication, shape [steps, ranks].
+        row: Index of each step and rank in the columns that were joined, shape [steps, ranks].
     """
 
     collective: wire.Ints
@@ -34,14 +35,23 @@ class JoinedSteps:
     phases_ns: Floats
     wall_ns: Floats
     exposed_ns: Floats
+    row: wire.Ints
 
     def __len__(self) -> int:
         return len(self.collective)
 
     def latest(self, count: int) -> JoinedSteps:
         """Return the last `count` steps."""
+        return self.select(slice(-count, None))
+
+    def between(self, first: int, last: int) -> JoinedSteps:
+        """Return the steps with the first rank's numbers `first` to `last`."""
+        return self.select(slice(*np.searchsorted(self.step, [first, last + 1])))
+
+    def select(self, rows: slice) -> JoinedSteps:
+        """Return some of the steps."""
         columns = {field.name: getattr(self, field.name) for field in fields(self)}
-        return JoinedSteps(**{name: v if name == "ranks" else v[-count:] for name, v in columns.items()})
+        return JoinedSteps(**{name: v if name == "ranks" else v[rows] for name, v in columns.items()})
 
     @cached_property
     def step_ns(self) -> Floats:
@@ -104,6 +114,7 @@ def join(rank: wire.Ints, steps: wire.Steps) -> JoinedSteps:
         phases_ns=np.stack([matrix(f"own_{phase}_ns") for phase in wire.OWN_PHASES], axis=-1),
         wall_ns=np.asarray((steps.end_ns - steps.start_ns)[rows], np.float64),
         exposed_ns=matrix("exposed_comm_ns"),
+        row=rows,
     )
 
 

@@ -29,8 +29,9 @@ def name_late_buckets(findings: list[Finding], evidence: Evidence, columns: Colu
     layouts = {(layout.module, layout.revision): layout for layout in (columns.layouts() if slow else [])}
     if not layouts:
         return findings
-    by_rank = {finding.ranks[0]: _name_late_bucket(finding, evidence, columns, layouts) for finding in slow}
-    return [by_rank.get(finding.ranks[0], finding) for finding in findings]
+    return [
+        _name_late_bucket(finding, evidence, columns, layouts) if finding in slow else finding for finding in findings
+    ]
 
 
 def _name_late_bucket(
@@ -48,7 +49,8 @@ def _name_late_bucket(
 def _late_spans(finding: Finding, evidence: Evidence, columns: ColumnReader) -> tuple[wire.Ints, wire.Spans]:
     """Read the spans of the slow rank and some others, for the latest steps in which the rank was late."""
     slow, joined = finding.ranks[0], evidence.joined
-    late = late_collectives(joined.latest(MAX_STEPS), slow, finding.steps[0], finding.evidence["excess_ns"])
+    latest = joined.between(*finding.steps).latest(MAX_STEPS)
+    late = late_collectives(latest, slow, finding.steps[0], finding.evidence["excess_ns"])
     selected = np.isin(evidence.rank, comparison_ranks(slow, joined.ranks)) & np.isin(evidence.steps.collective, late)
     row_rank, step = evidence.rank[selected], evidence.steps.step[selected]
     # With uneven inputs the ranks' step numbers part: ranks with the same range of steps are read together.

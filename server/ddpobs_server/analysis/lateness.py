@@ -132,9 +132,19 @@ def gain(joined: JoinedSteps, late: Lateness, index: int) -> Gain:
 
     Source: T - T_ideal of S = T / T_ideal (arXiv 2505.05713), with only this rank brought to the others' median.
     """
-    weights = step_weights(joined.window_ns)
     next_to_last = np.sort(joined.own_ns, axis=1)[:, -2]
-    saved = weights * np.where(late.last == index, joined.own_ns.max(axis=1) - next_to_last, 0.0)
+    return mean_gain(joined, np.where(late.last == index, joined.own_ns.max(axis=1) - next_to_last, 0.0))
+
+
+def mean_gain(joined: JoinedSteps, saved_ns: Floats) -> Gain:
+    """Return the mean saving per step, with the standard deviation over resampled blocks of steps.
+
+    Args:
+        joined: The compared steps, which count by `step_weights`.
+        saved_ns: Time that each step would save, shape [steps].
+    """
+    weights = step_weights(joined.window_ns)
+    saved = weights * saved_ns
     blocks = max(1, len(saved) // BLOCK_STEPS)
     means = saved[: blocks * BLOCK_STEPS].reshape(blocks, -1).mean(axis=1)
     resampled = np.random.default_rng(0).choice(means, (_RESAMPLINGS, blocks)).mean(axis=1)

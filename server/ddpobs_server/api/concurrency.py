@@ -1,55 +1,53 @@
 """Limits concurrent reads: each takes a thread and memory, and ingest needs threads too.
 
-A response occupies memory until the client has read it, so unsent responses are limited as well.
+A response occupies memory until the client has read it, so unsent large responses are limited as well. Each workspace
+may use a part of the places, so that its slow readers do not stop another workspace's reads.
 
-Four reads run in threads at a time; the others wait on the event loop, so that ingest always finds a thread. Sixteen
-responses are computed or in flight at a time. Readers of SQLite see the last commit: they never wait for the writer,
-nor the writer for them.
+Four reads run in threads at a time; the others wait on the event loop, so that ingest always finds a thread. Readers of
+SQLite see the last commit: they never wait for the writer, nor the writer for them.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.routing import APIRoute
-from starlette.types import Receive, Scope, Send
 from typing_extensions import override
 
-from ddpobs_server.web.auth import refresh_tokens_for
+from ddpobs_server.web.auth import refresh_tokens_for, workspace_of
+from ddpobs_server.web.fair_slots import FairSlots
+from ddpobs_server.web.placed_route import PlacedRoute
 
 _READS, _UNSENT_RESPONSES = 4, 16
-"""Reads computed at the same time, and responses that are computed or sent; a large response takes 16 MB."""
+"""Reads computed at the same time, and large responses that are sent; each takes 16 MB or more."""
 
 
 def install(app: FastAPI) -> None:
     """Create the slots."""
-    app.state.read_slots = asyncio.Semaphore(_READS)
-    app.state.response_slots = asyncio.Semaphore(_UNSENT_RESPONSES)
+
+    def share(workspace: str) -> float:
+        return float(app.state.workspace_limits.share(workspace))
+
+    app.state.read_slots = FairSlots(_READS, share)
+    app.state.response_slots = FairSlots(_UNSENT_RESPONSES, share)
 
 
-class ConcurrencyLimitedRoute(APIRoute):
-    """A route that holds one of four read slots while its response is computed; it waits on the event loop.
+class ConcurrencyLimitedRoute(PlacedRoute):
+    """A route that holds one of four read slots while its response is computed; it waits on the event loop."""
 
-    The slot is free before the response is sent, so slow clients do not block reads until 16 responses are unsent.
-    """
+    places = "response_slots"
 
     @override
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap FastAPI's handler with a read slot."""
+        """Wrap FastAPI's handler with a read slot. Without a valid token the handler refuses the request at once."""
         handle = super().get_route_handler()
 
         async def handle_in_slot(request: Request) -> Response:
-            async with request.app.state.read_slots:
+            await refresh_tokens_for(request)
+            if (workspace := workspace_of(request)) is None:
+                return await handle(request)
+            async with request.app.state.read_slots.place(workspace):
                 return await handle(request)
 
         return handle_in_slot
-
-    @override
-    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle a request in a response slot; `web.bounded_protocol` aborts responses that stay unread."""
-        await refresh_tokens_for(Request(scope))
-        async with scope["app"].state.response_slots:
-            await super().handle(scope, receive, send)

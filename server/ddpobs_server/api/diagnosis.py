@@ -6,7 +6,7 @@ from fastapi import APIRouter, Response
 
 from ddpobs_server.api import schemas
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
-from ddpobs_server.api.deps import AttemptDep, ReportsDep, RunDep, StepRangeDep
+from ddpobs_server.api.deps import ReportsDep, RunDep, StepRangeDep
 from ddpobs_server.api.responses import json_response
 from ddpobs_server.reports.reports import TooManyStepsError
 from ddpobs_server.web.problems import Problem
@@ -24,9 +24,13 @@ def get_stragglers(run: RunDep, steps: StepRangeDep, reports: ReportsDep) -> Res
 
 
 @router.get("/diagnostics", response_model=schemas.Diagnostics)
-def get_diagnostics(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> Response:
-    """Findings with evidence, remedy and gain; `missing` lists the findings that could not be judged, and why."""
-    return json_response(reports.diagnostics(run.run, attempt) | {"run": run.name})
+def get_diagnostics(run: RunDep, steps: StepRangeDep, reports: ReportsDep) -> Response:
+    """Findings with evidence, remedy and gain; `missing` lists the findings that could not be judged, and why.
+
+    `from` and `to` judge a part of the run. `intervals` are the steps in which a finding held, with Unix times.
+    """
+    answer = reports.diagnostics_between(run.run, steps.attempt, steps.first, steps.last)
+    return json_response(answer | {"run": run.name})
 
 
 @router.get("/trace", response_model=schemas.Trace)

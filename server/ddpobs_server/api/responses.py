@@ -9,6 +9,9 @@ from fastapi import Response
 
 from ddpobs import wire
 
+_ANSWER_CHARACTERS = 16_000_000
+"""Most characters of names in an answer."""
+
 
 def json_response(body: dict[str, Any]) -> Response:
     """Encode plain values, and columns of integers as lists."""
@@ -18,6 +21,26 @@ def json_response(body: dict[str, Any]) -> Response:
 def columns_response(run: str, attempt: str, columns: dict[str, wire.Ints], next_step: int | None) -> Response:
     """Encode the columns of a page of steps; `next_step` is the next page's first step."""
     return json_response({"run": run, "attempt": attempt, "columns": columns, "next": next_step})
+
+
+def within_answer(sets: list[tuple[int, wire.Unused]]) -> tuple[list[tuple[int, wire.Unused]], int]:
+    """The latest unused sets that fit into an answer, and the number of the others.
+
+    In memory most ranks' sets share their names, in an answer each set repeats them.
+    """
+    remaining = _ANSWER_CHARACTERS
+    sizes: dict[int, int] = {}
+    fitting: set[int] = set()
+    for index in sorted(range(len(sets)), key=lambda index: -sets[index][1].step):
+        record = sets[index][1]
+        for names in (record.locally, record.globally):
+            if id(names) not in sizes:
+                sizes[id(names)] = sum(map(len, names)) + 3 * len(names)
+            remaining -= sizes[id(names)]
+        if remaining < 0 and fitting:
+            break
+        fitting.add(index)
+    return [row for index, row in enumerate(sets) if index in fitting], len(sets) - len(fitting)
 
 
 def _to_list(column: Any) -> Any:

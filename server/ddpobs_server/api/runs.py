@@ -24,11 +24,11 @@ from ddpobs_server.api.deps import (
     StepRangeDep,
     StoreDep,
 )
-from ddpobs_server.api.responses import columns_response
+from ddpobs_server.api.responses import columns_response, json_response, within_answer
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import RunState, state_of_rank, state_of_run
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Rollup, Run, Source
+from ddpobs_server.store import BucketRollup, LayoutOutline, Rollup, Run, Source
 from ddpobs_server.web.problems import Problem
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=ConcurrencyLimitedRoute)
@@ -36,6 +36,8 @@ router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=ConcurrencyLimit
 _PAGE_ROWS = 100_000
 """Approximate number of rows of columns in one response."""
 _CURSOR = re.compile(r"([1-8]?\d{1,18})/([A-Za-z0-9._/-]{1,128})", re.ASCII)
+_MAX_BUCKETS = 50_000
+"""Most buckets in an answer: of all modules and revisions."""
 _SOURCE_FIELDS = tuple(schemas.SourceFields.__annotations__)
 _HELLO_FIELDS = tuple(schemas.ProcessFields.__annotations__)
 
@@ -72,7 +74,7 @@ def get_run(run: RunDep, store: StoreDep, settings: SettingsDep) -> schemas.RunD
     """One run, with its attempts, its modules and the hello of its lowest rank."""
     sources = store.sources(run.run, run.attempt)
     hello = next((source.hello for source in sources if source.hello), None)
-    names = {layout.module: layout.name for layout in store.layouts(run.run, run.attempt)}
+    names = {outline.module: outline.name for outline in store.layout_outlines(run.run, run.attempt)}
     return {
         **_run_json(run, settings),
         "attempts": store.attempts(run.run),
@@ -102,29 +104,26 @@ def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep, settings: Setti
     return {"run": run.name, "attempt": attempt, "ranks": ranks}
 
 
-@router.get("/runs/{run}/layout")
-def get_layout(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> schemas.Layouts:
-    """Parameters of each bucket, by module and revision."""
-    layouts: list[schemas.Layout] = [
+@router.get("/runs/{run}/layout", response_model=schemas.Layouts)
+def get_layout(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> Response:
+    """Parameters of each bucket, by module and revision.
+
+    `left_out` counts the layouts that did not fit into 16 MB; request them with `module`.
+    """
+    stored, left_out = store.layouts(run.run, attempt, module)
+    layouts = [
         {
             "module": layout.module,
             "name": layout.name,
             "revision": layout.revision,
             "comm": layout.comm,
             "buckets": [
-                {
-                    "bucket": index,
-                    "size_bytes": bucket.size_bytes,
-                    "dtype": bucket.dtype,
-                    "parameters": msgspec.to_builtins(bucket.parameters),
-                }
-                for index, bucket in enumerate(layout.buckets)
+                {"bucket": index, **msgspec.structs.asdict(bucket)} for index, bucket in enumerate(layout.buckets)
             ],
         }
-        for layout in store.layouts(run.run, attempt)
-        if module in (None, layout.module)
+        for layout in stored
     ]
-    return {"run": run.name, "attempt": attempt, "layouts": layouts}
+    return json_response({"run": run.name, "attempt": attempt, "layouts": layouts, "left_out": left_out})
 
 
 @router.get("/runs/{run}/steps", response_model=schemas.Columns)
@@ -135,9 +134,17 @@ def get_steps(
     reports: ReportsDep,
     rank: RankQuery = None,
     mean: Annotated[bool, Query(description="Wall time and phases only, the mean over the ranks.")] = False,
+    points: Annotated[int | None, Query(ge=1, le=10_000, description="Bins instead of steps, at most as many.")] = None,
 ) -> Response:
-    """Steps in columns, sorted by step and rank; `next` is the first step that did not fit into this response."""
+    """Steps in columns, sorted by step and rank; `next` is the first step that did not fit into this response.
+
+    With `points` the run, or `from` to `to`, is divided into bins: minimum, median and maximum of the wall time and the
+    phases of each rank. With `mean` too, the minimum, the median of the medians and the maximum over the ranks.
+    """
     attempt, first, last = steps.attempt, steps.first, steps.last
+    if points is not None:
+        bins = reports.step_bins(run.run, attempt, (first, last), points, rank, mean=mean)
+        return columns_response(run.name, attempt, *bins)
     if mean:
         return columns_response(run.name, attempt, *reports.mean_steps(run.run, attempt, first, last))
     end = store.page_end("steps", run.run, attempt, rank=rank, first=first, last=last, rows=_PAGE_ROWS)
@@ -163,53 +170,50 @@ def get_spans(
     return columns_response(run.name, attempt, columns, None if end is None else end + 1)
 
 
-@router.get("/runs/{run}/buckets")
-def get_buckets(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> schemas.Buckets:
-    """Mean times of each bucket over all ranks and steps."""
-    layouts = {(layout.module, layout.revision): layout for layout in store.layouts(run.run, attempt)}
-    buckets: list[schemas.Bucket] = []
-    for row in store.bucket_rollups(run.run, attempt):
-        if module not in (None, row.module):
-            continue
-        layout = layouts.get((row.module, row.revision))
-        bucket = layout.buckets[row.bucket] if layout and row.bucket < len(layout.buckets) else None
-        buckets.append(
-            {
-                "module": row.module,
-                "revision": row.revision,
-                "bucket": row.bucket,
-                "size_bytes": bucket.size_bytes if bucket else None,
-                "dtype": bucket.dtype if bucket else None,
-                "parameters": len(bucket.parameters) if bucket else None,
-                "steps": row.steps,
-                "compute_ns": row.compute_ns // row.steps,
-                "comm_ns": row.comm_ns // row.steps,
-                "exposed_ns": row.exposed_ns // row.steps,
-            }
-        )
-    return {"run": run.name, "attempt": attempt, "buckets": buckets}
+@router.get("/runs/{run}/buckets", response_model=schemas.Buckets)
+def get_buckets(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> Response:
+    """Mean times of each bucket over all ranks and steps; `complete` is false if there are more than 50,000 buckets."""
+    outlines = {(outline.module, outline.revision): outline for outline in store.layout_outlines(run.run, attempt)}
+    rows, is_short = store.bucket_rollups(run.run, attempt, _MAX_BUCKETS)
+    buckets = [
+        _bucket_json(row, outlines.get((row.module, row.revision))) for row in rows if module in (None, row.module)
+    ]
+    return json_response({"run": run.name, "attempt": attempt, "buckets": buckets, "complete": not is_short})
 
 
-@router.get("/runs/{run}/unused")
+@router.get("/runs/{run}/unused", response_model=schemas.UnusedSets)
 def get_unused(
     run: RunDep,
     attempt: AttemptDep,
     store: StoreDep,
     module: ModuleQuery = None,
     limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
-) -> schemas.UnusedSets:
-    """Names of unused parameters at each change of the set: each rank's latest sets, by rank, the oldest first."""
-    unused: list[schemas.UnusedSet] = [
-        {
-            "rank": rank,
-            "step": record.step,
-            "module": record.module,
-            "locally": record.locally,
-            "globally": record.globally,
-        }
-        for rank, record in store.unused(run.run, attempt, module, limit)
-    ]
-    return {"run": run.name, "attempt": attempt, "unused": unused}
+) -> Response:
+    """Names of unused parameters at each change of the set: each rank's latest sets, by rank, the oldest first.
+
+    `left_out` counts the sets within `limit` whose names did not fit into the answer.
+    """
+    stored, left_out = store.unused(run.run, attempt, module, limit)
+    fitting, beyond = within_answer(stored)
+    unused = [{"rank": rank, **msgspec.structs.asdict(record)} for rank, record in fitting]
+    return json_response({"run": run.name, "attempt": attempt, "unused": unused, "left_out": left_out + beyond})
+
+
+def _bucket_json(row: BucketRollup, outline: LayoutOutline | None) -> schemas.Bucket:
+    if outline is not None and row.bucket >= len(outline.dtypes):
+        outline = None
+    return {
+        "module": row.module,
+        "revision": row.revision,
+        "bucket": row.bucket,
+        "size_bytes": int(outline.size_bytes[row.bucket]) if outline else None,
+        "dtype": outline.dtypes[row.bucket] if outline else None,
+        "parameters": int(outline.parameters[row.bucket]) if outline else None,
+        "steps": row.steps,
+        "compute_ns": row.compute_ns // row.steps,
+        "comm_ns": row.comm_ns // row.steps,
+        "exposed_ns": row.exposed_ns // row.steps,
+    }
 
 
 def _run_json(run: Run, settings: Settings) -> schemas.RunSummary:

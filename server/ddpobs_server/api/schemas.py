@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict  # Before Python 3.12 pydantic accepts only these.
 
-from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.finding import Gain, Severity
 from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.reports.run_state import RankState, RunState
 from ddpobs_server.store import Attempt
+from ddpobs_server.web.workspace_usage import Usage
 
 _Facts = dict[str, str | int | float | bool | None]
 _Phases = dict[str, int]
@@ -91,6 +92,30 @@ class RunDetails(RunSummary):
     modules: list[Module]
 
 
+class Machine(TypedDict):
+    """State of a rank's host and device at its last pulse; -1 where the system does not report it.
+
+    Shares are parts of a thousand since the pulse before.
+    """
+
+    processors: int
+    process_permille: int
+    busy_permille: int
+    steal_permille: int
+    load_milli: int
+    quota_permille: int
+    throttled_ns: int
+    memory_bytes: int
+    available_bytes: int
+    resident_bytes: int
+    device_busy_permille: int
+    device_clock_mhz: int
+    device_most_clock_mhz: int
+    device_memory_bytes: int
+    device_used_bytes: int
+    device_slowdowns: list[str]
+
+
 class Pulse(TypedDict):
     """Last recorded activity of a process; -1 if it was in no module or bucket.
 
@@ -109,6 +134,7 @@ class Pulse(TypedDict):
     waits_in: str
     place: str
     stack: list[str]
+    machine: Machine | None
 
 
 class SourceFields(TypedDict):
@@ -180,9 +206,10 @@ class Layout(Module):
 
 
 class Layouts(AttemptResponse):
-    """By module and revision."""
+    """By module and revision; `left_out` counts the layouts that did not fit."""
 
     layouts: list[Layout]
+    left_out: int
 
 
 class Columns(AttemptResponse):
@@ -208,9 +235,10 @@ class Bucket(TypedDict):
 
 
 class Buckets(AttemptResponse):
-    """By module, revision and index."""
+    """By module, revision and index; `complete` is false if there are more."""
 
     buckets: list[Bucket]
+    complete: bool
 
 
 class UnusedSet(TypedDict):
@@ -224,9 +252,10 @@ class UnusedSet(TypedDict):
 
 
 class UnusedSets(AttemptResponse):
-    """Each time a set changed."""
+    """Each time a set changed; `left_out` counts the sets that did not fit."""
 
     unused: list[UnusedSet]
+    left_out: int
 
 
 class Lateness(TypedDict):
@@ -254,12 +283,73 @@ class Stragglers(AttemptResponse):
     next: int | None
 
 
+class Interval(TypedDict("Bounds", {"from": int, "to": int})):
+    """Steps, and when they began and ended: Unix time, null if unknown."""
+
+    began_ns: int | None
+    ended_ns: int | None
+
+
+class StepLevel(Interval):
+    """Steps with about the same step time."""
+
+    step_ns: int
+
+
+class FindingResponse(TypedDict):
+    """One problem of the run. `steps` are those of the evidence; in `intervals` the problem held."""
+
+    code: str
+    severity: Severity
+    title: str
+    remedy: str
+    steps: list[int]
+    intervals: list[Interval]
+    ranks: list[int]
+    buckets: list[int]
+    parameters: list[str]
+    phase: str | None
+    evidence: dict[str, Any]
+    gain: Gain | None
+
+
 class Diagnostics(AttemptResponse):
-    """Findings, the most severe first; `missing` lists the findings that could not be judged, and why."""
+    """Findings, the most severe first; `missing` lists the findings that could not be judged, and why.
+
+    `step_levels` divides the run where the step time of all ranks shifts.
+    """
 
     steps_seen: int
-    findings: list[Finding]
+    findings: list[FindingResponse]
     missing: list[str]
+    step_levels: list[StepLevel]
+
+
+class WorkspaceLimits(TypedDict):
+    """Limits of a workspace; null is no limit."""
+
+    share: float
+    max_runs: int
+    max_series: int
+    batches_per_s: float | None
+    mb_per_s: float | None
+    reads_per_s: float | None
+    keep_gb: float | None
+    keep_runs_days: float | None
+
+
+class Workspace(TypedDict):
+    """A workspace."""
+
+    workspace: str
+    limits: WorkspaceLimits
+    usage: Usage
+
+
+class Workspaces(TypedDict):
+    """By name."""
+
+    workspaces: list[Workspace]
 
 
 class Trace(TypedDict):

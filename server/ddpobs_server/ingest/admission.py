@@ -10,6 +10,7 @@ from fastapi.concurrency import run_in_threadpool
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 from ddpobs_server.web.problems import Problem
+from ddpobs_server.web.workspace_limits import WorkspaceLimits
 
 _MAX_REMEMBERED = 100_000
 _COUNT_VALID_S = 5.0
@@ -24,12 +25,13 @@ class Admission:
     itself.
 
     Args:
-        settings: `max_runs` and `max_sources`.
+        settings: `max_sources`.
+        limits: `max_runs` of each workspace.
         store: Holds the stored runs and sources.
     """
 
-    def __init__(self, settings: Settings, store: Store) -> None:
-        self._settings, self._store = settings, store
+    def __init__(self, settings: Settings, limits: WorkspaceLimits, store: Store) -> None:
+        self._settings, self._limits, self._store = settings, limits, store
         self._admitted: dict[tuple[str, str], None] = {}
         self._remaining: dict[str, tuple[int, float]] = {}
         """By stored run: how many further sources it may have, and until when this count is valid."""
@@ -74,7 +76,7 @@ class Admission:
         if sources >= self._settings.max_sources:
             detail = f"the run has {sources} sources (DDPOBS_SERVER_MAX_SOURCES); start another run"
             raise Problem(429, "Too many sources", detail, _RETRY_LATER)
-        if sources == 0 and (runs := self._store.count_runs(workspace)) >= self._settings.max_runs:
+        if sources == 0 and (runs := self._store.count_runs(workspace)) >= self._limits.of(workspace).max_runs:
             detail = (
                 f"workspace {workspace} has {runs} runs (DDPOBS_SERVER_MAX_RUNS); delete some, or let old runs expire "
                 "(DDPOBS_SERVER_KEEP_RUNS_DAYS)"

@@ -15,6 +15,9 @@ from ddpobs_server.web.problems import Problem
 _MAX_DIGITS = 20
 """Longest `Content-Length` that is parsed. Leading zeros are allowed without limit, and `int` refuses long texts."""
 
+PACE_S = 10.0
+"""Seconds over which a body's pace is measured, and after which an unfinished body without a further byte ends."""
+
 
 async def read_body(request: Request, reservation: Reservation, settings: Settings) -> bytes:
     """Return the request's body as it was sent.
@@ -24,20 +27,37 @@ async def read_body(request: Request, reservation: Reservation, settings: Settin
     """
     limit = int(settings.max_body_mb * 1e6)
     try:
-        async with asyncio.timeout(settings.upload_timeout_s):
-            return await _read(request, reservation, limit)
+        async with asyncio.timeout(min(PACE_S, settings.upload_timeout_s)) as timer:
+            return await _read(request, reservation, limit, _Pace(timer, settings))
     except TimeoutError:
         raise Problem(
             408,
             "Upload too slow",
-            f"the body did not arrive within {settings.upload_timeout_s:g} s (DDPOBS_SERVER_UPLOAD_TIMEOUT_S)",
+            f"the body did not arrive within {settings.upload_timeout_s:g} s (DDPOBS_SERVER_UPLOAD_TIMEOUT_S), or less "
+            f"than {settings.min_pace_kb_s:g} kB/s of it (DDPOBS_SERVER_MIN_PACE_KB_S)",
             {"Connection": "close"},
         ) from None
     except ClientDisconnect:
         raise Problem(400, "Body cut short", "the connection was closed before the end of the body") from None
 
 
-async def _read(request: Request, reservation: Reservation, limit: int) -> bytes:
+class _Pace:
+    """Extends a body's time while it arrives at the least pace, up to the longest time for a whole body."""
+
+    def __init__(self, timer: asyncio.Timeout, settings: Settings) -> None:
+        self._timer, self._loop = timer, asyncio.get_running_loop()
+        self._last_s = self._loop.time() + settings.upload_timeout_s
+        self._least_bytes = self._missing_bytes = int(PACE_S * settings.min_pace_kb_s * 1e3)
+
+    def count(self, size_bytes: int) -> None:
+        """Count a part of the body."""
+        self._missing_bytes -= size_bytes
+        if self._missing_bytes <= 0:
+            self._missing_bytes = self._least_bytes
+            self._timer.reschedule(min(self._loop.time() + PACE_S, self._last_s))
+
+
+async def _read(request: Request, reservation: Reservation, limit: int, pace: _Pace) -> bytes:
     announced = request.headers.get("Content-Length", "")
     chunks: list[bytes] = []
     size = int(announced) if announced.isdecimal() and len(announced) <= _MAX_DIGITS else 0
@@ -48,6 +68,7 @@ async def _read(request: Request, reservation: Reservation, limit: int) -> bytes
             if size > limit:
                 break
             reservation.add(len(chunk))
+            pace.count(len(chunk))
             chunks.append(chunk)
         else:
             return b"".join(chunks)

@@ -61,9 +61,11 @@ async def put_batch(request: Request) -> Response:
     caller = await _authorize_ingest(request)
     state = request.app.state
     try:
+        await state.rates.wait_to_send(caller.workspace)
         key, outcome = await _store_batch(request, caller, received_ns)
     except Problem as problem:
         state.writer.batches.labels("busy" if problem.status in _RETRYABLE else "refused").inc()
+        state.workspace_usage.count_refusal(caller.workspace, problem)
         raise
     except DeletedRunError as error:
         raise Problem(410, "Run deleted", str(error)) from None
@@ -79,16 +81,17 @@ async def put_batch(request: Request) -> Response:
 async def _store_batch(request: Request, caller: Caller, received_ns: int) -> tuple[dict[str, str], Outcome]:
     """Return the batch's key and the outcome of its commit."""
     state = request.app.state
-    with state.memory_budget.reserve() as reservation:
+    with state.memory_budget.reserve(caller.workspace) as reservation:
         key, (content_type, encoding) = upload.batch_key(request.path_params), upload.content_format(request)
         run = caller.key(key["run"])
         body = await read_body(request, reservation, state.settings)
+        state.rates.count_bytes(caller.workspace, len(body))
         received = Upload(run, key, body, content_type, encoding, received_ns, state.settings)
         reservation.add(decoded_bytes(received.plain_bytes))
         await _admit(request.app, caller.workspace, run, key["source"])
         if received.plain_bytes > _LARGE_BYTES:
             await _decode(received, state.large_batch_limiter)
-        outcome = await state.writer.submit(received)
+        outcome = await state.writer.submit(received, caller.workspace)
         state.admission.remember(run, key["source"])
     return key, outcome
 
@@ -122,7 +125,7 @@ class BatchFastPath:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Respond to a request."""
         match = _PATH.fullmatch(scope["path"]) if scope["type"] == "http" and scope["method"] == "PUT" else None
-        if match is None:
+        if match is None or scope["query_string"]:  # The route itself refuses unknown parameters.
             await self._app(scope, receive, send)
             return
         scope["path_params"] = match.groupdict()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import threading
 import time
 from collections.abc import Iterator
@@ -18,9 +17,12 @@ from contextlib import suppress
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from ddpobs import wire
+from ddpobs_server.ingest.fair_queue import FairQueue
+from ddpobs_server.ingest.series_ledger import SeriesLedger
 from ddpobs_server.ingest.upload import Upload
 from ddpobs_server.store import Arrival, DeletedRunError, Outcome, Store, UnavailableError, UnstorableBatchError
 from ddpobs_server.web.problems import Problem
+from ddpobs_server.web.workspace_limits import WorkspaceLimits
 
 _log = logging.getLogger(__name__)
 _GROUP_BATCHES = 64
@@ -39,13 +41,16 @@ class Writer:
     Args:
         store: Stores the batches.
         limit: Batches that may wait; further ones are refused with a retryable problem.
+        limits: Share of these places for each workspace.
+        series: Refuses batches with too many series.
         registry: Receives the writer's metrics.
     """
 
-    def __init__(self, store: Store, limit: int, registry: CollectorRegistry) -> None:
-        self._store = store
-        self._limit = limit
-        self._queue: queue.SimpleQueue[tuple[Upload, _Acknowledgement] | None] = queue.SimpleQueue()
+    def __init__(
+        self, store: Store, limit: int, limits: WorkspaceLimits, series: SeriesLedger, registry: CollectorRegistry
+    ) -> None:
+        self._store, self._limit, self._limits, self._series = store, limit, limits, series
+        self.queue: FairQueue[tuple[Upload, _Acknowledgement]] = FairQueue()
         self._thread = threading.Thread(target=self._run, name="ddpobs-writer", daemon=True)
         self._transaction_began: float | None = None
         self._deleted: dict[tuple[str, str], None] = {}
@@ -69,7 +74,7 @@ class Writer:
             registry=registry,
         )
         for name, text, value in (
-            ("queue_depth", "Batches waiting for the writer.", self._queue.qsize),
+            ("queue_depth", "Batches waiting for the writer.", self.queue.qsize),
             ("queue_limit", "Batches that may wait for the writer.", lambda: self._limit),
             ("writer_alive", "1 while the writer thread is alive.", self._thread.is_alive),
             ("writer_busy_seconds", "Duration of the current transaction so far.", self._busy_s),
@@ -83,10 +88,10 @@ class Writer:
         """Whether submitted batches will be written."""
         return self._thread.is_alive()
 
-    @property
-    def queued(self) -> int:
-        """Batches that wait for the thread."""
-        return self._queue.qsize()
+    def used_ratio(self) -> float:
+        """Used part of the queue, or of the share of the workspace that uses most of its own."""
+        shares = (size / self._limits.share(workspace) for workspace, size in self.queue.sizes().items())
+        return max(self.queue.qsize(), *shares, 0.0) / self._limit
 
     def start(self) -> None:
         """Start the thread; call it on the event loop that awaits the batches."""
@@ -98,22 +103,26 @@ class Writer:
 
         Batches that the database does not take within `_CLOSE_S` stay unacknowledged.
         """
-        self._queue.put(None)
+        self.queue.close()
         self._thread.join(_CLOSE_S)
 
-    def submit(self, upload: Upload) -> _Acknowledgement:
+    def submit(self, upload: Upload, workspace: str) -> _Acknowledgement:
         """Queue a batch.
 
         Returns:
             A future that is done after the commit. It raises the errors of `Upload.arrival` and of the store.
 
         Raises:
-            Problem: 503 if too many batches wait already.
+            Problem: 503 if too many batches wait already, of all workspaces or of this one.
         """
-        if self._queue.qsize() >= self._limit:  # Only the event loop adds batches.
+        allowed = max(1, int(self._limit * self._limits.share(workspace)))
+        if self.queue.size_of(workspace) >= allowed:
+            detail = f"{allowed} batches of workspace {workspace} wait to be written; try again"
+            raise Problem(503, "Busy", detail, {"Retry-After": "1"})
+        if self.queue.qsize() >= self._limit:  # Only the event loop adds batches.
             raise Problem(503, "Busy", f"{self._limit} batches wait to be written; try again", {"Retry-After": "1"})
         future: _Acknowledgement = self._loop.create_future()
-        self._queue.put((upload, future))
+        self.queue.put(workspace, (upload, future))
         return future
 
     def _run(self) -> None:
@@ -126,17 +135,22 @@ class Writer:
         The batches are local to this method, so that their memory is free while the writer waits for the next ones.
         """
         group: list[tuple[Arrival, _Acknowledgement]] = []
+        workspaces: set[str] = set()
         records = 0
         # Further batches arrive during this loop: clients that waited for the last commit send again at once.
-        while (item := self._queue.get()) is not None:
+        while (taken := self.queue.get()) is not None:
+            workspace, item = taken
+            workspaces.add(workspace)
             for arrival, future in self._decode(*item):
                 group.append((arrival, future))
                 records += wire.records(arrival.batch)
-            if len(group) == _GROUP_BATCHES or records > _GROUP_RECORDS or self._queue.empty():
+            if len(group) == _GROUP_BATCHES or records > _GROUP_RECORDS or not self.queue.qsize():
                 break
+            if len(workspaces) > 1 and self.queue.size_of(workspace) == 0:
+                break  # A workspace with few batches does not wait for many of another.
         if group:
             self._write(group)
-        return item is not None
+        return taken is not None
 
     def _decode(self, upload: Upload, future: _Acknowledgement) -> Iterator[tuple[Arrival, _Acknowledgement]]:
         try:
@@ -144,6 +158,7 @@ class Writer:
             attempt = arrival.batch.run, arrival.batch.attempt
             if attempt in self._deleted:
                 raise DeletedRunError(*attempt)
+            self._series.check(arrival.batch)
             yield arrival, future
         except Exception as error:
             self._settle([(future, error)])

@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
+import msgspec
 import typer
 from pydantic import ValidationError
 from sqlalchemy.exc import SQLAlchemyError
@@ -20,6 +21,7 @@ from ddpobs_server.operations import backup, self_check
 from ddpobs_server.settings import Settings, unknown_settings
 from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token, UnavailableError, UnusableError, database_access
 from ddpobs_server.web.auth import SCOPES, new_token
+from ddpobs_server.web.workspace_limits import Limits, effective_limits
 
 
 class Commands(TyperGroup):
@@ -59,6 +61,14 @@ def _line(text: str) -> str:
 cli = typer.Typer(cls=Commands, add_completion=False, pretty_exceptions_enable=False, help="The ddpobs collector.")
 tokens = typer.Typer(help="Access tokens, each for a workspace and some of the scopes ingest, read and admin.")
 cli.add_typer(tokens, name="token")
+workspaces = typer.Typer(help="Limits of workspaces.", no_args_is_help=True)
+cli.add_typer(workspaces, name="workspace")
+
+
+@workspaces.callback()
+def _workspaces() -> None:
+    """Limits of workspaces."""
+
 
 DatabaseOption = Annotated[
     str | None,
@@ -158,6 +168,38 @@ def revoke_token(
         print_error(f"no token {token_id} that works in {settings.database}")
         raise typer.Exit(1)
     print_error(f"revoked {token_id} in {settings.database}")
+
+
+@workspaces.command("limits")
+def set_workspace_limits(
+    *,
+    name: Annotated[str, typer.Argument(help="Name of the workspace.")],
+    share: Annotated[
+        float | None, typer.Option(min=0.01, max=1, help="Largest part of shared memory and places.")
+    ] = None,
+    max_runs: Annotated[int | None, typer.Option(min=1, help="Stored runs.")] = None,
+    max_series: Annotated[int | None, typer.Option(min=1, help="Series of the active runs.")] = None,
+    batches_per_s: Annotated[float | None, typer.Option(min=0.01, help="Batches a second.")] = None,
+    mb_per_s: Annotated[float | None, typer.Option(min=0.001, help="MB of bodies a second.")] = None,
+    reads_per_s: Annotated[float | None, typer.Option(min=0.01, help="Reads and scrapes a second.")] = None,
+    keep_gb: Annotated[float | None, typer.Option(min=0.001, help="Stored GB; old data are removed.")] = None,
+    keep_runs_days: Annotated[
+        float | None, typer.Option(min=0.001, help="Days of silence after which a run is removed.")
+    ] = None,
+    reset: Annotated[bool, typer.Option("--reset", help="Return to the settings first.")] = False,
+    database_url: DatabaseOption = None,
+) -> None:
+    """Set and print the limits of a workspace. Collectors follow within five seconds, retention within a minute."""
+    given = {key: value for key, value in locals().items() if key in Limits.__struct_fields__ and value is not None}
+    settings = _settings(database_url)
+    store = _open_existing(settings)
+    stored = ({} if reset else store.workspace_limits().get(name, {})) | given
+    if given or reset:
+        store.set_workspace_limits(name, stored)
+    store.close()
+    for limit, value in msgspec.structs.asdict(effective_limits(settings, stored)).items():
+        origin = "stored" if limit in stored else "setting"
+        typer.echo(f"{limit:15}  {'none' if value is None else f'{value:g}':>12}  {origin}")
 
 
 @cli.command()

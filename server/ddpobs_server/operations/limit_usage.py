@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
+from ddpobs_server.web.workspace_limits import WorkspaceLimits
 
 _log = logging.getLogger(__name__)
 NEAR = 0.8
@@ -26,12 +27,13 @@ class LimitUsage:
 
     Args:
         settings: The limits.
+        limits: `max_runs` of each workspace.
         store: Holds the counted runs and sources.
         registry: Receives the metric.
     """
 
-    def __init__(self, settings: Settings, store: Store, registry: CollectorRegistry) -> None:
-        self._settings, self._store = settings, store
+    def __init__(self, settings: Settings, limits: WorkspaceLimits, store: Store, registry: CollectorRegistry) -> None:
+        self._settings, self._limits, self._store = settings, limits, store
         self._measured_at = float("-inf")
         self._ratio = Gauge(
             "ddpobs_server_limit_used_ratio",
@@ -52,10 +54,12 @@ class LimitUsage:
         if time.monotonic() - self._measured_at < _PERIOD_S:
             return
         self._measured_at = time.monotonic()
-        runs = self._store.runs_by_workspace()
-        for workspace, count in runs.items():
-            self._warn_if_near("max_runs", f"workspace {workspace}", count, self._settings.max_runs)
-        self._ratio.labels("max_runs").set(max(runs.values(), default=0) / self._settings.max_runs)
+        ratios = [0.0]
+        for workspace, count in self._store.runs_by_workspace().items():
+            most = self._limits.of(workspace).max_runs
+            self._warn_if_near("max_runs", f"workspace {workspace}", count, most)
+            ratios.append(count / max(1, most))
+        self._ratio.labels("max_runs").set(max(ratios))
         run, sources = self._store.most_sources(time.time_ns() - _ACTIVE_NS)
         self._warn_if_near("max_sources", f"run {run}", sources, self._settings.max_sources)
         self._ratio.labels("max_sources").set(sources / self._settings.max_sources)

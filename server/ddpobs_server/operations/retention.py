@@ -1,20 +1,25 @@
-"""Removes old data once a minute on a thread: spans before sums, oldest first."""
+"""Removes old data once a minute on a thread, spans before sums, oldest first; joins chunks, makes bins of steps."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
+from collections.abc import Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ddpobs_server.operations.clock_guard import ClockGuard
+from ddpobs_server.reports.step_bins import AttemptBins, update_step_bins
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
+from ddpobs_server.web.workspace_limits import Limits, effective_limits
 
 _log = logging.getLogger(__name__)
 _PERIOD_S = 60.0
 _CLOSE_S = 5.0
+_BINS_S = 20.0
+"""Longest time for bins in a round, so that the removal of old data never waits long."""
 _PAUSE_RATIO = 1.0
 """Pause after each join of chunks, relative to the join's duration: batches wait while the job writes."""
 _DELETED_DAYS = 400
@@ -70,6 +75,7 @@ class RetentionJob:
         for reason in (_JUMPED, _LARGE):
             self.refused.labels(reason)
         self.clock, self._accepted = ClockGuard(), False
+        self._binned: dict[str, int] = {}
         self.joined = Counter("ddpobs_server_joined_chunks", "Chunks joined into larger chunks.", registry=registry)
         for kind in ("chunks", "runs"):
             self.removed.labels(kind)
@@ -93,7 +99,13 @@ class RetentionJob:
             RetentionRefusedError: Nothing was removed by age; the rest of the round is done.
         """
         settings, store, began = self._settings, self._store, time.monotonic()
-        refusal = self._remove_by_age(now_ns)
+        stored = store.workspace_limits()
+        limits = {name: effective_limits(settings, stored.get(name, {})) for name in store.runs_by_workspace()}
+        by_size = settings.keep_gb is not None or any(own.keep_gb is not None for own in limits.values())
+        if settings.keep_spans_days is not None or by_size:
+            self._update_step_bins(now_ns)  # Bins come from the columns that are removed next.
+        refusal = self._remove_by_age(now_ns, limits)
+        self._shrink_workspaces(limits)
         if settings.keep_gb is not None:
             chunks, runs = store.shrink(int(settings.keep_gb * 1e9))
             self._count_removed("chunks", chunks)
@@ -101,14 +113,20 @@ class RetentionJob:
             self.bytes.labels("limit").set(settings.keep_gb * 1e9)
             self.bytes.labels("used").set(store.used_bytes())
         self._compact(now_ns - int(10 * _PERIOD_S * 1e9))
+        self._update_step_bins(now_ns)
         if refusal is not None:
             raise refusal
         self.seconds.set(time.monotonic() - began)
         self.succeeded.set_to_current_time()
 
-    def _remove_by_age(self, now_ns: int) -> RetentionRefusedError | None:
+    def _remove_by_age(self, now_ns: int, limits: Mapping[str, Limits]) -> RetentionRefusedError | None:
         settings, store = self._settings, self._store
-        refusal = self._refusal(now_ns)
+        before_ns = {
+            workspace: now_ns - int(own.keep_runs_days * _DAY_NS)
+            for workspace, own in limits.items()
+            if own.keep_runs_days is not None
+        }
+        refusal = self._refusal(now_ns, before_ns)
         for reason in (_JUMPED, _LARGE):
             self.refused.labels(reason).set(refusal is not None and refusal.reason == reason)
         if refusal is not None:
@@ -116,14 +134,15 @@ class RetentionJob:
         if settings.keep_spans_days is not None:
             self._count_removed("chunks", store.expire_chunks(now_ns - int(settings.keep_spans_days * _DAY_NS)))
         store.prune_unused_sets(now_ns - _HOUR_NS)
-        if settings.keep_runs_days is not None:
-            self._count_removed("runs", store.expire_runs(now_ns - int(settings.keep_runs_days * _DAY_NS)))
+        for workspace, silent_before_ns in before_ns.items():
+            self._count_removed("runs", store.expire_runs(silent_before_ns, workspace))
         store.forget_deleted(now_ns - _DELETED_DAYS * _DAY_NS)
         self.clock.accept(now_ns)
         self._accepted = True
         return None
 
-    def _refusal(self, now_ns: int) -> RetentionRefusedError | None:
+    def _refusal(self, now_ns: int, before_ns: Mapping[str, int]) -> RetentionRefusedError | None:
+        """The reason against removal by age; `before_ns` is the time before which each workspace's silent runs go."""
         settings = self._settings
         if (jump_s := self.clock.jump_s(now_ns)) != 0:
             detail = (
@@ -133,17 +152,27 @@ class RetentionJob:
             return RetentionRefusedError(_JUMPED, detail)
         if self._accepted:
             return None
-        for days, share_of in (
-            (settings.keep_runs_days, self._store.silent_runs_share),
-            (settings.keep_spans_days, self._store.silent_bytes_share),
-        ):
-            if days is not None and (share := share_of(now_ns - int(days * _DAY_NS))) > settings.keep_share:
+        ages = {f"{(now_ns - limit_ns) / _DAY_NS:g} days" for limit_ns in before_ns.values()}
+        runs_age = ages.pop() if len(ages) == 1 else "their workspaces keep them"
+        shares = [(runs_age, self._store.silent_runs_share(before_ns))]
+        if (days := settings.keep_spans_days) is not None:
+            shares.append((f"{days:g} days", self._store.silent_bytes_share(now_ns - int(days * _DAY_NS))))
+        for age, share in shares:
+            if share > settings.keep_share:
                 detail = (
-                    f"{share:.0%} of the data are older than {days:g} days. If this machine's clock is right, set "
+                    f"{share:.0%} of the data are older than {age}. If this machine's clock is right, set "
                     "DDPOBS_SERVER_KEEP_SHARE=1 and restart the collector"
                 )
                 return RetentionRefusedError(_LARGE, detail)
         return None
+
+    def _shrink_workspaces(self, limits: Mapping[str, Limits]) -> None:
+        """Remove data of workspaces above their own size."""
+        for workspace, own in limits.items():
+            if own.keep_gb is not None:
+                chunks, runs = self._store.shrink(int(own.keep_gb * 1e9), workspace)
+                self._count_removed("chunks", chunks)
+                self._count_removed("runs", runs)
 
     def _compact(self, since_ns: int) -> None:
         began = time.monotonic()
@@ -152,6 +181,22 @@ class RetentionJob:
             if self._closing.wait(_PAUSE_RATIO * (time.monotonic() - began)):
                 return
             began = time.monotonic()
+
+    def _update_step_bins(self, now_ns: int) -> None:
+        """Make the bins that are due of the runs that changed, for at most `_BINS_S`; the next round does the rest."""
+        until = time.monotonic() + _BINS_S
+        for run, commits in self._store.runs_with_columns():
+            if self._binned.get(run) == commits:
+                continue
+            attempts = self._store.attempts(run)
+            for attempt in attempts if run not in self._binned else attempts[-1:]:
+                began = time.monotonic()
+                for _ in update_step_bins(AttemptBins(self._store, run, attempt.attempt), now_ns):
+                    if self._closing.wait(_PAUSE_RATIO * (time.monotonic() - began)) or time.monotonic() > until:
+                        return
+                    began = time.monotonic()
+            if all(source.ended for source in self._store.sources(run, attempts[-1].attempt)):
+                self._binned[run] = commits
 
     def _count_removed(self, kind: str, count: int) -> None:
         self.removed.labels(kind).inc(count)

@@ -10,13 +10,18 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence
-from ddpobs_server.analysis.finding import Finding, NotJudged, by_severity
+from ddpobs_server.analysis.finding import Finding, Interval, NotJudged, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.joined_steps import join
+from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
+from ddpobs_server.analysis.step_levels import step_levels
+from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
 from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
-from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
+from ddpobs_server.reports.step_bins import AttemptBins, read_lateness
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
+_EDGE_ROWS = 40_000
+"""Most rows of steps that are read around a change point."""
 _ALL_SILENT = "no rank sends any more: the processes were killed, stand still all at once, or are cut off"
 _NO_BATCH = "no batch has arrived from rank {}"
 _NO_STEP = "no step has ended on rank {}"
@@ -34,13 +39,21 @@ class Diagnosis:
     def __init__(self, store: Store, now_ns: Callable[[], int] = time.time_ns) -> None:
         self._store, self._now_ns = store, now_ns
 
-    def diagnose(self, run: str, attempt: str) -> dict[str, Any]:
-        """Return the findings, the most severe first, and the questions that could not be judged."""
+    def diagnose(self, run: str, attempt: str, first: int | None = None, last: int | None = None) -> dict[str, Any]:
+        """Return the findings, the most severe first, and the questions that could not be judged.
+
+        Args:
+            run: The run.
+            attempt: Its attempt.
+            first: First step that is judged; None for the run's first.
+            last: Last step that is judged; None for the run's last.
+        """
         sources = self._store.sources(run, attempt)
         settings = next((source.hello.settings for source in sources if source.hello), {})
         reason = _separate_groups_reason(sources, settings)
-        rank, steps, missing = self._load_steps(run, attempt, sources, keep_silent=bool(reason))
-        evidence = self._evidence(run, attempt, sources, (rank, steps), settings, separate_groups_reason=reason)
+        judged, missing = self._load_steps(run, attempt, sources, (first, last), keep_silent=bool(reason))
+        steps = judged.steps
+        evidence = self._evidence(run, attempt, sources, judged, settings, separate_groups_reason=reason)
         results = [result for judge in FINDINGS for result in judge(evidence)]
         findings = [result for result in results if isinstance(result, Finding)]
         missing += [result for result in results if isinstance(result, NotJudged)]
@@ -50,40 +63,46 @@ class Diagnosis:
             "run": run,
             "attempt": attempt,
             "steps_seen": int(steps.step.max()) + 1 if len(steps.step) else 0,
-            "findings": [finding.as_json() for finding in by_severity(findings)],
+            "findings": [evidence.clock.timed_finding(finding).as_json() for finding in by_severity(findings)],
             "missing": [str(not_judged) for not_judged in missing],
+            "step_levels": _step_levels(evidence, judged),
         }
 
     def _load_steps(
-        self, run: str, attempt: str, sources: list[Source], *, keep_silent: bool
-    ) -> tuple[wire.Ints, wire.Steps, list[NotJudged]]:
-        """Return the latest steps; none, and a `NotJudged`, if they have too many rows."""
+        self,
+        run: str,
+        attempt: str,
+        sources: list[Source],
+        bounds: tuple[int | None, int | None],
+        *,
+        keep_silent: bool,
+    ) -> tuple[JudgedSteps, list[NotJudged]]:
+        """Return the steps to judge; none, and a `NotJudged`, if they have too many rows."""
         try:
-            rank, steps = read_recent_steps(self._store, run, attempt, sources)
+            judged = read_judged_steps(self._store, run, attempt, sources, bounds)
         except TooManyRowsError as error:
-            empty = wire.Steps.from_table(np.zeros((len(wire.Steps.names), 0), np.int64))
-            return np.zeros(0, np.int64), empty, [NotJudged("steps", str(error))]
-        if not keep_silent:
-            rank, steps = drop_silent_ranks(rank, steps, sources)
-        return rank, steps, []
+            return JudgedSteps.none(), [NotJudged("steps", str(error))]
+        return judged if keep_silent else judged.without_silent_ranks(sources), []
 
     def _evidence(
         self,
         run: str,
         attempt: str,
         sources: list[Source],
-        rows: tuple[wire.Ints, wire.Steps],
+        judged: JudgedSteps,
         settings: dict[str, wire.Scalar],
         *,
         separate_groups_reason: str,
     ) -> Evidence:
-        store, joined, now_ns = self._store, join(*rows), self._now_ns()
+        store, joined, now_ns = self._store, join(judged.rank, judged.steps), self._now_ns()
+        unused, unused_left_out = store.latest_unused(run, attempt)
         missing_batches = store.missing_batches(run, attempt)
         return Evidence(
-            rank=rows[0],
-            steps=rows[1],
+            rank=judged.rank,
+            steps=judged.steps,
             joined=joined,
-            unused=store.latest_unused(run, attempt),
+            unused=unused,
+            unused_left_out=unused_left_out,
             settings=settings,
             emitted={source.rank: source.emitted for source in sources},
             dropped={source.rank: source.dropped for source in sources},
@@ -102,6 +121,9 @@ class Diagnosis:
             ended=ends(sources),
             fingerprints=store.differing_fingerprints(run, attempt),
             now_ns=now_ns,
+            whole=join(*judged.whole) if judged.whole is not None else None,
+            earlier=judged.earlier,
+            clock=judged.clock(sources),
         )
 
 
@@ -112,7 +134,7 @@ class _StoreColumns:
         self._store, self._run, self._attempt = store, run, attempt
 
     def layouts(self) -> list[wire.Layout]:
-        return self._store.layouts(self._run, self._attempt)
+        return self._store.layouts(self._run, self._attempt)[0]
 
     def spans(self, ranks: list[int], first: int, last: int) -> tuple[wire.Ints, wire.Spans]:
         try:
@@ -120,11 +142,38 @@ class _StoreColumns:
         except TooManyRowsError as error:
             raise ColumnsTooLargeError(str(error)) from error
 
+    def lateness(self, first: int, last: int) -> LatenessBins | None:
+        bins = AttemptBins(self._store, self._run, self._attempt)
+        if not 0 < bins.column_rows(first, last) <= _EDGE_ROWS:
+            ranks = len(self._store.sources(self._run, self._attempt))
+            return read_lateness(bins, (first, last), ranks)
+        try:
+            joined = join(*self._store.steps(self._run, self._attempt, None, first, last))
+        except TooManyRowsError as error:
+            raise ColumnsTooLargeError(str(error)) from error
+        return bins_of(joined, 1) if len(joined.ranks) > 1 else None
+
     def comms(self, rank: int, first: int, last: int) -> wire.Comms:
         try:
             return self._store.comms(self._run, self._attempt, rank, first, last)[1]
         except TooManyRowsError as error:
             raise ColumnsTooLargeError(str(error)) from error
+
+
+def _step_levels(evidence: Evidence, judged: JudgedSteps) -> list[dict[str, Any]]:
+    """Return the levels of the step time over the judged steps, with their times."""
+    joined = evidence.joined if evidence.whole is None else evidence.whole
+    if not len(joined):
+        return []
+    first, last, step_ns = joined.step, joined.step, joined.step_ns
+    if (bins := judged.earlier_times) is not None:
+        bins = bins.select(np.flatnonzero(bins.column("last") < joined.step[0]))
+        first, last = (np.concatenate([bins.column(n), joined.step]) for n in ("first", "last"))
+        step_ns = np.concatenate([bins.column("wall_median_ns"), joined.step_ns])
+    return [
+        evidence.clock.timed(Interval(level.first, level.last)).as_json() | {"step_ns": round(level.step_ns)}
+        for level in step_levels(first, last, step_ns)
+    ]
 
 
 def _credible(events: list[tuple[int, wire.Event]], sources: list[Source]) -> list[tuple[int, wire.Event]]:

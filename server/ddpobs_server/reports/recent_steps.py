@@ -8,7 +8,7 @@ from ddpobs import wire
 from ddpobs_server.analysis.joined_steps import index_ranks, silent_ranks
 from ddpobs_server.store import Source, Store
 
-_STEPS, _MIN_STEPS, _ROWS = 2048, 512, 500_000
+STEPS, _MIN_STEPS, _ROWS = 2048, 512, 500_000
 """Latest steps of a rank that are read: fewer if they make more than `_ROWS` rows, but at least `_MIN_STEPS`."""
 _MAX_ROWS = 1_000_000
 """Rows above which even fewer than `_MIN_STEPS` are read."""
@@ -31,7 +31,7 @@ def read_recent_steps(store: Store, run: str, attempt: str, sources: list[Source
     """
     by_last_step = sorted(sources, key=lambda source: source.last_step)
     last = {source.rank: source.last_step for source in by_last_step} or {0: 0}
-    window = max(_MIN_STEPS, min(_STEPS, _ROWS // max(1, len(sources))))
+    window = max(_MIN_STEPS, min(STEPS, _ROWS // max(1, len(sources))))
     while window > 1 and (rows := _count_rows(store, run, attempt, last, window)) > _MAX_ROWS:
         window = max(1, int(0.9 * window * _MAX_ROWS / rows))
     rank, steps = _read_windows(store, run, attempt, last, window)

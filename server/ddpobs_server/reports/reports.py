@@ -19,16 +19,20 @@ from ddpobs import wire
 from ddpobs_server.analysis import chrome_trace, clock_alignment
 from ddpobs_server.analysis.joined_steps import join, mean_over_ranks
 from ddpobs_server.analysis.lateness import lateness_table
+from ddpobs_server.analysis.step_bins import SHOWN, StepBins
 from ddpobs_server.reports.attempts import AttemptOutcome, attempt_outcomes
 from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.reports.run_state import report_version, state_of_run
+from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_step_bins, unix_times
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
 
 _log = logging.getLogger(__name__)
 
+_BIN_ROWS = 25_000
+"""Approximate limit of rows of bins in an answer."""
 _ROWS = 500_000
 """Approximate limit of step rows in an answer."""
 _TRACE_STEPS, _TRACE_EVENTS = 50, 100_000
@@ -37,7 +41,7 @@ _EVENTS = {"steps": len(wire.PHASES), "spans": 1}
 _CLOCK_ROWS = 500_000
 """Most rows that are read around the requested steps to align clocks."""
 _NOISE_STEPS, _NOISE_ROWS = 200, 50_000
-_CACHED = 1024
+_CACHED, _CACHED_PARTS = 1024, 64
 _PATIENCE_S = 1.0
 """Longest wait for the first diagnoses of runs."""
 
@@ -65,6 +69,7 @@ class Reports:
         self._store, self._settings, self._now_ns = store, settings or Settings.model_validate({}), now_ns
         self._diagnosis = Diagnosis(store, now_ns)
         self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
+        self._parts: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
         self._executor = ThreadPoolExecutor(1, "ddpobs-reports")
         self._lock = threading.Lock()
         self._running: dict[tuple[str, str], Future[None]] = {}
@@ -73,6 +78,14 @@ class Reports:
         """Return the findings, most severe first, and the questions that could not be judged."""
         version = report_version(self._store.version(run), self._settings, self._now_ns())
         return self._diagnoses.get((run, attempt), version, lambda: self._diagnosis.diagnose(run, attempt))
+
+    def diagnostics_between(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
+        """Return the findings about the steps `first` to `last`; None leaves that end open."""
+        if first is None and last is None:
+            return self.diagnostics(run, attempt)
+        version = report_version(self._store.version(run), self._settings, self._now_ns())
+        key = (run, f"{attempt} {first} {last}")
+        return self._parts.get(key, version, lambda: self._diagnosis.diagnose(run, attempt, first, last))
 
     def last_diagnosis(self, run: Run) -> tuple[dict[str, Any] | None, bool]:
         """Return the last diagnosis of the latest attempt, and whether it is current.
@@ -161,6 +174,36 @@ class Reports:
         end = self._store.page_end("steps", run, attempt, first=first, last=last, rows=_ROWS)
         _, steps = self._store.steps(run, attempt, None, first, last if end is None else end)
         return mean_over_ranks(steps), None if end is None else end + 1
+
+    def step_bins(
+        self,
+        run: str,
+        attempt: str,
+        bounds: tuple[int | None, int | None],
+        points: int,
+        rank: int | None,
+        *,
+        mean: bool,
+    ) -> tuple[dict[str, wire.Ints], int | None]:
+        """Return at most `points` bins of steps: each rank's, one rank's, or over all ranks.
+
+        If ranks times bins do not fit into an answer, it has the first bins; the second result is the next step then.
+        """
+        sources = self._store.sources(run, attempt)
+        highest = max((source.last_step for source in sources), default=0)
+        first, last = bounds[0] or 0, highest if bounds[1] is None else min(bounds[1], highest)
+        next_step = None
+        fitting = points if mean or rank is not None else max(1, _BIN_ROWS // max(1, len(sources)))
+        if fitting < points:
+            end = first + -(-(last - first + 1) // points) * fitting - 1
+            next_step, last, points = (end + 1 if end < last else None), min(end, last), fitting
+        bins = StepBins.concat([])
+        if first <= last:
+            bins = read_step_bins(AttemptBins(self._store, run, attempt), (first, last), points, Shown(rank, mean))
+        if next_step is not None and len(bins):
+            next_step = int(bins.column("last").max()) + 1  # Stored bins may be wider than requested.
+        bins = unix_times(bins, sources)
+        return {name: bins.column(name) for name in SHOWN if name != "rank" or not mean}, next_step
 
     def aligned_spans(
         self,

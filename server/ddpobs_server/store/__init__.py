@@ -13,12 +13,14 @@ from ddpobs_server.store.rows import (
     Attempt,
     AttemptSummary,
     BucketRollup,
+    LayoutOutline,
     PeerTotal,
     Rollup,
     Run,
     RunVersion,
     Source,
     Token,
+    WorkspaceUsage,
 )
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.store import Store
@@ -31,6 +33,7 @@ __all__ = [
     "AttemptSummary",
     "BucketRollup",
     "DeletedRunError",
+    "LayoutOutline",
     "LostDatabaseError",
     "Outcome",
     "PeerTotal",
@@ -44,4 +47,5 @@ __all__ = [
     "UnavailableError",
     "UnstorableBatchError",
     "UnusableError",
+    "WorkspaceUsage",
 ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -17,15 +16,12 @@ _r, _s = schema.runs.c, schema.sources.c
 _SOURCE = (_s.run_id, _s.source, _s.rank)
 _EVENTS = 10_000
 """Most events in a diagnosis. A limit is needed because clients choose the kinds."""
+_EVENT_BYTES = 8_000_000
+"""Most bytes of events in a diagnosis: each may have 16,384 characters."""
 _ENDS = ("failed", "died", "terminated")
 """Kinds of events that are read first if there are too many."""
 _REPEATED, _REPEATS = ("stuck", "not_reduced"), 64
 """Kinds of events of which a diagnosis reads the first of each source, and how many."""
-UNUSED_JUDGED = 8
-"""Latest unused sets with names, and latest empty sets, that a diagnosis reads of each source and module. A module's
-latest sets are always among them."""
-_UNUSED_NAMES = 200_000
-"""Most names in the sets before the latest sets. If sets change in every step, ranks times names would fill memory."""
 
 
 def float_sum(column: Any) -> Any:
@@ -96,8 +92,16 @@ def last_seen(connection: Connection, sources: CTE) -> list[tuple[str, int, int,
     return [(run, rank, step, seen_ns, int(dropped)) for run, rank, step, seen_ns, dropped in rows]
 
 
-def hellos(connection: Connection, sources: CTE) -> dict[str, wire.Hello]:
-    """Hello of the lowest rank that sent a hello, by run."""
+class _RunFacts(msgspec.Struct):
+    """The part of a hello that metrics show. The rest is skipped."""
+
+    backend: str
+    device: str
+    versions: dict[str, str]
+
+
+def facts(connection: Connection, sources: CTE) -> dict[str, tuple[str, str, str]]:
+    """Backend, device and version of torch of the lowest rank that sent a hello, by run."""
     numbered = (
         select(_s.run_id, _s.source, _number(_s.run_id, order_by=sources.c.rank))
         .join(sources, (sources.c.run_id == _s.run_id) & (sources.c.source == _s.source))
@@ -108,69 +112,12 @@ def hellos(connection: Connection, sources: CTE) -> dict[str, wire.Hello]:
     query = select(_s.run_id, _s.hello).join(
         numbered, (n.run_id == _s.run_id) & (n.source == _s.source) & (n.number == 1)
     )
-    return {run: msgspec.json.decode(hello, type=wire.Hello) for run, hello in connection.execute(query)}
-
-
-def layouts(connection: Connection, sources: CTE) -> list[tuple[str, wire.Layout]]:
-    """(run, layout) by module and revision, from the lowest rank that sent it."""
-    c = schema.layouts.c
-    numbered = (
-        select(
-            c.run_id, c.source, c.module, c.revision, _number(c.run_id, c.module, c.revision, order_by=sources.c.rank)
-        )
-        .join(sources, (sources.c.run_id == c.run_id) & (sources.c.source == c.source))
-        .subquery()
-    )
-    n = numbered.c
-    same = [n[name] == c[name] for name in ("run_id", "source", "module", "revision")]
-    query = select(c.run_id, c.body).join(numbered, and_(*same, n.number == 1))
-    rows = connection.execute(query.order_by(c.run_id, c.module, c.revision))
-    return [(run, msgspec.json.decode(body, type=wire.Layout)) for run, body in rows]
-
-
-def unused(
-    connection: Connection, sources: CTE, *, module: int | None = None, limit: int | None = None, latest: int = 1
-) -> list[tuple[str, int, wire.Unused]]:
-    """(run, rank, unused set) in the order in which each rank sent them.
-
-    Args:
-        connection: To the database.
-        sources: The sources.
-        module: Index of the only module to read; None for all.
-        limit: If given, return the latest `limit` sets of all ranks and ignore `latest`.
-        latest: Largest `unused_number` of the sets. Sets after the first are read until they hold
-            `_UNUSED_NAMES` names.
-    """
-    c = schema.unused.c
-    numbered = (
-        select(sources.c.rank, c.run_id, c.source, c.seq, c.position, c.names, unused_number())
-        .join(*_by_source(schema.unused, sources))
-        .where(*([] if module is None else [c.module == module]))
-        .subquery()
-    )
-    n = numbered.c
-    if limit is not None:
-        selected = select(numbered).order_by(n.number, n.rank).limit(limit).subquery()
-    elif latest == 1:
-        selected = select(numbered).where(n.number == 1).subquery()
-    else:
-        order = (n.number, n.rank, n.source)
-        so_far = func.sum(n.names).over(partition_by=n.run_id, order_by=order).label("so_far")
-        latest_sets = select(numbered, so_far).where(n.number <= latest).subquery()
-        allowed = (latest_sets.c.number == 1) | (latest_sets.c.so_far <= _UNUSED_NAMES)
-        selected = select(latest_sets).where(allowed).subquery()
-    same = [selected.c[name] == c[name] for name in ("run_id", "source", "seq", "position")]
-    query = select(c.run_id, selected.c.rank, c.body).join(selected, and_(*same))
-    query = query.order_by(c.run_id, selected.c.rank, c.seq, c.position)
-    decode = cache(msgspec.json.Decoder(wire.Unused).decode)  # Most ranks send the same sets.
-    return [(run, rank, decode(body)) for run, rank, body in connection.execute(query)]
-
-
-def unused_number() -> Any:
-    """Number of an unused set, 1 for the latest. Sets with names and empty sets of a source and module count apart."""
-    c = schema.unused.c
-    kind, latest = (c.run_id, c.source, c.module, c.names > 0), (c.seq.desc(), c.position.desc())
-    return func.row_number().over(partition_by=kind, order_by=latest).label("number")
+    decode = msgspec.json.Decoder(_RunFacts).decode
+    by_run = {}
+    for run, hello in connection.execute(query.execution_options(yield_per=64)):
+        record = decode(hello)
+        by_run[run] = (record.backend, record.device, record.versions.get("torch", ""))
+    return by_run
 
 
 def events(connection: Connection, sources: CTE) -> list[tuple[str, int, wire.Event]]:
@@ -180,19 +127,32 @@ def events(connection: Connection, sources: CTE) -> list[tuple[str, int, wire.Ev
     """
     c = schema.events.c
     numbered = (
-        select(sources.c.run_id, sources.c.rank, c.seq, c.position, c.kind, c.body, event_number())
+        select(sources.c.run_id, sources.c.source, sources.c.rank, c.seq, c.position, c.kind, event_number())
         .join(*_by_source(schema.events, sources))
         .subquery()
     )
     n = numbered.c
     is_end = case((n.kind.in_(_ENDS) | n.kind.startswith("died:"), 0), else_=1)
-    query = select(n.run_id, n.rank, n.seq, n.position, n.body).where(is_read(n.kind, n.number))
+    same = [n[name] == c[name] for name in ("run_id", "source", "seq", "position")]
+    query = select(n.run_id, n.rank, n.seq, n.position, c.body).join(schema.events, and_(*same))
+    query = query.where(is_read(n.kind, n.number))
     query = query.order_by(is_end, n.number, n.run_id, n.rank, n.seq, n.position).limit(_EVENTS)
+    rows = within_bytes(connection.execute(query.execution_options(yield_per=64)), _EVENT_BYTES)
     result = []
-    for run, rank, *_, body in sorted(connection.execute(query).all()):
+    for run, rank, *_, body in sorted(rows):
         event = msgspec.json.decode(body, type=wire.Event)
         result.append((run, rank_of(event, rank), event))
     return result
+
+
+def within_bytes(rows: Iterable[Any], limit_bytes: int) -> Iterator[Any]:
+    """The first rows whose texts, in the last column, fit together into a number of bytes."""
+    remaining = limit_bytes
+    for row in rows:
+        remaining -= len(row[-1])
+        if remaining < 0:
+            return
+        yield row
 
 
 def rank_of(event: wire.Event, sender: int) -> int:

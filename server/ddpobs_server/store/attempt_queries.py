@@ -8,12 +8,14 @@ import msgspec
 from sqlalchemy import Connection, Row, case, func, select
 
 from ddpobs import wire
-from ddpobs_server.store import aggregate_queries, bucket_sums, endings, schema
+from ddpobs_server.store import aggregate_queries, bucket_sums, endings, layout_queries, schema, unused_queries
 from ddpobs_server.store.aggregate_queries import float_sum, sources_of_attempt
 from ddpobs_server.store.rows import Attempt, AttemptSummary, BucketRollup, Rollup, Source
 
-_END_EVENTS = 10_000
-"""Most events that `end_events` returns."""
+_END_EVENTS, _END_EVENT_BYTES = 10_000, 8_000_000
+"""Most events that `end_events` returns, and their most bytes: a traceback may have 16,384 characters."""
+_PULSE_BYTES, _SHORT_PULSE = 16_000_000, 512
+"""Bytes of an attempt's pulses after which a long pulse loses its stack and place."""
 
 
 def attempts(connection: Connection, run: str) -> list[Attempt]:
@@ -57,17 +59,18 @@ def end_events(connection: Connection, run: str) -> list[tuple[str, int, wire.Ev
         .limit(_END_EVENTS)
     )
     result = []
-    for attempt, rank, body in connection.execute(query):
+    rows = connection.execute(query.execution_options(yield_per=64))
+    for attempt, rank, body in aggregate_queries.within_bytes(rows, _END_EVENT_BYTES):
         event = msgspec.json.decode(body, type=wire.Event)
         result.append((attempt, aggregate_queries.rank_of(event, rank), event))
     return result
 
 
 def sources(connection: Connection, run: str, attempt: str) -> list[Source]:
-    """The attempt's sources, by rank."""
+    """The attempt's sources by rank. Only the first hello has its versions and settings."""
     c = schema.sources.c
     query = select(schema.sources).where(c.run_id == run, c.attempt == attempt).order_by(c.rank, c.first_seen_ns)
-    return [_source(row) for row in connection.execute(query)]
+    return list(map(_SourceReader().source, connection.execute(query.execution_options(yield_per=256))))
 
 
 def missing_batches(connection: Connection, run: str, attempt: str) -> dict[str, tuple[int, int]]:
@@ -98,24 +101,32 @@ def has_gaps(connection: Connection, run: str, attempt: str) -> bool:
     return connection.execute(batches.having(func.max(b.seq) + 1 > func.count()).limit(1)).first() is not None
 
 
-def layouts(connection: Connection, run: str, attempt: str) -> list[wire.Layout]:
-    """Each module's layouts, by revision, from the lowest rank that sent them."""
-    return [layout for _, layout in aggregate_queries.layouts(connection, sources_of_attempt(run, attempt))]
+def layouts(
+    connection: Connection,
+    run: str,
+    attempt: str,
+    module: int | None = None,
+    limit_bytes: int = layout_queries.ANSWER_BYTES,
+) -> tuple[list[wire.Layout], int]:
+    """Each module's layouts by revision from the lowest rank that sent them, and the number that did not fit."""
+    return layout_queries.whole(connection, sources_of_attempt(run, attempt), module, limit_bytes)
 
 
 def unused(
     connection: Connection, run: str, attempt: str, module: int | None = None, limit: int = 1000
-) -> list[tuple[int, wire.Unused]]:
-    """(rank, unused set) in the order in which each rank sent them: the latest `limit`, of a module or of all."""
-    rows = aggregate_queries.unused(connection, sources_of_attempt(run, attempt), module=module, limit=limit)
-    return [row[1:] for row in rows]
+) -> tuple[list[tuple[int, wire.Unused]], int]:
+    """(rank, unused set) in the order in which each rank sent them, and the number of sets that did not fit.
+
+    The latest `limit` sets, of a module or of all.
+    """
+    rows = unused_queries.latest(connection, sources_of_attempt(run, attempt), module=module, limit=limit)
+    return [row[1:] for row in rows.sets], rows.left_out
 
 
-def latest_unused(connection: Connection, run: str, attempt: str) -> list[tuple[int, wire.Unused]]:
-    """(rank, unused set): the latest few sets with names, and the latest few empty sets, of each source and module."""
-    latest = aggregate_queries.UNUSED_JUDGED
-    rows = aggregate_queries.unused(connection, sources_of_attempt(run, attempt), latest=latest)
-    return [row[1:] for row in rows]
+def latest_unused(connection: Connection, run: str, attempt: str) -> tuple[list[tuple[int, wire.Unused]], int]:
+    """The same for the latest few sets with names, and the latest few empty sets, of each source and module."""
+    rows = unused_queries.latest(connection, sources_of_attempt(run, attempt), each=unused_queries.UNUSED_JUDGED)
+    return [row[1:] for row in rows.sets], rows.left_out
 
 
 def first_events(connection: Connection, run: str, attempt: str) -> list[tuple[int, wire.Event]]:
@@ -128,27 +139,66 @@ def rollups(connection: Connection, run: str, attempt: str) -> list[Rollup]:
     return [rollup for _, rollup in aggregate_queries.rollups(connection, sources_of_attempt(run, attempt))]
 
 
-def bucket_rollups(connection: Connection, run: str, attempt: str) -> list[BucketRollup]:
-    """Sums by bucket, over all ranks."""
-    return [rollup for _, rollup in bucket_sums.read(connection, sources_of_attempt(run, attempt))[0]]
+def bucket_rollups(connection: Connection, run: str, attempt: str, limit: int) -> tuple[list[BucketRollup], bool]:
+    """Sums by bucket over all ranks, at most `limit` buckets; and whether some are missing."""
+    rows, is_short = bucket_sums.read(connection, sources_of_attempt(run, attempt), limit)
+    return [rollup for _, rollup in rows], is_short
 
 
-def _source(row: Row[Any]) -> Source:
-    return Source(
-        source=row.source,
-        attempt=row.attempt,
-        rank=row.rank,
-        world_size=row.world_size,
-        emitted=row.emitted,
-        dropped=row.dropped,
-        last_seen_ns=row.last_seen_ns,
-        last_step_seen_ns=row.last_step_seen_ns,
-        last_step=row.last_step,
-        anchor=wire.Anchor(wall_ns=row.wall_ns, monotonic_ns=row.monotonic_ns),
-        hello=msgspec.json.decode(row.hello, type=wire.Hello) if row.hello else None,
-        pulse=msgspec.json.decode(row.pulse, type=wire.Pulse) if row.pulse else None,
-        goodbye=row.goodbye,
-        ended=row.ended,
-        stuck_ns=row.stuck_ns,
-        first_seen_ns=row.first_seen_ns,
-    )
+class _HelloOutline(msgspec.Struct):
+    """A hello without versions and settings, which are skipped."""
+
+    host: str
+    pid: int
+    device: str
+    backend: str
+
+
+_decode_hello = msgspec.json.Decoder(wire.Hello).decode
+_decode_hello_outline = msgspec.json.Decoder(_HelloOutline).decode
+_decode_pulse = msgspec.json.Decoder(wire.Pulse).decode
+
+
+class _SourceReader:
+    """Turns rows into sources. Versions and settings are kept of the first hello only, long pulses up to a size."""
+
+    def __init__(self) -> None:
+        self._has_hello, self._pulse_bytes = False, _PULSE_BYTES
+        self._texts: dict[str, str] = {}
+
+    def source(self, row: Row[Any]) -> Source:
+        return Source(
+            source=row.source,
+            attempt=row.attempt,
+            rank=row.rank,
+            world_size=row.world_size,
+            emitted=row.emitted,
+            dropped=row.dropped,
+            last_seen_ns=row.last_seen_ns,
+            last_step_seen_ns=row.last_step_seen_ns,
+            last_step=row.last_step,
+            anchor=wire.Anchor(wall_ns=row.wall_ns, monotonic_ns=row.monotonic_ns),
+            hello=self._hello(row.hello) if row.hello else None,
+            pulse=self._pulse(row.pulse) if row.pulse else None,
+            goodbye=row.goodbye,
+            ended=row.ended,
+            stuck_ns=row.stuck_ns,
+            first_seen_ns=row.first_seen_ns,
+        )
+
+    def _hello(self, text: str) -> wire.Hello:
+        if not self._has_hello:
+            self._has_hello = True
+            return _decode_hello(text)
+        outline = _decode_hello_outline(text)
+        host, device, backend = (
+            self._texts.setdefault(value, value) for value in (outline.host, outline.device, outline.backend)
+        )
+        return wire.Hello(host=host, pid=outline.pid, device=device, backend=backend, versions={})
+
+    def _pulse(self, text: str) -> wire.Pulse:
+        pulse = _decode_pulse(text)
+        self._pulse_bytes -= len(text)
+        if self._pulse_bytes >= 0 or len(text) <= _SHORT_PULSE:
+            return pulse
+        return msgspec.structs.replace(pulse, place="", stack=[], processes={})

@@ -8,6 +8,7 @@ read.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
@@ -62,8 +63,13 @@ def add_tables(a: Table, b: Table) -> Table:
     return build_table(columns[0], columns[1:])
 
 
-def add(connection: Connection, sums: Mapping[Key, Table]) -> None:
-    """Add to the stored sums. The caller must hold the locks on the runs' own rows until the transaction ends."""
+def add(connection: Connection, sums: Mapping[Key, Table]) -> Counter[str]:
+    """Add to the stored sums. The caller must hold the locks on the runs' own rows until the transaction ends.
+
+    Returns:
+        Growth of the packed sums in bytes, by run.
+    """
+    growth: Counter[str] = Counter()
     keys = sorted(sums)
     for first in range(0, len(keys), _GROUP_ROWS):
         group = keys[first : first + _GROUP_ROWS]
@@ -72,44 +78,75 @@ def add(connection: Connection, sums: Mapping[Key, Table]) -> None:
         sql, order = _upsert(connection.dialect)
         values = rows if order else [dict(zip((*_KEY, "sums"), row, strict=True)) for row in rows]
         connection.exec_driver_sql(sql, values)
+        for key, row in zip(group, rows, strict=True):
+            growth[key[0]] += len(row[-1]) - (stored[key].nbytes if key in stored else 0)
+    return growth
 
 
-def read(
-    connection: Connection, sources: CTE, layouts: Iterable[tuple[str, wire.Layout]] = ()
+def read_named(
+    connection: Connection, sources: CTE, size_of: Mapping[tuple[str, int, int], Sizes]
 ) -> tuple[list[tuple[str, BucketRollup]], list[tuple[str, int, int]]]:
-    """The sums of some sources.
+    """The sums of the buckets that a layout names. Rows of other modules and revisions are not read.
 
     Args:
         connection: To the database.
         sources: The sources.
-        layouts: (run, layout), for the buckets' sizes; a bucket without a layout counts 0 bytes.
+        size_of: Sizes of the buckets of each layout, by run, module and revision.
 
     Returns:
         (run, sums) over all ranks by module, revision and bucket; and (run, rank, bytes of buckets reduced).
     """
-    size_of = {
-        (run, layout.module, layout.revision): np.array([bucket.size_bytes for bucket in layout.buckets], np.float64)
-        for run, layout in layouts
-    }
+    c, named = schema.bucket_sums.c, schema.layouts.c
+    of_run = (named.run_id == sources.c.run_id) & (named.source == sources.c.source)
+    layouts = select(named.run_id, named.module, named.revision).join(sources, of_run).distinct().subquery().c
+    same_layout = (layouts.run_id == c.run_id) & (layouts.module == c.module) & (layouts.revision == c.revision)
+    query = select(sources.c.run_id, sources.c.rank, c.module, c.revision, c.sums)
+    query = query.join(schema.bucket_sums, (c.run_id == sources.c.run_id) & (c.source == sources.c.source))
+    query = query.join(layouts.run_id.table, same_layout)
+    totals: dict[tuple[str, int, int], Table] = {}
+    reduced: dict[tuple[str, int], float] = {}
+    for group in connection.execute(query.execution_options(yield_per=_GROUP_ROWS)).partitions():
+        for key, ranks, all_tables in _by_buckets(row for row in group if tuple(row[0:1] + row[2:4]) in size_of):
+            sizes = size_of[key]
+            tables = all_tables[:, :, all_tables[0, 0] < len(sizes)]
+            _add_to(totals, key, tables)
+            size_bytes = np.dot(tables[:, 1], sizes[tables[0, 0].astype(np.int64)])
+            for rank, reduced_bytes in zip(ranks, size_bytes.tolist(), strict=True):
+                reduced[key[0], rank] = reduced.get((key[0], rank), 0.0) + reduced_bytes
+    return _by_bucket(totals), [(run, rank, int(size_bytes)) for (run, rank), size_bytes in reduced.items()]
+
+
+def read(connection: Connection, sources: CTE, limit: int) -> tuple[list[tuple[str, BucketRollup]], bool]:
+    """(run, sums) over all ranks by module, revision and bucket, at most `limit` buckets; and whether some are missing.
+
+    Once the limit is reached, modules and revisions that were not seen before are left out.
+    """
     c = schema.bucket_sums.c
     query = select(sources.c.run_id, sources.c.rank, c.module, c.revision, c.sums)
     query = query.join(schema.bucket_sums, (c.run_id == sources.c.run_id) & (c.source == sources.c.source))
     totals: dict[tuple[str, int, int], Table] = {}
-    reduced: dict[tuple[str, int], float] = {}
-    for group in connection.execute(query).partitions(_GROUP_ROWS):
-        for key, ranks, tables in _by_buckets(group):
-            table = tables.sum(axis=0)
-            table[0] = tables[0, 0]
-            totals[key] = add_tables(totals[key], table) if key in totals else table
-            size_bytes = np.dot(tables[:, 1], _sizes(table[0], size_of.get(key)))
-            for rank, reduced_bytes in zip(ranks, size_bytes.tolist(), strict=True):
-                reduced[key[0], rank] = reduced.get((key[0], rank), 0.0) + reduced_bytes
-    by_bucket = [
+    is_short = False
+    for group in connection.execute(query.execution_options(yield_per=_GROUP_ROWS)).partitions():
+        for key, _, tables in _by_buckets(group):
+            if key in totals or sum(table.shape[1] for table in totals.values()) + tables.shape[2] <= limit:
+                _add_to(totals, key, tables)
+            else:
+                is_short = True
+    return _by_bucket(totals), is_short
+
+
+def _add_to(totals: dict[tuple[str, int, int], Table], key: tuple[str, int, int], tables: Tables) -> None:
+    table = tables.sum(axis=0)
+    table[0] = tables[0, 0]
+    totals[key] = add_tables(totals[key], table) if key in totals else table
+
+
+def _by_bucket(totals: Mapping[tuple[str, int, int], Table]) -> list[tuple[str, BucketRollup]]:
+    return [
         (run, BucketRollup(module, revision, *map(int, row)))
         for (run, module, revision), table in sorted(totals.items())
         for row in table.T.tolist()
     ]
-    return by_bucket, [(run, rank, int(size_bytes)) for (run, rank), size_bytes in reduced.items()]
 
 
 def _by_buckets(rows: Iterable[Any]) -> Iterator[tuple[tuple[str, int, int], list[int], Tables]]:
@@ -121,15 +158,6 @@ def _by_buckets(rows: Iterable[Any]) -> Iterator[tuple[tuple[str, int, int], lis
     for (run, module, revision, _), group in groups.items():
         tables = np.frombuffer(b"".join([packed for _, packed in group]), "<f8")
         yield (run, module, revision), [rank for rank, _ in group], tables.reshape(len(group), 1 + len(SUMS), -1)
-
-
-def _sizes(bucket: Sizes, size_bytes: Sizes | None) -> Sizes:
-    """Sizes of these buckets, 0 if unknown."""
-    result = np.zeros(len(bucket))
-    if size_bytes is not None:
-        in_layout = bucket < len(size_bytes)
-        result[in_layout] = size_bytes[bucket[in_layout].astype(np.int64)]
-    return result
 
 
 def _pack(table: Table) -> bytes:

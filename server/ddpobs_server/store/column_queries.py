@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ _MOST_BYTES = 200_000_000
 """Most memory for the columns of a read, before they are sorted."""
 _NONE = np.zeros(0, np.int64)
 _Columns = TypeVar("_Columns", bound=Columns)
+_Result_co = TypeVar("_Result_co", bound=Columns, covariant=True)
 Ranks = int | Collection[int] | None
 """A rank, several ranks, or all."""
 
@@ -64,44 +65,36 @@ class ColumnQuery:
         return conditions
 
 
-def steps(
-    connection: Connection,
-    run: str,
-    attempt: str,
-    rank: Ranks = None,
-    first: int | None = None,
-    last: int | None = None,
-) -> tuple[wire.Ints, wire.Steps]:
-    """Steps in [first, last], sorted by step and rank, with the rank of each row.
+class _ReadColumns(Protocol[_Result_co]):
+    """Rows of the steps in [first, last], sorted by step and rank, with the rank of each.
 
     Raises:
-        TooManyRowsError: The steps have too many rows. `spans` and `comms` raise it likewise.
+        TooManyRowsError: The steps have too many rows.
     """
-    return _read(connection, wire.Steps, ColumnQuery("steps", run, attempt, rank, first, last))
+
+    def __call__(
+        self,
+        connection: Connection,
+        run: str,
+        attempt: str,
+        rank: Ranks = None,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> tuple[wire.Ints, _Result_co]: ...
 
 
-def spans(
-    connection: Connection,
-    run: str,
-    attempt: str,
-    rank: Ranks = None,
-    first: int | None = None,
-    last: int | None = None,
-) -> tuple[wire.Ints, wire.Spans]:
-    """Bucket spans of the steps in [first, last], in the same order, with the rank of each row."""
-    return _read(connection, wire.Spans, ColumnQuery("spans", run, attempt, rank, first, last))
+def _reader(kind: str, record: type[_Columns]) -> _ReadColumns[_Columns]:
+    def read(
+        connection: Connection,
+        run: str,
+        attempt: str,
+        rank: Ranks = None,
+        first: int | None = None,
+        last: int | None = None,
+    ) -> tuple[wire.Ints, _Columns]:
+        return _read(connection, record, ColumnQuery(kind, run, attempt, rank, first, last))
 
-
-def comms(
-    connection: Connection,
-    run: str,
-    attempt: str,
-    rank: Ranks = None,
-    first: int | None = None,
-    last: int | None = None,
-) -> tuple[wire.Ints, wire.Comms]:
-    """Other communication of the steps in [first, last], in the same order, with the rank of each row."""
-    return _read(connection, wire.Comms, ColumnQuery("comms", run, attempt, rank, first, last))
+    return read
 
 
 def _read(connection: Connection, kind: type[_Columns], query: ColumnQuery) -> tuple[wire.Ints, _Columns]:
@@ -133,6 +126,12 @@ def _read(connection: Connection, kind: type[_Columns], query: ColumnQuery) -> t
     for name, row in zip(kind.names, table, strict=True):
         np.take(concatenated(name), order, out=row)
     return rank[order], kind.from_table(table)
+
+
+steps = _reader("steps", wire.Steps)
+spans = _reader("spans", wire.Spans)
+comms = _reader("comms", wire.Comms)
+"""Communication besides the buckets' all-reduces."""
 
 
 def estimate_rows(connection: Connection, kind: str, run: str, attempt: str, first: int, last: int) -> int:

@@ -10,6 +10,7 @@ row before any row that another may need, so they wait in turn and cannot deadlo
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
@@ -21,7 +22,17 @@ import zstandard
 from sqlalchemy import Connection, Table, case, select, update
 
 from ddpobs import wire
-from ddpobs_server.store import bucket_sums, chunks, deleted_attempts, endings, ingest_sql, records, rollups, schema
+from ddpobs_server.store import (
+    bucket_sums,
+    chunks,
+    deleted_attempts,
+    endings,
+    ingest_sql,
+    records,
+    rollups,
+    schema,
+    step_bins,
+)
 from ddpobs_server.store.sql import compiled, execute_many, insert_many
 
 _MERGED = ("steps", "comms")
@@ -102,9 +113,10 @@ def write(connection: Connection, arrivals: Sequence[Arrival]) -> list[Outcome]:
         _touch_runs(connection, stored, rows)
         _touch_sources(connection, stored)
         insert_many(connection, schema.chunks, rows)
-        records.write(connection, [arrival.batch for arrival in stored])
+        growth = records.write(connection, [arrival.batch for arrival in stored])
         endings.mark_dead(connection, [arrival.batch for arrival in stored])
-        _write_sums(connection, stored, joined["steps"])
+        growth.update(_write_sums(connection, stored, joined["steps"]))
+        _count_record_bytes(connection, growth)
     return outcomes
 
 
@@ -276,7 +288,18 @@ def _chunk(batch: wire.Batch, kind: str, step: wire.Ints, payload: bytes, rank: 
     return chunks.row(key, attempt=batch.attempt, kind=kind, rank=rank, step=step, payload=payload)
 
 
-def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> None:
+def _count_record_bytes(connection: Connection, growth: Mapping[str, int]) -> None:
+    """Add to the size of the runs' records. The transaction holds the locks on the runs' rows."""
+    c = schema.runs.c
+    for run, size_bytes in sorted(growth.items()):
+        if size_bytes:
+            larger = update(schema.runs).where(c.run_id == run)
+            connection.execute(larger.values(record_bytes=c.record_bytes + size_bytes))
+
+
+def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> Counter[str]:
+    """Add to the sums. Returns the growth of the packed sums of buckets in bytes, by run."""
+    step_bins.mark_stale(connection, (_extent(batch) for group in steps for batch in group.batches))
     _add(connection, schema.rollups, [(g.batches, rollups.step_windows(g.record, g.batch)) for g in steps])
     _add(connection, schema.step_histogram, [(g.batches, rollups.step_durations(g.record, g.batch)) for g in steps])
     with_peers = [arrival.batch for arrival in arrivals if arrival.batch.peers]
@@ -287,7 +310,13 @@ def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequ
         for (index, module, revision), table in sums.items():
             key = batches[index].run, batches[index].source, module, revision
             by_bucket[key] = bucket_sums.add_tables(by_bucket[key], table) if key in by_bucket else table
-    bucket_sums.add(connection, by_bucket)
+    return bucket_sums.add(connection, by_bucket)
+
+
+def _extent(batch: wire.Batch) -> tuple[str, str, int, int]:
+    """Run, attempt, first and last step of a batch with steps."""
+    assert batch.steps is not None
+    return batch.run, batch.attempt, int(batch.steps.step.min()), int(batch.steps.step.max())
 
 
 def _add(connection: Connection, table: Table, parts: Iterable[tuple[Sequence[wire.Batch], rollups.Sums]]) -> None:

@@ -44,7 +44,14 @@ class PhaseTotals:
         self._lock = threading.Lock()
 
     def read(
-        self, connection: Connection, sources: CTE, runs: list[Run], steps: dict[str, int], last_seen: LastSeen
+        self,
+        connection: Connection,
+        sources: CTE,
+        runs: list[Run],
+        *,
+        steps: dict[str, int],
+        last_seen: LastSeen,
+        active: list[Run],
     ) -> dict[str, Sums]:
         """Sums of each run's latest attempt, by run.
 
@@ -54,10 +61,13 @@ class PhaseTotals:
             runs: The runs.
             steps: Number of steps in all ranks' histograms, by run, in the same state.
             last_seen: Progress of each rank, in the same state.
+            active: Runs that stay in the cache, whether they are read now or not.
         """
         with self._lock:
             cached = {run.run: self._cache.get((run.run, run.attempt), _CachedSums()) for run in runs}
-            self._cache = {(run.run, run.attempt): cached[run.run] for run in runs}
+            kept = {(run.run, run.attempt) for run in active}
+            self._cache = {key: entry for key, entry in self._cache.items() if key in kept}
+            self._cache |= {(run.run, run.attempt): cached[run.run] for run in runs}
             recent = _window_sums(connection, sources, {run: (entry.until, None) for run, entry in cached.items()})
             totals = {run: _add(entry.sums, recent.get(run, {})) for run, entry in cached.items()}
             # A late batch changes windows that are cached.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Any
@@ -14,15 +15,25 @@ from ddpobs_server.store import endings, fingerprints, ingest_sql, schema
 from ddpobs_server.store.sql import execute_many, insert_many
 
 
-def write(connection: Connection, batches: Sequence[wire.Batch]) -> None:
-    """Write these records of the batches in the open transaction."""
-    if layouts := list(chain.from_iterable(map(_layouts, batches))):
+def write(connection: Connection, batches: Sequence[wire.Batch]) -> Counter[str]:
+    """Write these records of the batches in the open transaction.
+
+    Returns:
+        Growth of their bodies in bytes, by run.
+    """
+    layouts, unused, events, samples = (
+        list(chain.from_iterable(map(rows_of, batches))) for rows_of in (_layouts, _unused, _events, fingerprints.rows)
+    )
+    if layouts:
         execute_many(connection, ingest_sql.insert_if_new(connection.dialect.name, schema.layouts), layouts)
-    insert_many(connection, schema.unused, list(chain.from_iterable(map(_unused, batches))))
-    insert_many(connection, schema.events, list(chain.from_iterable(map(_events, batches))))
-    samples = list(chain.from_iterable(map(fingerprints.rows, batches)))
+    insert_many(connection, schema.unused, unused)
+    insert_many(connection, schema.events, events)
     insert_many(connection, schema.fingerprints, samples)
-    fingerprints.prune(connection, samples)
+    growth: Counter[str] = Counter()
+    for row in chain(layouts, unused, events, samples):
+        growth[row["run_id"]] += len(row["body"])
+    growth.subtract(fingerprints.prune(connection, samples))
+    return growth
 
 
 def _layouts(batch: wire.Batch) -> Iterator[dict[str, Any]]:

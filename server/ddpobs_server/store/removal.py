@@ -8,7 +8,15 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Exists, Table, exists, func, select, tuple_
 
-from ddpobs_server.store import aggregate_queries, database_errors, deleted_attempts, fingerprints, schema
+from ddpobs_server.store import (
+    aggregate_queries,
+    database_errors,
+    deleted_attempts,
+    fingerprints,
+    schema,
+    unused_queries,
+    workspace_queries,
+)
 
 _CHUNKS, _PAGES = 5000, 8192
 """Most chunks removed and pages returned at once: ingest gets its turns, and SQLite's log stays small."""
@@ -21,6 +29,11 @@ _LATELY_NS = 600 * 10**9
 """A run with a batch in this time may be running. To make room it loses columns only."""
 _COLUMN_BYTES = select(func.coalesce(func.sum(schema.runs.c.chunk_bytes), 0))
 _Conditions = Sequence[ColumnElement[bool]]
+
+
+def _pause() -> None:
+    """Leave the database to other writers."""
+    time.sleep(_PAUSE_S)
 
 
 def delete(engine: Engine, run: str) -> bool:
@@ -110,14 +123,18 @@ def _expire_items(engine: Engine, table: Table, run: str, before_ns: int) -> Non
         with engine.begin() as connection:
             _lock(connection, run)
             selected = tuple_(*key).in_(unread.limit(_CHUNKS))
-            removed = connection.execute(table.delete().where(c.run_id == run, selected)).rowcount
-        time.sleep(_PAUSE_S)
+            delete = table.delete().where(c.run_id == run, selected).returning(func.length(c.body))
+            sizes = connection.execute(delete).scalars().all()
+            removed = len(sizes)
+            smaller = schema.runs.update().where(schema.runs.c.run_id == run)
+            connection.execute(smaller.values(record_bytes=schema.runs.c.record_bytes - sum(sizes)))
+        _pause()
 
 
 def _numbers(table: Table) -> tuple[Any, ...]:
     """The columns by which `_is_unread` selects."""
     if table is schema.unused:
-        return (aggregate_queries.unused_number(),)
+        return (unused_queries.unused_number(),)
     if table is schema.events:
         return (aggregate_queries.event_number(), table.c.kind)
     return fingerprints.sample_numbers()
@@ -127,7 +144,7 @@ def _is_unread(table: Table, items: Any) -> Any:
     """Whether metrics and diagnoses do not read an item. Of expired fingerprints the first and the latest stay."""
     n = items.c
     if table is schema.unused:
-        return n.number > aggregate_queries.UNUSED_JUDGED
+        return n.number > unused_queries.UNUSED_JUDGED
     if table is schema.events:
         return ~aggregate_queries.is_read(n.kind, n.number)
     return (n.number > 1) & (n.first > 1)
@@ -169,7 +186,7 @@ def _delete_chunks(
         yield len(sizes)
         if last:
             return
-        time.sleep(_PAUSE_S)
+        _pause()
 
 
 def _lock(connection: Connection, run: str, only_if: _Conditions = ()) -> bool:
@@ -182,49 +199,77 @@ def _lock(connection: Connection, run: str, only_if: _Conditions = ()) -> bool:
     return bool(connection.execute(unchanged).rowcount)
 
 
-def expire_runs(engine: Engine, before_ns: int) -> int:
-    """Remove runs without a batch since a time, and return their space. Returns the number of runs."""
+def expire_runs(engine: Engine, before_ns: int, workspace: str | None = None) -> int:
+    """Remove a workspace's runs, or all, without a batch since a time. Returns their space, and their number."""
     runs = schema.runs.c
     silent = runs.last_seen_ns < before_ns
+    of_workspace = [] if workspace is None else [runs.workspace == workspace]
     with engine.connect() as connection:
-        older = connection.execute(select(runs.run_id).where(silent)).scalars().all()
+        older = connection.execute(select(runs.run_id).where(silent, *of_workspace)).scalars().all()
     removed = sum(delete_run(engine, run, [silent]) for run in older)  # A run may have resumed by now.
     if removed:
         vacuum(engine)
     return removed
 
 
-def shrink(engine: Engine, limit_bytes: int) -> tuple[int, int]:
+def shrink(engine: Engine, limit_bytes: int, workspace: str | None = None) -> tuple[int, int]:
     """Make room until the used size is below the limit: columns of silent runs, oldest first, then of any run.
 
-    On SQLite, whole silent runs are removed instead while rows take more room than columns. Removing columns then
-    would lose them in vain.
+    On SQLite, and for a workspace, whole silent runs are removed instead while rows take more room than columns.
+    Removing columns then would lose them in vain.
+
+    Args:
+        engine: Of the database.
+        limit_bytes: The limit.
+        workspace: The only workspace to remove from, whose size is compared with the limit. None compares the whole
+            database, and removes from the workspace with the most bytes.
 
     Returns:
         Number of chunks, and number of runs removed.
     """
-    runs = schema.runs.c
-    silent = runs.last_seen_ns < time.time_ns() - _LATELY_NS
-    oldest = select(runs.run_id).order_by(runs.last_seen_ns, runs.run_id).limit(1)
-    with_columns = oldest.where(runs.chunk_bytes > 0)
     removed_chunks = removed_runs = 0
-    while (used := used_bytes(engine)) > limit_bytes:
-        with engine.connect() as connection:
-            columns = connection.execute(_COLUMN_BYTES).scalar_one()
-            whole = connection.execute(oldest.where(silent)).scalar() if used >= 2 * columns else None
-            run = connection.execute(with_columns.where(silent)).scalar() or connection.execute(with_columns).scalar()
+    while (used := used_bytes(engine) if workspace is None else _sizes(engine).get(workspace, 0)) > limit_bytes:
+        victim = workspace if workspace is not None else _largest_workspace(engine)
+        whole, run = _oldest_runs(engine, victim, used)
         if whole is not None:
-            removed = int(delete_run(engine, whole, [silent]))
+            removed = int(delete_run(engine, whole, [_silent()]))
             removed_runs += removed
         else:
             removed = next(_delete_chunks(engine, run, for_room=True), 0) if run is not None else 0
             removed_chunks += removed
         if not removed:
             break
-        time.sleep(_PAUSE_S)
+        _pause()
     if removed_chunks + removed_runs:
         vacuum(engine)
     return removed_chunks, removed_runs
+
+
+def _oldest_runs(engine: Engine, workspace: str, used: int) -> tuple[str | None, str | None]:
+    """The run to remove whole, if any, and the run to remove columns of."""
+    runs, silent = schema.runs.c, _silent()
+    of_workspace = runs.workspace == workspace
+    oldest = select(runs.run_id).where(of_workspace).order_by(runs.last_seen_ns, runs.run_id).limit(1)
+    with_columns = oldest.where(runs.chunk_bytes > 0)
+    with engine.connect() as connection:
+        columns = connection.execute(_COLUMN_BYTES).scalar_one()
+        whole = connection.execute(oldest.where(silent)).scalar() if used >= 2 * columns else None
+        run = connection.execute(with_columns.where(silent)).scalar() or connection.execute(with_columns).scalar()
+    return whole, run
+
+
+def _silent() -> ColumnElement[bool]:
+    return schema.runs.c.last_seen_ns < time.time_ns() - _LATELY_NS
+
+
+def _sizes(engine: Engine) -> dict[str, int]:
+    with engine.connect() as connection:
+        return {name: usage.size_bytes for name, usage in workspace_queries.usage(connection).items()}
+
+
+def _largest_workspace(engine: Engine) -> str:
+    sizes = _sizes(engine)
+    return max(sizes, key=lambda name: sizes[name]) if sizes else schema.DEFAULT_WORKSPACE
 
 
 def used_bytes(engine: Engine) -> int:
@@ -257,7 +302,7 @@ def vacuum(engine: Engine) -> None:
         free = int(connection.exec_driver_sql("PRAGMA freelist_count").scalar_one())
         for begin in range(0, free, _PAGES):
             if begin:
-                time.sleep(_PAUSE_S)
+                _pause()
             with database_errors.translated():
                 script(f"PRAGMA incremental_vacuum({_PAGES})")
         if free:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from ddpobs import wire
 
 
 @dataclass(frozen=True)
 class RunVersion:
-    """State of a run's data, by which its reports are cached.
+    """State of a run's data, by which its reports and its metrics are cached.
 
     Attributes:
         created_ns: Creation of the run.
@@ -94,6 +97,14 @@ class Token:
     def works(self, now_ns: int) -> bool:
         """Whether the token is neither revoked nor expired."""
         return self.revoked_ns is None or now_ns < self.revoked_ns
+
+
+@dataclass(frozen=True)
+class WorkspaceUsage:
+    """Stored runs of a workspace, and the bytes of their chunks, layouts, unused sets, events and bucket sums."""
+
+    runs: int
+    size_bytes: int
 
 
 @dataclass(frozen=True)
@@ -188,29 +199,52 @@ class PeerTotal:
 
 
 @dataclass(frozen=True)
+class LayoutOutline:
+    """A layout without its parameters' names.
+
+    Attributes:
+        module: Index of the DDP module.
+        revision: Number of the layout within the module.
+        name: The module's name.
+        size_bytes: Of each bucket, shape [buckets].
+        dtypes: Of each bucket.
+        parameters: Number in each bucket, shape [buckets].
+    """
+
+    module: int
+    revision: int
+    name: str
+    size_bytes: npt.NDArray[np.float64]
+    dtypes: tuple[str, ...]
+    parameters: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
 class Aggregates:
     """Data for the metrics of some runs' latest attempts. Tuples in lists begin with the run.
 
     Attributes:
-        runs: The runs.
+        runs: All active runs.
+        changed: Keys of the runs that the other attributes cover: those without an entry in `known`.
         phases: Steps, communication and phases in the order of `phase_totals.NAMES`, by run and rank.
         last_seen: Rank, its last step, arrival time of that step, and records dropped.
-        hellos: Hello of the lowest rank that sent a hello, by run.
+        facts: Backend, device and version of torch, by run.
         histograms: Steps under each of `schema.STEP_BOUNDS_S` and above the last, by run.
-        buckets: Sums of each bucket.
-        layouts: By module and revision.
+        buckets: Sums of each bucket that a layout names.
+        sizes: Sizes of the buckets by run, module and revision.
         reduced_bytes: Rank, and bytes of the buckets that it reduced.
         peers: Straggler statistics of each rank.
-        unused: Rank and the latest unused sets of each source and module, in the order in which the rank sent them.
+        unused: Number of parameters without a gradient, by run.
     """
 
     runs: list[Run]
+    changed: frozenset[str]
     phases: dict[str, dict[int, tuple[int, ...]]]
     last_seen: list[tuple[str, int, int, int, int]]
-    hellos: dict[str, wire.Hello]
+    facts: dict[str, tuple[str, str, str]]
     histograms: dict[str, list[int]]
     buckets: list[tuple[str, BucketRollup]]
-    layouts: list[tuple[str, wire.Layout]]
+    sizes: dict[tuple[str, int, int], npt.NDArray[np.float64]]
     reduced_bytes: list[tuple[str, int, int]]
     peers: list[tuple[str, PeerTotal]]
-    unused: list[tuple[str, int, wire.Unused]]
+    unused: dict[str, int]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, Connection, case, func, select
+from collections.abc import Mapping
+
+from sqlalchemy import ColumnElement, Connection, case, false, func, or_, select
 
 from ddpobs.wire.hang import SILENT_NS
 from ddpobs_server.store import endings, schema
@@ -17,6 +19,11 @@ Conditions = list[ColumnElement[bool]]
 def active(workspace: str, since_ns: int, until_ns: int) -> Conditions:
     """Conditions for a workspace's runs with their last batch in that time."""
     return [_r.workspace == workspace, _r.last_seen_ns.between(since_ns, until_ns)]
+
+
+def named(run_keys: list[str]) -> Conditions:
+    """Condition for the runs with these keys."""
+    return [_r.run_id.in_(run_keys)]
 
 
 def where(connection: Connection, conditions: Conditions, limit: int | None = None) -> list[Run]:
@@ -102,9 +109,10 @@ def most_sources(connection: Connection, since_ns: int) -> tuple[str, int]:
     return (row[0], row[1]) if row is not None else ("", 0)
 
 
-def silent_runs_share(connection: Connection, before_ns: int) -> float:
-    """Share of all runs without a batch since a time."""
-    silent = func.coalesce(func.sum(case((_r.last_seen_ns < before_ns, 1), else_=0)), 0)
+def silent_runs_share(connection: Connection, before_ns: Mapping[str, int]) -> float:
+    """Share of all runs without a batch since their workspace's time."""
+    is_silent = [(_r.workspace == workspace) & (_r.last_seen_ns < limit) for workspace, limit in before_ns.items()]
+    silent = endings.count_where(or_(false(), *is_silent))
     row = connection.execute(select(silent, func.count()).select_from(schema.runs)).one()
     return float(row[0]) / max(1.0, float(row[1]))
 
@@ -121,3 +129,9 @@ def count_sources(connection: Connection, run: str, source: str) -> tuple[int, b
     matches = func.coalesce(func.sum(case((_s.source == source, 1), else_=0)), 0)
     row = connection.execute(select(func.count(), matches).where(_s.run_id == run)).one()
     return row[0], bool(row[1])
+
+
+def with_columns(connection: Connection) -> list[tuple[str, int]]:
+    """(run, commits) of the runs that have columns, those with the latest batch first."""
+    query = select(_r.run_id, _r.commits).where(_r.chunk_bytes > 0).order_by(_r.last_seen_ns.desc())
+    return [(run, commits) for run, commits in connection.execute(query)]

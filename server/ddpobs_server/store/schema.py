@@ -47,7 +47,7 @@ def _source_table(name: str, *columns: Column[Any] | Index, **options: Any) -> T
     return Table(name, metadata, _key("run_id", String), _key("source", String), *columns, **options)
 
 
-def _batch_items(name: str, *columns: Column[Any]) -> Table:
+def _batch_items(name: str, *columns: Column[Any] | Index) -> Table:
     """A table of items of batches, keyed by the batch and the item's position in it."""
     return _source_table(name, _key("seq", BigInteger), _key("position", Integer), *columns)
 
@@ -67,6 +67,7 @@ runs = Table(
     _count("commits"),
     Column("workspace", String(32), nullable=False),
     _count("chunk_bytes"),
+    Column("record_bytes", BigInteger, nullable=False, server_default="0"),
     Index("ix_runs_workspace", "workspace", "last_seen_ns"),
 )
 tokens = Table(
@@ -80,6 +81,13 @@ tokens = Table(
     Column("created_ns", BigInteger, nullable=False),
     Column("revoked_ns", BigInteger),
 )
+workspaces = Table(
+    "workspaces",
+    metadata,
+    Column("workspace", String(32), primary_key=True),
+    Column("limits", Text, nullable=False),
+)
+"""Limits of workspaces that differ from the settings, as JSON objects."""
 attempts = Table(
     "attempts", metadata, _key("run_id", String), _key("attempt", String), _count("ordinal"), _count("first_seen_ns")
 )
@@ -87,7 +95,7 @@ deleted_attempts = Table(
     "deleted_attempts", metadata, _key("run_id", String), _key("attempt", String), _count("deleted_ns")
 )
 """Attempts of deleted runs. Batches of their processes are refused, as they would bring a run back in part."""
-REFERENCE_TABLES = (tokens, deleted_attempts)
+REFERENCE_TABLES = (tokens, workspaces, deleted_attempts)
 """Small tables that outlive runs. In a distributed schema every node has a full copy."""
 sources = _source_table(
     "sources",
@@ -121,8 +129,14 @@ chunks = _source_table(
 """Spans have a chunk per batch. Steps and comms of all batches of a transaction share a chunk, under the first batch's
 key, with a column of ranks; `rank` is then `wire.UNKNOWN`."""
 layouts = _layout_table("layouts", _text("body"))
-unused = _batch_items("unused", _text("body"), Column("module", Integer, nullable=False), _count("names"))
-"""`names` counts the parameters unused on the rank."""
+unused = _batch_items(
+    "unused",
+    _text("body"),
+    Column("module", Integer, nullable=False),
+    _count("names"),
+    Index("ix_unused_sets", "run_id", "source", "module", "seq", "position", "names"),
+)
+"""`names` counts the parameters unused on the rank. The index holds all but the body, which may have 16 MB."""
 events = _batch_items("events", Column("kind", String(128), nullable=False), _text("body"))
 fingerprints = _batch_items(
     "fingerprints",
@@ -139,6 +153,18 @@ rollups = _source_table(
     *_sums("own_ns", "own_steps"),
     **_NARROW,
 )
+step_bins = Table(
+    "step_bins",
+    metadata,
+    _key("run_id", String),
+    _key("attempt", String),
+    _key("level", Integer),
+    _key("bin", BigInteger),
+    _key("block", Integer),
+    *_sums("rows", "stale", "columns"),
+    Column("payload", LargeBinary, nullable=False),
+)
+"""The module `step_bins` defines levels, blocks and the form of `payload`."""
 step_histogram = _source_table("step_histogram", _key("bound", Integer), _count("steps"), **_NARROW)
 bucket_sums = _layout_table("bucket_sums", Column("sums", LargeBinary, nullable=False))
 """The module `bucket_sums` defines the packed form of `sums`."""

@@ -6,13 +6,13 @@ from functools import cache
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, Dialect, Insert, Select, Table
+from sqlalchemy import Connection, Dialect, Insert, Select, Table, Update
 from sqlalchemy.dialects import postgresql, sqlite
 
 
 @cache
 def compiled(
-    statement: Insert | Select[Any], dialect: Dialect, columns: tuple[str, ...] = ()
+    statement: Insert | Update | Select[Any], dialect: Dialect, columns: tuple[str, ...] = ()
 ) -> tuple[str, tuple[str, ...]]:
     """SQL for the driver, and the order of its parameters: empty if the driver takes parameters by name."""
     result = statement.compile(dialect=dialect, column_keys=list(columns) or None)

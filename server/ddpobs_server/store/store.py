@@ -5,13 +5,14 @@ from __future__ import annotations
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
+from types import MappingProxyType
 from typing import Concatenate, ParamSpec, TypeVar
 
-from sqlalchemy import Connection, Engine
+from sqlalchemy import CTE, Connection, Engine
 from sqlalchemy.exc import DataError
 
 from ddpobs_server.store import (
@@ -26,22 +27,28 @@ from ddpobs_server.store import (
     fingerprints,
     health_queries,
     ingest,
+    layout_queries,
     migration,
     removal,
     run_queries,
+    step_bins,
     token_queries,
+    workspace_queries,
 )
 from ddpobs_server.store.database_errors import UnavailableError
 from ddpobs_server.store.database_state import DatabaseState
 from ddpobs_server.store.ingest import Arrival, Outcome, UnstorableBatchError
 from ddpobs_server.store.phase_totals import PhaseTotals
-from ddpobs_server.store.rows import Aggregates
+from ddpobs_server.store.rows import Aggregates, LayoutOutline, Run, RunVersion
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
+from ddpobs_server.store.unused_names import UnusedNames
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _PROBE_S = 10.0
 """Seconds after a commit without a further check that batches can be stored."""
+_RUN_BUCKETS = 200_000
+"""Most buckets of all layouts of a run whose sizes are read."""
 
 
 def _reads(query: Callable[Concatenate[Connection, _P], _R]) -> Callable[Concatenate[Store, _P], _R]:
@@ -97,6 +104,7 @@ class Store:
         self._state = DatabaseState(self._engine, None if read_only else self._file)
         self._keep_free_bytes, self._disk = keep_free_bytes, self.folder
         self._stored_at = float("-inf")
+        self._outlines, self._unused_names = layout_queries.LayoutOutlines(), UnusedNames()
         self._phases: defaultdict[str, PhaseTotals] = defaultdict(PhaseTotals)
 
     @property
@@ -154,29 +162,66 @@ class Store:
         with self._engine.connect() as connection:
             return health_queries.answers(connection)
 
-    def aggregates(self, since_ns: int, until_ns: int = 2**63 - 1, workspace: str = DEFAULT_WORKSPACE) -> Aggregates:
-        """Data for the metrics of the runs with their last batch in that time, in few statements for all runs."""
+    def aggregates(
+        self,
+        since_ns: int,
+        until_ns: int = 2**63 - 1,
+        workspace: str = DEFAULT_WORKSPACE,
+        known: Mapping[str, RunVersion] = MappingProxyType({}),
+    ) -> Aggregates:
+        """Data for the metrics of the runs with their last batch in that time, in few statements for all runs.
+
+        Args:
+            since_ns: Earliest time of a run's last batch.
+            until_ns: Latest such time.
+            workspace: Workspace of the runs.
+            known: Version of each run that the caller has data of. Runs of that version are not read again.
+        """
         active = run_queries.active(workspace, since_ns, until_ns)
-        sources = aggregate_queries.sources_of_latest(active)
         with self._snapshot() as connection:
             runs = run_queries.where(connection, active)
-            histograms = aggregate_queries.histograms(connection, sources)
-            layouts = aggregate_queries.layouts(connection, sources)
-            by_bucket, reduced_bytes = bucket_sums.read(connection, sources, layouts)
-            steps = {run: sum(counts) for run, counts in histograms.items()}
-            last_seen = aggregate_queries.last_seen(connection, sources)
-            return Aggregates(
-                runs=runs,
-                phases=self._phases[workspace].read(connection, sources, runs, steps, last_seen),
-                last_seen=last_seen,
-                hellos=aggregate_queries.hellos(connection, sources),
-                histograms=histograms,
-                buckets=by_bucket,
-                layouts=layouts,
-                reduced_bytes=reduced_bytes,
-                peers=aggregate_queries.peer_totals(connection, sources),
-                unused=aggregate_queries.unused(connection, sources),
-            )
+            changed = [run for run in runs if known.get(run.run) != run.version]
+            if 2 * len(changed) < len(runs):
+                active = run_queries.named([run.run for run in changed])
+            sources = aggregate_queries.sources_of_latest(active)
+            outlines = self._outlines.read(connection, sources, _RUN_BUCKETS) if changed else []
+            sizes = {(run, outline.module, outline.revision): outline.size_bytes for run, outline in outlines}
+            return self._aggregates(connection, sources, (runs, changed), sizes, self._phases[workspace])
+
+    def _aggregates(
+        self,
+        connection: Connection,
+        sources: CTE,
+        runs_and_changed: tuple[list[Run], list[Run]],
+        sizes: dict[tuple[str, int, int], bucket_sums.Sizes],
+        phase_totals: PhaseTotals,
+    ) -> Aggregates:
+        runs, changed = runs_and_changed
+        if not changed:
+            return Aggregates(runs, frozenset(), {}, [], {}, {}, [], {}, [], [], {})
+        histograms = aggregate_queries.histograms(connection, sources)
+        by_bucket, reduced_bytes = bucket_sums.read_named(connection, sources, sizes)
+        steps = {run: sum(counts) for run, counts in histograms.items()}
+        last_seen = aggregate_queries.last_seen(connection, sources)
+        return Aggregates(
+            runs=runs,
+            changed=frozenset(run.run for run in changed),
+            phases=phase_totals.read(connection, sources, changed, steps=steps, last_seen=last_seen, active=runs),
+            last_seen=last_seen,
+            facts=aggregate_queries.facts(connection, sources),
+            histograms=histograms,
+            buckets=by_bucket,
+            sizes=sizes,
+            reduced_bytes=reduced_bytes,
+            peers=aggregate_queries.peer_totals(connection, sources),
+            unused=self._unused_names.counts(connection, sources),
+        )
+
+    def layout_outlines(self, run: str, attempt: str) -> list[LayoutOutline]:
+        """An attempt's layouts without names, by module and revision."""
+        with self._engine.connect() as connection:
+            outlines = self._outlines.read(connection, aggregate_queries.sources_of_attempt(run, attempt), _RUN_BUCKETS)
+        return [outline for _, outline in outlines]
 
     @contextmanager
     def _snapshot(self) -> Iterator[Connection]:
@@ -218,6 +263,16 @@ class Store:
     comms = _reads(column_queries.comms)
     page_end = _reads(column_queries.page_end)
     estimate_rows = _reads(column_queries.estimate_rows)
+
+    read_step_bins = _reads(step_bins.step_bins)
+    step_bin_states = _reads(step_bins.step_bin_states)
+    write_step_bins = _writes(step_bins.write_step_bins)
+    keep_step_bin = _writes(step_bins.keep_step_bin)
+    runs_with_columns = _reads(run_queries.with_columns)
+    workspace_limits = _reads(workspace_queries.stored_limits)
+    set_workspace_limits = _writes(workspace_queries.store_limits)
+    workspace_usage = _reads(workspace_queries.usage)
+    attempt_ranks = _reads(workspace_queries.attempt_ranks)
 
     tokens = _reads(token_queries.tokens)
     add_token = _writes(token_queries.add_token)

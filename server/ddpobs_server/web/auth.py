@@ -183,6 +183,15 @@ class Authenticator:
         detail = "the token is unknown, expired or revoked"
         raise Problem(401, "Wrong token", detail, {"WWW-Authenticate": "Bearer"})
 
+    def workspace(self, authorization: str) -> str | None:
+        """Workspace that an `Authorization` header identifies; None without a valid token."""
+        if self.allows_anonymous:
+            return DEFAULT_WORKSPACE
+        token = authorization.partition(" ")[2]
+        if (caller := self._find(token)) is not None:
+            return caller.workspace
+        return DEFAULT_WORKSPACE if self._is_settings_token(token) else None
+
     def _may_be_new(self, authorization: str) -> bool:
         match, cached = _GENERATED.fullmatch(authorization), self._tokens or {}
         return match is not None and match[1] not in cached and not self._is_settings_token(authorization.split()[1])
@@ -237,6 +246,12 @@ async def refresh_tokens_for(request: Request) -> None:
     if not getattr(request.state, "tokens_refreshed", False):
         request.state.tokens_refreshed = True
         await request.app.state.authenticator.refresh_if_stale(*_credentials(request))
+
+
+def workspace_of(request: Request) -> str | None:
+    """Workspace that a request's places count for; None if its token is missing or wrong. Refuses nothing."""
+    authenticator: Authenticator = request.app.state.authenticator
+    return authenticator.workspace(_credentials(request)[0])
 
 
 def _credentials(request: Request) -> tuple[str, str]:

@@ -13,6 +13,7 @@ from typing_extensions import override
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ddpobs_server.web import problems
+from ddpobs_server.web.chunked_responses import CHUNK_BYTES
 from ddpobs_server.web.problems import MEDIA_TYPE, Problem
 
 HEAD_BYTES, HEAD_S = 65_536, 30.0
@@ -54,7 +55,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         """Wait for the client to read, for at most `UNREAD_S`."""
         super().pause_writing()
         self._cancel_unread_timer()
-        self._unread_timer = self.loop.call_later(UNREAD_S, self._abort_unread)
+        self._unread_timer = self.loop.call_later(self._unread_s(), self._abort_unread)
 
     @override
     def resume_writing(self) -> None:
@@ -143,10 +144,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         else:  # An idle connection, as browsers keep open: no request was refused.
             self._close()
 
+    def _unread_s(self) -> float:
+        """Seconds for the next chunk: `UNREAD_S`, or fewer at the least pace of the settings."""
+        settings = getattr(self.config.app.state, "settings", None)  # type: ignore[union-attr]
+        return min(UNREAD_S, CHUNK_BYTES / (settings.min_pace_kb_s * 1e3)) if settings else UNREAD_S
+
     def _abort_unread(self) -> None:
-        self._record(
-            Problem(408, "Answer not read", f"the client read too little of the response within {UNREAD_S:g} s")
-        )
+        detail = f"the client read too little of the response within {self._unread_s():g} s"
+        self._record(Problem(408, "Answer not read", detail))
         self.transport.abort()
 
     def _refuse(self, problem: Problem) -> None:

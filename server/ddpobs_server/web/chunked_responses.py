@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-_CHUNK_BYTES = 2**18
+CHUNK_BYTES = 2**18
 
 
 class ChunkedResponses:
@@ -21,11 +21,11 @@ class ChunkedResponses:
 
         async def send_in_chunks(message: Message) -> None:
             body = message.get("body", b"")
-            if len(body) <= _CHUNK_BYTES:
+            if len(body) <= CHUNK_BYTES:
                 await send(message)
                 return
-            for begin in range(0, len(body), _CHUNK_BYTES):
-                chunk, end = body[begin : begin + _CHUNK_BYTES], begin + _CHUNK_BYTES
+            for begin in range(0, len(body), CHUNK_BYTES):
+                chunk, end = body[begin : begin + CHUNK_BYTES], begin + CHUNK_BYTES
                 await send({**message, "body": chunk, "more_body": end < len(body) or message.get("more_body", False)})
 
         await self._app(scope, receive, send_in_chunks if scope["type"] == "http" else send)

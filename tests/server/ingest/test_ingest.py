@@ -17,10 +17,12 @@ import msgspec
 import numpy as np
 import pytest
 import zstandard
+from ddpobs_server.ingest.series_ledger import SeriesLedger
 from ddpobs_server.ingest.upload import Upload
 from ddpobs_server.ingest.writer import Writer
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Outcome, Store, UnstorableBatchError, ingest, removal
+from ddpobs_server.web.workspace_limits import WorkspaceLimits
 from prometheus_client import CollectorRegistry
 
 from ddpobs import wire
@@ -190,14 +192,15 @@ def test_one_bad_batch_of_many_costs_the_others_few_transactions(store: Store) -
     attempts[37] = "b"  # The store refuses a source under a second attempt.
     payloads = [batch("run", seq, attempt=attempt * 16, steps=steps(seq, 1)) for seq, attempt in enumerate(attempts)]
     registry = CollectorRegistry()
-    writer = Writer(store, len(payloads), registry)
+    limits = WorkspaceLimits(Settings(), store)
+    writer = Writer(store, len(payloads), limits, SeriesLedger(Settings(), limits, store), registry)
 
     async def write_together() -> list[Outcome | BaseException]:
         answers: list[asyncio.Future[Outcome]] = [asyncio.get_running_loop().create_future() for _ in payloads]
         for payload, answer in zip(payloads, answers, strict=True):
             key = {"run": payload.run, "source": payload.source, "seq": str(payload.seq)}
             upload = Upload(payload.run, key, wire.encode(payload), wire.MSGPACK, "", time.time_ns(), Settings())
-            writer._queue.put((upload, answer))
+            writer.queue.put("default", (upload, answer))
         writer.start()
         return await asyncio.gather(*answers, return_exceptions=True)
 

@@ -10,16 +10,20 @@ import pytest
 from ddpobs_server.operations.limit_usage import LimitUsage
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store
+from ddpobs_server.web.workspace_limits import WorkspaceLimits
 from prometheus_client import CollectorRegistry
 
 from tests.collector import collector
-from tests.server.batches import batch, put
+from tests.server.batches import batch, layout, put
 from tests.server.metrics.test_own_metrics import metrics
 
 
 def usage(store: Store, **limits: int) -> dict[str, float]:
     registry = CollectorRegistry()
-    LimitUsage(Settings(**limits), store, registry).measure()  # type: ignore[arg-type]
+    settings = Settings(**limits)  # type: ignore[arg-type]
+    workspaces = WorkspaceLimits(settings, store)
+    workspaces.refresh()
+    LimitUsage(settings, workspaces, store, registry).measure()
     (family,) = registry.collect()
     return {sample.labels["limit"]: sample.value for sample in family.samples}
 
@@ -45,6 +49,12 @@ def test_a_run_near_its_limit_of_sources_is_in_the_log(store: Store, caplog: pyt
     assert "run a has 4 of 5 (DDPOBS_SERVER_MAX_SOURCES)" in caplog.text
 
 
+def test_a_workspace_is_measured_by_its_own_limit_of_runs(store: Store) -> None:
+    arrive(store, ("a", 0), ("vision/a", 0))
+    store.set_workspace_limits("vision", {"max_runs": 1})
+    assert usage(store, max_runs=10)["max_runs"] == 1
+
+
 def test_an_empty_store_uses_nothing(store: Store) -> None:
     used = usage(store)
     assert (used["max_runs"], used["max_sources"]) == (0, 0)
@@ -52,8 +62,13 @@ def test_an_empty_store_uses_nothing(store: Store) -> None:
 
 
 def test_a_collector_reports_each_limit(tmp_path: Path) -> None:
-    with collector(tmp_path, max_runs=2) as running:
-        put(running.url, batch("a"))
+    with collector(tmp_path, max_runs=2, max_buckets=10, max_run_series=1000, max_series=2000) as running:
+        put(running.url, batch("a", layouts=[layout()]))
         current = metrics(running.url)
         for limit in ("max_runs", "max_sources", "queue_batches", "max_under_way_mb", "open_files"):
             assert 0 <= current("limit_used_ratio", limit=limit) < 1
+        assert current("limit_used_ratio", limit="max_buckets") == 0.2
+        assert current("limit_used_ratio", limit="max_run_series") == 2 * current(
+            "limit_used_ratio", limit="max_series"
+        )
+        assert current("limit_used_ratio", limit="max_series") > 0

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Store, aggregate_queries, compaction, engine, removal, schema
+from ddpobs_server.store import Arrival, Store, compaction, engine, removal, schema, unused_queries
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, func, select, text
 
@@ -38,6 +38,12 @@ def rows(store: Store, run: str) -> tuple[int, int, int]:
     return (*counts, sum(rollup.steps for rollup in store.rollups(run, ATTEMPT)))
 
 
+@pytest.fixture
+def without_bins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make no bins of steps. Beside the few buckets of these runs they would take as much room as columns."""
+    monkeypatch.setattr(RetentionJob, "_update_step_bins", lambda *_: None)
+
+
 def run_retention(store: Store, day: float, **settings: float) -> None:
     accepted: dict[str, Any] = {"keep_share": 1, **settings}
     RetentionJob(Settings(**accepted), store, CollectorRegistry()).run_once(int(day * DAY_NS))
@@ -52,6 +58,16 @@ def test_old_spans_are_removed_and_their_sums_stay(store: Store) -> None:
     assert rows(store, "new") == (200, 400, 200)
 
 
+@pytest.mark.parametrize("kind", ["not_reduced", "stuck"])
+def test_every_event_of_a_repeated_kind_stays_as_long_as_a_diagnosis_reads_it(store: Store, kind: str) -> None:
+    for seq, reason in enumerate(("unsynchronised", "bypassed", "unfrozen")):
+        event = wire.Event(kind=kind, at_ns=0, step=seq, detail={"reason": reason})
+        store.ingest([Arrival(batch("run", seq, events=[event]), bytes([seq]), 1, seq * DAY_NS)])
+    run_retention(store, day=10, keep_spans_days=1)
+    events = [event for _, event in store.first_events("run", ATTEMPT)]
+    assert [event.detail["reason"] for event in events] == ["unsynchronised", "bypassed", "unfrozen"]
+
+
 @pytest.mark.parametrize(
     ("day", "settings", "events"),
     [(10, {"keep_spans_days": 3}, [0, 7, 8, 9]), (9.01, {}, list(range(10)))],
@@ -61,7 +77,7 @@ def test_old_unused_sets_and_events_are_removed_except_those_in_use(
     store: Store, monkeypatch: pytest.MonkeyPatch, day: float, settings: dict[str, float], events: list[int]
 ) -> None:
     monkeypatch.setattr(removal, "_CHUNKS", 2)
-    monkeypatch.setattr(aggregate_queries, "UNUSED_JUDGED", 4)
+    monkeypatch.setattr(unused_queries, "UNUSED_JUDGED", 4)
     for seq in range(10):
         sets = [wire.Unused(step=seq, module=module, locally=["a"], globally=[]) for module in range(2)]
         event = wire.Event(kind="rebuilt", at_ns=0, step=seq)
@@ -74,7 +90,7 @@ def test_old_unused_sets_and_events_are_removed_except_those_in_use(
     in_use = read()
     run_retention(store, day, **settings)
     remaining = [(0, 1), (1, 1), (2, 1), (6, 0), (7, 0), (8, 0), (9, 0)]
-    assert [(record.step, record.module) for _, record in store.unused("run", ATTEMPT)] == remaining
+    assert [(record.step, record.module) for _, record in store.unused("run", ATTEMPT)[0]] == remaining
     assert read() == in_use
     with store._engine.connect() as connection:
         seqs = connection.execute(select(schema.events.c.seq).where(schema.events.c.run_id == "run")).scalars()
@@ -131,7 +147,7 @@ def test_a_run_that_resumes_during_its_removal_keeps_the_remaining_rows(
     monkeypatch.setattr(removal, "_CHUNKS", 1)
     for seq in range(3):
         arrive(store, "back", day=1, seq=seq)
-    monkeypatch.setattr(time, "sleep", lambda _: arrive(store, "back", day=9, seq=3))
+    monkeypatch.setattr(removal, "_pause", lambda: arrive(store, "back", day=9, seq=3))
     assert store.expire_runs(5 * DAY_NS) == 0
     assert rows(store, "back") in ((600, 1600, 800), (800, 1200, 800)), "a single chunk was removed"
     c = schema.chunks.c
@@ -177,6 +193,7 @@ def test_without_settings_no_row_is_removed(store: Store) -> None:
     assert rows(store, "old") == (200, 400, 200)
 
 
+@pytest.mark.usefixtures("without_bins")
 def test_the_oldest_spans_are_removed_before_any_run(tmp_path: Path) -> None:
     store = Store(f"sqlite:///{tmp_path}/runs.db")
     store.migrate()
@@ -195,6 +212,7 @@ def test_the_oldest_spans_are_removed_before_any_run(tmp_path: Path) -> None:
     store.close()
 
 
+@pytest.mark.usefixtures("without_bins")
 def test_a_runs_oldest_columns_are_removed_and_no_more_than_necessary(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -292,11 +310,11 @@ def test_batches_are_stored_during_a_large_removal(
         arrive(store, "large", day=1, seq=seq, count=1000)
     remaining: list[int] = []
 
-    def arrive_meanwhile(_: float) -> None:
+    def arrive_meanwhile() -> None:
         arrive(store, "other", day=1, seq=len(remaining), count=1)
         remaining.append(len(remaining_rows(store)))
 
-    monkeypatch.setattr(time, "sleep", arrive_meanwhile)
+    monkeypatch.setattr(removal, "_pause", arrive_meanwhile)
     assert store.delete("large")
     assert remaining[:4] == [15, 10, 5, 0], "chunks of steps and spans"
     assert remaining_rows(store) == set()

@@ -283,3 +283,16 @@ def first_cell(browser: Any, address: str) -> tuple[str, str]:
     cell.hover()
     assert visit.errors == []
     return visit.page.locator("#tip").inner_text(), cell.get_attribute("fill")
+
+
+def test_the_whole_run_is_drawn_with_the_steps_of_its_findings(browser: Any, url: str) -> None:
+    visit = Visit(browser, url)
+    visit.page.get_by_role("link", name="picture").click()
+    visit.page.locator("#whole .spread").first.wait_for()
+    assert visit.page.locator("#whole .spread").count() > 1
+    assert visit.page.locator("#whole .interval").count() >= 1
+    assert visit.page.locator("#whole .median").count() == 1
+    visit.page.locator(".finding", has_text="Rank 1 is slow in backward").get_by_text(
+        re.compile(r"steps \d+ to \d+: ")
+    ).wait_for()
+    assert visit.errors == []

@@ -13,6 +13,7 @@ import pytest
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
+from ddpobs_server.analysis.intervals import StepClock
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.recent_steps import read_recent_steps
 from ddpobs_server.reports.reports import Reports
@@ -100,7 +101,7 @@ def test_the_slow_rank_is_named_from_stored_batches(store: Store) -> None:
     assert (diagnosis["run"], diagnosis["attempt"], diagnosis["steps_seen"]) == (RUN, ATTEMPT, 60)
     straggler = next(f for f in diagnosis["findings"] if f["code"] == "straggler")
     assert (straggler["ranks"], straggler["phase"], straggler["evidence"]["host"]) == ([2], "data", "node")
-    fields = "code severity title ranks buckets parameters phase steps evidence remedy gain"
+    fields = "code severity title ranks buckets parameters phase steps evidence remedy gain intervals"
     assert set(straggler) == set(fields.split())
     assert set(straggler["gain"]) == {"step_ns", "ratio", "error_ratio"}
 
@@ -275,7 +276,8 @@ def test_a_rank_that_has_only_sent_a_hello_has_no_step_yet(store: Store) -> None
 def test_ranks_are_compared_if_uneven_inputs_part_their_numbers_beyond_the_window(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpobs_server.reports.recent_steps._STEPS", 200)
+    monkeypatch.setattr("ddpobs_server.reports.judged_steps.WHOLE_ROWS", 0)
+    monkeypatch.setattr("ddpobs_server.reports.recent_steps.STEPS", 200)
     monkeypatch.setattr("ddpobs_server.reports.recent_steps._MIN_STEPS", 200)
     slow_third(store, 1500, fewer=0.2)
     findings, missing = judged(store)
@@ -305,13 +307,16 @@ def test_a_diagnosis_equals_the_findings_of_all_columns_together(store: Store, s
     fill(store, 120, slow)
     rank, steps = store.steps(RUN, ATTEMPT)
     hosts, emitted = dict.fromkeys(range(RANKS), "node"), dict.fromkeys(range(RANKS), 100)
-    evidence = evidence_of(rank, steps, hosts=hosts, emitted=emitted)
+    rows = rank == 0
+    clock = StepClock(steps.step[rows], steps.start_ns[rows], steps.end_ns[rows])  # The anchor is at 0.
+    evidence = evidence_of(rank, steps, hosts=hosts, emitted=emitted, clock=clock)
     results = [result for judge in FINDINGS for result in judge(evidence)]
     expected = by_severity([result for result in results if isinstance(result, Finding)])
     findings = Reports(store).diagnostics(RUN, ATTEMPT)["findings"]
     assert [finding["code"] for finding in findings] == [finding.code for finding in expected]
     for actual, finding in zip(findings, expected, strict=True):
-        assert actual == finding.as_json() | {"buckets": actual["buckets"], "parameters": actual["parameters"]}
+        timed = clock.timed_finding(finding)
+        assert actual == timed.as_json() | {"buckets": actual["buckets"], "parameters": actual["parameters"]}
 
 
 def test_the_evidence_has_the_latest_pulses_and_the_collectors_time(
@@ -332,7 +337,8 @@ def test_the_evidence_has_the_latest_pulses_and_the_collectors_time(
 
 
 def test_a_diagnosis_of_a_long_run_uses_its_latest_steps(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddpobs_server.reports.recent_steps._STEPS", 40)
+    monkeypatch.setattr("ddpobs_server.reports.judged_steps.WHOLE_ROWS", 0)
+    monkeypatch.setattr("ddpobs_server.reports.recent_steps.STEPS", 40)
     monkeypatch.setattr("ddpobs_server.reports.recent_steps._MIN_STEPS", 40)
     fill(store, 120, (Slow(1, "data", 60),))
     diagnosis = Reports(store).diagnostics(RUN, ATTEMPT)
@@ -343,6 +349,7 @@ def test_a_diagnosis_of_a_long_run_uses_its_latest_steps(store: Store, monkeypat
 def test_a_diagnosis_uses_fewer_steps_if_these_have_too_many_rows(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("ddpobs_server.reports.judged_steps.WHOLE_ROWS", 0)
     monkeypatch.setattr("ddpobs_server.reports.recent_steps._MAX_ROWS", 40 * RANKS)
     fill(store, 120, (Slow(1, "data", 60),))
     first, last = Reports(store).diagnostics(RUN, ATTEMPT)["findings"][0]["steps"]
@@ -368,8 +375,8 @@ def test_some_ranks_give_the_same_late_bucket_as_all(store: Store, monkeypatch: 
     for ranks in (2, 8):
         monkeypatch.setattr("ddpobs_server.analysis.late_bucket.MAX_RANKS", ranks)
         findings.append(Reports(store).diagnostics(RUN, ATTEMPT)["findings"][0])
-    assert findings[0] == findings[1]
-    assert findings[0]["parameters"] == ["a"]
+    named = [(f["ranks"], f["buckets"], f["parameters"], f["evidence"]["module"]) for f in findings]
+    assert named == [([2], [0], ["a"], 0)] * 2
 
 
 @pytest.mark.parametrize(("after_ms", "named"), [(5, []), (-5, ["a"]), (28, ["a"])])

@@ -71,6 +71,28 @@ def test_the_most_frequent_of_many_different_samples_are_read(store: Store, monk
     assert len(read) == 4
 
 
+def test_fingerprints_are_read_up_to_a_number_of_bytes(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(8):
+        sample = fingerprint(0, parameters=[3, rank])
+        samples = [msgspec.structs.replace(sample, module=module) for module in range(4)]
+        arrive(store, rank, *samples)
+    assert len(differing(store)) == 32
+    monkeypatch.setattr(fingerprints, "_READ_BYTES", 1)
+    assert len(differing(store)) == 2  # The sample that differs first, of two ranks: a finding needs no more.
+    monkeypatch.setattr(fingerprints, "_READ_BYTES", 10**9)
+    monkeypatch.setattr(fingerprints, "_MAX_MODULES", 3)
+    assert len(differing(store)) == 24
+
+
+def test_the_sample_that_differs_is_read_before_the_one_before_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fingerprints, "_READ_BYTES", 1)
+    for rank in range(2):
+        arrive(store, rank, fingerprint(0), fingerprint(1000, parameters=[3, rank]))
+    assert {step for _, step in differing(store)} >= {1000}
+
+
 def test_replicas_that_part_are_a_finding_with_parameter_rank_and_steps(shared: Collector, run: str) -> None:
     for rank in range(3):
         put(shared.url, batch(run, 0, rank, world_size=3, fingerprints=[fingerprint(0)]))

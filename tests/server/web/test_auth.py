@@ -36,6 +36,7 @@ CALLS = {
     "ingest": [("PUT", path(batch("a-run", seq=1)))],
     "read": [
         ("GET", "/api/v1/runs"),
+        ("GET", "/api/v1/workspaces"),
         ("GET", "/metrics"),
         *(
             ("GET", f"/api/v1/runs/a-run{route}")

@@ -24,6 +24,7 @@ _DIED = (
     "Look at the kernel's log on that host (dmesg) for out of memory or a segmentation fault, and at the launcher's "
     "log."
 )
+_TERMINATED = "Look at the launcher's and the scheduler's log, or at the user who sent the signal."
 _CONNECTION = (
     "Look at the connection between the hosts, and at ranks without telemetry: one of them may have ended first."
 )
@@ -103,6 +104,8 @@ def _title(first: End, victims: list[int]) -> str:
         what = f"{rank} ended without an error {where}: its process was killed, or crashed outside of Python"
         if _integer(first, "oom_kills") > 0:
             what = f"{rank} was killed {where}: its host ran out of memory"
+    elif first.kind == "terminated":
+        what = f"{rank} was {first.reason} {where}"
     elif first.is_consequence:
         what = f"{rank} lost its connection {where}: {_error(first)}. No rank reported an error of its own"
     else:
@@ -121,6 +124,8 @@ def _error(end: End) -> str:
 def _remedy(first: End) -> str:
     if first.kind == "died":
         return _DIED
+    if first.kind == "terminated":
+        return _TERMINATED
     if first.is_consequence:
         return _CONNECTION
     return "Correct the error that the traceback shows. The other ranks' errors are consequences of it."

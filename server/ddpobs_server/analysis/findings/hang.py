@@ -11,6 +11,8 @@ from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding
 
 CODES = ("hang",)
+_WAITS = {"bucket", "collective"}
+_Stuck = list[tuple[int, wire.Event]]
 _STACKS = 8
 """Most ranks whose stacks the evidence lists."""
 
@@ -88,29 +90,57 @@ def _facts(evidence: Evidence, verdict: Hang) -> dict[str, Any]:
 
 
 def _past(evidence: Evidence) -> Judgement:
-    """Hangs that ended: each rank reports how long it was stuck once it goes on."""
-    over = [(rank, event) for rank, event in evidence.events if event.kind == "stuck"]
-    if not over:
+    """Hangs that are over: each rank reports how long it was stuck once it goes on, fails or is terminated."""
+    stuck = [(rank, event) for rank, event in evidence.events if event.kind == "stuck"]
+    ended = [(rank, event) for rank, event in stuck if event.detail.get("outcome") == "ended"]
+    went_on = [item for item in stuck if item not in ended]
+    return [*_fatal(ended), *_overcome(went_on)]
+
+
+def _fatal(stuck: _Stuck) -> Judgement:
+    if not stuck:
         return []
-    culprits = [(rank, event) for rank, event in over if event.detail.get("activity") not in {"bucket", "collective"}]
-    named = culprits or over
-    ranks = sorted({rank for rank, _ in named})
-    lengths = [int(event.detail.get("idle_ns") or 0) for _, event in named]
-    rank, event = named[lengths.index(max(lengths))]
-    place = event.detail.get("place")
-    where = f" ({place})" if place else ""
+    named, length_ns, event, place = _longest(stuck)
+    return [
+        Finding(
+            code="hang",
+            severity="critical",
+            title=f"The run hung in step {event.step} for {length_ns / 1e9:.0f} s, until it was ended: {place}",
+            remedy="Look at the place above. The next run that hangs shows its stacks with `ddpobs stacks`.",
+            steps=(event.step, event.step),
+            ranks=sorted({rank for rank, _ in named}),
+            evidence={"kind": "ended", "length_ns": length_ns},
+        )
+    ]
+
+
+def _overcome(stuck: _Stuck) -> Judgement:
+    if not stuck:
+        return []
+    named, length_ns, event, place = _longest(stuck)
     return [
         Finding(
             code="hang",
             severity="info",
-            title=f"The run stood still for {max(lengths) / 1e9:.0f} s in step {event.step} and went on: "
-            f"{ranks_text([rank])} was in {event.detail.get('activity')}{where}",
+            title=f"The run stood still for {length_ns / 1e9:.0f} s in step {event.step} and went on: {place}",
             remedy="Look at the place above if this comes back.",
             steps=(min(event.step for _, event in named), max(event.step for _, event in named)),
-            ranks=ranks,
-            evidence={"kind": "over", "length_ns": max(lengths), "times": len(named)},
+            ranks=sorted({rank for rank, _ in named}),
+            evidence={"kind": "over", "length_ns": length_ns, "times": len(named)},
         )
     ]
+
+
+def _longest(stuck: _Stuck) -> tuple[_Stuck, int, wire.Event, str]:
+    """The ranks that did not wait for others, and the longest hang's length, event and place."""
+    named = [(rank, event) for rank, event in stuck if event.detail.get("activity") not in _WAITS] or stuck
+    rank, event = max(named, key=lambda item: _length_ns(item[1]))
+    where = f" ({event.detail['place']})" if event.detail.get("place") else ""
+    return named, _length_ns(event), event, f"{ranks_text([rank])} was in {event.detail.get('activity')}{where}"
+
+
+def _length_ns(event: wire.Event) -> int:
+    return int(event.detail.get("idle_ns") or 0)
 
 
 def _parameters(evidence: Evidence, module: int, bucket: int) -> tuple[str, ...]:

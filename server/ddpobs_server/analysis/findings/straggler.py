@@ -1,10 +1,13 @@
-"""Finding `straggler`: one rank is late by its own doing, more often than chance explains.
+"""Finding `straggler`: ranks are late by their own doing, more often than chance explains.
 
-It names the rank, the phase, and for a slow backward the bucket. The comparison of ranks is in `lateness.py`, the tests
-against chance are in `recurrence.py`, and the bucket is found in `late_bucket.py`.
+It names the rank, the phase, for a slow backward the bucket, and the steps in which the rank was slow. Ranks may also
+be slow in turn. The comparison of ranks is in `lateness.py`, the tests against chance are in `recurrence.py`, stretches
+of a run are in `stretches.py`, slowness in turn is in `turns.py`, and the bucket is found in `late_bucket.py`.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 
@@ -22,11 +25,15 @@ from ddpobs_server.analysis.lateness import (
     typical_lateness,
 )
 from ddpobs_server.analysis.recurrence import beyond_chance, costly_ranks, onset, recurring_ranks
+from ddpobs_server.analysis.slow_in_turn import in_turn
+from ddpobs_server.analysis.slow_rank_cause import with_cause
+from ddpobs_server.analysis.slow_stretches import REMEDIES, WholeRun, past_findings, with_extent
+from ddpobs_server.analysis.work import at_equal_work
 
 CODES = ("straggler",)
 MIN_COMPARED_STEPS = 32
 RECENT_STEPS = 1024
-"""Latest steps that are judged: a rank that was slow long ago is not slow now."""
+"""Latest steps that are judged as one. Stretches of the whole run are judged by themselves."""
 _SUDDEN = {128: 0.1, 64: 0.2}
 """Numbers of latest steps that are also judged by themselves, and the least cost share in each of their quarters.
 
@@ -34,13 +41,6 @@ A rank that has just become slow is not slow in all quarters of `RECENT_STEPS`. 
 so the rank must also be late in `_SUDDEN_LATE_SHARE` of each quarter."""
 _SUDDEN_LATE_SHARE = 0.8
 _PERSISTENT_SHARE = 0.6
-_REMEDIES = {
-    "data": "Check this rank's input: its storage, its loader workers, the sizes of its samples.",
-    "forward": "Check for longer inputs on this rank, other processes on its host, a slower device.",
-    "backward": "Check for longer inputs on this rank, other processes on its host, a slower device.",
-    "optimizer": "Check the work that only this rank does after backward: clipping, logging, its own optimizer.",
-    "other": "Check the work of this rank between the phases: logging, metrics, checks.",
-}
 _NOT_ALONE = " Other ranks are late in the same steps: most of the gain needs them to be fixed too."
 
 
@@ -51,13 +51,19 @@ def straggler(evidence: Evidence) -> Judgement:
     ]
     if _not_judged_reason(evidence):
         return missing
-    findings = _straggler_findings(evidence.joined.latest(RECENT_STEPS), evidence.hosts)
+    if evidence.work_fit is not None:  # Lateness from larger batches is the finding `imbalanced-batches`.
+        evidence = replace(evidence, joined=at_equal_work(evidence.joined, evidence.work_fit))
+    run = WholeRun.of(evidence)
+    recent = _straggler_findings(evidence.joined.latest(RECENT_STEPS), evidence.hosts)
+    findings = [extended for finding in recent if (extended := with_extent(finding, run)) is not None]
+    slow_in_turn = in_turn(run, {finding.ranks[0] for finding in recent})
+    findings += past_findings(run, findings, slow_in_turn, evidence.hosts)
     if evidence.columns is not None:
         try:
             findings = name_late_buckets(findings, evidence, evidence.columns)
         except ColumnsTooLargeError as error:
             missing.append(NotJudged("buckets", str(error)))
-    return [*findings, *missing]
+    return [*(with_cause(finding, evidence) for finding in findings), *slow_in_turn, *missing]
 
 
 def _not_judged_reason(evidence: Evidence) -> str:
@@ -126,7 +132,7 @@ def _finding(
             f"Rank {rank} is slow in {phase}: {excess_ns / 1e6:.1f} ms more than the other ranks "
             f"{_frequency(late_share)}{since}, of a step of {step_ns / 1e6:.1f} ms"
         ),
-        remedy=_REMEDIES[phase] + (_NOT_ALONE if saving.ratio < 0.5 * lost_share else ""),
+        remedy=REMEDIES[phase] + (_NOT_ALONE if saving.ratio < 0.5 * lost_share else ""),
         steps=(first, last),
         ranks=[rank],
         phase=phase,

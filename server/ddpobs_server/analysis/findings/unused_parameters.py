@@ -10,6 +10,7 @@ from ddpobs import wire
 from ddpobs_server.analysis.evidence import MAX_LISTED, MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
 
+Names = frozenset[str]
 CODES = ("unused-parameters", "find-unused-needless")
 LATEST_SETS = 8
 """Latest unused sets of each rank and module: enough to separate a set that stays from sets that alternate."""
@@ -17,10 +18,12 @@ LATEST_SETS = 8
 
 def unused_parameters(evidence: Evidence) -> Judgement:
     """Name the parameters that a recent backward left out, and which of them every backward left out."""
+    findings: list[Finding | NotJudged] = []
+    if evidence.unused_left_out:
+        findings.append(NotJudged("unused-parameters", f"{evidence.unused_left_out} of the unused sets are too large"))
     by_module: dict[int, dict[int, list[wire.Unused]]] = {}
     for rank, record in evidence.unused:
         by_module.setdefault(record.module, {}).setdefault(rank, []).append(record)
-    findings = []
     for module, by_rank in sorted(by_module.items()):
         in_force = {
             rank: _in_force(records, evidence.last_steps.get(rank, evidence.step_range[1]))
@@ -34,14 +37,17 @@ def unused_parameters(evidence: Evidence) -> Judgement:
 
 def _finding(module: int, in_force: dict[int, list[wire.Unused]], evidence: Evidence) -> Finding:
     """Describe a module's unused sets, of the ranks that have any that is not empty."""
-    sets = {rank: [set(record.locally) for record in records] for rank, records in in_force.items()}
-    always = {rank: _always_unused(rank_sets) for rank, rank_sets in sets.items()}
-    ever = {rank: set.union(*rank_sets) for rank, rank_sets in sets.items()}
+    shared = _SharedSets()
+    sets = {rank: shared.of_rank(records) for rank, records in in_force.items()}
+    distinct = set(sets.values())  # Most ranks have the same sets: each combination is judged once.
+    always = {rank_sets: _always_unused(rank_sets) for rank_sets in distinct}
+    ever = {rank_sets: frozenset.union(*rank_sets) for rank_sets in distinct}
     all_ranks = sets.keys() >= evidence.last_steps.keys()
-    globally = set.intersection(*always.values()) if all_ranks else set()
-    names = sorted(set().union(*ever.values()))
-    sometimes = sorted(set().union(*(ever[rank] - always[rank] for rank in sets)))
-    same_everywhere = all_ranks and all(rank_names == set(names) for rank_names in ever.values())
+    globally: Names = frozenset.intersection(*always.values()) if all_ranks else frozenset()
+    nothing: Names = frozenset()
+    names = sorted(nothing.union(*ever.values()))
+    sometimes = sorted(nothing.union(*(ever[rank_sets] - always[rank_sets] for rank_sets in distinct)))
+    same_everywhere = all_ranks and all(len(rank_names) == len(names) for rank_names in ever.values())
     ranks = "on every rank" if same_everywhere else f"on rank {format_ranks(sorted(sets))}"
     steps = " in some steps" if len(sometimes) == len(names) else ""
     return Finding(
@@ -69,15 +75,33 @@ def _finding(module: int, in_force: dict[int, list[wire.Unused]], evidence: Evid
     )
 
 
-def _always_unused(sets: list[set[str]]) -> set[str]:
+class _SharedSets:
+    """Names of unused sets, once for all sets with the same names: ranks times names would fill memory."""
+
+    def __init__(self) -> None:
+        self._by_list: dict[int, Names] = {}
+        self._distinct: dict[Names, Names] = {}
+
+    def of_rank(self, records: list[wire.Unused]) -> tuple[Names, ...]:
+        return tuple(self._of_record(record) for record in records)
+
+    def _of_record(self, record: wire.Unused) -> Names:
+        names = self._by_list.get(id(record.locally))
+        if names is None:
+            names = frozenset(record.locally)
+            names = self._by_list[id(record.locally)] = self._distinct.setdefault(names, names)
+        return names
+
+
+def _always_unused(sets: tuple[Names, ...]) -> Names:
     """Return the names in all of a rank's sets; none if some other parameter was trained under only one set.
 
     A parameter trained once suggests further ones that have not had their turn yet, such as experts or heads that take
     turns. The chance of a new one is about the share of those seen once (Good, Biometrika 40, 1953).
     """
-    always, ever = set.intersection(*sets), set.union(*sets)
+    always, ever = frozenset.intersection(*sets), frozenset.union(*sets)
     trained_once = any(sum(name not in names for names in sets) == 1 for name in ever - always)
-    return set() if trained_once else always
+    return frozenset() if trained_once else always
 
 
 def _in_force(records: list[wire.Unused], last: int) -> list[wire.Unused]:

@@ -1,4 +1,4 @@
-// The three charts of a run, drawn from columns.
+// The charts of a run, drawn from columns.
 
 import { ms, svg } from "./api.js";
 
@@ -62,6 +62,29 @@ export function phases(target, points) {
   });
   explain(overlay, () => `step ${points[nearest].step}: ${ms(points[nearest].wall)}\n${PHASES.map((phase) => `${phase}: ${ms(points[nearest][phase])}`).join("\n")}`);
   chart.append(overlay);
+  target.replaceChildren(chart);
+}
+
+// Bins of the whole run: a bar from the least to the most of any rank, a line of medians; intervals of findings are shaded.
+export function wholeRun(target, { first, last, wall_min_ns, wall_median_ns, wall_max_ns }, intervals) {
+  if (first.length < 2) return target.replaceChildren("Too few steps so far.");
+  const height = 160, bottom = height - 22, top = 8, chart = canvas(height), end = last.at(-1) + 1;
+  // A step with an upload may be as long as thousands: longer bars end at the top, and the tip has their value.
+  const highest = Math.min(Math.max(...wall_max_ns), 6 * Math.max(...wall_median_ns)) * 1.05;
+  const x = (step) => LEFT + ((WIDTH - LEFT) * (step - first[0])) / (end - first[0]);
+  const y = (ns) => bottom - ((bottom - top) * Math.min(ns, highest)) / highest;
+  for (const { from, to } of intervals) chart.append(svg("rect", { class: "interval", x: x(Math.max(from, first[0])), width: Math.max(2, x(to + 1) - x(Math.max(from, first[0]))), y: top, height: bottom - top }));
+  for (const value of ticks(0, highest / 1e6, 4)) {
+    const level = y(value * 1e6);
+    chart.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH, y1: level, y2: level }), svg("text", { x: LEFT - 6, y: level + 4, "text-anchor": "end" }, `${+value.toPrecision(3)} ms`));
+  }
+  first.forEach((step, row) => {
+    const bar = svg("rect", { class: "spread", x: x(step), width: Math.max(0.5, x(last[row] + 1) - x(step)), y: y(wall_max_ns[row]), height: Math.max(1, y(wall_min_ns[row]) - y(wall_max_ns[row])) });
+    explain(bar, () => `steps ${step} to ${last[row]}\nleast ${ms(wall_min_ns[row])}, median ${ms(wall_median_ns[row])}, most ${ms(wall_max_ns[row])}`);
+    chart.append(bar);
+  });
+  chart.append(svg("polyline", { class: "median", points: first.map((step, row) => `${x((step + last[row] + 1) / 2).toFixed(1)},${y(wall_median_ns[row]).toFixed(1)}`).join(" ") }));
+  for (const step of ticks(first[0], end, 8)) if (Number.isInteger(step)) chart.append(svg("text", { x: x(step), y: height - 6, "text-anchor": "middle" }, String(step)));
   target.replaceChildren(chart);
 }
 

@@ -1,9 +1,9 @@
 // The page of one run: its findings, then its step times, ranks and buckets.
 
 import { ago, element, get, ms, notice, refresh, root, runOnce, saveWithToken } from "./api.js";
-import { heat, PHASES, phases, timeline } from "./charts.js";
+import { heat, PHASES, phases, timeline, wholeRun } from "./charts.js";
 
-const SHOWN_ATTEMPTS = 50, SHOWN_STACKS = 4, SHOWN_STEPS = 500, SHOWN_ROWS = 400_000, SHOWN_RANKS = 32, SHOWN_SPANS = 200, NAMED_RANKS = 12;
+const SHOWN_ATTEMPTS = 50, SHOWN_STACKS = 4, SHOWN_STEPS = 500, SHOWN_ROWS = 400_000, SHOWN_RANKS = 32, SHOWN_SPANS = 200, NAMED_RANKS = 12, SHOWN_BINS = 400, SHOWN_INTERVALS = 3;
 const run = decodeURIComponent(location.pathname.split("/").at(-1));
 const base = `/runs/${encodeURIComponent(run)}`;
 const attempt = new URLSearchParams(location.search).get("attempt");  // Without it the latest attempt is shown.
@@ -34,11 +34,24 @@ function findingCard(finding) {
   const card = element("article", { class: `finding ${finding.severity}` },
     element("span", { class: "badge" }, `${finding.severity} · ${finding.code}`),
     element("h3", {}, finding.title),
-    element("p", {}, finding.remedy), ...stacks(finding));
+    ...times(finding.intervals), element("p", {}, finding.remedy), ...stacks(finding));
   if (finding.gain) card.append(element("p", {}, `The remedy would gain ${ms(finding.gain.step_ns)} per step, ${(100 * finding.gain.ratio).toFixed(0)} % of it (± ${(100 * finding.gain.ratio * finding.gain.error_ratio).toFixed(1)} %).`));
   if (finding.buckets.length) card.append(element("p", { class: "muted" }, `${finding.code === "straggler" ? "Most of it occurs at" : "At"} bucket ${finding.buckets.join(", ")}: ${finding.parameters.slice(0, 6).join(", ")}${finding.parameters.length > 6 ? ", …" : ""}`));
   card.append(element("details", {}, element("summary", {}, `Evidence, steps ${finding.steps[0]} to ${finding.steps[1]}`), element("dl", {}, ...evidence)));
   return card;
+}
+
+// When a finding held: the reader's own time of day.
+function times(intervals) {
+  const known = intervals.filter(({ began_ns }) => began_ns !== null), clock = (ns) => new Date(ns / 1e6).toLocaleString();
+  const lines = known.slice(0, SHOWN_INTERVALS).map(({ from, to, began_ns, ended_ns }) => `steps ${from} to ${to}: ${clock(began_ns)} to ${clock(ended_ns)}`);
+  if (known.length > SHOWN_INTERVALS) lines.push(`and ${known.length - SHOWN_INTERVALS} more`);
+  return lines.length ? [element("p", { class: "muted" }, lines.join("; "))] : [];
+}
+
+async function showWhole({ findings }) {
+  const { columns } = await get(address("steps", `points=${SHOWN_BINS}&mean=true`));
+  wholeRun(by("whole"), columns, findings.filter(({ ranks }) => ranks.length).flatMap(({ intervals }) => intervals));
 }
 
 function readable(name, value) {
@@ -49,7 +62,7 @@ function readable(name, value) {
 
 function showFindings({ findings, missing, steps_seen }) {
   const cards = findings.map(findingCard);
-  if (!cards.length) cards.push(element("article", { class: "finding" }, element("h3", {}, steps_seen ? `Nothing found in the latest steps, up to step ${steps_seen - 1}.` : "No step to judge yet.")));
+  if (!cards.length) cards.push(element("article", { class: "finding" }, element("h3", {}, steps_seen ? `Nothing found up to step ${steps_seen - 1}.` : "No step to judge yet.")));
   if (missing.length) cards.push(element("p", { class: "muted" }, `Not judged yet: ${missing.join("; ")}`));
   by("findings").replaceChildren(...cards);
 }
@@ -199,7 +212,7 @@ async function show() {
   showAttempts(attempts, details.attempt);
   showFindings(diagnostics);
   showRanks();
-  await showPhases();
+  await Promise.all([showWhole(diagnostics), showPhases()]);
   showUnused(unused);
   await choose(chosen ?? straggler.steps.at(Math.floor(straggler.steps.length / 2)) ?? last);
   // Only goodbyes end a run: a stalled run may continue, and a lost or failed run may return under its id.

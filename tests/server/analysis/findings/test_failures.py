@@ -85,6 +85,15 @@ def test_a_hang_that_is_over_stays_with_its_length() -> None:
     assert finding.title == "The run stood still for 23 s in step 9 and went on: rank 1 was in data (a.py:3)"
 
 
+def test_a_hang_that_ended_with_the_run_stays_critical() -> None:
+    events = [stuck(0, "bucket", 52), stuck(1, "code", 50)]
+    for _, event in events:
+        event.detail["outcome"] = "ended"
+    finding = only(hang(evidence(events=events)))
+    assert (finding.severity, finding.ranks) == ("critical", [1])
+    assert finding.title == "The run hung in step 9 for 50 s, until it was ended: rank 1 was in code (a.py:3)"
+
+
 def failed(rank: int, error: str, message: str, wall_s: int, **facts: Any) -> tuple[int, wire.Event]:
     detail = {"error": error, "message": message, "wall_ns": wall_s * S, "phase": "forward", "bucket": -1, **facts}
     return rank, wire.Event(kind="failed", at_ns=0, step=6, detail=detail)
@@ -113,6 +122,14 @@ def test_broken_connections_alone_name_no_culprit_and_a_terminated_run_did_not_c
     assert "No rank reported an error of its own" in finding.title
     terminated = (0, wire.Event(kind="terminated", at_ns=0, step=6, detail={"signal": "SIGTERM"}))
     assert crash(evidence(events=[terminated])) == []
+
+
+def test_a_single_rank_that_was_terminated_is_named_with_its_signal() -> None:
+    detail = {"wall_ns": 4 * S, "phase": "forward", "signal": "SIGTERM"}
+    terminated = (1, wire.Event(kind="terminated", at_ns=0, step=6, detail=detail))
+    finding = only(crash(evidence(events=[failed(0, "RuntimeError", "Connection closed by peer", 5), terminated])))
+    assert finding.title == "Rank 1 was terminated by SIGTERM in forward of step 6. Rank 0 failed because of it"
+    assert "signal" in finding.remedy
 
 
 def fingerprint(step: int, gradients: list[int], parameters: list[int], buffers: list[int]) -> wire.Fingerprint:

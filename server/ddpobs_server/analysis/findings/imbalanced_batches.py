@@ -1,0 +1,128 @@
+"""Finding `imbalanced-batches`: a rank is late because of its samples, not of its machine.
+
+Own time is split into work and machine in `work.py`. The finding `straggler` judges the machine's part.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ddpobs import wire
+from ddpobs_server.analysis.evidence import Evidence, Judgement
+from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, severity_of
+from ddpobs_server.analysis.findings.straggler import MIN_COMPARED_STEPS, RECENT_STEPS
+from ddpobs_server.analysis.joined_steps import JoinedSteps, median_of_others
+from ddpobs_server.analysis.lateness import Lateness, cost_shares, lateness, mean_gain, typical_lateness
+from ddpobs_server.analysis.recurrence import beyond_chance, costly_ranks, recurring_ranks
+from ddpobs_server.analysis.work import WorkFit, at_equal_machines, uneven_constant_work
+
+CODES = ("imbalanced-batches",)
+_MIN_GAIN = 0.05
+"""Least share of the steps that equal batches would save, if no rank's batches are always larger."""
+_UNEVEN = 0.1
+_REMEDY = (
+    "Give each rank batches of the same work in each step: sort samples by length into buckets and let each rank draw "
+    "from the same bucket (a length-grouped sampler), or fill batches up to a number of elements instead of rows."
+)
+
+
+def imbalanced_batches(evidence: Evidence) -> Judgement:
+    """Return a finding for each rank with larger batches, or one without a rank if batches are uneven by chance."""
+    joined = evidence.joined.latest(RECENT_STEPS)
+    if evidence.separate_groups_reason or len(joined.ranks) < 2 or len(joined) < MIN_COMPARED_STEPS:
+        return []  # The finding `straggler` needs the same, and reports the reason.
+    if evidence.work_fit is None:
+        if uneven_constant_work(joined, evidence.steps, _UNEVEN):
+            reason = "each rank's batches are always of one size, so that their work cannot be told from its machine"
+            return [NotJudged("imbalanced-batches", reason)]
+        return []
+    fit = evidence.work_fit.latest(RECENT_STEPS)
+    by_work = at_equal_machines(joined, fit)
+    late = lateness(by_work)
+    gain = _bucketing_gain(joined, fit)
+    shared: dict[str, Any] = {"fit": fit, "gain": gain, "facts": _fit_evidence(joined, fit)}
+    chances = beyond_chance(late.late, recurring_ranks(by_work, late))
+    findings = [_finding(by_work, late, index, chance, **shared) for index, chance in chances.items()]
+    for index, chance in beyond_chance(late.cost_ns, sorted({*costly_ranks(by_work, late)} - {*chances})).items():
+        findings.append(_finding(by_work, typical_lateness(by_work, late, index), index, chance, **shared))
+    if not findings and gain.ratio >= _MIN_GAIN:
+        return [_nobody(joined, fit, gain)]
+    return findings
+
+
+def _bucketing_gain(joined: JoinedSteps, fit: WorkFit) -> Gain:
+    """Predict the saving per step if the ranks shared the work of each step equally.
+
+    The last rank then arrives as early as its machine allows. That the samples of a bucket need less padding is not
+    counted.
+    """
+    shared_ns = joined.own_ns - fit.slope_ns * (fit.work - fit.work.mean(axis=1, keepdims=True))
+    return mean_gain(joined, np.maximum(0.0, joined.own_ns.max(axis=1) - shared_ns.max(axis=1)))
+
+
+def _finding(
+    by_work: JoinedSteps, late: Lateness, index: int, chance: float, *, fit: WorkFit, gain: Gain, facts: dict[str, Any]
+) -> Finding:
+    rank, rows = int(by_work.ranks[index]), np.flatnonzero(late.late[:, index])
+    excess_ns, step_ns = float(np.median(late.excess_ns[rows, index])), float(np.median(by_work.step_ns))
+    lost_share = float(cost_shares(by_work, late, np.arange(len(by_work)))[index])
+    work = np.median(fit.work, axis=0)
+    ratio = work[index] / np.median(np.delete(work, index))
+    late_share = len(rows) / len(by_work)
+    frequency = "in every step" if late_share > 0.98 else f"in {late_share:.0%} of the steps"
+    return Finding(
+        code="imbalanced-batches",
+        severity=severity_of(lost_share),
+        title=(
+            f"Rank {rank} is late because of its batches: {ratio:.2f} times the {fit.measure} of the other ranks' take "
+            f"{excess_ns / 1e6:.1f} ms more {frequency}, of a step of {step_ns / 1e6:.1f} ms"
+        ),
+        remedy=_REMEDY,
+        steps=(int(by_work.step[0]), int(by_work.step[-1])),
+        ranks=[rank],
+        phase=_phase(fit),
+        evidence={
+            "excess_ns": round(excess_ns),
+            "step_ns": round(step_ns),
+            "late_share": round(late_share, 4),
+            "lost_share": round(lost_share, 4),
+            "chance": round(chance, 4),
+            **facts,
+        },
+        gain=gain,
+    )
+
+
+def _nobody(joined: JoinedSteps, fit: WorkFit, gain: Gain) -> Finding:
+    return Finding(
+        code="imbalanced-batches",
+        severity="info",
+        title=(
+            f"The ranks wait for the largest batch, of another rank in each step: "
+            f"{gain.ratio:.0%} of these steps, and no rank is to blame"
+        ),
+        remedy=_REMEDY,
+        steps=(int(joined.step[0]), int(joined.step[-1])),
+        phase=_phase(fit),
+        evidence={"step_ns": round(float(np.median(joined.step_ns))), **_fit_evidence(joined, fit)},
+        gain=gain,
+    )
+
+
+def _fit_evidence(joined: JoinedSteps, fit: WorkFit) -> dict[str, Any]:
+    """Return the line, and of each rank the median work and the excess of its median own time at equal work."""
+    ranks, equal_ns = joined.ranks.tolist(), np.median(joined.own_ns - fit.extra_ns, axis=0)
+    machine_ns = equal_ns - median_of_others(equal_ns[None])[0]
+    return {
+        "measure": fit.measure,
+        "ns_per_unit": round(fit.slope_ns, 3),
+        "work": dict(zip(map(str, ranks), np.median(fit.work, axis=0).tolist(), strict=True)),
+        "machine_excess_ns": dict(zip(map(str, ranks), map(round, machine_ns.tolist()), strict=True)),
+        "steps_used": len(joined),
+    }
+
+
+def _phase(fit: WorkFit) -> str:
+    return wire.OWN_PHASES[int(fit.phase_shares.argmax())]

@@ -1,0 +1,88 @@
+"""Intervals of steps: their wall-clock times, and how a sentence names them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime
+
+import numpy as np
+
+from ddpobs import wire
+from ddpobs_server.analysis.finding import Finding, Interval
+
+_NONE = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class StepClock:
+    """When steps began and ended, Unix time.
+
+    Attributes:
+        step: Step numbers in rising order, each the first of its row, shape [rows].
+        began_ns: Begin of that step, same shape.
+        ended_ns: End of the row's last step, same shape.
+    """
+
+    step: wire.Ints = field(default_factory=lambda: _NONE)
+    began_ns: wire.Ints = field(default_factory=lambda: _NONE)
+    ended_ns: wire.Ints = field(default_factory=lambda: _NONE)
+
+    def timed(self, interval: Interval) -> Interval:
+        """Return the interval with its times, as exact as the rows are."""
+        if not len(self.step) or interval.first > interval.last:
+            return interval
+        first = max(0, int(np.searchsorted(self.step, interval.first, "right")) - 1)
+        last = max(first, int(np.searchsorted(self.step, interval.last, "right")) - 1)
+        return replace(interval, began_ns=int(self.began_ns[first]), ended_ns=int(self.ended_ns[last]))
+
+    def timed_finding(self, finding: Finding) -> Finding:
+        """Return the finding with the times of its intervals."""
+        intervals = finding.intervals or (Interval(*finding.steps),)
+        return replace(finding, intervals=tuple(map(self.timed, intervals)))
+
+
+def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return ranges (first, last) in rising order, with those joined that overlap or touch."""
+    result: list[tuple[int, int]] = []
+    for first, last in sorted(ranges):
+        if result and first <= result[-1][1] + 1:
+            result[-1] = result[-1][0], max(last, result[-1][1])
+        else:
+            result.append((first, last))
+    return result
+
+
+def describe(intervals: Sequence[Interval], *, goes_on: bool = False) -> str:
+    """Return the words for intervals of a sentence: `in steps 900 to 1,499 (14:31 to 14:32 UTC)`.
+
+    A single interval that goes on is `since step 900`.
+    """
+    first, last = intervals[0], intervals[-1]
+    count = len(intervals)
+    steps = f"{first.first:,} to {last.last:,}"
+    words = f"in steps {steps}" if count == 1 else f"in {count} stretches of the steps {steps}"
+    if count == 1 and goes_on:
+        words = f"since step {first.first}"
+    if first.began_ns is None or last.ended_ns is None:
+        return words
+    return f"{words} ({format_times(first.began_ns, last.ended_ns)})"
+
+
+def format_times(began_ns: int, ended_ns: int) -> str:
+    """Return two times in UTC, as exact as they must be to differ: minutes, or seconds; with the date if it differs."""
+    began, ended = (datetime.fromtimestamp(ns / 1e9, UTC) for ns in (began_ns, ended_ns))
+    if began.date() != ended.date():
+        return f"{began:%Y-%m-%d %H:%M} to {ended:%Y-%m-%d %H:%M} UTC"
+    clock = "%H:%M" if (began.hour, began.minute) != (ended.hour, ended.minute) else "%H:%M:%S"
+    return f"{began:{clock}} to {ended:{clock}} UTC"
+
+
+def format_seconds(time_ns: float) -> str:
+    """Return a duration for a sentence."""
+    seconds = time_ns / 1e9
+    if seconds < 1:
+        return f"{seconds * 1e3:.0f} ms"
+    if seconds < 120:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -1,0 +1,61 @@
+"""A queue in which workspaces take turns, so that a batch waits for few batches of each other workspace."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict, deque
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+
+
+class FairQueue(Generic[Item]):
+    """First in, first out within a workspace. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._queues: OrderedDict[str, deque[Item]] = OrderedDict()
+        self._size, self._is_closed = 0, False
+        self._changed = threading.Condition(threading.Lock())
+
+    def put(self, workspace: str, item: Item) -> None:
+        """Add an item."""
+        with self._changed:
+            self._queues.setdefault(workspace, deque()).append(item)
+            self._size += 1
+            self._changed.notify()
+
+    def get(self) -> tuple[str, Item] | None:
+        """Wait for an item of the workspace whose turn it is, and take it; None once the queue is closed and empty."""
+        with self._changed:
+            while not self._size:
+                if self._is_closed:
+                    return None
+                self._changed.wait()
+            workspace, items = next(iter(self._queues.items()))
+            item = items.popleft()
+            self._size -= 1
+            if items:
+                self._queues.move_to_end(workspace)
+            else:
+                del self._queues[workspace]
+        return workspace, item
+
+    def close(self) -> None:
+        """Let `get` return None after the last item."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+
+    def qsize(self) -> int:
+        """Number of items."""
+        return self._size
+
+    def sizes(self) -> dict[str, int]:
+        """Number of items of each workspace that has any."""
+        with self._changed:
+            return {workspace: len(items) for workspace, items in self._queues.items()}
+
+    def size_of(self, workspace: str) -> int:
+        """Number of a workspace's items."""
+        with self._changed:
+            return len(self._queues.get(workspace, ()))

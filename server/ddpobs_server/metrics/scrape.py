@@ -1,0 +1,125 @@
+"""Renders a workspace's runs. A run without a commit since the last scrape is not read or rendered again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ddpobs_server.metrics.families import Families, Render, headers
+from ddpobs_server.metrics.runs import render_present, render_runs
+from ddpobs_server.reports.reports import Reports
+from ddpobs_server.reports.run_state import state_of_run
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Run, RunVersion, Store
+
+SCRAPE_BYTES = 64_000_000
+"""Most bytes of an answer; further runs are left out and counted."""
+_CACHED_BYTES = 192_000_000
+"""Most bytes of rendered runs of all workspaces that are kept."""
+_LAST_SCRAPES_NS = 60_000_000_000
+"""Time a finished run stays, so that its last values are scraped."""
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    version: RunVersion
+    families: Families
+    size_bytes: int
+
+
+class Scrape(NamedTuple):
+    """An answer without its end, and the number of runs that did not fit."""
+
+    text: bytes
+    left_out: int
+
+
+class RunRenderer:
+    """Renders the active runs; a finished or quiet run has no series.
+
+    Args:
+        settings: `quiet_after_s`.
+        store: Source of the rollups.
+        reports: Source of the findings.
+    """
+
+    def __init__(self, settings: Settings, store: Store, reports: Reports) -> None:
+        self._settings, self._store, self._reports = settings, store, reports
+        self._cache: OrderedDict[str, _Rendered] = OrderedDict()
+        self._bytes = 0
+        self._lock = threading.Lock()
+
+    def render(self, workspace: str, render: Render) -> Scrape:
+        """Render a workspace's runs.
+
+        Args:
+            workspace: Workspace of the runs.
+            render: Writes a registry in the requested format.
+        """
+        now_ns = time.time_ns()
+        quiet_ns = int(self._settings.quiet_after_s * 1e9)
+        with self._lock:
+            known = {key: rendered.version for key, rendered in self._cache.items()}
+        # The wall clock may be set back, so a run may have been seen in the future.
+        totals = self._store.aggregates(now_ns - quiet_ns, now_ns + quiet_ns, workspace, known)
+        fresh = render_runs(totals)
+        active = [run for run in totals.runs if not run.is_over or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS]
+        families = self._keep(active, fresh)
+        fitting = _fitting(active, families)
+        diagnostics = self._reports.recent_diagnostics(fitting)
+        texts = [
+            families[run.run] | render_present(run, state_of_run(run, self._settings, now_ns), diagnosis)
+            for run, diagnosis in zip(fitting, diagnostics, strict=True)
+        ]
+        return Scrape(_join(render, texts), len(active) - len(fitting))
+
+    def _keep(self, active: Sequence[Run], fresh: Mapping[str, Families]) -> dict[str, Families]:
+        """Cache fresh texts, and return the texts of all active runs that are cached."""
+        by_run = {}
+        with self._lock:
+            for run in active:
+                if run.run in fresh:
+                    self._put(run, fresh[run.run])
+                    by_run[run.run] = fresh[run.run]
+                elif (rendered := self._cache.get(run.run)) is not None:
+                    self._cache.move_to_end(run.run)
+                    by_run[run.run] = rendered.families
+            while self._bytes > _CACHED_BYTES:
+                self._bytes -= self._cache.popitem(last=False)[1].size_bytes
+        return by_run
+
+    def _put(self, run: Run, families: Families) -> None:
+        if (previous := self._cache.pop(run.run, None)) is not None:
+            self._bytes -= previous.size_bytes
+        rendered = _Rendered(run.version, families, _size(families))
+        self._cache[run.run] = rendered
+        self._bytes += rendered.size_bytes
+
+
+def _size(families: Families) -> int:
+    return sum(map(len, families.values())) + 1000  # Each entry occupies memory itself.
+
+
+def _fitting(active: Sequence[Run], families: Mapping[str, Families]) -> list[Run]:
+    """The runs whose texts fit into an answer, in order."""
+    fitting, remaining = [], SCRAPE_BYTES
+    for run in active:
+        if run.run in families:
+            remaining -= _size(families[run.run])
+            if remaining < 0:
+                break
+            fitting.append(run)
+    return fitting
+
+
+def _join(render: Render, texts: Sequence[Families]) -> bytes:
+    """All families, empty ones too, so that their names are known from the first scrape on."""
+    blocks: list[bytes] = []
+    for name, header in headers(render).items():
+        blocks.append(header)
+        blocks += [families[name] for families in texts if name in families]
+    return b"".join(blocks)

@@ -1,0 +1,113 @@
+"""Usage of each workspace, beside its limits: for metrics and the REST answer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+from typing_extensions import TypedDict, override
+
+from ddpobs_server.store import DEFAULT_WORKSPACE
+from ddpobs_server.store import WorkspaceUsage as StoredUsage
+from ddpobs_server.web.auth import Caller
+from ddpobs_server.web.problems import Problem
+from ddpobs_server.web.workspace_limits import Limits
+
+_GAUGES: dict[str, str] = {
+    "runs": "Stored runs of a workspace.",
+    "series": "Series of a workspace's active runs.",
+    "stored_bytes": "Stored bytes of a workspace: chunks, layouts, unused sets, events and bucket sums.",
+    "under_way_bytes": "Memory of a workspace's batches from arrival to commit.",
+    "waiting_batches": "Batches of a workspace that wait for the writer.",
+    "reads": "Reads of a workspace that are computed, and large answers that are sent.",
+}
+_LIMITS = ("max_runs", "max_series", "keep_gb", "batches_per_s", "mb_per_s", "reads_per_s", "keep_runs_days", "share")
+
+
+class Usage(TypedDict):
+    """Usage of a workspace; `refused` counts batches by the problem's title."""
+
+    runs: int
+    series: int
+    stored_bytes: int
+    under_way_bytes: int
+    waiting_batches: int
+    reads: int
+    refused: dict[str, int]
+
+
+class WorkspaceUsages:
+    """Reads the usage from the parts that enforce the limits.
+
+    Args:
+        state: The application's, with its store and slots.
+    """
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+        self._refused: dict[str, Counter[str]] = {}
+
+    def count_refusal(self, workspace: str, problem: Problem) -> None:
+        """Count a refused batch. Used only on the event loop's thread."""
+        self._refused.setdefault(workspace, Counter())[problem.document["title"]] += 1
+
+    def visible_to(self, caller: Caller) -> dict[str, tuple[Limits, Usage]]:
+        """Limits and usage of the caller's workspace. Administrators of the default workspace see all workspaces."""
+        stored = self._state.store.workspace_usage()
+        sees_all = caller.workspace == DEFAULT_WORKSPACE and "admin" in caller.scopes
+        names = {caller.workspace, *(stored if sees_all else ()), *(self._refused if sees_all else ())}
+        series = self._state.series.series()
+        return {
+            name: (self._state.workspace_limits.of(name), self._usage(name, stored.get(name), series.get(name, 0)))
+            for name in sorted(names)
+        }
+
+    def _usage(self, name: str, stored: StoredUsage | None, series: int) -> Usage:
+        state = self._state
+        return {
+            "runs": stored.runs if stored else 0,
+            "series": series,
+            "stored_bytes": stored.size_bytes if stored else 0,
+            "under_way_bytes": state.memory_budget.in_use.get(name, 0),
+            "waiting_batches": state.writer.queue.size_of(name),
+            "reads": state.read_slots.in_use.get(name, 0) + state.response_slots.in_use.get(name, 0),
+            "refused": dict(self._refused.get(name, {})),
+        }
+
+
+class UsageMetrics(Collector):
+    """The usage as metrics.
+
+    Args:
+        rows: As `WorkspaceUsages.visible_to` returns them.
+    """
+
+    def __init__(self, rows: dict[str, tuple[Limits, Usage]]) -> None:
+        self._rows = rows
+
+    @override
+    def collect(self) -> Iterable[Metric]:
+        """All families."""
+        for name, text in _GAUGES.items():
+            family = GaugeMetricFamily(f"ddpobs_server_workspace_{name}", text, labels=["workspace"])
+            for workspace, (_, usage) in self._rows.items():
+                family.add_metric([workspace], usage[name])  # type: ignore[literal-required]
+            yield family
+        limits = GaugeMetricFamily(
+            "ddpobs_server_workspace_limit", "Limits of a workspace.", labels=["workspace", "limit"]
+        )
+        refused = CounterMetricFamily(
+            "ddpobs_server_workspace_refused_batches",
+            "Batches of a workspace that were refused, by problem.",
+            labels=["workspace", "problem"],
+        )
+        for workspace, (of_workspace, usage) in self._rows.items():
+            for name in _LIMITS:
+                if (value := getattr(of_workspace, name)) is not None:
+                    limits.add_metric([workspace, name], value)
+            for problem, count in usage["refused"].items():
+                refused.add_metric([workspace, problem], count)
+        yield from (limits, refused)

@@ -1,0 +1,148 @@
+"""A slow rank's finding states the cause that its counters show, with its share, or the reason why it is not known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.findings.straggler import straggler
+
+from ddpobs import wire
+from tests.server.analysis.scenario import (
+    BASE_MS,
+    MS,
+    Slow,
+    columns,
+    evidence_of,
+    flat,
+    noiseless,
+    own_times,
+    with_columns,
+)
+
+STEPS, DELAY_MS = 200, 40
+BACKWARD = np.array([phase == "backward" for phase in wire.OWN_PHASES])
+MS_COLUMNS = ("running_ns", "run_delay_ns", "throttled_ns", "collecting_ns")
+
+
+def judged(
+    ranks: int = 4, share: float = 1.0, unknown: tuple[str, ...] = (), usual_ms: float = 0.1, **rank_1: float
+) -> Finding:
+    """Judge a run whose rank 1 is 40 ms late in backward.
+
+    Args:
+        ranks: Number of ranks.
+        share: Share of the steps in which it is late.
+        unknown: Columns that are not recorded.
+        usual_ms: Time of every rank in the run queue.
+        **rank_1: What rank 1 counts more than the others in each late step: milliseconds, or events.
+    """
+    random = np.random.default_rng(0)
+    plain = noiseless({}, STEPS, ranks) * random.normal(1, 0.02, (STEPS, ranks, 1))
+    late = np.zeros((STEPS, ranks), bool)
+    late[:, 1] = random.random(STEPS) < share
+    own = (plain + DELAY_MS * MS * late[:, :, None] * BACKWARD).astype(np.int64)
+    rank, steps = columns(own)
+    changed: dict[str, Any] = {
+        "running_ns": plain.sum(axis=2).astype(np.int64),
+        "run_delay_ns": np.full(late.shape, int(usual_ms * MS)),
+    }
+    for name, more in rank_1.items():
+        unit = MS if name in MS_COLUMNS else 1
+        changed[name] = changed.get(name, np.zeros(late.shape, np.int64)) + (late * more * unit).astype(np.int64)
+    changed = {name: flat(values) for name, values in changed.items()}
+    changed |= dict.fromkeys(unknown, np.full(len(rank), wire.UNKNOWN))
+    pulses = {number: pulse(1900) for number in range(ranks)}
+    (finding,) = straggler(evidence_of(rank, with_columns(steps, **changed), pulses=pulses))
+    assert isinstance(finding, Finding)
+    return finding
+
+
+def pulse(clock_mhz: int, slowdowns: list[str] | None = None) -> wire.Pulse:
+    machine = wire.Machine(device_clock_mhz=clock_mhz, device_slowdowns=slowdowns or [])
+    return wire.Pulse(at_ns=0, phase="backward", step=1, machine=machine)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("share", [1.0, 0.3])
+@pytest.mark.parametrize(
+    ("cause", "rank_1", "words", "remedy"),
+    [
+        ("preempted", {"run_delay_ns": 38}, "preempted by other processes", "processors of its own"),
+        ("throttled", {"run_delay_ns": 39, "throttled_ns": 38}, "throttled by the processor quota", "cpu.max"),
+        ("paging", {"major_faults": 300}, "paging", "more memory"),
+        ("collecting-garbage", {"running_ns": 40, "collecting_ns": 37, "collections": 1}, "garbage", "gc.freeze"),
+        ("own-work", {"running_ns": 40}, "more work of its own", "longer inputs"),
+        ("own-work", {}, "its own code waits", "longer inputs"),
+    ],
+)
+def test_the_cause_is_stated_with_its_share_and_its_remedy(
+    cause: str, rank_1: dict[str, float], words: str, remedy: str, *, share: float, ranks: int
+) -> None:
+    finding = judged(ranks, share, **rank_1)
+    assert (finding.ranks, finding.evidence["cause"]) == ([1], cause)
+    assert 0.85 <= finding.evidence["cause_share"] <= 1
+    assert words in finding.title
+    assert remedy in finding.remedy
+    assert sum(finding.evidence["cause_ns"].values()) == pytest.approx(DELAY_MS * MS, rel=0.1)
+
+
+def test_the_largest_of_several_causes_is_stated_and_the_others_have_their_parts() -> None:
+    finding = judged(run_delay_ns=22, running_ns=18, collecting_ns=12)
+    parts_ms = {name: ns / MS for name, ns in finding.evidence["cause_ns"].items()}
+    assert finding.evidence["cause"] == "preempted"
+    assert parts_ms["preempted"] == pytest.approx(22, rel=0.1)
+    assert parts_ms["collecting-garbage"] == pytest.approx(12, rel=0.1)
+    assert parts_ms["own-work"] == pytest.approx(6, abs=3)
+
+
+def test_throttling_summed_over_many_processors_does_not_hide_another_cause() -> None:
+    finding = judged(run_delay_ns=8, throttled_ns=200, running_ns=32, collecting_ns=30)
+    assert finding.evidence["cause"] == "collecting-garbage"
+    assert finding.evidence["cause_ns"]["throttled"] == pytest.approx(8 * MS, rel=0.05)
+
+
+def test_run_delay_of_all_ranks_alike_is_no_cause() -> None:
+    finding = judged(running_ns=40)
+    assert finding.evidence["cause_ns"]["preempted"] < MS
+
+
+def test_more_work_on_a_busy_host_is_not_taken_for_preemption() -> None:
+    plain_ms = sum(BASE_MS.values())
+    finding = judged(usual_ms=2 * plain_ms, running_ns=14, run_delay_ns=26)
+    assert finding.evidence["cause"] == "own-work"
+    finding = judged(usual_ms=2 * plain_ms, run_delay_ns=38)
+    assert finding.evidence["cause"] == "preempted"
+
+
+def test_a_few_page_faults_do_not_explain_a_long_wait() -> None:
+    finding = judged(major_faults=0.4)
+    assert finding.evidence["cause"] == "own-work"
+
+
+@pytest.mark.parametrize("absent", ["running_ns", "run_delay_ns"])
+def test_without_the_threads_schedule_the_cause_is_not_known_and_the_finding_says_so(absent: str) -> None:
+    finding = judged(unknown=(absent,))
+    assert finding.evidence["cause"] is None
+    assert absent in finding.evidence["cause_unknown"]
+    assert "cause" not in finding.title
+
+
+def test_counters_that_are_not_recorded_are_named() -> None:
+    finding = judged(unknown=("throttled_ns",), running_ns=40)
+    assert finding.evidence["not_recorded"] == ["throttled_ns"]
+    assert "throttled_ns not recorded" in finding.title
+
+
+def test_a_device_with_a_lowered_clock_is_the_cause_that_no_counter_shows() -> None:
+    own = own_times(STEPS, 4, 0, (Slow(1, "backward", DELAY_MS),))
+    rank, steps = columns(own)
+    steps = with_columns(steps, running_ns=np.full(len(rank), MS))
+    pulses = {number: pulse(1900) for number in range(4)} | {1: pulse(1100, ["hw_thermal"])}
+    (finding,) = straggler(evidence_of(rank, steps, pulses=pulses))
+    assert isinstance(finding, Finding)
+    assert (finding.evidence["cause"], finding.evidence["cause_share"]) == ("throttled", None)
+    assert "1100 MHz (hw_thermal), the others' 1900 MHz" in finding.title
+    assert "cooling" in finding.remedy
