@@ -169,8 +169,8 @@ class Telemetry:
             watch,
             self._event,
             self._look_at_machine,
-            self._samples,
-            self._loaders.counts,
+            samples=self._samples,
+            inputs=self._loaders.counts,
         )
         self._run = ""
         self._journal.evaluating = self._evaluating

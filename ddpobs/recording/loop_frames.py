@@ -1,4 +1,4 @@
-"""Instructions that Python frames are at: whether a frame waits for an iterator's next value, and the function it calls.
+"""Instructions of Python frames: whether a frame waits for an iterator's next value, and the function that it calls.
 
 A frame in a call stands at the instruction of that call. So a frame at a `for` statement's `FOR_ITER`, or at a call of
 `next`, waits for an iterator, whether the iterator is a generator, a class or written in C. `enumerate` and `tqdm`

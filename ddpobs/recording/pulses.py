@@ -40,6 +40,7 @@ class Pulses:
         watch: ActivityWatch,
         event: Callable[[str, int, dict[str, wire.Scalar]], None],
         machine: Callable[[], wire.Machine | None] = lambda: None,
+        *,
         samples: CodeSamples | None = None,
         inputs: InputCounts | None = None,
     ) -> None:

@@ -1,21 +1,27 @@
-"""Trainings of two ranks whose time goes into their input, or into their own code: `train` runs one case on a rank."""
+"""Trainings of two ranks whose time goes into their input, or into their own code.
+
+python input_cases.py CASE
+"""
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, default_collate, get_worker_info
 
-from ddpobs import DistributedDataParallel, TelemetryConfig
+from ddpobs import DistributedDataParallel
 
-STEPS = 50
+STEPS = 45
 ROWS = 4
 WAIT_S = 0.05
-"""Time of a slow part of a step; the rest takes a few milliseconds."""
+"""Time of a slow part of a step."""
+PAUSE_S = 0.008
 
 
 class Samples(Dataset[torch.Tensor]):
@@ -59,60 +65,50 @@ def slow_collate(samples: list[torch.Tensor]) -> torch.Tensor:
     return default_collate(samples)
 
 
-def fresh(loader: DataLoader[torch.Tensor]) -> Iterator[torch.Tensor]:
-    while True:
-        yield next(iter(loader))
-
-
 def loader(dataset: Samples, workers: int = 0, **arguments: Any) -> DataLoader[torch.Tensor]:
     return DataLoader(dataset, batch_size=ROWS, num_workers=workers, **arguments)
 
 
 CASES: dict[str, Any] = {
     "generator": generator,
-    "enumerated": lambda: (batch for _, batch in enumerate(generator())),
     "class": OwnLoader,
-    "in-c": lambda: map(slow_batch, iter(int, 1)),
-    "no-workers": lambda: loader(Samples(WAIT_S / ROWS)),
-    "few-workers": lambda: loader(Samples(2 * WAIT_S / ROWS), workers=2),
+    "few-workers": lambda: loader(Samples(WAIT_S / ROWS), workers=1),
     "slow-worker": lambda: loader(Samples(3 * WAIT_S / ROWS, only_worker=1), workers=3),
     "slow-collate": lambda: loader(Samples(), collate_fn=slow_collate),
     "quick": lambda: loader(Samples()),
     "logging": lambda: loader(Samples()),
-    "metrics": lambda: loader(Samples()),
 }
 
 
-def log_loss(loss: float) -> float:
+def log_loss() -> None:
     time.sleep(WAIT_S / 2)
-    return loss
 
 
-def count_metrics() -> int:
-    """Metrics in pure Python, on the processor."""
-    ends, hits = time.perf_counter() + WAIT_S / 2, 0
-    while time.perf_counter() < ends:
-        hits += sum(index % 3 == 0 for index in range(1000))
-    return hits
+AFTER_STEP = {"logging": log_loss}
 
 
-def train(rank: int, world_size: int, url: str, run: str, case: str, traceback: bool = True) -> None:
+class Pause(nn.Module):
+    """Time of the model's own work."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        time.sleep(PAUSE_S)
+        return batch
+
+
+def train(case: str) -> None:
     """Train one case, with telemetry."""
     torch.set_num_threads(1)
-    config = TelemetryConfig(collector=url, run=run, flush_s=0.5, pulse_s=0.5, exit_s=30, traceback=traceback)
-    model = nn.Sequential(nn.Linear(16, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 1))
-    ddp = DistributedDataParallel(model, telemetry=config)
+    dist.init_process_group("gloo")
+    model = nn.Sequential(Pause(), nn.Linear(16, 64), nn.ReLU(), nn.Linear(64, 1))
+    ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
 
     def step(batch: torch.Tensor) -> None:
-        time.sleep(0.003)
         ddp(batch).pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        if case == "logging":
-            log_loss(1.0)
-        elif case == "metrics":
-            count_metrics()
+        if case in AFTER_STEP:
+            AFTER_STEP[case]()
 
     if case == "iter-each-step":
         batches = loader(Samples(), workers=1)
@@ -123,3 +119,8 @@ def train(rank: int, world_size: int, url: str, run: str, case: str, traceback: 
             step(batch)
             if number == STEPS:
                 break
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    train(sys.argv[1])
