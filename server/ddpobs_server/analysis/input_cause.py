@@ -177,7 +177,7 @@ def _few_workers(use: InputUse) -> InputCause | None:
     batch_ns = workers * (use.data_ns + use.rest_ns) if workers else use.data_ns
     needed = max(workers + 1, ceil(batch_ns / use.rest_ns))
     least_step_ns = max(use.rest_ns, batch_ns / max(workers, use.processors))
-    words = f"{workers} worker{'s' * (workers != 1)} of each rank prepare too few batches"
+    words = f"each rank's loader has {workers} worker{'s' * (workers != 1)}, too few to keep up"
     enough = needed <= use.processors
     return InputCause(
         "few-workers",

@@ -32,19 +32,28 @@ def input_bound(evidence: Evidence) -> Judgement:
         return [NotJudged("input-bound", f"fewer than {MIN_STEPS} steps")]
     shares = phase_shares(evidence.rank, evidence.steps)
     # Of two ranks both must wait for data: a single waiting rank is a straggler.
-    median = shares[np.argsort(shares[:, _DATA])[(len(shares) - 1) // 2]]
+    by_data = shares[np.argsort(shares[:, _DATA])]
+    median, upper_median = by_data[(len(shares) - 1) // 2], by_data[len(shares) // 2]
     if median[_DATA] > DATA_SHARE and np.delete(median, _EXPOSED).max() == median[_DATA]:
-        return _data_findings(evidence, median)
+        return _data_findings(evidence, median, float(upper_median[_DATA]))
     return _copy_findings(evidence, shares)
 
 
-def _data_findings(evidence: Evidence, shares: Floats) -> Judgement:
+def _data_findings(evidence: Evidence, shares: Floats, pace: float) -> Judgement:
+    """Return the finding.
+
+    Args:
+        evidence: Facts of the attempt.
+        shares: Shares of the phases on the lower median rank.
+        pace: Share of data on the upper median rank, which the others wait for.
+    """
     share, step_ns = float(shares[_DATA]), mean_step_ns(evidence.rank, evidence.steps)
+    pace_ns = pace * step_ns
     use = InputUse(
         inputs=[pulse.input for pulse in evidence.pulses.values() if pulse.input is not None],
         places=places_in("data", evidence.pulses.values()),
-        data_ns=share * step_ns,
-        rest_ns=(1 - share) * step_ns,
+        data_ns=pace_ns,
+        rest_ns=step_ns - pace_ns,
         ranks_per_host=max(Counter(evidence.hosts.values()).values(), default=max(1, evidence.world_size)),
     )
     cause = cause_of(use)
