@@ -36,17 +36,20 @@ class InputCounts:
             self._workers, self._awaited_ns, self._alone_ns = workers, [0] * workers, [0] * workers
         self._ahead = int(loader.prefetch_factor or 0)
 
-    @never_raises
     def fetched(self, batches: Any, took_ns: int, worker: int | None) -> None:
         """Count a batch, for which training waited for this worker; None if it did not wait for a known one."""
         self._batches += 1
         self._fetching_ns += took_ns
-        if worker is not None and took_ns > _LONG_NS and worker < len(self._awaited_ns):
+        if worker is not None and took_ns > _LONG_NS:
+            self._count_wait(batches, took_ns, worker)
+        if self._batches >= _HALVED_AT:
+            self._halve()
+
+    def _count_wait(self, batches: Any, took_ns: int, worker: int) -> None:
+        if worker < len(self._awaited_ns):
             self._awaited_ns[worker] += took_ns
             if is_alone(batches, worker):
                 self._alone_ns[worker] += took_ns
-        if self._batches >= _HALVED_AT:
-            self._halve()
 
     def collated(self, took_ns: int) -> None:
         """Count time in `collate_fn`, called by the training process itself."""

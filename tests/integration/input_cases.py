@@ -72,8 +72,8 @@ def loader(dataset: Samples, workers: int = 0, **arguments: Any) -> DataLoader[t
 CASES: dict[str, Any] = {
     "generator": generator,
     "class": OwnLoader,
-    "few-workers": lambda: loader(Samples(WAIT_S / ROWS), workers=1),
-    "slow-worker": lambda: loader(Samples(3 * WAIT_S / ROWS, only_worker=1), workers=3),
+    "few-workers": lambda: loader(Samples(WAIT_S / ROWS), workers=1, prefetch_factor=1),
+    "slow-worker": lambda: loader(Samples(6 * WAIT_S / ROWS, only_worker=1), workers=3),
     "slow-collate": lambda: loader(Samples(), collate_fn=slow_collate),
     "quick": lambda: loader(Samples()),
     "logging": lambda: loader(Samples()),
@@ -117,7 +117,7 @@ def train(case: str) -> None:
     else:
         for number, batch in enumerate(CASES[case]()):
             step(batch)
-            if number == STEPS:
+            if number == (STEPS * 2 // 3 if case == "slow-worker" else STEPS):
                 break
     dist.destroy_process_group()
 
