@@ -31,6 +31,7 @@ from ddpobs.export.spool import folder_of
 from ddpobs.ranks.rendezvous import Rendezvous
 from ddpobs.ranks.run_identity import RunIdentity
 from ddpobs.recording.activity import ActivityWatch
+from ddpobs.recording.code_samples import FIRST_LOOKS_S, CodeSamples
 from ddpobs.recording.collective_hooks import CollectiveHooks
 from ddpobs.recording.counter_reader import CounterReader
 from ddpobs.recording.failure import UncaughtErrors, describe, propagating, uncaught
@@ -154,6 +155,7 @@ class Telemetry:
         )
         self._hooks = ProcessHooks(self._journal, self._event)
         self._loaders = LoaderHooks(self._journal, self._event)
+        self._samples = CodeSamples(self._journal, config.traceback)
         self._collectives = CollectiveHooks(self._journal)
         self._errors = UncaughtErrors(lambda: self._journal.trains_here, self._fail)
         self._termination = Termination(self._terminate)
@@ -168,7 +170,15 @@ class Telemetry:
         self._device = watch_device(device, config.pulse_s)
         device_state = self._device.state if self._device else dict[str, Any]
         self._machine = MachineState(self._counters.quota, device_state)
-        self._pulses = Pulses(self._journal, self._recorders, watch, self._event, self._look_at_machine)
+        self._pulses = Pulses(
+            self._journal,
+            self._recorders,
+            watch,
+            self._event,
+            self._look_at_machine,
+            samples=self._samples,
+            inputs=self._loaders.counts,
+        )
         self._run = ""
         self._journal.evaluating = self._evaluating
         self._start()
@@ -179,6 +189,7 @@ class Telemetry:
         self._exporter.call_every(_LOOK_S, self._find_identity)
         self._exporter.call_every(min(pulse_s, flush_s / 2), self._journal.catch_up)
         self._exporter.call_every(pulse_s, self._pulse)
+        self._exporter.call_every(FIRST_LOOKS_S, lambda: DONE if self._samples.look() else None)
         self._exporter.call_every(pulse_s, self._recover_if_stuck)
         # Twice per flush: a batch's steps are compared before the next batch, since a short run has few batches.
         self._exporter.call_every(flush_s / 2, self._compare)
@@ -239,8 +250,8 @@ class Telemetry:
         """
         atexit.unregister(self.close)
         self._at_exit.cancel()
+        self._loaders.remove()  # It wraps functions that the hooks have wrapped before.
         self._hooks.remove()
-        self._loaders.remove()
         self._collectives.remove()
         self._errors.remove()
         error = error or uncaught()
@@ -278,6 +289,7 @@ class Telemetry:
             if self._ended:
                 return
             self._ended = "finished" if kind and not self._failed else "failed"
+            self._samples.end()
             if self._ended == "failed":
                 self._pulses.end()
             self._journal.finish()

@@ -143,7 +143,7 @@ class ActivityWatch:
             last_event_ns: Time of the last entry, 0 where it is not known.
         """
         now_ns = time.monotonic_ns()
-        frames = list(_frames_of(thread))
+        frames = list(frames_of(thread))
         kind, name = classify(
             frames,
             phase,
@@ -225,7 +225,7 @@ def classify(
 
 def place_of(frames: Sequence[FrameType]) -> str:
     """The innermost two lines of code outside of libraries, `outer.py:57 → inner.py:31 function`."""
-    inner, outer = [*(frame for frame in frames if not frame.f_code.co_filename.startswith(_LIBRARIES)), None, None][:2]
+    inner, outer = [*users_frames(frames), None, None][:2]
     if inner is None:
         return ""
     text = f"{Path(inner.f_code.co_filename).name}:{inner.f_lineno}"
@@ -234,7 +234,12 @@ def place_of(frames: Sequence[FrameType]) -> str:
     return text if outer is None else f"{Path(outer.f_code.co_filename).name}:{outer.f_lineno} → {text}"
 
 
-def _frames_of(thread: int) -> Iterator[FrameType]:
+def users_frames(frames: Sequence[FrameType]) -> list[FrameType]:
+    """The frames outside of libraries, innermost first."""
+    return [frame for frame in frames if not frame.f_code.co_filename.startswith(_LIBRARIES)]
+
+
+def frames_of(thread: int) -> Iterator[FrameType]:
     """Frames of a thread, innermost first, without the frames of telemetry's own patches."""
     frame = sys._current_frames().get(thread)
     count = 0

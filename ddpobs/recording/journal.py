@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import deque
 from collections.abc import Callable
 from functools import wraps
@@ -33,6 +34,7 @@ from torch.autograd import Variable
 from ddpobs.clocks import Clock, Stamp
 from ddpobs.recording.counter_reader import CounterReader
 from ddpobs.recording.last_place import Slot, Slots, memory_slots
+from ddpobs.recording.loop_frames import Places, places_on_stack
 from ddpobs.recording.nested_backwards import NestedBackwards, NestedForward
 from ddpobs.steps.raw_step import BACKWARD, DATA, EXPOSED_COMM, FORWARD, OPTIMIZER, OTHER, InputSize, RawStep
 from ddpobs.steps.step_tracker import StepTracker
@@ -49,6 +51,7 @@ _MAX_BACKLOG = 16 * _MAX_ENTRIES
 _ENTRY_FIELDS = 3
 """Consecutive elements of the queue that make an entry: event, stamp and facts."""
 _WAIT_S = 0.1
+_FORWARDS_PER_STACK = 64
 _USER = COMM_KINDS.index("user")
 _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 _PHASE, _AT_NS, _CLOSED, _SYNCHRONISED = map(int, (Slot.PHASE, Slot.AT_NS, Slot.CLOSED, Slot.SYNCHRONISED))
@@ -101,6 +104,9 @@ class Journal:
         optimizer_is_running: Returns whether an optimizer's step that began is still on the stack.
         slots: The process's place. In a forked child it is in memory.
         last_bucket: The slot for the bucket that was launched last.
+        forwards: Training forwards so far.
+        interruptions: Evaluations and checkpoints so far: time around them is no part of a step.
+        forward_places: Code objects on the stack of a recent training forward; empty before the second one.
     """
 
     def __init__(
@@ -149,6 +155,8 @@ class Journal:
         self.entries = self.synchronised = self.collectives = self.buffer_broadcasts = 0
         self.last_collective = self.waits_for_store = ""
         self.collective_elements = 0
+        self.forwards = self.interruptions = 0
+        self.forward_places: Places = {}
         self.trains_in_eval = False
         self.evaluating: Callable[[], bool | None] = lambda: False
         self.optimizer_is_running: Callable[[], bool | None] = lambda: True
@@ -170,6 +178,7 @@ class Journal:
                 return  # If a backward follows, training moved to this thread.
         if not training:
             self._forward_trained, evaluates = False, self._is_evaluating()
+            self.interruptions += 1
             if evaluates or self.modules == 1 or self.trains_in_eval or module in self._trainable:
                 self._record(StepTracker.evaluation_began, self._now(), evaluates)
             return  # Otherwise it is a teacher of a trained module, and part of the step.
@@ -183,6 +192,9 @@ class Journal:
             self._close_place_step()
         self._enter(FORWARD)
         self._record(StepTracker.forward_began, self._now(), module, torch.is_grad_enabled(), *size)
+        self.forwards += 1
+        if self.forwards % _FORWARDS_PER_STACK == 2:
+            self.forward_places = places_on_stack(sys._getframe())
 
     def fetch_began(self, loader: int = 0) -> bool:
         """A batch was requested from a loader, identified by any number; return whether the event was recorded."""
@@ -203,6 +215,19 @@ class Journal:
         if not raised:
             self._enter(OTHER)
         self._append((StepTracker.fetch_ended, self._now(), ()))
+
+    def closing_began(self) -> bool:
+        """The workers of an iterator that was dropped between two calls end; return whether the event was recorded."""
+        if self.paused or get_ident() != self._thread or self.slots[_PHASE] != OTHER:
+            return False
+        self._enter(DATA)
+        self._record(StepTracker.closing_began, self._now())
+        return True
+
+    def closing_ended(self) -> None:
+        """The workers have ended."""
+        self._enter(OTHER)
+        self._append((StepTracker.closing_ended, self._now(), ()))
 
     def optimizer_began(self, *_: object) -> None:
         """An optimizer's step was called."""
@@ -345,6 +370,7 @@ class Journal:
 
     def training_interrupted(self) -> None:
         """Work outside of training takes time."""
+        self.interruptions += 1
         self._record(StepTracker.training_interrupted, 0)
 
     @never_raises
@@ -354,6 +380,7 @@ class Journal:
             self.training_interrupted()
             return False
         self._saves += 1
+        self.interruptions += 1
         if self._saves == 1:
             self._record(StepTracker.save_began, self._now())
         return True
@@ -434,6 +461,15 @@ class Journal:
     def thread(self) -> int:
         """Identifier of the training thread; the main thread until another one trains."""
         return self._thread or main_thread().ident or 0
+
+    @property
+    def awaits_forward(self) -> bool:
+        """Whether the training thread is between the end of a step, or of a micro-step, and the next forward."""
+        return self.slots[_PHASE] == OTHER and (self._optimized or not self._reduced_open_step)
+
+    def count_gaps_as_data(self, counts: bool) -> None:
+        """Count the time before each training forward as the data phase: a batch is asked of an iterator there."""
+        self._tracker.gap_is_data = counts
 
     @property
     def waits_for_collective(self) -> bool:

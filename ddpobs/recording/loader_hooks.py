@@ -1,19 +1,22 @@
-"""Hooks on loaders other than torch's, and on samplers that repeat an order."""
+"""Hooks on loaders: counts of torch's, the data phase of others, and samplers that repeat an order."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from time import monotonic_ns
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader
-from torch.utils.data.dataloader import _BaseDataLoaderIter
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 from torch.utils.data.distributed import DistributedSampler
 
 from ddpobs import wire
+from ddpobs.recording.input_counts import InputCounts
 from ddpobs.recording.journal import Journal, never_raises
+from ddpobs.torch_seam.loaders import awaited_worker, time_collate
 from ddpobs.torch_seam.patching import Patches
 
 _FRAMEWORKS = {"accelerate.data_loader": ("DataLoaderShard", "DataLoaderDispatcher")}
@@ -58,6 +61,9 @@ class LoaderHooks:
     Args:
         journal: Records the data phase.
         report: Called with an event's kind, step and detail.
+
+    Attributes:
+        counts: Use of torch's loaders by training.
     """
 
     def __init__(self, journal: Journal, report: Callable[[str, int, dict[str, wire.Scalar]], object]) -> None:
@@ -69,9 +75,13 @@ class LoaderHooks:
         """Step and detail of each sampler's repeated order, by the sampler's id."""
         self._reported = False
         self._patches = Patches()
+        self.counts = InputCounts()
 
     def install(self) -> None:
         """Install the hooks; a framework that is not imported stays unchanged."""
+        self._patches.put(DataLoader, "__iter__", self._counted_creation)
+        self._patches.put(_BaseDataLoaderIter, "__next__", self._counted_fetch)
+        self._patches.put(_MultiProcessingDataLoaderIter, "_shutdown_workers", self._counted_closing)
         self._patches.put(DistributedSampler, "__iter__", self._checked)
         for module, names in _FRAMEWORKS.items():
             for name in names:
@@ -95,6 +105,45 @@ class LoaderHooks:
             if not self._reported and self._journal.number > since:
                 self._reported = True
                 self._report("sampler_without_set_epoch", since, detail)
+
+    def _counted_creation(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def iterate(loader: Any) -> Any:
+            began = monotonic_ns()
+            batches = original(loader)
+            if self._trains():
+                self.counts.created(loader, monotonic_ns() - began)
+                time_collate(batches, self.counts.collated)
+            return batches
+
+        return iterate
+
+    def _counted_fetch(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def fetch(batches: Any) -> Any:
+            worker, began = awaited_worker(batches), monotonic_ns()
+            batch = original(batches)
+            if self._trains():
+                self.counts.fetched(batches, monotonic_ns() - began, worker)
+            return batch
+
+        return fetch
+
+    def _counted_closing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        journal = self._journal
+
+        def close(batches: Any) -> Any:
+            if not journal.closing_began():
+                return original(batches)
+            began = monotonic_ns()
+            try:
+                return original(batches)
+            finally:
+                self.counts.closed(monotonic_ns() - began)
+                journal.closing_ended()
+
+        return close
+
+    def _trains(self) -> bool:
+        return self._journal.trains_here and torch.is_grad_enabled()
 
     def _timed(self, original: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
         def iterate(loader: Any) -> Iterator[Any]:

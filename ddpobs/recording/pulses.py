@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 from ddpobs import wire
 from ddpobs.recording.activity import Activity, ActivityWatch
+from ddpobs.recording.code_samples import CodeSamples
+from ddpobs.recording.input_counts import InputCounts
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.module_recorder import ModuleRecorder
 
@@ -23,6 +25,8 @@ class Pulses:
         watch: Follows the training thread.
         event: Records an event, given its kind, step and details.
         machine: Reads the state of the host and the device.
+        samples: Looks at the training thread's code.
+        inputs: Use of torch's loaders.
 
     Attributes:
         is_stuck: Whether the rank was stuck at the last look.
@@ -36,7 +40,11 @@ class Pulses:
         watch: ActivityWatch,
         event: Callable[[str, int, dict[str, wire.Scalar]], None],
         machine: Callable[[], wire.Machine | None] = lambda: None,
+        *,
+        samples: CodeSamples | None = None,
+        inputs: InputCounts | None = None,
     ) -> None:
+        self._samples, self._inputs = samples or CodeSamples(journal), inputs or InputCounts()
         self._journal, self._recorders, self._watch, self._event = journal, recorders, watch, event
         self._machine = machine
         self._bucket = (wire.UNKNOWN, wire.UNKNOWN)
@@ -52,6 +60,7 @@ class Pulses:
             processes: State of this host's processes that no longer run, by rank.
         """
         journal = self._journal
+        self._samples.look()
         now_ns, phase, step = time.monotonic_ns(), wire.PHASES[journal.phase], journal.number
         activity = self._activity(phase, step)
         self.is_stuck = activity.is_stuck
@@ -75,6 +84,9 @@ class Pulses:
             stack=activity.stack if self.is_stuck else [],
             machine=self._machine(),
             processes={str(rank): state for rank, state in list(processes.items())[:_MAX_PROCESSES]},
+            looks=self._samples.count,
+            code=self._samples.places(),
+            input=self._inputs.record(),
         )
         self._follow(pulse)
         return pulse

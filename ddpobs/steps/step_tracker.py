@@ -53,11 +53,16 @@ class StepTracker:
 
     Attributes:
         stamp: Stamp of the next event.
+        gap_is_data: The time between the end of a step and the next training forward belongs to the data phase of the
+            next step: a batch is asked of an iterator that reports no fetches (`recording/code_samples.py`).
     """
 
     def __init__(self, on_step: Callable[[RawStep], object]) -> None:
         self._on_step = on_step
         self.stamp: Stamp = 0
+        self.gap_is_data = False
+        self._gap_is_pure = False
+        """Nothing but the training loop's own code has run since the last switch."""
         self._base = OTHER
         """Phase outside of the calls on the stack."""
         self._stack: list[int] = []
@@ -117,11 +122,12 @@ class StepTracker:
         self._open_in_optimizer()
         self._next_begins = None
         nested = OPTIMIZER in self._stack
+        gap = None if nested or self._stack else self._data_gap()
         if not nested:
             self._stack.clear()  # An interrupt may have cut off the end of a call on it.
         done = self._step and self._step.segments and (self._optimizer_ran or module in self._modules_done)
         if done and not nested:
-            self._close()
+            self._close_before(gap)
         elif self._closure_begins is not None:
             self._close(self._closure_begins)
         step = self._open()
@@ -138,6 +144,7 @@ class StepTracker:
     def evaluation_began(self, evaluating: bool) -> None:
         """A forward of a DDP module was called, but not to train; `evaluating`: every module is in evaluation mode."""
         self._end_cut()
+        self._gap_is_pure = False
         if self._evaluations.defers_forward(self._step, self.stamp, evaluating):
             return
         self._reject_candidate()
@@ -177,6 +184,14 @@ class StepTracker:
 
     def fetch_ended(self) -> None:
         """The loader returned a batch, or had none."""
+        self._pop()
+
+    def closing_began(self) -> None:
+        """A loader's iterator was dropped, and its workers end: data, in the open step."""
+        self._push(DATA)
+
+    def closing_ended(self) -> None:
+        """The workers have ended."""
         self._pop()
 
     def optimizer_began(self) -> None:
@@ -313,11 +328,11 @@ class StepTracker:
 
     def training_interrupted(self) -> None:
         """Work outside of training took time: own time has no clean start."""
-        self._clean = False
+        self._clean = self._gap_is_pure = False
 
     def save_began(self) -> None:
         """A checkpoint is being saved. After the optimizer's step this ends the step, else it is cut out of it."""
-        self._clean = False
+        self._clean = self._gap_is_pure = False
         if self._stack or self._step is None:
             return
         self._end_cut()
@@ -336,7 +351,7 @@ class StepTracker:
         step = self._step
         if step is None:
             return
-        self._has_barrier = True
+        self._has_barrier, self._gap_is_pure = True, False
         is_over = bool(step.segments) and self._optimizer_ran
         between = self.phase == OTHER and not self._stack and (is_over or not (step.segments or step.micro_steps))
         if not between or self._steps_with_barrier >= _HABIT_STEPS:
@@ -464,6 +479,18 @@ class StepTracker:
             self._evaluations.forget_positions()
         step.switches.append((self.phase, self.stamp))
         self._comms_switched = len(step.comms)
+        self._gap_is_pure = True
+
+    def _data_gap(self) -> Position | None:
+        """Make the time since the last switch a data phase where it counts as one; return its position."""
+        step = self._step
+        if not (self.gap_is_data and self._gap_is_pure and step and step.switches):
+            return None
+        phase, since = step.switches[-1]
+        if phase != OTHER or self._base != OTHER:
+            return None
+        step.switches[-1] = (DATA, since)
+        return Position(len(step.switches) - 1, self._comms_switched, step.size, step.micro_steps)
 
     # ------------------------------------------------------------------ steps
 
@@ -491,6 +518,13 @@ class StepTracker:
         self._optimizer_ran = self._closure_ran = False
         self._closure_begins = self._next_begins = None
         self._on_step(step)
+
+    def _close_before(self, gap: Position | None) -> None:
+        """End the step now, or before its last switch if the next step's batch was fetched since then."""
+        if gap is not None and self._step is not None:
+            self._close_at(self._step, gap)
+        else:
+            self._close()
 
     def _close_at(self, step: RawStep, begins: Position) -> None:
         """End the step at an earlier position; later content moves into the next step."""

@@ -274,6 +274,55 @@ class Machine(_Record, frozen=True, kw_only=True):
     device_slowdowns: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=16)] = []
 
 
+class CodePlace(_Record, frozen=True, kw_only=True):
+    """A place in the code at which looks found the training thread, inside of a step.
+
+    Attributes:
+        phase: Phase that its time counts as.
+        place: Innermost lines of the user's code, such as `train.py:57 → metrics.py:31 accuracy`; empty where texts are
+            not sent.
+        calls: Name of the function that the innermost line calls, such as `to`; empty where there is none.
+        iterates: A training loop waits there for the next value of an iterator that is not torch's.
+        looks: Looks that found it.
+    """
+
+    phase: Literal["data", "other"]
+    place: Name = ""
+    calls: Name = ""
+    iterates: bool = False
+    looks: Count
+
+
+class Input(_Record, frozen=True, kw_only=True):
+    """Torch's loaders as training used them lately. Counts are halved every 2,048 batches, so that the past fades.
+
+    Attributes:
+        iterators: Iterators that training began over a loader.
+        creating_ns: Time in their creation.
+        batches: Batches that training took.
+        fetching_ns: Time until they came.
+        closing_ns: Time in ending the workers of iterators that were dropped.
+        collating_ns: Time in `collate_fn`, with zero workers.
+        workers: Worker processes of the loader in use; `UNKNOWN` before the first batch.
+        ahead: Batches that a worker prepares in advance (`prefetch_factor`).
+        cpus: Processors that this process may use.
+        awaited_ns: Time by the worker whose batch was awaited.
+        alone_ns: The part of it in which most of the other workers' batches had already come.
+    """
+
+    iterators: Count = 0
+    creating_ns: Count = 0
+    batches: Count = 0
+    fetching_ns: Count = 0
+    closing_ns: Count = 0
+    collating_ns: Count = 0
+    workers: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=_MOST_INDEX)] = UNKNOWN
+    ahead: Count = 0
+    cpus: Count = 0
+    awaited_ns: Annotated[list[Count], msgspec.Meta(max_length=256)] = []
+    alone_ns: Annotated[list[Count], msgspec.Meta(max_length=256)] = []
+
+
 class Pulse(_Record, frozen=True, kw_only=True):
     """Activity of the training thread at the telemetry thread's latest look. It remains readable when a rank hangs.
 
@@ -294,6 +343,9 @@ class Pulse(_Record, frozen=True, kw_only=True):
         stack: The training thread's Python frames, outermost first; sent while the rank is stuck.
         processes: State (`stopped`, `gone`) of processes of this host that are neither running nor sleeping, by rank.
         machine: State of the host and the device; None from older clients.
+        looks: Latest looks at the training thread inside of steps.
+        code: Places of these looks, the most frequent ones, in the phases `data` and `other`.
+        input: Use of torch's loaders; None before the first batch.
     """
 
     at_ns: Nanoseconds
@@ -312,6 +364,9 @@ class Pulse(_Record, frozen=True, kw_only=True):
     stack: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=40)] = []
     processes: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = {}
     machine: Machine | None = None
+    looks: Count = 0
+    code: Annotated[list[CodePlace], msgspec.Meta(max_length=16)] = []
+    input: Input | None = None
 
 
 class Fingerprint(_Record, frozen=True, kw_only=True):

@@ -77,8 +77,9 @@ def store_and_read(batch: wire.Batch) -> None:
     store.ingest([Arrival(arrived, bytes(32), 1, time.time_ns()) for arrived in (batch, second)])
     key = (batch.run, batch.attempt)
     assert store.run(batch.run) is not None
-    for read in (store.sources, store.layouts, store.rollups, store.bucket_rollups):
+    for read in (store.sources, store.layouts, store.rollups, reports.account):
         read(*key)
+    store.bucket_rollups(*key, 100)
     store.aggregates(since_ns=0)
     answers = (reports.diagnostics(*key), reports.stragglers(*key, None, None), reports.trace(*key, None, None))
     json.dumps(msgspec.to_builtins(answers), allow_nan=False)

@@ -83,7 +83,11 @@ FROM_MODULES = {
     },
     "torch.nn.Module": {"_call_impl", "_compiled_call_impl"},
     "torch.nn.parallel.distributed": {"_find_tensors"},
-    "torch.utils.data.dataloader": {"_BaseDataLoaderIter"},
+    "torch.utils.data.dataloader": {
+        "_BaseDataLoaderIter",
+        "_MultiProcessingDataLoaderIter",
+        "_SingleProcessDataLoaderIter",
+    },
     "torch.utils._pytree": {"tree_leaves", "tree_map_only"},
 }
 """Private functions and classes, by module."""

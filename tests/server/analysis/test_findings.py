@@ -148,7 +148,7 @@ def test_workers_that_deliver_in_bursts_are_input_bound_although_most_steps_do_n
     rank, rows = columns(own)
     finding = only(input_bound(replace(evidence([{}]), rank=rank, steps=rows)))
     assert finding.evidence["shares"]["data"] == pytest.approx(0.5, abs=0.1)
-    assert "of the time" in finding.title
+    assert "of the steps' time" in finding.title
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])

@@ -1,57 +1,106 @@
-"""Finding `input-bound`: training waits for the next batch."""
+"""Finding `input-bound`: training waits for the next batch, or copies it to the device."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 import numpy as np
 
 from ddpobs import wire
+from ddpobs_server.analysis.code_places import COPIES, Places, places_in
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged, severity_of
-from ddpobs_server.analysis.joined_steps import Floats, index_ranks
+from ddpobs_server.analysis.input_cause import InputCause, InputUse, cause_of
+from ddpobs_server.analysis.joined_steps import Floats
+from ddpobs_server.analysis.phase_shares import mean_step_ns, phase_shares
 
 CODES = ("input-bound",)
 DATA_SHARE = 0.3
 """Largest share of the data phase that is no finding."""
-_PARTS = 5
+COPY_SHARE = 0.2
+"""Largest share of copies in the phase `other` that is no finding."""
+_DATA, _EXPOSED, _OTHER = map(wire.PHASES.index, ("data", "exposed_comm", "other"))
+_PIN = "Set pin_memory=True on the loader and copy with non_blocking=True; convert types after the copy, on the device."
 
 
 def input_bound(evidence: Evidence) -> Judgement:
-    """Judge a data phase that is the largest phase and above 30 % of the time, on the lower median rank."""
+    """Judge the data phase on the lower median rank: above 30 % of its steps, and the longest phase of its own.
+
+    Exposed communication is no phase of its own: a rank whose batch has come waits there for the others' batches.
+    """
     if len(np.unique(evidence.steps.step)) < MIN_STEPS:
         return [NotJudged("input-bound", f"fewer than {MIN_STEPS} steps")]
-    shares = _phase_shares(evidence.rank, evidence.steps)
+    shares = phase_shares(evidence.rank, evidence.steps)
     # Of two ranks both must wait for data: a single waiting rank is a straggler.
-    lower_median = shares[np.argsort(shares[:, 0])[(len(shares) - 1) // 2]]
-    if lower_median[0] <= DATA_SHARE or lower_median.argmax() != 0:
-        return []
-    return [
-        Finding(
-            code="input-bound",
-            severity=severity_of(float(lower_median[0])),
-            title=f"{lower_median[0]:.0%} of the time is spent waiting for data",
-            remedy="Give the loader more workers (num_workers, prefetch_factor), or make samples cheaper to prepare.",
-            steps=evidence.step_range,
-            phase="data",
-            evidence={"shares": {p: round(float(s), 4) for p, s in zip(wire.PHASES, lower_median, strict=True)}},
-        )
-    ]
+    by_data = shares[np.argsort(shares[:, _DATA])]
+    median, upper_median = by_data[(len(shares) - 1) // 2], by_data[len(shares) // 2]
+    if median[_DATA] > DATA_SHARE and np.delete(median, _EXPOSED).max() == median[_DATA]:
+        return _data_findings(evidence, median, float(upper_median[_DATA]))
+    return _copy_findings(evidence, shares)
 
 
-def _phase_shares(rank: wire.Ints, steps: wire.Steps) -> Floats:
-    """Return the share of each phase in each rank's time: the median over fifths of the rank's steps.
+def _data_findings(evidence: Evidence, shares: Floats, pace: float) -> Judgement:
+    """Return the finding.
 
-    One slow fetch, such as the first, changes only one fifth. Workers that deliver in bursts count in all
-    fifths, although the median step does not wait.
-
-    Returns:
-        Shape [ranks, phases].
+    Args:
+        evidence: Facts of the attempt.
+        shares: Shares of the phases on the lower median rank.
+        pace: Share of data on the upper median rank, which the others wait for.
     """
-    ranks, index = index_ranks(rank)
-    counts = np.bincount(index, minlength=len(ranks))
-    order = np.argsort(index, kind="stable")
-    number = np.arange(len(rank)) - np.repeat(np.cumsum(counts) - counts, counts)
-    part = index[order] * _PARTS + number * _PARTS // counts[index[order]]
-    times = [getattr(steps, f"{phase}_ns")[order] for phase in wire.PHASES]
-    sums = np.stack([np.bincount(part, ns, len(ranks) * _PARTS) for ns in times], axis=1)
-    shares = sums / np.maximum(1.0, sums.sum(axis=1, keepdims=True))
-    return np.asarray(np.median(shares.reshape(len(ranks), _PARTS, -1), axis=1))
+    share, step_ns = float(shares[_DATA]), mean_step_ns(evidence.rank, evidence.steps)
+    pace_ns = pace * step_ns
+    use = InputUse(
+        inputs=[pulse.input for pulse in evidence.pulses.values() if pulse.input is not None],
+        places=places_in("data", evidence.pulses.values()),
+        data_ns=pace_ns,
+        rest_ns=step_ns - pace_ns,
+        ranks_per_host=max(Counter(evidence.hosts.values()).values(), default=max(1, evidence.world_size)),
+    )
+    cause = cause_of(use)
+    if cause is None:
+        return [
+            _finding(evidence, shares, share, InputCause("unknown", "", _UNKNOWN_REMEDY)),
+            NotJudged("input-bound", "the cause is not known: no rank has reported its use of loaders"),
+        ]
+    return [_finding(evidence, shares, share, cause, step_ns)]
+
+
+_UNKNOWN_REMEDY = "Profile the loader: whether it needs more workers (num_workers) or cheaper samples is not known."
+
+
+def _copy_findings(evidence: Evidence, shares: Floats) -> Judgement:
+    places = places_in("other", evidence.pulses.values())
+    copying = float(shares[:, _OTHER].min()) * places.copy_share
+    if copying <= COPY_SHARE:
+        return []
+    lowest = shares[shares[:, _OTHER].argmin()]
+    return [_finding(evidence, lowest, copying, _copy_cause(places))]
+
+
+def _copy_cause(places: Places) -> InputCause:
+    place = next(place for place, _ in places.looks.most_common() if place.calls in COPIES)
+    return InputCause(
+        "copy",
+        f"most often at {place}; a copy from pageable memory also waits for the device's earlier work",
+        _PIN,
+        evidence={"places": places.listed(), "looks": places.in_phase},
+    )
+
+
+def _finding(evidence: Evidence, shares: Floats, share: float, cause: InputCause, step_ns: float = 0.0) -> Finding:
+    copies = cause.name == "copy"
+    activity = "copying or converting batches" if copies else "waiting for data"
+    return Finding(
+        code="input-bound",
+        severity=severity_of(share),
+        title=f"{share:.0%} of the steps' time is spent {activity}" + (f": {cause.words}" if cause.words else ""),
+        remedy=cause.remedy,
+        steps=evidence.step_range,
+        phase="other" if copies else "data",
+        evidence={
+            "cause": cause.name,
+            "shares": {p: round(float(s), 4) for p, s in zip(wire.PHASES, shares, strict=True)},
+            **cause.evidence,
+        },
+        gain=cause.gain(step_ns) if step_ns else None,
+    )

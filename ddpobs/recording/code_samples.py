@@ -1,0 +1,177 @@
+"""Looks at the training thread's code inside of steps, on the telemetry thread: where its time in no call goes.
+
+The first looks follow each other at 0.05 s, later ones come with the pulses, thirty a minute. A look costs 30 µs. It
+counts once a training forward has followed without an evaluation or a checkpoint: then it was inside of a step.
+
+Own loaders. A generator or an iterator of the user's reports no fetches. If, of at least eight looks between the end
+of a step and the next forward, 80 % found the training loop's `for` statement or `next` waiting for an iterator
+(`loop_frames.asks_iterator`), that time counts as the data phase from then on, and until it is below 60 %. The looks
+support nothing finer: so all of that time counts, or none.
+
+A look needs the interpreter. It comes late where a function written in C keeps it for long, and then finds the line
+after that call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Sequence
+from types import FrameType
+from typing import Literal, NamedTuple
+
+from ddpobs import wire
+from ddpobs.recording.activity import classify, frames_of, place_of, users_frames
+from ddpobs.recording.journal import Journal
+from ddpobs.recording.last_place import Slot
+from ddpobs.recording.loop_frames import asks_iterator, called_name
+from ddpobs.steps.raw_step import DATA, OTHER
+
+FIRST_LOOKS_S = 0.05
+"""Seconds between the first looks."""
+_FIRST_LOOKS = 64
+_MOST_LOOKS = 512
+"""Looks that count: a quarter of an hour."""
+_MOST_OPEN = 64
+"""Looks kept while no forward follows."""
+_JUDGED_LOOKS, _LEAST_LOOKS = 64, 8
+_BEGINS_SHARE, _ENDS_SHARE = 0.8, 0.6
+_MOST_PLACES = 8
+_MOST_TEXT = 256
+_OUTSIDE_OF_STEPS = ("evaluation", "checkpoint", "compile")
+
+
+class _Look(NamedTuple):
+    """One look.
+
+    Attributes:
+        forwards: Training forwards before it.
+        phase: `data`, `other`, or empty for every other phase.
+        in_gap: The thread was between the end of a step and the next forward.
+        iterates: A training loop waited for an iterator.
+        key: Identity of the place: a line of the training loop, or a function that it calls.
+        place: Its lines.
+        calls: Name of the function that the innermost line calls.
+    """
+
+    forwards: int
+    phase: Literal["data", "other", ""]
+    in_gap: bool = False
+    iterates: bool = False
+    key: object = None
+    place: str = ""
+    calls: str = ""
+
+
+class CodeSamples:
+    """The latest looks at the training thread, and whether its gaps count as the data phase.
+
+    Args:
+        journal: Facts of the training thread.
+        texts: Keep the lines of code; without them only counts are kept.
+    """
+
+    def __init__(self, journal: Journal, texts: bool = True) -> None:
+        self._journal, self._texts = journal, texts
+        self._looks: deque[_Look] = deque(maxlen=_MOST_LOOKS)
+        self._open: deque[_Look] = deque(maxlen=_MOST_OPEN)
+        """Looks that no forward has followed yet."""
+        self._interruptions = 0
+        self._gap_is_data = False
+        self._ended = False
+
+    def look(self) -> bool:
+        """Look once; return whether the first looks are over."""
+        self._settle()
+        journal = self._journal
+        if not (journal.paused or self._ended) and journal.forward_places:
+            before = self._position()
+            look = self._look_at(list(frames_of(journal.thread)))
+            if look is not None and before == self._position():  # Else training went on meanwhile.
+                self._open.append(look)
+        return len(self._looks) >= _FIRST_LOOKS
+
+    def end(self) -> None:
+        """Look no more: training is over."""
+        self._ended = True
+
+    @property
+    def count(self) -> int:
+        """Looks inside of steps."""
+        return len(self._looks)
+
+    def places(self) -> list[wire.CodePlace]:
+        """The most frequent places in the phases `data` and `other`."""
+        groups: dict[object, list[_Look]] = {}
+        for look in tuple(self._looks):
+            if phase := self._phase(look):
+                groups.setdefault((phase, look.key, look.iterates), []).append(look)
+        largest = sorted(groups.values(), key=len, reverse=True)[:_MOST_PLACES]
+        return [self._place(looks) for looks in largest]
+
+    def _look_at(self, frames: Sequence[FrameType]) -> _Look | None:
+        """Return a look at these frames, innermost first; None outside of steps."""
+        journal, phase = self._journal, self._journal.slots[Slot.PHASE]
+        if phase not in (DATA, OTHER):
+            return _Look(journal.forwards, "")
+        evaluating = not journal.trains_in_eval and bool(journal.evaluating())
+        kind, _ = classify(frames, "", bucket_pending=False, waits_in=_waits_in(journal), evaluating=evaluating)
+        if kind in _OUTSIDE_OF_STEPS:
+            return None
+        if phase == OTHER and kind in ("collective", "bucket"):
+            return _Look(journal.forwards, "")
+        in_gap = phase == OTHER and journal.awaits_forward
+        iterates = in_gap and asks_iterator(frames, journal.forward_places)
+        key, place, calls = self._describe(frames)
+        name: Literal["data", "other"] = "data" if phase == DATA or kind == "data" else "other"
+        return _Look(journal.forwards, name, in_gap and kind == "code", iterates, key, place, calls)
+
+    def _describe(self, frames: Sequence[FrameType]) -> tuple[object, str, str]:
+        """Identity and text of the place, and the name of the function that it calls."""
+        if not self._texts:
+            return None, "", ""
+        inner = next(iter(users_frames(frames)), None)
+        if inner is None:
+            return None, "", ""
+        line = inner.f_lineno if inner.f_code in self._journal.forward_places else 0
+        return (inner.f_code, line), place_of(frames)[:_MOST_TEXT], called_name(inner)[:_MOST_TEXT]
+
+    def _position(self) -> tuple[int, int]:
+        slots = self._journal.slots
+        return slots[Slot.PHASE], slots[Slot.AT_NS]
+
+    def _settle(self) -> None:
+        """Count the looks that a forward has followed; drop all if an evaluation or a checkpoint came between."""
+        forwards, interruptions = self._journal.forwards, self._journal.interruptions
+        if interruptions != self._interruptions:
+            self._interruptions = interruptions
+            self._open.clear()
+        while self._open and self._open[0].forwards < forwards:
+            self._looks.append(self._open.popleft())
+        self._judge()
+
+    def _judge(self) -> None:
+        gaps = [look.iterates for look in self._looks if look.in_gap][-_JUDGED_LOOKS:]
+        if len(gaps) < _LEAST_LOOKS:
+            return
+        least = _ENDS_SHARE if self._gap_is_data else _BEGINS_SHARE
+        counts = sum(gaps) >= least * len(gaps)
+        if counts != self._gap_is_data:
+            self._gap_is_data = counts
+            self._journal.count_gaps_as_data(counts)
+
+    def _phase(self, look: _Look) -> Literal["data", "other", ""]:
+        return "data" if look.in_gap and self._gap_is_data else look.phase
+
+    def _place(self, looks: Sequence[_Look]) -> wire.CodePlace:
+        place, calls = Counter((look.place, look.calls) for look in looks).most_common(1)[0][0]
+        return wire.CodePlace(
+            phase=self._phase(looks[0]) or "other",
+            place=place,
+            calls=calls,
+            iterates=looks[0].iterates,
+            looks=len(looks),
+        )
+
+
+def _waits_in(journal: Journal) -> str:
+    return journal.waits_for_store or (journal.last_collective if journal.waits_for_collective else "")

@@ -1,0 +1,81 @@
+"""Findings about input and other code, on two real ranks whose steps are slow by real means."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import zstandard
+from ddpobs_server.analysis.evidence import Evidence
+from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.findings.input_bound import input_bound
+from ddpobs_server.analysis.findings.other_bound import other_bound
+
+from benchmarks.causes import evidence_of
+from benchmarks.faults.launch import ranks_of
+from ddpobs import wire
+from ddpobs.export.spool import Spool
+
+SCRIPT = Path(__file__).with_name("input_cases.py")
+TRAINING = {
+    "DDPOBS_TELEMETRY": "http://127.0.0.1:9",
+    "DDPOBS_RUN": "input",
+    "DDPOBS_FLUSH_S": "0.5",
+    "DDPOBS_PULSE_S": "0.5",
+    "DDPOBS_EXIT_S": "30",
+}
+
+
+def evidence_from(case: str, folder: Path, **environ: str) -> Evidence:
+    """Train a case, and read the steps and latest pulses of its ranks."""
+    with ranks_of(SCRIPT, case, ranks=2, folder=folder, environ=TRAINING | environ) as ranks:
+        ended = [process.wait(60) for process in ranks.processes]
+        assert not any(ended), ranks.logs()
+    pulses = {}
+    for spooled in Spool(folder / "spool", 2**30).batches():
+        batch = wire.decode(zstandard.decompress(spooled.body(), max_output_size=2**28))
+        if batch.pulse is not None:
+            pulses[batch.rank] = max(pulses.get(batch.rank, batch.pulse), batch.pulse, key=lambda pulse: pulse.at_ns)
+    return replace(evidence_of(folder / "spool"), pulses=pulses)
+
+
+def findings_of(evidence: Evidence) -> list[Finding]:
+    return [result for result in [*input_bound(evidence), *other_bound(evidence)] if isinstance(result, Finding)]
+
+
+@pytest.mark.parametrize(
+    ("case", "cause", "words"),
+    [
+        ("generator", "own-loader", "input_cases.py"),
+        ("class", "own-loader", "input_cases.py"),
+        ("iter-each-step", "new-iterators", "for batch in loader"),
+        ("few-workers", "few-workers", "num_workers"),
+        ("slow-worker", "slow-worker", "worker 1"),
+        ("slow-collate", "slow-collate", "collate_fn"),
+    ],
+)
+def test_slow_input_has_its_cause_and_remedy(case: str, cause: str, words: str, tmp_path: Path) -> None:
+    (finding,) = findings_of(evidence_from(case, tmp_path))
+    assert finding.code == "input-bound"
+    assert finding.evidence["cause"] == cause, finding
+    assert words in finding.title + finding.remedy
+    assert "of the steps' time" in finding.title
+
+
+def test_time_in_other_code_has_its_place(tmp_path: Path) -> None:
+    (finding,) = findings_of(evidence_from("logging", tmp_path))
+    assert finding.code == "other-bound"
+    assert "log_loss (sleep)" in finding.title
+    assert finding.gain is not None
+
+
+def test_without_texts_the_place_is_not_sent(tmp_path: Path) -> None:
+    evidence = evidence_from("logging", tmp_path, DDPOBS_TRACEBACK="0")
+    assert all(place.place == place.calls == "" for pulse in evidence.pulses.values() for place in pulse.code)
+    (finding,) = findings_of(evidence)
+    assert "not known" in finding.title
+
+
+def test_a_healthy_run_has_no_finding(tmp_path: Path) -> None:
+    assert findings_of(evidence_from("quick", tmp_path)) == []
