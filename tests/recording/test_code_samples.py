@@ -78,8 +78,9 @@ def test_a_step_begins_at_the_request_for_its_batch() -> None:
     training = LookedAt()
     iterate(training, 40)
     training.phase_ns()
-    assert training.raw[-1].switches[0][0] == DATA
-    assert training.raw[-1].end - training.raw[-1].switches[0][1] >= 50 * MS
+    step = training.raw[-1]
+    assert (DATA, step.switches[0][1]) in step.switches
+    assert step.end - step.switches[0][1] == 51 * MS
 
 
 def test_other_code_between_steps_stays_other() -> None:
@@ -123,7 +124,7 @@ def test_without_texts_only_counts_are_kept(loop: object) -> None:
 
 def test_looks_and_places_are_bounded() -> None:
     training = LookedAt()
-    source = "\n".join(f"    training.step()\n    training.samples.look()" for _ in range(20))
+    source = "\n".join("    training.step()\n    training.samples.look()" for _ in range(20))
     loop: dict[str, object] = {}
     exec(compile(f"def loop(training):\n  for _ in range(30):\n{source}", "long_loop.py", "exec"), loop)
     assert callable(loop["loop"])
