@@ -17,6 +17,7 @@ from tests.recording.test_loader_hooks import DATA, Loop
 def loop() -> Iterator[Loop]:
     loop = Loop()
     loop.loaders.install()
+    train(loop, torch.ones(1))  # From here on this thread trains.
     yield loop
     loop.loaders.remove()
 
