@@ -15,7 +15,7 @@ from ddpobs_server.store.rows import Attempt, AttemptSummary, BucketRollup, Roll
 _END_EVENTS, _END_EVENT_BYTES = 10_000, 8_000_000
 """Most events that `end_events` returns, and their most bytes: a traceback may have 16,384 characters."""
 _PULSE_BYTES, _SHORT_PULSE = 16_000_000, 512
-"""Bytes of an attempt's pulses after which a long pulse loses its stack and place."""
+"""Bytes of an attempt's pulses after which a long pulse loses its stack and places."""
 
 
 def attempts(connection: Connection, run: str) -> list[Attempt]:
@@ -202,4 +202,4 @@ class _SourceReader:
         self._pulse_bytes -= len(text)
         if self._pulse_bytes >= 0 or len(text) <= _SHORT_PULSE:
             return pulse
-        return msgspec.structs.replace(pulse, place="", stack=[], processes={})
+        return msgspec.structs.replace(pulse, place="", stack=[], processes={}, code=[])
