@@ -205,9 +205,11 @@ def _lines(finding: dict[str, Any]) -> list[str]:
         lines.append(f"  parameters: {_list(finding['parameters'])}")
     lines.append(f"  do: {finding['remedy']}")
     if gain := finding["gain"]:
-        error = gain["ratio"] * gain["error_ratio"]
-        whole = "of it" if gain["whole"] == "step" else "of the run's wall time"
-        lines.append(f"  gain: {gain['step_ns'] / 1e6:.1f} ms a step, {gain['ratio']:.0%} {whole} (± {error:.1%})")
+        if gain["whole"] == "run":
+            lines.append(f"  gain: at most {gain['ratio']:.0%} of the run's wall time")
+        else:
+            error = gain["ratio"] * gain["error_ratio"]
+            lines.append(f"  gain: {gain['step_ns'] / 1e6:.1f} ms a step, {gain['ratio']:.0%} of it (± {error:.1%})")
     return lines
 
 
