@@ -70,6 +70,7 @@ class Evidence:
         silent_ns: Time since each rank's last batch, on the collector's clock.
         ended: How each rank ended: `finished`, `failed`, or empty while it runs.
         fingerprints: (rank, fingerprint) of the sampled steps.
+        hellos: Identity and settings by rank.
         now_ns: The collector's wall clock when the evidence was read; None if it is not known. Diagnoses are cached
             until the run's next commit, so a finding that depends on the time needs a cache version that expires.
     """
@@ -95,6 +96,7 @@ class Evidence:
     silent_ns: dict[int, int] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
     fingerprints: list[tuple[int, wire.Fingerprint]] = field(default_factory=list)
+    hellos: dict[int, wire.Hello] = field(default_factory=dict)
     now_ns: int | None = None
 
     @property
