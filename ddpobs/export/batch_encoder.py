@@ -116,5 +116,16 @@ def describe_process(device: torch.device, backend: str, settings: Mapping[str, 
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         backend=backend,
         versions={"ddpobs": ddpobs.__version__, "torch": str(torch.__version__), "python": platform.python_version()},
-        settings=dict(settings),
+        settings={"processors": _processors(), "threads": torch.get_num_threads(), **settings},
     )
+
+
+def _processors() -> str:
+    """Return the processors that this process may use, as ranges: `0-3,8`."""
+    try:
+        numbers = sorted(os.sched_getaffinity(0))
+    except (AttributeError, OSError):  # Only Linux has it.
+        numbers = list(range(os.cpu_count() or 0))
+    begins = [number for number in numbers if number - 1 not in numbers]
+    ends = [number for number in numbers if number + 1 not in numbers]
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(begins, ends, strict=True))

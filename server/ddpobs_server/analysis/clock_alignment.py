@@ -35,7 +35,7 @@ def offsets_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire
     # Ends are relative to the first end: a float holds 53 bits, and a clock in ns needs more.
     base = columns.done_ns[np.unique(index, return_index=True)[1]]
     base_offsets = dict(zip(ranks.tolist(), (base[0] - base).tolist(), strict=True))
-    collective = _collectives(steps, rank, columns.step)
+    collective = collectives_of(steps, rank, columns.step)
     joinable = collective >= 0
     key = np.stack([collective, columns.module, columns.revision, columns.bucket])[:, joinable]
     table = _common_ends(_number(key), index[joinable], (columns.done_ns - base[index])[joinable], len(ranks))
@@ -86,7 +86,7 @@ def _number(key: wire.Ints) -> wire.Ints:
     return numbers
 
 
-def _collectives(steps: tuple[wire.Ints, wire.Steps], rank: wire.Ints, step: wire.Ints) -> wire.Ints:
+def collectives_of(steps: tuple[wire.Ints, wire.Steps], rank: wire.Ints, step: wire.Ints) -> wire.Ints:
     """Return the collective of each (rank, step), shape [rows]; `wire.UNKNOWN` if there is no such step."""
     step_rank, columns = steps
     if not len(step_rank):

@@ -83,6 +83,7 @@ class Evidence:
         fingerprints: (rank, fingerprint) of the sampled steps.
         account: Account of the run's wall time; for an earlier attempt, of that attempt alone.
         processes: Processes of the attempt, with their accounts.
+        hellos: Identity and settings by rank.
         now_ns: The collector's wall clock when the evidence was read; None if it is not known. Diagnoses are cached
             until the run's next commit, so a finding that depends on the time needs a cache version that expires.
         whole: All steps that are judged, in which all ranks can be compared; None if they are `joined`.
@@ -114,6 +115,7 @@ class Evidence:
     fingerprints: list[tuple[int, wire.Fingerprint]] = field(default_factory=list)
     account: RunAccount | None = None
     processes: Sequence[Process] = ()
+    hellos: dict[int, wire.Hello] = field(default_factory=dict)
     now_ns: int | None = None
     whole: JoinedSteps | None = None
     earlier: LatenessBins | None = None

@@ -127,6 +127,7 @@ class Diagnosis:
             silent_ns=silent_ns(sources, now_ns),
             ended=ends(sources),
             fingerprints=store.differing_fingerprints(run, attempt),
+            hellos={source.rank: source.hello for source in sources if source.hello},
             now_ns=now_ns,
             whole=join(*judged.whole) if judged.whole is not None else None,
             earlier=judged.earlier,

@@ -145,13 +145,21 @@ def bucket_rollups(connection: Connection, run: str, attempt: str, limit: int) -
     return [rollup for _, rollup in rows], is_short
 
 
+class _Threads(msgspec.Struct):
+    """The settings of a hello that differ over the ranks."""
+
+    processors: wire.Scalar = ""
+    threads: wire.Scalar = 0
+
+
 class _HelloOutline(msgspec.Struct):
-    """A hello without versions and settings, which are skipped."""
+    """A hello without its versions and most of its settings, which are skipped."""
 
     host: str
     pid: int
     device: str
     backend: str
+    settings: _Threads = msgspec.field(default_factory=_Threads)
 
 
 _decode_hello = msgspec.json.Decoder(wire.Hello).decode
@@ -160,7 +168,7 @@ _decode_pulse = msgspec.json.Decoder(wire.Pulse).decode
 
 
 class _SourceReader:
-    """Turns rows into sources. Versions and settings are kept of the first hello only, long pulses up to a size."""
+    """Turns rows into sources. Versions and most settings are kept of the first hello only, long pulses up to a size."""
 
     def __init__(self) -> None:
         self._has_hello, self._pulse_bytes = False, _PULSE_BYTES
@@ -195,7 +203,8 @@ class _SourceReader:
         host, device, backend = (
             self._texts.setdefault(value, value) for value in (outline.host, outline.device, outline.backend)
         )
-        return wire.Hello(host=host, pid=outline.pid, device=device, backend=backend, versions={})
+        settings = msgspec.structs.asdict(outline.settings)
+        return wire.Hello(host=host, pid=outline.pid, device=device, backend=backend, versions={}, settings=settings)
 
     def _pulse(self, text: str) -> wire.Pulse:
         pulse = _decode_pulse(text)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,14 +9,13 @@ import numpy as np
 import pytest
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged, by_severity, severity_of
-from ddpobs_server.analysis.findings.comm_bound import comm_bound
 from ddpobs_server.analysis.findings.input_bound import input_bound
 from ddpobs_server.analysis.findings.misconfiguration import epoch_not_set
 from ddpobs_server.analysis.findings.telemetry_health import telemetry_loss
 from ddpobs_server.analysis.findings.unused_parameters import LATEST_SETS, find_unused_needless, unused_parameters
 
 from ddpobs import wire
-from tests.server.analysis.scenario import BASE_MS, MS, columns, evidence_of, own_times, with_columns
+from tests.server.analysis.scenario import BASE_MS, MS, columns, evidence_of, own_times
 
 
 def evidence(extra_ms: list[dict[str, float]], moving_ms: float = 3.0, steps: int = 40) -> Evidence:
@@ -38,93 +36,6 @@ def findings_in(judgement: Judgement) -> list[Finding]:
 
 def is_not_judged(judgement: Judgement) -> bool:
     return [type(result) for result in judgement] == [NotJudged]
-
-
-def test_moving_bytes_for_40_percent_of_the_step_is_comm_bound() -> None:
-    # Own times 75 ms, 50 ms exposed: 50 / 125.
-    finding = only(comm_bound(evidence([{}, {}], moving_ms=50)))
-    assert finding.evidence["exposed_share"] == pytest.approx(0.4)
-    assert (finding.evidence["waiting_ns"], finding.evidence["moving_ns"]) == (0, 50 * MS)
-    assert (finding.severity, finding.phase) == ("critical", "exposed_comm")
-    assert "network would not help" not in finding.remedy
-
-
-def test_steps_of_two_synchronised_backwards_are_judged_too() -> None:
-    """Each backward has a number; the step has the number of its last one."""
-    whole = evidence([{}, {}], moving_ms=50)
-    twice = evidence_of(whole.rank, with_columns(whole.steps, collective=2 * whole.steps.collective + 1))
-    assert only(comm_bound(twice)) == only(comm_bound(whole))
-
-
-def test_a_little_exposed_communication_is_not_comm_bound() -> None:
-    assert comm_bound(evidence([{}, {}], moving_ms=30)) == []
-
-
-def test_waiting_for_a_slow_rank_does_not_blame_the_network() -> None:
-    # Three of four ranks wait 75 ms of a step of 153 ms, and 3 ms move.
-    finding = only(comm_bound(evidence([{}, {"backward": 75}, {}, {}])))
-    assert finding.severity == "info"
-    assert "waiting" in finding.title
-    assert "network would not help" in finding.remedy
-    assert finding.evidence["waiting_ns"] == 75 * MS * 3 // 4
-    assert finding.evidence["moving_ns"] == 3 * MS
-
-
-def test_if_both_waiting_and_moving_take_long_the_remedy_names_both() -> None:
-    # Fifteen of sixteen ranks wait 75 ms, and then 70 ms move, of a step of 220 ms.
-    slow = [{"backward": 75.0}] + [{}] * 15
-    finding = only(comm_bound(evidence(slow, moving_ms=70)))
-    assert finding.evidence["waiting_ns"] == 75 * MS * 15 // 16
-    assert finding.evidence["moving_ns"] == 70 * MS
-    assert (finding.severity, "waiting" in finding.title) == ("critical", True)
-    assert "why a rank is late. Compress" in finding.remedy
-    assert "would not help" not in finding.remedy
-
-
-@pytest.mark.parametrize("moving_ms", [3.0, 50.0])
-def test_one_long_stall_does_not_change_the_finding(moving_ms: float) -> None:
-    """An upload of a minute by one rank, for which the other waits, in four hundred steps."""
-    own = np.tile(np.array([BASE_MS[phase] for phase in wire.OWN_PHASES]), (400, 2, 1))
-    own[200, 0, wire.OWN_PHASES.index("other")] += 60_000
-    findings = findings_in(comm_bound(evidence_of(*columns((own * MS).astype(np.int64), moving_ms))))
-    assert [finding.severity for finding in findings] == (["critical"] if moving_ms > 30 else [])
-    assert all("most of it moving bytes" in finding.title for finding in findings)
-
-
-def test_steps_with_all_their_time_in_the_next_steps_own_time_are_judged() -> None:
-    """Each successor's own time is longer than both steps, so no judged step took any time."""
-    rank, rows = columns(np.zeros((40, 2, len(wire.OWN_PHASES)), np.int64), moving_ms=100)
-    step = 3 * (rows.step // 2) + rows.step % 2
-    finding = only(comm_bound(evidence_of(rank, with_columns(rows, step=step, own_ns=rows.step % 2 * 5000 * MS))))
-    assert (finding.evidence["exposed_share"], finding.evidence["steps_used"]) == (1.0, 20)
-
-
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_waiting_at_a_barrier_after_the_step_does_not_blame_the_network(checkpoint: bool) -> None:
-    """One rank saves every fourth step and all meet at a barrier; recorded as a checkpoint, or as other work."""
-    own = np.tile(np.array([BASE_MS[phase] for phase in wire.OWN_PHASES]), (120, 2, 1))
-    own[::4, 1, wire.OWN_PHASES.index("other")] += 300
-    rank, rows = columns((own * MS).astype(np.int64), barrier=True)
-    if checkpoint:
-        rows = with_columns(rows, flags=rows.flags | wire.NO_ORIGIN * ((rows.step % 4 == 0) & (rank == 1)))
-    findings = findings_in(comm_bound(evidence_of(rank, rows)))
-    assert not checkpoint or findings == []
-    assert [finding.severity for finding in findings if finding.severity != "info"] == []
-
-
-@pytest.mark.parametrize(
-    "unseen", [{"absences": {"silent": [4, 7]}}, {"separate_groups_reason": "DDP over 2 of 4 ranks"}]
-)
-def test_neither_waiting_nor_moving_is_claimed_if_the_slow_rank_may_be_unseen(unseen: dict[str, Any]) -> None:
-    judgement = comm_bound(replace(evidence([{}, {}], moving_ms=50), **unseen))
-    finding = only(judgement)
-    assert "cannot be separated" in str(judgement[-1])
-    assert (finding.severity, finding.evidence["exposed_share"]) == ("info", pytest.approx(0.4))
-    assert not {"waiting_ns", "moving_ns"} & set(finding.evidence)
-    assert finding.evidence["steps_used"] == 39, "the steps with a successor"
-    assert "moving bytes" not in finding.title
-    assert "Compress" not in finding.remedy
-    assert ("rank 4, 7" in finding.remedy) == ("absences" in unseen)
 
 
 def test_waiting_for_data_on_every_rank_is_input_bound() -> None:
@@ -160,9 +71,8 @@ def test_data_above_30_percent_that_is_not_the_largest_phase_is_not_input_bound(
     assert input_bound(evidence([{"data": 60, "backward": 40}] * 2)) == []
 
 
-@pytest.mark.parametrize("judge", [comm_bound, input_bound])
-def test_too_few_steps_are_not_judged(judge: Callable[[Evidence], Judgement]) -> None:
-    (result,) = judge(evidence([{}, {}], moving_ms=50, steps=19))
+def test_too_few_steps_are_not_judged() -> None:
+    (result,) = input_bound(evidence([{}, {}], steps=19))
     assert isinstance(result, NotJudged)
     assert "20" in str(result)
 

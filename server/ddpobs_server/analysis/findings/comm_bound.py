@@ -1,41 +1,85 @@
-"""Finding `comm-bound`: exposed communication takes a large share of the step."""
+"""Finding `comm-bound`: communication that no computation hides takes a large share of the steps' time.
+
+Waiting for a late rank is not part of it: that is the straggler's. The finding has one of three kinds: bandwidth,
+latency, or processor. Without the evidence for a kind it gives the reason.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
-from ddpobs import wire
-from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks, severity_of
-from ddpobs_server.analysis.joined_steps import Floats, JoinedSteps
+from ddpobs_server.analysis import link_model
+from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnsTooLargeError, Evidence, Judgement
+from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, format_ranks, severity_of
+from ddpobs_server.analysis.joined_steps import Floats
 from ddpobs_server.analysis.lateness import step_weights
+from ddpobs_server.analysis.link_model import LinkModel
+from ddpobs_server.analysis.processors import Shortage, shortage
+from ddpobs_server.analysis.transfers import Transfers, read_transfers
 
 CODES = ("comm-bound",)
 COMM_SHARE = 0.3
-"""Largest share of exposed communication in the step that is no finding."""
-_FIND_LATE_RANK = "Find out why a rank is late"
-_MOVE_LESS = "Compress gradients, accumulate over several micro-batches with no_sync"
+"""Largest share of exposed communication in the steps' time that is no finding."""
+MIN_GAIN = 0.03
+"""Least predicted saving, as a share of the step."""
+DEFAULT_CAP_BYTES = 25 * 2**20
+_DISTURBED_SHARE = 0.5
+"""Share of the transfers' time beyond their fastest tenth above which the link does not explain them."""
+_HALF_PRECISION = 0.5
+_CAST_NS = 0.5
+"""Time per byte of casting a gradient on a processor there and back: an assumption, to the disadvantage of the gain."""
+_REMEDIES = {
+    "bandwidth": "Compress gradients (comm='bf16'), accumulate over several micro-batches with no_sync, or use a "
+    "faster link.",
+    "latency": "Reduce fewer and larger buckets: raise bucket_cap_mb. With one bucket, accumulate over several "
+    "micro-batches with no_sync.",
+    "processor": "Give the ranks more processors: fewer ranks or threads per host, no other programs beside them. "
+    "A faster link or fewer bytes would not help.",
+    "outside": "Look at the collectives of your own code and at the broadcast of buffers: /trace shows them.",
+    "unknown": "Look at the transfers in /spans.",
+}
+
+
+@dataclass(frozen=True)
+class _Times:
+    """Weighted means over the steps, in ns: exposed over all ranks, its part without waiting, and wall time."""
+
+    exposed_ns: float
+    moving_ns: float
+    wall_ns: float
+
+    @property
+    def share(self) -> float:
+        return self.moving_ns / self.wall_ns
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Cause of the exposed communication; `reason` is set if it is not known."""
+
+    name: str
+    sentence: str
+    gain: Gain | None = None
+    reason: str = ""
 
 
 def comm_bound(evidence: Evidence) -> Judgement:
-    """Judge exposed communication above 30 % of the steps; waiting for a late rank is separated from moving bytes.
-
-    Times are means over ranks and steps, weighted by `step_weights`.
-    """
+    """Judge exposed communication without waiting above 30 % of the steps' time."""
+    joined = evidence.joined
+    if len(joined.ranks) < 2 and not evidence.absent_ranks:
+        return []
     missing = [NotJudged("comm-bound", reason) for reason in _unsplit_reasons(evidence)]
-    # A wait after a step, as at a barrier, shows in the own times of the next step.
-    rows = np.flatnonzero(evidence.joined.has_successor)
+    rows = np.arange(len(joined))
     if len(rows) < MIN_STEPS:
-        return [
-            NotJudged("comm-bound", f"{len(rows)} of {MIN_STEPS} steps in which all ranks can be compared"),
-            *missing,
-        ]
-    exposed_ns, waiting_ns, wall_ns = _mean_times_ns(evidence.joined, rows)
-    if exposed_ns / wall_ns <= COMM_SHARE:
-        return missing
-    if missing:
-        return [_unsplit(evidence, exposed_ns, wall_ns, len(rows)), *missing]
-    return [_split(evidence, exposed_ns, waiting_ns, wall_ns, len(rows))]
+        reason = f"{len(rows)} of {MIN_STEPS} steps in which all ranks can be compared"
+        return [NotJudged("comm-bound", reason), *missing]
+    times = mean_times(evidence)
+    if missing and times.exposed_ns / times.wall_ns > COMM_SHARE:
+        return [_unsplit(evidence, times), *missing]
+    return missing if missing or times.share <= COMM_SHARE else [_finding(evidence, times, _transfers(evidence))]
 
 
 def _unsplit_reasons(evidence: Evidence) -> list[str]:
@@ -47,73 +91,175 @@ def _unsplit_reasons(evidence: Evidence) -> list[str]:
     return []
 
 
-def _mean_times_ns(joined: JoinedSteps, rows: wire.Ints) -> tuple[float, float, float]:
-    """Return exposed, waiting and wall time of a step, as weighted means over these steps and all ranks."""
-    weights = step_weights(joined.window_ns[rows])
+def mean_times(evidence: Evidence) -> _Times:
+    """Return the steps' mean times.
+
+    The last rank to arrive waits for none, so the least exposed time over the ranks holds no waiting. No step counts
+    for more than a few median steps.
+    """
+    joined = evidence.joined
+    weights = step_weights(joined.window_ns)
 
     def mean(times_ns: Floats) -> float:
-        return float(np.average(times_ns.mean(axis=1), weights=weights))
+        return float(np.average(times_ns, weights=weights))
 
-    return mean(joined.exposed_ns[rows]), mean(_waiting_ns(joined, rows)), mean(joined.wall_ns[rows])
+    return _Times(mean(joined.exposed_ns.mean(axis=1)), mean(joined.exposed_ns.min(axis=1)), mean(joined.step_ns))
 
 
-def _waiting_ns(joined: JoinedSteps, rows: wire.Ints) -> Floats:
-    """Return the part of the exposed communication that waits for the last rank, shape [steps, ranks].
+def _transfers(evidence: Evidence) -> Transfers | str:
+    """Return the transfers of the latest steps, or why there are none."""
+    if evidence.columns is None:
+        return "bucket spans are not available"
+    try:
+        transfers = read_transfers(evidence, evidence.columns, np.arange(len(evidence.joined))).latest_layout
+    except ColumnsTooLargeError as error:
+        return str(error)
+    return transfers if transfers.steps >= MIN_STEPS else f"bucket spans of {transfers.steps} of {MIN_STEPS} steps"
 
-    A rank's wait fits into its own exposed communication first. The rest of the next step's wait, which does not fit
-    into that step, was spent in this step.
+
+def _kind(evidence: Evidence, times: _Times, transfers: Transfers | str) -> _Kind:
+    """Return the cause: the disturbance of the transfers, their bytes, or their number."""
+    if isinstance(transfers, str):
+        return _Kind("unknown", f"the cause is not known, because {transfers}", reason=transfers)
+    exposed_ns = transfers.exposed_by_step_ns
+    if float(np.median(exposed_ns)) < 0.5 * float(np.median(evidence.joined.exposed_ns.min(axis=1))):
+        return _Kind("outside", "most of it in other collectives than the gradients' all-reduces")
+    lack = shortage(evidence)
+    model = link_model.fit_transfers(transfers)
+    disturbed = disturbed_share(exposed_ns)
+    gains = _gains(evidence, transfers, model)
+    if disturbed > _DISTURBED_SHARE:
+        if isinstance(lack, Shortage):
+            return _Kind("processor", f"and {lack.sentence}")
+        reason = f"transfers take {1 / (1 - disturbed):.0f} times as long as their fastest tenth, and {lack}"
+        return _Kind("unknown", f"the cause is not known, because {reason}", reason=reason)
+    count = len(transfers) / transfers.steps
+    if model.beta_ns * transfers.bytes_a_step >= model.alpha_ns * count:
+        rate = transfers.bytes_a_step / max(1.0, float(transfers.moving_ns.sum()) / transfers.steps)
+        return _Kind("bandwidth", f"the time that {_bytes(transfers.bytes_a_step)} take at {rate:.2g} GB/s", gains[0])
+    return _Kind("latency", f"the latency of {_buckets(count, transfers)}", gains[1])
+
+
+def disturbed_share(times_ns: Floats) -> float:
+    """Return the part of the steps' mean time that goes beyond the time of their fastest tenth.
+
+    A link takes equally long for the same bytes. A process that waits for a processor does not.
     """
-    waits = joined.own_ns.max(axis=1, keepdims=True) - joined.own_ns
-    in_step = np.minimum(waits, joined.exposed_ns)
-    free, excess = joined.exposed_ns - in_step, waits - in_step
-    return np.asarray(in_step[rows] + np.minimum(free[rows], excess[rows + 1]))
+    mean_ns = float(np.minimum(times_ns, 4 * np.median(times_ns)).mean())
+    return 1 - float(np.quantile(times_ns, 0.1)) / max(1.0, mean_ns)
 
 
-def _split(evidence: Evidence, exposed_ns: float, waiting_ns: float, wall_ns: float, steps_used: int) -> Finding:
-    share, moving = exposed_ns / wall_ns, (exposed_ns - waiting_ns) / wall_ns
-    mostly_waiting = waiting_ns > exposed_ns / 2
-    reason = "most of it waiting for the last rank" if mostly_waiting else "most of it moving bytes"
-    if not mostly_waiting:
-        remedy = f"{_MOVE_LESS}, or use a faster link."
-    elif moving > COMM_SHARE:
-        remedy = f"{_FIND_LATE_RANK}. {_MOVE_LESS}, or use a faster link: the bytes alone take {moving:.0%}."
-    else:
-        remedy = f"{_FIND_LATE_RANK}: a faster network would not help."
+def _gains(evidence: Evidence, transfers: Transfers, model: LinkModel) -> tuple[Gain | None, Gain | None]:
+    """Return the predicted gains of half the bytes, and of merging buckets; None if it is below `MIN_GAIN`."""
+    ready_ns, sizes = link_model.typical_step(transfers)
+    now_ns = link_model.exposed_ns(ready_ns, sizes, model)
+    error_ns = abs(now_ns - float(np.median(transfers.exposed_by_step_ns)))
+    on_processor = any(hello.device == "cpu" for hello in evidence.hellos.values())
+    cast_ns = _CAST_NS * float(sizes.sum()) if on_processor else 0.0
+    halved_ns = link_model.exposed_ns(ready_ns, _HALF_PRECISION * sizes, model) + cast_ns
+    merged_ns = link_model.exposed_ns(*link_model.merge(ready_ns, sizes, DEFAULT_CAP_BYTES), model)
+    step_ns = float(np.median(evidence.joined.step_ns))
+    return gain(now_ns - halved_ns, error_ns, step_ns), gain(now_ns - merged_ns, error_ns, step_ns)
+
+
+def gain(saved_ns: float, error_ns: float, step_ns: float) -> Gain | None:
+    """Return the gain if it is at least `MIN_GAIN` of the step after its error; else None."""
+    if saved_ns - error_ns < MIN_GAIN * step_ns:
+        return None
+    return Gain(round(saved_ns), round(saved_ns / step_ns, 4), round(error_ns / saved_ns, 4))
+
+
+def _finding(evidence: Evidence, times: _Times, transfers: Transfers | str) -> Finding:
+    kind = _kind(evidence, times, transfers)
+    in_steps = steps_share(evidence)
+    whole = (
+        "the steps' time" if in_steps > 0.5 else f"the steps' time (the steps are {in_steps:.0%} of the time examined)"
+    )
     return Finding(
         code="comm-bound",
-        severity="info" if mostly_waiting and moving <= COMM_SHARE else severity_of(moving),
-        title=f"{share:.0%} of every step is exposed communication, {reason}",
-        remedy=remedy,
+        severity=severity_of(kind.gain.ratio * in_steps) if kind.gain else "info",
+        title=f"{times.share:.0%} of {whole} is communication that backward does not hide, {kind.sentence}",
+        remedy=_REMEDIES[kind.name],
         steps=evidence.step_range,
         phase="exposed_comm",
+        gain=kind.gain,
         evidence={
-            "exposed_share": round(share, 4),
-            "exposed_ns": round(exposed_ns),
-            "waiting_ns": round(waiting_ns),
-            "moving_ns": round(exposed_ns - waiting_ns),
-            "steps_used": steps_used,
+            "kind": None if kind.reason else kind.name,
+            "not_known_because": kind.reason or None,
+            "exposed_share": round(times.exposed_ns / times.wall_ns, 4),
+            "exposed_ns": round(times.exposed_ns),
+            "waiting_ns": round(times.exposed_ns - times.moving_ns),
+            "moving_ns": round(times.moving_ns),
+            "steps_share_of_time": round(in_steps, 4),
+            "steps_used": len(evidence.joined),
+            **({} if isinstance(transfers, str) else _link_facts(evidence, transfers)),
         },
     )
 
 
-def _unsplit(evidence: Evidence, exposed_ns: float, wall_ns: float, steps_used: int) -> Finding:
+def _link_facts(evidence: Evidence, transfers: Transfers) -> dict[str, Any]:
+    """Return sizes, bandwidth and latency of the transfers, and the error of their replay."""
+    sizes = transfers.size_bytes.astype(np.float64)
+    model = link_model.fit_transfers(transfers)
+    replayed_ns = link_model.exposed_ns(*link_model.typical_step(transfers), model)
+    measured_ns = float(np.median(transfers.exposed_by_step_ns))
+    lack = shortage(evidence)
+    ranks = len(evidence.joined.ranks)
+    rate = transfers.bytes_a_step / max(1.0, float(transfers.moving_ns.sum()) / transfers.steps)
+    return {
+        "bytes_a_step": round(transfers.bytes_a_step),
+        "messages_a_step": round(len(transfers) / transfers.steps, 1),
+        "message_bytes": [int(size) for size in np.quantile(sizes, [0.0, 0.5, 1.0])],
+        "bytes_per_s": round(rate * 1e9),
+        "bus_bytes_per_s": round(rate * 1e9 * 2 * (ranks - 1) / ranks),
+        "alpha_ns": round(model.alpha_ns) if model.is_separated or not model.beta_ns else None,
+        "beta_bytes_per_s": round(1e9 / model.beta_ns) if model.is_separated and model.beta_ns else None,
+        "replay_error_ratio": round(abs(replayed_ns - measured_ns) / max(1.0, measured_ns), 4),
+        "disturbed_share": round(disturbed_share(transfers.exposed_by_step_ns), 4),
+        "processors": lack.facts if isinstance(lack, Shortage) else lack,
+    }
+
+
+def steps_share(evidence: Evidence) -> float:
+    """Return the share of the examined time that is in steps; the rest is evaluation, checkpoints, and the like."""
+    rank = int(evidence.joined.ranks[0])
+    own = evidence.rank == rank
+    start_ns, end_ns = evidence.steps.start_ns[own], evidence.steps.end_ns[own]
+    span_ns = int(end_ns.max()) - int(start_ns.min())
+    return min(1.0, int((end_ns - start_ns).sum()) / max(1, span_ns))
+
+
+def _buckets(count: float, transfers: Transfers) -> str:
+    typical = _bytes(float(np.median(transfers.size_bytes)))
+    return f"{count:.0f} buckets of about {typical}" if count > 1 else f"one bucket of {typical}"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("bytes", "kB", "MB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} GB"
+
+
+def _unsplit(evidence: Evidence, times: _Times) -> Finding:
     """Return a finding that claims neither waiting nor moving: waiting for an unseen rank looks like moving bytes."""
-    share = exposed_ns / wall_ns
     compare_groups = "Look at each process group by itself: waits across groups are not recorded."
     telemetry_first = (
         f"Get the telemetry of rank {format_ranks(evidence.absent_ranks)} first: waiting for a rank without "
         "telemetry looks like moving bytes."
     )
+    share = times.exposed_ns / times.wall_ns
     return Finding(
         code="comm-bound",
         severity="info",
-        title=f"{share:.0%} of every step is exposed communication; whether ranks wait for a late rank is unknown",
+        title=f"{share:.0%} of the steps' time is exposed communication; whether ranks wait for a late rank is unknown",
         remedy=compare_groups if evidence.separate_groups_reason else telemetry_first,
         steps=evidence.step_range,
         phase="exposed_comm",
         evidence={
             "exposed_share": round(share, 4),
-            "exposed_ns": round(exposed_ns),
-            "steps_used": steps_used,
+            "exposed_ns": round(times.exposed_ns),
+            "steps_used": len(evidence.joined),
         },
     )
