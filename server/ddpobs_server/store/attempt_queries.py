@@ -168,7 +168,7 @@ _decode_pulse = msgspec.json.Decoder(wire.Pulse).decode
 
 
 class _SourceReader:
-    """Turns rows into sources. Versions and most settings are kept of the first hello only, long pulses up to a size."""
+    """Turns rows into sources. The first hello is kept whole, the others in outline, and long pulses up to a size."""
 
     def __init__(self) -> None:
         self._has_hello, self._pulse_bytes = False, _PULSE_BYTES

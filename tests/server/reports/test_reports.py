@@ -103,7 +103,7 @@ def test_the_slow_rank_is_named_from_stored_batches(store: Store) -> None:
     assert (straggler["ranks"], straggler["phase"], straggler["evidence"]["host"]) == ([2], "data", "node")
     fields = "code severity title ranks buckets parameters phase steps evidence remedy gain intervals"
     assert set(straggler) == set(fields.split())
-    assert set(straggler["gain"]) == {"step_ns", "ratio", "error_ratio"}
+    assert set(straggler["gain"]) == {"step_ns", "ratio", "error_ratio", "whole"}
 
 
 def test_a_balanced_run_has_no_findings_and_nothing_missing(store: Store) -> None:

@@ -77,8 +77,8 @@ def time_outside_steps(evidence: Evidence) -> Judgement:
     A start-up and an end of less than a minute do not count, nor does the time of a hang, which is its own finding.
     """
     account = evidence.account
-    if account is None or not account.attempts:
-        return []
+    if account is None or not any(attempt.by_rank for attempt in account.attempts):
+        return []  # Clients before version 0.1 send no account.
     missing: list[NotJudged] = []
     if reasons := account.attempts[-1].missing:
         by_reason: dict[str, list[int]] = {}
@@ -88,8 +88,6 @@ def time_outside_steps(evidence: Evidence) -> Judgement:
             NotJudged("time-outside-steps", f"not known for rank {format_ranks(ranks)}, because {reason}")
             for reason, ranks in by_reason.items()
         ]
-    if not account.rank_ns:
-        return missing
     if sum(attempt.steps for attempt in account.attempts) < MIN_STEPS:
         return [NotJudged("time-outside-steps", f"fewer than {MIN_STEPS} steps"), *missing]
     losses = _losses(account)
