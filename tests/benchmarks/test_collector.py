@@ -1,0 +1,49 @@
+"""The benchmarks of the collector in their smallest form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tests.benchmarks.smoke import run
+
+
+def test_the_whole_run_benchmark_names_the_rank_that_was_slow_in_its_middle(tmp_path: Path) -> None:
+    output = run("whole_run", "--json", str(tmp_path / "results.json"))
+    assert "Rank 5 was slow in backward" in output
+    assert json.loads((tmp_path / "results.json").read_text())["median_ms"].keys() > {"diagnostics"}
+
+
+def test_reads_measures_each_request_on_both_databases(tmp_path: Path) -> None:
+    for database in ([], ["--postgres"]):
+        output = run("reads", "--json", str(tmp_path / "results.json"), *database)
+        results = json.loads((tmp_path / "results.json").read_text())
+        assert {row["bound_ms"] for row in results.values()} == {None, 50, 100, 300}
+        assert all(f"\n| {name} | " in output and row["median_ms"] > 0 for name, row in results.items())
+
+
+def test_ingest_loses_nothing_and_is_compared_with_rows(tmp_path: Path) -> None:
+    output = run("ingest", "--json", str(tmp_path / "results.json"))
+    assert json.loads((tmp_path / "results.json").read_text())["lost"] == 0
+    assert "a row a span, SQLite alone" in output
+
+
+def test_scrapes_measures_runs_of_many_ranks_and_many_runs(tmp_path: Path) -> None:
+    output = run("scrapes", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert all(f"\n| {title} | " in output and row["bytes"] > 0 for title, row in results.items())
+    assert results["many: every run sent, gzip"]["bytes"] < results["many: every run sent"]["bytes"]
+
+
+def test_fairness_compares_a_workspace_alone_and_beside_another(tmp_path: Path) -> None:
+    output = run("fairness", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert "\n| batch | " in output
+    assert results["batch_ratio"] == results["batch_beside_ms"] / results["batch_alone_ms"]
+
+
+def test_a_short_soak_loses_no_acknowledged_span(tmp_path: Path) -> None:
+    run("soak", "--json", str(tmp_path / "results.json"))
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["acknowledged_spans"] > 0
+    assert (results["lost_spans"], results["doubled_spans"]) == (0, 0)
