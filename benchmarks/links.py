@@ -12,8 +12,9 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-_PREFIX = "ddpobs"
-_BRIDGE = f"{_PREFIX}-bridge"
+_PREFIX = f"dd{os.getpid()}"
+"""Processes that make links at the same time need names of their own; 15 characters are the most for an interface."""
+_BRIDGE = f"{_PREFIX}br"
 INTERFACE = "link0"
 """Name of the link inside each namespace."""
 SHAPE = "burst 128kb latency 400ms"
@@ -30,7 +31,7 @@ def address(rank: int) -> str:
 
 def namespace(rank: int) -> str:
     """Return the name of a rank's namespace."""
-    return f"{_PREFIX}-{rank}"
+    return f"{_PREFIX}ns{rank}"
 
 
 @contextmanager
@@ -59,17 +60,35 @@ def inside(rank: int, command: Sequence[str]) -> list[str]:
     return ["ip", "netns", "exec", namespace(rank), *command]
 
 
+def on_own_host(rank: int, command: Sequence[str]) -> list[str]:
+    """As `inside`, with a host name of its own: telemetry then takes each rank for a host."""
+    naming = f'hostname node{rank} && exec "$@"'
+    return inside(rank, ["unshare", "--uts", "sh", "-c", naming, "sh", *command])
+
+
+def set_rate(ranks: int, rate: str) -> None:
+    """Change the speed of all links, in both directions, while ranks use them."""
+    for rank in range(ranks):
+        _run(f"tc qdisc change dev {_outer(rank)} root tbf rate {rate} {SHAPE}")
+        _run(f"tc -n {namespace(rank)} qdisc change dev {INTERFACE} root tbf rate {rate} {SHAPE}")
+
+
 def moved_bytes() -> tuple[int, int]:
     """Return the bytes sent and received so far over this process's link, Ethernet headers included."""
     statistics = Path("/sys/class/net") / INTERFACE / "statistics"
     return int((statistics / "tx_bytes").read_text()), int((statistics / "rx_bytes").read_text())
 
 
+def _outer(rank: int) -> str:
+    """Name of the link's end at the bridge."""
+    return f"{_PREFIX}r{rank}"
+
+
 def _set_up(ranks: int, rate: str) -> None:
     _run(f"ip link add {_BRIDGE} type bridge")
     _run(f"ip link set {_BRIDGE} up")
     for rank in range(ranks):
-        inner, outer, name = INTERFACE, f"{_PREFIX}{rank}", namespace(rank)
+        inner, outer, name = INTERFACE, _outer(rank), namespace(rank)
         _run(f"ip netns add {name}")
         _run(f"ip link add {outer} type veth peer name {inner} netns {name}")
         _run(f"ip link set {outer} master {_BRIDGE} up")
@@ -83,7 +102,7 @@ def _set_up(ranks: int, rate: str) -> None:
 def _tear_down(ranks: int) -> None:
     for rank in range(ranks):
         subprocess.run(["ip", "netns", "del", namespace(rank)], stderr=subprocess.DEVNULL, check=False)
-        subprocess.run(["ip", "link", "del", f"{_PREFIX}{rank}"], stderr=subprocess.DEVNULL, check=False)
+        subprocess.run(["ip", "link", "del", _outer(rank)], stderr=subprocess.DEVNULL, check=False)
     subprocess.run(["ip", "link", "del", _BRIDGE], stderr=subprocess.DEVNULL, check=False)
 
 

@@ -74,6 +74,11 @@ class Transfers:
         """Mean size of a step's transfers."""
         return float(self.size_bytes.sum()) / max(1, self.steps)
 
+    @property
+    def bytes_per_ns(self) -> float:
+        """Achieved bandwidth, without waiting; in GB/s."""
+        return float(self.size_bytes.sum()) / max(1.0, float(self.moving_ns.sum()))
+
     def by_step(self, values: Floats | wire.Ints) -> Floats:
         """Sum these values over each step's transfers; shape [steps]."""
         _, index = np.unique(self.step, return_inverse=True)

@@ -127,6 +127,9 @@ class _StoreColumns:
         except TooManyRowsError as error:
             raise ColumnsTooLargeError(str(error)) from error
 
+    def readiness(self, ranks: list[int], first: int, last: int) -> list[tuple[int, wire.Readiness]]:
+        return self._store.readiness(self._run, self._attempt, ranks, first, last)
+
 
 def _credible(events: list[tuple[int, wire.Event]], sources: list[Source]) -> list[tuple[int, wire.Event]]:
     """Leave out reports of a death of ranks that sent their own end: a neighbour may look before that end arrives."""

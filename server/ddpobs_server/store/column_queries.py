@@ -12,6 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 from sqlalchemy import ColumnElement, Connection, Double, case, cast, func, select
 
 from ddpobs import wire
@@ -22,6 +23,9 @@ _PAGE_CHUNKS = 20_000
 """Most chunks in a page."""
 _MOST_BYTES = 200_000_000
 """Most memory for the columns of a read, before they are sorted."""
+_SAMPLES_A_BATCH = 64
+"""Samples of a batch that are looked for."""
+_MOST_SAMPLES = 256
 _NONE = np.zeros(0, np.int64)
 _Columns = TypeVar("_Columns", bound=Columns)
 Ranks = int | Collection[int] | None
@@ -102,6 +106,23 @@ def comms(
 ) -> tuple[wire.Ints, wire.Comms]:
     """Other communication of the steps in [first, last], in the same order, with the rank of each row."""
     return _read(connection, wire.Comms, ColumnQuery("comms", run, attempt, rank, first, last))
+
+
+def readiness(
+    connection: Connection, run: str, attempt: str, ranks: Collection[int], first: int, last: int
+) -> list[tuple[int, wire.Readiness]]:
+    """Sampled readiness of parameters in the steps in [first, last], the latest first, with its rank; at most 256."""
+    c = schema.chunks.c
+    statement = select(c.rank, c.payload).where(
+        c.run_id == run,
+        c.attempt == attempt,
+        c.kind.in_([f"readiness-{index}" for index in range(_SAMPLES_A_BATCH)]),
+        c.rank.in_(list(ranks)),
+        c.first_step >= first,
+        c.last_step <= last,
+    )
+    rows = connection.execute(statement.order_by(c.last_step.desc()).limit(_MOST_SAMPLES))
+    return [(row.rank, wire.unpack(zstandard.decompress(row.payload), wire.Readiness)) for row in rows]
 
 
 def _read(connection: Connection, kind: type[_Columns], query: ColumnQuery) -> tuple[wire.Ints, _Columns]:
