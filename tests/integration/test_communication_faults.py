@@ -46,7 +46,7 @@ def diagnosed(url: str, folder: Path) -> Findings:
     return {finding["code"]: finding for finding in answer.json()["findings"]}
 
 
-def over_links(url: str, folder: Path, case: str, rate: str, later: str = "", steps: int = 70) -> Findings:
+def over_links(url: str, folder: Path, case: str, rate: str, *, later: str = "", steps: int = 70) -> Findings:
     """Train on two hosts with links of this rate, changed to `later` after `CHANGE_STEP` steps."""
     environ = {"STEPS": str(steps), "READY_STEP": str(CHANGE_STEP), "GLOO_SOCKET_IFNAME": links.INTERFACE}
     network = {"inside": links.on_own_host, "master": links.address(0)}

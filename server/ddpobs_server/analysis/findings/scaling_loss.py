@@ -67,8 +67,8 @@ def _finding(evidence: Evidence, times_ns: tuple[float, float, float]) -> Findin
         code="scaling-loss",
         severity="info",
         title=(
-            f"{ranks} ranks do the work of {ranks * efficiency:.1f}: of the steps' time, {efficiency:.0%} is "
-            f"computation, {waiting:.0%} waiting for other ranks and {moving:.0%} communication"
+            f"{ranks} ranks do the work of {ranks * efficiency:.1f}: of the time from step to step, {efficiency:.0%} "
+            f"is computation, {waiting:.0%} waiting for other ranks and {moving:.0%} communication"
         ),
         remedy="See the findings about communication and stragglers: they name the causes of these shares.",
         steps=evidence.step_range,

@@ -28,7 +28,7 @@ def test_the_parts_of_the_loss_add_up_to_the_step() -> None:
     assert parts == pytest.approx({"step_ns": 58.1, "ideal_step_ns": 30, "waiting_ns": 20, "moving_ns": 8.1}, rel=0.01)
     assert finding.evidence["efficiency"] == pytest.approx(30 / 58.1, rel=0.01)
     assert finding.evidence["slowdown"] == pytest.approx(58.1 / 30, rel=0.01)
-    assert "4 ranks do the work of 2.1: of the steps' time, 52% is computation, 34% waiting" in finding.title
+    assert "4 ranks do the work of 2.1: of the time from step to step, 52% is computation, 34% waiting" in finding.title
 
 
 def test_it_only_sums_up_and_is_never_more_than_information() -> None:
