@@ -32,7 +32,7 @@ def address(rank: int, interface: str = INTERFACE) -> str:
 
 def namespace(rank: int) -> str:
     """Return the name of a rank's namespace."""
-    return f"{_PREFIX}-{rank}"
+    return f"{_PREFIX}ns{rank}"
 
 
 @contextmanager
@@ -58,6 +58,19 @@ def links(ranks: int, rate: str) -> Iterator[None]:
 def inside(rank: int, command: Sequence[str]) -> list[str]:
     """Return the command that runs `command` in the rank's namespace."""
     return ["ip", "netns", "exec", namespace(rank), *command]
+
+
+def on_own_host(rank: int, command: Sequence[str]) -> list[str]:
+    """As `inside`, with a host name of its own: telemetry then takes each rank for a host."""
+    naming = f'hostname node{rank} && exec "$@"'
+    return inside(rank, ["unshare", "--uts", "sh", "-c", naming, "sh", *command])
+
+
+def set_rate(ranks: int, rate: str) -> None:
+    """Change the speed of all links, in both directions, while ranks use them."""
+    for rank in range(ranks):
+        _run(f"tc qdisc change dev {_PREFIX}r{rank} root tbf rate {rate} {SHAPE}")
+        _run(f"tc -n {namespace(rank)} qdisc change dev {INTERFACE} root tbf rate {rate} {SHAPE}")
 
 
 def moved_bytes() -> tuple[int, int]:

@@ -12,7 +12,12 @@ from hypothesis import settings
 
 FIRST = (
     "test_faults.py",
-    "test_benchmarks.py",
+    "test_hangs.py",
+    "test_crashes.py",
+    "test_training.py",
+    "test_hang_log.py",
+    "test_collector.py",
+    "test_apart.py",
     "test_tokens.py",
     "test_comm_life.py",
     "test_delivery.py",

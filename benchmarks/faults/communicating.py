@@ -59,7 +59,7 @@ def model(case: str) -> tuple[nn.Module, torch.Tensor]:
     shapes |= dict.fromkeys(("balanced", "order"), (256, 8, 0.25))
     width, layers, cap_mb = shapes.get(case, (16, 2, 0.001))
     chain = Chain(width, layers, reverses=case == "order")
-    batch = torch.randn({"balanced": 4096, "order": 4096}.get(case, 8), width)
+    batch = torch.randn({"balanced": 2048, "order": 1024}.get(case, 8), width)
     unused = case == "order"  # Buckets are not rebuilt in the order of the gradients then.
     if os.environ.get("ATTACHED") == "1":
         wrapped = TorchDDP(chain, bucket_cap_mb=cap_mb, find_unused_parameters=unused)

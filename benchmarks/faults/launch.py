@@ -16,6 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HANGING = Path(__file__).with_name("hanging.py")
 CRASHING = Path(__file__).with_name("crashing.py")
+COMMUNICATING = Path(__file__).with_name("communicating.py")
 Inside = Callable[[int, Sequence[str]], list[str]]
 
 

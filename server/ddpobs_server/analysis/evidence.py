@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -51,6 +51,9 @@ class ColumnReader(Protocol):
     def comms(self, rank: int, first: int, last: int) -> wire.Comms:
         """Return the other communication of a rank in the steps in [first, last]."""
 
+    def readiness(self, ranks: list[int], first: int, last: int) -> list[tuple[int, wire.Readiness]]:
+        """Return the latest sampled readiness of parameters in the steps in [first, last], with its rank."""
+
 
 @dataclass(frozen=True)
 class Evidence:
@@ -83,6 +86,7 @@ class Evidence:
         fingerprints: (rank, fingerprint) of the sampled steps.
         account: Account of the run's wall time; for an earlier attempt, of that attempt alone.
         processes: Processes of the attempt, with their accounts.
+        shared: Results that several findings use; filled by the first that needs them.
         hellos: Identity and settings by rank.
         now_ns: The collector's wall clock when the evidence was read; None if it is not known. Diagnoses are cached
             until the run's next commit, so a finding that depends on the time needs a cache version that expires.
@@ -120,6 +124,7 @@ class Evidence:
     whole: JoinedSteps | None = None
     earlier: LatenessBins | None = None
     clock: StepClock = field(default_factory=StepClock)
+    shared: dict[str, Any] = field(default_factory=dict, init=False, compare=False)
 
     @property
     def step_range(self) -> tuple[int, int]:

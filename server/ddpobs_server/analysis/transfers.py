@@ -74,6 +74,11 @@ class Transfers:
         """Mean size of a step's transfers."""
         return float(self.size_bytes.sum()) / max(1, self.steps)
 
+    @property
+    def bytes_per_ns(self) -> float:
+        """Achieved bandwidth, without waiting; in GB/s."""
+        return float(self.size_bytes.sum()) / max(1.0, float(self.moving_ns.sum()))
+
     def by_step(self, values: Floats | wire.Ints) -> Floats:
         """Sum these values over each step's transfers; shape [steps]."""
         _, index = np.unique(self.step, return_inverse=True)
@@ -156,6 +161,8 @@ def transfers(spans: tuple[wire.Ints, wire.Spans], collective: wire.Ints, sizes:
     usable = np.flatnonzero((collective >= 0) & (size > 0))
     order = usable[np.lexsort((rank[usable], keys[usable], collective[usable]))]
     begins = np.flatnonzero((np.diff(collective[order], prepend=-1) != 0) | (np.diff(keys[order], prepend=-1) != 0))
+    if not len(order):
+        return _measure(columns, collective[:0], size, np.zeros((0, 1), np.int64))
     ranks = np.unique(rank[order])
     counts = np.diff(begins, append=len(order))
     table = order[begins[counts == len(ranks)][:, None] + np.arange(len(ranks))]

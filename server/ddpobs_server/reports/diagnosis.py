@@ -176,6 +176,9 @@ class _StoreColumns:
         except TooManyRowsError as error:
             raise ColumnsTooLargeError(str(error)) from error
 
+    def readiness(self, ranks: list[int], first: int, last: int) -> list[tuple[int, wire.Readiness]]:
+        return self._store.readiness(self._run, self._attempt, ranks, first, last)
+
 
 def _step_levels(evidence: Evidence, judged: JudgedSteps) -> list[dict[str, Any]]:
     """Return the levels of the step time over the judged steps, with their times."""

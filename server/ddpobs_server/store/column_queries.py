@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import zstandard
 from sqlalchemy import ColumnElement, Connection, Double, case, cast, func, select
 
 from ddpobs import wire
@@ -22,6 +23,9 @@ _PAGE_CHUNKS = 20_000
 """Most chunks in a page."""
 _MOST_BYTES = 200_000_000
 """Most memory for the columns of a read, before they are sorted."""
+_SAMPLES_A_BATCH = 64
+"""Samples of a batch that are looked for."""
+_MOST_SAMPLES = 256
 _NONE = np.zeros(0, np.int64)
 _Columns = TypeVar("_Columns", bound=Columns)
 _Result_co = TypeVar("_Result_co", bound=Columns, covariant=True)
@@ -95,6 +99,23 @@ def _reader(kind: str, record: type[_Columns]) -> _ReadColumns[_Columns]:
         return _read(connection, record, ColumnQuery(kind, run, attempt, rank, first, last))
 
     return read
+
+
+def readiness(
+    connection: Connection, run: str, attempt: str, ranks: Collection[int], first: int, last: int
+) -> list[tuple[int, wire.Readiness]]:
+    """Sampled readiness of parameters in the steps in [first, last], the latest first, with its rank; at most 256."""
+    c = schema.chunks.c
+    statement = select(c.rank, c.payload).where(
+        c.run_id == run,
+        c.attempt == attempt,
+        c.kind.in_([f"readiness-{index}" for index in range(_SAMPLES_A_BATCH)]),
+        c.rank.in_(list(ranks)),
+        c.first_step >= first,
+        c.last_step <= last,
+    )
+    rows = connection.execute(statement.order_by(c.last_step.desc()).limit(_MOST_SAMPLES))
+    return [(row.rank, wire.unpack(zstandard.decompress(row.payload), wire.Readiness)) for row in rows]
 
 
 def _read(connection: Connection, kind: type[_Columns], query: ColumnQuery) -> tuple[wire.Ints, _Columns]:

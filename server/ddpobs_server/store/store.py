@@ -261,6 +261,7 @@ class Store:
     steps = _reads(column_queries.steps)
     spans = _reads(column_queries.spans)
     comms = _reads(column_queries.comms)
+    readiness = _reads(column_queries.readiness)
     page_end = _reads(column_queries.page_end)
     estimate_rows = _reads(column_queries.estimate_rows)
 

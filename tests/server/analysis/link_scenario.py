@@ -84,7 +84,7 @@ class Run:
             start_ns=_ns(begins + clock),
             end_ns=_ns(ends + clock),
             exposed_comm_ns=_ns(exposed),
-            comm_ns=_ns(exposed),
+            comm_ns=_ns(_union(ready, done)),
             own_ns=_ns(own),
             micro_steps=1,
             flags=wire.SYNCHRONISED,
@@ -158,6 +158,13 @@ def on_hosts(ranks: int, hosts: int = 1, processors: str = "0-63", threads: int 
     """Return the facts of gloo ranks on some hosts."""
     identities = hellos(ranks, hosts, processors, threads)
     return {"hellos": identities, "hosts": {rank: hello.host for rank, hello in identities.items()}}
+
+
+def _union(begins: Floats, ends: Floats) -> Floats:
+    """Return the length of the union of intervals in the order of their begins, over the last axis."""
+    until = np.maximum.accumulate(ends, axis=-1)
+    before = np.concatenate([begins[..., :1], until[..., :-1]], axis=-1)
+    return np.asarray(np.maximum(0.0, until - np.maximum(begins, before)).sum(axis=-1))
 
 
 def _ns(ms: Floats) -> wire.Ints:

@@ -12,25 +12,20 @@ from typing import Any
 import numpy as np
 
 from ddpobs_server.analysis import link_model
-from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnsTooLargeError, Evidence, Judgement
+from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, format_ranks, severity_of
 from ddpobs_server.analysis.joined_steps import Floats
 from ddpobs_server.analysis.lateness import step_weights
-from ddpobs_server.analysis.link_model import LinkModel
 from ddpobs_server.analysis.processors import Shortage, shortage
-from ddpobs_server.analysis.transfers import Transfers, read_transfers
+from ddpobs_server.analysis.step_replay import Replay, half_precision_gain, replay_of
+from ddpobs_server.analysis.transfers import Transfers
 
 CODES = ("comm-bound",)
 COMM_SHARE = 0.3
 """Largest share of exposed communication in the steps' time that is no finding."""
-MIN_GAIN = 0.03
-"""Least predicted saving, as a share of the step."""
-DEFAULT_CAP_BYTES = 25 * 2**20
+_DEFAULT_CAP_BYTES = 25 * 2**20
 _DISTURBED_SHARE = 0.5
 """Share of the transfers' time beyond their fastest tenth above which the link does not explain them."""
-_HALF_PRECISION = 0.5
-_CAST_NS = 0.5
-"""Time per byte of casting a gradient on a processor there and back: an assumption, to the disadvantage of the gain."""
 _REMEDIES = {
     "bandwidth": "Compress gradients (comm='bf16'), accumulate over several micro-batches with no_sync, or use a "
     "faster link.",
@@ -79,7 +74,7 @@ def comm_bound(evidence: Evidence) -> Judgement:
     times = mean_times(evidence)
     if missing and times.exposed_ns / times.wall_ns > COMM_SHARE:
         return [_unsplit(evidence, times), *missing]
-    return missing if missing or times.share <= COMM_SHARE else [_finding(evidence, times, _transfers(evidence))]
+    return missing if missing or times.share <= COMM_SHARE else [_finding(evidence, times, replay_of(evidence))]
 
 
 def _unsplit_reasons(evidence: Evidence) -> list[str]:
@@ -106,38 +101,27 @@ def mean_times(evidence: Evidence) -> _Times:
     return _Times(mean(joined.exposed_ns.mean(axis=1)), mean(joined.exposed_ns.min(axis=1)), mean(joined.step_ns))
 
 
-def _transfers(evidence: Evidence) -> Transfers | str:
-    """Return the transfers of the latest steps, or why there are none."""
-    if evidence.columns is None:
-        return "bucket spans are not available"
-    try:
-        transfers = read_transfers(evidence, evidence.columns, np.arange(len(evidence.joined))).latest_layout
-    except ColumnsTooLargeError as error:
-        return str(error)
-    return transfers if transfers.steps >= MIN_STEPS else f"bucket spans of {transfers.steps} of {MIN_STEPS} steps"
-
-
-def _kind(evidence: Evidence, times: _Times, transfers: Transfers | str) -> _Kind:
+def _kind(evidence: Evidence, replay: Replay | str) -> _Kind:
     """Return the cause: the disturbance of the transfers, their bytes, or their number."""
-    if isinstance(transfers, str):
-        return _Kind("unknown", f"the cause is not known, because {transfers}", reason=transfers)
+    if isinstance(replay, str):
+        return _Kind("unknown", f"the cause is not known, because {replay}", reason=replay)
+    transfers, model = replay.transfers, replay.model
     exposed_ns = transfers.exposed_by_step_ns
     if float(np.median(exposed_ns)) < 0.5 * float(np.median(evidence.joined.exposed_ns.min(axis=1))):
         return _Kind("outside", "most of it in other collectives than the gradients' all-reduces")
-    lack = shortage(evidence)
-    model = link_model.fit_transfers(transfers)
     disturbed = disturbed_share(exposed_ns)
-    gains = _gains(evidence, transfers, model)
     if disturbed > _DISTURBED_SHARE:
+        lack = shortage(evidence)
         if isinstance(lack, Shortage):
             return _Kind("processor", f"and {lack.sentence}")
         reason = f"transfers take {1 / (1 - disturbed):.0f} times as long as their fastest tenth, and {lack}"
         return _Kind("unknown", f"the cause is not known, because {reason}", reason=reason)
     count = len(transfers) / transfers.steps
     if model.beta_ns * transfers.bytes_a_step >= model.alpha_ns * count:
-        rate = transfers.bytes_a_step / max(1.0, float(transfers.moving_ns.sum()) / transfers.steps)
-        return _Kind("bandwidth", f"the time that {_bytes(transfers.bytes_a_step)} take at {rate:.2g} GB/s", gains[0])
-    return _Kind("latency", f"the latency of {_buckets(count, transfers)}", gains[1])
+        sentence = f"the time that {_bytes(transfers.bytes_a_step)} take at {transfers.bytes_per_ns:.2g} GB/s"
+        return _Kind("bandwidth", sentence, half_precision_gain(evidence, replay))
+    merged = link_model.merge(replay.ready_ns, replay.sizes, _DEFAULT_CAP_BYTES)
+    return _Kind("latency", f"the latency of {_buckets(count, transfers)}", replay.gain(*merged))
 
 
 def disturbed_share(times_ns: Floats) -> float:
@@ -149,28 +133,8 @@ def disturbed_share(times_ns: Floats) -> float:
     return 1 - float(np.quantile(times_ns, 0.1)) / max(1.0, mean_ns)
 
 
-def _gains(evidence: Evidence, transfers: Transfers, model: LinkModel) -> tuple[Gain | None, Gain | None]:
-    """Return the predicted gains of half the bytes, and of merging buckets; None if it is below `MIN_GAIN`."""
-    ready_ns, sizes = link_model.typical_step(transfers)
-    now_ns = link_model.exposed_ns(ready_ns, sizes, model)
-    error_ns = abs(now_ns - float(np.median(transfers.exposed_by_step_ns)))
-    on_processor = any(hello.device == "cpu" for hello in evidence.hellos.values())
-    cast_ns = _CAST_NS * float(sizes.sum()) if on_processor else 0.0
-    halved_ns = link_model.exposed_ns(ready_ns, _HALF_PRECISION * sizes, model) + cast_ns
-    merged_ns = link_model.exposed_ns(*link_model.merge(ready_ns, sizes, DEFAULT_CAP_BYTES), model)
-    step_ns = float(np.median(evidence.joined.step_ns))
-    return gain(now_ns - halved_ns, error_ns, step_ns), gain(now_ns - merged_ns, error_ns, step_ns)
-
-
-def gain(saved_ns: float, error_ns: float, step_ns: float) -> Gain | None:
-    """Return the gain if it is at least `MIN_GAIN` of the step after its error; else None."""
-    if saved_ns - error_ns < MIN_GAIN * step_ns:
-        return None
-    return Gain(round(saved_ns), round(saved_ns / step_ns, 4), round(error_ns / saved_ns, 4))
-
-
-def _finding(evidence: Evidence, times: _Times, transfers: Transfers | str) -> Finding:
-    kind = _kind(evidence, times, transfers)
+def _finding(evidence: Evidence, times: _Times, replay: Replay | str) -> Finding:
+    kind = _kind(evidence, replay)
     in_steps = steps_share(evidence)
     whole = (
         "the steps' time" if in_steps > 0.5 else f"the steps' time (the steps are {in_steps:.0%} of the time examined)"
@@ -192,29 +156,26 @@ def _finding(evidence: Evidence, times: _Times, transfers: Transfers | str) -> F
             "moving_ns": round(times.moving_ns),
             "steps_share_of_time": round(in_steps, 4),
             "steps_used": len(evidence.joined),
-            **({} if isinstance(transfers, str) else _link_facts(evidence, transfers)),
+            **({} if isinstance(replay, str) else _link_facts(evidence, replay)),
         },
     )
 
 
-def _link_facts(evidence: Evidence, transfers: Transfers) -> dict[str, Any]:
+def _link_facts(evidence: Evidence, replay: Replay) -> dict[str, Any]:
     """Return sizes, bandwidth and latency of the transfers, and the error of their replay."""
-    sizes = transfers.size_bytes.astype(np.float64)
-    model = link_model.fit_transfers(transfers)
-    replayed_ns = link_model.exposed_ns(*link_model.typical_step(transfers), model)
+    transfers, model = replay.transfers, replay.model
     measured_ns = float(np.median(transfers.exposed_by_step_ns))
     lack = shortage(evidence)
-    ranks = len(evidence.joined.ranks)
-    rate = transfers.bytes_a_step / max(1.0, float(transfers.moving_ns.sum()) / transfers.steps)
+    ranks, rate = len(evidence.joined.ranks), transfers.bytes_per_ns
     return {
         "bytes_a_step": round(transfers.bytes_a_step),
         "messages_a_step": round(len(transfers) / transfers.steps, 1),
-        "message_bytes": [int(size) for size in np.quantile(sizes, [0.0, 0.5, 1.0])],
+        "message_bytes": [int(size) for size in np.quantile(transfers.size_bytes, [0.0, 0.5, 1.0])],
         "bytes_per_s": round(rate * 1e9),
         "bus_bytes_per_s": round(rate * 1e9 * 2 * (ranks - 1) / ranks),
         "alpha_ns": round(model.alpha_ns) if model.is_separated or not model.beta_ns else None,
         "beta_bytes_per_s": round(1e9 / model.beta_ns) if model.is_separated and model.beta_ns else None,
-        "replay_error_ratio": round(abs(replayed_ns - measured_ns) / max(1.0, measured_ns), 4),
+        "replay_error_ratio": round(replay.error_ns / max(1.0, measured_ns), 4),
         "disturbed_share": round(disturbed_share(transfers.exposed_by_step_ns), 4),
         "processors": lack.facts if isinstance(lack, Shortage) else lack,
     }

@@ -191,6 +191,13 @@ def test_without_spans_the_share_is_reported_and_no_cause() -> None:
     assert (finding.severity, finding.evidence["kind"]) == ("info", None)
 
 
+def test_spans_without_their_layout_are_a_reason_not_to_know() -> None:
+    evidence = large().evidence()
+    evidence.columns._layout = Run([], []).layout()  # type: ignore[union-attr]
+    finding = only(comm_bound(evidence))
+    assert finding.evidence["not_known_because"] == "bucket spans of 0 of 20 steps"
+
+
 def test_too_many_spans_are_a_reason_not_to_know() -> None:
     class TooLarge(Columns):
         def spans(self, ranks: list[int], first: int, last: int) -> tuple[wire.Ints, wire.Spans]:

@@ -1,0 +1,176 @@
+"""Finding `network-slow`: transfers take longer than the run's own link did earlier, in an interval of steps.
+
+Waiting is excluded, so a late rank does not look like a slow link. Computation that slows too is another cause.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ddpobs import wire
+from ddpobs_server.analysis import link_model
+from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnReader, ColumnsTooLargeError, Evidence, Judgement
+from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, format_ranks, severity_of
+from ddpobs_server.analysis.joined_steps import Floats
+from ddpobs_server.analysis.level_shifts import level_segments
+from ddpobs_server.analysis.transfers import Transfers, read_transfers
+
+CODES = ("network-slow",)
+SLOWER = 1.3
+"""Least ratio of the transfers' time to that of the run's own link before."""
+_COMPUTES_SLOWER = 1.15
+"""Ratio of a rank's own time to its earlier one above which the link is not blamed."""
+_REMEDY = (
+    "Look at the hosts' links in these steps: errors and speed of the interfaces (ethtool -S), other traffic, a "
+    "switch. The ranks arrived together, and their computation did not slow down."
+)
+
+
+@dataclass(frozen=True)
+class _Interval:
+    """Steps with slow transfers, and the steps of the run's own link: [first, end) into the joined steps."""
+
+    slow: tuple[int, int]
+    reference: tuple[int, int]
+
+    @property
+    def slow_rows(self) -> wire.Ints:
+        return np.arange(*self.slow)
+
+    @property
+    def reference_rows(self) -> wire.Ints:
+        return np.arange(*self.reference)
+
+
+def network_slow(evidence: Evidence) -> Judgement:
+    """Judge the intervals in which the least communication time over the ranks is above its earlier level."""
+    joined = evidence.joined
+    if len(joined.ranks) < 2 or len(joined) < 2 * MIN_STEPS or evidence.separate_groups_reason:
+        return []
+    comm_ns = _least_comm_ns(evidence)
+    interval = None if comm_ns is None else _slowest_interval(comm_ns, joined.step_ns)
+    if interval is None or evidence.columns is None:
+        return []
+    reason = _other_cause(evidence, interval)
+    if reason:
+        return [NotJudged("network-slow", f"transfers slowed down, but {reason}")]
+    try:
+        return _confirmed(evidence, evidence.columns, interval)
+    except ColumnsTooLargeError as error:
+        return [NotJudged("network-slow", str(error))]
+
+
+def _other_cause(evidence: Evidence, interval: _Interval) -> str:
+    """Return why the network cannot be blamed; empty if it can."""
+    if evidence.absent_ranks:
+        return "ranks without telemetry may have arrived later"
+    if _is_one_host(evidence):
+        return "all ranks are on one host: they cross no network"
+    slowed = _ranks_that_compute_slower(evidence, interval)
+    return f"so did the computation of rank {format_ranks(slowed)}" if slowed else ""
+
+
+def _least_comm_ns(evidence: Evidence) -> Floats | None:
+    """Return the least communication time over the ranks, shape [steps]; None if it is not recorded.
+
+    The last rank to arrive waits least.
+    """
+    joined, steps = evidence.joined, evidence.steps
+    rows = np.flatnonzero(np.isin(steps.collective, joined.collective) & np.isin(evidence.rank, joined.ranks))
+    rows = rows[np.lexsort((evidence.rank[rows], steps.collective[rows]))]
+    if len(rows) != joined.own_ns.size or (steps.comm_ns[rows] < 0).any():
+        return None
+    return np.asarray(steps.comm_ns[rows].reshape(joined.own_ns.shape).min(axis=1), np.float64)
+
+
+def _slowest_interval(comm_ns: Floats, step_ns: Floats) -> _Interval | None:
+    """Return the interval that loses most against the fastest one before it."""
+    segments = [
+        part for part in level_segments(np.minimum(comm_ns, 4 * np.median(comm_ns))) if _length(part) >= MIN_STEPS
+    ]
+    levels = [float(np.median(comm_ns[first:end])) for first, end in segments]
+    worst, lost_ns = None, 0.0
+    for index in range(1, len(segments)):
+        reference = int(np.argmin(levels[:index]))
+        excess_ns = levels[index] - levels[reference]
+        is_slow = levels[index] >= SLOWER * levels[reference] and excess_ns >= 0.03 * float(np.median(step_ns))
+        if is_slow and excess_ns * _length(segments[index]) > lost_ns:
+            worst, lost_ns = _Interval(segments[index], segments[reference]), excess_ns * _length(segments[index])
+    return worst
+
+
+def _length(segment: tuple[int, int]) -> int:
+    return segment[1] - segment[0]
+
+
+def _is_one_host(evidence: Evidence) -> bool:
+    """Whether all ranks compute on the processors of one host, and exchange gradients through its memory."""
+    hellos = evidence.hellos.values()
+    return (
+        bool(hellos) and len({hello.host for hello in hellos}) == 1 and all(hello.device == "cpu" for hello in hellos)
+    )
+
+
+def _ranks_that_compute_slower(evidence: Evidence, interval: _Interval) -> list[int]:
+    own_ns = evidence.joined.own_ns
+    before_ns = np.median(own_ns[interval.reference_rows], axis=0)
+    slow: npt.NDArray[np.bool_] = np.median(own_ns[interval.slow_rows], axis=0) > _COMPUTES_SLOWER * before_ns
+    return [int(rank) for rank in evidence.joined.ranks[slow]]
+
+
+def _confirmed(evidence: Evidence, columns: ColumnReader, interval: _Interval) -> Judgement:
+    """Compare the transfers of both intervals, bucket by bucket, with the link that the first one fits."""
+    before = read_transfers(evidence, columns, interval.reference_rows).latest_layout
+    during = read_transfers(evidence, columns, interval.slow_rows).latest_layout
+    if before.steps < MIN_STEPS or during.steps < MIN_STEPS:
+        return [NotJudged("network-slow", "transfers slowed down, but the bucket spans of these steps are not stored")]
+    model = link_model.fit_transfers(before)
+    expected_ns = during.by_step(model.time_ns(during.size_bytes.astype(np.float64)))
+    ratios = during.by_step(during.moving_ns) / np.maximum(1.0, expected_ns)
+    # A slow link slows every step. Processes that compete for a processor leave some steps as fast as before.
+    if float(np.quantile(ratios, 0.1)) < SLOWER:
+        return []
+    return [_finding(evidence, interval, (before, during), float(np.median(ratios)))]
+
+
+def _finding(evidence: Evidence, interval: _Interval, parts: tuple[Transfers, Transfers], ratio: float) -> Finding:
+    joined = evidence.joined
+    rates = [part.bytes_a_step / max(1.0, float(np.median(part.by_step(part.moving_ns)))) for part in parts]
+    steps = int(joined.step[interval.slow[0]]), int(joined.step[interval.slow[1] - 1])
+    saving = _gain(evidence, interval)
+    return Finding(
+        code="network-slow",
+        severity=severity_of(saving.ratio) if saving else "info",
+        title=(
+            f"The network was slow in steps {steps[0]} to {steps[1]}: {rates[1]:.2g} GB/s instead of {rates[0]:.2g}, "
+            f"transfers took {ratio:.1f} times as long"
+        ),
+        remedy=_REMEDY,
+        steps=steps,
+        phase="exposed_comm",
+        gain=saving,
+        evidence={
+            "bytes_per_s": round(rates[1] * 1e9),
+            "earlier_bytes_per_s": round(rates[0] * 1e9),
+            "earlier_steps": [int(joined.step[interval.reference[0]]), int(joined.step[interval.reference[1] - 1])],
+            "ratio": round(ratio, 2),
+            "bytes_a_step": round(parts[1].bytes_a_step),
+            "waiting_ns": round(float(np.median(parts[1].by_step(parts[1].waiting_ns.mean(axis=1))))),
+            "steps_used": _length(interval.slow),
+        },
+    )
+
+
+def _gain(evidence: Evidence, interval: _Interval) -> Gain | None:
+    """Return the exposed time that these steps lose against the run's own link; None if it is lost in the noise."""
+    exposed_ns = evidence.joined.exposed_ns.min(axis=1)
+    before, during = exposed_ns[interval.reference_rows], exposed_ns[interval.slow_rows]
+    step_ns = float(np.median(evidence.joined.step_ns[interval.slow_rows]))
+    lost_ns = float(np.median(during) - np.median(before))
+    error_ns = sum(1.25 * float(np.std(part)) / np.sqrt(len(part)) for part in (before, during))
+    if lost_ns - error_ns < 0.03 * step_ns:
+        return None
+    return Gain(round(lost_ns), round(lost_ns / step_ns, 4), round(error_ns / lost_ns, 4))

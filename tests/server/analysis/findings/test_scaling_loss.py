@@ -1,0 +1,64 @@
+"""Finding `scaling-loss`: efficiency against the run's own computation, and its parts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from ddpobs_server.analysis.evidence import Judgement
+from ddpobs_server.analysis.finding import Finding, NotJudged
+from ddpobs_server.analysis.findings.scaling_loss import scaling_loss
+
+from tests.server.analysis.link_scenario import Run
+
+MB = 10**6
+
+
+def only(judgement: Judgement) -> Finding:
+    (finding,) = judgement
+    assert isinstance(finding, Finding)
+    return finding
+
+
+def test_the_parts_of_the_loss_add_up_to_the_step() -> None:
+    # 30 ms of computation; the last of four ranks is 20 ms late; 8.1 ms move.
+    late = np.zeros((60, 4))
+    late[:, 3] = 20.0
+    finding = only(scaling_loss(Run([MB], [20.0], ranks=4, late_ms=late).evidence()))
+    parts = {name: finding.evidence[name] / 1e6 for name in ("step_ns", "ideal_step_ns", "waiting_ns", "moving_ns")}
+    assert parts == pytest.approx({"step_ns": 58.1, "ideal_step_ns": 30, "waiting_ns": 20, "moving_ns": 8.1}, rel=0.01)
+    assert finding.evidence["efficiency"] == pytest.approx(30 / 58.1, rel=0.01)
+    assert finding.evidence["slowdown"] == pytest.approx(58.1 / 30, rel=0.01)
+    assert "4 ranks do the work of 2.1: of the time from step to step, 52% is computation, 34% waiting" in finding.title
+
+
+def test_it_only_sums_up_and_is_never_more_than_information() -> None:
+    finding = only(scaling_loss(Run([50 * MB], [1.0]).evidence()))
+    assert (finding.severity, finding.gain) == ("info", None)
+
+
+def test_a_run_that_scales_is_no_finding() -> None:
+    assert scaling_loss(Run([MB // 2], [20.0]).evidence()) == []
+
+
+def test_one_rank_has_nothing_to_scale() -> None:
+    assert scaling_loss(Run([50 * MB], [1.0], ranks=1).evidence()) == []
+
+
+def test_long_steps_do_not_decide() -> None:
+    late = np.zeros((60, 2))
+    late[30, 1] = 60_000.0
+    assert scaling_loss(Run([MB // 2], [20.0], late_ms=late).evidence()) == []
+
+
+@pytest.mark.parametrize(
+    ("run", "facts", "reason"),
+    [
+        (Run([50 * MB], [1.0], steps=19), {}, "fewer than 20 steps"),
+        (Run([50 * MB], [1.0]), {"absences": {"silent": [2]}}, "all ranks"),
+        (Run([50 * MB], [1.0]), {"separate_groups_reason": "DDP over 2 of 4 ranks"}, "2 of 4"),
+    ],
+)
+def test_without_the_evidence_nothing_is_judged(run: Run, facts: dict[str, object], reason: str) -> None:
+    (result,) = scaling_loss(run.evidence(**facts))
+    assert isinstance(result, NotJudged)
+    assert reason in str(result)
