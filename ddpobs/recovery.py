@@ -29,53 +29,55 @@ def recover(folder: Path, limit_bytes: int, run: str | None = None) -> set[str]:
         The sources of those processes.
     """
     spool, sources = Spool(folder, limit_bytes), set()
-    for place in places_of_the_dead(folder / FOLDER):
-        if run not in {None, place.identity.run}:
+    for last_place in places_of_the_dead(folder / FOLDER):
+        if run not in {None, last_place.identity.run}:
             continue
         with suppress(OSError):
-            spool.put(_encoded(place), place.at_wall_ns, lambda *_: None)
-            sources.add(place.identity.source)
-            place.remove()
+            spool.put(_encoded(last_place), last_place.at_wall_ns, lambda *_: None)
+            sources.add(last_place.identity.source)
+            last_place.remove()
     return sources
 
 
-def died_batch(place: Place) -> wire.Batch:
+def died_batch(last_place: Place) -> wire.Batch:
     """Build the batch that reports a death. It depends on the place alone, so that a repetition is equal.
 
     Its sequence number follows the last batch that the process built.
     """
-    identity = place.identity
-    event = wire.Event(kind="died", at_ns=place.at_monotonic_ns, step=max(0, place.step), detail=_detail(place))
+    identity = last_place.identity
+    event = wire.Event(
+        kind="died", at_ns=last_place.at_monotonic_ns, step=max(0, last_place.step), detail=_detail(last_place)
+    )
     return wire.Batch(
         version=wire.VERSION,
         run=identity.run,
         attempt=identity.attempt,
         source=identity.source,
-        seq=place.next_seq,
+        seq=last_place.next_seq,
         rank=identity.rank,
         world_size=identity.world_size,
-        emitted=place.emitted + 1,
-        dropped=place.dropped,
-        anchor=wire.Anchor(wall_ns=place.at_wall_ns, monotonic_ns=place.at_monotonic_ns),
+        emitted=last_place.emitted + 1,
+        dropped=last_place.dropped,
+        anchor=wire.Anchor(wall_ns=last_place.at_wall_ns, monotonic_ns=last_place.at_monotonic_ns),
         events=[event],
     )
 
 
-def _encoded(place: Place) -> Encoded:
-    batch = died_batch(place)
+def _encoded(last_place: Place) -> Encoded:
+    batch = died_batch(last_place)
     body = zstandard.compress(wire.encode(batch), 1)
     return Encoded(batch.run, batch.source, batch.seq, 1, body)
 
 
-def _detail(place: Place) -> dict[str, wire.Scalar]:
+def _detail(last_place: Place) -> dict[str, wire.Scalar]:
     detail: dict[str, wire.Scalar] = {
-        "wall_ns": place.at_wall_ns,
-        "phase": place.phase,
-        "module": place.module,
-        "bucket": place.bucket,
-        "step": place.step,
-        "synchronised": place.synchronised,
+        "wall_ns": last_place.at_wall_ns,
+        "phase": last_place.phase,
+        "module": last_place.module,
+        "bucket": last_place.bucket,
+        "step": last_place.step,
+        "synchronised": last_place.synchronised,
     }
-    if place.oom_kills is not None:
-        detail["oom_kills"] = place.oom_kills
+    if last_place.oom_kills is not None:
+        detail["oom_kills"] = last_place.oom_kills
     return detail

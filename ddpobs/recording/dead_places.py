@@ -78,11 +78,11 @@ def places_of_the_dead(folder: Path) -> Iterator[Place]:
     Any other file is passed over: cut, foreign, or of a process that may still run.
     """
     for path in sorted(folder.glob(f"*{SUFFIX}")):
-        place = None
+        last_place = None
         with suppress(OSError, ValueError, TypeError, LookupError):
-            place = _read(path)
-        if place is not None:
-            yield place
+            last_place = _read(path)
+        if last_place is not None:
+            yield last_place
 
 
 def _read(path: Path) -> Place | None:

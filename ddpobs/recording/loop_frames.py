@@ -57,11 +57,11 @@ Places = dict[CodeType, int]
 
 def places_on_stack(frame: FrameType | None) -> Places:
     """Return the code objects on a stack from this frame outwards, each with its instruction's offset."""
-    places: Places = {}
-    while frame is not None and len(places) < _MAX_FRAMES:
-        places.setdefault(frame.f_code, frame.f_lasti)
+    locations: Places = {}
+    while frame is not None and len(locations) < _MAX_FRAMES:
+        locations.setdefault(frame.f_code, frame.f_lasti)
         frame = frame.f_back
-    return places
+    return locations
 
 
 def asks_iterator(frames: Iterable[FrameType], forward: Places) -> bool:

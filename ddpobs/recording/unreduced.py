@@ -148,8 +148,8 @@ class UnreducedGradients:
         frozen = [parameter for _, parameter in source.unreduced_parameters]
         self._modules = [module for module in self._modules if self._is_needed(module)]
         self._modules.append(_Module(index, weakref.ref(source), frozen, synchronised))
-        for seen in self._optimizers.values():
-            seen.parameters = -1  # Its modules are looked up anew.
+        for history in self._optimizers.values():
+            history.parameters = -1  # Its modules are looked up anew.
 
     @staticmethod
     def _is_needed(module: _Module) -> bool:
@@ -171,16 +171,16 @@ class UnreducedGradients:
         journal = self._journal
         if journal.paused or not self._modules:
             return
-        seen = self._seen(optimizer)
-        seen.steps += 1
-        moved, seen.elements = journal.collective_elements - seen.elements, journal.collective_elements
-        for module in seen.modules:
-            module.optimizer_steps = max(module.optimizer_steps, seen.steps)
+        history = self._seen(optimizer)
+        history.steps += 1
+        moved, history.elements = journal.collective_elements - history.elements, journal.collective_elements
+        for module in history.modules:
+            module.optimizer_steps = max(module.optimizer_steps, history.steps)
             source = module.source()
             if source is None:
                 continue
-            has_forward = source.forwards != seen.forwards.get(module.index, 0)
-            seen.forwards[module.index] = source.forwards
+            has_forward = source.forwards != history.forwards.get(module.index, 0)
+            history.forwards[module.index] = source.forwards
             if source.has_local_gradients():
                 self._judge(optimizer, module, source, "unsynchronised" if has_forward else "bypassed", moved)
             if module.frozen and any(map(_requires_grad, module.frozen)):
@@ -188,13 +188,13 @@ class UnreducedGradients:
 
     def _seen(self, optimizer: Optimizer) -> _Seen:
         count = sum(len(group["params"]) for group in optimizer.param_groups)
-        seen = self._optimizers.get(optimizer)
-        if seen is None or seen.parameters != count:
+        history = self._optimizers.get(optimizer)
+        if history is None or history.parameters != count:
             own = _ids(optimizer)
             modules = [module for module in self._modules if not own.isdisjoint(_ids_of_module(module))]
-            earlier = (seen.steps, seen.elements, seen.forwards) if seen is not None else ()
-            seen = self._optimizers[optimizer] = _Seen(count, modules, *earlier)
-        return seen
+            earlier = (history.steps, history.elements, history.forwards) if history is not None else ()
+            history = self._optimizers[optimizer] = _Seen(count, modules, *earlier)
+        return history
 
     def _judge(self, optimizer: Optimizer, module: _Module, source: GradientSource, reason: str, moved: int) -> None:
         """Report a step, unless the gradients were reduced otherwise."""

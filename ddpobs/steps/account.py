@@ -115,8 +115,8 @@ class Account:
             step, start_ns = int(steps.step[index]), int(steps.start_ns[index])
             if previous_ns is None:
                 self._first_step_ns, self._first_batch_ns = start_ns, int(steps.data_ns[0])
-                before = pieces.get(index, [])
-                self._prepare_ns = self._claim(step, self._start_up.ready_ns, start_ns, before, self._totals)
+                unexplained = pieces.get(index, [])
+                self._prepare_ns = self._claim(step, self._start_up.ready_ns, start_ns, unexplained, self._totals)
             elif start_ns > previous_ns:
                 rest_ns = self._claim(step, previous_ns, start_ns, pieces.get(index, []), self._totals)
                 if step == previous + 1:
@@ -188,17 +188,17 @@ def exclusive(pieces: Sequence[Piece]) -> list[Piece]:
     claimed: list[Piece] = []
     for kind in _PRIORITY:
         free = [piece for piece in pieces if piece.kind == kind]
-        for taken in claimed:
-            free = [part for piece in free for part in _without(piece, taken)]
+        for assigned in claimed:
+            free = [part for piece in free for part in _without(piece, assigned)]
         claimed += free
     return sorted(claimed, key=lambda piece: piece.began_ns)
 
 
-def _without(piece: Piece, taken: Piece) -> list[Piece]:
+def _without(piece: Piece, assigned: Piece) -> list[Piece]:
     """Return the parts of a piece before and after another one."""
-    before = Piece(piece.kind, piece.began_ns, min(piece.ended_ns, taken.began_ns))
-    after = Piece(piece.kind, max(piece.began_ns, taken.ended_ns), piece.ended_ns)
-    return [part for part in (before, after) if part.ended_ns > part.began_ns]
+    first_part = Piece(piece.kind, piece.began_ns, min(piece.ended_ns, assigned.began_ns))
+    last_part = Piece(piece.kind, max(piece.began_ns, assigned.ended_ns), piece.ended_ns)
+    return [part for part in (first_part, last_part) if part.ended_ns > part.began_ns]
 
 
 def _merged(first: wire.OutsideInterval, second: wire.OutsideInterval) -> wire.OutsideInterval:

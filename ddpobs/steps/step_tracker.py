@@ -505,10 +505,10 @@ class StepTracker:
         if step is None:
             return
         moved = step.switches[index:] if index is not None else []
-        kept = len(step.switches) - len(moved)
-        del step.switches[kept:]
-        holes = [hole - kept + 1 for hole in step.holes if hole >= kept]
-        step.holes = [hole for hole in step.holes if hole < kept]
+        first_moved = len(step.switches) - len(moved)
+        del step.switches[first_moved:]
+        holes = [hole - first_moved + 1 for hole in step.holes if hole >= first_moved]
+        step.holes = [hole for hole in step.holes if hole < first_moved]
         step.end = moved[0][1] if moved else self.stamp
         self._evaluations.step_closed()
         self._step = RawStep(step.number + 1, [(OTHER, step.end), *moved], holes=holes)

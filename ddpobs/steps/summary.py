@@ -249,11 +249,11 @@ class Summariser:
         self._totals = totals[-1]
         before, after = totals[:-1], totals[1:]
         increase = after - before
-        known = (before != wire.UNKNOWN) & (after != wire.UNKNOWN) & (increase >= 0) & (increase[:, :1] == 0)
+        recorded = (before != wire.UNKNOWN) & (after != wire.UNKNOWN) & (increase >= 0) & (increase[:, :1] == 0)
         sums, all_known = np.zeros((steps, len(COUNTERS)), np.int64), np.zeros((steps, len(COUNTERS)), bool)
         all_known[row] = True
         np.add.at(sums, row, increase[:, 1:])
-        np.logical_and.at(all_known, row, known[:, 1:])
+        np.logical_and.at(all_known, row, recorded[:, 1:])
         counted = np.where(all_known, sums, wire.UNKNOWN)
         rounded = np.where(counted < 0, counted, counted - counted % self._resolution_ns)
         return {name: (rounded if name.endswith("_ns") else counted)[:, index] for index, name in enumerate(COUNTERS)}

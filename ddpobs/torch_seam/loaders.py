@@ -30,9 +30,13 @@ def is_alone(batches: Any, worker: int) -> bool:
     Workers that are equally fast have then just begun their next batches.
     """
     try:
-        others = [task for task in batches._task_info.values() if task[0] != worker]
-        arrived = sum(len(task) > 1 for task in others)
-        return batches._prefetch_factor >= _LEAST_AHEAD and bool(others) and arrived >= _ALONE_SHARE * len(others)
+        other_tasks = [task for task in batches._task_info.values() if task[0] != worker]
+        arrived = sum(len(task) > 1 for task in other_tasks)
+        return (
+            batches._prefetch_factor >= _LEAST_AHEAD
+            and bool(other_tasks)
+            and arrived >= _ALONE_SHARE * len(other_tasks)
+        )
     except Exception:
         return False
 

@@ -210,9 +210,9 @@ def account_of(launches: Sequence[Launch]) -> RunAccount:
         attempts.append(attempt)
     if restart_ns:
         parts["restart"] = restart_ns
-    known = [attempt for attempt in attempts if attempt.rank_ns]
-    began_ns = min((attempt.began_ns for attempt in known), default=0)
-    until_ns = max((attempt.until_ns for attempt in known), default=0)
+    reporting = [attempt for attempt in attempts if attempt.rank_ns]
+    began_ns = min((attempt.began_ns for attempt in reporting), default=0)
+    until_ns = max((attempt.until_ns for attempt in reporting), default=0)
     return RunAccount(began_ns, until_ns, rank_ns + restart_ns, parts, attempts)
 
 
@@ -226,20 +226,20 @@ def added(all_parts: Iterable[Mapping[str, int]]) -> Parts:
 
 
 def _attempt(launch: Launch, *, is_last: bool) -> AttemptAccount:
-    known: dict[int, list[Process]] = {}
+    reporting: dict[int, list[Process]] = {}
     missing: dict[int, str] = {}
     for process in launch.processes:
         if process.account is not None:
-            known.setdefault(process.rank, []).append(process)
+            reporting.setdefault(process.rank, []).append(process)
         else:
             missing[process.rank] = process.reason
-    missing = {rank: reason for rank, reason in missing.items() if rank not in known}
-    processes = [process for ranks in known.values() for process in ranks]
+    missing = {rank: reason for rank, reason in missing.items() if rank not in reporting}
+    processes = [process for ranks in reporting.values() for process in ranks]
     began_ns = min((process.began_ns for process in processes), default=0)
     until_ns = max((process.until_ns for process in processes), default=0)
     window_ns = until_ns - began_ns
-    kept = _kept_steps(launch, processes, is_last=is_last)
-    by_rank = {rank: _rank(known[rank], window_ns, kept) for rank in sorted(known)}
+    kept_steps = _kept_steps(launch, processes, is_last=is_last)
+    by_rank = {rank: _rank(reporting[rank], window_ns, kept_steps) for rank in sorted(reporting)}
     _attribute_waits(by_rank)
     ranks = max(launch.world_size, len(by_rank) + len(missing))
     sums = added([*by_rank.values(), {"not_known": window_ns * (ranks - len(by_rank))}])
@@ -252,7 +252,7 @@ def _attempt(launch: Launch, *, is_last: bool) -> AttemptAccount:
         attempt=launch.attempt,
         ordinal=launch.ordinal,
         steps=steps,
-        repeated_steps=0 if kept is None else max(0, steps - kept),
+        repeated_steps=0 if kept_steps is None else max(0, steps - kept_steps),
         by_rank=by_rank,
         missing=missing,
     )
@@ -265,29 +265,29 @@ def _kept_steps(launch: Launch, processes: Sequence[Process], *, is_last: bool) 
     return max((max(0, process.account.checkpoint_step) for process in processes if process.account), default=0)
 
 
-def _rank(processes: Sequence[Process], window_ns: int, kept: int | None) -> Parts:
+def _rank(processes: Sequence[Process], window_ns: int, kept_steps: int | None) -> Parts:
     """Return the parts of one rank, which add up to the attempt's wall time."""
-    parts = added(_process(process, kept) for process in processes)
+    parts = added(_process(process, kept_steps) for process in processes)
     return _fitted(parts, window_ns, "idle")
 
 
-def _process(process: Process, kept: int | None) -> Parts:
+def _process(process: Process, kept_steps: int | None) -> Parts:
     """Return the parts of one process, which add up to the time from its start to the end of its account."""
     account = process.account
     assert account is not None
     parts = _start_up(account) | _steps(account)
-    if kept is not None and account.steps > kept:
-        parts |= _repeated(parts, (account.steps - kept) / account.steps)
+    if kept_steps is not None and account.steps > kept_steps:
+        parts |= _repeated(parts, (account.steps - kept_steps) / account.steps)
     for outside in account.outside:
         kind = _OUTSIDE_KINDS[outside.kind]
         parts[kind] = parts.get(kind, 0) + outside.total_ns
     parts["unexplained"], parts["unrecorded"] = account.between_ns, account.unrecorded_ns
     parts["stuck"] = min(process.stuck_ns, account.open_step_ns)
     parts["open_step"] = account.open_step_ns - parts["stuck"]
-    if kept is not None:
+    if kept_steps is not None:
         parts["repeated_steps"] = parts.get("repeated_steps", 0) + parts.pop("open_step")
-    rest = "finish" if account.finished else "unexplained"
-    return _fitted(parts, process.until_ns - process.began_ns, rest)
+    remainder = "finish" if account.finished else "unexplained"
+    return _fitted(parts, process.until_ns - process.began_ns, remainder)
 
 
 def _start_up(account: wire.Account) -> Parts:
@@ -320,14 +320,14 @@ def _repeated(parts: Parts, share: float) -> Parts:
     return {phase: parts[phase] - moved[phase] for phase in wire.PHASES} | {"repeated_steps": sum(moved.values())}
 
 
-def _fitted(parts: Mapping[str, int], wall_ns: int, rest: str) -> Parts:
+def _fitted(parts: Mapping[str, int], wall_ns: int, remainder: str) -> Parts:
     """Return parts that add up to the wall time: `rest` gets a remainder, and the last parts lose an excess."""
     fitted: Parts = {}
     left_ns = max(0, wall_ns)
     for part in PARTS:
         fitted[part] = min(max(0, parts.get(part, 0)), left_ns)
         left_ns -= fitted[part]
-    fitted[rest] += left_ns
+    fitted[remainder] += left_ns
     return {part: ns for part, ns in fitted.items() if ns}
 
 

@@ -65,8 +65,10 @@ def _pelt(values: Floats, penalty: float, min_length: int) -> list[tuple[int, in
         totals = best[candidates] + costs
         index = int(totals.argmin())
         best[end], previous[end] = totals[index] + penalty, candidates[index]
-        kept = candidates[totals <= best[end]]
-        candidates = np.append(kept, end - min_length + 1) if end - min_length + 1 >= min_length else kept
+        last_changes = candidates[totals <= best[end]]
+        candidates = (
+            np.append(last_changes, end - min_length + 1) if end - min_length + 1 >= min_length else last_changes
+        )
     ends = [count]
     while ends[-1] > 0:
         ends.append(int(previous[ends[-1]]))

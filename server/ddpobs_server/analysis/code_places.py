@@ -51,17 +51,17 @@ class Places(NamedTuple):
     @property
     def copy_share(self) -> float:
         """Share of the phase's looks at calls that copy or convert tensors; 0 with too few looks."""
-        copies = sum(count for place, count in self.looks.items() if place.calls in COPIES)
+        copies = sum(count for location, count in self.looks.items() if location.calls in COPIES)
         return copies / self.in_phase if self.is_judged else 0.0
 
     @property
     def iterating_share(self) -> float:
         """Share of the phase's looks that found the training loop at an iterator that is not torch's."""
-        return sum(count for place, count in self.looks.items() if place.iterates) / max(1, self.in_phase)
+        return sum(count for location, count in self.looks.items() if location.iterates) / max(1, self.in_phase)
 
     def listed(self, most: int = 5) -> list[dict[str, object]]:
         """Return the most frequent places for a finding's evidence."""
-        return [{"place": str(place), "looks": count} for place, count in self.looks.most_common(most)]
+        return [{"place": str(location), "looks": count} for location, count in self.looks.most_common(most)]
 
 
 def places_in(phase: str, pulses: Iterable[wire.Pulse]) -> Places:

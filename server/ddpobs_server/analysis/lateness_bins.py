@@ -164,6 +164,6 @@ def _late_phases_ns(joined: JoinedSteps, late: Any, weights: Floats) -> Floats:
     rows = np.flatnonzero(late.any(axis=1))
     phases = joined.phases_ns[rows]
     is_pair = len(joined.ranks) == 2
-    others = phases[:, ::-1] if is_pair else np.partition(phases, middle, axis=1)[:, middle, None]
-    result[rows] = np.where(late[rows][:, :, None], (phases - others) * weights[rows, None, None], 0.0)
+    other_ranks = phases[:, ::-1] if is_pair else np.partition(phases, middle, axis=1)[:, middle, None]
+    result[rows] = np.where(late[rows][:, :, None], (phases - other_ranks) * weights[rows, None, None], 0.0)
     return result

@@ -100,22 +100,22 @@ def slow_segments(bins: LatenessBins, index: int, min_share: float = MIN_COST_SH
     delay in long steps.
     """
     typical_ns, costs_ns = bins.excess_ns[:, index], net_cost_ns(bins.cost_ns)[:, index]
-    found: set[tuple[int, int]] = set()
+    candidates_found: set[tuple[int, int]] = set()
     for series_ns in (typical_ns * bins.steps, costs_ns):
         for begin, end in segments(series_ns / np.maximum(1, bins.steps)):
             if series_ns[begin:end].sum() >= min_share * bins.time_ns[begin:end].sum():
-                found.add(_extended(typical_ns, begin, end))
-    return sorted(found)
+                candidates_found.add(_extended(typical_ns, begin, end))
+    return sorted(candidates_found)
 
 
 def _extended(levels: Floats, begin: int, end: int) -> tuple[int, int]:
     """Extend a segment as far as what the levels exceed half of its mean level by adds up, across short pauses."""
     half = levels[begin:end].mean() / 2
-    before, after = np.cumsum((levels[:begin] - half)[::-1]), np.cumsum(levels[end:] - half)
-    if half > 0 and len(before) and before.max() > 0:
-        begin -= int(before.argmax()) + 1
-    if half > 0 and len(after) and after.max() > 0:
-        end += int(after.argmax()) + 1
+    costs_before, costs_after = np.cumsum((levels[:begin] - half)[::-1]), np.cumsum(levels[end:] - half)
+    if half > 0 and len(costs_before) and costs_before.max() > 0:
+        begin -= int(costs_before.argmax()) + 1
+    if half > 0 and len(costs_after) and costs_after.max() > 0:
+        end += int(costs_after.argmax()) + 1
     return begin, end
 
 
@@ -132,8 +132,8 @@ def net_cost_ns(cost_ns: Floats) -> Floats:
         return np.asarray(cost_ns - (cost_ns.sum(axis=-1, keepdims=True) - cost_ns) / (ranks - 1))
     top = np.partition(cost_ns, ranks - 2, axis=-1)[..., -2:]
     costliest_other = np.where(cost_ns >= top[..., 1:], top[..., :1], top[..., 1:])
-    others = cost_ns.sum(axis=-1, keepdims=True) - cost_ns - costliest_other
-    return np.asarray(cost_ns - others / (ranks - 2))
+    other_ranks = cost_ns.sum(axis=-1, keepdims=True) - cost_ns - costliest_other
+    return np.asarray(cost_ns - other_ranks / (ranks - 2))
 
 
 def _suspects(bins: LatenessBins) -> list[int]:
@@ -274,7 +274,7 @@ def _edge(costs: Floats, row: int, width: int, *, rises: bool) -> int:
         return int(np.clip(row, 0, len(costs)))
     splits = np.arange(1, len(part))
     sums = np.cumsum(part)
-    before, after = sums[:-1] / splits, (sums[-1] - sums[:-1]) / (len(part) - splits)
-    gain = splits * (len(part) - splits) * (after - before) ** 2
-    right_way = after > before if rises else after < before
+    costs_before, costs_after = sums[:-1] / splits, (sums[-1] - sums[:-1]) / (len(part) - splits)
+    gain = splits * (len(part) - splits) * (costs_after - costs_before) ** 2
+    right_way = costs_after > costs_before if rises else costs_after < costs_before
     return begin + int(splits[np.where(right_way, gain, -1.0).argmax()]) if right_way.any() else row

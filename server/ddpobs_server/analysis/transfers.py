@@ -156,8 +156,8 @@ def transfers(spans: tuple[wire.Ints, wire.Spans], collective: wire.Ints, sizes:
     keys = (columns.module << _INDEX_BITS | columns.revision) << _INDEX_BITS | columns.bucket
     distinct, first, key_index = np.unique(keys, return_index=True, return_inverse=True)
     identity = zip(columns.module[first], columns.revision[first], columns.bucket[first], strict=True)
-    known = [sizes.get((int(module), int(revision), int(bucket)), 0) for module, revision, bucket in identity]
-    size = np.array(known, np.int64)[key_index] if len(distinct) else keys
+    recorded = [sizes.get((int(module), int(revision), int(bucket)), 0) for module, revision, bucket in identity]
+    size = np.array(recorded, np.int64)[key_index] if len(distinct) else keys
     usable = np.flatnonzero((collective >= 0) & (size > 0))
     order = usable[np.lexsort((rank[usable], keys[usable], collective[usable]))]
     begins = np.flatnonzero((np.diff(collective[order], prepend=-1) != 0) | (np.diff(keys[order], prepend=-1) != 0))

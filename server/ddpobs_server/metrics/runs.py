@@ -60,9 +60,9 @@ def _rank_list(hang: Any) -> str:
 
 def _place(hang: Any) -> str:
     """Place of the first of these ranks: lines of Python, else its phase, else the kind of hang."""
-    places = hang["evidence"]["places"]
-    place = next((places[rank] for rank in hang["ranks"] if places.get(rank)), "")
-    return str(place or hang["phase"] or hang["evidence"]["kind"])
+    locations = hang["evidence"]["places"]
+    location = next((locations[rank] for rank in hang["ranks"] if locations.get(rank)), "")
+    return str(location or hang["phase"] or hang["evidence"]["kind"])
 
 
 def _encode(lines: _Lines) -> Families:

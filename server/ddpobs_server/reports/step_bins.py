@@ -82,12 +82,12 @@ class AttemptBins:
 
         def tables() -> Iterator[tuple[int, int, int, wire.Ints]]:
             for number in numbers:
-                here, here_block = bins.select(bins.number == number), block[bins.number == number]
-                blocks = np.unique(here_block).tolist()
-                summary = over_ranks(here) if len(blocks) > 1 else here
+                own_bins, own_block = bins.select(bins.number == number), block[bins.number == number]
+                blocks = np.unique(own_block).tolist()
+                summary = over_ranks(own_bins) if len(blocks) > 1 else own_bins
                 yield number, OVER_RANKS, int(rows[number]), summary.table
                 for index in blocks if len(blocks) > 1 else ():
-                    yield number, index, int(rows[number]), here.table[:, here_block == index]
+                    yield number, index, int(rows[number]), own_bins.table[:, own_block == index]
 
         self.store.write_step_bins(self.run, self.attempt, level, tables())
 
@@ -152,11 +152,11 @@ def _make(attempt: AttemptBins, numbers: list[int], states: dict[int, tuple[bool
     rank, steps = attempt.store.steps(attempt.run, attempt.attempt, None, *bounds)
     counts = np.bincount(steps.step // BIN_STEPS - numbers[0], minlength=len(numbers)).tolist()
     rows = dict(zip(numbers, counts, strict=True))
-    kept = [number for number in numbers if rows[number] < states.get(number, (True, 0))[1]]
-    for number in kept:
+    removed_in_part = [number for number in numbers if rows[number] < states.get(number, (True, 0))[1]]
+    for number in removed_in_part:
         attempt.store.keep_step_bin(attempt.run, attempt.attempt, number)
-    made = [number for number in numbers if number not in kept]
-    attempt.write(0, made, bins_of_steps(rank, steps, BIN_STEPS), rows)
+    whole_bins = [number for number in numbers if number not in removed_in_part]
+    attempt.write(0, whole_bins, bins_of_steps(rank, steps, BIN_STEPS), rows)
 
 
 def _is_complete(number: int, present: dict[int, tuple[bool, int]]) -> bool:

@@ -65,8 +65,8 @@ class PhaseTotals:
         """
         with self._lock:
             cached = {run.run: self._cache.get((run.run, run.attempt), _CachedSums()) for run in runs}
-            kept = {(run.run, run.attempt) for run in active}
-            self._cache = {key: entry for key, entry in self._cache.items() if key in kept}
+            remaining = {(run.run, run.attempt) for run in active}
+            self._cache = {key: entry for key, entry in self._cache.items() if key in remaining}
             self._cache |= {(run.run, run.attempt): cached[run.run] for run in runs}
             recent = _window_sums(connection, sources, {run: (entry.until, None) for run, entry in cached.items()})
             totals = {run: _add(entry.sums, recent.get(run, {})) for run, entry in cached.items()}

@@ -130,8 +130,8 @@ def _count(sets: Sequence[_Set], hashes: Mapping[_Key, _Hashes]) -> int:
     by_module: dict[int, dict[int, _Hashes]] = {}
     for row in sets:
         longest[row.module] = max(longest[row.module], row.names)
-        if (known := hashes.get(row.key)) is not None:
-            by_module.setdefault(row.module, {})[id(known)] = known
+        if (counted := hashes.get(row.key)) is not None:
+            by_module.setdefault(row.module, {})[id(counted)] = counted
     distinct = {module: len(np.unique(np.concatenate([*own.values()]))) for module, own in by_module.items()}
     return sum(max(most, distinct.get(module, 0)) for module, most in longest.items())
 

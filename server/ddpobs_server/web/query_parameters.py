@@ -9,7 +9,7 @@ from fastapi.routing import APIRoute
 from ddpobs_server.web.problems import Problem
 
 _MOST_NAMED = 5
-_known: dict[int, frozenset[str]] = {}
+_names_by_route: dict[int, frozenset[str]] = {}
 """Names by the id of the route, which lives as long as its application."""
 
 
@@ -22,13 +22,13 @@ def refuse_unknown(request: Request) -> None:
     route = request.scope.get("route")
     if not request.query_params or not isinstance(route, APIRoute) or not route.include_in_schema:
         return
-    known = _known.get(id(route))
-    if known is None:
-        known = _known.setdefault(id(route), frozenset(_names(route.dependant)))
-    unknown = sorted(set(request.query_params) - known)
+    accepted = _names_by_route.get(id(route))
+    if accepted is None:
+        accepted = _names_by_route.setdefault(id(route), frozenset(_names(route.dependant)))
+    unknown = sorted(set(request.query_params) - accepted)
     if unknown:
         names = ", ".join(name[:64] for name in unknown[:_MOST_NAMED])
-        expected = f"expected one of {', '.join(sorted(known))}" if known else "expected none"
+        expected = f"expected one of {', '.join(sorted(accepted))}" if accepted else "expected none"
         detail = f"query: {expected}, got {names}"
         raise Problem(422, "Unknown parameter", detail, field=f"query.{unknown[0][:64]}")
 

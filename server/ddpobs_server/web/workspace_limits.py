@@ -56,8 +56,8 @@ def effective_limits(settings: Settings, stored: Mapping[str, Any]) -> Limits:
         "keep_gb": settings.workspace_keep_gb,
         "keep_runs_days": settings.keep_runs_days,
     }
-    known = {name: value for name, value in stored.items() if name in defaults}
-    return Limits(**defaults | known)
+    recognised = {name: value for name, value in stored.items() if name in defaults}
+    return Limits(**defaults | recognised)
 
 
 class WorkspaceLimits:

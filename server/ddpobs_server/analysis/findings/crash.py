@@ -101,18 +101,18 @@ def _title(first: End, victims: list[int]) -> str:
     phase = str(first.detail.get("phase") or "").replace("exposed_comm", "exposed communication")
     where = f"in {phase} of step {step}" if phase else f"in step {step}"
     if first.kind == "died":
-        what = f"{rank} ended without an error {where}: its process was killed, or crashed outside of Python"
+        sentence = f"{rank} ended without an error {where}: its process was killed, or crashed outside of Python"
         if _integer(first, "oom_kills") > 0:
-            what = f"{rank} was killed {where}: its host ran out of memory"
+            sentence = f"{rank} was killed {where}: its host ran out of memory"
     elif first.kind == "terminated":
-        what = f"{rank} was {first.reason} {where}"
+        sentence = f"{rank} was {first.reason} {where}"
     elif first.is_consequence:
-        what = f"{rank} lost its connection {where}: {_error(first)}. No rank reported an error of its own"
+        sentence = f"{rank} lost its connection {where}: {_error(first)}. No rank reported an error of its own"
     else:
-        what = f"{rank} failed first, {where}: {_error(first)}"
+        sentence = f"{rank} failed first, {where}: {_error(first)}"
     if not victims:
-        return what
-    return f"{what}. {ranks_text(victims).capitalize()} failed because of it"
+        return sentence
+    return f"{sentence}. {ranks_text(victims).capitalize()} failed because of it"
 
 
 def _error(end: End) -> str:

@@ -100,12 +100,12 @@ def _past(evidence: Evidence) -> Judgement:
 def _fatal(stuck: _Stuck) -> Judgement:
     if not stuck:
         return []
-    named, length_ns, event, place = _longest(stuck)
+    named, length_ns, event, location = _longest(stuck)
     return [
         Finding(
             code="hang",
             severity="critical",
-            title=f"The run hung in step {event.step} for {length_ns / 1e9:.0f} s, until it was ended: {place}",
+            title=f"The run hung in step {event.step} for {length_ns / 1e9:.0f} s, until it was ended: {location}",
             remedy="Look at the place above. The next run that hangs shows its stacks with `ddpobs stacks`.",
             steps=(event.step, event.step),
             ranks=sorted({rank for rank, _ in named}),
@@ -117,12 +117,12 @@ def _fatal(stuck: _Stuck) -> Judgement:
 def _overcome(stuck: _Stuck) -> Judgement:
     if not stuck:
         return []
-    named, length_ns, event, place = _longest(stuck)
+    named, length_ns, event, location = _longest(stuck)
     return [
         Finding(
             code="hang",
             severity="info",
-            title=f"The run stood still for {length_ns / 1e9:.0f} s in step {event.step} and went on: {place}",
+            title=f"The run stood still for {length_ns / 1e9:.0f} s in step {event.step} and went on: {location}",
             remedy="Look at the place above if this comes back.",
             steps=(min(event.step for _, event in named), max(event.step for _, event in named)),
             ranks=sorted({rank for rank, _ in named}),

@@ -69,21 +69,21 @@ _UNKNOWN_REMEDY = "Profile the loader: whether it needs more workers (num_worker
 
 
 def _copy_findings(evidence: Evidence, shares: Floats) -> Judgement:
-    places = places_in("other", evidence.pulses.values())
-    copying = float(shares[:, _OTHER].min()) * places.copy_share
+    locations = places_in("other", evidence.pulses.values())
+    copying = float(shares[:, _OTHER].min()) * locations.copy_share
     if copying <= COPY_SHARE:
         return []
     lowest = shares[shares[:, _OTHER].argmin()]
-    return [_finding(evidence, lowest, copying, _copy_cause(places))]
+    return [_finding(evidence, lowest, copying, _copy_cause(locations))]
 
 
-def _copy_cause(places: Places) -> InputCause:
-    place = next(place for place, _ in places.looks.most_common() if place.calls in COPIES)
+def _copy_cause(locations: Places) -> InputCause:
+    location = next(location for location, _ in locations.looks.most_common() if location.calls in COPIES)
     return InputCause(
         "copy",
-        f"most often at {place}; a copy from pageable memory also waits for the device's earlier work",
+        f"most often at {location}; a copy from pageable memory also waits for the device's earlier work",
         _PIN,
-        evidence={"places": places.listed(), "looks": places.in_phase},
+        evidence={"places": locations.listed(), "looks": locations.in_phase},
     )
 
 

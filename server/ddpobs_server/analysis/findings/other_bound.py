@@ -23,52 +23,52 @@ def other_bound(evidence: Evidence) -> Judgement:
     """Judge the phase `other` above 20 % of the steps on every rank; copies belong to `input-bound`."""
     if len(np.unique(evidence.steps.step)) < MIN_STEPS:
         return [NotJudged("other-bound", f"fewer than {MIN_STEPS} steps")]
-    places = places_in("other", evidence.pulses.values())
-    share = float(phase_shares(evidence.rank, evidence.steps)[:, _OTHER].min()) * (1 - places.copy_share)
+    locations = places_in("other", evidence.pulses.values())
+    share = float(phase_shares(evidence.rank, evidence.steps)[:, _OTHER].min()) * (1 - locations.copy_share)
     if share <= OTHER_SHARE:
         return []
-    gain = _gain(places, share, mean_step_ns(evidence.rank, evidence.steps))
+    gain = _gain(locations, share, mean_step_ns(evidence.rank, evidence.steps))
     return [
         Finding(
             code="other-bound",
             severity=severity_of(gain.ratio) if gain else "info",
-            title=f"{share:.0%} of the steps' time on every rank is in code outside of all phases: {_where(places)}",
-            remedy=_remedy(places),
+            title=f"{share:.0%} of the steps' time on every rank is in code outside of all phases: {_where(locations)}",
+            remedy=_remedy(locations),
             steps=evidence.step_range,
             phase="other",
-            evidence={"share": round(share, 4), "looks": places.in_phase, "places": places.listed()},
+            evidence={"share": round(share, 4), "looks": locations.in_phase, "places": locations.listed()},
             gain=gain,
         )
     ]
 
 
-def _where(places: Places) -> str:
-    if not places.is_judged:
-        return f"{_NO_PLACE} only {places.in_phase} looks found it"
-    place, looks = places.looks.most_common(1)[0]
-    if not place.text:
+def _where(locations: Places) -> str:
+    if not locations.is_judged:
+        return f"{_NO_PLACE} only {locations.in_phase} looks found it"
+    location, looks = locations.looks.most_common(1)[0]
+    if not location.text:
         return f"{_NO_PLACE} texts are not sent (DDPOBS_TRACEBACK=0)"
-    return f"{looks} of {places.in_phase} looks at it found {place}"
+    return f"{looks} of {locations.in_phase} looks at it found {location}"
 
 
-def _remedy(places: Places) -> str:
-    if not places.is_judged or not next(iter(places.looks)).text:
+def _remedy(locations: Places) -> str:
+    if not locations.is_judged or not next(iter(locations.looks)).text:
         return (
             "Find the code between the optimizer's step and the next forward: logging, metrics, batches of one's own."
         )
     return "Do this work less often, on a thread, or after the next forward has been queued; or make it cheaper."
 
 
-def _gain(places: Places, share: float, step_ns: float) -> Gain | None:
+def _gain(locations: Places, share: float, step_ns: float) -> Gain | None:
     """Return the time at the most frequent place, with the standard error of its share of the looks.
 
     The looks are taken as independent draws: a binomial proportion has the standard error sqrt(p (1 - p) / n).
     """
-    if not places.is_judged:
+    if not locations.is_judged:
         return None
-    place, looks = places.looks.most_common(1)[0]
-    if not place.text:
+    location, looks = locations.looks.most_common(1)[0]
+    if not location.text:
         return None
-    part = looks / places.in_phase
-    error = sqrt(part * (1 - part) / places.in_phase) / part
+    part = looks / locations.in_phase
+    error = sqrt(part * (1 - part) / locations.in_phase) / part
     return Gain(round(share * part * step_ns), round(share * part, 4), round(error, 4))

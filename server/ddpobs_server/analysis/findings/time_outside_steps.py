@@ -137,14 +137,16 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
     saved = lost_ns / account.rank_ns
     steps = max(1, *(attempt.steps for attempt in account.attempts))
     intervals = _intervals(evidence.processes, main.kinds if main and explains else ("waiting",), ranks)
-    held = [(interval["from"], interval["to"]) for interval in intervals]
+    held_steps = [(interval["from"], interval["to"]) for interval in intervals]
     outside = 1 - account.share(*(part for part in account.parts if group_of(part) == "steps"))
     return Finding(
         code="time-outside-steps",
         severity=severity_of(share),
         title=f"{outside:.0%} of the run's wall time is not in steps: {what}",
         remedy=f"{remedy}: that gains at most {saved:.0%} of the run's wall time.",
-        steps=(min(first for first, _ in held), max(last for _, last in held)) if held else evidence.step_range,
+        steps=(min(first for first, _ in held_steps), max(last for _, last in held_steps))
+        if held_steps
+        else evidence.step_range,
         ranks=ranks,
         evidence={
             "wall_ns": round(wall_ns),
@@ -154,7 +156,9 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
             "titles": {part: TITLES[part] for part in account.parts},
         },
         gain=Gain(round(lost_ns / _ranks(account) / steps), round(saved, 4), 1.0, whole="run"),
-        intervals=tuple(Interval(each["from"], each["to"], each["began_ns"], each["ended_ns"]) for each in intervals),
+        intervals=tuple(
+            Interval(bounds["from"], bounds["to"], bounds["began_ns"], bounds["ended_ns"]) for bounds in intervals
+        ),
     )
 
 
@@ -162,10 +166,14 @@ def _sentence(cause: _Cause, ranks: list[int], count: int, share: float, *, wait
     one, several = cause.does
     if len(ranks) == count and count > 1:
         return f"all ranks {several} for {share:.0%} of the run"
-    rest = count - len(ranks)
-    others = f" while {'the other rank waits' if rest == 1 else 'the other ranks wait'}" if rest and waits else ""
+    remaining_ranks = count - len(ranks)
+    waiting_ranks = (
+        f" while {'the other rank waits' if remaining_ranks == 1 else 'the other ranks wait'}"
+        if remaining_ranks and waits
+        else ""
+    )
     subject = f"rank {format_ranks(ranks)} {one if len(ranks) == 1 else several}"
-    return f"{subject} for {share:.0%} of the run{others}"
+    return f"{subject} for {share:.0%} of the run{waiting_ranks}"
 
 
 def _by_rank(account: RunAccount) -> dict[int, Parts]:
