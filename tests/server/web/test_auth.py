@@ -42,7 +42,7 @@ CALLS = {
             ("GET", f"/api/v1/runs/a-run{route}")
             for route in (
                 *("", "/attempts", "/ranks", "/layout", "/steps", "/spans", "/buckets"),
-                *("/unused", "/stragglers", "/diagnostics", "/trace"),
+                *("/unused", "/stragglers", "/diagnostics", "/account", "/trace"),
             )
         ),
     ],
