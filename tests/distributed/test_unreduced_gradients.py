@@ -155,6 +155,7 @@ APART: dict[str, tuple[Callable[[Training], None], str, bool, dict[str, Any]]] =
 def events_of(case: Callable[[Training], None], kind: str, rank: int, **options: Any) -> list[Any]:
     with sending() as sent:
         training = Training(rank, kind, sent.config, **options)
+        dist.barrier()  # Otherwise rank 0 may end before rank 1 requests the run's id: nothing else holds it up.
         case(training)
         del training
     return relevant(sent)

@@ -193,7 +193,9 @@ def test_a_forked_child_has_no_exporter(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_the_last_flush_waits_a_moment_for_the_identity(tmp_path: Path, shared: bool) -> None:
+def test_the_last_flush_waits_a_moment_for_the_identity(
+    tmp_path: Path, shared: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """A short run may end before rank 0 has shared the identity. A rank without an identity still ends."""
     with collector(acknowledge) as server:
         waiting = Exporter(TelemetryConfig(collector=server.url, spool=tmp_path), encode)
@@ -206,6 +208,7 @@ def test_the_last_flush_waits_a_moment_for_the_identity(tmp_path: Path, shared: 
         began = time.monotonic()
         waiting.close()
     assert (len(server.puts), waiting.dropped) == ((1, 0) if shared else (0, 1))
+    assert ("lost 1 records: the run's id had not arrived" in caplog.text) == (not shared)
     assert time.monotonic() - began < TelemetryConfig().exit_s
 
 
