@@ -153,6 +153,8 @@ def test_the_hang_of_a_run_that_was_terminated_in_it_stays_the_first_finding(tmp
 def test_push_recovers_ranks_that_were_all_killed_while_the_collector_was_away(tmp_path: Path) -> None:
     with crash(tmp_path, absent(), "hang", "backward", FAULT_STEP="500") as ranks:
         ranks.wait_for_fault()
+        wait_for(lambda: len(step_ends(tmp_path, 0)) >= 500, ranks.logs)
+        time.sleep(1.0)  # Rank 0 reaches its backward.
         for process in ranks.processes:
             process.kill()
         assert returncodes(ranks) == [-signal.SIGKILL] * 2
