@@ -4,9 +4,10 @@ In msgpack a batch's integer columns are raw little-endian arrays, delta coded i
 separately, in the form in which they are stored. In JSON, meant for curl and for tests, columns are plain lists.
 """
 
+from ddpobs.wire.account import Account, Outside, OutsideInterval
 from ddpobs.wire.checks import check
 from ddpobs.wire.coding import JSON, MSGPACK, acknowledgement, decode, encode, encode_json, pack, pack_json, unpack
-from ddpobs.wire.schema import (
+from ddpobs.wire.fields import (
     COMM_KINDS,
     LONGEST_NS,
     NO_ORIGIN,
@@ -16,28 +17,24 @@ from ddpobs.wire.schema import (
     STRAGGLER_SHARE,
     SYNCHRONISED,
     UNKNOWN,
+    Ints,
+    Scalar,
+)
+from ddpobs.wire.pulse import CodePlace, Input, Machine, Pulse
+from ddpobs.wire.schema import (
     VERSION,
-    Account,
     Acknowledgement,
     Anchor,
     Batch,
     Bucket,
-    CodePlace,
     Comms,
     Event,
     Fingerprint,
     Hello,
-    Input,
-    Ints,
     Layout,
-    Machine,
-    Outside,
-    OutsideInterval,
     Parameter,
     Peers,
-    Pulse,
     Readiness,
-    Scalar,
     Spans,
     Steps,
     Unused,

@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from ddpobs.errors import WireError
 from ddpobs.wire.columns import Columns, Range, ranges_of
-from ddpobs.wire.schema import PHASES, UNKNOWN, VERSION, Anchor, Batch, Comms, Fingerprint, Ints, Peers, Spans, Steps
+from ddpobs.wire.fields import PHASES, UNKNOWN, Ints
+from ddpobs.wire.schema import VERSION, Anchor, Batch, Comms, Fingerprint, Peers, Spans, Steps
 
 _MOST_HASHES, _MOST_CHARACTERS = 20_000, 2_000_000
 """Most names of a fingerprint, and characters of its names: the collector keeps 65 fingerprints of each module."""

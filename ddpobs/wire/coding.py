@@ -11,7 +11,8 @@ from ddpobs.errors import WireError
 from ddpobs.wire import packing
 from ddpobs.wire.checks import check
 from ddpobs.wire.columns import Columns
-from ddpobs.wire.schema import Acknowledgement, Batch, Ints
+from ddpobs.wire.fields import Ints
+from ddpobs.wire.schema import Acknowledgement, Batch
 from ddpobs.wire.tables import pack_spans, unpack_spans
 
 MSGPACK, JSON = "application/x-msgpack", "application/json"

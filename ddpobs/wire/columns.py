@@ -59,7 +59,7 @@ def ranges_of(record: type) -> dict[str, Range]:
             declared = [fact for fact in facts if isinstance(fact, Range)]
             if not declared:
                 raise TypeError(
-                    f"{record.__name__}.{name} has no range: annotate it with one of wire.schema's kinds of column, "
+                    f"{record.__name__}.{name} has no range: annotate it with a kind of column from wire.fields, "
                     "such as Times, Durations or Counts"
                 )
             ranges[name] = declared[0]

@@ -21,7 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpobs.wire.schema import UNKNOWN, Pulse
+from ddpobs.wire.fields import UNKNOWN
+from ddpobs.wire.pulse import Pulse
 
 SILENT_NS = 10_000_000_000
 """A rank without a pulse for this long is silent: its process is stopped, dead or cut off."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 
 from ddpobs.wire import packing
-from ddpobs.wire.schema import OWN_PHASES, PHASES, UNKNOWN, Ints, Spans, Steps
+from ddpobs.wire.fields import OWN_PHASES, PHASES, UNKNOWN, Ints
+from ddpobs.wire.schema import Spans, Steps
 
 _PREDICTED = (*(f"own_{phase}_ns" for phase in OWN_PHASES), "own_ns", "end_ns")
 """Step columns that earlier columns predict; only the residual is stored."""

@@ -14,7 +14,7 @@ from ddpobs import wire
 from ddpobs.errors import WireError
 from ddpobs.wire import packing
 from ddpobs.wire.columns import Columns, added_later, ranges_of
-from ddpobs.wire.schema import Counts, Durations, Ints, Times
+from ddpobs.wire.fields import Counts, Durations, Ints, Times
 from tests.wire.test_wire import batch, spans
 
 
@@ -34,7 +34,9 @@ def is_extended(newer: Columns, older: Columns) -> bool:
 
 
 def test_a_column_without_a_range_is_refused_when_its_class_is_created() -> None:
-    with pytest.raises(TypeError, match=r"Forgetful\.extra has no range: annotate it with one of wire\.schema's kinds"):
+    with pytest.raises(
+        TypeError, match=r"Forgetful\.extra has no range: annotate it with a kind of column from wire\.fields"
+    ):
 
         class Forgetful(Columns):
             step: Counts

@@ -1,0 +1,73 @@
+"""A process's account of its wall time."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ddpobs.wire.fields import UNKNOWN, Count, Nanoseconds, Record, Total
+
+
+class OutsideInterval(msgspec.Struct, frozen=True, array_like=True):
+    """Steps and times between which `total_ns` were spent outside of steps, in one go or in several."""
+
+    first_step: Count
+    last_step: Count
+    began_ns: Nanoseconds
+    ended_ns: Nanoseconds
+    total_ns: Total
+
+
+class Outside(Record, frozen=True, kw_only=True):
+    """Time outside of steps of one kind, since the source began."""
+
+    kind: Literal["evaluation", "checkpoint", "after_checkpoint", "waiting"]
+    total_ns: Total
+    count: Count
+    intervals: Annotated[list[OutsideInterval], msgspec.Meta(max_length=32)] = msgspec.field(default_factory=list)
+
+
+class Account(Record, frozen=True, kw_only=True):
+    """Where the process's wall time went until `until_ns`; the latest account of a source replaces earlier ones.
+
+    The time from `first_step_ns` to `last_step_ns` is the steps' phases, the time outside of steps of each kind,
+    `between_ns` and `unrecorded_ns`.
+
+    Attributes:
+        started_ns: Start of the process; None if it is not known.
+        imported_ns: End of ddpobs's and torch's import.
+        ready_ns: Completion of the first DDP module.
+        first_step_ns: Start of the first step; None before it has ended.
+        last_step_ns: End of the last step; None before it.
+        until_ns: End of the account.
+        steps: Steps that ended.
+        phases_ns: Time of these steps in each phase, in the order of `PHASES`.
+        prepare_ns: Time from `ready_ns` to the first step that nothing explains.
+        first_batch_ns: Of the phases the first step's data phase.
+        compile_ns: Time in torch.compile since the start.
+        outside: Time outside of steps, also before the first and after the last step.
+        between_ns: Time between steps that nothing explains.
+        unrecorded_ns: Time between steps with dropped steps in between.
+        open_step_ns: Time of the step under way.
+        finished: Training has ended: later time is neither step nor between steps.
+        checkpoint_step: Steps that had ended when the latest checkpoint was saved; `UNKNOWN` without a checkpoint.
+    """
+
+    started_ns: Nanoseconds | None = None
+    imported_ns: Nanoseconds
+    ready_ns: Nanoseconds
+    first_step_ns: Nanoseconds | None = None
+    last_step_ns: Nanoseconds | None = None
+    until_ns: Nanoseconds
+    steps: Count = 0
+    phases_ns: Annotated[list[Total], msgspec.Meta(min_length=6, max_length=6)]
+    prepare_ns: Total = 0
+    first_batch_ns: Total = 0
+    compile_ns: Total = 0
+    outside: Annotated[list[Outside], msgspec.Meta(max_length=8)] = msgspec.field(default_factory=list)
+    between_ns: Total = 0
+    unrecorded_ns: Total = 0
+    open_step_ns: Total = 0
+    finished: bool = False
+    checkpoint_step: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN

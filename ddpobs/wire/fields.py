@@ -1,0 +1,66 @@
+"""Kinds of fields and columns, with their ranges, and the constants of the wire."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from ddpobs.wire import columns
+from ddpobs.wire.columns import Range
+from ddpobs.wire.text import NONCE, STRICT_RUN_ID
+
+PHASES = ("data", "forward", "backward", "exposed_comm", "optimizer", "other")
+OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
+"""Phases in which a rank does its own work; in exposed communication it waits or moves bytes."""
+COMM_KINDS = ("buffers", "unused_map", "user")
+"""Values that `Comms.kind` indexes: communication other than gradient buckets."""
+
+OUTSIDE_KINDS = ("evaluation", "checkpoint", "after_checkpoint", "waiting")
+"""Kinds of time outside of steps: `after_checkpoint` is work between a save and the next event of training, `waiting`
+collectives between steps."""
+
+SYNCHRONISED, NO_ORIGIN = 1, 2
+"""Bits of `Steps.flags`: gradients were reduced; no clean start to measure own time from."""
+
+UNKNOWN = -1
+LONGEST_NS = 30 * 86_400 * 10**9
+"""Longest duration in a batch, and largest distance of its times from its anchor: 30 days."""
+STRAGGLER_SHARE = 0.1
+"""Excess over the other ranks' median own time, as a share of the step, above which a rank straggles in that step.
+
+Ranks (`Peers.straggler_<phase>`) and collector (the finding `straggler`) use the same definition. It is a convention of
+this project, written down with its false alarms in docs/diagnostics.md.
+"""
+_MOST = 2**48
+MOST_INDEX = 2**20 - 1
+
+Ints = columns.Ints
+RunId = Annotated[str, msgspec.Meta(pattern=STRICT_RUN_ID)]
+Nonce = Annotated[str, msgspec.Meta(pattern=rf"^{NONCE}\Z")]
+Name = Annotated[str, msgspec.Meta(max_length=1024)]
+Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
+CountOrUnknown = Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**62)]
+Rank = Annotated[int, msgspec.Meta(ge=0, le=MOST_INDEX)]
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+Nanoseconds = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)]
+Total = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+"""A sum of nanoseconds."""
+Index = Annotated[int, msgspec.Meta(ge=UNKNOWN, le=MOST_INDEX)]
+Scalar = str | int | float | bool | None
+
+# Kinds of column. `checks` refuses values outside of the range.
+Times = Annotated[Ints, Range(-LONGEST_NS, LONGEST_NS, is_time=True)]
+TimesBetween = Annotated[Ints, Range(-(2**63), 2**63 - 1)]
+"""Times that `checks` bounds by the columns beside them."""
+Durations = Annotated[Ints, Range(0, LONGEST_NS)]
+DurationsOrUnknown = Annotated[Ints, Range(UNKNOWN, LONGEST_NS)]
+SignedDurations = Annotated[Ints, Range(-LONGEST_NS, LONGEST_NS)]
+Counts = Annotated[Ints, Range(0, _MOST)]
+CountsOrUnknown = Annotated[Ints, Range(UNKNOWN, _MOST)]
+Indexes = Annotated[Ints, Range(0, MOST_INDEX)]
+CommKinds = Annotated[Ints, Range(0, len(COMM_KINDS) - 1)]
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """Skips unknown fields, so that an older collector reads a newer client. Compares by identity."""

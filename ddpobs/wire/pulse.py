@@ -1,0 +1,150 @@
+"""A rank's pulse: the training thread's activity, the machine's state, and the use of loaders."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from ddpobs.wire.fields import MOST_INDEX, UNKNOWN, Count, CountOrUnknown, Index, Name, Nanoseconds, Record
+
+
+class Machine(Record, frozen=True, kw_only=True):
+    """State of a rank's host and device, at a pulse; a figure that the system does not report is `UNKNOWN`.
+
+    Shares are parts of a thousand since the previous pulse.
+
+    Attributes:
+        processors: Processors that this process may use.
+        process_permille: Processor time of this process; 1,000 is one processor.
+        busy_permille: Part of the host's processor time that was in use.
+        steal_permille: Part of the host's processor time that its hypervisor gave to other guests.
+        load_milli: Thousand times the host's load average over one minute.
+        quota_permille: The control group's processor quota; 1,000 is one processor, `UNKNOWN` without a quota.
+        throttled_ns: Time held up by the quota, since the process started.
+        memory_bytes: The host's memory.
+        available_bytes: Memory that programs can still take.
+        resident_bytes: Memory of this process.
+        device_busy_permille: Part of the device's time in which a kernel ran.
+        device_clock_mhz: Clock of the device's processors.
+        device_most_clock_mhz: Their highest clock.
+        device_memory_bytes: The device's memory.
+        device_used_bytes: Part of it that is in use.
+        device_slowdowns: Reasons for which the device lowers its clock, such as `hw_thermal`.
+    """
+
+    processors: CountOrUnknown = UNKNOWN
+    process_permille: CountOrUnknown = UNKNOWN
+    busy_permille: CountOrUnknown = UNKNOWN
+    steal_permille: CountOrUnknown = UNKNOWN
+    load_milli: CountOrUnknown = UNKNOWN
+    quota_permille: CountOrUnknown = UNKNOWN
+    throttled_ns: CountOrUnknown = UNKNOWN
+    memory_bytes: CountOrUnknown = UNKNOWN
+    available_bytes: CountOrUnknown = UNKNOWN
+    resident_bytes: CountOrUnknown = UNKNOWN
+    device_busy_permille: CountOrUnknown = UNKNOWN
+    device_clock_mhz: CountOrUnknown = UNKNOWN
+    device_most_clock_mhz: CountOrUnknown = UNKNOWN
+    device_memory_bytes: CountOrUnknown = UNKNOWN
+    device_used_bytes: CountOrUnknown = UNKNOWN
+    device_slowdowns: Annotated[list[Annotated[str, msgspec.Meta(max_length=64)]], msgspec.Meta(max_length=16)] = (
+        msgspec.field(default_factory=list)
+    )
+
+
+class CodePlace(Record, frozen=True, kw_only=True):
+    """A place in the code at which looks found the training thread, inside of a step.
+
+    Attributes:
+        phase: Phase that its time counts as.
+        place: Innermost lines of the user's code, such as `train.py:57 → metrics.py:31 accuracy`; empty where texts are
+            not sent.
+        calls: Name of the function that the innermost line calls, such as `to`; empty where there is none.
+        iterates: A training loop waits there for the next value of an iterator that is not torch's.
+        looks: Looks that found it.
+    """
+
+    phase: Literal["data", "other"]
+    place: Name = ""
+    calls: Name = ""
+    iterates: bool = False
+    looks: Count
+
+
+class Input(Record, frozen=True, kw_only=True):
+    """Torch's loaders as training used them lately. Counts are halved every 2,048 batches, so that the past fades.
+
+    Attributes:
+        iterators: Iterators that training began over a loader.
+        creating_ns: Time in their creation.
+        batches: Batches that training took.
+        fetching_ns: Time until they came.
+        closing_ns: Time in ending the workers of iterators that were dropped.
+        collating_ns: Time in `collate_fn`, with zero workers.
+        workers: Worker processes of the loader in use; `UNKNOWN` before the first batch.
+        ahead: Batches that a worker prepares in advance (`prefetch_factor`).
+        cpus: Processors that this process may use.
+        awaited_ns: Time by the worker whose batch was awaited.
+        alone_ns: The part of it in which most of the other workers' batches had already come.
+    """
+
+    iterators: Count = 0
+    creating_ns: Count = 0
+    batches: Count = 0
+    fetching_ns: Count = 0
+    closing_ns: Count = 0
+    collating_ns: Count = 0
+    workers: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=MOST_INDEX)] = UNKNOWN
+    ahead: Count = 0
+    cpus: Count = 0
+    awaited_ns: Annotated[list[Count], msgspec.Meta(max_length=256)] = msgspec.field(default_factory=list)
+    alone_ns: Annotated[list[Count], msgspec.Meta(max_length=256)] = msgspec.field(default_factory=list)
+
+
+class Pulse(Record, frozen=True, kw_only=True):
+    """Activity of the training thread at the telemetry thread's latest look. It remains readable when a rank hangs.
+
+    Attributes:
+        at_ns: Time of the look.
+        phase: Phase of the open step.
+        step: Its number.
+        module: Module of the bucket that was launched last, or that the rank waits for.
+        bucket: That bucket.
+        idle_ns: Time since the rank's last progress: an event, or a new line of Python outside of a wait.
+        patience_ns: Time without progress after which the rank counts as stuck.
+        activity: `bucket` and `collective` are waits for the other ranks; empty where it was not determined.
+        waits_in: Name of the collective, such as `all_reduce` or `barrier`, where the activity is `collective`.
+        synchronised: Synchronised backward passes that this rank has begun.
+        collectives: Collectives that user code has started.
+        buffer_broadcasts: Broadcasts of DDP modules' buffers that this rank has begun.
+        place: Innermost lines of the user's code, such as `train.py:57 → dataset.py:31 __getitem__`.
+        stack: The training thread's Python frames, outermost first; sent while the rank is stuck.
+        processes: State (`stopped`, `gone`) of processes of this host that are neither running nor sleeping, by rank.
+        machine: State of the host and the device; None from older clients.
+        looks: Latest looks at the training thread inside of steps.
+        code: Places of these looks, the most frequent ones, in the phases `data` and `other`.
+        input: Use of torch's loaders; None before the first batch.
+    """
+
+    at_ns: Nanoseconds
+    phase: Literal["data", "forward", "backward", "exposed_comm", "optimizer", "other"]
+    step: Count
+    module: Index = UNKNOWN
+    bucket: Index = UNKNOWN
+    idle_ns: Count = 0
+    patience_ns: Count = 0
+    activity: Literal["", "data", "bucket", "collective", "checkpoint", "compile", "evaluation", "code"] = ""
+    waits_in: Name = ""
+    synchronised: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
+    collectives: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
+    buffer_broadcasts: Annotated[int, msgspec.Meta(ge=UNKNOWN, le=2**48)] = UNKNOWN
+    place: Name = ""
+    stack: Annotated[list[Annotated[str, msgspec.Meta(max_length=256)]], msgspec.Meta(max_length=40)] = msgspec.field(
+        default_factory=list
+    )
+    processes: Annotated[dict[Name, Name], msgspec.Meta(max_length=64)] = msgspec.field(default_factory=dict)
+    machine: Machine | None = None
+    looks: Count = 0
+    code: Annotated[list[CodePlace], msgspec.Meta(max_length=16)] = msgspec.field(default_factory=list)
+    input: Input | None = None
