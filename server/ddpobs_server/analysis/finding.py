@@ -94,7 +94,7 @@ def by_severity(findings: list[Finding]) -> list[Finding]:
 
 
 def severity_of(share: float) -> Severity:
-    """Return the severity of losing this share of every step."""
+    """Return the severity of losing this share of the steps' time, or of the run's."""
     if share >= 0.25:
         return "critical"
     return "warning" if share >= 0.1 else "info"

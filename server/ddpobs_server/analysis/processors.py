@@ -9,8 +9,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import Evidence
 
@@ -54,8 +52,8 @@ def shortage(evidence: Evidence) -> Shortage | str:
 
 def delayed_share(evidence: Evidence) -> float | None:
     """Return the share of the steps' time that ranks were ready to run without a processor; None if not recorded."""
-    delay_ns = getattr(evidence.steps, "run_delay_ns", None)
-    if delay_ns is None or not (recorded := delay_ns >= 0).any():
+    delay_ns = evidence.steps.run_delay_ns
+    if not (recorded := delay_ns >= 0).any():
         return None
     took_ns = (evidence.steps.end_ns - evidence.steps.start_ns)[recorded]
     return float(delay_ns[recorded].sum() / max(1, int(took_ns.sum())))
@@ -98,8 +96,7 @@ def processors_of(hello: wire.Hello) -> set[int]:
 
 
 def _load(pulse: wire.Pulse) -> float:
-    load_milli = getattr(getattr(pulse, "machine", None), "load_milli", wire.UNKNOWN)
-    return max(0.0, float(np.float64(load_milli) / 1000))
+    return max(0.0, pulse.machine.load_milli / 1000) if pulse.machine is not None else 0.0
 
 
 def _rounded(share: float | None) -> float | None:

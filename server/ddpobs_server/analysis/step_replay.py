@@ -111,7 +111,7 @@ def _replay(evidence: Evidence) -> Replay | str:
     except ColumnsTooLargeError as error:
         return str(error)
     if transfers.steps < MIN_STEPS:
-        return f"bucket spans of {transfers.steps} of {MIN_STEPS} steps"
+        return f"only {transfers.steps} of the {MIN_STEPS} steps that a judgement needs have bucket spans of all ranks"
     model = link_model.fit_transfers(transfers)
     ready_ns, sizes = link_model.typical_step(transfers)
     now_ns = link_model.exposed_ns(ready_ns, sizes, model)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ddpobs_server.analysis.account import (
@@ -47,9 +47,13 @@ def launch_of(attempt: Attempt, sources: Sequence[Source]) -> Launch:
     return Launch(attempt.attempt, attempt.ordinal, world_size, processes_of(sources), len(ranks) == world_size)
 
 
-def launches_of(store: Store, run: str) -> list[Launch]:
-    """Return all attempts of a run, oldest first."""
-    return [launch_of(attempt, store.sources(run, attempt.attempt)) for attempt in store.attempts(run)]
+def launches_of(
+    store: Store, run: str, attempts: Sequence[Attempt], sources: Mapping[str, Sequence[Source]]
+) -> list[Launch]:
+    """Return attempts of a run, oldest first; `sources` are those that were read already, by attempt."""
+    return [
+        launch_of(attempt, sources.get(attempt.attempt) or store.sources(run, attempt.attempt)) for attempt in attempts
+    ]
 
 
 def account_json(store: Store, run: str, attempt: str, price: float | None) -> dict[str, Any]:
@@ -61,8 +65,9 @@ def account_json(store: Store, run: str, attempt: str, price: float | None) -> d
         attempt: The attempt whose ranks are listed.
         price: Price of an hour of a GPU, or of a rank where there is none; None if it is not known.
     """
-    account = account_of(launches_of(store, run))
-    devices = {source.hello.device for source in store.sources(run, attempt) if source.hello}
+    sources = store.sources(run, attempt)
+    account = account_of(launches_of(store, run, store.attempts(run), {attempt: sources}))
+    devices = {source.hello.device for source in sources if source.hello}
     return {
         "run": run.rpartition("/")[2],
         "attempt": attempt,

@@ -58,7 +58,7 @@ class Diagnosis:
         steps = judged.steps
         evidence = self._evidence(run, attempt, sources, judged, settings, separate_groups_reason=reason)
         if first is None and last is None:  # The account is of the whole run, and not of some steps.
-            evidence = replace(evidence, account=self._account(run, attempt), processes=processes_of(sources))
+            evidence = replace(evidence, account=self._account(run, attempt, sources), processes=processes_of(sources))
         results = [result for judge in FINDINGS for result in judge(evidence)]
         findings = [result for result in results if isinstance(result, Finding)]
         missing += [result for result in results if isinstance(result, NotJudged)]
@@ -134,14 +134,12 @@ class Diagnosis:
             clock=judged.clock(sources),
         )
 
-    def _account(self, run: str, attempt: str) -> RunAccount:
+    def _account(self, run: str, attempt: str, sources: list[Source]) -> RunAccount:
         """Return the account of the run up to the attempt, if it is the latest, else of the attempt alone."""
-        launches = launches_of(self._store, run)
-        return account_of(
-            launches
-            if launches[-1].attempt == attempt
-            else [launch for launch in launches if launch.attempt == attempt]
-        )
+        attempts = self._store.attempts(run)
+        if attempts[-1].attempt != attempt:
+            attempts = [known for known in attempts if known.attempt == attempt]
+        return account_of(launches_of(self._store, run, attempts, {attempt: sources}))
 
 
 class _StoreColumns:
@@ -149,9 +147,12 @@ class _StoreColumns:
 
     def __init__(self, store: Store, run: str, attempt: str) -> None:
         self._store, self._run, self._attempt = store, run, attempt
+        self._layouts: list[wire.Layout] | None = None
 
     def layouts(self) -> list[wire.Layout]:
-        return self._store.layouts(self._run, self._attempt)[0]
+        if self._layouts is None:  # Several findings need them.
+            self._layouts = self._store.layouts(self._run, self._attempt)[0]
+        return self._layouts
 
     def spans(self, ranks: list[int], first: int, last: int) -> tuple[wire.Ints, wire.Spans]:
         try:

@@ -88,7 +88,8 @@ def read_judged_steps(
     if first > last:
         return JudgedSteps.none()
     whole = None
-    if store.estimate_rows("steps", run, attempt, first, last) <= WHOLE_ROWS:
+    most_rows = len(sources) * (last - first + 1)
+    if most_rows <= WHOLE_ROWS or store.estimate_rows("steps", run, attempt, first, last) <= WHOLE_ROWS:
         whole = store.steps(run, attempt, None, first, last)
         latest = _latest(whole, {rank: min(step, last) for rank, step in last_steps.items()})
     elif last == highest:

@@ -104,7 +104,7 @@ def mean_times(evidence: Evidence) -> _Times:
 def _kind(evidence: Evidence, replay: Replay | str) -> _Kind:
     """Return the cause: the disturbance of the transfers, their bytes, or their number."""
     if isinstance(replay, str):
-        return _Kind("unknown", f"the cause is not known, because {replay}", reason=replay)
+        return _Kind("unknown", f"for a cause that is not known, because {replay}", reason=replay)
     transfers, model = replay.transfers, replay.model
     exposed_ns = transfers.exposed_by_step_ns
     if float(np.median(exposed_ns)) < 0.5 * float(np.median(evidence.joined.exposed_ns.min(axis=1))):
@@ -115,7 +115,7 @@ def _kind(evidence: Evidence, replay: Replay | str) -> _Kind:
         if isinstance(lack, Shortage):
             return _Kind("processor", f"and {lack.sentence}")
         reason = f"transfers take {1 / (1 - disturbed):.0f} times as long as their fastest tenth, and {lack}"
-        return _Kind("unknown", f"the cause is not known, because {reason}", reason=reason)
+        return _Kind("unknown", f"for a cause that is not known, because {reason}", reason=reason)
     count = len(transfers) / transfers.steps
     if model.beta_ns * transfers.bytes_a_step >= model.alpha_ns * count:
         sentence = f"the time that {_bytes(transfers.bytes_a_step)} take at {transfers.bytes_per_ns:.2g} GB/s"

@@ -94,41 +94,35 @@ def _past(evidence: Evidence) -> Judgement:
     stuck = [(rank, event) for rank, event in evidence.events if event.kind == "stuck"]
     ended = [(rank, event) for rank, event in stuck if event.detail.get("outcome") == "ended"]
     went_on = [item for item in stuck if item not in ended]
-    return [*_fatal(ended), *_overcome(went_on)]
+    findings = [_ended(ended)] if ended else []
+    return [*findings, *([_overcome(went_on)] if went_on else [])]
 
 
-def _fatal(stuck: _Stuck) -> Judgement:
-    if not stuck:
-        return []
+def _ended(stuck: _Stuck) -> Finding:
     named, length_ns, event, location = _longest(stuck)
-    return [
-        Finding(
-            code="hang",
-            severity="critical",
-            title=f"The run hung in step {event.step} for {length_ns / 1e9:.0f} s, until it was ended: {location}",
-            remedy="Look at the place above. The next run that hangs shows its stacks with `ddpobs stacks`.",
-            steps=(event.step, event.step),
-            ranks=sorted({rank for rank, _ in named}),
-            evidence={"kind": "ended", "length_ns": length_ns},
-        )
-    ]
+    return Finding(
+        code="hang",
+        severity="critical",
+        title=f"The run hung in step {event.step} for {length_ns / 1e9:.0f} s, until it was ended: {location}",
+        remedy="Look at the place above. The next run that hangs shows its stacks with `ddpobs stacks`.",
+        steps=(event.step, event.step),
+        ranks=_ranks(named),
+        evidence={"kind": "ended", "length_ns": length_ns},
+    )
 
 
-def _overcome(stuck: _Stuck) -> Judgement:
-    if not stuck:
-        return []
+def _overcome(stuck: _Stuck) -> Finding:
     named, length_ns, event, location = _longest(stuck)
-    return [
-        Finding(
-            code="hang",
-            severity="info",
-            title=f"The run stood still for {length_ns / 1e9:.0f} s in step {event.step} and went on: {location}",
-            remedy="Look at the place above if this comes back.",
-            steps=(min(event.step for _, event in named), max(event.step for _, event in named)),
-            ranks=sorted({rank for rank, _ in named}),
-            evidence={"kind": "over", "length_ns": length_ns, "times": len(named)},
-        )
-    ]
+    steps = [stuck_event.step for _, stuck_event in named]
+    return Finding(
+        code="hang",
+        severity="info",
+        title=f"The run stood still for {length_ns / 1e9:.0f} s in step {event.step} and went on: {location}",
+        remedy="Look at the place above if this comes back.",
+        steps=(min(steps), max(steps)),
+        ranks=_ranks(named),
+        evidence={"kind": "over", "length_ns": length_ns, "times": len(steps)},
+    )
 
 
 def _longest(stuck: _Stuck) -> tuple[_Stuck, int, wire.Event, str]:
@@ -137,6 +131,10 @@ def _longest(stuck: _Stuck) -> tuple[_Stuck, int, wire.Event, str]:
     rank, event = max(named, key=lambda item: _length_ns(item[1]))
     where = f" ({event.detail['place']})" if event.detail.get("place") else ""
     return named, _length_ns(event), event, f"{ranks_text([rank])} was in {event.detail.get('activity')}{where}"
+
+
+def _ranks(stuck: _Stuck) -> list[int]:
+    return sorted({rank for rank, _ in stuck})
 
 
 def _length_ns(event: wire.Event) -> int:

@@ -195,7 +195,10 @@ def test_spans_without_their_layout_are_a_reason_not_to_know() -> None:
     evidence = large().evidence()
     evidence.columns._layout = Run([], []).layout()  # type: ignore[union-attr]
     finding = only(comm_bound(evidence))
-    assert finding.evidence["not_known_because"] == "bucket spans of 0 of 20 steps"
+    assert (
+        finding.evidence["not_known_because"]
+        == "only 0 of the 20 steps that a judgement needs have bucket spans of all ranks"
+    )
 
 
 def test_too_many_spans_are_a_reason_not_to_know() -> None:
