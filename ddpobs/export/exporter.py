@@ -304,9 +304,7 @@ class Exporter:
         self._guard("batch", self._cut_everything)
         self.count_lost(self._weight)
         if self._identity is None and self._weight:
-            self._warn(
-                "identity", "lost %d records: the run's id had not arrived when the process ended", self._weight
-            )
+            self._warn("identity", "lost %d records: the run's id had not arrived when the process ended", self._weight)
 
     def _must_wait(self) -> bool:
         return self._identity is None or not all(self._ready(queued.record) for queued in list(self._queue))
