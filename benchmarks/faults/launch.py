@@ -11,7 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+
+from benchmarks.faults.fork_server import ForkedRank, ForkServer
 
 ROOT = Path(__file__).resolve().parents[2]
 HANGING = Path(__file__).with_name("hanging.py")
@@ -29,7 +32,7 @@ class Ranks:
         folder: Their logs (`rank-0.log`) and the file `ready`, which the faulty rank writes at its fault.
     """
 
-    processes: list[subprocess.Popen[bytes]]
+    processes: Sequence[subprocess.Popen[bytes] | ForkedRank]
     folder: Path
 
     def wait_for_fault(self, timeout_s: float = 120) -> float:
@@ -58,10 +61,13 @@ def ranks_of(
     ranks: int,
     folder: Path,
     environ: dict[str, str],
-    inside: Inside = lambda _, command: list(command),
+    inside: Inside | None = None,
     master: str = "127.0.0.1",
 ) -> Iterator[Ranks]:
     """Start `python SCRIPT ARGUMENTS` once per rank, without a launcher that would end the survivors.
+
+    Ranks are forked from a process that has imported torch, unless they start inside of something or with import paths
+    of their own.
 
     Args:
         script: The training.
@@ -77,13 +83,17 @@ def ranks_of(
     shared = kept | {"MASTER_ADDR": master, "MASTER_PORT": str(_free_port()), "WORLD_SIZE": str(ranks)}
     shared |= {"OMP_NUM_THREADS": "1", "OUT": str(folder), "DDPOBS_SPOOL": str(folder / "spool")}
     shared |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")])} | environ
-    processes = []
+    processes: list[subprocess.Popen[bytes] | ForkedRank] = []
     try:
         for rank in range(ranks):
-            command = inside(rank, [sys.executable, str(script), *arguments])
-            with (folder / f"rank-{rank}.log").open("wb") as log:
-                place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-                processes.append(subprocess.Popen(command, env=shared | place, stdout=log, stderr=log, cwd=folder))
+            log, own = folder / f"rank-{rank}.log", shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if inside is None and "PYTHONPATH" not in environ:
+                processes.append(_fork_server().start([str(script), *arguments], own, folder, log))
+                continue
+            command = [sys.executable, str(script), *arguments]
+            with log.open("wb") as output:
+                command = inside(rank, command) if inside else command
+                processes.append(subprocess.Popen(command, env=own, stdout=output, stderr=output, cwd=folder))
         yield Ranks(processes, folder)
     finally:
         for process in processes:
@@ -91,6 +101,12 @@ def ranks_of(
             process.kill()
         for process in processes:
             process.wait()
+
+
+@cache
+def _fork_server() -> ForkServer:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+    return ForkServer(kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")])})
 
 
 def _free_port() -> int:
