@@ -1,7 +1,8 @@
 # Each target sets itself up.
-.PHONY: demo test check format dashboards bench fuzz soak
+.PHONY: demo test check format docs dashboards bench fuzz soak
 
 RUN := .venv/bin
+export NO_MKDOCS_2_WARNING := 1
 
 demo:
 	@scripts/setup.sh demo
@@ -18,11 +19,17 @@ check:
 	$(RUN)/ruff check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports
+	$(RUN)/python -m mkdocs build --quiet
 
 format:
 	@scripts/setup.sh test
 	$(RUN)/ruff format .
 	$(RUN)/ruff check --fix .
+
+# The site is written to build/site.
+docs:
+	@scripts/setup.sh test
+	$(RUN)/python -m mkdocs build
 
 dashboards:
 	@scripts/setup.sh test

@@ -1,0 +1,113 @@
+"""Hooks of the documentation site: pages generated from the code, and links that leave the site.
+
+mkdocs calls `on_page_markdown` for each page (see `hooks` in mkdocs.yml).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from ddpobs_server.app import create_app
+from ddpobs_server.operations.commands import cli as server_commands
+from ddpobs_server.settings import Settings
+from typer.main import get_command
+
+from ddpobs.cli import main as commands
+
+OUTSIDE = re.compile(
+    r"\[([^\]]+)\]\((?:\.\./)+(?:benchmarks|ddpobs|server|tests|examples|deploy|README|CONTRIBUTING)[^)]*\)"
+)
+"""A link to a file of the repository that is not part of the site."""
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Fill in the generated parts; replace a link to a file outside of the site by its text."""
+    for mark, generate in {"[commands]": command_reference, "[fields]": field_reference}.items():
+        if mark in markdown.splitlines():
+            markdown = markdown.replace(mark, generate())
+    return OUTSIDE.sub(r"\1", markdown)
+
+
+def command_reference() -> str:
+    """Each command with its parameters, as Markdown."""
+    parts = []
+    for program, app in (("ddpobs", commands), ("ddpobs-server", server_commands)):
+        for name, command in leaves(program, get_command(app)):
+            rows = [f"| `{' '.join(names)}` | {_cell(text)} |" for names, text in _parameters(command)]
+            table = ["| argument or option | meaning |", "|---|---|", *rows] if rows else []
+            parts.append("\n".join([f"## {name}", "", command.help or "", "", *table]))
+    return "\n\n".join(parts)
+
+
+def leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
+    """The commands below a command, with their full names."""
+    subcommands = getattr(command, "commands", None)
+    if subcommands is None:
+        yield name, command
+        return
+    for each, subcommand in subcommands.items():
+        yield from leaves(f"{name} {each}", subcommand)
+
+
+def _parameters(command: Any) -> Iterator[tuple[list[str], str]]:
+    for parameter in command.params:
+        names = [*parameter.opts, *parameter.secondary_opts]
+        is_argument = parameter.param_type_name == "argument"
+        yield [name.upper() for name in names] if is_argument else names, getattr(parameter, "help", None) or ""
+
+
+def field_reference() -> str:
+    """The answer of each route, and the objects in the answers, with their fields, as Markdown."""
+    document = create_app(Settings()).openapi()  # type: ignore[call-arg]
+    schemas: dict[str, Any] = document["components"]["schemas"]
+    routes, names = [], []
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            content = operation["responses"].get("200", {}).get("content", {})
+            if name := _reference(content.get("application/json", {}).get("schema", {})):
+                names.append(name)
+                head = [f"## {method.upper()} `{path}`", "", operation.get("description", "")]
+                routes.append("\n".join([*head, "", *_table(schemas[name])]))
+    answers = set(names)
+    for name in names:  # Grows in the loop.
+        names.extend(used for used in _used(schemas[name]) if used not in names)
+    objects = [f"## {name}\n\n" + "\n".join(_table(schemas[name])) for name in sorted(set(names) - answers)]
+    return "\n\n".join([*routes, *objects])
+
+
+def _table(schema: dict[str, Any]) -> list[str]:
+    fields = schema.get("properties", {}).items()
+    rows = [f"| `{name}` | {_type(field)} | {_cell(field.get('description', ''))} |" for name, field in fields]
+    return ["| field | type | meaning |", "|---|---|---|", *rows]
+
+
+def _reference(schema: dict[str, Any]) -> str:
+    return str(schema.get("$ref", "")).rpartition("/")[2]
+
+
+def _used(schema: Any) -> Iterator[str]:
+    """Names of the schemas that a schema refers to."""
+    if isinstance(schema, dict):
+        if name := _reference(schema):
+            yield name
+        for each in schema.values():
+            yield from _used(each)
+    elif isinstance(schema, list):
+        for each in schema:
+            yield from _used(each)
+
+
+def _type(schema: dict[str, Any]) -> str:
+    if name := _reference(schema):
+        return name
+    if "anyOf" in schema:
+        return " or ".join(_type(each) for each in schema["anyOf"])
+    if schema.get("type") == "array":
+        return f"list of {_type(schema.get('items', {}))}"
+    return str(schema.get("type", "any"))
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;")
