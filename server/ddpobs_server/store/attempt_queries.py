@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -82,7 +82,8 @@ def sources_of_attempts(connection: Connection, run: str, attempts: Sequence[str
     query = query.where(c.run_id == run, c.attempt.in_(attempts)).order_by(c.rank, c.first_seen_ns)
     by_attempt: dict[str, list[Source]] = {attempt: [] for attempt in attempts}
     reader = _SourceReader()
-    for row in connection.execute(query.execution_options(yield_per=256)):
+    rows: Iterable[Row[Any]] = connection.execute(query.execution_options(yield_per=256))
+    for row in rows:
         by_attempt[row.attempt].append(reader.source(row))
     return by_attempt
 
