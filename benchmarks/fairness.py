@@ -115,7 +115,7 @@ def loud_client(tenant: Tenant, loud: Loud, number: int, active: Any, ended: Any
 @contextmanager
 def loud_clients(tenants: dict[str, Tenant]) -> Iterator[dict[str, Any]]:
     """Start the clients of each turn's loud workspace. Yields the event that makes them send, by turn."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")
     ended, active = context.Event(), {turn: context.Event() for turn in tenants}
     processes = [
         context.Process(target=loud_client, args=(tenant, LOUD[tenant.run], number, active[turn], ended))
@@ -232,9 +232,10 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
-    rounds, seconds = (2, 0.3) if options.smoke else (options.rounds, options.seconds)
+    if options.smoke:
+        options.rounds, options.seconds, options.beside = 2, 0.2, ["many"]
     with tempfile.TemporaryDirectory() as name:
-        times = measure(Path(name), rounds, seconds, options.beside)
+        times = measure(Path(name), options.rounds, options.seconds, options.beside)
     print(
         f"\n| request, beside | ms | over alone, by medians: at most {LIMIT:.2f} | by 90th percentiles "
         "| over its clients elsewhere |\n|---|---|---|---|---|"
