@@ -1,11 +1,21 @@
 """Measure the latency of a workspace while another workspace is at its limits, against the same without it.
 
-    python -m benchmarks.fairness [--turns 12] [--seconds 6] [--json FILE] [--smoke]
+    python -m benchmarks.fairness [--rounds 10] [--seconds 3] [--beside NAME ...] [--json FILE] [--smoke]
 
-The workspace `loud` has limits of 10 batches and 1 read a second. Its clients, in a process of their own, send as fast
-as they are let, hold unfinished bodies beyond its share of the memory, and do not read its large answers. The workspace
-`quiet` sends a batch and reads a run every 50 ms. Turns with and without `loud` alternate. The ratio is that of the
-medians.
+The workspace `quiet` sends a batch of 400 spans and reads a run every 50 ms. Each loud workspace has clients in
+processes of its own, which send as fast as they are let:
+
+- `many`: 10 batches of 400 spans and 1 read a second; 86 unfinished bodies, and 16 large answers that it does not read.
+- `usual`: 20 batches a second of 5,000 spans, as the exporter sends them.
+- `largest`: a batch of 98,000 spans every two seconds.
+- `unlimited`: eight clients without a limit on their rate. It only has its share of memory and places, and competes for
+  the processor. It has no bound.
+
+A round has a turn of `quiet` alone, one of `quiet` alone once more (the noise), and two for each loud workspace: one
+beside it, and one while its clients send to another collector on this machine. The latter shows the part of the cost
+that the clients cause, as they use the same processors. Each round begins with another turn. A ratio is that of a
+round's medians (or its 90th percentiles), one turn over another: the geometric mean over the rounds, with its 95 %
+interval.
 """
 
 from __future__ import annotations
@@ -16,129 +26,228 @@ import multiprocessing
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
+import numpy as np
+from ddpobs_server.operations import bench
 from ddpobs_server.store import Store
 
-from benchmarks.tenants import Collector, Tenant, tokens
+from benchmarks.pairs import Ratio, ratio
+from benchmarks.tenants import LOAD, Collector, Tenant, tokens
 from tests import databases
 
-_PERIOD_S = 0.05
-_START_S = 3.0
-"""Seconds in which the processes of `loud` start, outside of the measurement."""
+LIMIT = 1.10
+ALONE, AGAIN, ELSEWHERE = "alone", "alone once more", "elsewhere"
+_PERIOD_S, _BEFORE_S, _AFTER_S = 0.05, 0.7, 0.5
 _BODIES, _READERS = 86, 16
+_USUAL = bench.flood(1, 1)
+_LARGEST = replace(LOAD, steps=2450, buckets=40)
+"""2,450 steps with 98,000 spans: nearly the most records that a batch may have."""
+Times = dict[str, dict[str, list[list[float]]]]
+"""Seconds of each request, by kind of request, turn and round."""
 
 
-def quiet_turn(quiet: Tenant, client: httpx.Client, seq: int, seconds: float) -> tuple[list[float], list[float], int]:
-    """Send and read for some seconds. Returns the seconds of each batch and of each read, and the next number."""
-    sent, read = [], []
+@dataclass(frozen=True)
+class Loud:
+    """A loud workspace.
+
+    Attributes:
+        limits: Its stored limits.
+        load: Size of its batches.
+        clients: Processes that send.
+        holds: Whether it also keeps bodies unfinished and answers unread.
+    """
+
+    limits: dict[str, float]
+    load: bench.Load
+    clients: int = 2
+    holds: bool = False
+
+
+LOUD = {
+    "many": Loud({"batches_per_s": 10.0, "reads_per_s": 1.0}, LOAD, holds=True),
+    "usual": Loud({"batches_per_s": 20.0}, _USUAL),
+    "largest": Loud({"batches_per_s": 0.5}, _LARGEST),
+    "unlimited": Loud({}, _USUAL, clients=8),
+}
+
+
+def quiet_turn(quiet: Tenant, client: httpx.Client, seq: int, seconds: float) -> tuple[list[float], list[float]]:
+    """Send and read for some seconds. Returns the seconds of each batch and of each read."""
+    sent: list[float] = []
+    read: list[float] = []
     deadline = time.monotonic() + seconds
     while (began := time.monotonic()) < deadline:
-        payload = quiet.batch(0, seq)
+        payload = quiet.batch(0, seq + len(sent))
         sending = time.perf_counter()
         quiet.put(client, payload).raise_for_status()
         reading = time.perf_counter()
         quiet.get(client, "").raise_for_status()
         sent.append(reading - sending)
         read.append(time.perf_counter() - reading)
-        seq += 1
         time.sleep(max(0.0, began + _PERIOD_S - time.monotonic()))
-    return sent, read, seq
+    return sent, read
 
 
-def loud_clients(loud: Tenant, ended: Any) -> None:
-    """Send a batch, hold unfinished bodies and unread answers, until the event."""
-    payload = loud.batch(1, 0)
-    with (
-        loud.unfinished_bodies(_BODIES),
-        loud.slow_readers(_READERS),
-        httpx.Client(timeout=60) as client,
-        suppress(httpx.HTTPError),
-    ):
+def loud_client(tenant: Tenant, loud: Loud, number: int, active: Any, ended: Any) -> None:
+    """Send new batches while `active` is set, until `ended` is set; the first client also holds bodies and answers."""
+    plain = msgspec.structs.replace(bench.batch(loud.load, number, 0), run=tenant.run)
+    seq = 1000
+    with httpx.Client(timeout=60) as client:
         while not ended.is_set():
-            loud.put(client, payload)
+            if not active.wait(0.2):
+                continue
+            with ExitStack() as stack:
+                if loud.holds and number == 0:
+                    stack.enter_context(tenant.unfinished_bodies(_BODIES))
+                    stack.enter_context(tenant.slow_readers(_READERS))
+                while active.is_set() and not ended.is_set():
+                    with suppress(httpx.HTTPError):
+                        seq += tenant.put(client, msgspec.structs.replace(plain, seq=seq)).is_success
 
 
 @contextmanager
-def loudness(loud: Tenant) -> Iterator[None]:
-    """Run the clients of `loud` for the block."""
-    context = multiprocessing.get_context("spawn")
-    ended = context.Event()
-    tenant = Tenant(
-        Collector(loud.collector.folder, loud.collector.database_url, port=loud.collector.port), loud.token, loud.run
-    )
-    process = context.Process(target=loud_clients, args=(tenant, ended))
-    process.start()
+def loud_clients(tenants: dict[str, Tenant]) -> Iterator[dict[str, Any]]:
+    """Start the clients of each turn's loud workspace. Yields the event that makes them send, by turn."""
+    context = multiprocessing.get_context("fork")
+    ended, active = context.Event(), {turn: context.Event() for turn in tenants}
+    processes = [
+        context.Process(target=loud_client, args=(tenant, LOUD[tenant.run], number, active[turn], ended))
+        for turn, tenant in tenants.items()
+        for number in range(LOUD[tenant.run].clients)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        yield active
+    finally:
+        ended.set()
+        for process in processes:
+            process.join(70)
+
+
+@contextmanager
+def sending(active: Any | None) -> Iterator[None]:
+    """Let the clients of a loud workspace send during the block; their last requests end after it."""
+    if active is not None:
+        active.set()
+    time.sleep(_BEFORE_S)
     try:
         yield
     finally:
-        ended.set()
-        process.join(30)
+        if active is not None:
+            active.clear()
+        time.sleep(_AFTER_S)
 
 
-def measure(folder: Path, turns: int, seconds: float) -> dict[str, float]:
-    """Return the medians with and without the other workspace, and their ratios."""
+@contextmanager
+def collector(folder: Path, louds: Sequence[str]) -> Iterator[dict[str, Tenant]]:
+    """Run a collector. Yields the tenants of `quiet` and of the loud workspaces."""
+    folder.mkdir()
     url = databases.sqlite(folder)
-    secrets = tokens(url, "quiet", "loud")
+    names = ("quiet", *louds)
+    secrets = tokens(url, *names)
     store = Store(url)
-    limits = {"batches_per_s": 10.0, "reads_per_s": 1.0}
-    store.set_workspace_limits("loud", limits)
+    for name in louds:
+        store.set_workspace_limits(name, LOUD[name].limits)
     store.close()
-    collector = Collector(folder, url)
-    collector.start()
-    quiet, loud = (Tenant(collector, secret, name) for secret, name in zip(secrets, ("quiet", "loud"), strict=True))
-    times: dict[tuple[str, bool], list[float]] = {}
-    seq = 0
+    running = Collector(folder, url)
+    running.start()
     try:
-        with httpx.Client(timeout=60) as client, httpx.Client(timeout=60) as loud_client:
-            for number in range(100):
-                while loud.put(loud_client, loud.batch(0, number)).status_code == 429:
-                    time.sleep(0.1)
-            _, _, seq = quiet_turn(quiet, client, seq, min(2.0, seconds))
-            for turn in range(turns):
-                is_loud = bool(turn % 2)
-                with ExitStack() as stack:
-                    if is_loud:
-                        stack.enter_context(loudness(loud))
-                    time.sleep(_START_S)
-                    sent, read, seq = quiet_turn(quiet, client, seq, seconds)
-                times.setdefault(("batch", is_loud), []).extend(sent)
-                times.setdefault(("read", is_loud), []).extend(read)
+        # Without its process, a collector can be sent to other processes.
+        address = Collector(folder, url, port=running.port)
+        tenants = {name: Tenant(address, secret, name) for name, secret in zip(names, secrets, strict=True)}
+        with httpx.Client(timeout=60) as client:
+            for tenant in tenants.values():
+                _fill(tenant, client)
+        yield tenants
     finally:
-        collector.end()
-    result: dict[str, float] = {}
-    for kind in ("batch", "read"):
-        alone, beside = (statistics.median(times[kind, is_loud]) for is_loud in (False, True))
-        result |= {f"{kind}_alone_ms": alone * 1e3, f"{kind}_beside_ms": beside * 1e3, f"{kind}_ratio": beside / alone}
-    return result
+        running.end()
+
+
+def _fill(tenant: Tenant, client: httpx.Client) -> None:
+    """Store enough spans for large answers."""
+    for number in range(40):
+        while tenant.put(client, tenant.batch(0, number)).status_code == 429:
+            time.sleep(0.1)
+
+
+def measure(folder: Path, rounds: int, seconds: float, louds: Sequence[str]) -> Times:
+    """Return the times of `quiet` in each turn."""
+    turns = [ALONE, AGAIN, *louds, *(f"{name} {ELSEWHERE}" for name in louds)]
+    times: Times = {kind: {turn: [] for turn in turns} for kind in ("batch", "read")}
+    with ExitStack() as stack:
+        here, elsewhere = (stack.enter_context(collector(folder / name, louds)) for name in ("here", "elsewhere"))
+        quiet = here["quiet"]
+        tenants = {name: here[name] for name in louds} | {f"{name} {ELSEWHERE}": elsewhere[name] for name in louds}
+        active = stack.enter_context(loud_clients(tenants))
+        client = stack.enter_context(httpx.Client(timeout=60))
+        quiet_turn(quiet, client, 100, 4 * _BEFORE_S)
+        for number in range(rounds):
+            start = number % len(turns)
+            for place, turn in enumerate(turns[start:] + turns[:start]):
+                with sending(active.get(turn)):
+                    sent, read = quiet_turn(quiet, client, 1000 * (1 + number * len(turns) + place), seconds)
+                times["batch"][turn].append(sent)
+                times["read"][turn].append(read)
+    return times
+
+
+def rows(times: Times, louds: Sequence[str]) -> Iterator[tuple[str, float, list[Ratio]]]:
+    """(title, milliseconds, ratios) of each turn and kind of request.
+
+    The ratios are those over `quiet` alone, by medians and by 90th percentiles, and by medians over the turn elsewhere.
+    """
+    for kind, by_turn in times.items():
+        medians, tails = _by_turn(by_turn, statistics.median), _by_turn(by_turn, _percentile_90)
+        for turn in (ALONE, AGAIN, *louds):
+            ratios = [ratio(medians[turn], medians[ALONE]), ratio(tails[turn], tails[ALONE])] if turn != ALONE else []
+            if turn in louds:
+                ratios.append(ratio(medians[turn], medians[f"{turn} {ELSEWHERE}"]))
+            yield f"{kind}, {turn}", 1e3 * statistics.median(medians[turn][0]), ratios
+
+
+def _by_turn(
+    by_turn: dict[str, list[list[float]]], statistic: Callable[[list[float]], float]
+) -> dict[str, list[list[float]]]:
+    return {turn: [[statistic(seconds) for seconds in each]] for turn, each in by_turn.items()}
+
+
+def _percentile_90(seconds: list[float]) -> float:
+    return float(np.percentile(seconds, 90))
 
 
 def main() -> None:
-    """Measure and print a row for each kind of request."""
+    """Measure and print a row for each kind of request and each turn."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--turns", type=int, default=12)
-    parser.add_argument("--seconds", type=float, default=6.0, help="duration of a turn")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seconds", type=float, default=3.0, help="duration of a turn")
+    parser.add_argument("--beside", nargs="+", choices=LOUD, default=list(LOUD))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
-    turns, seconds = (2, 1.0) if options.smoke else (options.turns, options.seconds)
+    if options.smoke:
+        options.rounds, options.seconds, options.beside = 2, 0.2, ["many"]
     with tempfile.TemporaryDirectory() as name:
-        result = measure(Path(name), turns, seconds)
+        times = measure(Path(name), options.rounds, options.seconds, options.beside)
     print(
-        "\n| quiet workspace | alone, ms | beside a workspace at its limits, ms | ratio, at most 1.10 |"
-        "\n|---|---|---|---|"
+        f"\n| request, beside | ms | over alone, by medians: at most {LIMIT:.2f} | by 90th percentiles "
+        "| over its clients elsewhere |\n|---|---|---|---|---|"
     )
-    for kind in ("batch", "read"):
-        print(
-            f"| {kind} | {result[f'{kind}_alone_ms']:.1f} | {result[f'{kind}_beside_ms']:.1f} "
-            f"| {result[f'{kind}_ratio']:.2f} |"
-        )
+    results: dict[str, dict[str, Any]] = {}
+    names = ("over_alone", "percentiles_90_over_alone", "over_elsewhere")
+    for title, milliseconds, ratios in rows(times, options.beside):
+        columns = [str(value) for value in ratios] + [""] * (len(names) - len(ratios))
+        print(f"| {title} | {milliseconds:.2f} | {' | '.join(columns)} |", flush=True)
+        results[title] = {"ms": milliseconds} | dict(zip(names, map(vars, ratios), strict=False))
     if options.json:
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

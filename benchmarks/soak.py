@@ -3,21 +3,28 @@
     python -m benchmarks.soak [--seconds 600] [--seed 0] [--postgres] [--json FILE] [--smoke]
 
 The workspace `quiet` sends batches of 400 spans and repeats each until it is acknowledged, as a rank does. The
-workspace `loud` sends batches that are costly to keep. Every few seconds a fault begins: the collector is killed, its
-disk has too little free space, its database stops or its file is locked, its file is moved away and back, bodies stay
+workspace `loud` sends batches that are costly to keep, and tries to begin ever more runs. Every few seconds a fault
+begins (`collector_faults.py`): the collector is killed, its disk has too little free space, its database stops or its
+file is locked, its file is moved away and back or removed, its clock is set by an hour or a year, bodies stay
 unfinished, or answers stay unread.
 
-At the end every acknowledged span must be stored once. The memory must stay below its bound and flat, the latency of
-`quiet` outside of outages within its bound. Clock steps are not drawn: the collector's clock cannot be set alone. Exits
-with 1 if a condition fails.
+At the end:
+
+- Every acknowledged span is stored once. If the file was removed, this holds for the removed file up to that moment,
+  and for the new one afterwards. Nothing is acknowledged while the file is away.
+- A run that was stored at the start is still there: retention removes nothing while the clock is wrong.
+- The limit of `loud`'s runs holds. The memory of batches under way, the largest answer and the peak of the process's
+  memory stay within their bounds. Its memory is flat.
+- The latency of `quiet` outside of outages is within its bound.
+
+Exits with 1 if a condition fails.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import random
-import sqlite3
+import re
 import sys
 import tempfile
 import time
@@ -30,7 +37,10 @@ import httpx
 import numpy as np
 from ddpobs_server.store import Store
 
-from benchmarks.tenants import LOAD, Background, Collector, Tenant, hostile_batches, tokens
+from benchmarks import stepped_clock
+from benchmarks.collector_faults import Faults, Outcome
+from benchmarks.reads import arrival
+from benchmarks.tenants import LOAD, Background, Collector, Tenant, hostile_batches, new_tokens
 from ddpobs import wire
 from tests import databases
 
@@ -38,9 +48,13 @@ MEMORY_BYTES = 1_500_000_000
 """Bound on the collector's peak memory under this load."""
 P99_S, FLAT_RATIO = 2.0, 1.5
 """Bound on the latency outside of outages, and on the memory of the second half relative to the first."""
+UNDER_WAY_MB, ANSWER_BYTES, MAX_RUNS = 256, 80_000_000, 3
+"""Bounds on batches under way, on an answer (64 MB of runs, and the collector's own metrics), and on loud's runs."""
 _PERIOD_S = 0.1
-_OUTAGE_S = 3.0
-_SETTINGS = {"max_under_way_mb": 256, "lost_after_s": 5}
+_SETTINGS = {"max_under_way_mb": UNDER_WAY_MB, "lost_after_s": 5, "keep_runs_days": 30}
+_FINISHED, _FINISHED_BATCHES = "finished", 20
+"""Name and batches of the run that is stored at the start."""
+_SPANS = LOAD.steps * LOAD.buckets
 
 
 @dataclass
@@ -50,35 +64,31 @@ class Record:
     Attributes:
         acknowledged: Number of batches.
         latencies_s: (time, seconds) of each acknowledged batch.
-        outages: (begin, end) of each fault that stops the store.
-        memory: (time, bytes) of the collector's resident memory.
+        memory: The collector's resident bytes, again and again.
         peak_bytes: Largest peak of any of its processes.
-        faults: Number of faults by kind.
+        under_way_bytes: Largest memory of batches under way.
+        answer_bytes: Size of the largest answer.
     """
 
     acknowledged: int = 0
     latencies_s: list[tuple[float, float]] = field(default_factory=list)
-    outages: list[tuple[float, float]] = field(default_factory=list)
-    memory: list[tuple[float, int]] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
     peak_bytes: int = 0
-    faults: dict[str, int] = field(default_factory=dict)
+    under_way_bytes: float = 0
+    answer_bytes: int = 0
 
 
-class Soak:
-    """The collector, its tenants and its faults.
+class Clients:
+    """The clients of both workspaces.
 
     Args:
         collector: The collector.
-        tenants: `quiet` and `loud`.
-        server: PostgreSQL's server; None for a SQLite file.
-        seed: Of the faults.
+        quiet: The workspace whose batches are counted.
+        loud: The workspace with costly batches.
     """
 
-    def __init__(self, collector: Collector, tenants: tuple[Tenant, Tenant], server: Any, seed: int) -> None:
-        self._collector, self._server = collector, server
-        self._quiet, self._loud = tenants
-        self._random = random.Random(seed)
-        self._hostile = 0
+    def __init__(self, collector: Collector, quiet: Tenant, loud: Tenant) -> None:
+        self._collector, self._quiet, self._loud = collector, quiet, loud
         self.record = Record()
 
     def send(self, client: httpx.Client, number: int) -> None:
@@ -86,150 +96,101 @@ class Soak:
         payload = self._quiet.batch(0, number)
         began = time.monotonic()
         while True:
-            sending = time.monotonic()
             with suppress(httpx.HTTPError):
                 if self._quiet.put(client, payload).status_code in (200, 201):
                     break
             time.sleep(0.2)
         self.record.acknowledged += 1
-        self.record.latencies_s.append((sending, time.monotonic() - began))
+        self.record.latencies_s.append((began, time.monotonic() - began))
         time.sleep(_PERIOD_S)
 
     def watch(self, client: httpx.Client, _number: int) -> None:
-        """Scrape and read both workspaces, and record the memory."""
-        self._measure_memory()
+        """Scrape and read both workspaces, and record memory and sizes."""
+        record = self.record
+        record.memory.append(self._collector.memory_bytes())
+        record.peak_bytes = max(record.peak_bytes, self._collector.memory_bytes("VmHWM"))
         for tenant in (self._quiet, self._loud):
-            for path in ("/metrics", "/api/v1/runs", f"/api/v1/runs/{tenant.run}/diagnostics"):
-                client.get(self._collector.url + path, headers=tenant.headers)
-        client.get(f"{self._collector.url}/api/v1/runs/hostile/unused", headers=self._loud.headers)
+            run = tenant.run if tenant is self._quiet else "hostile"
+            for path in (
+                "/metrics",
+                *("/api/v1/runs" + rest for rest in ("", f"/{run}/diagnostics", f"/{run}/unused")),
+            ):
+                answer = client.get(self._collector.url + path, headers=tenant.headers)
+                record.answer_bytes = max(record.answer_bytes, len(answer.content))
+                if match := re.search(rb"\nddpobs_server_under_way_bytes (\S+)", answer.content):
+                    record.under_way_bytes = max(record.under_way_bytes, float(match[1]))
         time.sleep(1)
 
-    def attack(self, client: httpx.Client, _number: int) -> None:
+    def attack(self, client: httpx.Client, number: int) -> None:
         """Send batches of `loud` that are costly to keep."""
-        self._hostile += 1
-        for payload in hostile_batches(self._loud, self._hostile):
+        for payload in hostile_batches(self._loud, number + 1):
             self._loud.put(client, payload)
+        self._loud.put(client, self._loud.batch(0, 0, f"run-{number}"))
         time.sleep(0.5)
 
-    def fault(self, seconds: float) -> None:
-        """Draw a fault, and end it after some seconds."""
-        kinds = [self._kill, self._fill_disk, self._stop_database, self._unfinished_bodies, self._unread_answers]
-        if self._server is None:
-            kinds.append(self._move_file)
-        kind = self._random.choice(kinds)
-        name = kind.__name__.strip("_").replace("_", " ")
-        self.record.faults[name] = self.record.faults.get(name, 0) + 1
-        kind(seconds)
 
-    def _outage(self, began: float) -> None:
-        self.record.outages.append((began - 1, time.monotonic() + _OUTAGE_S))
-
-    def _restart(self, **settings: object) -> None:
-        self._measure_memory()
-        self._collector.end(kill=True)
-        self._collector.start(**settings)
-
-    def _kill(self, _seconds: float) -> None:
-        began = time.monotonic()
-        self._restart()
-        self._outage(began)
-
-    def _fill_disk(self, seconds: float) -> None:
-        began = time.monotonic()
-        self._restart(keep_free_mb=10**9)
-        time.sleep(seconds)
-        self._restart()
-        self._outage(began)
-
-    def _stop_database(self, seconds: float) -> None:
-        began = time.monotonic()
-        if self._server is not None:
-            databases.stop(self._server, "immediate")
-            time.sleep(seconds)
-            databases.start(self._server)
-        else:
-            with sqlite3.connect(self._file, isolation_level=None, timeout=30) as connection:
-                connection.execute("BEGIN IMMEDIATE")
-                time.sleep(seconds)
-                connection.execute("ROLLBACK")
-            connection.close()
-        self._outage(began)
-
-    def _move_file(self, seconds: float) -> None:
-        """Move the file away and back. The collector is killed before, so that no batch is on its way."""
-        began = time.monotonic()
-        files = [path for path in self._file.parent.glob(f"{self._file.name}*") if path.is_file()]
-        self._measure_memory()
-        self._collector.end(kill=True)
-        away = self._file.parent / "away"
-        away.mkdir(exist_ok=True)
-        for path in files:
-            path.rename(away / path.name)
-        time.sleep(seconds)
-        for path in files:
-            (away / path.name).rename(path)
-        self._collector.start()
-        self._outage(began)
-
-    def _unfinished_bodies(self, seconds: float) -> None:
-        with self._loud.unfinished_bodies(86):
-            time.sleep(seconds)
-
-    def _unread_answers(self, seconds: float) -> None:
-        with self._loud.slow_readers(16):
-            time.sleep(seconds)
-
-    @property
-    def _file(self) -> Path:
-        return Path(self._collector.database_url.removeprefix("sqlite:///"))
-
-    def _measure_memory(self) -> None:
-        self.record.memory.append((time.monotonic(), self._collector.memory_bytes()))
-        self.record.peak_bytes = max(self.record.peak_bytes, self._collector.memory_bytes("VmHWM"))
+def prepare(url: str, tokens: list[Any]) -> None:
+    """Create tables, tokens, limits and a finished run in a new database."""
+    store = Store(url)
+    store.migrate()
+    for token in tokens:
+        store.add_token(token)
+    store.set_workspace_limits("loud", {"max_runs": MAX_RUNS, "batches_per_s": 20.0})
+    quiet = Tenant(Collector(Path(), url), "", _FINISHED)
+    batches = [quiet.batch(0, seq, f"quiet/{_FINISHED}") for seq in range(_FINISHED_BATCHES)]
+    store.ingest(list(map(arrival, batches)))
+    store.close()
 
 
-def lost_and_doubled(database_url: str, tenant: Tenant, batches: int) -> tuple[int, int]:
-    """Acknowledged spans that are not stored, and spans that are stored twice."""
-    store = Store(database_url)
-    key = f"{tenant.run}/{tenant.run}"
-    run = store.run(key)
+def lost_and_doubled(url: str, run: str, first: int, last: int) -> tuple[int, int]:
+    """Spans of the batches `first` to `last` (exclusive) that are not stored, and those that are stored twice."""
+    store = Store(url)
+    key = f"quiet/{run}"
+    stored = store.run(key)
     lost = doubled = 0
-    spans_a_batch = LOAD.steps * LOAD.buckets
-    for first in range(0, batches, 100):
-        last = min(first + 100, batches)
-        steps = (first * LOAD.steps, last * LOAD.steps - 1)
-        _, spans = store.spans(key, run.attempt, None, *steps) if run else (None, _no_spans())
+    for begin in range(first, last, 100):
+        end = min(begin + 100, last)
+        spans = wire.Spans.from_table(np.zeros((len(wire.Spans.names), 0), np.int64))
+        if stored is not None:
+            _, spans = store.spans(key, stored.attempt, None, begin * LOAD.steps, end * LOAD.steps - 1)
         distinct = len(np.unique(np.stack([spans.step, spans.bucket]), axis=1).T)
-        lost += (last - first) * spans_a_batch - distinct
+        lost += (end - begin) * _SPANS - distinct
         doubled += len(spans) - distinct
     store.close()
     return lost, doubled
 
 
-def _no_spans() -> wire.Spans:
-    return wire.Spans.from_table(np.zeros((len(wire.Spans.names), 0), np.int64))
-
-
-def figures(record: Record, database_url: str, quiet: Tenant) -> dict[str, Any]:
+def figures(record: Record, outcome: Outcome, url: str) -> dict[str, Any]:
     """The conditions' figures."""
     calm = [
         seconds
         for at, seconds in record.latencies_s
-        if not any(begin <= at <= end or begin <= at + seconds <= end for begin, end in record.outages)
+        if not any(at <= end and at + seconds >= begin for begin, end in outcome.outages)
     ]
-    resident = [size for _, size in record.memory if size]
+    resident = [size for size in record.memory if size]
     middle = len(resident) // 2
-    lost, doubled = lost_and_doubled(database_url, quiet, record.acknowledged)
+    urls, ends = [*(removed for removed, _ in outcome.removed), url], [end for _, end in outcome.removed]
+    parts = zip(urls, [0, *ends], [*ends, record.acknowledged], strict=True)
+    counts = [lost_and_doubled(each, "quiet", first, last) for each, first, last in parts]
+    counts += [lost_and_doubled(each, _FINISHED, 0, _FINISHED_BATCHES) for each in urls]
+    store = Store(url)
+    runs = store.count_runs("loud")
+    store.close()
     return {
-        "acknowledged_spans": record.acknowledged * LOAD.steps * LOAD.buckets,
-        "lost_spans": lost,
-        "doubled_spans": doubled,
+        "acknowledged_spans": record.acknowledged * _SPANS,
+        "lost_spans": sum(lost for lost, _ in counts),
+        "doubled_spans": sum(doubled for _, doubled in counts),
+        "acknowledged_without_file": outcome.acknowledged_without_file,
+        "calm_batches": len(calm),
         "p50_ms": float(np.median(calm or [0.0])) * 1e3,
         "p99_ms": float(np.percentile(calm or [0.0], 99)) * 1e3,
         "peak_mb": record.peak_bytes / 1e6,
         "first_half_mb": max(resident[:middle], default=0) / 1e6,
         "second_half_mb": max(resident[middle:], default=0) / 1e6,
-        "faults": record.faults,
+        "under_way_mb": record.under_way_bytes / 1e6,
+        "largest_answer_mb": record.answer_bytes / 1e6,
+        "loud_runs": runs,
+        "faults": outcome.counts,
     }
 
 
@@ -238,8 +199,12 @@ def broken_conditions(result: dict[str, Any]) -> list[str]:
     checks = {
         f"{result['lost_spans']} acknowledged spans are not stored": result["lost_spans"],
         f"{result['doubled_spans']} spans are stored twice": result["doubled_spans"],
+        "batches are acknowledged while the file is away": result["acknowledged_without_file"],
         f"the peak of the memory is {result['peak_mb']:.0f} MB": result["peak_mb"] * 1e6 > MEMORY_BYTES,
         "the memory grows": result["second_half_mb"] > FLAT_RATIO * result["first_half_mb"],
+        f"{result['under_way_mb']:.0f} MB of batches are under way": result["under_way_mb"] > UNDER_WAY_MB,
+        f"an answer has {result['largest_answer_mb']:.0f} MB": result["largest_answer_mb"] * 1e6 > ANSWER_BYTES,
+        f"the workspace has {result['loud_runs']} runs": result["loud_runs"] > MAX_RUNS,
         f"the 99th percentile of the latency is {result['p99_ms']:.0f} ms": result["p99_ms"] > P99_S * 1e3,
     }
     return [text for text, is_broken in checks.items() if is_broken]
@@ -247,24 +212,37 @@ def broken_conditions(result: dict[str, Any]) -> list[str]:
 
 def run(folder: Path, url: str, server: Any, seconds: float, seed: int) -> dict[str, Any]:
     """Run the soak, then check the store."""
-    secrets = tokens(url, "quiet", "loud")
-    collector = Collector(folder, url, dict(_SETTINGS))
+    secrets, tokens = new_tokens("quiet", "loud")
+    prepare(url, tokens)
+    clock = folder / "clock"
+    stepped_clock.set_offset(clock, 0)
+    command = (sys.executable, str(Path(stepped_clock.__file__)), str(clock))
+    collector = Collector(folder, url, dict(_SETTINGS), command=command)
     collector.start()
     quiet, loud = (Tenant(collector, secret, name) for secret, name in zip(secrets, ("quiet", "loud"), strict=True))
-    soak = Soak(collector, (quiet, loud), server, seed)
-    pause_s = min(10.0, seconds / 6)
+    clients = Clients(collector, quiet, loud)
+    faults = Faults(
+        collector,
+        loud,
+        server,
+        clock,
+        acknowledged=lambda: clients.record.acknowledged,
+        prepare=lambda: prepare(url, tokens),
+        seed=seed,
+    )
+    pause_s = min(5.0, seconds / 12)
     deadline = time.monotonic() + seconds
     try:
         with ExitStack() as stack:
-            clients = [stack.enter_context(httpx.Client(timeout=40)) for _ in range(3)]
-            for work, client in zip((soak.send, soak.watch, soak.attack), clients, strict=True):
+            for work in (clients.send, clients.watch, clients.attack):
+                client = stack.enter_context(httpx.Client(timeout=40))
                 stack.enter_context(Background(lambda number, work=work, client=client: work(client, number)))  # type: ignore[misc]
             while time.monotonic() < deadline:
                 time.sleep(pause_s)
-                soak.fault(pause_s / 2)
+                faults.draw(pause_s)
     finally:
         collector.end()
-    return figures(soak.record, url, quiet)
+    return figures(clients.record, faults.outcome, url)
 
 
 def main() -> None:
@@ -283,7 +261,7 @@ def main() -> None:
         url = databases.new_database(server) if server is not None else databases.sqlite(folder)
         result = run(folder, url, server, seconds, options.seed)
     for name, value in result.items():
-        print(f"{name:>20}  {value:,.1f}" if isinstance(value, float) else f"{name:>20}  {value}")
+        print(f"{name:>26}  {value:,.1f}" if isinstance(value, float) else f"{name:>26}  {value}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     if broken := broken_conditions(result):

@@ -19,7 +19,7 @@ import httpx
 import msgspec
 import numpy as np
 from ddpobs_server.operations import bench
-from ddpobs_server.store import Store
+from ddpobs_server.store import Store, Token
 from ddpobs_server.web.auth import new_token
 
 from ddpobs import wire
@@ -38,6 +38,7 @@ class Collector:
     settings: dict[str, object] = field(default_factory=dict)
     port: int = 0
     process: subprocess.Popen[bytes] | None = None
+    command: tuple[str, ...] = (sys.executable, "-m", "ddpobs_server.app")
 
     def start(self, **settings: object) -> None:
         """Start the process and wait until it is ready."""
@@ -46,9 +47,7 @@ class Collector:
         environ |= {f"DDPOBS_SERVER_{name.upper()}": str(value) for name, value in values.items()}
         log = self.folder / "collector.log"
         with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", "ddpobs_server.app"], stdout=output, stderr=output, env=environ, cwd=self.folder
-            )
+            self.process = subprocess.Popen(self.command, stdout=output, stderr=output, env=environ, cwd=self.folder)
         deadline = time.monotonic() + _START_S
         while not (match := re.search(r"https?://[^:]+:(\d+)", log.read_text())):
             if time.monotonic() > deadline or self.process.poll() is not None:
@@ -76,15 +75,19 @@ class Collector:
         return 0
 
 
+def new_tokens(*workspaces: str) -> tuple[list[str], list[Token]]:
+    """Secrets with the scopes ingest and read for each workspace, and the records to store."""
+    created = [new_token(workspace, workspace, ["ingest", "read"]) for workspace in workspaces]
+    return [secret for secret, _ in created], [record for _, record in created]
+
+
 def tokens(database_url: str, *workspaces: str) -> list[str]:
     """Create a token with the scopes ingest and read for each workspace."""
+    secrets, records = new_tokens(*workspaces)
     store = Store(database_url)
     store.migrate()
-    secrets = []
-    for workspace in workspaces:
-        secret, record = new_token(workspace, workspace, ["ingest", "read"])
+    for record in records:
         store.add_token(record)
-        secrets.append(secret)
     store.close()
     return secrets
 

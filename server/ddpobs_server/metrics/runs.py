@@ -123,17 +123,19 @@ def _add_delays(lines: dict[str, _Lines], names: dict[str, str], totals: Aggrega
 
 
 def _add_buckets(lines: dict[str, _Lines], names: dict[str, str], totals: Aggregates) -> None:
-    sums: dict[tuple[str, str], list[float]] = {}
+    by_run: dict[str, dict[str, list[float]]] = {key: {} for key in names}
     for key, row in totals.buckets:
         if key in names:
-            bucket_sums = sums.setdefault((key, _bucket_label(row)), [0, 0, 0, 0])
-            for index, duration_ns in enumerate((row.compute_ns, row.comm_ns, row.exposed_ns)):
-                bucket_sums[index] += duration_ns / 1e9
+            values = by_run[key].setdefault(_bucket_label(row), [0.0, 0.0, 0.0, 0])
+            values[0] += row.compute_ns / 1e9
+            values[1] += row.comm_ns / 1e9
+            values[2] += row.exposed_ns / 1e9
             # Rows are ordered by revision, so the latest layout's size remains.
-            bucket_sums[-1] = int(totals.sizes[key, row.module, row.revision][row.bucket])
-    for (key, label), values in sums.items():
-        for family, value in zip(_BUCKET, values, strict=True):
-            _add(lines[key], family, [(label, names[key], value)])
+            values[3] = int(totals.sizes[key, row.module, row.revision][row.bucket])
+    for key, buckets in by_run.items():
+        if buckets:
+            for index, family in enumerate(_BUCKET):
+                _add(lines[key], family, ((label, names[key], values[index]) for label, values in buckets.items()))
 
 
 def _bucket_label(row: BucketRollup) -> str:

@@ -64,9 +64,10 @@ class RunRenderer:
         quiet_ns = int(self._settings.quiet_after_s * 1e9)
         with self._lock:
             known = {key: rendered.version for key, rendered in self._cache.items()}
-        # The wall clock may be set back, so a run may have been seen in the future.
-        totals = self._store.aggregates(now_ns - quiet_ns, now_ns + quiet_ns, workspace, known)
-        fresh = render_runs(totals)
+        with self._reports.undisturbed():
+            # The wall clock may be set back, so a run may have been seen in the future.
+            totals = self._store.aggregates(now_ns - quiet_ns, now_ns + quiet_ns, workspace, known)
+            fresh = render_runs(totals)
         active = [run for run in totals.runs if not run.is_over or abs(now_ns - run.last_seen_ns) < _LAST_SCRAPES_NS]
         families = self._keep(active, fresh)
         fitting = _fitting(active, families)

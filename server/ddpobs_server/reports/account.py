@@ -17,9 +17,11 @@ from ddpobs_server.analysis.account import (
     is_productive,
 )
 from ddpobs_server.reports.liveness import world_size_of
-from ddpobs_server.store import Attempt, Source, Store
+from ddpobs_server.store import Attempt, AttemptSummary, Source, Store
 
 _NS_PER_HOUR = 3600 * 10**9
+_ATTEMPTS, _RANKS = 1000, 16_384
+"""Most attempts of an account, and most ranks of all its attempts together, with ranks that sent nothing."""
 _NO_BATCH = "no batch has arrived from it"
 _NO_ACCOUNT = "its version of ddpobs sends no account"
 
@@ -40,6 +42,28 @@ def processes_of(sources: Sequence[Source]) -> list[Process]:
     return processes + [Process(rank, None, reason=_NO_BATCH) for rank in sorted(absent)]
 
 
+def attempts_within_limits(attempts: Sequence[AttemptSummary], attempt: str) -> list[AttemptSummary]:
+    """Return the attempts that an account covers, oldest first: the latest ones, as many as fit its limits.
+
+    If the requested attempt is not among them, the account covers the attempts up to that one.
+    """
+    covered = _latest(attempts)
+    if attempt not in [known.attempt for known in covered]:
+        end = next((n for n, known in enumerate(attempts, 1) if known.attempt == attempt), len(attempts))
+        covered = _latest(attempts[:end])
+    return covered
+
+
+def _latest(attempts: Sequence[AttemptSummary]) -> list[AttemptSummary]:
+    ranks, covered = 0, list[AttemptSummary]()
+    for attempt in reversed(attempts[-_ATTEMPTS:]):
+        ranks += max(attempt.world_size, attempt.ranks)
+        if covered and ranks > _RANKS:
+            break
+        covered.append(attempt)
+    return covered[::-1]
+
+
 def launch_of(attempt: Attempt, sources: Sequence[Source]) -> Launch:
     """Return an attempt as the account's input."""
     ranks = {source.rank for source in sources if source.ended == "finished"}
@@ -51,9 +75,9 @@ def launches_of(
     store: Store, run: str, attempts: Sequence[Attempt], sources: Mapping[str, Sequence[Source]]
 ) -> list[Launch]:
     """Return attempts of a run, oldest first; `sources` are those that were read already, by attempt."""
-    return [
-        launch_of(attempt, sources.get(attempt.attempt) or store.sources(run, attempt.attempt)) for attempt in attempts
-    ]
+    unread = [attempt.attempt for attempt in attempts if attempt.attempt not in sources]
+    by_attempt = {**sources, **(store.sources_of_attempts(run, unread) if unread else {})}
+    return [launch_of(attempt, by_attempt[attempt.attempt]) for attempt in attempts]
 
 
 def account_json(store: Store, run: str, attempt: str, price: float | None) -> dict[str, Any]:
@@ -66,7 +90,9 @@ def account_json(store: Store, run: str, attempt: str, price: float | None) -> d
         price: Price of an hour of a GPU, or of a rank where there is none; None if it is not known.
     """
     sources = store.sources(run, attempt)
-    account = account_of(launches_of(store, run, store.attempts(run), {attempt: sources}))
+    attempts = store.attempt_summaries(run)
+    covered = attempts_within_limits(attempts, attempt)
+    account = account_of(launches_of(store, run, covered, {attempt: sources}))
     devices = {source.hello.device for source in sources if source.hello}
     return {
         "run": run.rpartition("/")[2],
@@ -74,6 +100,7 @@ def account_json(store: Store, run: str, attempt: str, price: float | None) -> d
         "unit": "rank-hour" if devices <= {"cpu"} else "gpu-hour",
         "price_per_hour": price,
         **_total_json(account, price),
+        "attempts_left_out": len(attempts) - len(covered),
         "attempts": [
             {
                 "attempt": part.attempt,

@@ -17,7 +17,7 @@ from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.joined_steps import join
 from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
 from ddpobs_server.analysis.step_levels import step_levels
-from ddpobs_server.reports.account import launches_of, processes_of
+from ddpobs_server.reports.account import attempts_within_limits, launches_of, processes_of
 from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
 from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
 from ddpobs_server.reports.step_bins import AttemptBins, read_lateness
@@ -136,10 +136,11 @@ class Diagnosis:
 
     def _account(self, run: str, attempt: str, sources: list[Source]) -> RunAccount:
         """Return the account of the run up to the attempt, if it is the latest, else of the attempt alone."""
-        attempts = self._store.attempts(run)
+        attempts = self._store.attempt_summaries(run)
         if attempts[-1].attempt != attempt:
             attempts = [known for known in attempts if known.attempt == attempt]
-        return account_of(launches_of(self._store, run, attempts, {attempt: sources}))
+        covered = attempts_within_limits(attempts, attempt)
+        return account_of(launches_of(self._store, run, covered, {attempt: sources}))
 
 
 class _StoreColumns:

@@ -6,11 +6,10 @@ and the list of runs show the last diagnosis; `/metrics` starts a new one in the
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import wait
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -22,6 +21,7 @@ from ddpobs_server.analysis.lateness import lateness_table
 from ddpobs_server.analysis.step_bins import SHOWN, StepBins
 from ddpobs_server.reports.account import account_json
 from ddpobs_server.reports.attempts import AttemptOutcome, attempt_outcomes
+from ddpobs_server.reports.background import BackgroundDiagnoses
 from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
@@ -29,8 +29,6 @@ from ddpobs_server.reports.run_state import report_version, state_of_run
 from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_step_bins, unix_times
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
-
-_log = logging.getLogger(__name__)
 
 _BIN_ROWS = 25_000
 """Approximate limit of rows of bins in an answer."""
@@ -72,9 +70,7 @@ class Reports:
         self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
         self._parts: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
         self._accounts: Cache[dict[str, Any]] = Cache(_CACHED_ACCOUNTS)
-        self._executor = ThreadPoolExecutor(1, "ddpobs-reports")
-        self._lock = threading.Lock()
-        self._running: dict[tuple[str, str], Future[None]] = {}
+        self._background = BackgroundDiagnoses(self.diagnostics)
 
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:
         """Return the findings, most severe first, and the questions that could not be judged."""
@@ -120,28 +116,19 @@ class Reports:
 
         Runs without a diagnosis are waited for, together for at most `_PATIENCE_S`; None if that was too short.
         """
-        first_diagnoses = []
-        with self._lock:
-            self._running = {key: future for key, future in self._running.items() if not future.done()}
-            for run in runs:
-                key = (run.run, run.attempt)
-                diagnosis, is_current = self.last_diagnosis(run)
-                if not is_current and key not in self._running:
-                    self._running[key] = self._executor.submit(self._diagnose, key)
-                if diagnosis is None and (future := self._running.get(key)) is not None:
-                    first_diagnoses.append(future)
+        last = {(run.run, run.attempt): self.last_diagnosis(run) for run in runs}
+        running = self._background.begin([key for key, (_, is_current) in last.items() if not is_current])
+        first_diagnoses = [running[key] for key, (known, _) in last.items() if known is None and key in running]
         wait(first_diagnoses, _PATIENCE_S)
         return [self.last_diagnosis(run)[0] for run in runs]
 
-    def _diagnose(self, key: tuple[str, str]) -> None:
-        try:
-            self.diagnostics(*key)
-        except Exception:
-            _log.exception("diagnosis of run %s failed", key[0])
+    def undisturbed(self) -> AbstractContextManager[None]:
+        """Begin no diagnosis in the background during the block."""
+        return self._background.undisturbed()
 
     def close(self) -> None:
         """Stop beginning diagnoses."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        self._background.close()
 
     def stragglers(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         """Return own times of all ranks by step, the last rank, and each rank's share and excess.

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, case, func, select
+from sqlalchemy import Connection, Row, case, func, null, select
 
 from ddpobs import wire
 from ddpobs_server.store import aggregate_queries, bucket_sums, endings, layout_queries, schema, unused_queries
@@ -71,6 +72,20 @@ def sources(connection: Connection, run: str, attempt: str) -> list[Source]:
     c = schema.sources.c
     query = select(schema.sources).where(c.run_id == run, c.attempt == attempt).order_by(c.rank, c.first_seen_ns)
     return list(map(_SourceReader().source, connection.execute(query.execution_options(yield_per=256))))
+
+
+def sources_of_attempts(connection: Connection, run: str, attempts: Sequence[str]) -> dict[str, list[Source]]:
+    """The sources of several attempts by rank, without hello and pulse, which take most of a source's bytes."""
+    c = schema.sources.c
+    columns = [column for column in schema.sources.c if column.name not in ("hello", "pulse")]
+    query = select(*columns, null().label("hello"), null().label("pulse"))
+    query = query.where(c.run_id == run, c.attempt.in_(attempts)).order_by(c.rank, c.first_seen_ns)
+    by_attempt: dict[str, list[Source]] = {attempt: [] for attempt in attempts}
+    reader = _SourceReader()
+    rows: Iterable[Row[Any]] = connection.execute(query.execution_options(yield_per=256))
+    for row in rows:
+        by_attempt[row.attempt].append(reader.source(row))
+    return by_attempt
 
 
 def missing_batches(connection: Connection, run: str, attempt: str) -> dict[str, tuple[int, int]]:

@@ -248,6 +248,7 @@ class Store:
     attempt_summaries = _reads(attempt_queries.attempt_summaries)
     end_events = _reads(attempt_queries.end_events)
     sources = _reads(attempt_queries.sources)
+    sources_of_attempts = _reads(attempt_queries.sources_of_attempts)
     missing_batches = _reads(attempt_queries.missing_batches)
     has_gaps = _reads(attempt_queries.has_gaps)
     layouts = _reads(attempt_queries.layouts)
