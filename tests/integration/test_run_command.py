@@ -112,10 +112,9 @@ def test_a_training_without_ddp_prints_once_on_rank_0_why_it_has_no_telemetry() 
         ({"RANK": "0", "DDPOBS_QUIET": "1"}, ""),
         ({"DDPOBS_QUIET": "0"}, "no DistributedDataParallel module was built (FSDP and DeepSpeed have no telemetry)"),
     ]
-    code = "import os, sys\n" + OPTIMIZER
+    code = f"import os, sys\n{OPTIMIZER}\nwatch = sys.modules['sitecustomize']._watch_optimizers\n"
     for variables, _ in turns[1:]:
-        code += f"os.environ |= {variables}\nsys.modules['sitecustomize']._watch_optimizers(sys.modules['torch.optim.optimizer'])\n"
-        code += OPTIMIZER
+        code += f"os.environ |= {variables}\nwatch(sys.modules['torch.optim.optimizer'])\n{OPTIMIZER}"
     done = run_to_end(command("-c", code))
     lines = [f"ddpobs: no telemetry: {reason}" for _, reason in turns if reason]
     assert (done.returncode, done.stderr.splitlines()) == (0, lines)
