@@ -45,6 +45,7 @@ class TelemetryConfig:
         hang_after_s: Least time without progress after which a rank counts as stuck, in seconds.
         pulse_s: Seconds between pulses, and therefore between wake-ups of the telemetry thread.
         traceback: Send the message and the last lines of the traceback of an error that ends the training.
+        quiet: Print neither the run's address at the start nor its verdict at the end.
     """
 
     collector: str = DEFAULT_COLLECTOR
@@ -64,6 +65,7 @@ class TelemetryConfig:
     pulse_s: float = 2.0
     hang_after_s: float = 8.0
     traceback: bool = True
+    quiet: bool = False
 
     def __post_init__(self) -> None:
         """Check every field.

@@ -4,6 +4,7 @@ DdpobsError
   ConfigError             a setting (ValueError)
   DataParallelError       torch.nn.DataParallel instead of DDP (TypeError)
   WireError               a batch (ValueError)
+  CollectorError          a request to the collector (RuntimeError)
   HorovodError            a call of Horovod's interface (ValueError)
   StepOrderError          the order of backward, synchronize and step (AssertionError)
   ReducerError            the reduction of gradients (RuntimeError)
@@ -57,6 +58,19 @@ class WireError(DdpobsError, ValueError):
     def __init__(self, field: str, expected: str, actual: object) -> None:
         super().__init__(f"{field}: expected {expected}, got {actual}")
         self.field, self.expected, self.actual = field, expected, actual
+
+
+class CollectorError(DdpobsError, RuntimeError):
+    """The collector did not answer a request, or refused it.
+
+    Attributes:
+        url: Address of the request.
+        status: HTTP status of the refusal; None if no collector answered.
+    """
+
+    def __init__(self, message: str, url: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.url, self.status = url, status
 
 
 class ReducerError(DdpobsError, RuntimeError):

@@ -9,7 +9,6 @@ forgotten: collection happens at different times on different ranks, and telemet
 from __future__ import annotations
 
 import atexit
-import logging
 import secrets
 import threading
 import time
@@ -51,9 +50,9 @@ from ddpobs.steps.account import Account, Piece, Tail
 from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summary
+from ddpobs.terminal.announcer import Announcer
 from ddpobs.torch_seam.collectives import backend_of
 
-_log = logging.getLogger("ddpobs")
 _LOOK_S = 0.2
 """Seconds between looks for the run's identity."""
 _CLOSE_S = 0.2
@@ -133,6 +132,7 @@ class Telemetry:
         self._rendezvous = Rendezvous(
             config, self._rank, self._world_size, _generation, self._identify, parameters=self._parameters
         )
+        self._announcer = Announcer(config, self._rank, self._world_size, lambda: self._exporter.first_answer)
         hello = describe_process(device, backend, settings)
         self._host = hello.host
         self._account = Account(start_up(is_first=_generation == 1))
@@ -195,6 +195,8 @@ class Telemetry:
         self._exporter.call_every(flush_s / 2, self._compare)
         self._exporter.call_every(pulse_s, self._loaders.report_repeated_order)
         self._exporter.call_every(pulse_s, self._flush_fingerprints)
+        self._exporter.call_every(pulse_s, lambda: DONE if self._announcer.look() else None)
+        self._announcer.start()
         self._exporter.start()
         self._hooks.install()
         self._loaders.install()
@@ -288,6 +290,7 @@ class Telemetry:
         with self._ending:
             if self._ended:
                 return
+            deadline = time.monotonic() + self._config.exit_s
             self._ended = "finished" if kind and not self._failed else "failed"
             self._samples.end()
             if self._ended == "failed":
@@ -302,11 +305,17 @@ class Telemetry:
                 self._event(kind, self._journal.number, {})
             self._recover()
             self._exporter.close()
+            if kind:
+                self._announce_end(deadline)
             self._rendezvous.close(_CLOSE_S)
             self._place.close()
             self._counters.remove()
             if self._device is not None:
                 self._device.stop()
+
+    @never_raises
+    def _announce_end(self, deadline: float) -> None:
+        self._announcer.end(deadline - time.monotonic(), delivered=self._exporter.all_delivered)
 
     @never_raises
     def _recover(self) -> None:
@@ -399,8 +408,7 @@ class Telemetry:
         self._run, rank, size = shared["run"], self._rank, self._world_size
         self._place.identify(PlaceIdentity(**shared, source=self._source, rank=rank, world_size=size, host=self._host))
         self._recover()
-        if self._rank == 0:
-            _log.info("ddpobs: run %s reports to %s", shared["run"], self._config.collector)
+        self._announcer.identify(self._run)
 
     def _parameters(self, module: int, bucket: int) -> list[str]:
         """Names of the parameters of a module's bucket."""

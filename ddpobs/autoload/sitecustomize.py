@@ -1,7 +1,8 @@
 """Start-up code of every Python process under `ddpobs run`.
 
 It does almost nothing at start-up. If the process imports torch's DDP, that class is patched to attach telemetry to
-each new instance. A launcher or a loader worker creates no instance and pays nothing.
+each new instance. A launcher or a loader worker creates no instance and pays nothing. A training that builds none is
+noticed at the first step of an optimizer, and rank 0 prints the reason.
 """
 
 from __future__ import annotations
@@ -47,28 +48,64 @@ class _PatchingLoader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         self._loader.exec_module(module)
-        _patch(module)
+        _PATCHES[module.__name__](module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
 
 
-def _patch(module: ModuleType) -> None:
-    """Patch the module's class: after an instance of it or of a subclass is built, call our function."""
-    name, after_init = _PATCHES[module.__name__]
-    parallel = getattr(module, name)
+def _patch(parallel: Any, after_init: Callable[[Any], None]) -> None:
+    """Patch a class: after an instance of it or of a subclass is built, call our function."""
     original = parallel.__init__
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
+        _unwatch()
         try:
             after_init(self)
         except Exception as error:  # Telemetry never stops a training.
             _print(f"no telemetry for this model: {error}")
 
-    module.__ddpobs_loaded_ns__ = time.monotonic_ns()  # type: ignore[attr-defined]  # The account of the start-up.
     __init__.__wrapped__ = original  # type: ignore[attr-defined]
     parallel.__init__ = __init__
+
+
+def _patch_ddp(module: Any) -> None:
+    module.__ddpobs_loaded_ns__ = time.monotonic_ns()  # The account of the start-up.
+    _patch(module.DistributedDataParallel, _attach)
+
+
+def _patch_data_parallel(module: Any) -> None:
+    _patch(module.DataParallel, _advise)
+
+
+def _watch_optimizers(module: Any) -> None:
+    """Look at the first optimizer step whether the training has built a module that is observed."""
+    _first_step.append(module.register_optimizer_step_post_hook(_explain))
+
+
+def _unwatch() -> None:
+    while _first_step:
+        _first_step.pop().remove()
+
+
+def _explain(*_: object) -> None:
+    """Print on rank 0 why this training has no telemetry; Horovod's optimizer has its own."""
+    _unwatch()
+    try:
+        import torch.distributed as dist
+
+        from ddpobs.config import from_environment
+
+        initialised = dist.is_available() and dist.is_initialized()
+        rank = dist.get_rank() if initialised else int(os.environ.get("RANK", "0"))
+        size = dist.get_world_size() if initialised else int(os.environ.get("WORLD_SIZE", "1"))
+        if rank == 0 and "ddpobs.horovod" not in sys.modules and not from_environment(os.environ).quiet:
+            alone = "one process only trains here, without DistributedDataParallel: start it with torchrun"
+            unseen = "no DistributedDataParallel module was built (FSDP and DeepSpeed have no telemetry)"
+            _print(f"no telemetry: {alone if size == 1 else unseen}")
+    except Exception as error:
+        _print(f"no telemetry: {error}")
 
 
 def _attach(model: Any) -> None:
@@ -82,9 +119,10 @@ def _attach(model: Any) -> None:
 
 def _advise(_model: Any) -> None:
     """Report once the alternative to DataParallel."""
-    if _PATCHES.pop(_DATA_PARALLEL, None):
+    if not _advised:
         from ddpobs.errors import DataParallelError
 
+        _advised.append(True)
         raise DataParallelError
 
 
@@ -92,11 +130,15 @@ def _print(text: str) -> None:
     print(f"ddpobs: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-_DATA_PARALLEL = "torch.nn.parallel.data_parallel"
-_PATCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
-    "torch.nn.parallel.distributed": ("DistributedDataParallel", _attach),
-    _DATA_PARALLEL: ("DataParallel", _advise),
+_first_step: list[Any] = []
+"""Handle of the hook that waits for the first optimizer step."""
+_advised: list[bool] = []
+_PATCHES: dict[str, Callable[[Any], None]] = {
+    "torch.nn.parallel.distributed": _patch_ddp,
+    "torch.nn.parallel.data_parallel": _patch_data_parallel,
+    "torch.optim.optimizer": _watch_optimizers,
 }
+"""Function that prepares each module once it is loaded."""
 
 
 def _run_shadowed() -> None:
@@ -113,7 +155,7 @@ def _begin() -> None:
     """Patch the modules that are loaded already, by a .pth file for example, and the others when they are imported."""
     for name in list(_PATCHES):
         if name in sys.modules:
-            _patch(sys.modules[name])
+            _PATCHES[name](sys.modules[name])
     sys.meta_path.insert(0, _Finder())
 
 

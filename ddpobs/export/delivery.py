@@ -98,6 +98,8 @@ class Delivery:
         self._phase = self._jitter.random()
         """Share of a flush after which this process sends. Ranks cut their batches together, but send them apart."""
         self._thread: threading.Thread | None = None
+        self.first_answer: Answer | None = None
+        """The collector's answer to the first batch; None until it arrives."""
 
     @property
     def idle(self) -> bool:
@@ -283,6 +285,7 @@ class Delivery:
             if self._abandoned:
                 return
             self._in_flight = None
+            self.first_answer = self.first_answer or answer
             if not final:
                 least_s = FORBIDDEN_PAUSE_S if answer.outcome is Outcome.FORBIDDEN else answer.retry_after_s
                 self._quiet_until = time.monotonic() + pause_s(self._attempts, least_s, self._jitter)

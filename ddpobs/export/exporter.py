@@ -31,6 +31,7 @@ from ddpobs import wire
 from ddpobs.clocks import anchor
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.delivery import Delivery, Once
+from ddpobs.export.http_sender import Answer
 from ddpobs.export.identity import Envelope, Identity
 from ddpobs.export.spool import Encoded
 
@@ -70,6 +71,7 @@ class Exporter:
     Attributes:
         emitted: Records offered so far.
         dropped: Records lost so far: the queue or the spool was full, or the collector refused them.
+        all_delivered: Whether the exporter is closed and no batch of this process waits on disk.
     """
 
     def __init__(
@@ -98,6 +100,7 @@ class Exporter:
         self._abandoned = False
         self._deadline = 0.0
         self._closed = False
+        self.all_delivered = False
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
         self._count_lock = threading.RLock()
@@ -111,6 +114,11 @@ class Exporter:
     def queued_sizes(self) -> list[int]:
         """Sizes of the batches in memory that wait to be sent, in bytes."""
         return self._delivery.queued_sizes
+
+    @property
+    def first_answer(self) -> Answer | None:
+        """The collector's answer to the first batch; None until it arrives."""
+        return self._delivery.first_answer
 
     def start(self) -> None:
         """Start the threads."""
@@ -197,7 +205,9 @@ class Exporter:
             self._try("batch", self._cut_everything)
             if locked:
                 self._work_lock.release()
-        if self._try("exit", lambda: self._delivery.close(began + 0.8 * limit_s)):
+        spooled = self._try("exit", lambda: self._delivery.close(began + 0.8 * limit_s))
+        self.all_delivered = spooled is False
+        if spooled:
             self._try("loss", self._report_loss)
         # A return from C++ code, such as a store's, while the interpreter ends would abort the process.
         self._thread.join(max(0.0, began + limit_s - time.monotonic()))

@@ -64,7 +64,7 @@ def sending() -> Iterator[Sent]:
     """Capture the telemetry of modules that this block builds with `config`; complete when the block ends."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        capture = Sent(TelemetryConfig(collector="http://127.0.0.1:9", spool=folder, flush_s=0.2, exit_s=5))
+        capture = Sent(TelemetryConfig(collector="http://127.0.0.1:9", spool=folder, flush_s=0.2, exit_s=5, quiet=True))
         try:
             yield capture
         finally:

@@ -20,7 +20,13 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def slow_run(url: str) -> str:
+def slow_run_output(url: str) -> str:
+    """Output of the training `slow_run`."""
+    name = "slow-in-backward"
+    return train(url, name, slow_rank=SLOW_RANK, phase="backward", steps=80, launcher=TORCHRUN, flush_s=0.5)
+
+
+@pytest.fixture(scope="session")
+def slow_run(slow_run_output: str) -> str:
     """Name of a run with rank 1 slow in backward."""
-    train(url, "slow-in-backward", slow_rank=SLOW_RANK, phase="backward", steps=80, launcher=TORCHRUN, flush_s=0.5)
     return "slow-in-backward"

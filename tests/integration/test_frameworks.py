@@ -88,7 +88,12 @@ def launch(run: str, url: str, folder: Path) -> subprocess.CompletedProcess[str]
     script = RUNS[run]
     path = SCRIPTS / script.name
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("DDPOBS_", "HF_"))}
-    environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PYTHONPATH": f"{ROOT}{os.pathsep}{SCRIPTS}"} | PATIENT
+    environ |= {
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DDPOBS_QUIET": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{SCRIPTS}",
+    } | PATIENT
     command = [str(BIN / "ddpobs"), "run", "--collector", url, "--run", run, "--"]
     if script.reducer.startswith("ddpobs"):
         text = path.read_text()

@@ -50,7 +50,10 @@ def test_a_script_that_starts_its_own_ranks_is_a_finished_run(url: str, start: s
     run = f"started-by-{start}"
     done = run_to_end(command(SPAWNING, start, tmp_path / "store", url=url, run=run))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.splitlines()) == [f"rank {rank}: 3 threads, 0 in workers" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == [
+        "rank 0: 4 threads, 0 in workers",  # Rank 0 prints the verdict.
+        "rank 1: 3 threads, 0 in workers",
+    ]
     summary = get(url, run)
     assert (summary["state"], summary["ranks"], summary["steps"], summary["dropped"]) == ("finished", 2, 4, 0)
 
@@ -89,6 +92,32 @@ def test_data_parallel_gets_one_line_of_advice_and_trains(tmp_path: Path) -> Non
     (line,) = done.stderr.splitlines()
     assert line.startswith("ddpobs: no telemetry for this model: torch.nn.DataParallel ")
     assert "torchrun" in line
+
+
+OPTIMIZER = """
+import torch
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(3):
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_training_without_ddp_prints_once_on_rank_0_why_it_has_no_telemetry() -> None:
+    """The ranks take turns in one process, which reads its rank from the environment at the first step."""
+    turns = [
+        ({}, "one process only trains here, without DistributedDataParallel: start it with torchrun"),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, ""),
+        ({"RANK": "0", "DDPOBS_QUIET": "1"}, ""),
+        ({"DDPOBS_QUIET": "0"}, "no DistributedDataParallel module was built (FSDP and DeepSpeed have no telemetry)"),
+    ]
+    code = f"import os, sys\n{OPTIMIZER}\nwatch = sys.modules['sitecustomize']._watch_optimizers\n"
+    for variables, _ in turns[1:]:
+        code += f"os.environ |= {variables}\nwatch(sys.modules['torch.optim.optimizer'])\n{OPTIMIZER}"
+    done = run_to_end(command("-c", code))
+    lines = [f"ddpobs: no telemetry: {reason}" for _, reason in turns if reason]
+    assert (done.returncode, done.stderr.splitlines()) == (0, lines)
 
 
 @pytest.mark.parametrize("wrap", [ddpobs.DistributedDataParallel, ddpobs.attach])

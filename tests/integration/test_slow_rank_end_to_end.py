@@ -53,6 +53,19 @@ def test_the_duration_of_the_backward_call_alone_names_no_rank(url: str, slow_ru
     assert [f["ranks"] for f in stragglers(url, slow_run)] == [[SLOW_RANK]]
 
 
+def test_the_training_prints_its_address_once_and_the_verdict_at_its_end(
+    url: str, slow_run: str, slow_run_output: str
+) -> None:
+    address = f"{url}/runs/{slow_run}"
+    lines = slow_run_output.splitlines()
+    assert lines.count(f"ddpobs: {address}") == 1
+    frame = [index for index, line in enumerate(lines) if line.startswith(("┌─ ddpobs", "└"))]
+    assert frame[1] - frame[0] < 10
+    inside = lines[frame[0] + 1 : frame[1]]
+    assert f"Rank {SLOW_RANK} is slow in backward" in inside[0]
+    assert address in inside[-1]
+
+
 def test_phases_add_up_and_every_record_arrived(url: str, slow_run: str) -> None:
     run = get(url, slow_run)
     assert (run["state"], run["world_size"], run["ranks"], run["steps"], run["dropped"]) == ("finished", 2, 2, 80, 0)

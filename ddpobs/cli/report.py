@@ -1,0 +1,152 @@
+"""`ddpobs report`: the collector's findings on a run, with their remedies."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from enum import StrEnum
+from http import HTTPStatus
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ddpobs.cli.app import (
+    BAD_STATE,
+    FAILED,
+    CollectorOption,
+    JsonOption,
+    RunArgument,
+    ask,
+    chosen_run,
+    coloured,
+    fail,
+    main,
+    settings,
+)
+from ddpobs.client.reader import read_file
+from ddpobs.config import TelemetryConfig
+from ddpobs.errors import CollectorError
+from ddpobs.wire import printable
+
+_SHOWN_SHARE, _SHOWN_PARTS = 0.01, 8
+_MAX_INTERVALS = 3
+"""Most intervals of a finding that are printed."""
+_MAX_NAMES = 8
+"""Most ranks, buckets or parameters in a line."""
+
+
+class Severity(StrEnum):
+    """Severity of a finding, the least first."""
+
+    INFO = "info"
+    WARNING = "warning"
+    CRITICAL = "critical"
+
+
+@main.command()
+def report(
+    run_id: RunArgument = None,
+    collector: CollectorOption = None,
+    as_json: JsonOption = False,
+    html: Annotated[
+        Path | None, typer.Option("--html", metavar="FILE", help="Save the report as one HTML file instead.")
+    ] = None,
+    fail_on: Annotated[
+        Severity | None, typer.Option("--fail-on", help="Exit with 3 if a finding is as severe as this, or more.")
+    ] = None,
+) -> None:
+    """Print the collector's findings on a run, with their remedies."""
+    config = settings(collector)
+    run = chosen_run(config, run_id)
+    diagnosis = ask(config, f"/runs/{run}/diagnostics").document
+    if html is not None:
+        _save_html(config, run, html)
+    else:
+        account = ask(config, f"/runs/{run}/account").document
+        if as_json:
+            typer.echo(json.dumps(diagnosis | {"account": account}, indent=2))
+        else:
+            _print(diagnosis, account)
+    if fail_on is not None:
+        severities = list(Severity)[list(Severity).index(fail_on) :]
+        if any(finding["severity"] in severities for finding in diagnosis["findings"]):
+            raise typer.Exit(BAD_STATE)
+
+
+def _save_html(config: TelemetryConfig, run: str, file: Path) -> None:
+    try:
+        body = read_file(config, f"/runs/{run}/report.html")
+    except CollectorError as error:
+        if error.status == HTTPStatus.NOT_FOUND:
+            fail(f"{config.collector} makes no HTML reports: its version is older than this command's", FAILED)
+        fail(str(error), FAILED)
+    try:
+        file.write_bytes(body)
+    except OSError as error:
+        fail(f"{file}: {error.strerror}", FAILED)
+
+
+def _print(diagnosis: dict[str, Any], account: dict[str, Any]) -> None:
+    count = len(diagnosis["findings"])
+    typer.echo(f"run {diagnosis['run']}: {diagnosis['steps_seen']} steps seen, {count} finding{'s' * (count != 1)}")
+    for line in _account_lines(account):
+        typer.echo(line)
+    for finding in diagnosis["findings"]:
+        blank, title, *lines = map(printable, _lines(finding))
+        for line in (blank, coloured(title, finding["severity"]), *lines):
+            typer.echo(line)
+    if diagnosis["missing"]:
+        typer.echo()
+    for missing in diagnosis["missing"]:
+        typer.echo(printable(f"not judged: {missing}"))
+
+
+def _account_lines(account: dict[str, Any]) -> list[str]:
+    """Return the run's wall time and goodput, and its largest parts with their share of the run."""
+    if account["wall_ns"] is None:
+        return ["wall time: not known, because no rank has sent an account"]
+    goodput = "not known" if account["goodput"] is None else f"{account['goodput']:.0%}"
+    lost = f"{account['lost_hours']:.3g} {account['unit']}s lost"
+    if account["lost_cost"] is not None:
+        lost += f" (cost {account['lost_cost']:.2f})"
+    lines = [f"wall time: {account['wall_ns'] / 1e9:.0f} s; goodput {goodput} of the run; {lost}"]
+    parts = sorted(account["parts"], key=lambda part: -part["share"])
+    shown = [part for part in parts if part["share"] >= _SHOWN_SHARE][:_SHOWN_PARTS]
+    width = max((len(part["title"]) for part in shown), default=0)
+    lines += [f"  {part['title']:{width}}  {part['share']:4.0%} of the run" for part in shown]
+    return lines
+
+
+def _lines(finding: dict[str, Any]) -> list[str]:
+    first, last = finding["steps"]
+    location = [f"steps {first} to {last}"]
+    location += [f"{kind} {_list(finding[f'{kind}s'])}" for kind in ("rank", "bucket") if finding[f"{kind}s"]]
+    lines = ["", f"{finding['severity']}: {finding['title']}", f"  where: {', '.join(location)}"]
+    intervals = [interval for interval in finding.get("intervals", []) if interval["began_ns"] is not None]
+    lines += [f"  when: {_interval(interval)}" for interval in intervals[:_MAX_INTERVALS]]
+    if len(intervals) > _MAX_INTERVALS:
+        lines.append(f"  when: and {len(intervals) - _MAX_INTERVALS} more")
+    if finding["parameters"]:
+        lines.append(f"  parameters: {_list(finding['parameters'])}")
+    lines.append(f"  do: {finding['remedy']}")
+    if gain := finding["gain"]:
+        if gain["whole"] == "run":
+            lines.append(f"  gain: at most {gain['ratio']:.0%} of the run's wall time")
+        else:
+            error = gain["ratio"] * gain["error_ratio"]
+            lines.append(f"  gain: {gain['step_ns'] / 1e6:.1f} ms a step, {gain['ratio']:.0%} of it (± {error:.1%})")
+    return lines
+
+
+def _interval(interval: dict[str, int]) -> str:
+    """Return the steps of an interval, and their times of day in UTC."""
+    began, ended = (datetime.fromtimestamp(interval[f"{end}_ns"] / 1e9, UTC) for end in ("began", "ended"))
+    until = f"{ended:%H:%M:%S}" if began.date() == ended.date() else f"{ended:%Y-%m-%d %H:%M:%S}"
+    return f"steps {interval['from']} to {interval['to']}, {began:%Y-%m-%d %H:%M:%S} to {until} UTC"
+
+
+def _list(values: Sequence[object]) -> str:
+    more = f" and {len(values) - _MAX_NAMES} more" if len(values) > _MAX_NAMES else ""
+    return ", ".join(map(str, values[:_MAX_NAMES])) + more

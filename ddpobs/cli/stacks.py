@@ -1,0 +1,36 @@
+"""`ddpobs stacks`: the last known place and stack of each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from ddpobs.cli.app import CollectorOption, RunArgument, ask, chosen_run, main, settings
+from ddpobs.wire import printable
+
+
+@main.command()
+def stacks(run_id: RunArgument = None, collector: CollectorOption = None) -> None:
+    """Print the last known place and stack of each rank of a run; the ranks' processes are not involved."""
+    config = settings(collector)
+    for rank in ask(config, f"/runs/{chosen_run(config, run_id)}/ranks").document["ranks"]:
+        for line in _stack_lines(rank):
+            typer.echo(printable(line))
+
+
+def _stack_lines(rank: dict[str, Any]) -> list[str]:
+    """Lines on one rank: its activity, and its frames with the innermost last."""
+    title, pulse = f"rank {rank['rank']}", rank.get("pulse") or {}
+    if host := rank.get("host"):
+        title += f" on {host}"
+    if not pulse:
+        return [f"{title}: no pulse yet"]
+    activity = " ".join(filter(None, [pulse.get("activity") or pulse["phase"], pulse.get("waits_in")]))
+    if pulse.get("activity") == "bucket" and pulse["bucket"] >= 0:
+        activity += f" {pulse['bucket']}"
+    title += f": {activity}, step {pulse['step']}, no progress for {pulse.get('idle_ns', 0) / 1e9:.0f} s"
+    if place := pulse.get("place"):
+        title += f" ({place})"
+    frames = pulse.get("stack") or ["no stack: a rank sends it once it is stuck"]
+    return [title, *(f"  {frame}" for frame in frames)]

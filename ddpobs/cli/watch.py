@@ -1,0 +1,134 @@
+"""`ddpobs watch`: a run while it trains."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ddpobs.cli.app import BAD_STATE, CollectorOption, RunArgument, ask, chosen_run, main, settings
+from ddpobs.wire import OWN_PHASES, printable
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_OVER = ("finished", "failed", "lost")
+_MAX_RANKS, _MAX_FINDINGS = 16, 3
+_STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "cyan"}
+
+
+@main.command()
+def watch(
+    run_id: RunArgument = None,
+    collector: CollectorOption = None,
+    every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 2.0,
+) -> None:
+    """Show a run while it trains: speed, ranks and findings. Ends with the run, with code 3 if it failed or was lost.
+
+    Without a terminal, each change is a line.
+    """
+    config = settings(collector)
+    run = chosen_run(config, run_id)
+    look = _Look(time.monotonic())
+
+    def refresh() -> _Look:
+        path = f"/runs/{run}"
+        return look.refreshed(
+            ask(config, path).document,
+            ask(config, f"{path}/ranks").document["ranks"],
+            ask(config, f"{path}/diagnostics").document["findings"],
+        )
+
+    try:
+        _watch_live(refresh, every) if sys.stdout.isatty() else _watch_lines(refresh, every)
+    except KeyboardInterrupt:
+        return
+    if look.state != "finished":
+        raise typer.Exit(BAD_STATE)
+
+
+class _Look:
+    """The latest state of the run, and the speed since the look before."""
+
+    def __init__(self, at_s: float) -> None:
+        self.at_s, self.steps, self.state = at_s, -1, ""
+        self.rate: float | None = None
+        self.run: dict[str, Any] = {}
+        self.ranks: list[dict[str, Any]] = []
+        self.findings: list[dict[str, Any]] = []
+
+    def refreshed(self, run: dict[str, Any], ranks: list[dict[str, Any]], findings: list[dict[str, Any]]) -> _Look:
+        """Take in the collector's answers."""
+        now_s = time.monotonic()
+        if self.steps >= 0 and run["steps"] > self.steps:
+            self.rate = (run["steps"] - self.steps) / (now_s - self.at_s)
+        if run["steps"] != self.steps:
+            self.at_s, self.steps = now_s, run["steps"]
+        self.run, self.ranks, self.findings, self.state = run, ranks, findings, run["state"]
+        return self
+
+    @property
+    def line(self) -> str:
+        """State, steps and worst finding."""
+        worst = self.findings[0]["title"] if self.findings else "no finding"
+        return printable(f"{self.run['run']}: {self.state}, step {self.steps}{self._rate}: {worst}")
+
+    @property
+    def _rate(self) -> str:
+        return "" if self.rate is None else f", {self.rate:.1f} steps/s"
+
+    def screen(self) -> RenderableType:
+        """The ranks as a table, with the findings below."""
+        from rich.console import Group
+        from rich.markup import escape
+        from rich.table import Table
+
+        title = printable(f"{self.run['run']}: {self.state}, step {self.steps}{self._rate}")
+        table = Table(title=escape(title), title_justify="left", title_style="bold")
+        for name in ("rank", "host", "state", "step", "does", "own ms", *(f"{phase} ms" for phase in OWN_PHASES)):
+            table.add_column(name, justify="left" if name in ("host", "state", "does") else "right")
+        slowest = max((rank["own_ns"] or 0 for rank in self.ranks), default=0)
+        shown = sorted(self.ranks, key=lambda rank: -(rank["own_ns"] or 0))[:_MAX_RANKS]
+        for rank in sorted(shown, key=lambda rank: int(rank["rank"])):
+            is_slowest = len(self.ranks) > 1 and rank["own_ns"] == slowest > 0
+            table.add_row(*map(escape, _cells(rank)), style="bold" if is_slowest else "")
+        if len(self.ranks) > _MAX_RANKS:
+            table.caption = f"the {_MAX_RANKS} ranks with the longest own time of {len(self.ranks)}"
+        lines = []
+        for finding in self.findings[:_MAX_FINDINGS]:
+            style = _STYLES[finding["severity"]]
+            lines.append(f"[{style}]{finding['severity']}[/]: {escape(printable(finding['title']))}")
+            lines.append(f"  do: {escape(printable(finding['remedy']))}")
+        return Group(table, *(lines or ["no finding"]))
+
+
+def _cells(rank: dict[str, Any]) -> list[str]:
+    pulse, phases = rank["pulse"] or {}, rank["phases_ns"] or {}
+    values = [rank["own_ns"], *(phases.get(phase) for phase in OWN_PHASES)]
+    times = ["" if value is None else f"{value / 1e6:.1f}" for value in values]
+    texts = [str(rank["rank"]), rank["host"] or "", rank["state"], str(rank["last_step"]), pulse.get("phase", "")]
+    return [printable(text) for text in (*texts, *times)]
+
+
+def _watch_live(refresh: Any, every_s: float) -> None:
+    from rich.live import Live
+
+    with Live(refresh().screen(), auto_refresh=False) as live:
+        while (look := refresh()).state not in _OVER:
+            live.update(look.screen(), refresh=True)
+            time.sleep(every_s)
+        live.update(look.screen(), refresh=True)
+
+
+def _watch_lines(refresh: Any, every_s: float) -> None:
+    printed = ""
+    while True:
+        look = refresh()
+        if look.line != printed:
+            printed = look.line
+            typer.echo(printed)
+        if look.state in _OVER:
+            return
+        time.sleep(every_s)

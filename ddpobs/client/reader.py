@@ -1,0 +1,93 @@
+"""Requests for the collector's JSON documents and files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any, NamedTuple
+from urllib.parse import urlencode, urlsplit, urlunsplit
+
+import httpcore
+
+from ddpobs.config import TelemetryConfig
+from ddpobs.errors import CollectorError
+from ddpobs.export.http_sender import NETWORK_ERRORS, request_headers
+from ddpobs.wire import printable
+
+_EXCERPT_CHARACTERS = 300
+
+
+class Reply(NamedTuple):
+    """A reply's bytes, and the JSON document that they encode."""
+
+    body: bytes
+    document: Any
+
+
+def read(
+    config: TelemetryConfig, path: str, query: Mapping[str, str] | None = None, timeout_s: float | None = None
+) -> Reply:
+    """Read a JSON document.
+
+    Args:
+        config: Address, token and the default of the timeout.
+        path: Path below `/api/v1`.
+        query: Query parameters.
+        timeout_s: Longest wait for a connection, and for each piece of the answer.
+
+    Raises:
+        CollectorError: The collector is not reachable, refuses, or another server answered.
+    """
+    url, body = _request(config, path, query, timeout_s)
+    try:
+        return Reply(body, json.loads(body))
+    except ValueError:
+        raise CollectorError(f"{url}: not a collector's reply: {_excerpt(body)}", url) from None
+
+
+def read_file(config: TelemetryConfig, path: str, query: Mapping[str, str] | None = None) -> bytes:
+    """Read a file; arguments and errors as for `read`."""
+    return _request(config, path, query, None)[1]
+
+
+def page_address(collector: str, run: str) -> str:
+    """Address of a run's page, without a password that the collector's address may contain."""
+    parts = urlsplit(collector.rstrip("/"))
+    return urlunsplit((parts.scheme, parts.netloc.rpartition("@")[2], f"{parts.path}/runs/{run}", "", ""))
+
+
+def _request(
+    config: TelemetryConfig, path: str, query: Mapping[str, str] | None, timeout_s: float | None
+) -> tuple[str, bytes]:
+    """Request a document, and return its address and bytes.
+
+    Certificates are those of the system and of SSL_CERT_FILE, as for batches. Proxies in the environment are ignored.
+    """
+    url = f"{config.collector.rstrip('/')}/api/v1{path}"
+    limit_s = config.timeout_s if timeout_s is None else timeout_s
+    limits = dict.fromkeys(("connect", "read", "write", "pool"), limit_s)
+    try:
+        target = f"{url}?{urlencode(query)}" if query else url
+        response = httpcore.request("GET", target, headers=request_headers(config), extensions={"timeout": limits})
+    except (*NETWORK_ERRORS, OSError, ValueError) as error:
+        advice = "is this the collector? --collector or DDPOBS_TELEMETRY names it"
+        raise CollectorError(f"{url}: {error}: {advice}", url) from error
+    if not 200 <= response.status < 300:
+        problem = f"{url}: HTTP {response.status}: {_problem(response.status, response.content)}"
+        raise CollectorError(problem, url, response.status)
+    return url, response.content
+
+
+def _problem(status: int, body: bytes) -> str:
+    """Describe a refusal: by the collector's problem document, or by the start of a proxy's own page."""
+    try:
+        problem = json.loads(body)
+        text = printable(f"{problem['title']}: {problem['detail']}")
+    except (ValueError, KeyError, TypeError):
+        text = _excerpt(body)
+    return text + (": set DDPOBS_TOKEN" if status == HTTPStatus.UNAUTHORIZED else "")
+
+
+def _excerpt(body: bytes) -> str:
+    return printable(body.decode(errors="replace")[:_EXCERPT_CHARACTERS])

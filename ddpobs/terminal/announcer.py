@@ -1,0 +1,168 @@
+"""Lines on rank 0's stderr, whatever the log level: the run's address at the start, and its verdict at the end.
+
+The telemetry thread prints the start line. The verdict is read by a thread that waits from the start, because Python
+3.12 starts no thread while the interpreter ends, and because no timeout ends a DNS look-up.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from ddpobs.client.reader import page_address, read
+from ddpobs.config import TelemetryConfig
+from ddpobs.errors import CollectorError
+from ddpobs.export.http_sender import Answer, Outcome
+from ddpobs.export.spool import folder_of
+from ddpobs.terminal.verdict_box import box, in_ascii
+
+_OTHERS_S = 1.0
+"""Longest wait for the other ranks' last batches, so that the verdict covers them."""
+_POLL_S = 0.1
+
+
+class Announcer:
+    """The lines of one run. Only rank 0 prints, and only without `config.quiet`.
+
+    Args:
+        config: Address, limits and whether to print.
+        rank: This process's rank.
+        world_size: Number of ranks.
+        first_answer: Returns the collector's answer to the first batch; None until it arrives.
+    """
+
+    def __init__(
+        self, config: TelemetryConfig, rank: int, world_size: int, first_answer: Callable[[], Answer | None]
+    ) -> None:
+        self._config, self._world_size, self._first_answer = config, world_size, first_answer
+        self._prints = rank == 0 and not config.quiet
+        self._pid = os.getpid()
+        self._run = ""
+        self._is_announced = False
+        self._began = time.monotonic()
+        self._deadline = 0.0
+        self._is_wanted, self._is_read = threading.Event(), threading.Event()
+        self._lines: list[str] = []
+
+    def start(self) -> None:
+        """Start the thread that waits until the verdict is wanted."""
+        if self._prints:
+            threading.Thread(target=self._read_verdict, name="ddpobs-verdict", daemon=True).start()
+
+    def identify(self, run: str) -> None:
+        """Set the run's name."""
+        self._run = run
+
+    def look(self) -> bool:
+        """Print the start line once the collector has answered or let a request's time pass; never waits.
+
+        Returns:
+            Whether no more calls are needed.
+        """
+        if not self._prints or self._is_announced:
+            return True
+        if not self._run:
+            return False
+        answer = self._first_answer()
+        if answer is None and time.monotonic() - self._began < self._config.timeout_s:
+            return False
+        self._announce(answer)
+        return True
+
+    def end(self, within_s: float, *, delivered: bool) -> None:
+        """Print the start line if it was not printed yet, then the verdict; waits at most `within_s` seconds.
+
+        Args:
+            within_s: Longest wait for the collector.
+            delivered: Whether the collector has every batch; else there is no verdict.
+        """
+        if not (self._prints and self._run) or os.getpid() != self._pid:
+            return
+        if not self._is_announced:
+            self._announce(self._first_answer())
+        if not delivered or within_s <= 0:
+            return
+        self._deadline = time.monotonic() + within_s
+        self._is_wanted.set()
+        if self._is_read.wait(within_s):
+            _print(self._lines)
+        else:
+            _print([f"ddpobs: the findings were not ready in time: {self._address}"])
+
+    @property
+    def _address(self) -> str:
+        return page_address(self._config.collector, self._run)
+
+    def _announce(self, answer: Answer | None) -> None:
+        self._is_announced = True
+        _print([start_line(self._config, self._run, self._world_size, answer)])
+
+    def _read_verdict(self) -> None:
+        self._is_wanted.wait()
+        with suppress(CollectorError, KeyError, TypeError, ValueError):
+            self._wait_for_others()
+            diagnosis = read(self._config, f"/runs/{self._run}/diagnostics", timeout_s=self._left_s()).document
+            account = read(self._config, f"/runs/{self._run}/account", timeout_s=self._left_s()).document
+            width = shutil.get_terminal_size((100, 24)).columns
+            self._lines = box(diagnosis, account, self._address, width, colour=shows_colour(sys.stderr))
+        self._is_read.set()
+
+    def _wait_for_others(self) -> None:
+        """Wait until the run is no longer running, for at most half of the time."""
+        until = time.monotonic() + min(_OTHERS_S, self._left_s() / 2)
+        while self._world_size > 1 and time.monotonic() < until:
+            if read(self._config, f"/runs/{self._run}", timeout_s=self._left_s()).document["state"] != "running":
+                return
+            time.sleep(_POLL_S)
+
+    def _left_s(self) -> float:
+        return max(0.01, self._deadline - time.monotonic())
+
+
+def start_line(config: TelemetryConfig, run: str, world_size: int, answer: Answer | None) -> str:
+    """The run's address, or the reason why the collector has no telemetry of it.
+
+    Args:
+        config: The settings.
+        run: The run's name.
+        world_size: Number of ranks.
+        answer: The collector's answer to the first batch; None if there is none yet.
+    """
+    if answer is not None and answer.outcome in (Outcome.STORED, Outcome.REPEATED):
+        alone = " (one process only: there are no ranks to compare)" if world_size == 1 else ""
+        return f"ddpobs: {page_address(config.collector, run)}{alone}"
+    collector = page_address(config.collector, run).removesuffix(f"/runs/{run}")
+    if answer is not None and answer.outcome is Outcome.REFUSED:
+        return f"ddpobs: no telemetry of run {run}: {collector} refuses it: {answer.detail}"
+    if answer is None:
+        reason = "has not answered"
+    elif answer.outcome is Outcome.FORBIDDEN:
+        reason = f"rejects the token (DDPOBS_TOKEN): {answer.detail}"
+    else:
+        reason = f"is not reachable ({answer.detail})"
+    return f"ddpobs: {collector} {reason}; the batches of run {run} wait in {folder_of(config.spool)}"
+
+
+def shows_colour(stream: object) -> bool:
+    """Whether a stream is a terminal that shows colours; NO_COLOR (no-color.org) switches them off."""
+    is_terminal = getattr(stream, "isatty", lambda: False)()
+    return bool(is_terminal) and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def _print(lines: list[str]) -> None:
+    """Write lines to stderr in one call; a closed stream is ignored."""
+    stream = sys.stderr
+    if stream is None or not lines:
+        return
+    with suppress(OSError, ValueError):
+        try:
+            "\n".join(lines).encode(stream.encoding or "ascii")
+        except UnicodeError:
+            lines = in_ascii(lines)
+        stream.write("\n".join(lines) + "\n")
+        stream.flush()
