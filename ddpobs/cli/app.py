@@ -1,7 +1,7 @@
 """The application of all commands, and the code that they share: options, settings, requests and errors.
 
 Exit codes: 0 done, 1 the collector did not answer or refused, 2 wrong use, 3 the run is in the state that the caller
-asked about (`report --fail-on`, `watch`).
+asked about (`report --fail-on`, `watch`, `compare --fail-over`), 4 that could not be decided.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _options(
     pass
 
 
-def _complete_run(incomplete: str) -> list[str]:
+def complete_run(incomplete: str) -> list[str]:
     """Names of runs for the shell's completion; none if the collector does not answer at once."""
     with suppress(CollectorError, ConfigError):
         flag = os.environ.get("DDPOBS_TELEMETRY", "")
@@ -72,7 +72,7 @@ CollectorOption = Annotated[
     typer.Option("--collector", help="Address; by default DDPOBS_TELEMETRY, or http://127.0.0.1:8321."),
 ]
 RunArgument = Annotated[
-    str | None, typer.Argument(metavar="RUN", help="By default the newest run.", autocompletion=_complete_run)
+    str | None, typer.Argument(metavar="RUN", help="By default the newest run.", autocompletion=complete_run)
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the collector's JSON.")]
 

@@ -36,22 +36,40 @@ Reader = Annotated[Caller, Depends(needs("read"))]
 Admin = Annotated[Caller, Depends(needs("admin"))]
 
 
-def _run(run: Annotated[str, Path(pattern=f"^{RUN_ID}$")], caller: Reader, store: StoreDep) -> Run:
+def run_of(run: str, caller: Caller, store: Store) -> Run:
+    """Return a run of the caller's workspace.
+
+    Raises:
+        Problem: 404 if there is no such run.
+    """
     record = store.run(caller.key(run))
     if record is None:
         raise Problem(404, "Unknown run", f"no run {run} has reported here; GET /api/v1/runs lists all runs")
     return record
 
 
+def _run(run: Annotated[str, Path(pattern=f"^{RUN_ID}$")], caller: Reader, store: StoreDep) -> Run:
+    return run_of(run, caller, store)
+
+
 RunDep = Annotated[Run, Depends(_run)]
 
 
-def _attempt(run: RunDep, store: StoreDep, attempt: Annotated[str | None, Query(pattern=f"^{NONCE}$")] = None) -> str:
+def attempt_of(run: Run, store: Store, attempt: str | None) -> str:
+    """Return an attempt of a run, the latest for None.
+
+    Raises:
+        Problem: 404 if there is no such attempt.
+    """
     if attempt is None:
         return run.attempt
     if attempt not in {record.attempt for record in store.attempts(run.run)}:
         raise Problem(404, "Unknown attempt", f"run {run.name} has no attempt {attempt}")
     return attempt
+
+
+def _attempt(run: RunDep, store: StoreDep, attempt: Annotated[str | None, Query(pattern=f"^{NONCE}$")] = None) -> str:
+    return attempt_of(run, store, attempt)
 
 
 AttemptDep = Annotated[str, Depends(_attempt)]

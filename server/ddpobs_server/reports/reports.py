@@ -23,6 +23,7 @@ from ddpobs_server.reports.account import account_json
 from ddpobs_server.reports.attempts import AttemptOutcome, attempt_outcomes
 from ddpobs_server.reports.background import BackgroundDiagnoses
 from ddpobs_server.reports.cache import Cache
+from ddpobs_server.reports.compare import Side, compare_json
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.reports.run_state import report_version, state_of_run
@@ -71,6 +72,7 @@ class Reports:
         self._parts: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
         self._accounts: Cache[dict[str, Any]] = Cache(_CACHED_ACCOUNTS)
         self._background = BackgroundDiagnoses(self.diagnostics)
+        self._comparisons: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
 
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:
         """Return the findings, most severe first, and the questions that could not be judged."""
@@ -90,6 +92,17 @@ class Reports:
         version = report_version(self._store.version(run), self._settings, self._now_ns())
         price = self._settings.gpu_hour_price
         return self._accounts.get((run, attempt), version, lambda: account_json(self._store, run, attempt, price))
+
+    def compare(self, a: tuple[str, str], b: tuple[str, str], limit: float) -> dict[str, Any]:
+        """Compare two attempts, each a run and an attempt; `limit` is the share by which the second may be slower."""
+        now_ns = self._now_ns()
+        versions = tuple(report_version(self._store.version(run), self._settings, now_ns) for run, _ in (a, b))
+
+        def answer() -> dict[str, Any]:
+            sides = [Side(*side, self.diagnostics(*side)) for side in (a, b)]
+            return compare_json(self._store, sides[0], sides[1], limit)
+
+        return self._comparisons.get((a[0], f"{a} {b} {limit}"), versions, answer)
 
     def last_diagnosis(self, run: Run) -> tuple[dict[str, Any] | None, bool]:
         """Return the last diagnosis of the latest attempt, and whether it is current.

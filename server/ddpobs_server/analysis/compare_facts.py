@@ -1,0 +1,90 @@
+"""Differences of two runs besides their times: settings, versions, layout, and findings that came and went."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from ddpobs import wire
+
+_ABOUT = ("tags", "note")
+"""Settings that describe a run and change nothing in it."""
+_SHOWN_SIZES = 8
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """A fact that differs; None where a run lacks it."""
+
+    name: str
+    a: wire.Scalar | None
+    b: wire.Scalar | None
+
+
+def facts_of(hello: wire.Hello | None, layouts: Sequence[wire.Layout]) -> dict[str, wire.Scalar]:
+    """Return the facts of a run that change its times, by name.
+
+    Args:
+        hello: Hello of its lowest rank.
+        layouts: Layouts of all its modules and revisions; the latest of a module counts.
+    """
+    facts: dict[str, wire.Scalar] = {}
+    if hello is not None:
+        facts |= {"device": hello.device, "backend": hello.backend}
+        facts |= {f"versions.{name}": version for name, version in hello.versions.items()}
+        facts |= {f"settings.{name}": value for name, value in hello.settings.items() if name not in _ABOUT}
+    for layout in latest(layouts).values():
+        sizes = [bucket.size_bytes for bucket in layout.buckets]
+        shown = ", ".join(f"{size / 1e6:.3g}" for size in sizes[:_SHOWN_SIZES])
+        prefix = f"layout.{layout.name or layout.module}"
+        facts[f"{prefix}.comm"] = layout.comm
+        facts[f"{prefix}.buckets"] = len(sizes)
+        facts[f"{prefix}.size_bytes"] = sum(sizes)
+        facts[f"{prefix}.bucket_sizes_mb"] = shown + (", ..." if len(sizes) > _SHOWN_SIZES else "")
+        facts[f"{prefix}.parameters"] = sum(len(bucket.parameters) for bucket in layout.buckets)
+    return facts
+
+
+def latest(layouts: Sequence[wire.Layout]) -> dict[int, wire.Layout]:
+    """Return the layout with the highest revision of each module."""
+    return {layout.module: layout for layout in sorted(layouts, key=lambda layout: layout.revision)}
+
+
+def differences(a: Mapping[str, wire.Scalar], b: Mapping[str, wire.Scalar]) -> list[Difference]:
+    """Return the facts that differ, those of the first run first."""
+    names = [*a, *(name for name in b if name not in a)]
+    return [Difference(name, a.get(name), b.get(name)) for name in names if a.get(name) != b.get(name)]
+
+
+def same_buckets(a: Sequence[wire.Layout], b: Sequence[wire.Layout]) -> dict[tuple[int, int], tuple[int, int]]:
+    """Return the buckets with the same parameters in both runs: (module, bucket) of the first run by the second's."""
+    of_a = {names: key for key, names in _parameters(a).items()}
+    return {key: of_a[names] for key, names in _parameters(b).items() if names in of_a}
+
+
+def _parameters(layouts: Sequence[wire.Layout]) -> dict[tuple[int, int], tuple[str, ...]]:
+    return {
+        (module, index): (layout.name, *sorted(parameter.name for parameter in bucket.parameters))
+        for module, layout in latest(layouts).items()
+        for index, bucket in enumerate(layout.buckets)
+    }
+
+
+def findings_that_changed(
+    a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]
+) -> dict[str, list[Mapping[str, Any]]]:
+    """Return the findings that `came` (only the second run has them), `went` (only the first), and `stayed`.
+
+    A finding is the same if code, phase and ranks are.
+    """
+
+    def key(finding: Mapping[str, Any]) -> tuple[Any, ...]:
+        return finding["code"], finding["phase"], *finding["ranks"]
+
+    known_a, known_b = {key(finding) for finding in a}, {key(finding) for finding in b}
+    return {
+        "came": [finding for finding in b if key(finding) not in known_a],
+        "went": [finding for finding in a if key(finding) not in known_b],
+        "stayed": [finding for finding in b if key(finding) in known_a],
+    }

@@ -1,0 +1,197 @@
+"""The comparison of two runs: their latest steps and spans from the store, and the answer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from ddpobs import wire
+from ddpobs_server.analysis import compare, compare_facts
+from ddpobs_server.analysis.compare import Change, RunTimes
+from ddpobs_server.analysis.joined_steps import Floats, mean_over_ranks
+from ddpobs_server.store import Source, Store, TooManyRowsError
+
+_STEPS, _STEP_ROWS, _SPAN_ROWS = 4096, 400_000, 200_000
+"""Most steps of a run that are compared, and about the most rows of steps and of spans that are read."""
+Buckets = dict[tuple[int, int], str]
+"""Name of a bucket by module and bucket."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One attempt of the two that are compared, with its diagnosis."""
+
+    run: str
+    attempt: str
+    diagnosis: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Rows of one side."""
+
+    sources: list[Source]
+    layouts: list[wire.Layout]
+    times: RunTimes
+
+
+def compare_json(store: Store, a: Side, b: Side, limit: float) -> dict[str, Any]:
+    """Return the comparison in the form of the REST API.
+
+    Args:
+        store: Source of the columns.
+        a: The first attempt, to which changes are relative.
+        b: The second attempt.
+        limit: Share of the step's time by which the second run may be slower.
+    """
+    reads = [_read(store, side) for side in (a, b)]
+    names_a, names_b = _bucket_names(reads[0].layouts, reads[1].layouts)
+    times = [
+        replace(read.times, **_bucket_times(store, side, read, names))
+        for side, read, names in zip((a, b), reads, (names_a, names_b), strict=True)
+    ]
+    result = compare.compare(*times)
+    facts = [_facts(read) for read in reads]
+    step_ns = result.changes[0].a_ns
+    return {
+        "run": a.run.rpartition("/")[2],
+        "attempt": a.attempt,
+        "a": _side_json(a, 0, result),
+        "b": _side_json(b, 1, result),
+        "confidence": compare.CONFIDENCE,
+        "changes": [_change_json(change, step_ns) for change in result.changes],
+        "too_few": result.too_few,
+        "limit": {"ratio": limit, "exceeded": result.exceeded(limit), "decided": result.is_decided(limit)},
+        "disturbed": result.is_disturbed,
+        "differences": [msgspec.structs.asdict(row) for row in compare_facts.differences(*facts)],
+        "findings": compare_facts.findings_that_changed(a.diagnosis["findings"], b.diagnosis["findings"]),
+    }
+
+
+def _side_json(side: Side, index: int, result: compare.Comparison) -> dict[str, Any]:
+    return {
+        "run": side.run.rpartition("/")[2],
+        "attempt": side.attempt,
+        "steps": result.steps[index],
+        "long_steps": result.long_steps[index],
+        "run_delay_ns": round(result.run_delay_ns[index]),
+    }
+
+
+def _change_json(change: Change, step_ns: float) -> dict[str, Any]:
+    difference_ns = change.b_ns - change.a_ns
+    times = {
+        "a_ns": change.a_ns,
+        "b_ns": change.b_ns,
+        "change_ns": difference_ns,
+        "low_ns": change.low_ns,
+        "high_ns": change.high_ns,
+        "smallest_ns": change.smallest_ns,
+    }
+    ratios = {
+        "change_ratio": change.ratio(difference_ns),
+        "low_ratio": change.ratio(change.low_ns),
+        "high_ratio": change.ratio(change.high_ns),
+        "smallest_ratio": change.ratio(change.smallest_ns),
+        "step_share": change.a_ns / step_ns if step_ns else None,
+    }
+    return {
+        "name": change.name,
+        "kind": change.kind,
+        "verdict": change.verdict,
+        **{name: round(ns) for name, ns in times.items()},
+        **{name: None if ratio is None else round(ratio, 5) for name, ratio in ratios.items()},
+    }
+
+
+def _read(store: Store, side: Side) -> _Read:
+    """Read the latest steps; none if even one step has too many rows."""
+    sources = store.sources(side.run, side.attempt)
+    layouts, _ = store.layouts(side.run, side.attempt)
+    last = max((source.last_step for source in sources), default=0)
+    count = max(1, min(_STEPS, _STEP_ROWS // max(1, len(sources))))
+    try:
+        _, steps = store.steps(side.run, side.attempt, None, max(0, last - count + 1), last)
+    except TooManyRowsError:
+        _, steps = store.steps(side.run, side.attempt, None, last + 1, last + 1)
+    means = mean_over_ranks(steps)
+    phases = {phase: means[f"{phase}_ns"].astype(np.float64) for phase in wire.PHASES}
+    begins = np.flatnonzero(np.diff(steps.step, prepend=-1))
+    delay = np.maximum(steps.run_delay_ns, 0)
+    delay_ns = np.maximum.reduceat(delay, begins) if len(begins) else delay
+    times = RunTimes(means["step"], means["wall_ns"].astype(np.float64), phases, delay_ns.astype(np.float64))
+    return _Read(sources, layouts, times)
+
+
+def _facts(read: _Read) -> dict[str, wire.Scalar]:
+    hellos = [source.hello for source in read.sources if source.hello]
+    facts: dict[str, wire.Scalar] = {
+        "world_size": max((source.world_size for source in read.sources), default=0),
+        "hosts": len({hello.host for hello in hellos}),
+    }
+    return facts | compare_facts.facts_of(hellos[0] if hellos else None, read.layouts)
+
+
+def _bucket_names(a: list[wire.Layout], b: list[wire.Layout]) -> tuple[Buckets, Buckets]:
+    """Return the names of the buckets with the same parameters in both runs, by the number in the first run."""
+    layouts, pairs = compare_facts.latest(a), compare_facts.same_buckets(a, b)
+
+    def name(module: int, bucket: int) -> str:
+        parameters = [parameter.name for parameter in layouts[module].buckets[bucket].parameters]
+        number = f"{module}.{bucket}" if len(layouts) > 1 else str(bucket)
+        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+        return f"bucket {number}: {parameters[0]}{more}" if parameters else f"bucket {number}"
+
+    return {key: name(*key) for key in pairs.values()}, {key: name(*of_a) for key, of_a in pairs.items()}
+
+
+def _bucket_times(store: Store, side: Side, read: _Read, names: Buckets) -> dict[str, Any]:
+    """Return the fields of `RunTimes` about buckets: of as many of the latest steps as fit into `_SPAN_ROWS`."""
+    step = read.times.step
+    if not names or not len(step):
+        return {}
+    first, last = int(step[0]), int(step[-1])
+    rows = store.estimate_rows("spans", side.run, side.attempt, first, last)
+    count = (last - first + 1) * _SPAN_ROWS // max(rows, _SPAN_ROWS)
+    try:
+        rank, spans = store.spans(side.run, side.attempt, None, last - max(1, count) + 1, last)
+    except TooManyRowsError:
+        return {}
+    revisions = {module: layout.revision for module, layout in compare_facts.latest(read.layouts).items()}
+    is_latest = (
+        spans.revision
+        == np.array([revisions.get(m, -1) for m in range(int(spans.module.max(initial=0)) + 1)])[spans.module]
+    )
+    rank, spans = rank[is_latest], spans.select(is_latest)
+    compute = _since_previous(rank, spans)
+    steps = np.unique(spans.step)
+    by_name: dict[str, tuple[Floats, Floats]] = {}
+    for (module, bucket), name in names.items():
+        rows_of = np.flatnonzero((spans.module == module) & (spans.bucket == bucket))
+        index = np.searchsorted(steps, spans.step[rows_of])
+        counts = np.bincount(index, minlength=len(steps))
+        if (counts == 0).any():  # Not in every step: it has no series.
+            continue
+        comm = spans.done_ns[rows_of] - spans.launched_ns[rows_of]
+        sums = (np.bincount(index, values, len(steps)) for values in (compute[rows_of], comm))
+        by_name[name] = tuple(total / counts for total in sums)  # type: ignore[assignment]
+    return {"bucket_step": steps, "buckets_ns": by_name}
+
+
+def _since_previous(rank: wire.Ints, spans: wire.Spans) -> wire.Ints:
+    """Return the time from the readiness of the bucket before, in the same step, rank and module; 0 for the first."""
+    order = np.lexsort((spans.ready_ns, spans.module, rank, spans.step))
+    ready = spans.ready_ns[order]
+    since = np.diff(ready, prepend=0)
+    keys = (spans.step[order], rank[order], spans.module[order])
+    is_first = np.zeros(len(order), bool)
+    for key in keys:
+        is_first |= np.diff(key, prepend=-1) != 0
+    since[is_first] = 0
+    result = np.empty_like(since)
+    result[order] = since
+    return np.maximum(result, 0)

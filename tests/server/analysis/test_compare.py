@@ -1,0 +1,157 @@
+"""Two runs compared: changes are found, noise is not, and too few steps are stated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+from ddpobs_server.analysis.compare import Change, Comparison, RunTimes, compare
+from ddpobs_server.analysis.compare_facts import differences, facts_of, findings_that_changed, same_buckets
+from ddpobs_server.analysis.dependent_mean import dependent_mean
+
+from ddpobs import wire
+
+Floats = npt.NDArray[np.float64]
+MS = 1e6
+BASE_MS = {"data": 5.0, "forward": 20.0, "backward": 40.0, "exposed_comm": 10.0, "optimizer": 8.0, "other": 2.0}
+
+
+def series(count: int, seed: int, memory: float = 0.8) -> Floats:
+    """Values around 1, a twentieth of it apart, each like the one before."""
+    random = np.random.default_rng(seed)
+    values = np.zeros(count + 100)
+    for index, shock in enumerate(random.normal(size=count + 100)):
+        values[index] = memory * values[index - 1] + shock
+    return np.asarray(1 + 0.05 * np.sqrt(1 - memory**2) * values[100:])
+
+
+def times(seed: int, count: int = 1500, slower: dict[str, float] | None = None) -> RunTimes:
+    """A run; `slower` has factors of phases."""
+    phases = {
+        phase: (slower or {}).get(phase, 1.0) * ms * MS * series(count, 10 * seed + index)
+        for index, (phase, ms) in enumerate(BASE_MS.items())
+    }
+    step_ns = np.sum(list(phases.values()), axis=0)
+    return RunTimes(np.arange(count), step_ns, phases, np.zeros(count))
+
+
+def change(result: Comparison, name: str) -> Change:
+    return next(change for change in result.changes if change.name == name)
+
+
+def verdicts(result: Comparison) -> dict[str, str]:
+    return {change.name: change.verdict for change in result.changes if change.kind in ("step", "phase")}
+
+
+def test_a_slower_phase_is_found_with_its_amount_and_the_others_are_not() -> None:
+    result = compare(times(1), times(2, slower={"backward": 1.05}))
+    assert verdicts(result) == dict.fromkeys(BASE_MS, "same") | {"step": "slower", "backward": "slower"}
+    backward = change(result, "backward")
+    assert backward.low_ns < 2 * MS < backward.high_ns
+    assert result.exceeded(0.01) == ["step", "backward"]
+    assert result.exceeded(0.1) == []
+    assert result.is_decided(0.1)
+
+
+def test_equal_runs_differ_in_nothing_and_the_smallest_visible_change_is_stated() -> None:
+    result = compare(times(1), times(2))
+    assert set(verdicts(result).values()) == {"same"}
+    assert result.exceeded(0.0) == []
+    step = change(result, "step")
+    assert 0 < step.smallest_ns < 0.03 * step.a_ns
+    shorter = change(compare(times(1, 400), times(2, 400)), "step")
+    assert 1.4 < shorter.smallest_ns / step.smallest_ns < 2.8  # The error falls with the root of the steps.
+
+
+def test_a_phase_that_loses_what_another_gains_exceeds_no_limit() -> None:
+    result = compare(times(1), times(2, slower={"backward": 1.1, "forward": 0.8}))
+    assert (verdicts(result)["backward"], verdicts(result)["step"]) == ("slower", "same")
+    assert result.exceeded(0.03) == []
+
+
+def test_few_steps_are_not_judged() -> None:
+    result = compare(times(1, 60), times(2, 60, slower={"backward": 2.0}))
+    assert verdicts(result)["step"] == "too-few"
+    assert "are too few: about" in result.too_few
+    assert (result.exceeded(0.03), result.is_decided(0.03)) == ([], False)
+    assert compare(times(1, 5), times(2)).changes[0].verdict == "too-few"
+
+
+def test_long_steps_and_the_first_steps_are_compared_apart() -> None:
+    run = times(2)
+    spikes = np.zeros(1500)
+    spikes[:10], spikes[50::50] = 5000 * MS, 2000 * MS
+    result = compare(times(1), replace(run, step_ns=run.step_ns + spikes))
+    assert verdicts(result)["step"] == "same"
+    assert (result.steps, result.long_steps) == ((1490, 1461), (0, 29))
+    cost = change(result, "long steps")
+    assert (cost.verdict, round(cost.b_ns / MS)) == ("too-few", 39)  # The first run has none to compare with.
+
+
+def test_a_change_that_other_programs_may_explain_decides_nothing() -> None:
+    slow = times(2, slower=dict.fromkeys(BASE_MS, 1.5))
+    result = compare(times(1), replace(slow, run_delay_ns=np.full(1500, 30 * MS)))
+    assert (result.is_disturbed, result.is_decided(0.03)) == (True, False)
+    assert compare(times(1), slow).is_decided(0.03)
+
+
+def test_the_error_of_dependent_values_is_about_that_of_repeated_runs() -> None:
+    runs = [series(500, seed) for seed in range(100, 160)]
+    actual = float(np.std([values.mean() for values in runs]))
+    estimated = float(np.median([dependent_mean(values).error for values in runs]))
+    assert 0.75 * actual < estimated < 1.5 * actual
+    independent = float(np.median([values.std() / np.sqrt(500) for values in runs]))
+    assert estimated > 2 * independent
+
+
+@pytest.mark.parametrize("values", [np.ones(100), np.zeros(50)])
+def test_constant_values_have_no_error(values: Floats) -> None:
+    mean = dependent_mean(values)
+    assert (mean.mean, mean.error, mean.block_length) == (values[0], 0.0, 1.0)
+
+
+def layout(*buckets: list[str], revision: int = 0) -> wire.Layout:
+    return wire.Layout(
+        module=0,
+        name="model",
+        revision=revision,
+        comm="all_reduce",
+        buckets=[
+            wire.Bucket(size_bytes=4, dtype="float32", parameters=[wire.Parameter(name=n, size=1) for n in names])
+            for names in buckets
+        ],
+    )
+
+
+def test_settings_versions_and_the_latest_layout_that_differ_are_listed() -> None:
+    hello = wire.Hello(host="n", pid=1, device="cpu", backend="gloo", versions={"torch": "2.11"}, settings={"cap": 25})
+    other = msgspec.structs.replace(hello, settings={"cap": 1, "tags": "x"}, host="m")
+    a = facts_of(hello, [layout(["a"], ["b"]), layout(["a", "b"], revision=1)])
+    rows = differences(a, facts_of(other, [layout(["a"], ["b"])]))
+    assert [(row.name, row.a, row.b) for row in rows if "mb" not in row.name and "bytes" not in row.name] == [
+        ("settings.cap", 25, 1),
+        ("layout.model.buckets", 1, 2),
+    ]
+    assert differences(a, a) == []
+
+
+def test_buckets_are_the_same_by_their_parameters() -> None:
+    assert same_buckets([layout(["a"], ["b", "c"])], [layout(["c", "b"], ["d"], ["a"])]) == {
+        (0, 0): (0, 1),
+        (0, 2): (0, 0),
+    }
+
+
+def test_findings_come_and_go_by_code_phase_and_ranks() -> None:
+    def finding(rank: int, title: str) -> dict[str, object]:
+        return {"code": "straggler", "phase": "data", "ranks": [rank], "title": title}
+
+    result = findings_that_changed([finding(0, "a"), finding(1, "b")], [finding(1, "c"), finding(2, "d")])
+    assert {kind: [row["title"] for row in rows] for kind, rows in result.items()} == {
+        "came": ["d"],
+        "went": ["a"],
+        "stayed": ["c"],
+    }
