@@ -22,6 +22,7 @@ from typing_extensions import override
 
 import ddpobs
 from ddpobs_server import api, metrics, page, signals
+from ddpobs_server.figures.pictures import Pictures
 from ddpobs_server.ingest import route, series_ledger, upload
 from ddpobs_server.ingest.admission import Admission
 from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
@@ -113,6 +114,7 @@ async def _open(state: Any) -> None:
     store.migrate()
     state.authenticator = Authenticator(settings, store)
     state.reports = Reports(store, settings)
+    state.pictures = Pictures(store, state.reports, settings)
     state.run_renderer = RunRenderer(settings, store, state.reports)
     state.workspace_limits = limits = WorkspaceLimits(settings, store)
     await run_in_threadpool(limits.start)

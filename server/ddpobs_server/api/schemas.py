@@ -386,6 +386,27 @@ class Diagnostics(AttemptResponse):
     time_shares: dict[str, float]
 
 
+class FigureTable(TypedDict):
+    """The content of a figure as text, at most 100 rows."""
+
+    columns: list[str]
+    rows: list[list[str | int]]
+
+
+class Figure(AttemptResponse):
+    """A figure. `item` is a BokehJS item, null if there is nothing to draw; `summary` says what it shows, or why not.
+
+    `shown` has the steps, the ranks and the step that are drawn.
+    """
+
+    figure: str
+    title: str
+    summary: str
+    item: dict[str, Any] | None
+    table: FigureTable
+    shown: dict[str, Any]
+
+
 class WorkspaceLimits(TypedDict):
     """Limits of a workspace; null is no limit."""
 

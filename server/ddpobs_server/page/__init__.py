@@ -6,8 +6,10 @@ It draws the data of the REST API and loads all its files from the collector.
 from __future__ import annotations
 
 import re
+import secrets
 from base64 import b64encode
 from hashlib import sha256
+from importlib.util import find_spec
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -25,21 +27,43 @@ _INLINE_SCRIPT = re.compile(rb"<script>(.*?)</script>", re.DOTALL)
 def install(app: FastAPI) -> None:
     """Add the page, its files and the API's documentation."""
     app.mount("/static", StaticFiles(directory=_STATIC), name="static")
+    app.mount("/bokeh", StaticFiles(directory=_folder("bokeh") / "server" / "static" / "js"), name="bokeh")
+    app.mount("/figures", StaticFiles(directory=_folder("ddpobs_server.figures") / "static"), name="figures")
     app.mount("/swagger", StaticFiles(directory=swagger_ui_path), name="swagger")
 
     @app.get("/", include_in_schema=False)
     async def _runs_page() -> FileResponse:
         return FileResponse(_STATIC / "runs.html")
 
+    run_page = (_STATIC / "run.html").read_text()
+
     @app.get("/runs/{run}", include_in_schema=False)
-    async def _run_page(run: str) -> FileResponse:
-        return FileResponse(_STATIC / "run.html")
+    async def _run_page(run: str) -> HTMLResponse:
+        nonce = secrets.token_urlsafe(16)
+        page = run_page.replace("{nonce}", nonce)
+        return HTMLResponse(page, headers={POLICY: with_styles(nonce)})
+
+    missing = (_STATIC / "missing.html").read_text().replace("{root}", app.state.settings.root_path)
+    app.state.missing_page = missing  # Problems are answered before any page.
 
     docs, policy = _swagger_page()
 
     @app.get("/docs", include_in_schema=False)
     async def _docs_page() -> HTMLResponse:
         return HTMLResponse(docs, headers={POLICY: policy})
+
+
+def with_styles(nonce: str) -> str:
+    """Return the security policy with style elements that have this nonce, as those of BokehJS."""
+    return HEADERS[POLICY].replace("style-src 'self'", f"style-src 'self' 'nonce-{nonce}'")
+
+
+def _folder(package: str) -> Path:
+    """Return the folder of a package without its import: Bokeh's takes half a second."""
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModuleNotFoundError(package)
+    return Path(spec.origin).parent
 
 
 def _swagger_page() -> tuple[bytes, str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, Response
 from prometheus_client import Counter
 from starlette.exceptions import HTTPException
 
@@ -43,6 +43,7 @@ _BATCH_PROBLEMS = (
     *((503, "Storage lost"), (503, "Storage unavailable"), (507, "Storage full")),
 )
 """Counters created at zero, so that the first problem appears as an increase."""
+_DATA_PATHS = ("/api/", "/metrics")
 _KEY_FIELDS = ("run", "source", "seq")
 _MAX_LOGGED = 300
 """Most characters of a client's text in one field of a log line."""
@@ -112,7 +113,9 @@ def install(app: FastAPI) -> None:
         return problem_response(request, Problem(422, "Too many rows", detail))
 
     @app.exception_handler(HTTPException)
-    async def _on_http_exception(request: Request, error: HTTPException) -> JSONResponse:
+    async def _on_http_exception(request: Request, error: HTTPException) -> Response:
+        if error.status_code == 404 and _is_page(request):
+            return HTMLResponse(app.state.missing_page, 404)
         title = HTTPStatus(error.status_code).phrase
         return problem_response(
             request, Problem(error.status_code, title, str(error.detail), dict(error.headers or {}))
@@ -128,6 +131,12 @@ def install(app: FastAPI) -> None:
     async def _on_unexpected_error(request: Request, error: Exception) -> JSONResponse:
         detail = f"{type(error).__name__}; see the collector's log for details"
         return problem_response(request, Problem(500, "Internal error", detail))
+
+
+def _is_page(request: Request) -> bool:
+    """Return whether a browser asked for a page, by a wrong address."""
+    is_data = request.url.path.startswith(_DATA_PATHS)
+    return request.method == "GET" and not is_data and "text/html" in request.headers.get("Accept", "")
 
 
 def problem_response(request: Request, error: Problem | UnavailableError) -> JSONResponse:

@@ -60,7 +60,7 @@ def test_a_slower_run_is_compared_by_phase_bucket_and_setting(runs: str) -> None
 
 def test_the_command_exits_with_the_verdict(runs: str) -> None:
     code, output = compared(runs, "before", "after", "--fail-over", "5%")
-    assert (code, output.splitlines()[-1]) == (1, "limit 5 %: exceeded by step, backward")
+    assert (code, output.splitlines()[-1]) == (3, "limit 5 %: exceeded by step, backward")
     assert "differs: settings.bucket_cap_mb: 25 -> 1" in output
     assert compared(runs, "after", "before", "--fail-over", "5%")[0] == 0
     assert compared(runs, "before", "after")[0] == 0
@@ -70,7 +70,7 @@ def test_the_command_exits_with_the_verdict(runs: str) -> None:
 def test_a_run_without_enough_steps_is_not_decided(runs: str, run: str) -> None:
     put(runs, batch(run, steps=steps(0, 20)))
     code, output = compared(runs, "before", run, "--fail-over", "5%")
-    assert (code, output.splitlines()[-1]) == (3, "limit 5 %: not decided")
+    assert (code, output.splitlines()[-1]) == (4, "limit 5 %: not decided")
     assert "290 and 10 typical steps are too few" in output
 
 

@@ -1,224 +1,222 @@
-// The page of one run: its findings, then its step times, ranks and buckets.
+// The page of one run. One selection (attempt, steps, rank, step, bucket, finding) is in the address, and all figures follow it.
 
-import { ago, element, get, ms, notice, refresh, root, runOnce, saveWithToken } from "./api.js";
-import { heat, PHASES, phases, timeline, wholeRun } from "./charts.js";
+import { element, get, notice, refresh, root, runOnce, saveWithToken, Unreachable } from "./api.js";
+import { bucketNames, showAttempts, showBucket, showFacts, showRanks, showSettings, showUnused } from "./facts.js";
+import { FigureView, onColors } from "./figures.js";
+import { showFindings } from "./findings.js";
+import { findingKeys, isEmpty, ofFinding, read, stepRange, write } from "./selection.js";
 
-const SHOWN_ATTEMPTS = 50, SHOWN_STACKS = 4, SHOWN_STEPS = 500, SHOWN_ROWS = 400_000, SHOWN_RANKS = 32, SHOWN_SPANS = 200, NAMED_RANKS = 12, SHOWN_BINS = 400, SHOWN_INTERVALS = 3;
-const run = decodeURIComponent(location.pathname.split("/").at(-1));
-const base = `/runs/${encodeURIComponent(run)}`;
-const attempt = new URLSearchParams(location.search).get("attempt");  // Without it the latest attempt is shown.
+const LIVE = ["running", "stalled", "hung"], REFRESH_S = { finished: false, lost: 15, failed: 15 };
+const run = decodeURIComponent(location.pathname.split("/").at(-1)), base = `/runs/${encodeURIComponent(run)}`;
 const by = (id) => document.getElementById(id);
-let ranks = [], last = 0, count = SHOWN_STEPS, straggler = null, slowest = [], layouts = [], chosen = null;
+let { selection, wrong } = read(location.search);
+let details = null, attempts = [], shownAttempt = null, ranks = [], layouts = [], diagnosis = null, keys = [], seen = null;
 
 by("title").textContent = run;
 document.title = `${run} · ddpobs`;
-by("trace").href = `${root}/api/v1${address("trace")}`;
-saveWithToken(by("trace"), "trace.json");
-by("phase-legend").append(...PHASES.map((phase) => element("span", {}, element("span", { class: `swatch ${phase}` }), phase.replace("_", " "))));
+for (const [id, file] of [["trace", "trace.json"], ["open-trace", "trace.json"], ["report", "report.html"]]) saveWithToken(by(id), file);
 
 // The path of a read of the shown attempt.
-function address(read, query = "") {
-  const all = [query, attempt === null ? "" : `attempt=${encodeURIComponent(attempt)}`].filter(Boolean).join("&");
-  return `${base}/${read}${all && `?${all}`}`;
+function address(name, query = "") {
+  const all = new URLSearchParams(query);
+  if (shownAttempt) all.set("attempt", shownAttempt.attempt);
+  else if (selection.attempt && !/^\d{1,9}$/.test(selection.attempt)) all.set("attempt", selection.attempt);
+  return `${base}/${name}${all.size ? `?${all}` : ""}`;
 }
 
-// The traceback of a crash, or the stacks of the ranks that a hang names.
-function stacks({ ranks, evidence }) {
-  if (evidence.traceback) return [element("pre", {}, evidence.traceback)];
-  const known = ranks.filter((rank) => evidence.stacks?.[rank]?.length).slice(0, SHOWN_STACKS);
-  return known.map((rank) => element("pre", {}, [`Rank ${rank}:`, ...evidence.stacks[rank]].join("\n  ")));
+const views = Object.fromEntries([["account", "account"], ["overview", "overview"], ["phases", "phases"], ["ranks", "ranks"], ["step", "step-figure"], ["buckets", "buckets"]]
+  .map(([name, id]) => [name, new FigureView(by(id), name, address)]));
+
+// The query of each figure: only the parts of the selection that it depends on.
+function query(name) {
+  const parts = {}, range = stepRange(selection);
+  if (range && ["phases", "ranks", "step", "buckets"].includes(name)) [parts.from, parts.to] = range;
+  if (selection.rank && ["phases", "step"].includes(name)) parts.rank = selection.rank;
+  if (selection.step && name === "step") parts.step = selection.step;
+  if (selection.match && ["ranks", "step"].includes(name)) parts.match = selection.match;
+  if (selection.order && name === "ranks") parts.order = selection.order;
+  return parts;
 }
 
-function findingCard(finding) {
-  const evidence = Object.entries(finding.evidence).flatMap(([name, value]) => [element("dt", {}, name), element("dd", {}, readable(name, value))]);
-  const card = element("article", { class: `finding ${finding.severity}` },
-    element("span", { class: "badge" }, `${finding.severity} · ${finding.code}`),
-    element("h3", {}, finding.title),
-    ...times(finding.intervals), element("p", {}, finding.remedy), ...stacks(finding));
-  if (finding.gain) card.append(element("p", {}, `The remedy would gain ${ms(finding.gain.step_ns)} per step, ${(100 * finding.gain.ratio).toFixed(0)} % of it (± ${(100 * finding.gain.ratio * finding.gain.error_ratio).toFixed(1)} %).`));
-  if (finding.buckets.length) card.append(element("p", { class: "muted" }, `${finding.code === "straggler" ? "Most of it occurs at" : "At"} bucket ${finding.buckets.join(", ")}: ${finding.parameters.slice(0, 6).join(", ")}${finding.parameters.length > 6 ? ", …" : ""}`));
-  card.append(element("details", {}, element("summary", {}, `Evidence, steps ${finding.steps[0]} to ${finding.steps[1]}`), element("dl", {}, ...evidence)));
-  return card;
+// Draw figures one after another, from the top: each takes the collector some time, and the reader begins at the top.
+async function draw(isRefresh) {
+  const follows = isEmpty(selection);
+  for (const [name, view] of Object.entries(views)) {
+    if (isRefresh && !follows && !["account", "overview"].includes(name)) continue;
+    await view.show(query(name), isRefresh);
+  }
+  mark();
 }
 
-// When a finding held: the reader's own time of day.
-function times(intervals) {
-  const known = intervals.filter(({ began_ns }) => began_ns !== null), clock = (ns) => new Date(ns / 1e6).toLocaleString();
-  const lines = known.slice(0, SHOWN_INTERVALS).map(({ from, to, began_ns, ended_ns }) => `steps ${from} to ${to}: ${clock(began_ns)} to ${clock(ended_ns)}`);
-  if (known.length > SHOWN_INTERVALS) lines.push(`and ${known.length - SHOWN_INTERVALS} more`);
-  return lines.length ? [element("p", { class: "muted" }, lines.join("; "))] : [];
+function mark() {
+  const range = stepRange(selection), step = views.step.data?.shown.step ?? null;
+  for (const name of ["overview", "phases", "ranks"]) {
+    views[name].mark("selection", name === "overview" && range ? { left: range[0], right: range[1] + 1 } : null);
+    views[name].mark("step", step === null ? null : { location: step + 0.5 });
+  }
+  const rows = views.ranks.data?.shown.ranks ?? [], row = rows.indexOf(Number(selection.rank ?? NaN));
+  views.ranks.mark("rank", row < 0 ? null : { top: row - 0.5, bottom: row + 0.5 });
+  const labels = views.buckets.named("buckets")?.data.label, bar = labels && selection.bucket ? Array.from(labels).indexOf(selection.bucket) : -1;
+  views.buckets.mark("bucket", bar < 0 ? null : { left: bar, right: bar + 1 });
+  fill();
 }
 
-async function showWhole({ findings }) {
-  const { columns } = await get(address("steps", `points=${SHOWN_BINS}&mean=true`));
-  wholeRun(by("whole"), columns, findings.filter(({ ranks }) => ranks.length).flatMap(({ intervals }) => intervals));
+// Show the selection in the form, and what depends on it beside the figures.
+function fill() {
+  const step = views.step.data?.shown.step;
+  for (const name of ["steps", "rank", "bucket", "match"]) if (document.activeElement !== by(name)) by(name).value = selection[name] ?? "";
+  by("order").value = selection.order ?? "cost";
+  if (document.activeElement !== by("step")) by("step").value = step ?? "";
+  const live = details && LIVE.includes(details.state) && (!shownAttempt || shownAttempt.attempt === details.attempt);
+  by("clear").hidden = isEmpty(selection);
+  by("clear").textContent = live ? "Follow the run" : "Clear the selection";
+  const range = stepRange(selection);
+  by("trace").href = `${root}/api/v1${address("trace", range && range[1] - range[0] < 50 ? { from: range[0], to: range[1] } : {})}`;
+  by("open-trace").href = `${root}/api/v1${address("trace", { from: step ?? 0, to: step ?? 0 })}`;
+  by("report").href = `${root}/api/v1${address("report.html")}`;
+  showBucket(layouts, selection.bucket);
+  const match = selection.match?.toLowerCase() ?? "", drawn = new Set(views.ranks.data?.shown.ranks ?? []);
+  showRanks(ranks, ({ rank }) => !match || drawn.has(rank), (rank) => choose({ rank: String(rank) }));
 }
 
-function readable(name, value) {
-  if (Array.isArray(value)) return value.map((inner) => readable(name, inner)).join(name === "stacks" ? "\n" : ", ") || "–";
-  if (value !== null && typeof value === "object") return Object.entries(value).map(([key, inner]) => `${key}: ${readable(name, inner)}`).join(", ") || "–";
-  return name.endsWith("_ns") ? ms(value) : String(value);
+// Change the selection: the address, the findings, the figures.
+async function choose(change, replace = false) {
+  const next = { ...selection, ...change };
+  for (const [name, value] of Object.entries(next)) if (!value) delete next[name];
+  selection = next;
+  write(selection, replace);
+  notice("");
+  if (diagnosis) showDiagnosis();
+  fill();
+  await runOnce(() => draw(false));
 }
 
-function showFindings({ findings, missing, steps_seen }) {
-  const cards = findings.map(findingCard);
-  if (!cards.length) cards.push(element("article", { class: "finding" }, element("h3", {}, steps_seen ? `Nothing found up to step ${steps_seen - 1}.` : "No step to judge yet.")));
-  if (missing.length) cards.push(element("p", { class: "muted" }, `Not judged yet: ${missing.join("; ")}`));
-  by("findings").replaceChildren(...cards);
+function select(finding, key) {
+  const isChosen = selection.finding === key;
+  const none = { finding: "", steps: "", rank: "", bucket: "", step: "" };
+  return choose(isChosen ? none : { ...none, ...ofFinding(finding, key) });
 }
 
-async function showPhases() {
-  const choice = by("rank").value, rank = ranks.find((candidate) => String(candidate.rank) === choice);
-  const query = rank ? `${until(rank.last_step)}&rank=${choice}` : `${until(last)}&mean=true`;
-  const { columns } = await get(address("steps", query));
-  if (by("rank").value !== choice) return;  // The choice has changed meanwhile.
-  const current = ranks.filter((candidate) => candidate.steps && candidate.last_step > last - count);
-  setText("phases-shown", stepsNote(), rank ? "" : absentNote(current.map((candidate) => candidate.rank)));
-  phases(by("phases"), columns.step.map((step, row) => ({
-    step, wall: columns.wall_ns?.[row] ?? columns.end_ns[row] - columns.start_ns[row],
-    ...Object.fromEntries(PHASES.map((phase) => [phase, columns[`${phase}_ns`][row]])),
-  })));
-}
-
-function showRanks() {
-  const select = by("rank"), choice = select.value || "mean";
-  select.replaceChildren(element("option", { value: "mean" }, "mean of all"), ...ranks.map((rank) => element("option", { value: rank.rank }, `rank ${rank.rank}`)));
-  select.value = choice;
-  by("ranks").tBodies[0].replaceChildren(...ranks.map((rank) => element("tr", {},
-    element("td", { class: "n" }, String(rank.rank)), element("td", {}, rank.host || "–"), element("td", {}, rank.device || "–"),
-    element("td", { class: "n" }, String(rank.steps)), element("td", { class: "n" }, ms(rank.own_ns)),
-    element("td", { class: rank.state }, activity(rank)), element("td", { class: "n" }, String(rank.dropped)))));
-}
-
-function activity({ state, goodbye, pulse, last_seen_ns }) {
-  if (goodbye) return "finished";
-  if (state === "failed") return `failed (${ago(last_seen_ns)})`;
-  if (!pulse) return ago(last_seen_ns);
-  const bucket = pulse.bucket < 0 ? "" : `, bucket ${pulse.module > 0 ? `${pulse.module}.` : ""}${pulse.bucket}`;  // -1: no bucket was launched yet.
-  const stuck = state === "hung" ? `stuck for ${(pulse.idle_ns / 1e9).toFixed(0)} s${pulse.place && ` at ${pulse.place}`}: ` : "";
-  return `${stuck}${pulse.phase.replace("_", " ")}, step ${pulse.step}${bucket} (${ago(last_seen_ns)})`;
-}
-
-// The list of attempts, unless there is only one and it gave no reason to look.
-function showAttempts(attempts, latest) {
-  by("attempts").hidden = attempts.length < 2 && !attempts.some(({ reason }) => reason);
-  by("attempts").querySelector("tbody").replaceChildren(...attempts.toReversed().slice(0, SHOWN_ATTEMPTS).map((row) => {
-    const link = element("a", { href: row.attempt === latest ? location.pathname : `?attempt=${row.attempt}` }, `attempt ${row.ordinal + 1}`);
-    if (row.attempt === (attempt ?? latest)) link.setAttribute("aria-current", "true");
-    const first = row.first_rank === null ? "" : `rank ${row.first_rank}: `;
-    return element("tr", {}, element("td", {}, link),
-      element("td", {}, element("span", { class: `state ${row.outcome}` }, row.outcome)), element("td", {}, first + row.reason),
-      element("td", { class: "n" }, String(row.steps)), element("td", { class: "muted" }, ago(row.began_ns)),
-      element("td", { class: "muted" }, row.ended_ns === null ? "–" : ago(row.ended_ns)));
-  }));
-}
-
-function showUnused({ unused }) {
-  const latest = new Map(unused.map((set) => [`${set.rank}/${set.module}`, set]));
-  const sets = [...latest.values()].filter((set) => set.locally.length);
-  by("unused").hidden = sets.length === 0;
-  by("unused").querySelector("ul").replaceChildren(...sets.map((set) => element("li", {}, `rank ${set.rank}, since step ${set.step}: ${set.locally.slice(0, 20).join(", ")}${set.locally.length > 20 ? ` and ${set.locally.length - 20} more` : ""}`)));
-}
-
-// Indices of ranks: first the ranks in findings, then the ranks with the largest sum of excess.
-function bySlowness({ ranks, excess_ns }, findings) {
-  const named = new Set(findings.flatMap((finding) => finding.ranks));
-  const sums = ranks.map((_, index) => excess_ns.reduce((sum, row) => sum + row[index], 0));
-  return ranks.map((_, index) => index).sort((a, b) => named.has(ranks[b]) - named.has(ranks[a]) || sums[b] - sums[a]);
-}
-
-// A response that would be too long ends before the latest step: request fewer steps of many ranks.
-function limitSteps() {
-  last = Math.max(0, ...ranks.map((rank) => rank.last_step));
-  count = Math.min(SHOWN_STEPS, Math.max(2, Math.floor(SHOWN_ROWS / ranks.length)));
-}
-
-function stepsNote() {
-  return count < Math.min(SHOWN_STEPS, last + 1) ? `The latest ${count} steps only, because there are many ranks.` : "";
-}
-
-function until(step) {
-  return `from=${Math.max(0, step - count + 1)}&to=${step}`;
-}
-
-// With uneven inputs the ranks' step numbers drift apart, until no range covers the latest steps of all ranks.
-function stepsDiffer() {
-  const ends = ranks.filter((rank) => rank.steps).map((rank) => rank.last_step);
-  return Math.max(...ends) - Math.min(...ends) > count / 4;
-}
-
-function setText(id, ...sentences) {
-  by(id).textContent = sentences.filter(Boolean).join(" ");
-}
-
-function absentNote(present) {
-  const shown = new Set(present), absent = ranks.map(({ rank }) => rank).filter((rank) => !shown.has(rank));
-  if (!shown.size || !absent.length) return "";
-  const more = absent.length - NAMED_RANKS;
-  return `No data of rank ${absent.slice(0, NAMED_RANKS).join(", ")}${more > 0 ? ` and ${more} more` : ""}.`;
-}
-
-function ranksNote(shown, all) {
-  return shown < all ? `${shown} of ${all} ranks: first the ranks in findings, then the slowest.` : "";
-}
-
-async function choose(step) {
-  if (!straggler) return;
-  chosen = step;
-  by("step").value = step;
-  showHeat();
-  await showBuckets(step);
-}
-
-function showHeat() {
-  const shown = slowest.slice(0, SHOWN_RANKS);
-  heat(by("heat"), straggler, shown, chosen, pick);
-  setText("heat-shown", stepsDiffer() ? "" : stepsNote(), ranksNote(shown.length, slowest.length), absentNote(straggler.ranks));
-}
-
-async function showBuckets(step) {
-  const { columns } = await get(address("spans", `from=${step}&to=${step}`));
-  if (step !== chosen) return;
-  const spans = columns.rank.map((rank, row) => ({
-    rank, module: columns.module[row], revision: columns.revision[row], bucket: columns.bucket[row],
-    ready: columns.aligned_ready_ns[row], launched: columns.aligned_launched_ns[row], done: columns.aligned_done_ns[row],
-  }));
-  const present = new Set(columns.rank), order = slowest.map((index) => straggler.ranks[index]).filter((rank) => present.has(rank));
-  const drawn = new Set((order.length ? order : [...present]).slice(0, Math.max(2, Math.floor((SHOWN_SPANS * present.size) / spans.length))));
-  timeline(by("timeline"), spans.filter((span) => drawn.has(span.rank)), layouts);
-  setText("timeline-shown", ranksNote(drawn.size, present.size), absentNote(present));
-}
-
-function pick(step) {
-  if (Number.isSafeInteger(step) && step >= 0) return runOnce(() => choose(step), by("timeline"), by("timeline-shown"));
-  by("step").value = chosen;
-  notice("A step is a whole number, 0 or greater.");
+function showDiagnosis() {
+  keys = findingKeys(diagnosis.findings);
+  showFindings(by("findings"), diagnosis, keys, selection.finding, select);
 }
 
 async function show() {
-  const details = await get(base);
+  [details, { attempts }] = await Promise.all([get(base), get(`${base}/attempts`)]);
+  shownAttempt = attempts.find((row) => row.attempt === (selection.attempt ?? details.attempt) || String(row.ordinal + 1) === selection.attempt) ?? null;
+  if (!shownAttempt && selection.attempt && /^\d{1,9}$/.test(selection.attempt)) throw new Error(`run ${run} has no attempt ${selection.attempt}; it has ${attempts.length}`);
   ({ ranks } = await get(address("ranks")));
-  limitSteps();
-  const range = stepsDiffer() ? "" : until(last);  // Without a range the collector compares each rank's latest steps.
-  const [diagnostics, layout, stragglers, unused, { attempts }] = await Promise.all([
-    get(address("diagnostics")), get(address("layout")), get(address("stragglers", range)), get(address("unused")), get(`${base}/attempts`)]);
-  const shown = attempts.find((row) => row.attempt === (attempt ?? details.attempt)), isLatest = shown?.attempt === details.attempt;
-  [straggler, layouts] = [stragglers, layout.layouts];
-  slowest = bySlowness(stragglers, diagnostics.findings);
-  const counts = isLatest || !shown ? details : shown, state = counts === details ? details.state : shown.outcome;
-  const facts = [`${counts.ranks} of ${counts.world_size} ranks`, `${counts.steps} steps`, `attempt ${shown ? shown.ordinal + 1 : attempts.length}`,
-    details.modules.map((module) => module.name).join(", "), `last seen ${ago(counts.last_seen_ns ?? counts.ended_ns)}`];
-  by("facts").replaceChildren(element("span", { class: `state ${state}` }, state), ` · ${facts.filter(Boolean).join(" · ")}`);
-  showAttempts(attempts, details.attempt);
-  showFindings(diagnostics);
-  showRanks();
-  await Promise.all([showWhole(diagnostics), showPhases()]);
-  showUnused(unused);
-  await choose(chosen ?? straggler.steps.at(Math.floor(straggler.steps.length / 2)) ?? last);
+  showFacts(details, shownAttempt, attempts, ranks);
+  diagnosis = await get(address("diagnostics"));
+  showDiagnosis();
+  const isFirst = seen === null, now = `${shownAttempt?.attempt} ${details.last_seen_ns} ${details.steps}`;
+  if (isFirst) await begin();
+  showAttempts(attempts, shownAttempt, details.attempt);
+  showSettings(details);
+  if (now !== seen) await draw(!isFirst);
+  seen = now;
+  fill();
+  by("view").removeAttribute("aria-busy");
   // Only goodbyes end a run: a stalled run may continue, and a lost or failed run may return under its id.
-  return isLatest ? { finished: false, lost: 15, failed: 15 }[details.state] : false;
+  return shownAttempt?.attempt === details.attempt ? REFRESH_S[details.state] : false;
 }
 
-by("rank").addEventListener("change", () => runOnce(showPhases, by("phases")));
-by("step").addEventListener("change", (event) => pick(event.target.valueAsNumber));
-refresh(show, 5);
+// At the first load: the buckets of the form, and the selection of a link that names only a finding.
+async function begin() {
+  const [layout, unused] = await Promise.all([get(address("layout")), get(address("unused"))]);
+  ({ layouts } = layout);
+  showUnused(unused);
+  by("bucket").replaceChildren(element("option", { value: "" }, "–"), ...bucketNames(layouts).map((name) => element("option", { value: name }, name)));
+  const index = keys.indexOf(selection.finding);
+  if (index >= 0 && !selection.steps && !selection.rank && !selection.step) {
+    Object.assign(selection, ofFinding(diagnosis.findings[index], selection.finding));
+    write(selection, true);
+  }
+  if (wrong.length) notice(`The address has a malformed ${wrong.join(", ")}, which is left out.`);
+}
+
+// With many ranks a part of the rows is seen at a time.
+views.ranks.onDrawn = () => {
+  const { ranks: rows, window } = views.ranks.data.shown, parts = Math.ceil(rows.length / window);
+  by("rows").parentElement.hidden = parts < 2;
+  by("rows").replaceChildren(...Array.from({ length: parts }, (_, part) => element("option", { value: part }, `${part * window + 1} to ${Math.min((part + 1) * window, rows.length)} of ${rows.length}`)), element("option", { value: "all" }, "all"));
+};
+by("rows").addEventListener("change", ({ target: { value } }) => {
+  const { ranks: rows, window } = views.ranks.data.shown, first = value === "all" ? 0 : Number(value) * window;
+  const last = value === "all" ? rows.length : Math.min(first + window, rows.length);
+  views.ranks.model.y_range.setv({ start: last - 0.5, end: first - 0.5 });
+});
+
+// Step under a position of a figure over steps.
+const stepAt = (x) => String(Math.max(0, Math.floor(x)));
+
+for (const name of ["overview", "phases", "ranks"]) {
+  views[name].onSelect = (x0, x1) => x1 - x0 >= 1 && choose({ steps: `${stepAt(x0)}-${stepAt(x1)}`, finding: "" });
+  views[name].onPoint = (x) => {
+    for (const other of ["overview", "phases", "ranks"]) if (other !== name) views[other].mark("pointer", x === null ? null : { location: x });
+  };
+}
+views.overview.onTap = (x, y) => {
+  const { data } = views.overview.named("findings");
+  const hit = Array.from(data.from).findIndex((from, index) => from <= x && x <= data.right[index] && data.lane_bottom[index] <= y && y <= data.lane_top[index]);
+  const finding = hit < 0 ? null : data.finding[hit];
+  return finding !== null && diagnosis.findings[finding] ? select(diagnosis.findings[finding], keys[finding]) : choose({ step: stepAt(x) });
+};
+views.phases.onTap = (x) => choose({ step: stepAt(x) });
+views.ranks.onTap = (x, y) => choose({ step: stepAt(x), rank: String(views.ranks.data.shown.ranks[Math.round(y)] ?? "") });
+views.step.onTap = (x, y) => {
+  const rank = views.step.data.shown.ranks[Math.floor(y)];
+  for (const name of ["moving", "waiting", "compute"]) {
+    const data = views.step.named(name)?.data;
+    const hit = data ? Array.from(data.left).findIndex((left, index) => left <= x && x <= data.right[index] && data.top[index] <= y && y <= data.bottom[index]) : -1;
+    if (hit >= 0) return choose({ rank: String(rank), bucket: String(data.bucket[hit]), step: String(views.step.data.shown.step) });
+  }
+  return rank === undefined ? null : choose({ rank: String(rank), step: String(views.step.data.shown.step) });
+};
+views.buckets.onTap = (x) => {
+  const label = views.buckets.named("buckets").data.label[Math.floor(x)];
+  return label !== undefined && choose({ bucket: String(label) });
+};
+
+by("selection").addEventListener("submit", (event) => {
+  event.preventDefault();
+  const steps = by("steps").value.trim();
+  const step = by("step").value === String(views.step.data?.shown.step) ? selection.step ?? "" : by("step").value;
+  choose({ steps: steps.replaceAll(" ", ""), rank: by("rank").value, step, bucket: by("bucket").value, finding: selection.steps === steps ? selection.finding : "" });
+});
+by("bucket").addEventListener("change", () => choose({ bucket: by("bucket").value }));
+by("clear").addEventListener("click", () => choose({ steps: "", rank: "", step: "", bucket: "", finding: "" }));
+by("match").addEventListener("change", () => choose({ match: by("match").value.trim() }, true));
+by("order").addEventListener("change", () => choose({ order: by("order").value }, true));
+for (const [id, by_] of [["previous", -1], ["next", 1]]) {
+  by(id).addEventListener("click", () => choose({ step: String(Math.max(0, (views.step.data?.shown.step ?? 0) + by_)) }));
+}
+by("copy").addEventListener("click", async () => {
+  await navigator.clipboard.writeText(location.href);
+  by("copy").textContent = "copied";
+  setTimeout(() => (by("copy").textContent = "copy link"), 2000);
+});
+addEventListener("popstate", () => {
+  ({ selection, wrong } = read(location.search));
+  seen = null;
+  runOnce(show);
+});
+onColors(() => runOnce(() => draw(false)));
+
+refresh(async () => {
+  try {
+    const wait = await show();
+    by("state").hidden = true;
+    by("view").hidden = false;
+    return wait;
+  } catch (error) {
+    if (!(error instanceof Unreachable) && details === null) {
+      by("view").hidden = true;
+      by("state").hidden = false;
+      by("state").querySelector("h2").textContent = "This run cannot be shown";
+      by("state").querySelector("p").textContent = error.message;
+    }
+    throw error;
+  }
+}, 5);

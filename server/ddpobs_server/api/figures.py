@@ -1,0 +1,75 @@
+"""Routes of pictures: for BokehJS on the page, and all of them in one file."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import HTMLResponse
+
+from ddpobs_server.api import schemas
+from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
+from ddpobs_server.api.deps import AttemptDep, RankQuery, RunDep, SettingsDep, StepRangeDep, StoreDep
+from ddpobs_server.api.responses import json_response
+from ddpobs_server.figures.pictures import Pictures
+from ddpobs_server.figures.report_policy import report_policy, utc
+from ddpobs_server.figures.selection import Name, Order, Selection
+from ddpobs_server.reports.run_state import state_of_run
+from ddpobs_server.web.security_headers import POLICY
+
+router = APIRouter(prefix="/api/v1/runs/{run}", tags=["figures"], route_class=ConcurrencyLimitedRoute)
+
+
+def _pictures(request: Request) -> Pictures:
+    return request.app.state.pictures  # type: ignore[no-any-return]
+
+
+PicturesDep = Annotated[Pictures, Depends(_pictures)]
+
+
+@router.get("/figures/{figure}", response_model=schemas.Figure)
+def get_figure(
+    figure: Name,
+    run: RunDep,
+    steps: StepRangeDep,
+    pictures: PicturesDep,
+    rank: RankQuery = None,
+    step: Annotated[int | None, Query(ge=0, le=2**62 - 1, description="The step of the figure `step`.")] = None,
+    match: Annotated[
+        str, Query(max_length=200, description="Ranks, ranges of ranks, or a part of a host's name.")
+    ] = "",
+    order: Annotated[Order, Query(description="Order of the ranks.")] = "cost",
+    dark: Annotated[bool, Query(description="Colours of a dark page.")] = False,
+) -> Response:
+    """A figure of an attempt: `item` is for BokehJS, `summary` and `table` are its content as text.
+
+    `account`: where the time went. `overview`: step time of the whole run, with the steps of findings. `phases`: step
+    time by phase. `ranks`: delay that each rank caused. `step`: a step of all ranks on one clock. `buckets`: compute,
+    waiting and moving of each bucket.
+    """
+    selection = Selection(steps.first, steps.last, rank, step, match, order, dark)
+    picture = pictures.picture(run.run, steps.attempt, figure, selection)
+    return json_response({"run": run.name, "attempt": steps.attempt, **picture})
+
+
+@router.get("/report.html", response_class=HTMLResponse)
+def get_report(
+    run: RunDep, attempt: AttemptDep, store: StoreDep, settings: SettingsDep, pictures: PicturesDep
+) -> HTMLResponse:
+    """A report of an attempt as one HTML file: findings, figures, settings. It needs no other file."""
+    sources = store.sources(run.run, attempt)
+    hello = next((source.hello for source in sources if source.hello), None)
+    facts = {"attempt": attempt, "ranks": f"{len(sources)} of {run.world_size}"}
+    if attempt == run.attempt:
+        facts["state"] = state_of_run(run, settings, time.time_ns())
+    if sources:
+        facts["steps"] = f"{max(source.last_step for source in sources) + 1:,}"
+        facts["first seen"] = utc(min(source.first_seen_ns for source in sources))
+        facts["last seen"] = utc(max(source.last_seen_ns for source in sources))
+    known = (
+        {} if hello is None else {"backend": hello.backend, "device": hello.device, **hello.versions, **hello.settings}
+    )
+    texts = {name: str(value) for name, value in known.items()}
+    html, nonce = pictures.report(run.run, attempt, facts, texts)
+    return HTMLResponse(html, headers={POLICY: f"{report_policy(nonce)}; frame-ancestors 'none'"})

@@ -1,0 +1,81 @@
+"""Where the time went: the account of the whole run as one bar."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from bokeh.models import ColumnDataSource, PrintfTickFormatter, Range1d
+
+from ddpobs import wire
+from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
+from ddpobs_server.figures.picture import Picture, milliseconds
+from ddpobs_server.figures.theme import PHASE_COLORS, Theme
+
+NAME, TITLE = "account", "Where the time went"
+GROUPS = {
+    "start_up": ("start-up", "#cc79a7", " "),
+    "steps": ("steps", "", " "),
+    "outside": ("outside of steps", "#8c6d31", " "),
+    "restarts": ("restarts", "#b91c1c", "cross"),
+    "idle": ("idle or stuck", "#7b8794", "dot"),
+    "not_known": ("not known", "#c9d0d8", "right_diagonal_line"),
+}
+"""Title, colour and hatch of each group of parts, in the order of the bar."""
+
+
+def account(answer: Mapping[str, Any], theme: Theme) -> Picture:
+    """Draw the parts of an account, in the form of the REST API."""
+    parts = [part for group in GROUPS for part in answer["parts"] if part["group"] == group and part["rank_ns"] > 0]
+    if not parts:
+        return Picture(NAME, TITLE, "No time is accounted for yet.")
+    plot = base_plot(theme, 130, x_range=Range1d(start=0, end=100), y_range=Range1d(start=0, end=1))
+    plot.yaxis.visible = False
+    plot.grid.grid_line_color = None
+    plot.xaxis.axis_label = "% of the ranks' wall time"
+    plot.xaxis.formatter = PrintfTickFormatter(format="%g %%")
+    left, glyphs = 0.0, []
+    for label in dict.fromkeys(_style(part)[0] for part in parts):
+        own = [part for part in parts if _style(part)[0] == label]
+        shares = np.array([100 * part["share"] for part in own])
+        ends = left + np.cumsum(shares)
+        left = float(ends[-1])
+        data = {
+            "left": ends - shares,
+            "right": ends,
+            "title": [part["title"] for part in own],
+            "share": shares,
+            "time": [milliseconds(part["rank_ns"]) for part in own],
+        }
+        _, color, hatch = _style(own[0])
+        style = {"fill_color": color, "hatch_pattern": hatch, "hatch_color": theme.ink, "hatch_alpha": 0.35}
+        sides = ("left", "right", 1.0, 0.1)
+        glyphs.append(
+            add_quads(plot, ColumnDataSource(data), sides, legend_label=label, line_color=theme.paper, **style)
+        )
+    add_hover(plot, glyphs, ("", "@title"), ("share", "@share{0.0} %"), ("time of all ranks", "@time"))
+    add_legend(plot, theme)
+    plot.legend.click_policy = "none"
+    wall = "" if answer["wall_ns"] is None else f"Of {milliseconds(answer['wall_ns'])} wall time, "
+    goodput = (
+        ""
+        if answer["goodput"] is None
+        else f"{answer['goodput']:.1%} went into steps that no restart repeated (goodput). "
+    )
+    lost = f"Lost: {answer['lost_hours']:.3g} {answer['unit']}s."
+    if answer["lost_cost"] is not None:
+        lost += f" At the set price that is {answer['lost_cost']:,.2f}."
+    rows = [
+        (p["title"], f"{p['share']:.1%}", milliseconds(p["rank_ns"]))
+        for p in sorted(parts, key=lambda p: -p["rank_ns"])
+    ]
+    return Picture(NAME, TITLE, f"{wall}{goodput}{lost}", plot, ("part", "share", "time of all ranks"), rows)
+
+
+def _style(part: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Return label, colour and hatch of a part: phases have their own colours, the other parts their group's."""
+    if part["part"] in wire.PHASES:
+        return part["title"], PHASE_COLORS[part["part"]], " "
+    label, color, hatch = GROUPS[part["group"]]
+    return label, color or "#94a3b8", hatch

@@ -1,0 +1,110 @@
+"""An empty plot in the page's colours, with the marks that the page moves: selection, step and pointer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from bokeh.models import (
+    AdaptiveTicker,
+    BoxSelectTool,
+    ColumnDataSource,
+    FactorRange,
+    HoverTool,
+    NumeralTickFormatter,
+    PanTool,
+    PrintfTickFormatter,
+    Range1d,
+    ResetTool,
+    WheelZoomTool,
+)
+from bokeh.models.annotations import BoxAnnotation, Span
+from bokeh.plotting import figure
+
+from ddpobs_server.analysis.joined_steps import Floats
+from ddpobs_server.figures.theme import Theme
+
+FONT = "system-ui, sans-serif"
+SELECTION, STEP, POINTER = "selection", "step", "pointer"
+"""Names of the marks."""
+
+
+def steps_plot(theme: Theme, first: int, end: int, height: int, *, select: bool = False, **options: Any) -> figure:
+    """Return a plot over steps. With `select` a drag selects steps; the wheel zooms after a click on its tool."""
+    margin = max(1, (end - first) // 2)
+    steps = Range1d(start=first, end=end, bounds=(first - margin, end + margin), min_interval=2)
+    plot = base_plot(theme, height, x_range=steps, **options)
+    plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
+    plot.xaxis.axis_label = "step"
+    plot.xaxis.ticker = AdaptiveTicker(min_interval=1)
+    box = BoxSelectTool(dimensions="width")
+    plot.add_tools(box, PanTool(dimensions="width"), WheelZoomTool(dimensions="width"), ResetTool())
+    plot.toolbar.active_drag = box if select else None
+    plot.add_layout(
+        BoxAnnotation(name=SELECTION, visible=False, fill_color=theme.ink, fill_alpha=0.08, line_color=theme.ink)
+    )
+    plot.add_layout(Span(name=STEP, dimension="height", visible=False, line_color=theme.ink, line_width=2))
+    return plot
+
+
+def base_plot(theme: Theme, height: int, **options: Any) -> figure:
+    """Return a plot as wide as its place on the page."""
+    plot = figure(
+        height=height,
+        sizing_mode="stretch_width",
+        tools="",
+        toolbar_location="above",
+        background_fill_color=theme.paper,
+        border_fill_color=theme.paper,
+        outline_line_color=None,
+        **options,
+    )
+    plot.toolbar.logo = None
+    for axis in plot.axis:
+        axis.axis_label_text_font = axis.major_label_text_font = FONT
+        axis.axis_label_text_font_style = "normal"
+        axis.axis_label_text_color = axis.major_label_text_color = theme.muted
+        axis.axis_line_color = axis.major_tick_line_color = theme.line
+        axis.minor_tick_line_color = None
+    plot.grid.grid_line_color = theme.line
+    if not isinstance(plot.y_range, FactorRange):
+        plot.yaxis.formatter = PrintfTickFormatter(format="%g ms")
+    plot.add_layout(Span(name=POINTER, dimension="height", visible=False, line_color=theme.muted, line_dash="dotted"))
+    return plot
+
+
+def add_quads(
+    plot: figure,
+    source: ColumnDataSource,
+    sides: tuple[str | float, str | float, str | float, str | float],
+    **style: Any,
+) -> Any:
+    """Draw rectangles; `sides` are left, right, top and bottom. They look the same when some are selected."""
+    left, right, top, bottom = sides
+    return plot.quad(left, right, top, bottom, source=source, nonselection_alpha=style.get("alpha", 1.0), **style)
+
+
+def add_hover(plot: figure, renderers: Sequence[Any], *tooltips: tuple[str, str]) -> None:
+    """Show these fields of the glyph under the pointer."""
+    plot.add_tools(HoverTool(renderers=list(renderers), tooltips=list(tooltips), point_policy="follow_mouse"))
+
+
+def add_legend(plot: figure, theme: Theme) -> None:
+    """Put the legend above the plot; a click on an entry hides its glyphs."""
+    plot.add_layout(plot.legend[0], "above")
+    legend = plot.legend[0]
+    legend.orientation, legend.click_policy, legend.ncols = "horizontal", "hide", "auto"
+    legend.background_fill_color, legend.border_line_color = theme.paper, None
+    legend.label_text_color, legend.label_text_font = theme.ink, FONT
+    legend.label_text_font_size, legend.padding, legend.spacing = "12px", 2, 12  # type: ignore[assignment]
+
+
+def mark_longer(plot: figure, x: Floats, times_ms: Floats, top: float, theme: Theme) -> None:
+    """Mark times beyond the end of the axis with a triangle at its end."""
+    rows = np.flatnonzero(times_ms > top)
+    data = {"x": x[rows], "y": np.full(len(rows), top * 0.98), "time": times_ms[rows]}
+    marks = plot.scatter(
+        "x", "y", source=ColumnDataSource(data, name="longer"), marker="triangle", size=8, color=theme.ink
+    )
+    add_hover(plot, [marks], ("longer than the axis", "@time{0,0.0} ms"))

@@ -1,0 +1,116 @@
+"""The run at a glance: step time over the whole run, with the steps of its findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from bokeh.models import ColumnDataSource, Range1d
+
+from ddpobs import wire
+from ddpobs_server.figures.canvas import add_hover, add_quads, mark_longer, steps_plot
+from ddpobs_server.figures.picture import Picture, milliseconds
+from ddpobs_server.figures.theme import SPREAD, Theme
+
+NAME, TITLE = "overview", "The run at a glance"
+_MAX_MEDIANS = 6.0
+"""A step with an upload may last as long as thousands: the axis ends here, and longer steps are marked at its end."""
+_MOST_INTERVALS = 200
+LANES = ("critical", "warning", "info")
+_LANE = 0.05
+"""Height of a lane of findings above the axis, as a share of it; there is one for each severity."""
+
+
+def overview(columns: Mapping[str, wire.Ints], findings: Sequence[Mapping[str, Any]], theme: Theme) -> Picture:
+    """Draw the bins of a run over all ranks.
+
+    Args:
+        columns: Of bins: `first`, `last`, and the least, the median and the most of the wall time.
+        findings: In the form of the REST API; the index in this list is the field `finding` of the marks.
+        theme: Colours.
+    """
+    if not len(columns["first"]):
+        return Picture(NAME, TITLE, "No step has arrived yet.")
+    low, middle, high = (columns[f"wall_{kind}_ns"] / 1e6 for kind in ("min", "median", "max"))
+    first, end = columns["first"], columns["last"] + 1
+    top = max(1e-6, min(float(high.max()), _MAX_MEDIANS * float(middle.max()))) * 1.05
+    plot = steps_plot(
+        theme,
+        int(first[0]),
+        int(end[-1]),
+        190,
+        select=True,
+        y_range=Range1d(start=0, end=top * (1 + _LANE * len(LANES))),
+    )
+    bins = ColumnDataSource(
+        {
+            "first": first,
+            "end": end,
+            "last": columns["last"],
+            "low": low,
+            "middle": middle,
+            "high": high,
+            "shown": np.minimum(high, top),
+        },
+        name="bins",
+    )
+    spread = add_quads(plot, bins, ("first", "end", "shown", "low"), color=SPREAD, alpha=0.6, line_width=0.5)
+    plot.step("first", "middle", source=bins, mode="after", color=theme.ink, line_width=1.5, nonselection_alpha=1)
+    mark_longer(plot, (first + end) / 2, high, top, theme)
+    add_hover(
+        plot,
+        [spread],
+        ("steps", "@first{0,0} to @last{0,0}"),
+        ("least", "@low{0,0.00} ms"),
+        ("median", "@middle{0,0.00} ms"),
+        ("most", "@high{0,0.00} ms"),
+    )
+    marked = _mark_findings(plot, findings, top, (int(first[0]), int(end[-1])), theme)
+    typical = float(np.median(columns["wall_median_ns"]))
+    summary = (
+        f"Step time of steps {first[0]:,} to {end[-1] - 1:,}: typically {milliseconds(typical)}, at most "
+        f"{milliseconds(float(columns['wall_max_ns'].max()))} on any rank. {marked}"
+    )
+    table = np.stack([first, columns["last"], *(columns[f"wall_{kind}_ns"] for kind in ("min", "median", "max"))])
+    rows = [(a, b, *map(milliseconds, times)) for a, b, *times in table.T.tolist()]
+    heads = ("first step", "last step", "least", "median", "most")
+    return Picture(NAME, TITLE, summary, plot, heads, rows, {"first": int(first[0]), "last": int(end[-1]) - 1})
+
+
+def _mark_findings(
+    plot: Any, findings: Sequence[Mapping[str, Any]], top: float, steps: tuple[int, int], theme: Theme
+) -> str:
+    """Draw the intervals of findings in a strip above the axis; return a sentence about them."""
+    first, end = steps
+    marks = [
+        (index, finding, interval)
+        for index, finding in enumerate(findings)
+        for interval in finding["intervals"]
+        if interval["to"] >= first
+    ][:_MOST_INTERVALS]
+    data: dict[str, list[Any]] = {
+        "finding": [index for index, _, _ in marks],
+        "title": [finding["title"] for _, finding, _ in marks],
+        "severity": [finding["severity"] for _, finding, _ in marks],
+        "color": [theme.severity[finding["severity"]] for _, finding, _ in marks],
+        "from": [interval["from"] for _, _, interval in marks],
+        "to": [interval["to"] for _, _, interval in marks],
+        # A mark of a single step would be too narrow to be seen.
+        "right": [max(interval["to"] + 1, interval["from"] + (end - first) / 250) for _, _, interval in marks],
+    }
+    lanes = top * (1 + _LANE * (len(LANES) - np.array([LANES.index(severity) for severity in data["severity"]], float)))
+    source = ColumnDataSource(data | {"lane_top": lanes, "lane_bottom": lanes - top * _LANE}, name="findings")
+    strip = add_quads(plot, source, ("from", "right", "lane_top", "lane_bottom"), color="color", line_color=theme.paper)
+    # A scaling loss of the whole run would shade all of it.
+    shaded = [row for row, (_, finding, _) in enumerate(marks) if finding["severity"] != "info"]
+    shades = ColumnDataSource({name: [data[name][row] for row in shaded] for name in ("from", "right", "color")})
+    add_quads(plot, shades, ("from", "right", top, 0.0), color="color", alpha=0.12, line_color=None)
+    add_hover(plot, [strip], ("@severity", "@title"), ("steps", "@from{0,0} to @to{0,0}"))
+    return (
+        ""
+        if not marks
+        else "One finding interval is marked."
+        if len(marks) == 1
+        else f"{len(marks)} finding intervals are marked."
+    )

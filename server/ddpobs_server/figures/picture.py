@@ -1,0 +1,76 @@
+"""A picture with its text: what a reader without eyes for it needs, and the table behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from bokeh.embed import json_item
+from bokeh.models import Plot
+
+TABLE_ROWS = 100
+"""Most rows of a picture's table."""
+_NAMED_RANKS = 12
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture of a run.
+
+    Attributes:
+        name: Its name in the REST API.
+        title: Heading.
+        summary: One or two sentences that say what is to be seen.
+        plot: The drawing; None if there is nothing to draw, and `summary` says why.
+        columns: Heads of the table behind the picture.
+        rows: Its rows, at most `TABLE_ROWS`.
+        shown: Steps, ranks and step that are drawn.
+    """
+
+    name: str
+    title: str
+    summary: str
+    plot: Plot | None = None
+    columns: tuple[str, ...] = ()
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+    shown: dict[str, Any] = field(default_factory=dict)
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the picture in the form of the REST API; `item` is for BokehJS."""
+        return {
+            "figure": self.name,
+            "title": self.title,
+            "summary": self.summary,
+            "item": None if self.plot is None else json_item(self.plot),
+            "table": {"columns": list(self.columns), "rows": [list(row) for row in self.rows[:TABLE_ROWS]]},
+            "shown": self.shown,
+        }
+
+
+def milliseconds(ns: float) -> str:
+    """Format a time with three digits."""
+    for limit, unit, size in ((1e3, "ns", 1.0), (1e6, "µs", 1e3), (1e9, "ms", 1e6), (120e9, "s", 1e9)):
+        if abs(ns) < limit:
+            return f"{ns / size:.3g} {unit}" if abs(ns / size) < 999.5 else f"{ns / size:.0f} {unit}"
+    minutes = ns / 60e9
+    return f"{minutes:.0f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+
+
+def size_text(size_bytes: float) -> str:
+    """Format a size in decimal units."""
+    for limit, unit, size in ((1e3, "B", 1.0), (1e6, "kB", 1e3), (1e9, "MB", 1e6)):
+        if size_bytes < limit:
+            return f"{size_bytes / size:.3g} {unit}"
+    return f"{size_bytes / 1e9:.3g} GB"
+
+
+def module_bucket(module: int, bucket: int) -> str:
+    """Name a bucket as the findings do: with its module if that is not the first."""
+    return f"{module}.{bucket}" if module else str(bucket)
+
+
+def few_ranks(ranks: Sequence[int]) -> str:
+    """Name ranks in a sentence; a long list is cut."""
+    more = len(ranks) - _NAMED_RANKS
+    return ", ".join(map(str, ranks[:_NAMED_RANKS])) + (f" and {more} more" if more > 0 else "")

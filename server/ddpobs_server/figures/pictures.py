@@ -1,0 +1,64 @@
+"""The pictures of all runs, cached as long as a run does not change.
+
+Bokeh is imported for the first picture: that takes half a second, which a collector needs to start.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, get_args
+
+from ddpobs_server.figures.selection import Name, Selection
+from ddpobs_server.reports.cache import Cache
+from ddpobs_server.reports.reports import Reports
+from ddpobs_server.reports.run_state import report_version
+from ddpobs_server.reports.views import RunViews
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Store
+
+_CACHED = 32
+"""Pictures in memory: about 100 kB each."""
+
+
+class Pictures:
+    """Makes pictures, and the report of a run.
+
+    Args:
+        store: Source of the columns.
+        reports: Source of findings, accounts and bins.
+        settings: Limits of a run's state.
+        now_ns: The collector's wall clock.
+    """
+
+    def __init__(
+        self, store: Store, reports: Reports, settings: Settings, now_ns: Callable[[], int] = time.time_ns
+    ) -> None:
+        self._store, self._reports, self._settings, self._now_ns = store, reports, settings, now_ns
+        self._cache: Cache[dict[str, Any]] = Cache(_CACHED)
+
+    def picture(self, run: str, attempt: str, name: Name, selection: Selection) -> dict[str, Any]:
+        """Return a picture of an attempt in the form of the REST API."""
+        from ddpobs_server.figures.making import Maker
+
+        def make() -> dict[str, Any]:
+            maker = Maker(self._store, self._reports)
+            return maker.make(RunViews(self._store, run, attempt), name, selection).as_json()
+
+        version = report_version(self._store.version(run), self._settings, self._now_ns())
+        return self._cache.get((run, attempt, name, selection), version, make)
+
+    def report(self, run: str, attempt: str, facts: dict[str, str], settings: dict[str, str]) -> tuple[str, str]:
+        """Return a page with the findings and all pictures that needs no other file, and the nonce of its scripts.
+
+        Args:
+            run: Key of the run.
+            attempt: The attempt.
+            facts: Facts of the run, in order.
+            settings: Settings and versions of its ranks.
+        """
+        from ddpobs_server.figures.report_page import report_page
+
+        diagnosis = self._reports.diagnostics(run, attempt)
+        pictures = [self.picture(run, attempt, name, Selection()) for name in get_args(Name)]
+        return report_page(run.rpartition("/")[2], facts, diagnosis, pictures, settings)

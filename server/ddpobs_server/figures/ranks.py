@@ -1,0 +1,107 @@
+"""Ranks by steps: the delay that each rank caused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from bokeh.models import (
+    AdaptiveTicker,
+    ColumnDataSource,
+    HoverTool,
+    LinearColorMapper,
+    PrintfTickFormatter,
+    Range1d,
+)
+from bokeh.models.annotations import BoxAnnotation, ColorBar
+from bokeh.plotting import figure
+
+from ddpobs_server.analysis.delay_map import DelayMap
+from ddpobs_server.figures.canvas import FONT, steps_plot
+from ddpobs_server.figures.picture import Picture, few_ranks, milliseconds
+from ddpobs_server.figures.selection import RankFilter
+from ddpobs_server.figures.theme import Theme
+
+NAME, TITLE = "ranks", "Delay that each rank caused"
+MOST_RANKS = 1024
+WINDOW = 64
+"""Rows that are seen at first: more would be too thin to be seen."""
+_MOST_COLUMNS = 400
+"""Most columns of the picture."""
+ROW = "rank"
+"""Name of the mark of the selected rank."""
+_LEAST_MS = 0.1
+"""The scale ends at least here, so that noise does not look like a delay."""
+
+
+def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], theme: Theme) -> Picture:
+    """Draw the delays of the ranks that match.
+
+    Args:
+        delays: Of all ranks; None if there is no step in which all ranks can be compared.
+        shown: The rows.
+        absent: Ranks of the attempt that are not in `delays`.
+        theme: Colours.
+    """
+    if delays is None:
+        return Picture(NAME, TITLE, "No step yet in which the ranks can be compared.")
+    rows = shown.rows(delays)[:MOST_RANKS]
+    if not len(rows):
+        return Picture(NAME, TITLE, f"No rank or host matches {shown.text!r}.")
+    table = delays.select(rows)
+    plot = _draw(table, theme)
+    worst = int(np.argmax(table.cost_ns))
+    summary = (
+        f"{len(rows):,} of {len(delays.ranks) + len(absent):,} ranks, steps {table.first[0]:,} to {table.last[-1]:,}. "
+    )
+    if table.cost_ns[worst] > 0:
+        summary += (
+            f"Rank {table.ranks[worst]} cost the others most: {milliseconds(table.cost_ns[worst])} a step, late in "
+            f"{table.late_share[worst]:.0%} of the steps."
+        )
+    else:
+        summary += "No rank was late by a tenth of a step."
+    if absent:
+        summary += f" No steps to compare of rank {few_ranks(absent)}."
+    values = [
+        (rank, shown.hosts.get(rank, ""), milliseconds(cost), f"{share:.1%}")
+        for rank, cost, share in zip(table.ranks.tolist(), table.cost_ns, table.late_share, strict=True)
+    ]
+    facts = {"first": int(table.first[0]), "last": int(table.last[-1]), "ranks": table.ranks.tolist(), "window": WINDOW}
+    return Picture(NAME, TITLE, summary, plot, ("rank", "host", "delay a step", "late in"), values, facts)
+
+
+def _draw(table: DelayMap, theme: Theme) -> figure:
+    count, first, end = len(table.ranks), int(table.first[0]), int(table.last[-1]) + 1
+    height = 100 + 14 * max(3, min(count, WINDOW // 2))
+    plot = steps_plot(
+        theme,
+        first,
+        end,
+        height,
+        select=True,
+        y_range=Range1d(start=min(count, WINDOW) - 0.5, end=-0.5, bounds=(-0.5, count - 0.5)),
+    )
+    delay_ms = table.delay_ns / 1e6
+    high = max(_LEAST_MS, float(np.quantile(delay_ms, 0.995)), float(delay_ms.max()) / 4)
+    mapper = LinearColorMapper(palette=theme.cost, low=0, high=high)
+    width = (end - first) / min(end - first, _MOST_COLUMNS)
+    middles = first + (np.arange(round((end - first) / width)) + 0.5) * width
+    bins = np.searchsorted(table.first, middles, side="right") - 1
+    cells = delay_ms[bins].T.astype(np.float32)
+    rank = np.broadcast_to(table.ranks.astype(np.uint32)[:, None], cells.shape)
+    source = ColumnDataSource({"delay": [cells], "rank": [np.ascontiguousarray(rank)]}, name="cells")
+    image = plot.image("delay", x=first, y=-0.5, dw=end - first, dh=count, source=source)
+    image.glyph.color_mapper = mapper
+    tooltips = [("rank", "@rank"), ("step", "$x{0,0}"), ("delay", "@delay{0,0.00} ms a step")]
+    plot.add_tools(HoverTool(renderers=[image], tooltips=tooltips))
+    bar = ColorBar(color_mapper=mapper, width=10, title="ms a step", formatter=PrintfTickFormatter(format="%g"))
+    bar.background_fill_color, bar.major_label_text_color, bar.title_text_color = theme.paper, theme.muted, theme.muted
+    bar.major_label_text_font = bar.title_text_font = FONT
+    plot.add_layout(bar, "right")
+    plot.add_layout(BoxAnnotation(name=ROW, visible=False, fill_alpha=0, line_color=theme.ink, line_width=2))
+    plot.yaxis.ticker = AdaptiveTicker(min_interval=1)
+    plot.yaxis.major_label_overrides = {row: str(rank) for row, rank in enumerate(table.ranks.tolist())}
+    plot.yaxis.axis_label = "rank"
+    plot.grid.grid_line_color = None
+    return plot

@@ -1,0 +1,112 @@
+"""The report of a run: one HTML file with its findings, its pictures, and the program that draws them."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from bokeh.resources import Resources
+
+from ddpobs_server.figures.report_policy import report_policy, utc
+
+_STATIC = Path(__file__).parent / "static"
+_START = """
+for (const place of document.querySelectorAll("[data-item]")) {
+  Bokeh.embed.embed_item(JSON.parse(document.getElementById(place.dataset.item).textContent), place);
+}
+"""
+
+
+def report_page(
+    run: str,
+    facts: Mapping[str, str],
+    diagnosis: Mapping[str, Any],
+    pictures: Sequence[Mapping[str, Any]],
+    settings: Mapping[str, str],
+) -> tuple[str, str]:
+    """Return the file, and the nonce that its security policy allows.
+
+    Args:
+        run: Name of the run.
+        facts: Facts below its name, in order.
+        diagnosis: Findings, in the form of the REST API.
+        pictures: In the form of the REST API.
+        settings: Settings and versions.
+    """
+    nonce = secrets.token_urlsafe(16)
+    missing = "".join(f"<li>{escape(reason)}</li>" for reason in diagnosis["missing"])
+    parts = [
+        f"<h1>{escape(run)}</h1>",
+        _list(facts),
+        *(_finding(finding) for finding in diagnosis["findings"]),
+        "" if diagnosis["findings"] else "<p>Nothing found.</p>",
+        f"<details><summary>Not judged</summary><ul>{missing}</ul></details>" if missing else "",
+        *(_picture(picture, nonce) for picture in pictures),
+        f"<h2>Settings and versions</h2>{_list(settings)}" if settings else "",
+    ]
+    scripts = [(_STATIC / "style_nonce.js").read_text(), *Resources(mode="inline", components=["bokeh"]).js_raw, _START]
+    body = "\n".join([*parts, *(f'<script nonce="{nonce}">{script}</script>' for script in scripts)])
+    return _page(run, body, nonce), nonce
+
+
+def _page(run: str, body: str, nonce: str) -> str:
+    return f"""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="{report_policy(nonce)}">
+<title>{escape(run)} · ddpobs</title>
+<style nonce="{nonce}">{(_STATIC / "report.css").read_text()}</style>
+</head>
+<body><main>
+{body}
+</main></body>
+</html>
+"""
+
+
+def _finding(finding: Mapping[str, Any]) -> str:
+    evidence = {name.replace("_", " "): json.dumps(value) for name, value in finding["evidence"].items()}
+    gain = finding["gain"]
+    text = "" if gain is None else f"<p><b>Gain:</b> {gain['ratio']:.0%} of the {gain['whole']}.</p>"
+    return (
+        f'<article class="{escape(finding["severity"])}"><p class="code">{escape(finding["severity"])} · '
+        f"{escape(finding['code'])}</p><h2>{escape(finding['title'])}</h2>{_times(finding['intervals'])}"
+        f"<p><b>Do:</b> {escape(finding['remedy'])}</p>{text}"
+        f"<details><summary>Evidence</summary>{_list(evidence)}</details></article>"
+    )
+
+
+def _times(intervals: Sequence[Mapping[str, Any]]) -> str:
+    lines = [
+        f"steps {interval['from']:,} to {interval['to']:,}: {utc(interval['began_ns'])} to {utc(interval['ended_ns'])}"
+        for interval in intervals[:3]
+        if interval["began_ns"] is not None and interval["ended_ns"] is not None
+    ]
+    return f"<p>{'; '.join(lines)}</p>" if lines else ""
+
+
+def _picture(picture: Mapping[str, Any], nonce: str) -> str:
+    name, table = picture["figure"], picture["table"]
+    text = f"<h2>{escape(picture['title'])}</h2><p>{escape(picture['summary'])}</p>"
+    if picture["item"] is None:
+        return text
+    # A "<" could end the script element.
+    item = msgspec.json.encode(picture["item"]).decode().replace("<", "\\u003c")
+    heads = "".join(f"<th>{escape(column)}</th>" for column in table["columns"])
+    rows = "".join(f"<tr>{''.join(f'<td>{escape(str(cell))}</td>' for cell in row)}</tr>" for row in table["rows"])
+    return (
+        f'{text}<div data-item="item-{name}"></div>'
+        f'<script nonce="{nonce}" type="application/json" id="item-{name}">{item}</script>'
+        f"<details><summary>As a table</summary><table><tr>{heads}</tr>{rows}</table></details>"
+    )
+
+
+def _list(facts: Mapping[str, str]) -> str:
+    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(value)}</dd>' for name, value in facts.items())}</dl>"

@@ -1,0 +1,61 @@
+// The selection of the run's page. It is in the address, so that a link shows the same view.
+
+const NAMES = ["attempt", "steps", "rank", "step", "bucket", "finding", "match", "order"];
+const STEPS = /^\s*(\d{1,15})\s*(?:-\s*(\d{1,15})\s*)?$/, NUMBER = /^\d{1,15}$/, BUCKET = /^\d{1,7}(\.\d{1,7})?$/;
+const VALID = { steps: STEPS, rank: NUMBER, step: NUMBER, bucket: BUCKET, order: /^(cost|rank|host)$/ };
+
+// The selection of this address; a malformed part is left out, and named in `wrong`.
+export function read(search) {
+  const query = new URLSearchParams(search), selection = {}, wrong = [];
+  for (const name of NAMES) {
+    const value = query.get(name);
+    if (!value) continue;
+    if (VALID[name] && !VALID[name].test(value)) wrong.push(name);
+    else selection[name] = value;
+  }
+  return { selection, wrong };
+}
+
+// Put the selection into the address, as a new entry of the history or in place of the last.
+export function write(selection, replace) {
+  const query = new URLSearchParams();
+  for (const name of NAMES) if (selection[name]) query.set(name, selection[name]);
+  const search = query.toString();
+  const address = location.pathname + (search && `?${search}`);
+  if (address !== location.pathname + location.search) history[replace ? "replaceState" : "pushState"](null, "", address);
+}
+
+// First and last step of a selection; null if it selects none.
+export function stepRange({ steps }) {
+  const match = steps && STEPS.exec(steps);
+  if (!match) return null;
+  const ends = [Number(match[1]), Number(match[2] ?? match[1])];
+  return [Math.min(...ends), Math.max(...ends)];
+}
+
+// Whether anything is selected beyond the attempt.
+export function isEmpty(selection) {
+  return !["steps", "rank", "step", "bucket", "finding"].some((name) => selection[name]);
+}
+
+// The selection of a finding: its steps, its rank and its bucket.
+export function ofFinding(finding, key) {
+  const interval = finding.intervals.at(-1), steps = interval ? [interval.from, interval.to] : finding.steps;
+  return {
+    finding: key,
+    steps: steps[1] > steps[0] ? `${steps[0]}-${steps[1]}` : "",
+    rank: finding.ranks.length === 1 ? String(finding.ranks[0]) : "",
+    bucket: finding.buckets.length ? String(finding.buckets[0]) : "",
+    step: steps[1] === steps[0] ? String(steps[0]) : "",
+  };
+}
+
+// A name of each finding that stays the same as long as the finding is about the same ranks.
+export function findingKeys(findings) {
+  const counts = new Map();
+  return findings.map(({ code, ranks }) => {
+    const key = [code, ...ranks.slice(0, 4)].join("-"), count = (counts.get(key) ?? 0) + 1;
+    counts.set(key, count);
+    return count > 1 ? `${key}.${count}` : key;
+  });
+}

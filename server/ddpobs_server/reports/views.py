@@ -1,0 +1,144 @@
+"""Data of the pictures of a run: bounded in size, whatever the numbers of ranks and steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddpobs import wire
+from ddpobs_server.analysis import clock_alignment
+from ddpobs_server.analysis.bucket_times import BucketTimes, bucket_times
+from ddpobs_server.analysis.delay_map import DelayMap, delay_map
+from ddpobs_server.analysis.joined_steps import join
+from ddpobs_server.analysis.lateness import lateness
+from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
+from ddpobs_server.analysis.step_timeline import BucketSpans, Phases, bucket_spans_of, phases_of
+from ddpobs_server.analysis.transfers import bucket_sizes, transfers
+from ddpobs_server.reports.recent_steps import drop_silent_ranks
+from ddpobs_server.reports.step_bins import AttemptBins, read_lateness
+from ddpobs_server.store import Source, Store
+
+_COLUMN_ROWS = 400_000
+"""Rows of steps up to which the delays are computed from columns."""
+_CHOICE_STEPS, _CHOICE_ROWS = 50, 50_000
+"""Latest steps from which the shown step is chosen, and about the most rows of them."""
+_ALIGNED_STEPS = 2
+"""Steps before and after a shown step that are read to align the ranks' clocks."""
+_SPAN_ROWS = 50_000
+"""Most rows of spans from which the times of buckets are computed."""
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """One step of the attempt's ranks.
+
+    Attributes:
+        step: Its number.
+        phases: Phases of each rank.
+        spans: Buckets of each rank.
+        by_own_time: Ranks whose own time is known, the slowest first.
+        delay_ns: Own time of the slowest rank above the other ranks' median.
+    """
+
+    step: int
+    phases: Phases
+    spans: BucketSpans
+    by_own_time: list[int]
+    delay_ns: int
+
+
+@dataclass(frozen=True)
+class RunViews:
+    """Reads the data of pictures of one attempt.
+
+    Attributes:
+        store: Source of the columns.
+        run: Key of the run.
+        attempt: The attempt.
+    """
+
+    store: Store
+    run: str
+    attempt: str
+
+    def sources(self) -> list[Source]:
+        """Return the attempt's processes."""
+        return self.store.sources(self.run, self.attempt)
+
+    def bounds(self, first: int | None, last: int | None) -> tuple[int, int]:
+        """Return the first and last of the requested steps that the attempt has."""
+        highest = max((source.last_step for source in self.sources()), default=0)
+        return first or 0, highest if last is None else min(last, highest)
+
+    def delays(self, first: int | None, last: int | None, most: int) -> DelayMap | None:
+        """Return the delay that each rank caused, in at most `most` bins of steps; None if none can be compared."""
+        bounds, sources = self.bounds(first, last), self.sources()
+        if bounds[0] > bounds[1]:
+            return None
+        bins = self._recent_lateness(*bounds, sources)
+        if bins is None:
+            bins = read_lateness(AttemptBins(self.store, self.run, self.attempt), bounds, len(sources))
+            tail = bounds[0] if bins is None else int(bins.last[-1]) + 1
+            later = self._recent_lateness(tail, bounds[1], sources) if tail <= bounds[1] else None
+            if later is not None:
+                bins = later if bins is None else bins.followed_by(later)
+        return delay_map(bins, most) if bins is not None and len(bins) else None
+
+    def _recent_lateness(self, first: int, last: int, sources: list[Source]) -> LatenessBins | None:
+        """Return the lateness by step from columns; None if they are too many or were removed."""
+        rows = self.store.estimate_rows("steps", self.run, self.attempt, first, last)
+        if rows > _COLUMN_ROWS or not self.store.estimate_rows("steps", self.run, self.attempt, first, first + 63):
+            return None
+        joined = join(*drop_silent_ranks(*self.store.steps(self.run, self.attempt, None, first, last), sources))
+        return bins_of(joined, 1) if len(joined) and len(joined.ranks) > 1 else None
+
+    def timeline(self, step: int | None, first: int | None, last: int | None) -> StepTimeline:
+        """Return a step on all ranks: the requested one, or a typical one of the last steps in a range."""
+        bounds = self.bounds(first, last)
+        if step is None:
+            step = self._typical_step(*bounds)
+        near = max(0, step - _ALIGNED_STEPS), step + _ALIGNED_STEPS
+        steps, spans = self._steps(*near), self.store.spans(self.run, self.attempt, None, *near)
+        offsets, _ = clock_alignment.offsets_ns(steps, spans)
+        own_rows, own_spans = steps[1].step == step, spans[1].step == step
+        rows = steps[0][own_rows], steps[1].select(own_rows)
+        shown = spans[0][own_spans], spans[1].select(own_spans)
+        return StepTimeline(step, phases_of(rows, offsets), bucket_spans_of(rows, shown, offsets), *_by_own_time(*rows))
+
+    def _typical_step(self, first: int, last: int) -> int:
+        """Return the step of median delay among the latest: a single spike says little about the run."""
+        sources = len(self.sources())
+        begin = max(first, last - max(1, min(_CHOICE_STEPS, _CHOICE_ROWS // max(1, sources))) + 1)
+        joined = join(*self._steps(begin, last))
+        if not len(joined):
+            return max(first, last)
+        if len(joined.ranks) < 2:
+            return int(joined.step[-1])
+        delay_ns = lateness(joined).delay_ns
+        return int(joined.step[np.argsort(delay_ns, kind="stable")[len(delay_ns) // 2]])
+
+    def buckets(self, first: int | None, last: int | None) -> BucketTimes | None:
+        """Return the mean times of each bucket over the latest steps of a range that fit; None without spans."""
+        begin, end = self.bounds(first, last)
+        while begin < end and self.store.estimate_rows("spans", self.run, self.attempt, begin, end) > _SPAN_ROWS:
+            begin += max(1, (end - begin + 1) // 2)
+        rank, columns = self.store.spans(self.run, self.attempt, None, begin, end)
+        if not len(rank):
+            return None
+        steps = self._steps(begin, end)
+        sizes = bucket_sizes(self.store.layouts(self.run, self.attempt, None)[0])
+        moved = transfers((rank, columns), clock_alignment.collectives_of(steps, rank, columns.step), sizes)
+        return bucket_times(columns.step, bucket_spans_of(steps, (rank, columns), {}), sizes, moved.latest_layout)
+
+    def _steps(self, first: int, last: int) -> tuple[wire.Ints, wire.Steps]:
+        return self.store.steps(self.run, self.attempt, None, first, last)
+
+
+def _by_own_time(rank: wire.Ints, steps: wire.Steps) -> tuple[list[int], int]:
+    """Return the ranks of one step by own time, and the excess of the slowest."""
+    joined = join(rank, steps)
+    if not len(joined) or len(joined.ranks) < 2:
+        return [], 0
+    order = np.argsort(-joined.own_ns[-1], kind="stable")
+    return joined.ranks[order].tolist(), round(float(lateness(joined).delay_ns[-1]))
