@@ -13,6 +13,7 @@ import argparse
 import json
 import random
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from benchmarks.faults.crashing import FAULTY, KINDS, PHASES, step_ends
 from benchmarks.faults.launch import CRASHING, ranks_of
 
 _PATIENCE_S = 60.0
-_FIRST_STEP, _LAST_STEP = 150, 450
+_FIRST_STEP, _LAST_STEP = 110, 240
 
 
 @dataclass(frozen=True)
@@ -108,17 +109,20 @@ def main() -> None:
     """Measure, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100, help="of each kind; default: %(default)s")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--json", type=Path, help="file for the results, continued from an earlier run")
     parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     kinds = ("exception", "kill") if options.smoke else KINDS
     kills = 1 if options.smoke else options.kills
-    order, crashes = random.Random(0), []
+    crashes = (
+        [Crash(**row) for row in json.loads(options.json.read_text())] if options.json and options.json.exists() else []
+    )
+    order, counts = random.Random(len(crashes)), Counter(row.kind for row in crashes)
     with TemporaryDirectory() as name:
         folder = Path(name)
         with bench.collector(folder, f"sqlite:///{folder}/runs.db") as (_, address):
             for number in range(kills):
-                for kind in kinds:
+                for kind in (each for each in kinds if number >= counts[each]):
                     step = order.randrange(_FIRST_STEP, _LAST_STEP)
                     case = (kind, order.choice(PHASES), step, address)
                     try:
