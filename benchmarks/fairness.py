@@ -7,7 +7,7 @@ processes of its own, which send as fast as they are let:
 
 - `many`: 10 batches of 400 spans and 1 read a second; 86 unfinished bodies, and 16 large answers that it does not read.
 - `usual`: 20 batches a second of 5,000 spans, as the exporter sends them.
-- `largest`: a batch of 98,000 spans every two seconds.
+- `largest`: a batch of 96,000 spans every two seconds.
 - `unlimited`: eight clients without a limit on their rate. It only has its share of memory and places, and competes for
   the processor. It has no bound.
 
@@ -47,8 +47,8 @@ ALONE, AGAIN, ELSEWHERE = "alone", "alone once more", "elsewhere"
 _PERIOD_S, _BEFORE_S, _AFTER_S = 0.05, 0.7, 0.5
 _BODIES, _READERS = 86, 16
 _USUAL = bench.flood(1, 1)
-_LARGEST = replace(LOAD, steps=2450, buckets=40)
-"""2,450 steps with 98,000 spans: nearly the most records that a batch may have."""
+_LARGEST = replace(LOAD, steps=2400, buckets=40)
+"""2,400 steps with 96,000 spans: nearly the most records that a batch may have."""
 Times = dict[str, dict[str, list[list[float]]]]
 """Seconds of each request, by kind of request, turn and round."""
 

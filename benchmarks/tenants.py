@@ -24,7 +24,7 @@ from ddpobs_server.web.auth import new_token
 
 from ddpobs import wire
 
-_START_S = 60.0
+_START_S = 300.0
 LOAD = bench.Load(ranks=2, batches=1, steps=20, buckets=20, every_s=0.0, clients=1)
 """Batches of 400 spans."""
 

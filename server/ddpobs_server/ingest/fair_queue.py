@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict, deque
 from typing import Generic, TypeVar
 
+_RECENT_S = 10.0
+"""Time for which a workspace counts as active after an item."""
 Item = TypeVar("Item")
 
 
@@ -15,12 +18,14 @@ class FairQueue(Generic[Item]):
     def __init__(self) -> None:
         self._queues: OrderedDict[str, deque[Item]] = OrderedDict()
         self._size, self._is_closed = 0, False
+        self._latest: dict[str, float] = {}
         self._changed = threading.Condition(threading.Lock())
 
     def put(self, workspace: str, item: Item) -> None:
         """Add an item."""
         with self._changed:
             self._queues.setdefault(workspace, deque()).append(item)
+            self._latest[workspace] = time.monotonic()
             self._size += 1
             self._changed.notify()
 
@@ -54,6 +59,14 @@ class FairQueue(Generic[Item]):
         """Number of items of each workspace that has any."""
         with self._changed:
             return {workspace: len(items) for workspace, items in self._queues.items()}
+
+    def is_shared(self) -> bool:
+        """Whether several workspaces have added items within the last seconds."""
+        with self._changed:
+            if len(self._latest) > 1:
+                since = time.monotonic() - _RECENT_S
+                self._latest = {workspace: at for workspace, at in self._latest.items() if at >= since}
+            return len(self._latest) > 1
 
     def size_of(self, workspace: str) -> int:
         """Number of a workspace's items."""

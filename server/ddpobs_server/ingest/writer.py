@@ -29,6 +29,8 @@ _GROUP_BATCHES = 64
 """Most batches in one transaction."""
 _GROUP_RECORDS = 2**18
 """Records after which a transaction takes no further batch: their columns are joined in memory."""
+_SHARED_BATCHES, _SHARED_RECORDS = 8, 2**14
+"""The same while several workspaces send: a batch waits for a whole transaction of another workspace."""
 _MAX_DELETED = 10_000
 _CLOSE_S = 10
 _AGES_S = (0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 300.0, 1800.0, 7200.0, 86_400.0)
@@ -144,13 +146,20 @@ class Writer:
             for arrival, future in self._decode(*item):
                 group.append((arrival, future))
                 records += wire.records(arrival.batch)
-            if len(group) == _GROUP_BATCHES or records > _GROUP_RECORDS or not self.queue.qsize():
+            batches_limit, records_limit = self._transaction_limits()
+            if len(group) >= batches_limit or records > records_limit or not self.queue.qsize():
                 break
             if len(workspaces) > 1 and self.queue.size_of(workspace) == 0:
                 break  # A workspace with few batches does not wait for many of another.
         if group:
             self._write(group)
         return taken is not None
+
+    def _transaction_limits(self) -> tuple[int, int]:
+        """Most batches, and records after which a transaction takes no further batch."""
+        if self.queue.is_shared():
+            return _SHARED_BATCHES, _SHARED_RECORDS
+        return _GROUP_BATCHES, _GROUP_RECORDS
 
     def _decode(self, upload: Upload, future: _Acknowledgement) -> Iterator[tuple[Arrival, _Acknowledgement]]:
         try:

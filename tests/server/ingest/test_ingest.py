@@ -10,6 +10,7 @@ import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
@@ -187,28 +188,49 @@ def test_concurrent_batches_each_get_their_own_response(shared: Collector, run: 
     assert stored_steps(shared.url, run) == list(range(20))
 
 
-def test_one_bad_batch_of_many_costs_the_others_few_transactions(store: Store) -> None:
-    attempts = ["a"] * 64
-    attempts[37] = "b"  # The store refuses a source under a second attempt.
-    payloads = [batch("run", seq, attempt=attempt * 16, steps=steps(seq, 1)) for seq, attempt in enumerate(attempts)]
+def write_together(store: Store, payloads: list[tuple[str, wire.Batch]]) -> tuple[list[Any], CollectorRegistry]:
+    """Write batches, each with its workspace, that all wait when the writer starts; return the answers and metrics."""
     registry = CollectorRegistry()
     limits = WorkspaceLimits(Settings(), store)
     writer = Writer(store, len(payloads), limits, SeriesLedger(Settings(), limits, store), registry)
 
-    async def write_together() -> list[Outcome | BaseException]:
+    async def write() -> list[Outcome | BaseException]:
         answers: list[asyncio.Future[Outcome]] = [asyncio.get_running_loop().create_future() for _ in payloads]
-        for payload, answer in zip(payloads, answers, strict=True):
+        for (workspace, payload), answer in zip(payloads, answers, strict=True):
             key = {"run": payload.run, "source": payload.source, "seq": str(payload.seq)}
             upload = Upload(payload.run, key, wire.encode(payload), wire.MSGPACK, "", time.time_ns(), Settings())
-            writer.queue.put("default", (upload, answer))
+            writer.queue.put(workspace, (upload, answer))
         writer.start()
         return await asyncio.gather(*answers, return_exceptions=True)
 
-    answers = asyncio.run(write_together())
+    answers = asyncio.run(write())
     writer.close()
+    return answers, registry
+
+
+def test_one_bad_batch_of_many_costs_the_others_few_transactions(store: Store) -> None:
+    attempts = ["a"] * 64
+    attempts[37] = "b"  # The store refuses a source under a second attempt.
+    payloads = [batch("run", seq, attempt=attempt * 16, steps=steps(seq, 1)) for seq, attempt in enumerate(attempts)]
+    answers, registry = write_together(store, [("default", payload) for payload in payloads])
     assert isinstance(answers.pop(37), UnstorableBatchError)
     assert answers == [Outcome.STORED] * 63
     assert registry.get_sample_value("ddpobs_server_commit_seconds_count") == 1 + 2 * 6
+
+
+def test_transactions_are_short_while_several_workspaces_send(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[list[str]] = []
+    ingest = store.ingest
+    monkeypatch.setattr(
+        store, "ingest", lambda arrivals: groups.append([item.batch.run for item in arrivals]) or ingest(arrivals)
+    )
+    loud = [("loud", batch("loud", seq, steps=steps(seq, 1))) for seq in range(40)]
+    write_together(store, loud)
+    assert groups == [["loud"] * 40]
+    groups.clear()
+    write_together(store, [*loud, ("quiet", batch("quiet", steps=steps(0, 1)))])
+    assert "quiet" in groups[0]
+    assert all(len(group) <= 8 for group in groups)
 
 
 def test_concurrent_senders_and_retries_store_each_batch_once(shared: Collector, run: str) -> None:
