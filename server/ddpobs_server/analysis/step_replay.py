@@ -12,21 +12,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ddpobs import wire
 from ddpobs_server.analysis import link_model
-from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnReader, ColumnsTooLargeError, Evidence
-from ddpobs_server.analysis.finding import Gain
+from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnsTooLargeError, Evidence
+from ddpobs_server.analysis.finding import Gain, Severity, severity_of
 from ddpobs_server.analysis.joined_steps import Floats
 from ddpobs_server.analysis.link_model import LinkModel
-from ddpobs_server.analysis.transfers import Transfers, late_ranks, read_transfers
+from ddpobs_server.analysis.transfers import Transfers, read_transfers
 
 MIN_GAIN = 0.03
 """Least predicted saving, as a share of the step, that is reported."""
+DISTURBED_SHARE = 0.5
+"""Share of the transfers' time beyond their fastest tenth above which the link does not explain them."""
 HALF_PRECISION = 0.5
 CAST_NS = 0.5
 """Time per byte of casting a gradient on a processor there and back: an assumption, to the disadvantage of the gain."""
-_FIRST_CAP_BYTES = 2**20
-"""Torch's limit of the first bucket."""
 
 
 @dataclass(frozen=True)
@@ -59,40 +58,13 @@ class Replay:
             sizes: Their bytes.
             extra_ns: Time that the change itself costs.
         """
-        saved_ns = self.now_ns - link_model.exposed_ns(ready_ns, sizes, self.model) - extra_ns
-        if saved_ns - self.error_ns < MIN_GAIN * self.step_ns:
+        return self.saving(self.now_ns - link_model.exposed_ns(ready_ns, sizes, self.model) - extra_ns, self.error_ns)
+
+    def saving(self, saved_ns: float, error_ns: float, least: float = MIN_GAIN) -> Gain | None:
+        """Return a gain; None unless it is at least the share `least` of the step after its error."""
+        if saved_ns - error_ns < least * self.step_ns:
             return None
-        return Gain(round(saved_ns), round(saved_ns / self.step_ns, 4), round(self.error_ns / saved_ns, 4))
-
-
-@dataclass(frozen=True)
-class Arrivals:
-    """Parameters in the order in which their gradients arrive on their slowest rank.
-
-    Attributes:
-        names: Shape [parameters].
-        ready_ns: Since the step's first gradient, shape [parameters].
-        sizes: Bytes, shape [parameters].
-    """
-
-    names: list[str]
-    ready_ns: Floats
-    sizes: Floats
-
-    def buckets(self, cap_bytes: float, first_cap_bytes: float = _FIRST_CAP_BYTES) -> tuple[Floats, Floats]:
-        """Fill buckets in this order, as torch does: a bucket is closed once it has reached its limit.
-
-        Returns:
-            Readiness and size of each bucket.
-        """
-        ready, sizes, limit = [0.0], [0.0], min(first_cap_bytes, cap_bytes)
-        for at_ns, size in zip(self.ready_ns.tolist(), self.sizes.tolist(), strict=True):
-            if sizes[-1] >= limit:
-                ready.append(0.0)
-                sizes.append(0.0)
-                limit = cap_bytes
-            ready[-1], sizes[-1] = max(ready[-1], at_ns), sizes[-1] + size
-        return np.array(ready), np.array(sizes)
+        return Gain(round(saved_ns), round(saved_ns / self.step_ns, 4), round(error_ns / saved_ns, 4))
 
 
 def replay_of(evidence: Evidence) -> Replay | str:
@@ -119,6 +91,27 @@ def _replay(evidence: Evidence) -> Replay | str:
     return Replay(transfers, model, ready_ns, sizes, now_ns, error_ns, float(np.median(evidence.joined.step_ns)))
 
 
+def disturbed_share(times_ns: Floats) -> float:
+    """Return the part of the steps' mean time that goes beyond the time of their fastest tenth.
+
+    A link takes equally long for the same bytes. A process that waits for a processor does not.
+    """
+    mean_ns = float(np.minimum(times_ns, 4 * np.median(times_ns)).mean())
+    return 1 - float(np.quantile(times_ns, 0.1)) / max(1.0, mean_ns)
+
+
+def steady_replay_of(evidence: Evidence) -> Replay | str:
+    """Return the replay of the latest steps if the link explains the transfers, or why there is none."""
+    replay = replay_of(evidence)
+    if isinstance(replay, str):
+        return replay
+    disturbed = disturbed_share(replay.transfers.exposed_by_step_ns)
+    if disturbed > DISTURBED_SHARE:
+        times = f"{1 / (1 - disturbed):.0f}"
+        return f"transfers take {times} times as long as their fastest tenth, so the link alone does not explain them"
+    return replay
+
+
 def half_precision_gain(evidence: Evidence, replay: Replay) -> Gain | None:
     """Return the gain of half the bytes, less the time of the casts on a processor."""
     on_processor = any(hello.device == "cpu" for hello in evidence.hellos.values())
@@ -135,46 +128,6 @@ def exposes_communication(evidence: Evidence) -> bool:
     return exposed_ns > MIN_GAIN * float(np.median(joined.step_ns))
 
 
-def arrivals(evidence: Evidence, columns: ColumnReader) -> Arrivals | None:
-    """Return the typical arrival of each parameter of the only module; None if it was not sampled."""
-    layouts = columns.layouts()
-    if not layouts or len({layout.module for layout in layouts}) > 1:
-        return None
-    layout = max(layouts, key=lambda one: one.revision)
-    ranks = late_ranks(evidence.joined.own_ns, evidence.joined.ranks)
-    samples = columns.readiness(ranks, *evidence.step_range)
-    names = [parameter.name for bucket in layout.buckets for parameter in bucket.parameters]
-    times = [_since_first(sample) for _, sample in samples if _is_of(sample, layout, len(names))]
-    if not times:
-        return None
-    ready_ns = np.median(_slowest_by_step(samples, times, layout, len(names)), axis=0)
-    sizes = [
-        parameter.size * bucket.size_bytes / max(1, sum(other.size for other in bucket.parameters))
-        for bucket in layout.buckets
-        for parameter in bucket.parameters
-    ]
-    order = np.argsort(ready_ns, kind="stable")
-    return Arrivals([names[index] for index in order], ready_ns[order], np.array(sizes)[order])
-
-
-def _is_of(sample: wire.Readiness, layout: wire.Layout, parameters: int) -> bool:
-    same = sample.module == layout.module and sample.revision == layout.revision
-    return same and len(sample.ready_ns) == parameters and bool((sample.ready_ns != wire.UNKNOWN).any())
-
-
-def _since_first(sample: wire.Readiness) -> Floats:
-    """Return each parameter's readiness since the first; an unused parameter is ready with the last."""
-    used = sample.ready_ns != wire.UNKNOWN
-    since_ns = sample.ready_ns - sample.ready_ns[used].min()
-    return np.asarray(np.where(used, since_ns, since_ns[used].max()), np.float64)
-
-
-def _slowest_by_step(
-    samples: list[tuple[int, wire.Readiness]], times: list[Floats], layout: wire.Layout, parameters: int
-) -> Floats:
-    """Return the latest readiness over the ranks in each sampled step, shape [steps, parameters]."""
-    by_step: dict[int, Floats] = {}
-    usable = [sample for _, sample in samples if _is_of(sample, layout, parameters)]
-    for sample, since_ns in zip(usable, times, strict=True):
-        by_step[sample.step] = np.maximum(by_step.get(sample.step, since_ns), since_ns)
-    return np.stack(list(by_step.values()))
+def advice_severity(gain: Gain) -> Severity:
+    """Return the severity of a possible gain: at most a warning, because nothing is wrong with the run."""
+    return "info" if severity_of(gain.ratio) == "info" else "warning"

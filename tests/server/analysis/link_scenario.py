@@ -110,7 +110,7 @@ class Run:
             wire.Bucket(size_bytes=size, dtype="float32", parameters=[wire.Parameter(name=f"p{index}", size=size // 4)])
             for index, size in enumerate(self.sizes)
         ]
-        return wire.Layout(module=0, name="model", revision=0, comm="allreduce", buckets=buckets)
+        return wire.Layout(module=0, name="model", revision=0, comm="all_reduce", buckets=buckets)
 
 
 class Columns:

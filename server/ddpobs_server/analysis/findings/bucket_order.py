@@ -5,10 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ddpobs import wire
+from ddpobs_server.analysis.arrivals import arrivals
 from ddpobs_server.analysis.evidence import MAX_LISTED, ColumnReader, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.joined_steps import Floats
-from ddpobs_server.analysis.step_replay import Replay, arrivals, exposes_communication, replay_of
+from ddpobs_server.analysis.step_replay import Replay, exposes_communication, replay_of
 
 CODES = ("bucket-order",)
 _REMEDY = "Register the modules in the order in which forward uses them."
@@ -50,7 +51,7 @@ def _gain(evidence: Evidence, columns: ColumnReader, replay: Replay) -> Gain | N
     parameters = arrivals(evidence, columns)
     if parameters is not None:
         largest, first = float(replay.sizes.max()), float(replay.sizes[0])
-        options.append(replay.gain(*parameters.buckets(largest, first)))
+        options.append(replay.gain(*parameters.in_order().buckets(largest, first)))
     return max((gain for gain in options if gain), key=lambda gain: gain.step_ns, default=None)
 
 

@@ -17,15 +17,19 @@ from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, format_rank
 from ddpobs_server.analysis.joined_steps import Floats
 from ddpobs_server.analysis.lateness import step_weights
 from ddpobs_server.analysis.processors import Shortage, shortage
-from ddpobs_server.analysis.step_replay import Replay, half_precision_gain, replay_of
+from ddpobs_server.analysis.step_replay import (
+    DISTURBED_SHARE,
+    Replay,
+    disturbed_share,
+    half_precision_gain,
+    replay_of,
+)
 from ddpobs_server.analysis.transfers import Transfers
 
 CODES = ("comm-bound",)
 COMM_SHARE = 0.3
 """Largest share of exposed communication in the steps' time that is no finding."""
 _DEFAULT_CAP_BYTES = 25 * 2**20
-_DISTURBED_SHARE = 0.5
-"""Share of the transfers' time beyond their fastest tenth above which the link does not explain them."""
 _REMEDIES = {
     "bandwidth": "Compress gradients (comm='bf16'), accumulate over several micro-batches with no_sync, or use a "
     "faster link.",
@@ -110,7 +114,7 @@ def _kind(evidence: Evidence, replay: Replay | str) -> _Kind:
     if float(np.median(exposed_ns)) < 0.5 * float(np.median(evidence.joined.exposed_ns.min(axis=1))):
         return _Kind("outside", "most of it in other collectives than the gradients' all-reduces")
     disturbed = disturbed_share(exposed_ns)
-    if disturbed > _DISTURBED_SHARE:
+    if disturbed > DISTURBED_SHARE:
         lack = shortage(evidence)
         if isinstance(lack, Shortage):
             return _Kind("processor", f"and {lack.sentence}")
@@ -122,15 +126,6 @@ def _kind(evidence: Evidence, replay: Replay | str) -> _Kind:
         return _Kind("bandwidth", sentence, half_precision_gain(evidence, replay))
     merged = link_model.merge(replay.ready_ns, replay.sizes, _DEFAULT_CAP_BYTES)
     return _Kind("latency", f"the latency of {_buckets(count, transfers)}", replay.gain(*merged))
-
-
-def disturbed_share(times_ns: Floats) -> float:
-    """Return the part of the steps' mean time that goes beyond the time of their fastest tenth.
-
-    A link takes equally long for the same bytes. A process that waits for a processor does not.
-    """
-    mean_ns = float(np.minimum(times_ns, 4 * np.median(times_ns)).mean())
-    return 1 - float(np.quantile(times_ns, 0.1)) / max(1.0, mean_ns)
 
 
 def _finding(evidence: Evidence, times: _Times, replay: Replay | str) -> Finding:

@@ -1,0 +1,57 @@
+"""Finding `compression-pays`: gradients in half precision are predicted to make the steps faster."""
+
+from __future__ import annotations
+
+from ddpobs_server.analysis.evidence import Evidence, Judgement
+from ddpobs_server.analysis.finding import Finding, Gain, NotJudged
+from ddpobs_server.analysis.step_replay import (
+    Replay,
+    advice_severity,
+    exposes_communication,
+    half_precision_gain,
+    steady_replay_of,
+)
+
+CODES = ("compression-pays",)
+UNCOMPRESSED = "all_reduce"
+_WIDE = ("float32", "float64")
+
+
+def compression_pays(evidence: Evidence) -> Judgement:
+    """Judge the time that a step would save with half of the bytes, less the casts."""
+    if evidence.columns is None or not exposes_communication(evidence):
+        return []
+    layouts = evidence.columns.layouts()
+    is_wide = all(bucket.dtype in _WIDE for layout in layouts for bucket in layout.buckets)
+    if not layouts or not is_wide or any(layout.comm != UNCOMPRESSED for layout in layouts):
+        return []
+    replay = steady_replay_of(evidence)
+    if isinstance(replay, str):
+        return [NotJudged("compression-pays", replay)]
+    gain = half_precision_gain(evidence, replay)
+    return [] if gain is None else [_finding(evidence, replay, gain)]
+
+
+def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
+    size_mb = float(replay.sizes.sum()) / 1e6
+    return Finding(
+        code="compression-pays",
+        severity=advice_severity(gain),
+        title=(
+            f"With gradients in half precision ({size_mb / 2:.3g} instead of {size_mb:.3g} MB a step) a step is "
+            f"predicted to take {gain.step_ns / 1e6:.1f} ms less ({gain.ratio:.0%} of the step)"
+        ),
+        remedy=(
+            "Pass comm='bf16', or register torch's bf16_compress_hook, and compare the loss of a short run: half "
+            "precision rounds the gradients."
+        ),
+        steps=evidence.step_range,
+        phase="exposed_comm",
+        gain=gain,
+        evidence={
+            "bytes_a_step": round(float(replay.sizes.sum())),
+            "bytes_per_s": round(replay.transfers.bytes_per_ns * 1e9),
+            "exposed_ns": round(replay.now_ns),
+            "replay_error_ns": round(replay.error_ns),
+        },
+    )
