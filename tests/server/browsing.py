@@ -112,6 +112,62 @@ class Visit:
         return sum("/api/v1/" in address for address in self.requests)
 
 
+def drawn(browser: Any, address: str) -> Visit:
+    """A visit to a run after its figures are drawn."""
+    visit = Visit(browser, address)
+    settle(visit)
+    return visit
+
+
+def settle(visit: Visit) -> None:
+    """Wait until all figures follow the selection."""
+    visit.page.locator("#view[aria-busy=false]").wait_for()
+
+
+def column(visit: Visit, figure: str, source: str, name: str) -> list[Any]:
+    """A column of a named source of a figure; an image as its rows in one list."""
+    values: list[Any] = visit.page.evaluate(
+        """([figure, source, name]) => {
+          const document = Bokeh.documents.find((candidate) => candidate.roots()[0].name === figure);
+          const values = document.get_model_by_name(source).data[name];
+          return Array.from(values).flatMap((value) => (ArrayBuffer.isView(value) ? Array.from(value) : [value]));
+        }""",
+        [figure, source, name],
+    )
+    return values
+
+
+def mark(visit: Visit, figure: str, name: str) -> list[float | None] | None:
+    """Left end, right end and place of a mark of a figure; None if it is hidden."""
+    place: list[float | None] | None = visit.page.evaluate(
+        """([figure, name]) => {
+          const document = Bokeh.documents.find((candidate) => candidate.roots()[0].name === figure);
+          const model = document.get_model_by_name(name);
+          const places = [model.left, model.right, model.location];
+          return model.visible ? places.map((place) => (typeof place === "number" ? place : null)) : null;
+        }""",
+        [figure, name],
+    )
+    return place
+
+
+def click(visit: Visit, figure: str, x: float, y: float) -> None:
+    """Click on a figure at a position of its axes, and wait for the figures."""
+    place = visit.page.locator(f"#{figure} canvas").first
+    place.scroll_into_view_if_needed()
+    box = place.bounding_box()
+    inside: list[float] = visit.page.evaluate(
+        """([figure, x, y]) => {
+          const document = Bokeh.documents.find((candidate) => candidate.roots()[0].name === figure);
+          const { frame } = Bokeh.index[document.roots()[0].id];
+          return [frame.x_scale.compute(x), frame.y_scale.compute(y)];
+        }""",
+        [figure.removesuffix("-figure"), x, y],
+    )
+    visit.page.mouse.click(box["x"] + inside[0], box["y"] + inside[1])
+    settle(visit)
+
+
 def paused_visit(browser: Any) -> Visit:
     """A visit without a page yet, whose clock only the test advances."""
     visit = Visit(browser, "about:blank")

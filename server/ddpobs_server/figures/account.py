@@ -30,7 +30,7 @@ def account(answer: Mapping[str, Any], theme: Theme) -> Picture:
     parts = [part for group in GROUPS for part in answer["parts"] if part["group"] == group and part["rank_ns"] > 0]
     if not parts:
         return Picture(NAME, TITLE, "No time is accounted for yet.")
-    plot = base_plot(theme, 130, x_range=Range1d(start=0, end=100), y_range=Range1d(start=0, end=1))
+    plot = base_plot(NAME, theme, 130, x_range=Range1d(start=0, end=100), y_range=Range1d(start=0, end=1))
     plot.yaxis.visible = False
     plot.grid.grid_line_color = None
     plot.xaxis.axis_label = "% of the ranks' wall time"

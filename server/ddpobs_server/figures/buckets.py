@@ -61,9 +61,9 @@ def buckets(times: BucketTimes | None, names: Mapping[tuple[int, int, int], tupl
     top = 1.08 * max(1e-6, float((wait + move).max()), float(compute.max()), float(fitted.max()))
     count = len(rows)
     plot = base_plot(
-        theme, 240, x_range=Range1d(start=0, end=count, bounds=(0, count)), y_range=Range1d(start=0, end=top)
+        NAME, theme, 240, x_range=Range1d(start=0, end=count, bounds=(0, count)), y_range=Range1d(start=0, end=top)
     )
-    source = ColumnDataSource(data, name="buckets")
+    source = ColumnDataSource(data, name="bars")
     styles: list[tuple[tuple[str, str, str, str | float], dict[str, Any]]] = [
         (("left", "middle", "compute", 0), {"fill_color": COMPUTE, "legend_label": "gradient computation"}),
         (("middle", "right", "move", 0), {"fill_color": MOVING, "legend_label": "all-reduce: moving"}),

@@ -30,17 +30,18 @@ SELECTION, STEP, POINTER = "selection", "step", "pointer"
 """Names of the marks."""
 
 
-def steps_plot(theme: Theme, first: int, end: int, height: int, *, select: bool = False, **options: Any) -> figure:
-    """Return a plot over steps. With `select` a drag selects steps; the wheel zooms after a click on its tool."""
+def steps_plot(name: str, theme: Theme, steps: tuple[int, int], height: int, **options: Any) -> figure:
+    """Return a plot over steps, from the first to the end. A drag selects steps."""
+    first, end = steps
     margin = max(1, (end - first) // 2)
-    steps = Range1d(start=first, end=end, bounds=(first - margin, end + margin), min_interval=2)
-    plot = base_plot(theme, height, x_range=steps, **options)
+    x_range = Range1d(start=first, end=end, bounds=(first - margin, end + margin), min_interval=2)
+    plot = base_plot(name, theme, height, x_range=x_range, **options)
     plot.xaxis.formatter = NumeralTickFormatter(format="0,0")
     plot.xaxis.axis_label = "step"
     plot.xaxis.ticker = AdaptiveTicker(min_interval=1)
     box = BoxSelectTool(dimensions="width")
     plot.add_tools(box, PanTool(dimensions="width"), WheelZoomTool(dimensions="width"), ResetTool())
-    plot.toolbar.active_drag = box if select else None
+    plot.toolbar.active_drag = box
     plot.add_layout(
         BoxAnnotation(name=SELECTION, visible=False, fill_color=theme.ink, fill_alpha=0.08, line_color=theme.ink)
     )
@@ -48,7 +49,7 @@ def steps_plot(theme: Theme, first: int, end: int, height: int, *, select: bool 
     return plot
 
 
-def base_plot(theme: Theme, height: int, **options: Any) -> figure:
+def base_plot(name: str, theme: Theme, height: int, **options: Any) -> figure:
     """Return a plot as wide as its place on the page."""
     plot = figure(
         height=height,
@@ -61,6 +62,7 @@ def base_plot(theme: Theme, height: int, **options: Any) -> figure:
         **options,
     )
     plot.toolbar.logo = None
+    plot.name = name
     for axis in plot.axis:
         axis.axis_label_text_font = axis.major_label_text_font = FONT
         axis.axis_label_text_font_style = "normal"

@@ -31,16 +31,15 @@ def overview(columns: Mapping[str, wire.Ints], findings: Sequence[Mapping[str, A
         theme: Colours.
     """
     if not len(columns["first"]):
-        return Picture(NAME, TITLE, "No step has arrived yet.")
+        return Picture(NAME, TITLE, "No steps to draw yet. Those of a large run appear within two minutes.")
     low, middle, high = (columns[f"wall_{kind}_ns"] / 1e6 for kind in ("min", "median", "max"))
     first, end = columns["first"], columns["last"] + 1
     top = max(1e-6, min(float(high.max()), _MAX_MEDIANS * float(middle.max()))) * 1.05
     plot = steps_plot(
+        NAME,
         theme,
-        int(first[0]),
-        int(end[-1]),
+        (int(first[0]), int(end[-1])),
         190,
-        select=True,
         y_range=Range1d(start=0, end=top * (1 + _LANE * len(LANES))),
     )
     bins = ColumnDataSource(
@@ -102,8 +101,7 @@ def _mark_findings(
     lanes = top * (1 + _LANE * (len(LANES) - np.array([LANES.index(severity) for severity in data["severity"]], float)))
     source = ColumnDataSource(data | {"lane_top": lanes, "lane_bottom": lanes - top * _LANE}, name="findings")
     strip = add_quads(plot, source, ("from", "right", "lane_top", "lane_bottom"), color="color", line_color=theme.paper)
-    # A scaling loss of the whole run would shade all of it.
-    shaded = [row for row, (_, finding, _) in enumerate(marks) if finding["severity"] != "info"]
+    shaded = [row for row, (_, finding, _) in enumerate(marks) if finding["ranks"]]
     shades = ColumnDataSource({name: [data[name][row] for row in shaded] for name in ("from", "right", "color")})
     add_quads(plot, shades, ("from", "right", top, 0.0), color="color", alpha=0.12, line_color=None)
     add_hover(plot, [strip], ("@severity", "@title"), ("steps", "@from{0,0} to @to{0,0}"))

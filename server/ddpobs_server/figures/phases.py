@@ -33,7 +33,7 @@ def phases(columns: Mapping[str, wire.Ints], rank: int | None, theme: Theme) -> 
     total, most = np.sum(list(medians.values()), axis=0), columns["wall_max_ns"] / 1e6
     typical, longest = float(np.median(total)), max(float(total.max()), float(most.max()), 1e-6)
     top = 1.05 * (min(longest, _MAX_MEDIANS * typical) if typical else longest)
-    plot = steps_plot(theme, int(first[0]), int(end[-1]), 260, select=True, y_range=Range1d(start=0, end=top))
+    plot = steps_plot(NAME, theme, (int(first[0]), int(end[-1])), 260, y_range=Range1d(start=0, end=top))
     data = {"first": first, "end": end, "last": columns["last"], "most": most, "total": total, **medians}
     below = np.zeros(len(first))
     for phase, values in medians.items():

@@ -75,11 +75,10 @@ def _draw(table: DelayMap, theme: Theme) -> figure:
     count, first, end = len(table.ranks), int(table.first[0]), int(table.last[-1]) + 1
     height = 100 + 14 * max(3, min(count, WINDOW // 2))
     plot = steps_plot(
+        NAME,
         theme,
-        first,
-        end,
+        (first, end),
         height,
-        select=True,
         y_range=Range1d(start=min(count, WINDOW) - 0.5, end=-0.5, bounds=(-0.5, count - 0.5)),
     )
     delay_ms = table.delay_ns / 1e6

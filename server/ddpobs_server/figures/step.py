@@ -91,6 +91,7 @@ def _phase_sums(timeline: StepTimeline, rank: int) -> list[int]:
 def _plot(drawn: list[int], theme: Theme) -> figure:
     count = len(drawn)
     plot = base_plot(
+        NAME,
         theme,
         110 + min(44, max(18, 900 // count)) * count,
         x_range=Range1d(start=0, end=1),

@@ -80,6 +80,8 @@ class RunViews:
         if bins is None:
             bins = read_lateness(AttemptBins(self.store, self.run, self.attempt), bounds, len(sources))
             tail = bounds[0] if bins is None else int(bins.last[-1]) + 1
+            # Bins are made once a minute: until then the latest steps have to do.
+            tail = max(tail, bounds[1] - _COLUMN_ROWS // max(1, len(sources)) + 1)
             later = self._recent_lateness(tail, bounds[1], sources) if tail <= bounds[1] else None
             if later is not None:
                 bins = later if bins is None else bins.followed_by(later)

@@ -63,7 +63,7 @@ def test_the_page_of_a_run_that_hangs_shows_place_and_stack(browser: Any, url: s
     visit.page.locator("#facts .state.hung").wait_for()
     stack = visit.page.locator("#findings pre").inner_text()
     assert stack.splitlines() == ["Rank 1:", "  train.py:5 main", f"  data.py:31 {EVIL}"]
-    cell = visit.page.locator("#ranks td.hung").nth(1).inner_text()
+    cell = visit.page.locator("#processes td.hung").nth(1).inner_text()
     assert cell.startswith(f"stuck for 14 s at data.py:31 {EVIL}: data, step 7, bucket 0 (")
     assert visit.page.locator("#attempts tbody tr").count() == 1
     assert visit.errors == []
@@ -72,19 +72,19 @@ def test_the_page_of_a_run_that_hangs_shows_place_and_stack(browser: Any, url: s
 
 def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     visit = Visit(browser, f"{url}/runs/again")
-    visit.page.locator("#facts").get_by_text("3 steps · attempt 2").wait_for()
+    visit.page.locator("#facts").get_by_text("3 steps · attempt 2 of 2").wait_for()
     rows = visit.page.locator("#attempts tbody tr")
     assert rows.nth(1).locator("td").nth(2).inner_text() == f"rank 1: ValueError: a bad sample {EVIL}"
     visit.page.get_by_role("link", name="attempt 1").click()
     visit.page.get_by_role("heading", name="Rank 1 failed first, in forward of step 6").wait_for()
-    visit.page.locator("#facts").get_by_text("7 steps · attempt 1").wait_for()
+    visit.page.locator("#facts").get_by_text("7 steps · attempt 1 of 2").wait_for()
     assert visit.page.locator("#facts .state").inner_text() == "failed"
     assert visit.page.locator("#findings pre").inner_text() == "File train.py\nline 7"
-    assert visit.page.url == f"{url}/runs/again?attempt={ATTEMPT}"
-    reads = [address for address in visit.requests if "/diagnostics" in address or "/spans" in address]
+    assert visit.page.url == f"{url}/runs/again?attempt=1"
+    reads = [address for address in visit.requests if "/diagnostics" in address]
     assert [address for address in reads if f"attempt={ATTEMPT}" in address]
     visit.page.get_by_role("link", name="attempt 2").click()
-    visit.page.locator("#facts").get_by_text("3 steps · attempt 2").wait_for()
+    visit.page.locator("#facts").get_by_text("3 steps · attempt 2 of 2").wait_for()
     assert visit.page.url == f"{url}/runs/again"
     assert visit.errors == []
 

@@ -11,7 +11,7 @@ import pytest
 from ddpobs import wire
 from tests.collector import collector
 from tests.server import batches
-from tests.server.browsing import EVIL, Visit, batch, paused_visit, put
+from tests.server.browsing import EVIL, Visit, batch, paused_visit, put, settle
 from tests.server.web.test_auth import create_token
 
 
@@ -22,14 +22,14 @@ def test_a_run_is_refreshed_until_it_is_finished(browser: Any, tmp_path: Path, s
         put(running.url, batch("long", 0, slow=False, host="node"))
         visit = paused_visit(browser)
         visit.page.goto(f"{running.url}/runs/long")
-        visit.page.locator("#timeline rect.comm").first.wait_for()
+        settle(visit)
         facts = visit.page.locator("#facts")
         assert facts.inner_text().startswith(state)
         put(running.url, batches.batch("long", seq=1, events=[wire.Event(kind="goodbye", at_ns=0)]))
         reads = visit.reads()
         visit.page.clock.run_for(every_s * 1000 - 1)
         assert visit.reads() == reads
-        with visit.page.expect_response("**/spans*"):  # The last request of a refresh.
+        with visit.page.expect_response("**/figures/buckets*"):  # The last request of a refresh.
             visit.page.clock.run_for(1)
         assert facts.inner_text().startswith("finished")
         reads = visit.reads()
@@ -76,7 +76,7 @@ def test_names_of_clients_are_shown_as_text_only(browser: Any, url: str) -> None
     visit = Visit(browser, f"{url}/runs/picture")
     visit.page.locator("#unused li").get_by_text("<img").wait_for()
     visit.page.get_by_role("heading", name=f"{EVIL} of {EVIL}").wait_for()
-    visit.page.locator("#ranks td").get_by_text(EVIL).first.wait_for()
+    visit.page.locator("#processes td").get_by_text(EVIL).first.wait_for()
     assert visit.page.locator("img").count() == 0
     assert "owned" not in visit.page.title()
 

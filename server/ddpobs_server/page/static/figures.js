@@ -1,6 +1,6 @@
 // A figure of the run: drawn by BokehJS from an item that the collector made, with its summary and its table.
 
-import { element, get } from "./api.js";
+import { element, get, Unreachable } from "./api.js";
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
@@ -24,7 +24,17 @@ export class FigureView {
     const text = full.toString();
     if (refresh && this.query === text && (this.zoomed() || this.plot.matches(":hover"))) return;
     this.query = text;
-    const data = await get(this.address(`figures/${this.name}`, text));
+    let data;
+    try {
+      data = await get(this.address(`figures/${this.name}`, text));
+    } catch (error) {
+      this.query = null;
+      this.summary.textContent = error.message;
+      this.details.hidden = true;
+      await this.#draw(null);
+      if (error instanceof Unreachable) throw error;
+      return;
+    }
     if (this.query !== text) return;  // Another selection was made meanwhile.
     this.data = data;
     this.heading.textContent = data.title;
@@ -45,7 +55,7 @@ export class FigureView {
   async #draw(item) {
     const before = this.views;
     if (!item) {
-      before?.clear();
+      discard(before);
       this.views = null;
       this.plot.replaceChildren();
       return;
@@ -55,7 +65,7 @@ export class FigureView {
     this.plot.append(holder);
     const views = await window.Bokeh.embed.embed_item(item, holder);
     if (this.views !== before) return holder.remove();
-    before?.clear();
+    discard(before);
     this.views = views;
     for (const child of [...this.plot.children]) if (child !== holder) child.remove();
     holder.classList.remove("incoming");
@@ -89,6 +99,14 @@ export class FigureView {
     if (place) model.setv({ ...place, visible: true });
     else model.visible = false;
   }
+}
+
+// BokehJS keeps each document until it is removed.
+function discard(views) {
+  if (!views) return;
+  const { documents } = window.Bokeh, index = documents.indexOf([...views][0].model.document);
+  views.clear();
+  if (index >= 0) documents.splice(index, 1);
 }
 
 // Redraw when the colours of the page change.

@@ -10,7 +10,7 @@ const LIVE = ["running", "stalled", "hung"], REFRESH_S = { finished: false, lost
 const run = decodeURIComponent(location.pathname.split("/").at(-1)), base = `/runs/${encodeURIComponent(run)}`;
 const by = (id) => document.getElementById(id);
 let { selection, wrong } = read(location.search);
-let details = null, attempts = [], shownAttempt = null, ranks = [], layouts = [], diagnosis = null, keys = [], seen = null;
+let details = null, attempts = [], shownAttempt = null, ranks = [], layouts = [], diagnosis = null, keys = [], seen = null, drawing = 0;
 
 by("title").textContent = run;
 document.title = `${run} · ddpobs`;
@@ -40,12 +40,21 @@ function query(name) {
 
 // Draw figures one after another, from the top: each takes the collector some time, and the reader begins at the top.
 async function draw(isRefresh) {
-  const follows = isEmpty(selection);
+  if (isRefresh && by("view").ariaBusy === "true") return;
+  const follows = isEmpty(selection), own = ++drawing;
+  by("view").ariaBusy = "true";
   for (const [name, view] of Object.entries(views)) {
     if (isRefresh && !follows && !["account", "overview"].includes(name)) continue;
-    await view.show(query(name), isRefresh);
+    try {
+      await view.show(query(name), isRefresh);
+    } catch (error) {
+      if (own === drawing) by("view").ariaBusy = "false";
+      throw error;
+    }
+    if (own !== drawing) return;  // A later selection draws the rest.
+    mark();
   }
-  mark();
+  by("view").ariaBusy = "false";
 }
 
 function mark() {
@@ -56,7 +65,7 @@ function mark() {
   }
   const rows = views.ranks.data?.shown.ranks ?? [], row = rows.indexOf(Number(selection.rank ?? NaN));
   views.ranks.mark("rank", row < 0 ? null : { top: row - 0.5, bottom: row + 0.5 });
-  const labels = views.buckets.named("buckets")?.data.label, bar = labels && selection.bucket ? Array.from(labels).indexOf(selection.bucket) : -1;
+  const labels = views.buckets.named("bars")?.data.label, bar = labels && selection.bucket ? Array.from(labels).indexOf(selection.bucket) : -1;
   views.buckets.mark("bucket", bar < 0 ? null : { left: bar, right: bar + 1 });
   fill();
 }
@@ -117,7 +126,6 @@ async function show() {
   if (now !== seen) await draw(!isFirst);
   seen = now;
   fill();
-  by("view").removeAttribute("aria-busy");
   // Only goodbyes end a run: a stalled run may continue, and a lost or failed run may return under its id.
   return shownAttempt?.attempt === details.attempt ? REFRESH_S[details.state] : false;
 }
@@ -175,7 +183,7 @@ views.step.onTap = (x, y) => {
   return rank === undefined ? null : choose({ rank: String(rank), step: String(views.step.data.shown.step) });
 };
 views.buckets.onTap = (x) => {
-  const label = views.buckets.named("buckets").data.label[Math.floor(x)];
+  const label = views.buckets.named("bars").data.label[Math.floor(x)];
   return label !== undefined && choose({ bucket: String(label) });
 };
 

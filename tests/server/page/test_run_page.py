@@ -1,0 +1,216 @@
+"""The page of one run in a real Chromium: its figures, the selection in its address, and the report file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import httpx
+import msgspec
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+
+from ddpobs import wire
+from tests.server import batches
+from tests.server.analysis.scenario import with_columns
+from tests.server.browsing import EVIL, MS, STEPS, Visit, batch, click, column, drawn, mark, paused_visit, put, settle
+
+
+def summary(visit: Visit, figure: str) -> str:
+    return str(visit.page.locator(f"#{figure} .summary").inner_text())
+
+
+def test_the_figures_show_the_slow_rank(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    visit.page.get_by_role("heading", name="Rank 1 is slow in backward").wait_for()
+    assert summary(visit, "ranks").startswith(
+        f"2 of 2 ranks, steps 1 to {STEPS - 1}. Rank 1 cost the others most: 30 ms"
+    )
+    assert column(visit, "ranks", "cells", "delay") == pytest.approx([30.0] * (STEPS - 1) + [0.0] * (STEPS - 1))
+    assert column(visit, "phases", "bins", "backward") == [35.0] * STEPS
+    assert "Rank 1 was last, 30 ms after" in summary(visit, "step-figure")
+    assert column(visit, "overview", "findings", "title")[0].startswith("Rank 1 is slow")
+    assert visit.page.locator("#processes tbody tr").count() == 2
+    assert visit.errors == []
+    assert all(address.startswith(url) for address in visit.requests)
+
+
+def test_a_step_shows_compute_waiting_and_moving_apart(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture?step=7")
+    assert column(visit, "step", "compute", "rank") == [0, 0, 1, 1]
+    assert column(visit, "step", "compute", "compute_ms") == [15, 5, 45, 5]
+    moving = column(visit, "step", "moving", "moving_ms")
+    waiting = column(visit, "step", "moving", "waiting_ms")
+    assert [round(ms) for ms in waiting] == [30, 0, 0, 0]
+    assert [round(ms) for ms in moving] == [7, 0, 7, 0]
+    assert visit.page.locator("#step").input_value() == "7"
+
+
+def test_a_click_on_a_finding_selects_it_and_its_link_restores_the_view(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    visit.page.get_by_role("button", name="Rank 1 is slow in backward").click()
+    settle(visit)
+    assert visit.page.url == f"{url}/runs/picture?steps=1-{STEPS - 1}&rank=1&bucket=0&finding=straggler-1"
+    assert summary(visit, "phases").startswith("Steps 1 to 59 of rank 1: 70 ms a step; backward 7")
+    assert mark(visit, "overview", "selection") == [1, STEPS, None]
+    other = drawn(browser, visit.page.url)
+    assert other.page.locator(".finding.chosen").count() == 1
+    assert other.page.locator("#rank").input_value() == "1"
+    assert other.page.locator("#bucket-facts li").inner_text() == "head.weight (1)"
+    assert other.page.get_by_role("button", name="Rank 1 is slow").get_attribute("aria-pressed") == "true"
+    visit.page.go_back()
+    visit.page.wait_for_url(f"{url}/runs/picture")
+    visit.page.locator("#phases .summary").get_by_text("of all ranks").wait_for()
+    assert visit.errors == []
+
+
+def test_a_click_on_a_figure_selects_its_rank_and_step(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    click(visit, "ranks", 20.5, 1)
+    assert visit.page.url.endswith("?rank=0&step=20")
+    assert summary(visit, "step-figure").startswith("Step 20: 2 of 2 ranks")
+    assert mark(visit, "phases", "step") == [None, None, 20.5]
+    visit.page.get_by_role("button", name="Later step").click()
+    settle(visit)
+    assert visit.page.url.endswith("?rank=0&step=21")
+    visit.page.locator("#steps").fill("10-19")
+    visit.page.locator("#steps").press("Enter")
+    settle(visit)
+    assert column(visit, "phases", "bins", "first") == list(range(10, 20))
+
+
+def test_of_many_ranks_each_can_be_found(browser: Any, url: str) -> None:
+    many, slow = 120, 77
+    for rank in range(many):
+        put(url, msgspec.structs.replace(batch("many", rank, slow=rank == slow, host="node"), world_size=many))
+    visit = drawn(browser, f"{url}/runs/many")
+    assert column(visit, "ranks", "cells", "rank")[0] == slow
+    assert f": 64 of {many} ranks (the slowest first)" in summary(visit, "step-figure")
+    assert slow in column(visit, "step", "compute", "rank")
+    visit.page.locator("#rows").select_option("1")
+    visit.page.locator("#match").fill("5, 90-99")
+    visit.page.locator("#match").press("Enter")
+    settle(visit)
+    assert sorted(set(column(visit, "step", "compute", "rank"))) == [5, *range(90, 100)]
+    assert visit.page.locator("#processes tbody tr").count() == 11
+    assert visit.errors == []
+
+
+def shifted(payload: wire.Batch, offset: int) -> wire.Batch:
+    """The batch with step numbers increased by `offset`, as of a rank that had more inputs."""
+    steps, spans = (
+        with_columns(columns, step=columns.step + offset) for columns in (payload.steps, payload.spans) if columns
+    )
+    return msgspec.structs.replace(payload, steps=steps, spans=spans)
+
+
+def test_ranks_whose_step_numbers_are_far_apart_are_compared_and_drawn(browser: Any, url: str) -> None:
+    for rank, offset in enumerate((2000, 500, 2000)):
+        put(url, shifted(msgspec.structs.replace(batch("uneven", rank, rank == 2, "node"), world_size=3), offset))
+    visit = drawn(browser, f"{url}/runs/uneven")
+    assert set(column(visit, "ranks", "cells", "rank")) == {0, 1, 2}
+    assert summary(visit, "step-figure").endswith("No data of rank 1.")
+    visit.page.locator("#rank").fill("1")
+    visit.page.locator("#rank").press("Enter")
+    visit.page.get_by_text("Steps 500 to 559 of rank 1").wait_for()
+    assert visit.errors == []
+
+
+def test_a_rank_without_steps_is_named_where_it_is_missing(browser: Any, url: str) -> None:
+    for rank in range(2):
+        put(url, msgspec.structs.replace(batch("two", rank, slow=False, host="node"), world_size=3))
+    put(url, batches.batch("two", rank=2, world_size=3, attempt="a" * 16))
+    visit = drawn(browser, f"{url}/runs/two")
+    assert summary(visit, "ranks").endswith("No steps to compare of rank 2.")
+    assert summary(visit, "step-figure").endswith("No data of rank 2.")
+
+
+def test_one_rank_is_compared_with_none(browser: Any, url: str) -> None:
+    put(url, msgspec.structs.replace(batch("alone", 0, slow=False, host="node"), world_size=1))
+    visit = drawn(browser, f"{url}/runs/alone")
+    assert summary(visit, "ranks") == "No step yet in which the ranks can be compared."
+    assert visit.errors == []
+
+
+def test_a_spike_beyond_the_axis_is_marked(browser: Any, url: str) -> None:
+    payload = batches.batch("spike", steps=batches.steps(0, 40), world_size=1)
+    assert payload.steps is not None
+    end = payload.steps.end_ns.copy()
+    end[20] += 5000 * MS
+    put(url, msgspec.structs.replace(payload, steps=with_columns(payload.steps, end_ns=end)))
+    visit = drawn(browser, f"{url}/runs/spike")
+    assert column(visit, "overview", "longer", "time") == [5100]
+    assert column(visit, "phases", "longer", "x") == [20.5]
+
+
+def test_a_live_run_is_followed_and_open_evidence_stays_open(browser: Any, url: str) -> None:
+    for rank in range(2):
+        put(url, batches.batch("live", rank=rank, hello=batches.hello(), steps=batches.steps(0, 40)))
+    visit = paused_visit(browser)
+    visit.page.goto(f"{url}/runs/live")
+    visit.page.clock.resume()
+    settle(visit)
+    first = visit.page.locator("#step").input_value()
+    visit.page.locator("#findings summary").first.click()
+    for rank in range(2):
+        put(url, batches.batch("live", seq=1, rank=rank, steps=batches.steps(40, 60)))
+    visit.page.clock.fast_forward(5000)
+    visit.page.locator("#facts").get_by_text("100 steps").wait_for()
+    visit.page.wait_for_function("first => document.getElementById('step').value !== first", arg=first)
+    assert visit.page.locator("#findings details[open]").count() == 1
+    assert visit.page.locator("#facts").inner_text().count("UTC") == 1
+    visit.page.locator("#step").fill("3")
+    visit.page.locator("#step").press("Enter")
+    visit.page.get_by_role("button", name="Follow the run").wait_for()
+
+
+def test_a_failed_request_is_shown_in_its_figure(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    refused = {"status": 422, "json": {"title": "Too many rows", "detail": "request fewer steps"}}
+    visit.page.route("**/figures/step?*", lambda route: route.fulfill(**refused))
+    visit.page.get_by_role("button", name="Later step").click()
+    visit.page.locator("#step-figure").get_by_text("request fewer steps").wait_for()
+    settle(visit)
+    assert visit.page.locator("#step-figure canvas").count() == 0
+    assert visit.page.locator("#buckets canvas").count() > 0
+
+
+@pytest.mark.parametrize("query", ["steps=9-x", "rank=-1", "step=1.5", "bucket=a", "order=size"])
+def test_a_malformed_part_of_the_address_is_named(browser: Any, url: str, query: str) -> None:
+    visit = Visit(browser, f"{url}/runs/picture?{query}")
+    visit.page.get_by_text(f"The address has a malformed {query.partition('=')[0]}").wait_for()
+
+
+def test_a_wrong_address_shows_a_page(browser: Any, url: str) -> None:
+    visit = Visit(browser, f"{url}/run/picture/")
+    visit.page.get_by_role("heading", name="No such page").wait_for()
+    visit.page.get_by_role("link", name="The list of runs").click()
+    visit.page.get_by_role("link", name="picture").wait_for()
+    assert httpx.get(f"{url}/api/v1/run").headers["content-type"] == "application/problem+json"
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_accessible(browser: Any, url: str, scheme: str) -> None:
+    visit = Visit(browser, "about:blank")
+    visit.page.emulate_media(color_scheme=scheme)
+    visit.page.goto(f"{url}/runs/picture?rank=1")
+    settle(visit)
+    results = Axe().run(visit.page)
+    assert results.violations_count == 0, results.generate_report()
+
+
+def test_the_report_is_one_file_that_draws_all_figures(browser: Any, url: str, tmp_path: Path) -> None:
+    answer = httpx.get(f"{url}/api/v1/runs/picture/report.html", timeout=30)
+    assert "unsafe" not in answer.headers["Content-Security-Policy"]
+    file = tmp_path / "report.html"
+    file.write_bytes(answer.content)
+    visit = Visit(browser, file.as_uri())
+    visit.page.get_by_role("heading", name="Rank 1 is slow in backward").wait_for()
+    visit.page.locator("[data-item=item-buckets] canvas").first.wait_for()
+    assert visit.page.locator("[data-item] .bk-Figure").count() == 5  # The run has no account.
+    assert visit.page.get_by_text(re.escape(EVIL)).count() == 0
+    assert visit.page.locator("img").count() == 0
+    assert "owned" not in visit.page.title()
+    assert visit.requests == [file.as_uri()]
+    assert visit.errors == []
