@@ -28,7 +28,7 @@ class TelemetryConfig:
 
     Attributes:
         collector: Address of the collector.
-        run: Run id; None for the launcher's, or for an id that rank 0 creates and shares.
+        run: Run id; None for the launcher's, or for the script's name with the time.
         token: Bearer token for the collector.
         token_file: File with the token, if `token` is None. It is read again after the collector rejects the token.
         spool: Folder for unsent batches; None for a folder under the system's temporary folder.

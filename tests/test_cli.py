@@ -8,12 +8,18 @@ import socket
 import ssl
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.testing import CliRunner, Result
 
+import ddpobs as package
+from ddpobs.cli import main
+from ddpobs.cli import watch as watching
 from ddpobs.export.spool import Encoded, Spool
-from tests.integration.collectors import absent, acknowledge, collector, rubbish, status
+from tests.integration.collectors import Reply, absent, acknowledge, collector, rubbish, status
 
 ROOT = Path(__file__).parents[1]
 
@@ -22,6 +28,15 @@ def ddpobs(*arguments: str) -> subprocess.CompletedProcess[str]:
     environ = dict(os.environ, PYTHONPATH=str(ROOT))
     command = [sys.executable, "-c", "from ddpobs.cli import main; main()", *arguments]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60, check=False)
+
+
+def invoke(*arguments: str, **environ: str) -> Result:
+    """Run a command in this process, which is faster."""
+    return CliRunner().invoke(main, list(arguments), env=environ)
+
+
+def answering(answers: dict[str, object]) -> Callable[[str], Reply]:
+    return lambda path: (200, {}, json.dumps(answers[path.removeprefix("/api/v1")]).encode())
 
 
 def spool(folder: Path) -> None:
@@ -118,6 +133,142 @@ def test_report_without_a_run_is_about_the_newest() -> None:
     with collector(lambda path: (200, {}, b'{"runs": [], "next": null}')) as server:
         completed = ddpobs("report", "--collector", server.url)
     assert (completed.returncode, completed.stderr.strip()) == (1, f"ddpobs: no run has reported to {server.url} yet")
+
+
+LISTED = {"ranks": 2, "steps": 80, "created_ns": 1_700_000_000 * 10**9}
+RUNS: list[dict[str, Any]] = [
+    {"run": "new", "state": "running", "diagnosis": None} | LISTED,
+    {"run": "a-long-name", "state": "failed", "diagnosis": {"worst": "rank 1 is \x1b[2Jslow"}} | LISTED,
+    {"run": "old", "state": "finished", "diagnosis": {"worst": None}} | LISTED,
+]
+
+
+def test_list_aligns_runs_with_state_and_worst_finding_without_colours_in_a_pipe() -> None:
+    with collector(answering({"/runs?limit=3&state=failed": {"runs": RUNS}})) as server:
+        done = invoke("list", "--limit", "3", "--state", "failed", "--collector", server.url)
+    assert done.stdout.splitlines() == [
+        "run          state     ranks  steps  started (UTC)     worst finding",
+        "new          running   2      80     2023-11-14 22:13  not diagnosed yet",
+        "a-long-name  failed    2      80     2023-11-14 22:13  rank 1 is \\x1b[2Jslow",
+        "old          finished  2      80     2023-11-14 22:13  none",
+    ]
+
+
+def test_list_as_json_is_the_collectors_list_and_an_empty_one_is_explained() -> None:
+    with collector(answering({"/runs?limit=20": {"runs": RUNS}})) as server:
+        assert json.loads(invoke("list", "--json", "--collector", server.url).stdout) == RUNS
+    with collector(answering({"/runs?limit=20": {"runs": []}})) as server:
+        done = invoke("list", "--collector", server.url)
+    assert (done.stdout, done.stderr) == ("", f"ddpobs: no run at {server.url} yet\n")
+
+
+def test_open_shows_the_page_of_a_run(tmp_path: Path) -> None:
+    browser = tmp_path / "browser"
+    browser.write_text(f"#!/bin/sh\necho $1 > {tmp_path}/opened\n")
+    browser.chmod(0o755)
+    done = invoke("open", "r", "--collector", "http://c:1/base/", BROWSER=str(browser))
+    assert done.stdout == "http://c:1/base/runs/r\n"
+    assert (tmp_path / "opened").read_text() == done.stdout
+
+
+@pytest.mark.parametrize(("fail_on", "code"), [("info", 3), ("warning", 3), ("critical", 0)])
+def test_report_fails_on_a_finding_that_is_severe_enough(fail_on: str, code: int) -> None:
+    diagnosis = {"run": "r", "steps_seen": 9, "findings": [{"severity": "warning"}], "missing": []}
+    answers = {"/runs/r/diagnostics": diagnosis, "/runs/r/account": {"wall_ns": None}}
+    with collector(answering(answers)) as server:
+        done = invoke("report", "r", "--json", "--fail-on", fail_on, "--collector", server.url)
+    assert (done.exit_code, json.loads(done.stdout)) == (code, diagnosis | {"account": {"wall_ns": None}})
+
+
+def test_report_saves_the_collectors_html(tmp_path: Path) -> None:
+    file = tmp_path / "report.html"
+
+    def reply(path: str) -> Reply:
+        is_html = path == "/api/v1/runs/r/report.html"
+        return 200, {}, b"<html>" if is_html else b'{"findings": []}'
+
+    with collector(reply) as server:
+        done = invoke("report", "r", "--html", str(file), "--collector", server.url)
+    assert (done.exit_code, file.read_text()) == (0, "<html>"), done.output
+
+
+def test_a_collector_without_html_reports_is_named(tmp_path: Path) -> None:
+    def reply(path: str) -> Reply:
+        return (404, {}, b"{}") if path.endswith(".html") else (200, {}, b'{"findings": []}')
+
+    with collector(reply) as server:
+        done = invoke("report", "r", "--html", str(tmp_path / "f"), "--collector", server.url)
+    message = f"ddpobs: {server.url} makes no HTML reports: its version is older than this command's\n"
+    assert (done.exit_code, done.stderr) == (1, message)
+    assert not (tmp_path / "f").exists()
+
+
+def test_trace_without_steps_is_about_the_slowest_step_after_the_warm_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    bins = {"first": [0, 64], "last": [63, 90], "wall_max_ns": [90, 70]}
+    steps = {"step": [5, 6, 7, 8], "wall_ns": [1, 5, 9, 2]}
+    answers = {
+        "/runs/r/steps?mean=true&points=1000": {"columns": bins},
+        "/runs/r/steps?mean=true&from=5&to=63": {"columns": steps},
+        "/runs/r/trace?from=2&to=12": {"traceEvents": [1]},
+    }
+    with collector(answering(answers)) as server:
+        done = invoke("trace", "r", "--collector", server.url)
+    assert "steps 2 to 12, around the slowest one, 7." in done.stderr
+    assert json.loads((tmp_path / "r-2-12.json").read_text()) == {"traceEvents": [1]}
+
+
+def test_trace_of_a_wide_run_begins_at_the_slowest_step(tmp_path: Path) -> None:
+    answers = {
+        "/runs/r/steps?mean=true&points=1000": {"columns": {"first": [0], "last": [9], "wall_max_ns": [9]}},
+        "/runs/r/steps?mean=true&from=0&to=9": {"columns": {"step": [0, 1], "wall_ns": [1, 9]}},
+        "/runs/r/trace?from=1": {"traceEvents": [2]},
+    }
+
+    def reply(path: str) -> Reply:
+        return answering(answers)(path) if path.removeprefix("/api/v1") in answers else (422, {}, b"{}")
+
+    with collector(reply) as server:
+        done = invoke("trace", "r", "-o", str(tmp_path / "t"), "--collector", server.url)
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "t").read_text()) == {"traceEvents": [2]}
+
+
+@pytest.mark.parametrize(("end", "code"), [("finished", 0), ("failed", 3), ("lost", 3)])
+def test_watch_prints_each_change_and_ends_with_the_run(end: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watching.time, "sleep", lambda _: None)
+    states = [("running", 3), ("running", 3), (end, 5)]
+
+    def reply(path: str) -> Reply:
+        answers: dict[str, object] = {
+            "/api/v1/runs/r/ranks": {"ranks": []},
+            "/api/v1/runs/r/diagnostics": {"findings": [{"title": "slow\n"}]},
+        }
+        if path not in answers:
+            state, steps = states.pop(0)
+            answers[path] = {"run": "r", "state": state, "steps": steps}
+        return 200, {}, json.dumps(answers[path]).encode()
+
+    with collector(reply) as server:
+        done = invoke("watch", "r", "--collector", server.url)
+    first, last = done.stdout.splitlines()
+    assert (done.exit_code, first) == (code, "r: running, step 3: slow\\n")
+    assert last.startswith(f"r: {end}, step 5, ")
+
+
+def test_the_version_is_printed() -> None:
+    assert invoke("--version").stdout == f"ddpobs {package.__version__}\n"
+
+
+def test_the_shell_completes_the_names_of_runs() -> None:
+    variables = {"_DDPOBS_COMPLETE": "complete_bash", "COMP_WORDS": "ddpobs report ne", "COMP_CWORD": "2"}
+    with collector(answering({"/runs?limit=200": {"runs": RUNS}})) as server:
+        done = CliRunner().invoke(main, [], prog_name="ddpobs", env={**variables, "DDPOBS_TELEMETRY": server.url})
+        assert done.stdout.split() == ["new"]
+    done = CliRunner().invoke(main, [], prog_name="ddpobs", env={**variables, "DDPOBS_TELEMETRY": absent()})
+    assert done.stdout.split() == []
 
 
 def test_trace_saves_the_collectors_document(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from ddpobs_server.settings import Settings
 from typer.main import get_command
 
 import ddpobs.horovod
-from ddpobs import TelemetryConfig
+from ddpobs import TelemetryConfig, cli
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
@@ -50,6 +50,20 @@ def test_the_operators_guide_has_every_setting_command_and_alert_of_the_collecto
     required += [f"`{rule['alert']}`" for group in rules for rule in group["rules"]]
     required += [f"ddpobs-server {command}" for command in get_command(app.cli).commands if command != "serve"]  # type: ignore[attr-defined]
     assert [pattern for pattern in required if not re.search(pattern, guide)] == []
+
+
+def test_the_terminal_page_has_every_command_with_each_of_its_options() -> None:
+    page = (ROOT / "docs" / "terminal.md").read_text()
+    missing = []
+    for name, command in get_command(cli.main).commands.items():  # type: ignore[attr-defined]
+        row = re.search(rf"^\| `ddpobs {name}\b(.*)$", page, re.MULTILINE)
+        options = [parameter.opts[0] for parameter in command.params if parameter.param_type_name == "option"]
+        common = {"--collector", "--help", *(["--run"] if name == "run" else [])}
+        if row is None:
+            missing.append(name)
+        else:
+            missing += [f"{name} {option}" for option in options if option not in common and option not in row[1]]
+    assert missing == []
 
 
 def test_the_horovod_table_has_every_public_name() -> None:

@@ -84,6 +84,7 @@ class _Look:
         from rich.console import Group
         from rich.markup import escape
         from rich.table import Table
+        from rich.text import Text
 
         title = printable(f"{self.run['run']}: {self.state}, step {self.steps}{self._rate}")
         table = Table(title=escape(title), title_justify="left", title_style="bold")
@@ -101,14 +102,15 @@ class _Look:
             style = _STYLES[finding["severity"]]
             lines.append(f"[{style}]{finding['severity']}[/]: {escape(printable(finding['title']))}")
             lines.append(f"  do: {escape(printable(finding['remedy']))}")
-        return Group(table, *(lines or ["no finding"]))
+        return Group(table, *map(Text.from_markup, lines or ["no finding"]))
 
 
 def _cells(rank: dict[str, Any]) -> list[str]:
     pulse, phases = rank["pulse"] or {}, rank["phases_ns"] or {}
-    values = [rank["own_ns"], *(phases.get(phase) for phase in OWN_PHASES)]
+    values = [rank["own_ns"], *(phases.get(name) for name in OWN_PHASES)]
     times = ["" if value is None else f"{value / 1e6:.1f}" for value in values]
-    texts = [str(rank["rank"]), rank["host"] or "", rank["state"], str(rank["last_step"]), pulse.get("phase", "")]
+    phase = pulse.get("phase", "") if rank["state"] in ("running", "hung") else ""
+    texts = [str(rank["rank"]), rank["host"] or "", rank["state"], str(rank["last_step"]), phase]
     return [printable(text) for text in (*texts, *times)]
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
-import re
 import secrets
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +17,9 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.ranks.hang_log import HangLog
 from ddpobs.ranks.hang_report import HangReport
 from ddpobs.ranks.run_identity import IdentityExchange, RunIdentity
+from ddpobs.ranks.run_name import run_name
 from ddpobs.ranks.straggler_exchange import Exchange
 from ddpobs.wire.hang import ParameterNames
-from ddpobs.wire.text import RUN_ID_CHARACTERS
 
 _log = logging.getLogger("ddpobs")
 _PROMPT_S = 5.0
@@ -149,7 +147,7 @@ class Rendezvous:
         self._on_identity(identity)
 
     def _propose(self) -> RunIdentity:
-        run = self._config.run or launcher_run_id() or _new_run_id()
+        run = self._config.run or run_name()
         return {"run": run, "attempt": secrets.token_hex(8)}
 
     @contextmanager
@@ -159,13 +157,3 @@ class Rendezvous:
         except dist.DistNetworkError:
             self._store_gone, self._identities, self._statistics, self._hangs = True, None, None, None
             _log.info("ddpobs: the ranks' store is gone, and with it the statistics over ranks")
-
-
-def launcher_run_id() -> str | None:
-    """Return the launcher's run id; None for torchrun's default, which is the word none."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
-    return None if run in ("", "none") else re.sub(f"[^{RUN_ID_CHARACTERS}]", "-", run)[:128]
-
-
-def _new_run_id() -> str:
-    return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(3)}"

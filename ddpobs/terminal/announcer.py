@@ -16,7 +16,6 @@ from contextlib import suppress
 
 from ddpobs.client.reader import page_address, read
 from ddpobs.config import TelemetryConfig
-from ddpobs.errors import CollectorError
 from ddpobs.export.http_sender import Answer, Outcome
 from ddpobs.export.spool import folder_of
 from ddpobs.terminal.verdict_box import box, in_ascii
@@ -89,10 +88,9 @@ class Announcer:
             return
         self._deadline = time.monotonic() + within_s
         self._is_wanted.set()
-        if self._is_read.wait(within_s):
-            _print(self._lines)
-        else:
-            _print([f"ddpobs: the findings were not ready in time: {self._address}"])
+        self._is_read.wait(within_s)
+        late = f"ddpobs: the findings were not ready in time: {self._address}"
+        _print(self._lines or ([late] if time.monotonic() >= self._deadline else []))
 
     @property
     def _address(self) -> str:
@@ -104,7 +102,7 @@ class Announcer:
 
     def _read_verdict(self) -> None:
         self._is_wanted.wait()
-        with suppress(CollectorError, KeyError, TypeError, ValueError):
+        with suppress(Exception):  # Whatever another server answered.
             self._wait_for_others()
             diagnosis = read(self._config, f"/runs/{self._run}/diagnostics", timeout_s=self._left_s()).document
             account = read(self._config, f"/runs/{self._run}/account", timeout_s=self._left_s()).document

@@ -15,6 +15,7 @@ MOST_LINES = 10
 _LEAST_COLUMNS, _MOST_COLUMNS = 60, 110
 _BAR_CELLS = 40
 _NAMED_PARTS = 4
+"""Most parts in the legend, besides the rest; fewer where they do not fit."""
 _LABEL = 8
 """Width of the labels' column."""
 _GROUPS = {
@@ -45,7 +46,7 @@ def box(
     inner = min(_MOST_COLUMNS, max(_LEAST_COLUMNS, columns)) - 4
     findings: Sequence[Mapping[str, Any]] = diagnosis["findings"]
     rows = _finding_rows(findings, inner) if findings else _no_finding_rows(diagnosis)
-    rows += _bar(account["parts"])
+    rows += _bar(account["parts"], inner)
     rows = [*rows[: MOST_LINES - 3], address]
     rows = [printable(row)[:inner] for row in rows]
     framed = [f"│ {row:{inner}} │" for row in rows]
@@ -96,18 +97,19 @@ def _cut(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 1].rstrip(" ,;:") + "…"
 
 
-def _bar(parts: Sequence[Mapping[str, Any]]) -> list[str]:
+def _bar(parts: Sequence[Mapping[str, Any]], inner: int) -> list[str]:
     """A bar of the largest shares of the wall time, and its legend; nothing while no share is known."""
     shares = Counter[str]()
     for part in parts:
         title = str(part["title"]).removeprefix("steps: ") if part["group"] == "steps" else _GROUPS[part["group"]]
         shares[title] += part["share"]
     ordered = [(title, share) for title, share in shares.most_common() if share > 0]
-    if not ordered:
-        return []
-    rest = sum(share for _, share in ordered[_NAMED_PARTS:])
-    named = [*ordered[:_NAMED_PARTS], ("rest", rest)] if rest else ordered[:_NAMED_PARTS]
-    ends = [round(end * _BAR_CELLS) for end in accumulate(share for _, share in named)]
-    cells = "".join(sign * (end - begin) for sign, begin, end in zip(_SIGNS, [0, *ends], ends, strict=False))
-    legend = "  ".join(f"{sign} {title} {share:.0%}" for sign, (title, share) in zip(_SIGNS, named, strict=False))
-    return [f"{'time':{_LABEL}}{cells}", f"{'':{_LABEL}}{legend}"]
+    for most in range(min(_NAMED_PARTS, len(ordered)), 0, -1):
+        rest = sum(share for _, share in ordered[most:])
+        named = [*ordered[:most], *([("rest", rest)] if rest else [])]
+        legend = "  ".join(f"{sign} {title} {share:.0%}" for sign, (title, share) in zip(_SIGNS, named, strict=False))
+        if len(legend) <= inner - _LABEL:
+            ends = [round(end * _BAR_CELLS) for end in accumulate(share for _, share in named)]
+            cells = "".join(sign * (end - begin) for sign, begin, end in zip(_SIGNS, [0, *ends], ends, strict=False))
+            return [f"{'time':{_LABEL}}{cells}", f"{'':{_LABEL}}{legend}"]
+    return []

@@ -18,6 +18,12 @@ NONCE = "[0-9a-f]{16}"
 """Regular expression of an attempt's or a source's id."""
 
 
+def as_run_id(text: str) -> str:
+    """The nearest run id to a launcher's or a script's name."""
+    run = re.sub(f"[^{RUN_ID_CHARACTERS}]", "-", text)[:128]
+    return run if run.strip(".") else f"run{run}"
+
+
 _TOKEN = re.compile(r"[\x21-\x7e]+")
 
 

@@ -6,14 +6,12 @@ import json
 import time
 from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.ranks import run_identity
-from ddpobs.ranks.rendezvous import launcher_run_id
 from tests.distributed.compare import batch as inputs
 from tests.distributed.compare import net
 from tests.distributed.launch import run_ranks
@@ -81,16 +79,3 @@ def with_clocks_apart(rank: int, _world_size: int) -> str:
 def test_ranks_with_different_clocks_share_the_attempt() -> None:
     first, second = run_ranks(with_clocks_apart, 2)
     assert first == second
-
-
-@pytest.mark.parametrize(
-    ("variable", "run"),
-    [("job-7", "job-7"), ("a b/c", "a-b-c"), ("x" * 200, "x" * 128), ("none", None), ("", None), (None, None)],
-)
-def test_a_launchers_real_run_id_becomes_the_runs_id(
-    variable: str | None, run: str | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    if variable is not None:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", variable)
-    assert launcher_run_id() == run
