@@ -122,7 +122,7 @@ def _occurrences(rank: wire.Ints, spans: wire.Spans, ready_ns: wire.Ints) -> wir
 def _parameters(layouts: Sequence[wire.Layout]) -> dict[tuple[int, int], str]:
     """Return the first parameter of each bucket of the latest layout, by module and bucket."""
     return {
-        (layout.module, index): bucket.parameters[0].name + (" …" if len(bucket.parameters) > 1 else "")
+        (layout.module, index): bucket.parameters[0].name + (" ..." if len(bucket.parameters) > 1 else "")
         for layout in sorted(layouts, key=lambda layout: layout.revision)
         for index, bucket in enumerate(layout.buckets)
         if bucket.parameters

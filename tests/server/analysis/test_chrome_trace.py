@@ -174,4 +174,4 @@ def test_a_step_carries_the_time_of_day_and_its_tracks_the_names_of_parameters()
     events = late_trace()
     assert {e["args"]["began"] for e in events if e["name"] == "step 0"} == {"2023-11-14T22:13:20.000000Z"}
     names = [e["args"]["name"] for e in events if e["name"] == "thread_name" and e["pid"] == 1]
-    assert names == ["steps", "phases", "gradients", "bucket 0: head.weight …", "bucket 1: stem.weight"]
+    assert names == ["steps", "phases", "gradients", "bucket 0: head.weight ...", "bucket 1: stem.weight"]
