@@ -151,6 +151,15 @@ def from_environment(environ: Mapping[str, str]) -> TelemetryConfig:
         raise ConfigError(name, error.expected, error.actual) from None
 
 
+def wants_ranges(environ: Mapping[str, str]) -> bool:
+    """Return whether `DDPOBS_RANGES` asks for NVTX ranges; it applies without telemetry, too.
+
+    Raises:
+        ConfigError: The variable is neither 0 nor 1.
+    """
+    return bool(_parse("DDPOBS_RANGES", environ.get("DDPOBS_RANGES", "").strip() or "0", bool))
+
+
 def _clean_token(text: str) -> str:
     try:
         return clean_token(text)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ddpobs import TelemetryConfig
-from ddpobs.config import DEFAULT_COLLECTOR, from_environment, resolve
+from ddpobs.config import DEFAULT_COLLECTOR, from_environment, resolve, wants_ranges
 from ddpobs.errors import ConfigError
 
 ELSEWHERE = "http://elsewhere:1"
@@ -60,6 +60,13 @@ def test_an_invalid_number_is_refused_when_the_settings_are_created(setting: str
 @pytest.mark.parametrize(("text", "value"), [("0", False), ("1", True), ("", True)])
 def test_tracebacks_can_be_kept_out(text: str, value: bool) -> None:
     assert from_environment({"DDPOBS_TRACEBACK": text}).traceback is value
+
+
+@pytest.mark.parametrize(("text", "value"), [("0", False), ("1", True), ("", False)])
+def test_nvtx_ranges_are_wanted_by_the_environment(text: str, value: bool) -> None:
+    assert wants_ranges({"DDPOBS_RANGES": text}) is value
+    with pytest.raises(ConfigError, match="DDPOBS_RANGES"):
+        wants_ranges({"DDPOBS_RANGES": "yes"})
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ One backward, in order:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from ddpobs.buckets.bucket import Bucket
 from ddpobs.buckets.layout import Layout
 from ddpobs.clocks import Stamp
 from ddpobs.comm import AllReduce, BucketComm, CommFactory, Pending, SkippedBucket
+from ddpobs.config import wants_ranges
 from ddpobs.errors import UnusedParametersError
 from ddpobs.reducer.fault_broadcast import Fault, FaultBroadcast
 from ddpobs.reducer.front_end import FrontEnd
@@ -33,7 +35,7 @@ from ddpobs.reducer.settings import Settings
 from ddpobs.reducer.static_graph import StaticGraph
 from ddpobs.reducer.unused_parameters import UnusedParameters
 from ddpobs.reducer.used_map import UsedMap
-from ddpobs.torch_seam import autograd
+from ddpobs.torch_seam import autograd, ranges
 from ddpobs.torch_seam.collectives import all_reduce, time_collectives
 from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
 from ddpobs.wire.text import joined
@@ -88,6 +90,7 @@ class Reducer:
         self.pending: list[Pending] = []
         self.buckets_reduced = 0
         self._keeps_graph = False
+        self._marks_nvtx = wants_ranges(os.environ) and torch.cuda.is_available()
         self._record: BackwardStamps | None = None
         self._now: Callable[[], Stamp] = recorder.now if recorder is not None else int
         self.layout = Layout(parameters, names, expect_sparse, settings.as_views)
@@ -202,7 +205,15 @@ class Reducer:
             if self.settings.skip_unused and not self.readiness.participation.should_launch(bucket.members):
                 self.pending.append(SkippedBucket())
                 continue
-            self._launch(bucket)
+            if self._marks_nvtx or ranges.profiler_records():
+                with ranges.mark(self._range_name(bucket), self._marks_nvtx):
+                    self._launch(bucket)
+            else:
+                self._launch(bucket)
+
+    def _range_name(self, bucket: Bucket) -> str:
+        first, *others = bucket.members
+        return f"ddpobs bucket {bucket.index}: {self.layout.names[first]}{' ...' if others else ''}"
 
     def _launch(self, bucket: Bucket) -> None:
         if not self.pending:

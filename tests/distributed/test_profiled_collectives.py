@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import json
+import tempfile
+from collections import Counter, OrderedDict
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
+from ddpobs import DistributedDataParallel
+from ddpobs.torch_seam import ranges
 from tests.distributed.compare import batch, net
+from tests.distributed.launch import run_ranks
 
 STEPS = 4
 
@@ -48,3 +56,30 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_the_profiler_counts_as_many_as_with_torch(verdicts_by_rank: list[dict[str, str]], case: str) -> None:
     assert {verdict[case] for verdict in verdicts_by_rank} == {"equal"}
+
+
+def marked_ranges(rank: int, world_size: int) -> tuple[list[list[str]], int]:
+    """Return the ranges around each all-reduce in an exported trace, and the number of ranges without a profiler."""
+    ddp = DistributedDataParallel(nn.Sequential(OrderedDict(größe=net())), bucket_cap_mb=0.05)
+    with mock.patch.object(ranges, "mark", wraps=ranges.mark) as mark:
+        for step in range(3):  # The buckets are rebuilt after the first step.
+            ddp(batch(rank, step)).sum().backward()
+        unprofiled = mark.call_count
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        ddp(batch(rank, 3)).sum().backward()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        events = json.loads(Path(folder, "trace.json").read_text())["traceEvents"]
+    marked = [e for e in events if e.get("name", "").startswith("ddpobs bucket")]
+    reduced = [e for e in events if e.get("name") == "c10d::allreduce_"]
+    inside = [
+        [m["name"] for m in marked if m["tid"] == e["tid"] and m["ts"] <= e["ts"] <= m["ts"] + m["dur"]]
+        for e in reduced
+    ]
+    return inside, unprofiled
+
+
+def test_each_all_reduce_is_in_a_range_that_names_its_bucket_only_while_a_profiler_records() -> None:
+    ((inside, unprofiled),) = run_ranks(marked_ranges, 1)
+    assert inside == [["ddpobs bucket 0: gr??e.4.bias ..."], ["ddpobs bucket 1: gr??e.0.bias ..."]]
+    assert unprofiled == 0

@@ -71,6 +71,7 @@ FROM_MODULES = {
         "_register_comm_hook",
     },
     "torch._dynamo.trace_rules": {"add"},
+    "torch.autograd.profiler": {"_is_profiler_enabled"},
     "torch.autograd.Variable._execution_engine": {"queue_callback"},
     "torch.distributed": {"_functional_collectives"},
     "torch.distributed._functional_collectives": {"wait_tensor"},

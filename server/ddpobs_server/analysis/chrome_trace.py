@@ -2,54 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.clock_alignment import align
+from ddpobs_server.analysis.clock_alignment import align, collectives_of
+from ddpobs_server.analysis.trace_buckets import BucketTracks
+from ddpobs_server.analysis.trace_events import (
+    ALL_RANKS,
+    PHASES_TRACK,
+    STEPS_TRACK,
+    Slice,
+    StepArgs,
+    WholeStepArgs,
+    name_process,
+    name_track,
+)
+from ddpobs_server.analysis.trace_waits import Waits, changes
+from ddpobs_server.analysis.transfers import bucket_sizes, transfers
 
-_PHASES_TRACK, _FIRST_BUCKET_TRACK = 0, 1
-_BUCKET_BITS = 32
-
-
-class _StepArgs(msgspec.Struct, gc=False):
-    step: int
-
-
-class _SpanArgs(_StepArgs, gc=False):
-    bucket: int
-    module: int
-
-
-class _CompleteEvent(msgspec.Struct, tag_field="ph", tag="X", gc=False):
-    """A complete event of the trace format.
-
-    A dict would take several times the memory, and the garbage collector would visit it.
-    """
-
-    name: str
-    pid: int
-    tid: int
-    ts: float
-    dur: float
-    args: _StepArgs
+EVENTS = {"steps": 1 + len(wire.PHASES) + 2, "spans": 4}
+"""Most events that a row of each kind makes, without counters: a step has an arrow, a span two parts and gradients."""
 
 
 def chrome_trace(
-    steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire.Spans], offsets: dict[int, int]
+    steps: tuple[wire.Ints, wire.Steps],
+    spans: tuple[wire.Ints, wire.Spans],
+    offsets: dict[int, int],
+    layouts: Sequence[wire.Layout] = (),
+    wall_offset_ns: int | None = None,
 ) -> dict[str, Any]:
-    """Phases and bucket communication as complete events, in microseconds since the first step.
+    """Steps, phases, buckets and waiting, in microseconds since the first step.
 
-    A step records the durations of its phases, not their starts, so they are drawn one after another. Each bucket of
-    each module has its own track, because events of one track must not overlap in part. A backward ends when all its
-    buckets are done, so buckets of the next backward, of any layout revision, can use the same tracks.
+    A step records the durations of its phases, not their starts, so they are drawn one after another.
 
     Args:
         steps: Ranks and columns of shape [steps].
         spans: Ranks and columns of shape [rows].
         offsets: Offset in ns of each rank's clock, as `clock_alignment.offsets_ns` returns it.
+        layouts: The buckets of each module. Without their sizes, waiting and moving are not told apart.
+        wall_offset_ns: Unix time minus the lowest rank's clock; None if unknown.
 
     Returns:
         The trace, for msgspec to encode.
@@ -57,48 +51,55 @@ def chrome_trace(
     rank, columns = steps
     start_ns = align(rank, offsets, columns.start_ns)
     origin_ns = int(start_ns.min()) if len(start_ns) else 0
+    began = _times_of_day(start_ns, wall_offset_ns)
+    tracks = BucketTracks(spans, offsets, origin_ns, layouts)
     events: list[Any] = []
     for number in np.union1d(rank, spans[0]).tolist():
         events += [
-            _name_event("process_name", number, 0, f"rank {number}"),
-            _name_event("thread_name", number, _PHASES_TRACK, "phases"),
+            name_process(number, f"rank {number}"),
+            name_track(number, STEPS_TRACK, "steps"),
+            name_track(number, PHASES_TRACK, "phases"),
         ]
-    events += _phase_events(rank, columns, start_ns - origin_ns)
-    events += _bucket_events(*spans, offsets, origin_ns)
+    start_ns = start_ns - origin_ns
+    end_ns = start_ns + columns.end_ns - columns.start_ns
+    counters = changes(("ranks", "in a step"), start_ns, end_ns, np.ones(len(rank)))
+    events += tracks.names() + _step_slices(rank, columns, start_ns, began) + _phase_slices(rank, columns, start_ns)
+    events += tracks.gradients() + tracks.reductions()
+    reduced = transfers(spans, collectives_of(steps, spans[0], spans[1].step), bucket_sizes(list(layouts)))
+    if len(reduced):
+        waits = Waits.of(tracks, reduced)
+        events += waits.slices() + waits.arrows()
+        counters += waits.counters()
+    if counters:
+        events += [name_process(ALL_RANKS, "all ranks"), *counters]
     note = "phases have durations only and are drawn one after another; clocks are aligned by the ends of all-reduces"
-    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"note": note}}
+    other = {"note": note} | ({"began": began[int(start_ns.argmin())]} if any(began) else {})
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
 
-def _phase_events(rank: wire.Ints, steps: wire.Steps, start_ns: wire.Ints) -> list[_CompleteEvent]:
+def _times_of_day(start_ns: wire.Ints, wall_offset_ns: int | None) -> list[str]:
+    """Return when each step began, in UTC; empty texts if the offset is unknown."""
+    if wall_offset_ns is None:
+        return [""] * len(start_ns)
+    times = (start_ns + wall_offset_ns).astype("datetime64[ns]")
+    texts: list[str] = np.datetime_as_string(times, unit="us", timezone="UTC").tolist()
+    return texts
+
+
+def _step_slices(rank: wire.Ints, steps: wire.Steps, start_ns: wire.Ints, began: list[str]) -> list[Slice]:
+    columns = (rank, steps.step, start_ns / 1e3, (steps.end_ns - steps.start_ns) / 1e3)
+    return [
+        Slice(f"step {step}", pid, STEPS_TRACK, start, duration, WholeStepArgs(step, time))
+        for pid, step, start, duration, time in zip(*(column.tolist() for column in columns), began, strict=True)
+    ]
+
+
+def _phase_slices(rank: wire.Ints, steps: wire.Steps, start_ns: wire.Ints) -> list[Slice]:
     duration_ns = np.stack([getattr(steps, f"{phase}_ns") for phase in wire.PHASES], axis=1)
     began_ns = start_ns[:, None] + np.cumsum(duration_ns, axis=1) - duration_ns
     row, phase = cells = np.nonzero(duration_ns)
     columns = (phase, rank[row], steps.step[row], began_ns[cells] / 1e3, duration_ns[cells] / 1e3)
     return [
-        _CompleteEvent(wire.PHASES[index], pid, _PHASES_TRACK, began, duration, _StepArgs(step))
+        Slice(wire.PHASES[index], pid, PHASES_TRACK, began, duration, StepArgs(step))
         for index, pid, step, began, duration in zip(*(column.tolist() for column in columns), strict=True)
     ]
-
-
-def _bucket_events(rank: wire.Ints, spans: wire.Spans, offsets: dict[int, int], origin_ns: int) -> list[Any]:
-    """Return the tracks' names and the events on them."""
-    keys, track = np.unique(spans.module << _BUCKET_BITS | spans.bucket, return_inverse=True)
-    pairs = [(key >> _BUCKET_BITS, key & (1 << _BUCKET_BITS) - 1) for key in keys.tolist()]
-    names = [f"bucket {bucket}" if module == 0 else f"bucket {module}.{bucket}" for module, bucket in pairs]
-    tracks = np.unique(np.stack([rank, track]), axis=1).T.tolist()
-    name_events = [_name_event("thread_name", pid, _FIRST_BUCKET_TRACK + index, names[index]) for pid, index in tracks]
-    launched_ns = align(rank, offsets, spans.launched_ns) - origin_ns
-    duration_ns = spans.done_ns - spans.launched_ns
-    columns = (track, rank, spans.step, spans.bucket, spans.module, launched_ns / 1e3, duration_ns / 1e3)
-    return name_events + [
-        _CompleteEvent(
-            names[index], pid, _FIRST_BUCKET_TRACK + index, launched, duration, _SpanArgs(step, bucket, module)
-        )
-        for index, pid, step, bucket, module, launched, duration in zip(
-            *(column.tolist() for column in columns), strict=True
-        )
-    ]
-
-
-def _name_event(kind: str, rank: int, track: int, name: str) -> dict[str, Any]:
-    return {"name": kind, "ph": "M", "pid": rank, "tid": track, "args": {"name": name}}

@@ -56,6 +56,7 @@ class Transfers:
     waiting_ns: Floats
     ready_ns: Floats
     exposed_ns: Floats
+    row: wire.Ints
 
     def __len__(self) -> int:
         return len(self.step)
@@ -199,4 +200,5 @@ def _measure(columns: wire.Spans, collective: wire.Ints, size: wire.Ints, table:
         waiting_ns=busy_ns - moving_ns[:, None],
         ready_ns=ready_ns.max(axis=1, initial=0.0),
         exposed_ns=exposed_ns.min(axis=1, initial=np.inf),
+        row=table,
     ).select(np.lexsort((columns.done_ns[rows], collective)))

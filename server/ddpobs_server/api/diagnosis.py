@@ -47,7 +47,7 @@ def get_account(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> Respon
 def get_trace(run: RunDep, steps: StepRangeDep, reports: ReportsDep) -> Response:
     """Steps as a Chrome trace with all ranks on one clock, for Perfetto or chrome://tracing.
 
-    Without `from` and `to`: the latest 50 steps. A trace holds about 100,000 events (phases and buckets), or one step.
+    Without `from` and `to`: the latest 50 steps. A trace holds about 100,000 events, or one step.
     If `from` and `to` cover more, the response is 422 and names the last step that fits. With one end open, the trace
     has fewer steps instead.
     """

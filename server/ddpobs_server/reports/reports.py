@@ -36,8 +36,6 @@ _BIN_ROWS = 25_000
 _ROWS = 500_000
 """Approximate limit of step rows in an answer."""
 _TRACE_STEPS, _TRACE_EVENTS = 50, 100_000
-_EVENTS = {"steps": len(wire.PHASES), "spans": 1}
-"""Most trace events that a row of each kind makes."""
 _CLOCK_ROWS = 500_000
 """Most rows that are read around the requested steps to align clocks."""
 _NOISE_STEPS, _NOISE_ROWS = 200, 50_000
@@ -256,7 +254,11 @@ class Reports:
                 raise TooManyStepsError(cut)
             # With an open start the latest steps are returned.
             begin, end = (end - (cut - begin), end) if first is None else (begin, cut)
-        return chrome_trace.chrome_trace(*self._on_one_clock(run, attempt, begin, end))
+        sources = self._store.sources(run, attempt)
+        anchor = min(sources, key=lambda source: source.rank).anchor if sources else None
+        wall_offset_ns = None if anchor is None else anchor.wall_ns - anchor.monotonic_ns
+        layouts = self._store.layouts(run, attempt)[0]
+        return chrome_trace.chrome_trace(*self._on_one_clock(run, attempt, begin, end), layouts, wall_offset_ns)
 
     def _trace_end(self, run: str, attempt: str, first: int, last: int) -> int | None:
         """Return the last step that fits into a trace, None if all do.
@@ -265,8 +267,8 @@ class Reports:
         """
         if first == last:
             return None
-        rows = {kind: self._store.estimate_rows(kind, run, attempt, first, last) for kind in _EVENTS}
-        events = sum(count * _EVENTS[kind] for kind, count in rows.items())
+        rows = {kind: self._store.estimate_rows(kind, run, attempt, first, last) for kind in chrome_trace.EVENTS}
+        events = sum(count * chrome_trace.EVENTS[kind] for kind, count in rows.items())
         if events > _TRACE_EVENTS:
             rows = {kind: count * _TRACE_EVENTS // events for kind, count in rows.items()}
         else:
@@ -287,7 +289,10 @@ class Reports:
         shared = steps, spans
         if margin := clock_alignment.steps_to_add(steps):
             begin, end = max(0, int(steps[1].step[0]) - margin), int(steps[1].step[-1]) + margin
-            if sum(self._store.estimate_rows(kind, run, attempt, begin, end) for kind in _EVENTS) <= _CLOCK_ROWS:
+            if (
+                sum(self._store.estimate_rows(kind, run, attempt, begin, end) for kind in chrome_trace.EVENTS)
+                <= _CLOCK_ROWS
+            ):
                 shared = self._read(run, attempt, begin, end)
         return steps, spans, clock_alignment.offsets_ns(*shared)[0]
 
