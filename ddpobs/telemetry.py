@@ -133,7 +133,8 @@ class Telemetry:
         self._rendezvous = Rendezvous(
             config, self._rank, self._world_size, _generation, self._identify, parameters=self._parameters
         )
-        hello = describe_process(device, backend, settings)
+        labels = {"tags": ",".join(config.tags), "note": config.note}
+        hello = describe_process(device, backend, {**settings, **{name: text for name, text in labels.items() if text}})
         self._host = hello.host
         self._account = Account(start_up(is_first=_generation == 1))
         self._tail = Tail(time.monotonic_ns())
