@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from numbers import Integral, Real
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ddpobs.errors import ConfigError
-from ddpobs.wire.text import STRICT_RUN_ID, clean_token
+from ddpobs.wire.text import NOTE_CHARACTERS, STRICT_RUN_ID, clean_tags, clean_token
 
 DEFAULT_COLLECTOR = "http://127.0.0.1:8321"
 _NUMBERS = {int: (Integral, "a whole number"), float: (Real, "a number")}
@@ -46,6 +46,8 @@ class TelemetryConfig:
         pulse_s: Seconds between pulses, and therefore between wake-ups of the telemetry thread.
         traceback: Send the message and the last lines of the traceback of an error that ends the training.
         quiet: Print neither the run's address at the start nor its verdict at the end.
+        tags: Words by which the run is found in the list; as a text, with commas between them.
+        note: A sentence about the run, for people.
     """
 
     collector: str = DEFAULT_COLLECTOR
@@ -66,6 +68,8 @@ class TelemetryConfig:
     hang_after_s: float = 8.0
     traceback: bool = True
     quiet: bool = False
+    tags: str | Sequence[str] = ""
+    note: str = ""
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -79,6 +83,9 @@ class TelemetryConfig:
             object.__setattr__(self, "token", _clean_token(self.token))
         if self.run is not None and not re.match(STRICT_RUN_ID, self.run):
             raise ConfigError("run", "1 to 128 of A-Z a-z 0-9 . _ -, and neither . nor ..", self.run)
+        object.__setattr__(self, "tags", _clean_tags(self.tags))
+        if not isinstance(self.note, str) or len(self.note) > NOTE_CHARACTERS:
+            raise ConfigError("note", f"a text of at most {NOTE_CHARACTERS} characters", self.note)
         for setting in fields(self):
             value: Any = getattr(self, setting.name)
             if type(setting.default) is bool and type(value) is not bool:
@@ -165,6 +172,13 @@ def _clean_token(text: str) -> str:
         return clean_token(text)
     except ValueError:
         raise ConfigError("token", "ASCII letters, digits and signs without spaces inside", "another text") from None
+
+
+def _clean_tags(tags: str | Sequence[str]) -> tuple[str, ...]:
+    try:
+        return clean_tags(tags.split(",") if isinstance(tags, str) else tags)
+    except (ValueError, AttributeError, TypeError):
+        raise ConfigError("tags", "at most 16 tags of at most 64 printable characters, without commas", tags) from None
 
 
 def _is_address(text: str) -> bool:

@@ -133,7 +133,8 @@ class Telemetry:
             config, self._rank, self._world_size, _generation, self._identify, parameters=self._parameters
         )
         self._announcer = Announcer(config, self._rank, self._world_size, lambda: self._exporter.first_answer)
-        hello = describe_process(device, backend, settings)
+        labels = {"tags": ",".join(config.tags), "note": config.note}
+        hello = describe_process(device, backend, {**settings, **{name: text for name, text in labels.items() if text}})
         self._host = hello.host
         self._account = Account(start_up(is_first=_generation == 1))
         self._tail = Tail(time.monotonic_ns())

@@ -17,6 +17,9 @@ Clients and browsers remove `.` and `..` from a path. `\\Z`, because `$` also ma
 NONCE = "[0-9a-f]{16}"
 """Regular expression of an attempt's or a source's id."""
 
+MOST_TAGS, TAG_CHARACTERS, NOTE_CHARACTERS = 16, 64, 2000
+"""Most tags of a run, most characters of a tag, and of a note."""
+
 
 def as_run_id(text: str) -> str:
     """The nearest run id to a launcher's or a script's name."""
@@ -37,6 +40,23 @@ def clean_token(text: str) -> str:
     if not _TOKEN.fullmatch(token):
         raise ValueError("the token must have ASCII letters, digits and signs, without spaces inside")
     return token
+
+
+def clean_tags(texts: Sequence[str]) -> tuple[str, ...]:
+    """Tags without white space at their ends, without empty and repeated ones, in order.
+
+    Raises:
+        ValueError: There are too many, or one is too long, has a comma, or has a sign that is not printable.
+    """
+    tags = tuple(dict.fromkeys(filter(None, (text.strip() for text in texts))))
+    if len(tags) > MOST_TAGS or not all(_is_tag(tag) for tag in tags):
+        limits = f"at most {MOST_TAGS} tags of at most {TAG_CHARACTERS} printable characters"
+        raise ValueError(f"expected {limits}, without commas")
+    return tags
+
+
+def _is_tag(text: str) -> bool:
+    return len(text) <= TAG_CHARACTERS and "," not in text and text.isprintable()
 
 
 def printable(text: str) -> str:

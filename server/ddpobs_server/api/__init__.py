@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ddpobs_server.api import compare, concurrency, diagnosis, figures, health, runs, workspaces
+from ddpobs_server.api import compare, concurrency, diagnosis, figures, health, labels, runs, workspaces
 from ddpobs_server.web.chunked_responses import ChunkedResponses
 
 
@@ -27,5 +27,5 @@ def install(app: FastAPI) -> None:
     app.add_middleware(_HeadAsGet)
     app.add_middleware(ChunkedResponses)
     concurrency.install(app)
-    for module in (health, runs, diagnosis, compare, figures, workspaces):
+    for module in (health, runs, labels, diagnosis, compare, figures, workspaces):
         app.include_router(module.router)

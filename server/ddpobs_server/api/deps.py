@@ -33,6 +33,7 @@ SettingsDep = Annotated[Settings, Depends(_settings)]
 
 
 Reader = Annotated[Caller, Depends(needs("read"))]
+Labeller = Annotated[Caller, Depends(needs("ingest"))]
 Admin = Annotated[Caller, Depends(needs("admin"))]
 
 

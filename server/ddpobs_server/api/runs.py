@@ -25,6 +25,7 @@ from ddpobs_server.api.deps import (
     StoreDep,
 )
 from ddpobs_server.api.responses import columns_response, json_response, within_answer
+from ddpobs_server.reports.digests import RunDigest, labels_of, trained_labels
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import RunState, state_of_rank, state_of_run
 from ddpobs_server.settings import Settings
@@ -51,18 +52,21 @@ def list_runs(
     limit: Annotated[int, Query(ge=1, le=500)] = 50,
     cursor: Annotated[str | None, Query(max_length=512)] = None,
     state: RunState | None = None,
+    seen_after_ns: Annotated[int, Query(ge=0, le=2**62, description="Only runs with a batch after this time.")] = 0,
 ) -> schemas.RunPage:
     """Runs, newest first by their creation, so that no run moves between pages.
 
-    `next` is the cursor of the next page; `state` filters within a page.
+    `next` is the cursor of the next page; `state` filters within a page. With `seen_after_ns` a list that is known
+    already is kept up to date.
+
+    Step times and rate of a live run may be those of five seconds ago.
 
     `diagnosis` is the result of the last request for diagnostics, with the title of the worst finding. `current` is
     true if no batch arrived since, and the run is over or lost, or the result is younger than two seconds.
     """
-    page = store.runs(limit, _from_cursor(cursor), caller.workspace)
-    runs: list[schemas.ListedRun] = [
-        {**_run_json(run, settings), "diagnosis": _diagnosis_json(reports, run)} for run in page
-    ]
+    page = store.runs(limit, _from_cursor(cursor), caller.workspace, seen_after_ns)
+    digests = reports.digests.of(page)
+    runs = [_listed_run(run, digest, reports, settings) for run, digest in zip(page, digests, strict=True)]
     return {
         "runs": [run for run in runs if state in (None, run["state"])],
         "next": _to_cursor(page[-1]) if len(page) == limit else None,
@@ -75,8 +79,11 @@ def get_run(run: RunDep, store: StoreDep, settings: SettingsDep) -> schemas.RunD
     sources = store.sources(run.run, run.attempt)
     hello = next((source.hello for source in sources if source.hello), None)
     names = {outline.module: outline.name for outline in store.layout_outlines(run.run, run.attempt)}
+    tags, note = labels_of(run, trained_labels(hello))
     return {
         **_run_json(run, settings),
+        "tags": tags,
+        "note": note,
         "attempts": store.attempts(run.run),
         "hello": msgspec.to_builtins(hello),
         "modules": [{"module": module, "name": name} for module, name in sorted(names.items())],
@@ -231,6 +238,21 @@ def _run_json(run: Run, settings: Settings) -> schemas.RunSummary:
     }
 
 
+def _listed_run(run: Run, digest: RunDigest, reports: Reports, settings: Settings) -> schemas.ListedRun:
+    tags, note = labels_of(run, (digest.tags, digest.note))
+    return {
+        **_run_json(run, settings),
+        "tags": tags,
+        "note": note,
+        "diagnosis": _diagnosis_json(reports, run),
+        "duration_ns": max(0, run.last_seen_ns - run.created_ns),
+        "step_ns": digest.step_ns,
+        "steps_per_s": digest.steps_per_s,
+        "step_times_ns": list(digest.step_times_ns),
+        "host": digest.host,
+    }
+
+
 def _rank_json(source: Source, rollup: Rollup | None, settings: Settings) -> schemas.Rank:
     computed: schemas.RankFields = {
         "state": state_of_rank(source, settings, time.time_ns()),
@@ -250,8 +272,17 @@ def _diagnosis_json(reports: Reports, run: Run) -> schemas.LastDiagnosis | None:
     if diagnosis is None:
         return None
     findings, missing = diagnosis["findings"], diagnosis["missing"]
-    worst = findings[0]["title"] if findings else None
-    return {"worst": worst, "findings": len(findings), "missing": len(missing), "current": current}
+    worst = findings[0] if findings else {}
+    return {
+        "worst": worst.get("title"),
+        "severity": worst.get("severity"),
+        "code": worst.get("code"),
+        "gain": worst.get("gain"),
+        "goodput": diagnosis["goodput"],
+        "findings": len(findings),
+        "missing": len(missing),
+        "current": current,
+    }
 
 
 def _to_cursor(run: Run) -> str:

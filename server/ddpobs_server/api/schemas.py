@@ -38,18 +38,43 @@ class RunSummary(AttemptResponse):
 
 
 class LastDiagnosis(TypedDict):
-    """Title of the worst finding, and counts; `current` is true if it is up to date."""
+    """The worst finding, and counts; `current` is true if it is up to date."""
 
     worst: str | None
+    severity: Severity | None
+    code: str | None
+    gain: Gain | None
+    goodput: float | None
     findings: int
     missing: int
     current: bool
 
 
-class ListedRun(RunSummary):
-    """A run in a list; `diagnosis` is null until the run's diagnostics are first requested."""
+class Labels(TypedDict):
+    """Tags and a note: those that a person set, else those of the training."""
+
+    tags: list[str]
+    note: str
+
+
+class LabelsResponse(Labels):
+    """The labels of a run after a change."""
+
+    run: str
+
+
+class ListedRun(RunSummary, Labels):
+    """A run in a list; `diagnosis` is null until the run's diagnostics are first requested.
+
+    `duration_ns` lasts from the first to the last batch. `step_times_ns` are means of at most 32 parts of the run.
+    """
 
     diagnosis: LastDiagnosis | None
+    duration_ns: int
+    step_ns: int | None
+    steps_per_s: float | None
+    step_times_ns: list[int]
+    host: str
 
 
 class RunPage(TypedDict):
@@ -84,7 +109,7 @@ class Attempts(TypedDict):
     attempts: list[AttemptOutcome]
 
 
-class RunDetails(RunSummary):
+class RunDetails(RunSummary, Labels):
     """One run."""
 
     attempts: list[Attempt]

@@ -1,4 +1,4 @@
-"""The web page: a list of runs and a view of one run.
+"""The web page: a list of runs, a view of one run, and two runs compared.
 
 It draws the data of the REST API and loads all its files from the collector.
 """
@@ -34,6 +34,10 @@ def install(app: FastAPI) -> None:
     @app.get("/", include_in_schema=False)
     async def _runs_page() -> FileResponse:
         return FileResponse(_STATIC / "runs.html")
+
+    @app.get("/compare", include_in_schema=False)
+    async def _compare_page() -> FileResponse:
+        return FileResponse(_STATIC / "compare.html")
 
     run_page = (_STATIC / "run.html").read_text()
 

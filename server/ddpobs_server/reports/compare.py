@@ -109,22 +109,24 @@ def _change_json(change: Change, step_ns: float) -> dict[str, Any]:
 
 
 def _read(store: Store, side: Side) -> _Read:
-    """Read the latest steps; none if even one step has too many rows."""
     sources = store.sources(side.run, side.attempt)
-    layouts, _ = store.layouts(side.run, side.attempt)
+    return _Read(sources, store.layouts(side.run, side.attempt)[0], read_times(store, side.run, side.attempt, sources))
+
+
+def read_times(store: Store, run: str, attempt: str, sources: list[Source]) -> RunTimes:
+    """Return the times of the latest steps without buckets; none if even one step has too many rows."""
     last = max((source.last_step for source in sources), default=0)
     count = max(1, min(_STEPS, _STEP_ROWS // max(1, len(sources))))
     try:
-        _, steps = store.steps(side.run, side.attempt, None, max(0, last - count + 1), last)
+        _, steps = store.steps(run, attempt, None, max(0, last - count + 1), last)
     except TooManyRowsError:
-        _, steps = store.steps(side.run, side.attempt, None, last + 1, last + 1)
+        _, steps = store.steps(run, attempt, None, last + 1, last + 1)
     means = mean_over_ranks(steps)
-    phases = {phase: means[f"{phase}_ns"].astype(np.float64) for phase in wire.PHASES}
     begins = np.flatnonzero(np.diff(steps.step, prepend=-1))
     delay = np.maximum(steps.run_delay_ns, 0)
     delay_ns = np.maximum.reduceat(delay, begins) if len(begins) else delay
-    times = RunTimes(means["step"], means["wall_ns"].astype(np.float64), phases, delay_ns.astype(np.float64))
-    return _Read(sources, layouts, times)
+    phases = {phase: means[f"{phase}_ns"].astype(np.float64) for phase in wire.PHASES}
+    return RunTimes(means["step"], means["wall_ns"].astype(np.float64), phases, delay_ns.astype(np.float64))
 
 
 def _facts(read: _Read) -> dict[str, wire.Scalar]:

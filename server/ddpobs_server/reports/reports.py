@@ -25,6 +25,7 @@ from ddpobs_server.reports.background import BackgroundDiagnoses
 from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.compare import Side, compare_json
 from ddpobs_server.reports.diagnosis import Diagnosis
+from ddpobs_server.reports.digests import RunDigests
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.reports.run_state import report_version, state_of_run
 from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_step_bins, unix_times
@@ -66,6 +67,7 @@ class Reports:
     ) -> None:
         self._store, self._settings, self._now_ns = store, settings or Settings.model_validate({}), now_ns
         self._diagnosis = Diagnosis(store, now_ns)
+        self.digests = RunDigests(store)
         self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
         self._parts: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
         self._accounts: Cache[dict[str, Any]] = Cache(_CACHED_ACCOUNTS)

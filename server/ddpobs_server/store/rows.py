@@ -33,7 +33,7 @@ class Run:
 
     `run` is the key in the store: the name, after `WORKSPACE/` outside the default workspace. The last counts are of
     sources: that ended in any way, that failed or died, that were terminated; of the others those that are stuck, and
-    those that are neither stuck nor silent.
+    those that are neither stuck nor silent. `tags` and `note` are None until a person sets them.
     """
 
     run: str
@@ -52,6 +52,8 @@ class Run:
     terminated: int = 0
     stuck: int = 0
     moving: int = 0
+    tags: tuple[str, ...] | None = None
+    note: str | None = None
 
     @property
     def name(self) -> str:

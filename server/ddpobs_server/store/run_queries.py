@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 from sqlalchemy import ColumnElement, Connection, case, false, func, or_, select
 
@@ -10,6 +11,7 @@ from ddpobs.wire.hang import SILENT_NS
 from ddpobs_server.store import endings, schema
 from ddpobs_server.store.aggregate_queries import float_sum
 from ddpobs_server.store.rows import Run, RunVersion
+from ddpobs_server.store.run_labels import decoded_tags
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 
 _r, _s = schema.runs.c, schema.sources.c
@@ -32,7 +34,7 @@ def where(connection: Connection, conditions: Conditions, limit: int | None = No
     stepped = _s.last_step_seen_ns > 0
     # A source without a step counts from its first arrival.
     active_ns = case((stepped, _s.last_step_seen_ns), else_=_s.first_seen_ns)
-    plain = (p.run_id, p.attempt, p.created_ns, p.last_seen_ns, p.commits)
+    plain = (p.run_id, p.attempt, p.tags, p.note, p.created_ns, p.last_seen_ns, p.commits)
     is_running = _s.ended == ""
     query = (
         select(
@@ -51,11 +53,18 @@ def where(connection: Connection, conditions: Conditions, limit: int | None = No
         .group_by(*plain)
         .order_by(p.created_ns.desc(), p.run_id)
     )
-    return [Run(*row[:2], *map(int, row[2:])) for row in connection.execute(query)]
+    return [
+        replace(Run(*row[:2], *map(int, row[4:])), tags=decoded_tags(row.tags), note=row.note)
+        for row in connection.execute(query)
+    ]
 
 
 def runs(
-    connection: Connection, limit: int, cursor: tuple[int, str] | None = None, workspace: str = DEFAULT_WORKSPACE
+    connection: Connection,
+    limit: int,
+    cursor: tuple[int, str] | None = None,
+    workspace: str = DEFAULT_WORKSPACE,
+    seen_after_ns: int = 0,
 ) -> list[Run]:
     """A workspace's runs, newest first.
 
@@ -64,8 +73,11 @@ def runs(
         limit: Most runs returned.
         cursor: (created_ns, run) of the previous page's last run.
         workspace: The workspace.
+        seen_after_ns: Only runs with a batch after this time.
     """
     conditions = [_r.workspace == workspace]
+    if seen_after_ns:
+        conditions.append(_r.last_seen_ns > seen_after_ns)
     if cursor is not None:
         created_ns, run_id = cursor
         conditions.append((_r.created_ns < created_ns) | ((_r.created_ns == created_ns) & (_r.run_id > run_id)))

@@ -68,8 +68,11 @@ runs = Table(
     Column("workspace", String(32), nullable=False),
     _count("chunk_bytes"),
     Column("record_bytes", BigInteger, nullable=False, server_default="0"),
+    Column("tags", Text),
+    Column("note", Text),
     Index("ix_runs_workspace", "workspace", "last_seen_ns"),
 )
+"""`tags` is a JSON list. Tags and note are null until a person sets them: those of the training apply."""
 tokens = Table(
     "tokens",
     metadata,

@@ -22,6 +22,7 @@ from ddpobs_server.store import (
     column_queries,
     compaction,
     deleted_attempts,
+    digest_queries,
     distribution,
     engine,
     fingerprints,
@@ -30,6 +31,7 @@ from ddpobs_server.store import (
     layout_queries,
     migration,
     removal,
+    run_labels,
     run_queries,
     step_bins,
     token_queries,
@@ -235,6 +237,9 @@ class Store:
 
     runs = _reads(run_queries.runs)
     run = _reads(run_queries.run)
+    set_labels = _writes(run_labels.set_labels)
+    step_parts = _reads(digest_queries.step_parts)
+    hellos = _reads(digest_queries.hellos)
     version = _reads(run_queries.version)
     count_runs = _reads(run_queries.count_runs)
     silent_runs_share = _reads(run_queries.silent_runs_share)

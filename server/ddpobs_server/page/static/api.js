@@ -1,6 +1,6 @@
 // Requests to the REST API, with a token if the collector needs one; builders of elements whose content is text only.
 
-const TOKEN = "ddpobs-token";
+import { currentToken, replaceToken } from "./token.js";
 
 // The path under which a proxy serves the collector, such as /ddpobs; empty without a proxy's path.
 export const root = new URL("..", import.meta.url).pathname.slice(0, -1);
@@ -8,14 +8,28 @@ export const root = new URL("..", import.meta.url).pathname.slice(0, -1);
 // A temporary failure: the collector does not respond, or responds that it cannot serve the request now.
 export class Unreachable extends Error {}
 
+let ahead_ms = 0;  // The collector's clock minus this computer's, to the second.
+
+// The time on the collector's clock, in ms.
+export function now() {
+  return Date.now() + ahead_ms;
+}
+
 export async function get(path) {
   return (await request(`${root}/api/v1${path}`)).json();
+}
+
+// Change something: the request needs a token with `scope`, if the collector has tokens.
+export async function change(method, path, body, scope) {
+  const options = body === null ? { method } : { method, body: JSON.stringify(body) };
+  const response = await request(`${root}/api/v1${path}`, options, scope);
+  return response.status === 204 ? null : response.json();
 }
 
 // A link cannot send the token: if there is one, fetch the link's target and save it as a file.
 export function saveWithToken(link, name) {
   link.addEventListener("click", async (event) => {
-    if (!sessionStorage.getItem(TOKEN)) return;
+    if (!currentToken()) return;
     event.preventDefault();
     try {
       const address = URL.createObjectURL(await (await request(link.href)).blob());
@@ -27,30 +41,23 @@ export function saveWithToken(link, name) {
   });
 }
 
-async function request(address) {
-  const token = sessionStorage.getItem(TOKEN);
+async function request(address, options = {}, scope = "read") {
+  const token = currentToken();
   let response;
   try {
-    response = await fetch(address, { headers: token ? { Authorization: `Bearer ${token}` } : {} });
+    response = await fetch(address, { ...options, headers: token ? { Authorization: `Bearer ${token}` } : {} });
   } catch {
     throw new Unreachable("The collector does not respond");
   }
+  const date = Date.parse(response.headers.get("Date"));
+  if (date) ahead_ms = Math.abs(date - now()) > 2000 ? date - Date.now() : ahead_ms;
   if (response.ok) return response;
   const problem = await response.json().catch(() => ({}));  // A proxy's error page is not a problem document.
   const title = problem.title || `HTTP ${response.status}`;
   const needsToken = response.status === 401 || response.status === 403;
-  if (needsToken && promptForToken(token, problem.detail || title)) return request(address);
+  if (needsToken && (await replaceToken(token, problem.detail || title, scope))) return request(address, options, scope);
   if (response.status >= 500 || response.status === 429) throw new Unreachable(title);
-  throw new Error((problem.detail || title) + (needsToken ? ". Reload the page to enter a token." : ""));
-}
-
-// Replace the refused token; return whether there is another one. If it stayed, this tab could no longer read anything.
-function promptForToken(refused, reason) {
-  if (sessionStorage.getItem(TOKEN) !== refused) return true;  // Entered while this request was in progress.
-  sessionStorage.removeItem(TOKEN);
-  const token = window.prompt(`${refused ? `${reason}\n` : ""}This collector needs a token with the scope read:`);
-  if (token) sessionStorage.setItem(TOKEN, token);
-  return Boolean(token);
+  throw new Error((problem.detail || title) + (needsToken && scope === "read" ? ". Reload the page to enter a token." : ""));
 }
 
 // Names come from clients: they are only ever set as text, never as HTML.
@@ -81,7 +88,7 @@ export function ms(ns) {
 }
 
 export function ago(ns) {
-  const seconds = Math.max(0, Date.now() / 1000 - ns / 1e9);
+  const seconds = Math.max(0, now() / 1000 - ns / 1e9);
   if (seconds < 90) return `${seconds.toFixed(0)} s ago`;
   if (seconds < 5400) return `${(seconds / 60).toFixed(0)} min ago`;
   if (seconds < 129600) return `${(seconds / 3600).toFixed(0)} h ago`;

@@ -1,0 +1,101 @@
+"""The route that sets a run's tags and note."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.concurrency import run_in_threadpool
+
+from ddpobs.wire.text import MOST_TAGS, NOTE_CHARACTERS, TAG_CHARACTERS, clean_tags
+from ddpobs_server.api import schemas
+from ddpobs_server.api.deps import Labeller, RunDep, StoreDep
+from ddpobs_server.reports.digests import labels_of, trained_labels
+from ddpobs_server.web.problems import Problem
+
+router = APIRouter(prefix="/api/v1", tags=["runs"])
+
+_MAX_BYTES, _MAX_S = 65_536, 10.0
+"""Most bytes of a body, and longest time until it has arrived."""
+_BODY: dict[str, Any] = {
+    "required": True,
+    "content": {
+        "application/json": {
+            "schema": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "tags": {
+                        "type": "array",
+                        "maxItems": MOST_TAGS,
+                        "items": {"type": "string", "minLength": 1, "maxLength": TAG_CHARACTERS},
+                        "description": "Tags that replace the present ones.",
+                    },
+                    "note": {
+                        "type": "string",
+                        "maxLength": NOTE_CHARACTERS,
+                        "description": "Note that replaces the present one.",
+                    },
+                },
+            }
+        }
+    },
+}
+
+
+class _Change(msgspec.Struct, forbid_unknown_fields=True):
+    tags: list[str] | msgspec.UnsetType = msgspec.UNSET
+    note: str | msgspec.UnsetType = msgspec.UNSET
+
+
+@router.patch("/runs/{run}", openapi_extra={"requestBody": _BODY})
+async def set_labels(request: Request, run: RunDep, _caller: Labeller, store: StoreDep) -> schemas.LabelsResponse:
+    """Replace a run's tags, its note, or both; a field that is left out stays. They may also be set by the training."""
+    change = _decoded(await _body(request))
+    tags = None if change.tags is msgspec.UNSET else change.tags
+    note = None if change.note is msgspec.UNSET else change.note
+
+    def write() -> tuple[list[str], str]:
+        store.set_labels(run.run, tags, note)
+        hello = store.hellos([run.run]).get(run.run)
+        return labels_of(store.run(run.run) or run, trained_labels(hello))
+
+    new_tags, new_note = await run_in_threadpool(write)
+    return {"run": run.name, "tags": new_tags, "note": new_note}
+
+
+def _decoded(body: bytes) -> _Change:
+    """Return the change.
+
+    Raises:
+        Problem: 422 if it is malformed.
+    """
+    try:
+        change = msgspec.json.decode(body, type=_Change)
+        if change.tags is not msgspec.UNSET:
+            change.tags = list(clean_tags(change.tags))
+        if change.note is not msgspec.UNSET and (len(change.note) > NOTE_CHARACTERS or "\0" in change.note):
+            raise ValueError(f"note: expected at most {NOTE_CHARACTERS} characters")
+    except ValueError as error:  # msgspec's errors are ValueErrors too.
+        raise Problem(422, "Malformed labels", str(error), field="$") from None
+    return change
+
+
+async def _body(request: Request) -> bytes:
+    """Return the request's body.
+
+    Raises:
+        Problem: 413 if it is too large, 408 if it arrives too slowly.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(_MAX_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > _MAX_BYTES:
+                    raise Problem(413, "Body too large", f"a body may have at most {_MAX_BYTES} bytes")
+    except TimeoutError:
+        raise Problem(408, "Upload too slow", f"the body did not arrive within {_MAX_S:g} s") from None
+    return bytes(body)

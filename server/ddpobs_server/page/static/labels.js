@@ -1,0 +1,45 @@
+// Dialogs of the list: tags and note of a run, and the deletion of runs.
+
+import { element } from "./api.js";
+
+function dialog(title, content, action) {
+  const problem = element("p", { class: "problem" });
+  problem.hidden = true;
+  const submit = element("button", { type: "submit", class: "main" }, action), cancel = element("button", { type: "button" }, "Cancel");
+  const form = element("form", {}, element("h2", { id: "dialog-title" }, title), ...content, problem, element("div", { class: "row" }, submit, cancel));
+  const box = element("dialog", { "aria-labelledby": "dialog-title" }, form);
+  document.body.append(box);
+  cancel.addEventListener("click", () => box.close());
+  box.addEventListener("close", () => box.remove());
+  box.showModal();
+  // Close after the task; if it fails, show why and stay open.
+  return (task) => form.addEventListener("submit", async (event) => {
+    event.preventDefault();
+    submit.disabled = true;
+    try {
+      await task();
+      box.close();
+    } catch (error) {
+      problem.textContent = error.message;
+      problem.hidden = false;
+    }
+    submit.disabled = false;
+  });
+}
+
+export function editLabels(run, save) {
+  const tags = element("input", { id: "edit-tags", value: run.tags.join(", "), autocomplete: "off" });
+  const note = element("textarea", { id: "edit-note", rows: "4", maxlength: "2000" });
+  note.value = run.note;
+  const content = [element("label", { for: "edit-tags" }, "Tags, with commas between them"), tags, element("label", { for: "edit-note" }, "Note"), note];
+  dialog(`Tags and note of ${run.run}`, content, "Save")(() => save({ tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean), note: note.value.trim() }));
+}
+
+export function confirmDelete(names, remove) {
+  const list = element("ul", {}, ...names.map((name) => element("li", {}, name)));
+  const title = names.length === 1 ? "Delete this run?" : `Delete these ${names.length} runs?`;
+  const content = [list, element("p", {}, "All data of it is removed from the collector, for everybody. A training that still runs is refused from then on.")];
+  dialog(title, content, "Delete")(async () => {
+    for (const name of names) await remove(name);
+  });
+}
