@@ -19,7 +19,7 @@ check:
 	$(RUN)/ruff check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports
-	$(RUN)/python -m mkdocs build --quiet
+	$(RUN)/python -m mkdocs build
 
 format:
 	@scripts/setup.sh test

@@ -17,7 +17,7 @@ from typer.main import get_command
 from ddpobs.cli import main as commands
 
 OUTSIDE = re.compile(
-    r"\[([^\]]+)\]\((?:\.\./)+(?:benchmarks|ddpobs|server|tests|examples|deploy|README|CONTRIBUTING)[^)]*\)"
+    r"\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?:\.\./)+(?:benchmarks|ddpobs|server|tests|examples|deploy|README|CONTRIBUTING)[^)]*\)"
 )
 """A link to a file of the repository that is not part of the site."""
 
