@@ -6,7 +6,6 @@ DdpobsError
   WireError               a batch (ValueError)
   CollectorError          a request to the collector (RuntimeError)
   HorovodError            a call of Horovod's interface (ValueError)
-  MpiError                MPI or its launcher (RuntimeError)
   StepOrderError          the order of backward, synchronize and step (AssertionError)
   ReducerError            the reduction of gradients (RuntimeError)
     UnusedParametersError
@@ -110,10 +109,6 @@ class ModelsDifferError(ReducerError):
 
 class HorovodError(DdpobsError, ValueError):
     """A call of Horovod's interface that ddpobs does not support, or not in the current state."""
-
-
-class MpiError(DdpobsError, RuntimeError):
-    """MPI is missing, or its launcher and torch disagree about the ranks."""
 
 
 class StepOrderError(DdpobsError, AssertionError):

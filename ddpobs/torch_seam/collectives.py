@@ -48,14 +48,8 @@ def values_of_all(group: dist.ProcessGroup, value: torch.Tensor) -> list[torch.T
 
 
 def wait_for(work: Any) -> None:
-    """Wait for a work, unrecorded; for its name see `broadcast_from_first`.
-
-    A work that is written in Python waits by a method that telemetry records. Ours has a second one.
-    """
-    if hasattr(work, "wait_unrecorded"):
-        work.wait_unrecorded()
-    else:
-        _WAIT(work)
+    """Wait for a work, unrecorded; for its name see `broadcast_from_first`."""
+    _WAIT(work)
 
 
 def value_of(future: Any) -> Any:
