@@ -6,6 +6,7 @@ DdpobsError
   WireError               a batch (ValueError)
   CollectorError          a request to the collector (RuntimeError)
   HorovodError            a call of Horovod's interface (ValueError)
+  MpiError                process groups over MPI (RuntimeError)
   StepOrderError          the order of backward, synchronize and step (AssertionError)
   ReducerError            the reduction of gradients (RuntimeError)
     UnusedParametersError
@@ -109,6 +110,10 @@ class ModelsDifferError(ReducerError):
 
 class HorovodError(DdpobsError, ValueError):
     """A call of Horovod's interface that ddpobs does not support, or not in the current state."""
+
+
+class MpiError(DdpobsError, RuntimeError):
+    """MPI is missing, the ranks were not started by it, or it cannot do what a collective asks for."""
 
 
 class StepOrderError(DdpobsError, AssertionError):

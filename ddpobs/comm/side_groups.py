@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddpobs.torch_seam.collectives import broadcast_from_first, name_of, wait_for
+from ddpobs.torch_seam.collectives import broadcast_from_first, name_of, python_groups, wait_for
 
 _Use = tuple["weakref.ref[dist.ProcessGroup]", torch.device, int]
 
@@ -93,6 +93,8 @@ def disable_communicator_split(side_group: dist.ProcessGroup, device: torch.devi
 
 def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The timeout of the group's collectives; torch's default if the backend does not expose it."""
+    if isinstance(group, tuple(kind for kind, _ in python_groups)):
+        return group.timeout  # type: ignore[attr-defined, no-any-return]
     try:
         backend: Any = group._get_backend(device)
         timeout: timedelta = backend.options._timeout

@@ -129,7 +129,11 @@ __all__ = [
 
 gloo_built = _dist.is_gloo_available
 nccl_built = _dist.is_nccl_available
-mpi_built = _dist.is_mpi_available
+
+
+def mpi_built() -> bool:
+    """Whether torch has MPI: its own backend, or `ddpobs.mpi`, which `init` imports under mpiexec."""
+    return _dist.is_mpi_available() or _dist.is_backend_available("ddpobs_mpi")
 
 
 def __getattr__(name: str) -> Any:

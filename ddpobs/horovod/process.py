@@ -27,6 +27,9 @@ class _Position:
     homogeneous: bool
 
 
+_SIZES_OF_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+"""Variables in which the launchers of Open MPI and of MPICH give the number of ranks."""
+
 _position: _Position | None = None
 _created_group = False
 
@@ -80,8 +83,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | Literal["dynamic
     """Connect to the other ranks; later calls do nothing.
 
     Uses torch's default process group if it exists. Otherwise creates it from the launcher's environment (RANK,
-    WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them), with NCCL for CUDA and gloo for the host. Without such
-    an environment there is one rank.
+    WORLD_SIZE, MASTER_ADDR, MASTER_PORT, as torchrun sets them), with NCCL for CUDA and gloo for the host. Under
+    mpiexec the ranks are MPI's; without CUDA, MPI replaces gloo. Without any launcher there is one rank.
 
     Args:
         comm: Horovod's MPI communicator; must be None.
@@ -111,6 +114,14 @@ def _init_process_group() -> None:
         if torch.cuda.is_available() and "LOCAL_RANK" in os.environ:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         dist.init_process_group(backend)
+    elif any(int(os.environ.get(name, "1")) > 1 for name in _SIZES_OF_MPI):
+        import ddpobs.mpi
+
+        if not torch.cuda.is_available():
+            backend = ddpobs.mpi.BACKEND
+        dist.init_process_group(backend, init_method="mpi://")
+        if torch.cuda.is_available():
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
     else:
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
 

@@ -8,6 +8,7 @@ is not timed here. A wait at the rendezvous store is marked, so that a pulse can
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed import _functional_collectives as functional
 
 from ddpobs.recording.journal import Journal
+from ddpobs.torch_seam.collectives import python_groups
 from ddpobs.torch_seam.patching import Patches
 
 _COLLECTIVES = (
@@ -61,6 +63,11 @@ class CollectiveHooks:
         for name in _COLLECTIVES:
             if hasattr(dist.ProcessGroup, name):
                 self._patches.put(dist.ProcessGroup, name, self._timed_without_work)
+        for group, work in python_groups:
+            for name in _COLLECTIVES:
+                if name in vars(group):
+                    self._patches.put(group, name, self._timed_of_python)
+            self._patches.put(work, "wait", self._timed_if_recorded)
         for name in _STORE_CALLS:
             self._patches.put(Store, name, self._marked)
 
@@ -81,6 +88,27 @@ class CollectiveHooks:
                 journal.collective_wait_ended(began)
 
         return timed
+
+    def _timed_of_python(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """Record a call of `torch.distributed`; torch's reducer, in C++, calls the same method."""
+        record = self._timed_without_work(original)
+
+        def timed(group: Any, *args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_globals.get("__name__") != dist.distributed_c10d.__name__:
+                return original(group, *args, **kwargs)
+            work = record(group, *args, **kwargs)
+            work.recorded = True
+            return work
+
+        return timed
+
+    def _timed_if_recorded(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        timed = self._timed(original)
+
+        def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+            return (timed if work.recorded else original)(work, *args, **kwargs)
+
+        return wait
 
     def _timed_barrier(self, original: Callable[..., Any]) -> Callable[..., Any]:
         journal, timed = self._journal, self._timed(original)

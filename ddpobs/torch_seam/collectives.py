@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -10,11 +11,33 @@ import torch.distributed as dist
 
 from ddpobs.torch_seam.patching import unwrap
 
-_ALL_REDUCE = unwrap(dist.ProcessGroup.allreduce)
-_BROADCAST = unwrap(dist.ProcessGroup.broadcast)
-_ALL_GATHER = unwrap(dist.ProcessGroup.allgather)
-_WAIT = unwrap(dist.Work.wait)
 _VALUE = unwrap(torch._C.Future.wait)
+
+python_groups: list[tuple[type, type]] = []
+"""Classes of process groups that are written in Python, each with the class of its works.
+
+Telemetry wraps the methods of torch's classes, which a class in Python overrides.
+"""
+
+
+def register_python_group(group: type, work: type) -> None:
+    """Let telemetry record the collectives of a class of process groups, with works of that class.
+
+    Args:
+        group: Overrides methods of `torch.distributed.ProcessGroup`; its groups have an attribute `timeout`.
+        work: Overrides `wait`, and has an attribute `recorded`, which is False.
+    """
+    python_groups.append((group, work))
+
+
+@cache
+def _unrecorded(kind: type, torchs: type, method: str) -> Any:
+    """The method of a group's or work's class without telemetry's wrappers.
+
+    Of a class in Python that is not registered, torch's method, which calls the class's with all arguments.
+    """
+    registered = any(kind in classes for classes in python_groups)
+    return unwrap(getattr(kind if registered else torchs, method))
 
 
 def all_reduce(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *options: Any) -> Any:
@@ -22,7 +45,7 @@ def all_reduce(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *optio
 
     `torch.distributed.all_reduce` has more overhead than a small bucket's exchange takes.
     """
-    return _ALL_REDUCE(group, list(tensors), *options)
+    return _unrecorded(type(group), dist.ProcessGroup, "allreduce")(group, list(tensors), *options)
 
 
 def broadcast_from_first(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *options: Any) -> Any:
@@ -31,7 +54,7 @@ def broadcast_from_first(group: dist.ProcessGroup, tensors: Sequence[torch.Tenso
     The function is not named `broadcast`. For a group that is written in Python, pybind11 looks at the caller's name:
     it takes a caller named like the method for an override that calls its parent.
     """
-    return _BROADCAST(group, list(tensors), *options)
+    return _unrecorded(type(group), dist.ProcessGroup, "broadcast")(group, list(tensors), *options)
 
 
 def all_gather(group: dist.ProcessGroup, gathered: torch.Tensor, local: torch.Tensor) -> Any:
@@ -43,13 +66,13 @@ def all_gather(group: dist.ProcessGroup, gathered: torch.Tensor, local: torch.Te
 def values_of_all(group: dist.ProcessGroup, value: torch.Tensor) -> list[torch.Tensor]:
     """Gather the ranks' equally long tensors, unrecorded, and wait for them."""
     values = [torch.empty_like(value) for _ in range(group.size())]
-    wait_for(_ALL_GATHER(group, [values], [value]))
+    wait_for(_unrecorded(type(group), dist.ProcessGroup, "allgather")(group, [values], [value]))
     return values
 
 
 def wait_for(work: Any) -> None:
     """Wait for a work, unrecorded; for its name see `broadcast_from_first`."""
-    _WAIT(work)
+    _unrecorded(type(work), dist.Work, "wait")(work)
 
 
 def value_of(future: Any) -> Any:

@@ -1,0 +1,134 @@
+"""Start the example of two nodes in every way on two hosts, and with a slow host and with a slow link.
+
+    sudo python -m benchmarks.two_nodes [WAY…] [--json FILE]
+
+Network namespaces stand for the hosts: each has its own host name, and they share one link. A run's telemetry goes to
+a spool, which is pushed to a collector afterwards. Prints for each start the ranks' hosts and the findings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks import links
+
+ROOT = Path(__file__).resolve().parents[1]
+TRAIN = ROOT / "examples" / "two_nodes" / "train.py"
+WAYS = ("torchrun", "env", "tcp", "file", "mpi")
+HOSTS = 2
+_PORT = "29500"
+
+
+def commands(way: str, folder: Path, arguments: Sequence[str]) -> list[list[str]]:
+    """Return the command of each host for one way to start the example; of mpiexec, only the first host's."""
+    train = [sys.executable, str(TRAIN), *arguments]
+    first = links.address(0)
+    if way == "torchrun":
+        run = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(HOSTS), "--nproc-per-node", "1"]
+        run += ["--master-addr", first, "--master-port", _PORT]
+        return [
+            [*run, "--node-rank", str(host), "--local-addr", links.address(host), *train[1:]] for host in range(HOSTS)
+        ]
+    if way == "env":
+        shared = ["env", f"MASTER_ADDR={first}", f"MASTER_PORT={_PORT}", f"WORLD_SIZE={HOSTS}"]
+        return [[*shared, f"RANK={host}", *train] for host in range(HOSTS)]
+    if way in ("tcp", "file"):
+        init = f"tcp://{first}:{_PORT}" if way == "tcp" else f"file://{folder / 'store'}"
+        by_rank = [*train, "--init", init, "--world-size", str(HOSTS), "--rank"]
+        return [[*by_rank, str(host)] for host in range(HOSTS)]
+    return [[*mpiexec(folder), *train, "--init", "mpi://"]]
+
+
+def mpiexec(folder: Path) -> list[str]:
+    """Return the command that starts one rank on each host, by a program in place of ssh."""
+    agent = folder / "agent"
+    by_host = "\n".join(
+        f"{links.address(host)}) exec {shlex.join(links.on_own_host(host, ['sh', '-c']))} \"$*\" ;;"
+        for host in range(HOSTS)
+    )
+    # MPICH calls its agent as `AGENT -x HOST COMMAND`, Open MPI as `AGENT HOST COMMAND`.
+    agent.write_text(f'#!/bin/sh\n[ "$1" = -x ] && shift\nhost=$1\nshift\ncase $host in\n{by_host}\nesac\n')
+    agent.chmod(0o755)
+    beside = Path(sys.executable).with_name("mpiexec")
+    program = str(beside) if beside.exists() else shutil.which("mpiexec") or "mpiexec"
+    addresses = ",".join(links.address(host) for host in range(HOSTS))
+    version = subprocess.run([program, "--version"], capture_output=True, text=True, check=False).stdout
+    if "HYDRA" in version:
+        return [program, "-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", addresses, "-n", str(HOSTS)]
+    tools = ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", links.INTERFACE]
+    exported = [part for name in _environment(folder) for part in ("-x", name)]
+    return [program, "--allow-run-as-root", *tools, "--host", addresses, *exported, "-n", str(HOSTS)]
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    return {
+        "DDPOBS_TELEMETRY": "http://127.0.0.1:9",  # No host reaches the collector: the spool is pushed later.
+        "DDPOBS_RUN": folder.name,
+        "DDPOBS_SPOOL": str(folder / "spool"),
+        "DDPOBS_EXIT_S": "30",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")]),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": links.INTERFACE,
+        "OMPI_MCA_btl_tcp_if_include": links.INTERFACE,
+        "FI_TCP_IFACE": links.INTERFACE,
+    }
+
+
+def run(way: str, folder: Path, *arguments: str, rate: str = "1gbit", timeout_s: float = 300) -> str:
+    """Run the example on two hosts, and return its output; telemetry is in `folder / "spool"`.
+
+    Raises:
+        LinkError: The hosts cannot be made here.
+        RuntimeError: A host's command failed; the message has the output.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+    logs = [folder / f"host-{host}.log" for host in range(HOSTS)]
+    with links.links(HOSTS, rate):
+        processes = []
+        try:
+            for host, command in enumerate(commands(way, folder, arguments)):
+                with logs[host].open("wb") as log:
+                    processes.append(
+                        subprocess.Popen(
+                            links.on_own_host(host, command),
+                            env=kept | _environment(folder),
+                            stdin=subprocess.DEVNULL,
+                            stdout=log,
+                            stderr=log,
+                        )
+                    )
+            codes = [process.wait(timeout_s) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+    output = "\n".join(log.read_text() for log in logs if log.exists())
+    if any(codes):
+        raise RuntimeError(f"{way}: exit codes {codes}\n{output}")
+    return output
+
+
+def push(url: str, folder: Path) -> dict[str, Any]:
+    """Send a run's spool; return its ranks' hosts and its findings, with the facts that name their kind."""
+    command = [str(Path(sys.executable).with_name("ddpobs")), "push", str(folder / "spool"), "--collector", url]
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+    subprocess.run(command, check=True, env=environ, timeout=120, stdout=subprocess.DEVNULL)
+    ranks, diagnosis = (
+        httpx.get(f"{url}/api/v1/runs/{folder.name}/{part}", timeout=60).raise_for_status().json()
+        for part in ("ranks", "diagnostics")
+    )
+    findings = {finding["code"]: finding for finding in diagnosis["findings"]}
+    return {"ranks": ranks, "findings": findings}
