@@ -8,14 +8,11 @@ a spool, which is pushed to a collector afterwards. Prints for each start the ra
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -55,7 +52,7 @@ def mpiexec(folder: Path) -> list[str]:
     """Return the command that starts one rank on each host, by a program in place of ssh."""
     agent = folder / "agent"
     by_host = "\n".join(
-        f"{links.address(host)}) exec {shlex.join(links.on_own_host(host, ['sh', '-c']))} \"$*\" ;;"
+        f'{links.address(host)}) exec {shlex.join(links.on_own_host(host, ["sh", "-c"]))} "$*" ;;'
         for host in range(HOSTS)
     )
     # MPICH calls its agent as `AGENT -x HOST COMMAND`, Open MPI as `AGENT HOST COMMAND`.

@@ -22,6 +22,7 @@ from typing_extensions import override
 
 import ddpobs
 from ddpobs_server import api, metrics, page, signals
+from ddpobs_server.api.field_descriptions import describe
 from ddpobs_server.figures.pictures import Pictures
 from ddpobs_server.ingest import route, series_ledger, upload
 from ddpobs_server.ingest.admission import Admission
@@ -55,9 +56,10 @@ _CLOSE_S, _STORE_S = 12, 1
 class _Collector(FastAPI):
     @override
     def openapi(self) -> dict[str, Any]:
-        """Add the schemas of batches to FastAPI's document."""
+        """Add the schemas of batches and the fields' descriptions to FastAPI's document."""
         document = super().openapi()
         document["components"]["schemas"] |= upload.SCHEMAS
+        describe(document)
         if root_path := self.state.settings.root_path:
             document["servers"] = [{"url": root_path}]
         return document
@@ -92,6 +94,7 @@ def create_app(settings: Settings) -> FastAPI:
         redoc_url=None,
         dependencies=[Depends(refuse_unknown)],
         responses=problems.RESPONSES,
+        generate_unique_id_function=lambda route: route.name,
         summary="Which rank is slow, why, and what each remedy would gain.",
     )
     app.openapi_version = "3.0.3"  # The newest version that the bundled Swagger UI renders.

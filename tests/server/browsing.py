@@ -87,8 +87,22 @@ def put(url: str, payload: wire.Batch, client: Any = httpx, **headers: str) -> N
     assert answer.status_code == 201, answer.text
 
 
+_ANSWER_THE_FORM = """
+new MutationObserver(async () => {
+  const form = document.querySelector("#token-form form:not([data-answered])");
+  if (!form) return;
+  form.dataset.answered = "yes";
+  const texts = [...form.querySelectorAll(".problem:not([hidden]), label")].map((node) => node.textContent);
+  const token = await window.nextToken(texts.join("\\n"));
+  form.querySelector("input").value = token;
+  if (token) form.requestSubmit();
+  else form.querySelector("[value=cancel]").click();
+}).observe(document, { childList: true, subtree: true });
+"""
+
+
 class Visit:
-    """An open page with its requests and errors; each prompt for a token receives the next of `tokens`."""
+    """An open page with its requests and errors; each form for a token receives the next of `tokens`, or is closed."""
 
     def __init__(self, browser: Any, address: str, *tokens: str) -> None:
         self.page = browser.new_page(viewport={"width": 1280, "height": 1000})
@@ -97,14 +111,15 @@ class Visit:
         self.page.on("request", lambda request: self.requests.append(request.url))
         self.prompts: list[str] = []
         self._tokens = iter(tokens)
-        self.page.on("dialog", self._enter_token)
+        self.page.expose_function("nextToken", self._next_token)
+        self.page.add_init_script(_ANSWER_THE_FORM)
         self.page.on("pageerror", lambda error: self.errors.append(str(error)))
         self.page.on("console", lambda message: message.type == "error" and self.errors.append(message.text))
         self.page.goto(address)
 
-    def _enter_token(self, dialog: Any) -> None:
-        self.prompts.append(dialog.message)
-        dialog.accept(next(self._tokens, ""))
+    def _next_token(self, texts: str) -> str:
+        self.prompts.append(texts)
+        return next(self._tokens, "")
 
     def reads(self) -> int:
         """Count the REST requests so far. The extra request flushes the events of all earlier ones."""

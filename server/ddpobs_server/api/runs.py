@@ -5,11 +5,12 @@ from __future__ import annotations
 import base64
 import re
 import time
-from typing import Annotated, cast
+from typing import Annotated, Any, cast
 
 import msgspec
 from fastapi import APIRouter, Query, Response
 
+from ddpobs import wire
 from ddpobs_server.api import schemas
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import (
@@ -260,11 +261,20 @@ def _rank_json(source: Source, rollup: Rollup | None, settings: Settings) -> sch
         "clock_ahead_ns": source.anchor.wall_ns - source.last_seen_ns,
         "phases_ns": {phase: total // rollup.steps for phase, total in rollup.phases_ns.items()} if rollup else None,
         "own_ns": rollup.own_ns // rollup.own_steps if rollup and rollup.own_steps else None,
-        "pulse": msgspec.to_builtins(source.pulse),
+        "pulse": None if source.pulse is None else _without_unknown(msgspec.to_builtins(source.pulse)),
     }
     stored = {name: getattr(source, name) for name in _SOURCE_FIELDS}
     process = {name: getattr(source.hello, name, None) for name in _HELLO_FIELDS}
     return cast(schemas.Rank, stored | process | computed)
+
+
+def _without_unknown(pulse: dict[str, Any]) -> Any:
+    """Return a pulse with null for each number that is unknown on the wire."""
+    machine = pulse["machine"]
+    if machine is not None:
+        machine = {name: None if value == wire.UNKNOWN else value for name, value in machine.items()}
+    indexes = {name: None if pulse[name] == wire.UNKNOWN else pulse[name] for name in ("module", "bucket")}
+    return pulse | indexes | {"machine": machine}
 
 
 def _diagnosis_json(reports: Reports, run: Run) -> schemas.LastDiagnosis | None:

@@ -118,31 +118,31 @@ class RunDetails(RunSummary, Labels):
 
 
 class Machine(TypedDict):
-    """State of a rank's host and device at its last pulse; -1 where the system does not report it.
+    """State of a rank's host and device at its last pulse; null where the system does not report it.
 
     Shares are parts of a thousand since the pulse before.
     """
 
-    processors: int
-    process_permille: int
-    busy_permille: int
-    steal_permille: int
-    load_milli: int
-    quota_permille: int
-    throttled_ns: int
-    memory_bytes: int
-    available_bytes: int
-    resident_bytes: int
-    device_busy_permille: int
-    device_clock_mhz: int
-    device_most_clock_mhz: int
-    device_memory_bytes: int
-    device_used_bytes: int
+    processors: int | None
+    process_permille: int | None
+    busy_permille: int | None
+    steal_permille: int | None
+    load_milli: int | None
+    quota_permille: int | None
+    throttled_ns: int | None
+    memory_bytes: int | None
+    available_bytes: int | None
+    resident_bytes: int | None
+    device_busy_permille: int | None
+    device_clock_mhz: int | None
+    device_most_clock_mhz: int | None
+    device_memory_bytes: int | None
+    device_used_bytes: int | None
     device_slowdowns: list[str]
 
 
 class Pulse(TypedDict):
-    """Last recorded activity of a process; -1 if it was in no module or bucket.
+    """Last recorded activity of a process; `module` and `bucket` are null if it was in none.
 
     `idle_ns` is the time without progress, `patience_ns` the time after which the rank counts as stuck; `place` and
     `stack` are lines of Python.
@@ -151,8 +151,8 @@ class Pulse(TypedDict):
     at_ns: int
     phase: str
     step: int
-    module: int
-    bucket: int
+    module: int | None
+    bucket: int | None
     idle_ns: int
     patience_ns: int
     activity: str

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sqlite3
@@ -11,6 +12,7 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 import httpx
+import msgspec
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
@@ -55,6 +57,73 @@ def test_a_run_has_its_state_counts_attempts_hello_and_modules(shared: Collector
     assert details["modules"] == [{"module": 0, "name": "model"}]
 
 
+def test_the_list_has_step_times_rate_and_duration_of_the_lowest_rank(shared: Collector, run: str) -> None:
+    for rank, count in ((1, 10), (0, 130)):
+        put(shared.url, batch(run, rank=rank, steps=steps(0, count), hello=hello(f"node{rank}")))
+    listed = next(row for row in get(shared.url, "/runs")["runs"] if row["run"] == run)
+    assert listed["step_times_ns"] == [100 * MS] * 3
+    assert (listed["step_ns"], listed["steps_per_s"], listed["host"]) == (100 * MS, pytest.approx(10), "node0")
+    assert 0 < listed["duration_ns"] == listed["last_seen_ns"] - listed["created_ns"]
+    recent = get(shared.url, "/runs", seen_after_ns=listed["last_seen_ns"] - 1)["runs"]
+    assert run in [row["run"] for row in recent]
+    later = get(shared.url, "/runs", seen_after_ns=listed["last_seen_ns"])["runs"]
+    assert run not in [row["run"] for row in later]
+
+
+def test_every_field_of_an_answer_has_a_description_with_its_unit_and_every_operation_a_short_id(
+    shared: Collector,
+) -> None:
+    document = httpx.get(f"{shared.url}/openapi.json").json()
+    fields = {
+        f"{schema}.{name}": field.get("description", "")
+        for schema, definition in document["components"]["schemas"].items()
+        if not schema.startswith("Wire")
+        for name, field in definition.get("properties", {}).items()
+    }
+    assert len(fields) > 200
+    assert [field for field, text in fields.items() if not text.endswith(".")] == []
+    assert [field for field, text in fields.items() if field.endswith("_ns") and "nanoseconds" not in text] == []
+    ids = [operation["operationId"] for path in document["paths"].values() for operation in path.values()]
+    assert sorted(set(ids)) == sorted(ids)
+    assert {"list_runs", "get_run", "compare_runs", "put_batch"} <= set(ids)
+    assert max(map(len, ids)) < 20
+
+
+def test_labels_are_those_of_the_training_until_they_are_set(shared: Collector, run: str) -> None:
+    settings = {"tags": "nightly,gpt", "note": "baseline"}
+    put(shared.url, batch(run, hello=msgspec.structs.replace(hello(), settings=settings)))
+
+    def labels() -> list[tuple[list[str], str]]:
+        listed = next(row for row in get(shared.url, "/runs")["runs"] if row["run"] == run)
+        return [(row["tags"], row["note"]) for row in (listed, get(shared.url, f"/runs/{run}"))]
+
+    assert labels() == [(["nightly", "gpt"], "baseline")] * 2
+    address = f"{shared.url}/api/v1/runs/{run}"
+    answer = httpx.patch(address, json={"tags": [" a ", "a", "ü b"]})
+    assert (answer.status_code, answer.json()) == (200, {"run": run, "tags": ["a", "ü b"], "note": "baseline"})
+    assert httpx.patch(address, json={"note": ""}).json()["note"] == ""
+    assert labels() == [(["a", "ü b"], "")] * 2
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b'{"tags": ["a,b"]}', 422),
+        (b'{"tags": "a"}', 422),
+        (b'{"colour": "red"}', 422),
+        (b'{"note": "%s"}' % (b"x" * 2001), 422),
+        (b'{"tags": %s}' % json.dumps([str(number) for number in range(17)]).encode(), 422),
+        (b'{"note": "a\\u0000b"}', 422),
+        (b"\xff", 422),
+        (b"x" * 70_000, 413),
+    ],
+)
+def test_malformed_labels_are_refused(shared: Collector, run: str, body: bytes, status: int) -> None:
+    put(shared.url, batch(run))
+    assert_problem(httpx.patch(f"{shared.url}/api/v1/runs/{run}", content=body), status)
+    assert get(shared.url, f"/runs/{run}")["tags"] == []
+
+
 def test_a_run_has_no_steps_until_a_rank_has_finished_one(shared: Collector, run: str) -> None:
     put(shared.url, batch(run, hello=hello(), pulse=wire.Pulse(at_ns=5, phase="data", step=0)))
     assert get(shared.url, f"/runs/{run}")["steps"] == 0
@@ -76,6 +145,11 @@ def test_ranks_have_their_process_counts_and_mean_phases(shared: Collector, run:
     assert ranks[0]["phases_ns"] == {phase: ms * MS for phase, ms in phases_ms.items()}
     assert ranks[0]["own_ns"] == 95 * MS
     assert (ranks[0]["pulse"], ranks[1]["pulse"]["phase"]) == (None, "forward")
+    assert (ranks[1]["pulse"]["bucket"], ranks[1]["pulse"]["module"]) == (None, None)
+    machine = wire.Machine(processors=4)
+    put(shared.url, batch(run, seq=3, rank=1, pulse=wire.Pulse(at_ns=6, phase="forward", step=4, machine=machine)))
+    shown = get(shared.url, f"/runs/{run}/ranks")["ranks"][1]["pulse"]["machine"]
+    assert (shown["processors"], shown["device_busy_permille"], shown["device_slowdowns"]) == (4, None, [])
 
 
 def test_own_time_is_the_mean_over_the_steps_that_have_it(shared: Collector, run: str) -> None:

@@ -7,19 +7,24 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import msgspec
 import pytest
 
 from ddpobs import wire
 from tests.collector import collector
 from tests.server import batches
-from tests.server.browsing import Visit, batch, paused_visit, put, settle
+from tests.server.browsing import EVIL, Visit, batch, paused_visit, put, settle
 
 
 def test_the_list_shows_the_run_and_its_worst_finding(browser: Any, url: str) -> None:
     visit = Visit(browser, url)
     visit.page.get_by_text("Rank 1 is slow in backward").wait_for()
     assert visit.page.get_by_role("link", name="picture").get_attribute("href") == "/runs/picture"
+    assert visit.page.locator("#runs .severity.critical").count() == 1
+    assert re.fullmatch(r"\W\d\d %", visit.page.locator("#runs .c-gain").inner_text())
+    assert visit.page.locator("#runs .c-step").inner_text() == "70.0 ms"
+    assert visit.page.locator("#runs .spark polyline").count() == 1
     assert visit.errors == []
     assert all(address.startswith(url) for address in visit.requests)
 
@@ -120,14 +125,79 @@ def test_older_runs_are_added_once_and_stay_after_a_refresh(browser: Any, many_r
     assert visit.errors == []
 
 
-def test_a_failed_request_for_older_runs_is_shown_and_can_be_repeated(browser: Any, many_runs: str) -> None:
+def test_a_failed_refresh_is_shown_keeps_the_rows_and_is_repeated(browser: Any, many_runs: str) -> None:
     visit = with_older_runs(browser, many_runs)
     visit.page.route("**/api/v1/runs?*", lambda route: route.fulfill(status=503, json={"title": "Not ready"}))
-    visit.page.get_by_role("button", name="Older runs").click()
-    visit.page.get_by_text("Not ready", exact=True).wait_for()
+    visit.page.clock.run_for(15_000)
+    visit.page.get_by_text("Not ready; trying again.", exact=True).wait_for()
     assert len(listed(visit)) == 60
     visit.page.unroute_all()
-    visit.page.get_by_role("button", name="Older runs").click()
-    visit.page.locator("#runs tbody tr").nth(69).wait_for()
+    visit.page.clock.run_for(15_000)
     visit.page.locator("#notice").wait_for(state="hidden")
+    assert len(listed(visit)) == 60
     assert not [error for error in visit.errors if "503" not in error]
+
+
+def test_the_list_is_searched_filtered_and_sorted_by_its_address(browser: Any, many_runs: str) -> None:
+    visit = paused_visit(browser)
+    visit.page.goto(many_runs)
+    rows = visit.page.locator("#runs tbody tr")
+    rows.first.wait_for()
+    visit.page.get_by_role("searchbox").fill("RUN-6")
+    assert listed(visit) == [f"run-{number}" for number in (*range(69, 59, -1), 6)]
+    visit.page.get_by_role("button", name="Run", exact=True).click()
+    assert listed(visit)[0] == "run-6"
+    assert visit.page.url == f"{many_runs}/?search=RUN-6&sort=run"
+    visit.page.reload()
+    rows.first.wait_for()
+    assert (listed(visit)[0], len(listed(visit))) == ("run-6", 11)
+    assert visit.page.locator("th[data-key=run]").get_attribute("aria-sort") == "ascending"
+    visit.page.locator("#state").select_option("failed")
+    visit.page.get_by_text("No run matches.").wait_for()
+    visit.page.get_by_role("button", name="Show all runs").click()
+    assert len(listed(visit)) == 30
+    assert visit.errors == []
+
+
+def test_tags_are_edited_and_runs_appear_and_are_deleted_without_a_reload(browser: Any, many_runs: str) -> None:
+    visit = paused_visit(browser)
+    visit.page.goto(f"{many_runs}/?search=fresh")
+    visit.page.get_by_text("No run matches.").wait_for()
+    put(many_runs, batches.batch("fresh"))
+    visit.page.clock.run_for(3000)
+    visit.page.get_by_role("link", name="fresh").wait_for()
+    visit.page.get_by_role("button", name="Edit tags and note of fresh").click()
+    visit.page.get_by_role("textbox", name="Tags").fill(f"nightly, {EVIL[:20]}")
+    visit.page.get_by_role("textbox", name="Note").fill("first try")
+    visit.page.get_by_role("button", name="Save").click()
+    visit.page.locator("dialog").wait_for(state="detached")
+    assert visit.page.locator("#runs .tag").all_inner_texts() == ["#nightly", f"#{EVIL[:20]}"]
+    assert visit.page.locator("#runs .note").inner_text() == "first try"
+    visit.page.get_by_role("searchbox").fill("#nightly")
+    assert listed(visit) == ["fresh"]
+    visit.page.get_by_role("checkbox", name="Select fresh").check()
+    visit.page.get_by_role("button", name="Delete (1)").click()
+    visit.page.get_by_role("dialog").get_by_role("button", name="Delete").click()
+    visit.page.get_by_text("No run matches.").wait_for()
+    assert httpx.get(f"{many_runs}/api/v1/runs/fresh").status_code == 404
+    assert visit.errors == []
+
+
+def test_two_runs_of_the_list_are_compared(browser: Any, url: str) -> None:
+    for rank in range(2):
+        put(url, batch("steady", rank, slow=False, host="node"))
+    visit = Visit(browser, url)
+    for name in ("picture", "steady"):
+        visit.page.get_by_role("checkbox", name=f"Select {name}").check()
+    visit.page.get_by_role("button", name="Compare (2 of 2)").click()
+    visit.page.wait_for_url(f"{url}/compare?a=picture&b=steady")
+    visit.page.locator("#times tbody tr").first.wait_for()
+    assert visit.page.locator("#times tr", has_text="backward").locator(".verdict").inner_text() == "faster"
+    went = visit.page.locator("#findings div", has_text="Only in picture")
+    went.get_by_text("Rank 1 is slow in backward").wait_for()
+    visit.page.get_by_role("button", name="Exchange both runs").click()
+    visit.page.wait_for_url(f"{url}/compare?a=steady&b=picture")
+    visit.page.get_by_text("Only in picture").wait_for()
+    assert visit.errors == []
+    visit.page.set_viewport_size({"width": 390, "height": 844})
+    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390

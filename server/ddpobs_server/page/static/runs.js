@@ -10,7 +10,7 @@ const WHOLE_EVERY = 20;  // Refreshes until all runs are read again: some may ha
 const DIAGNOSE_MS = 15_000;  // Least time between two requests for the diagnosis of one run.
 const by = (id) => document.getElementById(id);
 const runs = new Map(), rows = new Map(), selected = new Set(), asked = new Map();
-let shown = PAGE, refreshes = 0, order = { key: "started", down: true }, queue = [];
+let shown = PAGE, refreshes = 0, order = { key: "started", down: true }, queue = [], isDiagnosing = false;
 
 function filters() {
   return { text: by("search").value.trim().toLowerCase(), state: by("state").value, severity: by("severity").value, days: Number(by("period").value) };
@@ -27,8 +27,14 @@ function sorted(found) {
   });
 }
 
+// Whether every run needs a diagnosis, and not only those that are shown.
+function isByDiagnosis() {
+  return Boolean(by("severity").value) || ["finding", "gain", "goodput"].includes(order.key);
+}
+
 function render() {
-  const wanted = filters(), found = sorted([...runs.values()].filter((run) => matches(run, wanted, now())));
+  const wanted = filters(), all = [...runs.values()];
+  const found = sorted(all.filter((run) => matches(run, wanted, now())));
   const page = found.slice(0, shown);
   for (const [name, row] of rows) if (!runs.has(name)) row.node.remove(), rows.delete(name), selected.delete(name);
   const nodes = page.map((run) => {
@@ -48,9 +54,11 @@ function render() {
   by("runs").hidden = found.length === 0;
   by("none").hidden = !runs.size || found.length > 0;
   by("more").hidden = found.length <= shown;
-  by("count").textContent = found.length === runs.size ? `${runs.size} runs` : `${found.length} of ${runs.size} runs`;
+  const judged = isByDiagnosis() ? all.filter((run) => matches(run, { ...wanted, severity: "" }, now())) : page;
+  const missing = judged.filter((run) => !run.diagnosis).length;
+  by("count").textContent = (found.length === runs.size ? `${runs.size} runs` : `${found.length} of ${runs.size} runs`) + (isByDiagnosis() && missing ? `, ${missing} not judged yet` : "");
   showSelection();
-  diagnose(page);
+  diagnose(judged);
 }
 
 function select(name, isSelected) {
@@ -66,27 +74,24 @@ function showSelection() {
   by("delete").textContent = selected.size ? `Delete (${selected.size})` : "Delete";
 }
 
-// Request the missing diagnoses of the shown runs one after the other.
-async function diagnose(page) {
-  const time = Date.now(), isIdle = queue.length === 0;
-  queue = page.filter((run) => !run.diagnosis?.current && !(time - asked.get(run.run) < DIAGNOSE_MS));
-  if (!isIdle) return;  // The request in progress goes on with the new queue.
+// Request the missing diagnoses one after the other.
+async function diagnose(wanted) {
+  const time = Date.now();
+  queue = wanted.filter((run) => !run.diagnosis?.current && !(time - asked.get(run.run) < DIAGNOSE_MS));
+  if (isDiagnosing) return;  // The loop goes on with the new queue.
+  isDiagnosing = true;
   while (queue.length) {
-    const run = queue[0];
-    asked.set(run.run, Date.now());
-    try {
-      const { findings, missing, goodput } = await get(`/runs/${encodeURIComponent(run.run)}/diagnostics`);
-      const { title = null, severity = null, code = null, gain = null } = findings[0] ?? {};
-      const known = runs.get(run.run);
-      if (known) known.diagnosis = { worst: title, severity, code, gain, goodput, findings: findings.length, missing: missing.length, current: true };
-    } catch {
-      const known = runs.get(run.run);
-      if (known) known.diagnosis ??= null;
-    }
-    queue = queue.filter((other) => other.run !== run.run);
-    const known = runs.get(run.run), row = rows.get(run.run);
-    if (known && row) row.show(known, selected.has(run.run));
+    const { run } = queue.shift();
+    asked.set(run, Date.now());
+    const answer = await get(`/runs/${encodeURIComponent(run)}/diagnostics`).catch(() => null);
+    const known = runs.get(run);
+    if (!answer || !known) continue;
+    const { title = null, severity = null, code = null, gain = null } = answer.findings[0] ?? {};
+    known.diagnosis = { worst: title, severity, code, gain, goodput: answer.goodput, findings: answer.findings.length, missing: answer.missing.length, current: true };
+    if (isByDiagnosis()) render();
+    else rows.get(run)?.show(known, selected.has(run));
   }
+  isDiagnosing = false;
 }
 
 async function read(query) {
