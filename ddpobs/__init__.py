@@ -7,13 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ddpobs.attachment.attachment import attach
+    from ddpobs.client.client import Client
     from ddpobs.config import TelemetryConfig
     from ddpobs.ddp import DistributedDataParallel
 
 __version__ = "0.1.0"
-__all__ = ["DistributedDataParallel", "TelemetryConfig", "__version__", "attach"]
+__all__ = ["Client", "DistributedDataParallel", "TelemetryConfig", "__version__", "attach"]
 
 _MODULES = {
+    "Client": "ddpobs.client.client",
     "DistributedDataParallel": "ddpobs.ddp",
     "TelemetryConfig": "ddpobs.config",
     "attach": "ddpobs.attachment",
