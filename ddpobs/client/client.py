@@ -19,6 +19,8 @@ from ddpobs.client.columns import Columns, html_table
 from ddpobs.client.reader import page_address, read
 from ddpobs.config import TelemetryConfig, from_environment
 
+_MOST_POINTS = "10000"
+
 
 class Client:
     """A collector.
@@ -141,6 +143,26 @@ class Run:
             document = self._read(f"/{kind}", _query(rank=rank, first=start, last=last)).document
             yield Columns(document["columns"])
             start = document["next"]
+
+    def step_times(self, rank: int, first: int | None = None, last: int | None = None) -> Columns:
+        """Begin, end (Unix time in nanoseconds) and phases of a rank's steps.
+
+        Args:
+            rank: The rank.
+            first: First step; None for the run's.
+            last: Last step; None for the run's.
+
+        Returns:
+            The columns of `/steps?points=`: one row a step, or a bin of steps if there are more than 10,000.
+        """
+        start: int | None = first or 0
+        parts = []
+        while start is not None:
+            query = _query(rank=rank, first=start, last=last) | {"points": _MOST_POINTS}
+            document = self._read("/steps", query).document
+            parts.append(Columns(document["columns"]))
+            start = document["next"]
+        return _joined(iter(parts))
 
     def __repr__(self) -> str:
         return f"Run({self.name!r})"
