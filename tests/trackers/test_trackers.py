@@ -129,9 +129,10 @@ def test_wandb_gets_a_summary_offline(run: Run, tmp_path: Path, monkeypatch: pyt
         assert (active.summary["ddpobs/goodput"], active.summary["ddpobs/url"]) == (0.5, run.address)
 
 
-def test_mlflow_gets_metrics_a_text_and_a_tag(run: Run, tmp_path: Path) -> None:
+def test_mlflow_gets_metrics_a_text_and_a_tag(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow")
-    mlflow.set_tracking_uri(tmp_path.as_uri())
+    monkeypatch.chdir(tmp_path)
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/mlflow.db")
     with mlflow.start_run() as active:
         trackers.mlflow(run)
     stored = mlflow.get_run(active.info.run_id).data
