@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddpobs import wire
+from ddpobs.client.client import Run
 from ddpobs.clocks import clock_for
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.batch_encoder import BatchEncoder, describe_process
@@ -108,6 +109,11 @@ def forget(recorder: ModuleRecorder) -> None:
     """Stop recording a deleted module; the process's telemetry continues for later modules."""
     if _process is not None:
         _process.leave(recorder)
+
+
+def current_run() -> Run | None:
+    """Return this process's run at its collector; None without telemetry, or before the ranks agree on the run."""
+    return None if _process is None else _process.run
 
 
 class Telemetry:
@@ -214,6 +220,11 @@ class Telemetry:
     def current(self) -> bool:
         """Whether the process group is still the same; a process may leave it and join a new one."""
         return self._world() is dist.group.WORLD
+
+    @property
+    def run(self) -> Run | None:
+        """The run at the collector; None before the ranks agree on it."""
+        return Run(self._config, self._run) if self._run else None
 
     def recorder(self, module: torch.nn.Module, group_ranks: int, name: str | None = None) -> ModuleRecorder:
         """Create a recorder for one more DDP module, over so many ranks."""

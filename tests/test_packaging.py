@@ -62,6 +62,14 @@ def test_the_wheel_imports_and_runs_its_command_outside_of_the_source_tree(wheel
 
 
 def test_dir_lists_the_public_names_alone() -> None:
-    assert dir(ddpobs) == ["DistributedDataParallel", "TelemetryConfig", "__version__", "attach"]
+    assert dir(ddpobs) == [
+        "Client",
+        "DistributedDataParallel",
+        "TelemetryConfig",
+        "__version__",
+        "attach",
+        "current_run",
+        "trackers",
+    ]
     assert sorted(ddpobs.__all__) == dir(ddpobs)
     assert all(hasattr(ddpobs, name) for name in dir(ddpobs))

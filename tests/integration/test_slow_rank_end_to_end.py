@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import httpx
 import pytest
+from typer.testing import CliRunner
 
-from ddpobs import wire
+from ddpobs import Client, wire
+from ddpobs.cli import main
 from tests.integration.conftest import SLOW_RANK
 from tests.integration.training import ROOT, TORCHRUN, train
 
@@ -64,6 +68,28 @@ def test_the_training_prints_its_address_once_and_the_verdict_at_its_end(
     inside = lines[frame[0] + 1 : frame[1]]
     assert f"Rank {SLOW_RANK} is slow in backward" in inside[0]
     assert address in inside[-1]
+
+
+def test_exported_steps_answer_the_documented_query(
+    url: str, slow_run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    done = CliRunner().invoke(main, ["export", slow_run, "-o", "runs/slow.parquet", "--collector", url])
+    assert (done.exit_code, done.stderr) == (0, "runs/slow.parquet: 160 steps\n")
+    (query,) = re.findall(r"```sql\n(.*?)```", (ROOT / "docs" / "notebook.md").read_text(), re.DOTALL)
+    rows = duckdb.sql(query).fetchall()
+    assert [(run, rank, steps) for run, rank, _, steps in rows] == [(slow_run, 1, 75), (slow_run, 0, 75)]
+
+
+def test_the_client_reads_the_run(url: str, slow_run: str) -> None:
+    run = Client(url).run(slow_run)
+    assert run.name in [listed.name for listed in Client(url).runs()]
+    assert run.steps(rank=SLOW_RANK)["step"].tolist() == list(range(80))
+    assert set(run.spans(first=10, last=11)["step"].tolist()) == {10, 11}
+    assert [finding["ranks"] for finding in run.findings() if finding["code"] == "straggler"] == [[SLOW_RANK]]
+    assert sum(part["share"] for part in run.account()["parts"]) == pytest.approx(1)
+    assert f"{url}/runs/{slow_run}" in run._repr_html_()
 
 
 def test_phases_add_up_and_every_record_arrived(url: str, slow_run: str) -> None:

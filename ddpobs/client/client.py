@@ -1,0 +1,187 @@
+"""`ddpobs.Client`: a collector's runs, for notebooks and scripts.
+
+run = ddpobs.Client("http://collector:8321").run("gpt-77")
+run.steps(rank=3)["backward_ns"].mean()
+run.spans(first=100, last=110).to_pandas()
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from html import escape
+from typing import Any
+
+import numpy as np
+
+from ddpobs.client.columns import Columns, html_table
+from ddpobs.client.reader import page_address, read
+from ddpobs.config import TelemetryConfig, from_environment
+
+_MOST_POINTS = "10000"
+
+
+class Client:
+    """A collector.
+
+    Args:
+        url: Its address; None for the address in `DDPOBS_TELEMETRY`, or `http://127.0.0.1:8321`.
+        token: Token with the scope read; None for that of the environment.
+
+    Raises:
+        ConfigError: An argument or a variable has an invalid value.
+    """
+
+    def __init__(self, url: str | None = None, token: str | None = None) -> None:
+        environ = {**os.environ, "DDPOBS_TELEMETRY": os.environ.get("DDPOBS_TELEMETRY", "")}
+        changes = {"collector": url, "token": token}
+        given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
+        self._config = replace(from_environment(environ), **given)
+
+    def run(self, name: str) -> Run:
+        """Return a run; its data are read when they are requested.
+
+        Raises:
+            ConfigError: The name is not a run id.
+        """
+        return Run(replace(self._config, run=name), name)
+
+    def runs(self, limit: int = 50) -> list[Run]:
+        """Return the newest runs, the newest first.
+
+        Raises:
+            CollectorError: The collector does not answer, or refuses.
+        """
+        listed = read(self._config, "/runs", {"limit": str(limit)}).document["runs"]
+        return [self.run(run["run"]) for run in listed]
+
+    def __repr__(self) -> str:
+        return f"Client({self._config.collector!r})"
+
+
+class Findings(list[dict[str, Any]]):
+    """Findings as the collector's JSON has them, the most severe first."""
+
+    def _repr_html_(self) -> str:
+        rows = [(finding["severity"], finding["title"], finding["remedy"]) for finding in self]
+        return html_table(("severity", "finding", "remedy"), rows) if rows else "<p>no findings</p>"
+
+
+class Account(dict[str, Any]):
+    """Where the run's wall time went, as the collector's JSON has it."""
+
+    def _repr_html_(self) -> str:
+        rows = [(part["title"], f"{part['share']:.1%}") for part in self["parts"] if part["share"]]
+        return html_table(("part", "share"), rows)
+
+
+class Run:
+    """A run of a collector. Its methods raise `CollectorError` if the collector does not answer, or refuses.
+
+    Args:
+        config: Address and token of the collector.
+        name: Name of the run.
+    """
+
+    def __init__(self, config: TelemetryConfig, name: str) -> None:
+        self._config, self.name = config, name
+
+    @property
+    def address(self) -> str:
+        """Address of the run's page."""
+        return page_address(self._config.collector, self.name)
+
+    def summary(self) -> dict[str, Any]:
+        """State, attempts, world size and counts."""
+        document: dict[str, Any] = self._read("").document
+        return document
+
+    def findings(self, first: int | None = None, last: int | None = None) -> Findings:
+        """Findings on the whole run, or on the steps `first` to `last`."""
+        return Findings(self._read("/diagnostics", _query(first=first, last=last)).document["findings"])
+
+    def account(self) -> Account:
+        """Where the run's wall time went."""
+        return Account(self._read("/account").document)
+
+    def steps(self, rank: int | None = None, first: int | None = None, last: int | None = None) -> Columns:
+        """Steps, sorted by step and rank.
+
+        Args:
+            rank: One rank; None for all.
+            first: First step; None for the run's.
+            last: Last step; None for the run's.
+
+        Returns:
+            The columns of `wire.Steps` and `rank`; durations in nanoseconds.
+        """
+        return _joined(self.pages("steps", rank, first, last))
+
+    def spans(self, rank: int | None = None, first: int | None = None, last: int | None = None) -> Columns:
+        """Bucket spans, sorted by step and rank; arguments as for `steps`.
+
+        Returns:
+            The columns of `wire.Spans`, `rank`, and the times on one rank's clock (`aligned_…`).
+        """
+        return _joined(self.pages("spans", rank, first, last))
+
+    def pages(
+        self, kind: str, rank: int | None = None, first: int | None = None, last: int | None = None
+    ) -> Iterator[Columns]:
+        """Read steps or spans piece by piece, in the answers of the collector.
+
+        Args:
+            kind: `steps` or `spans`.
+            rank: One rank; None for all.
+            first: First step; None for the run's.
+            last: Last step; None for the run's.
+        """
+        # Without a first step the collector answers with the latest steps only.
+        start: int | None = first or 0
+        while start is not None:
+            document = self._read(f"/{kind}", _query(rank=rank, first=start, last=last)).document
+            yield Columns(document["columns"])
+            start = document["next"]
+
+    def step_times(self, rank: int, first: int | None = None, last: int | None = None) -> Columns:
+        """Begin, end (Unix time in nanoseconds) and phases of a rank's steps.
+
+        Args:
+            rank: The rank.
+            first: First step; None for the run's.
+            last: Last step; None for the run's.
+
+        Returns:
+            The columns of `/steps?points=`: one row a step, or a bin of steps if there are more than 10,000.
+        """
+        start: int | None = first or 0
+        parts = []
+        while start is not None:
+            query = _query(rank=rank, first=start, last=last) | {"points": _MOST_POINTS}
+            document = self._read("/steps", query).document
+            parts.append(Columns(document["columns"]))
+            start = document["next"]
+        return _joined(iter(parts))
+
+    def __repr__(self) -> str:
+        return f"Run({self.name!r})"
+
+    def _repr_html_(self) -> str:
+        summary = self.summary()
+        link = f'<a href="{escape(self.address, quote=True)}">{escape(self.name)}</a>'
+        facts = f"{summary['state']}, {summary['steps']} steps, {summary['ranks']} ranks"
+        return f"<p>{link}: {escape(facts)}</p>{self.findings()._repr_html_()}"
+
+    def _read(self, path: str, query: Mapping[str, str] | None = None) -> Any:
+        return read(self._config, f"/runs/{self.name}{path}", query)
+
+
+def _joined(pages: Iterator[Columns]) -> Columns:
+    parts = list(pages)
+    return Columns({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+
+
+def _query(rank: int | None = None, first: int | None = None, last: int | None = None) -> dict[str, str]:
+    parameters = {"rank": rank, "from": first, "to": last}
+    return {name: str(value) for name, value in parameters.items() if value is not None}
