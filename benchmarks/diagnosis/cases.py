@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.diagnosis import training
-from benchmarks.diagnosis.training import CALIBRATION_STEPS, Fault
+from benchmarks.diagnosis.training import Fault
 from benchmarks.faults import slowing
 from benchmarks.faults.launch import ROOT
 
@@ -37,7 +37,7 @@ class Expected:
         layer: Layer whose parameters are in the first late bucket.
         cause: Cause in its evidence.
         kind: Kind in its evidence.
-        interval: Steps in which the fault held; None if they are all, but for the first ones.
+        interval: Steps in which the fault held; None if they are all.
         others: Codes that the run may get besides.
     """
 
@@ -79,7 +79,7 @@ def slow_rank(share: float, phase: str, draw: random.Random) -> Run:
     """A rank with more work in one phase of all steps."""
     rank = draw.randrange(2)
     layer = draw.randrange(training.LAYERS) if phase == "backward" else training.LAYERS - 1
-    fault = Fault(rank, phase, share, layer=layer, first=CALIBRATION_STEPS)
+    fault = Fault(rank, phase, share, layer=layer)
     expected = Expected("straggler", (rank,), phase, layer if phase == "backward" else None, "own-work", "persistent")
     return _training([fault], expected, share, _SHORT)
 
@@ -114,8 +114,8 @@ def turns(draw: random.Random) -> Run:
     """A rank with more work in the data of even steps, and one in the optimizer of odd ones."""
     rank, share = draw.randrange(2), draw.choice((0.3, 0.5))
     faults = [
-        Fault(rank, "data", share, every=2, turn=0, first=CALIBRATION_STEPS),
-        Fault(1 - rank, "optimizer", share, every=2, turn=1, first=CALIBRATION_STEPS),
+        Fault(rank, "data", share, every=2, turn=0),
+        Fault(1 - rank, "optimizer", share, every=2, turn=1),
     ]
     return _training(faults, Expected("straggler", (0, 1), kind="taking turns"), share, _SHORT)
 
@@ -144,7 +144,6 @@ CASES: dict[str, Callable[[random.Random], Run]] = {
     "moving": moving,
     "taking turns": turns,
     "neighbour": partial(_slowing, "neighbour", _cause("preempted"), "balanced"),
-    "quota": partial(_slowing, "quota", _cause("throttled"), "balanced"),
     "garbage": partial(_slowing, "garbage", _cause("collecting-garbage"), "balanced"),
     "paging": partial(_slowing, "paging", _cause("paging"), "balanced"),
     "longer samples": partial(_slowing, "longer", Expected("imbalanced-batches", (slowing.SLOW,)), "lengths"),

@@ -1,8 +1,8 @@
 """A training with faults of a known size: `python training.py FAULTS`, one process per rank.
 
-`FAULTS` is a JSON list; each entry has the fields of `Fault`. The first steps, without a fault, measure the typical
-step; each delay is a share of it. A delay is real work: products of matrices, for this much time of the thread's
-processor. Each rank writes the wall time of its faults by step to `$OUT/injected-RANK.json`.
+`FAULTS` is a JSON list; each entry has the fields of `Fault`. Each rank first measures a step without DDP; each delay
+is a share of it. A delay is real work: products of matrices, for this much time of the thread's processor. Each rank
+writes the wall time of its faults by step to `$OUT/injected-RANK.json`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader, Dataset
 
 from ddpobs import DistributedDataParallel
 
-STEPS, CALIBRATION_STEPS = int(os.environ.get("STEPS", "120")), 12
-LAYERS, WIDTH, ROWS, CAP_MB = 8, 256, 512, 0.25
-"""One layer fills one bucket."""
+STEPS, CALIBRATION_STEPS = int(os.environ.get("STEPS", "120")), 15
+LAYERS, WIDTH, ROWS, CAP_MB = 8, 128, 2048, 0.0625
+"""One layer fills one bucket. Its bytes are few: on two processors reducing them competes with training."""
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,8 @@ class Work:
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults, self._matrix = faults, torch.randn(64, 64)
-        self._steps_ns: list[int] = []
-        self.step, self.typical_ns = 0, 0.0
+        self.step, self.typical_ns = -1, 0.0
         self.injected_ns: dict[int, int] = {}
-
-    def step_ended(self, took_ns: int) -> None:
-        """Count a step; the first ones measure the typical step."""
-        self.step += 1
-        if self.step <= CALIBRATION_STEPS:
-            self._steps_ns.append(took_ns)
-            self.typical_ns = statistics.median(self._steps_ns)
 
     def run(self, phase: str, layer: int = LAYERS - 1) -> None:
         """Run the work of a phase, if this step has any."""
@@ -116,11 +108,30 @@ class Chain(nn.Module):
         return rows
 
 
-def batches(work: Work) -> Iterator[torch.Tensor]:
-    """Yield a batch for each step."""
-    for _ in range(STEPS):
-        work.run("data")
-        yield torch.randn(ROWS, WIDTH)
+class Batches(Dataset[torch.Tensor]):
+    """A batch for each step, which the training thread makes."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def __len__(self) -> int:
+        return STEPS
+
+    def __getitem__(self, step: int) -> torch.Tensor:
+        self.work.step = step
+        self.work.run("data")
+        return torch.randn(ROWS, WIDTH)
+
+
+def typical_step_ns(model: nn.Module) -> float:
+    """Return the median time of a thread's processor for a step without DDP and without a fault."""
+    times_ns = []
+    for _ in range(CALIBRATION_STEPS):
+        began_ns = time.thread_time_ns()
+        model(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        times_ns.append(time.thread_time_ns() - began_ns)
+    model.zero_grad()
+    return statistics.median(times_ns)
 
 
 def main() -> None:
@@ -133,16 +144,15 @@ def main() -> None:
     torch.manual_seed(0)
     dist.init_process_group("gloo")
     work = Work([fault for fault in faults if fault.rank == rank])
-    ddp = DistributedDataParallel(Chain(work), bucket_cap_mb=CAP_MB)
+    model = Chain(work)
+    work.typical_ns = typical_step_ns(model)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
     optimizer.register_step_pre_hook(lambda *_: work.run("optimizer"))
-    began_ns = time.perf_counter_ns()
-    for batch in batches(work):
+    for batch in DataLoader(Batches(work), batch_size=None):
         ddp(batch).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        began_ns, last_ns = time.perf_counter_ns(), began_ns
-        work.step_ended(began_ns - last_ns)
     dist.barrier()
     dist.destroy_process_group()
     (Path(os.environ["OUT"]) / f"injected-{rank}.json").write_text(

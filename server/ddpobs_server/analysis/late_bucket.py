@@ -76,9 +76,9 @@ def comparison_ranks(slow: int, ranks: wire.Ints) -> list[int]:
 
 def late_collectives(joined: JoinedSteps, rank: int, first: int, typical_ns: float) -> wire.Ints:
     """Return the collectives of the steps from `first` on in which a rank was late by at least half of `typical_ns`."""
-    index, late = int(np.searchsorted(joined.ranks, rank)), lateness(joined)
-    is_typical = late.excess_ns[:, index] >= 0.5 * typical_ns
-    return joined.collective[late.late[:, index] & is_typical & (joined.step >= first)]
+    index = int(np.searchsorted(joined.ranks, rank))
+    is_typical = lateness(joined).excess_ns[:, index] >= 0.5 * typical_ns
+    return joined.collective[is_typical & (joined.step >= first)]
 
 
 def _meets_between_buckets(rank: int, spans: wire.Spans, columns: ColumnReader) -> bool:

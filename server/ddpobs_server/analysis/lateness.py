@@ -102,6 +102,11 @@ def typical_lateness(joined: JoinedSteps, late: Lateness, index: int) -> Latenes
     return replace(late, late=is_late)
 
 
+def steady_lateness(late: Lateness, level_ns: float) -> Lateness:
+    """Count ranks as late in each step with at least half of the usual excess of a rank that is slow in every step."""
+    return replace(late, late=late.excess_ns >= 0.5 * level_ns)
+
+
 def causes(joined: JoinedSteps, index: int, rows: wire.Ints) -> list[tuple[str, float]]:
     """Return the phases that explain at least 80 % of a rank's excess in these steps, the largest first.
 

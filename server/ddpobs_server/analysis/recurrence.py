@@ -15,6 +15,9 @@ MIN_COST_SHARE = 0.05
 """Least mean cost of a rank, as a share of the step, that is worth a finding."""
 MAX_CHANCE = 0.01
 """Largest p-value of a finding."""
+MIN_LEVEL = 0.035
+"""Least median excess of a rank that is slow in every step, as a share of the step."""
+_MIN_LEVEL_SHARE = 0.55
 _MIN_COST_RATIO = 3.0
 """A rank that is late as often as others, by noise, stands out if its cost is this many times the others' median."""
 _PARTS = 4
@@ -51,6 +54,25 @@ def costly_ranks(joined: JoinedSteps, late: Lateness) -> list[int]:
         stand_out &= (costs >= 0.5 * costs.max()) & (costs >= _MIN_COST_RATIO * median_of_others(costs[None])[0])
         stand_out &= costs >= MIN_COST_SHARE
     return np.flatnonzero(stand_out).tolist()
+
+
+def steady_levels(joined: JoinedSteps, late: Lateness) -> dict[int, float]:
+    """Return the median excess in ns of each rank that is slow in every step, even if by less than a late rank is.
+
+    In each quarter of the steps the median is at least half of that of all steps. The excess is above half of it in
+    55 % of the steps, and at least twice as often as for the median of the other ranks.
+    """
+    step_ns = float(np.median(joined.step_ns))
+    levels_ns = np.median(late.excess_ns, axis=0)
+    steady: dict[int, float] = {}
+    for index in np.flatnonzero(levels_ns >= MIN_LEVEL * step_ns).tolist():
+        half = 0.5 * levels_ns[index]
+        exceeds = (late.excess_ns > half).mean(axis=0)
+        quarters = np.array_split(late.excess_ns[:, index], _PARTS)
+        is_steady = all(np.median(quarter) >= half for quarter in quarters)
+        if is_steady and exceeds[index] >= max(_MIN_LEVEL_SHARE, 2 * median_of_others(exceeds[None])[0, index]):
+            steady[index] = float(levels_ns[index])
+    return steady
 
 
 def onset(late: npt.NDArray[np.bool_], share: float) -> int:

@@ -163,12 +163,15 @@ def with_extent(finding: Finding, run: WholeRun) -> Finding | None:
     index, recent = int(np.searchsorted(run.bins.ranks, finding.ranks[0])), run.covered([(first, last)])
     cost_ns = run.bins.cost_ns[:, index]
     inside = recent & run.covered(ranges)
-    if cost_ns[inside].sum() < _MOSTLY * cost_ns[recent].sum():
+    if not ranges or cost_ns[inside].sum() < _MOSTLY * cost_ns[recent].sum():
         ranges.append(finding.steps)
     elif run.bins.steps[inside].sum() < _FEWER * run.bins.steps[recent].sum() or finding.evidence["since_step"]:
         return None
     intervals = run.intervals(ranges)
+    # Bins hold no delays below a tenth of the step, those of a rank that is slow in every step are in its gain.
     lost_ns = _lost_ns(run, finding.ranks[0], run.covered(ranges))
+    if finding.gain is not None:
+        lost_ns = max(lost_ns, finding.gain.step_ns * finding.evidence["steps_used"])
     evidence = finding.evidence | {"lost_ns": round(lost_ns), "run_share": round(lost_ns / run.time_ns, 4)}
     title = f"{finding.title}; {format_seconds(lost_ns)} lost {describe(intervals)}"
     return replace(finding, title=title, intervals=intervals, evidence=evidence)

@@ -76,8 +76,26 @@ def test_a_rank_very_slow_in_every_tenth_step_is_named_although_noise_makes_all_
     assert excess_ns == pytest.approx(300 * MS, rel=0.05)
 
 
-def test_a_difference_below_a_twentieth_of_the_step_is_no_finding() -> None:
-    assert findings_of(noiseless({1: ("backward", 3.5)})) == []
+def test_a_difference_below_a_thirtieth_of_the_step_is_no_finding() -> None:
+    assert findings_of(noiseless({1: ("backward", 2.5)})) == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_small_delay_of_every_step_is_named_as_information(ranks: int) -> None:
+    quiet = noiseless({1: ("forward", 5.0)}, ranks=ranks, steps=100)
+    noise = np.random.default_rng(0).normal(0, 1.5 * MS, quiet.shape).astype(np.int64)
+    (finding,) = findings_of(quiet + noise)
+    assert (finding.ranks, finding.phase, finding.severity) == ([1], "forward", "info")
+    assert finding.evidence["excess_ns"] == pytest.approx(5 * MS, rel=0.15)
+    assert finding.evidence["lost_ns"] == pytest.approx(500 * MS, rel=0.3)
+
+
+def test_a_delay_of_a_tenth_of_the_step_is_stated_without_bias() -> None:
+    """Half of the steps exceed a tenth by noise: their median alone would state more."""
+    quiet = noiseless({1: ("forward", 8.0)}, ranks=2, steps=200)
+    noise = np.random.default_rng(0).normal(0, 2 * MS, quiet.shape).astype(np.int64)
+    (finding,) = findings_of(quiet + noise)
+    assert finding.evidence["excess_ns"] == pytest.approx(8 * MS, rel=0.05)
 
 
 def test_a_recurring_delay_below_a_twentieth_of_the_step_is_no_finding() -> None:

@@ -21,10 +21,11 @@ from ddpobs_server.analysis.lateness import (
     cost_shares,
     gain,
     lateness,
+    steady_lateness,
     step_weights,
     typical_lateness,
 )
-from ddpobs_server.analysis.recurrence import beyond_chance, costly_ranks, onset, recurring_ranks
+from ddpobs_server.analysis.recurrence import beyond_chance, costly_ranks, onset, recurring_ranks, steady_levels
 from ddpobs_server.analysis.slow_in_turn import in_turn
 from ddpobs_server.analysis.slow_rank_cause import with_cause
 from ddpobs_server.analysis.slow_stretches import REMEDIES, WholeRun, past_findings, with_extent
@@ -78,11 +79,19 @@ def _not_judged_reason(evidence: Evidence) -> str:
 
 
 def _straggler_findings(joined: JoinedSteps, hosts: dict[int, str]) -> list[Finding]:
-    """Judge all steps, then the latest steps by themselves, then the cost of ranks that are seldom late."""
+    """Judge all steps, then the latest steps by themselves, then small delays of every step, then rare long delays."""
     late = lateness(joined)
+    levels_ns = steady_levels(joined, late)
     recurring = beyond_chance(late.late, recurring_ranks(joined, late))
-    findings = [_finding(joined, late, index, chance, hosts) for index, chance in recurring.items()]
+    findings = [
+        _finding(joined, late, index, chance, hosts, level_ns=levels_ns.get(index))
+        for index, chance in recurring.items()
+    ]
     findings += _sudden_findings(joined, late, set(recurring), hosts)
+    for index, level_ns in levels_ns.items():
+        if all(finding.ranks[0] != joined.ranks[index] for finding in findings):
+            for chance in beyond_chance(steady_lateness(late, level_ns).late, [index]).values():
+                findings.append(_finding(joined, late, index, chance, hosts, level_ns=level_ns))
     return findings + _seldom_findings(joined, late, {finding.ranks[0] for finding in findings}, hosts)
 
 
@@ -114,13 +123,24 @@ def _seldom_findings(
 
 
 def _finding(
-    joined: JoinedSteps, late: Lateness, index: int, chance: float, hosts: dict[int, str], *, sudden: bool = False
+    joined: JoinedSteps,
+    late: Lateness,
+    index: int,
+    chance: float,
+    hosts: dict[int, str],
+    *,
+    sudden: bool = False,
+    level_ns: float | None = None,
 ) -> Finding:
+    """Describe a rank's lateness; `level_ns` is the usual excess of a rank that is slow in every step."""
+    if level_ns is not None:
+        late = steady_lateness(late, level_ns)
     rank, rows = int(joined.ranks[index]), np.flatnonzero(late.late[:, index])
-    explained = causes(joined, index, rows)
+    typical = rows if level_ns is None else rows[late.excess_ns[rows, index] <= 1.5 * level_ns]
+    explained = causes(joined, index, typical)
     phase = explained[0][0] if explained else "other"
     late_share = len(rows) / len(joined)
-    excess_ns, step_ns = float(np.median(late.excess_ns[rows, index])), float(np.median(joined.step_ns))
+    excess_ns, step_ns = float(np.median(late.excess_ns[typical, index])), float(np.median(joined.step_ns))
     saving = gain(joined, late, index)
     lost_share = float(cost_shares(joined, late, np.arange(len(joined)))[index])
     first, last = int(joined.step[0]), int(joined.step[-1])
