@@ -104,7 +104,7 @@ def _mark_findings(
     shaded = [row for row, (_, finding, _) in enumerate(marks) if finding["ranks"]]
     shades = ColumnDataSource({name: [data[name][row] for row in shaded] for name in ("from", "right", "color")})
     add_quads(plot, shades, ("from", "right", top, 0.0), color="color", alpha=0.12, line_color=None)
-    add_hover(plot, [strip], ("@severity", "@title"), ("steps", "@from{0,0} to @to{0,0}"))
+    add_hover(plot, [strip], ("finding", "@severity: @title"), ("steps", "@from{0,0} to @to{0,0}"))
     return (
         ""
         if not marks

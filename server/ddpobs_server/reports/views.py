@@ -66,6 +66,10 @@ class RunViews:
         """Return the attempt's processes."""
         return self.store.sources(self.run, self.attempt)
 
+    def layouts(self) -> list[wire.Layout]:
+        """Return the layouts of all modules that fit into an answer."""
+        return self.store.layouts(self.run, self.attempt, None)[0]
+
     def bounds(self, first: int | None, last: int | None) -> tuple[int, int]:
         """Return the first and last of the requested steps that the attempt has."""
         highest = max((source.last_step for source in self.sources()), default=0)
@@ -129,7 +133,7 @@ class RunViews:
         if not len(rank):
             return None
         steps = self._steps(begin, end)
-        sizes = bucket_sizes(self.store.layouts(self.run, self.attempt, None)[0])
+        sizes = bucket_sizes(self.layouts())
         moved = transfers((rank, columns), clock_alignment.collectives_of(steps, rank, columns.step), sizes)
         return bucket_times(columns.step, bucket_spans_of(steps, (rank, columns), {}), sizes, moved.latest_layout)
 
