@@ -34,7 +34,7 @@ def overview(columns: Mapping[str, wire.Ints], findings: Sequence[Mapping[str, A
         return Picture(NAME, TITLE, "No steps to draw yet. Those of a large run appear within two minutes.")
     low, middle, high = (columns[f"wall_{kind}_ns"] / 1e6 for kind in ("min", "median", "max"))
     first, end = columns["first"], columns["last"] + 1
-    top = max(1e-6, min(float(high.max()), _MAX_MEDIANS * float(middle.max()))) * 1.05
+    top = max(1e-6, min(float(high.max()), _MAX_MEDIANS * float(np.quantile(middle, 0.95)))) * 1.05
     plot = steps_plot(
         NAME,
         theme,
