@@ -136,7 +136,7 @@ def drawn(browser: Any, address: str) -> Visit:
 
 def settle(visit: Visit) -> None:
     """Wait until all figures follow the selection."""
-    visit.page.locator("#view[aria-busy=false]").wait_for()
+    visit.page.locator("#view[aria-busy=false]").wait_for(timeout=120_000)
 
 
 def column(visit: Visit, figure: str, source: str, name: str) -> list[Any]:

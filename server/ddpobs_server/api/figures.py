@@ -41,6 +41,7 @@ def get_figure(
     ] = "",
     order: Annotated[Order, Query(description="Order of the ranks.")] = "cost",
     dark: Annotated[bool, Query(description="Colours of a dark page.")] = False,
+    legend: Annotated[int, Query(ge=1, le=9, description="Columns of a legend.")] = 9,
 ) -> Response:
     """A figure of an attempt: `item` is for BokehJS, `summary` and `table` are its content as text.
 
@@ -48,7 +49,7 @@ def get_figure(
     time by phase. `ranks`: delay that each rank caused. `step`: a step of all ranks on one clock. `buckets`: compute,
     waiting and moving of each bucket.
     """
-    selection = Selection(steps.first, steps.last, rank, step, match, order, dark)
+    selection = Selection(steps.first, steps.last, rank, step, match, order, dark, legend)
     picture = pictures.picture(run.run, steps.attempt, figure, selection)
     return json_response({"run": run.name, "attempt": steps.attempt, **picture})
 

@@ -31,7 +31,7 @@ def account(answer: Mapping[str, Any], theme: Theme) -> Picture:
     if not parts:
         return Picture(NAME, TITLE, "No time is accounted for yet.")
     plot = base_plot(NAME, theme, 130, x_range=Range1d(start=0, end=100), y_range=Range1d(start=0, end=1))
-    plot.yaxis.visible = False
+    plot.toolbar_location, plot.yaxis.visible = None, False
     plot.grid.grid_line_color = None
     plot.xaxis.axis_label = "% of the ranks' wall time"
     plot.xaxis.formatter = PrintfTickFormatter(format="%g %%")
@@ -54,7 +54,7 @@ def account(answer: Mapping[str, Any], theme: Theme) -> Picture:
         glyphs.append(
             add_quads(plot, ColumnDataSource(data), sides, legend_label=label, line_color=theme.paper, **style)
         )
-    add_hover(plot, glyphs, ("", "@title"), ("share", "@share{0.0} %"), ("time of all ranks", "@time"))
+    add_hover(plot, glyphs, ("part", "@title"), ("share", "@share{0.0} %"), ("time of all ranks", "@time"))
     add_legend(plot, theme)
     plot.legend.click_policy = "none"
     wall = "" if answer["wall_ns"] is None else f"Of {milliseconds(answer['wall_ns'])} wall time, "

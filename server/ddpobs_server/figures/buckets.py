@@ -63,6 +63,7 @@ def buckets(times: BucketTimes | None, names: Mapping[tuple[int, int, int], tupl
     plot = base_plot(
         NAME, theme, 240, x_range=Range1d(start=0, end=count, bounds=(0, count)), y_range=Range1d(start=0, end=top)
     )
+    plot.toolbar_location = None
     source = ColumnDataSource(data, name="bars")
     styles: list[tuple[tuple[str, str, str, str | float], dict[str, Any]]] = [
         (("left", "middle", "compute", 0), {"fill_color": COMPUTE, "legend_label": "gradient computation"}),

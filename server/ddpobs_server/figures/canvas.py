@@ -96,7 +96,8 @@ def add_legend(plot: figure, theme: Theme) -> None:
     """Put the legend above the plot; a click on an entry hides its glyphs."""
     plot.add_layout(plot.legend[0], "above")
     legend = plot.legend[0]
-    legend.orientation, legend.click_policy, legend.ncols = "horizontal", "hide", "auto"
+    legend.orientation, legend.click_policy = "horizontal", "hide"
+    legend.ncols = min(theme.legend_columns, len(legend.items))
     legend.background_fill_color, legend.border_line_color = theme.paper, None
     legend.label_text_color, legend.label_text_font = theme.ink, FONT
     legend.label_text_font_size, legend.padding, legend.spacing = "12px", 2, 12  # type: ignore[assignment]

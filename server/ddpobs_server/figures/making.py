@@ -7,7 +7,7 @@ from collections.abc import Callable
 from ddpobs_server.figures import account, buckets, overview, phases, ranks, step
 from ddpobs_server.figures.picture import Picture
 from ddpobs_server.figures.selection import Name, RankFilter, Selection
-from ddpobs_server.figures.theme import theme
+from ddpobs_server.figures.theme import Theme, theme
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.views import RunViews
 from ddpobs_server.store import Store
@@ -41,24 +41,24 @@ class Maker:
         return makers[name](views, selection)
 
     def _account(self, views: RunViews, selection: Selection) -> Picture:
-        return account.account(self._reports.account(views.run, views.attempt), theme(dark=selection.dark))
+        return account.account(self._reports.account(views.run, views.attempt), _theme(selection))
 
     def _overview(self, views: RunViews, selection: Selection) -> Picture:
         bins, _ = self._reports.step_bins(views.run, views.attempt, (None, None), _BINS, None, mean=True)
         findings = self._reports.diagnostics(views.run, views.attempt)["findings"]
-        return overview.overview(bins, findings, theme(dark=selection.dark))
+        return overview.overview(bins, findings, _theme(selection))
 
     def _phases(self, views: RunViews, selection: Selection) -> Picture:
         bounds, rank = (selection.first, selection.last), selection.rank
         bins, _ = self._reports.step_bins(views.run, views.attempt, bounds, _PHASE_BINS, rank, mean=rank is None)
-        return phases.phases(bins, rank, theme(dark=selection.dark))
+        return phases.phases(bins, rank, _theme(selection))
 
     def _ranks(self, views: RunViews, selection: Selection) -> Picture:
         delays = views.delays(selection.first, selection.last, _COLUMNS)
         hosts = _hosts(views)
         compared = set() if delays is None else set(delays.ranks.tolist())
         shown = RankFilter(selection.match, selection.order, hosts)
-        return ranks.ranks(delays, shown, sorted(hosts.keys() - compared), theme(dark=selection.dark))
+        return ranks.ranks(delays, shown, sorted(hosts.keys() - compared), _theme(selection))
 
     def _step(self, views: RunViews, selection: Selection) -> Picture:
         timeline = views.timeline(selection.step, selection.first, selection.last)
@@ -67,20 +67,23 @@ class Maker:
         known = [rank for rank in dict.fromkeys([*timeline.by_own_time, *sorted(hosts)]) if shown.includes(rank)]
         if selection.rank in known:
             known = [selection.rank, *(rank for rank in known if rank != selection.rank)]
-        return step.step(timeline, known, self._parameters(views), theme(dark=selection.dark))
+        return step.step(timeline, known, self._parameters(views), _theme(selection))
 
     def _buckets(self, views: RunViews, selection: Selection) -> Picture:
         times = views.buckets(selection.first, selection.last)
-        return buckets.buckets(times, self._parameters(views), theme(dark=selection.dark))
+        return buckets.buckets(times, self._parameters(views), _theme(selection))
 
     def _parameters(self, views: RunViews) -> dict[tuple[int, int, int], tuple[int, str]]:
         """Return size and names of each bucket's parameters."""
-        layouts, _ = self._store.layouts(views.run, views.attempt, None)
         return {
             (layout.module, layout.revision, index): (bucket.size_bytes, _names([p.name for p in bucket.parameters]))
-            for layout in layouts
+            for layout in views.layouts()
             for index, bucket in enumerate(layout.buckets)
         }
+
+
+def _theme(selection: Selection) -> Theme:
+    return theme(dark=selection.dark, legend_columns=selection.legend)
 
 
 def _hosts(views: RunViews) -> dict[int, str]:

@@ -34,7 +34,7 @@ def overview(columns: Mapping[str, wire.Ints], findings: Sequence[Mapping[str, A
         return Picture(NAME, TITLE, "No steps to draw yet. Those of a large run appear within two minutes.")
     low, middle, high = (columns[f"wall_{kind}_ns"] / 1e6 for kind in ("min", "median", "max"))
     first, end = columns["first"], columns["last"] + 1
-    top = max(1e-6, min(float(high.max()), _MAX_MEDIANS * float(middle.max()))) * 1.05
+    top = max(1e-6, min(float(high.max()), _MAX_MEDIANS * float(np.quantile(middle, 0.95)))) * 1.05
     plot = steps_plot(
         NAME,
         theme,
@@ -104,7 +104,7 @@ def _mark_findings(
     shaded = [row for row, (_, finding, _) in enumerate(marks) if finding["ranks"]]
     shades = ColumnDataSource({name: [data[name][row] for row in shaded] for name in ("from", "right", "color")})
     add_quads(plot, shades, ("from", "right", top, 0.0), color="color", alpha=0.12, line_color=None)
-    add_hover(plot, [strip], ("@severity", "@title"), ("steps", "@from{0,0} to @to{0,0}"))
+    add_hover(plot, [strip], ("finding", "@severity: @title"), ("steps", "@from{0,0} to @to{0,0}"))
     return (
         ""
         if not marks

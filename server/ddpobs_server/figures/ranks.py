@@ -73,7 +73,7 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
 
 def _draw(table: DelayMap, theme: Theme) -> figure:
     count, first, end = len(table.ranks), int(table.first[0]), int(table.last[-1]) + 1
-    height = 100 + 14 * max(3, min(count, WINDOW // 2))
+    height = 100 + 14 * max(7, min(count, WINDOW // 2))
     plot = steps_plot(
         NAME,
         theme,

@@ -63,6 +63,7 @@ class Selection:
         match: Ranks or hosts, see `RankFilter`.
         order: Order of the ranks.
         dark: Whether the page is dark.
+        legend: Columns of a legend.
     """
 
     first: int | None = None
@@ -72,3 +73,4 @@ class Selection:
     match: str = ""
     order: Order = "cost"
     dark: bool = False
+    legend: int = 9

@@ -119,7 +119,7 @@ def _draw_phases(plot: figure, timeline: StepTimeline, rows_of: Rows, theme: The
         style = {"fill_color": PHASE_COLORS[phase], "legend_label": PHASE_TITLES[phase]}
         glyphs.append(add_quads(plot, source, _SIDES, line_color=theme.paper, line_width=0.5, **style))
         end = max(end, float(ended.max(initial=0.0)))
-    add_hover(plot, glyphs, ("rank", "@rank"), ("@phase", "@ms{0,0.000} ms"))
+    add_hover(plot, glyphs, ("rank", "@rank"), ("phase", "@phase, @ms{0,0.000} ms"))
     return end
 
 

@@ -5,7 +5,7 @@ Source of the phases' colours: M. Okabe and K. Ito, "Color Universal Design", 20
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from bokeh.palettes import Magma256
 
@@ -46,6 +46,7 @@ class Theme:
         paper: Background.
         severity: Colour by severity.
         cost: Sequential scale, from no cost on.
+        legend_columns: Columns of a legend: as many as are as wide as the page.
     """
 
     ink: str
@@ -54,6 +55,7 @@ class Theme:
     paper: str
     severity: dict[str, str]
     cost: tuple[str, ...]
+    legend_columns: int = 9
 
 
 LIGHT = Theme(
@@ -74,6 +76,6 @@ DARK = Theme(
 )
 
 
-def theme(*, dark: bool) -> Theme:
-    """Return the colours of a dark or a light page."""
-    return DARK if dark else LIGHT
+def theme(*, dark: bool, legend_columns: int) -> Theme:
+    """Return the colours of a dark or a light page, and the width of its legends."""
+    return replace(DARK if dark else LIGHT, legend_columns=legend_columns)

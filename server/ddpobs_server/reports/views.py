@@ -18,6 +18,7 @@ from ddpobs_server.analysis.transfers import bucket_sizes, transfers
 from ddpobs_server.reports.recent_steps import drop_silent_ranks
 from ddpobs_server.reports.step_bins import AttemptBins, read_lateness
 from ddpobs_server.store import Source, Store
+from ddpobs_server.store.step_bins import BIN_STEPS
 
 _COLUMN_ROWS = 400_000
 """Rows of steps up to which the delays are computed from columns."""
@@ -66,6 +67,10 @@ class RunViews:
         """Return the attempt's processes."""
         return self.store.sources(self.run, self.attempt)
 
+    def layouts(self) -> list[wire.Layout]:
+        """Return the layouts of all modules that fit into an answer."""
+        return self.store.layouts(self.run, self.attempt, None)[0]
+
     def bounds(self, first: int | None, last: int | None) -> tuple[int, int]:
         """Return the first and last of the requested steps that the attempt has."""
         highest = max((source.last_step for source in self.sources()), default=0)
@@ -73,24 +78,27 @@ class RunViews:
 
     def delays(self, first: int | None, last: int | None, most: int) -> DelayMap | None:
         """Return the delay that each rank caused, in at most `most` bins of steps; None if none can be compared."""
-        bounds, sources = self.bounds(first, last), self.sources()
-        if bounds[0] > bounds[1]:
+        (begin, end), sources = self.bounds(first, last), self.sources()
+        if begin > end:
             return None
-        bins = self._recent_lateness(*bounds, sources)
-        if bins is None:
-            bins = read_lateness(AttemptBins(self.store, self.run, self.attempt), bounds, len(sources))
-            tail = bounds[0] if bins is None else int(bins.last[-1]) + 1
+        recent, earlier = self._recent_lateness(begin, end, sources), None
+        until = end if recent is None else int(recent.first[0]) - 1
+        if until - begin >= BIN_STEPS - 1 or recent is None:
+            # The columns are too many, or retention has removed the first of them.
+            earlier = read_lateness(AttemptBins(self.store, self.run, self.attempt), (begin, until), len(sources))
+        if recent is None:
             # Bins are made once a minute: until then the latest steps have to do.
-            tail = max(tail, bounds[1] - _COLUMN_ROWS // max(1, len(sources)) + 1)
-            later = self._recent_lateness(tail, bounds[1], sources) if tail <= bounds[1] else None
-            if later is not None:
-                bins = later if bins is None else bins.followed_by(later)
-        return delay_map(bins, most) if bins is not None and len(bins) else None
+            tail = begin if earlier is None else int(earlier.last[-1]) + 1
+            tail = max(tail, end - _COLUMN_ROWS // max(1, len(sources)) + 1)
+            recent = self._recent_lateness(tail, end, sources) if tail <= end else None
+        parts = [part for part in (earlier, recent) if part is not None and len(part)]
+        if not parts:
+            return None
+        return delay_map(parts[0] if len(parts) == 1 else parts[0].followed_by(parts[1]), most)
 
     def _recent_lateness(self, first: int, last: int, sources: list[Source]) -> LatenessBins | None:
-        """Return the lateness by step from columns; None if they are too many or were removed."""
-        rows = self.store.estimate_rows("steps", self.run, self.attempt, first, last)
-        if rows > _COLUMN_ROWS or not self.store.estimate_rows("steps", self.run, self.attempt, first, first + 63):
+        """Return the lateness by step from columns; None if they are too many, or none can be compared."""
+        if self.store.estimate_rows("steps", self.run, self.attempt, first, last) > _COLUMN_ROWS:
             return None
         joined = join(*drop_silent_ranks(*self.store.steps(self.run, self.attempt, None, first, last), sources))
         return bins_of(joined, 1) if len(joined) and len(joined.ranks) > 1 else None
@@ -129,7 +137,7 @@ class RunViews:
         if not len(rank):
             return None
         steps = self._steps(begin, end)
-        sizes = bucket_sizes(self.store.layouts(self.run, self.attempt, None)[0])
+        sizes = bucket_sizes(self.layouts())
         moved = transfers((rank, columns), clock_alignment.collectives_of(steps, rank, columns.step), sizes)
         return bucket_times(columns.step, bucket_spans_of(steps, (rank, columns), {}), sizes, moved.latest_layout)
 

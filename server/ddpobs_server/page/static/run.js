@@ -141,7 +141,8 @@ async function begin() {
     Object.assign(selection, ofFinding(diagnosis.findings[index], selection.finding));
     write(selection, true);
   }
-  if (wrong.length) notice(`The address has a malformed ${wrong.join(", ")}, which is left out.`);
+  by("wrong").hidden = wrong.length === 0;
+  by("wrong").textContent = `The address has a malformed ${wrong.join(", ")}, which is left out.`;
 }
 
 // With many ranks a part of the rows is seen at a time.
