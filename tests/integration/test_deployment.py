@@ -44,6 +44,13 @@ def test_every_service_has_a_health_check_and_is_restarted(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPOSE)
+def test_a_collector_is_not_process_1_of_its_container(name: str) -> None:
+    collectors = [settings for settings in services(name).values() if "build" in settings]
+    assert collectors
+    assert all(settings["init"] is True for settings in collectors)
+
+
+@pytest.mark.parametrize("name", COMPOSE)
 def test_the_files_that_a_compose_file_mounts_and_builds_exist(name: str) -> None:
     folder = (ROOT / name).parent
     for settings in services(name).values():

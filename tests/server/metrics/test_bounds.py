@@ -17,11 +17,13 @@ from fastapi.testclient import TestClient
 
 from ddpobs import wire
 from tests import databases
-from tests.collector import Collector, running_collector
+from tests.collector import Collector, collector, running_collector
 from tests.columns import make_spans
 from tests.server.batches import assert_problem, batch, get, hello, layout, path, put, spans, steps
 from tests.server.metrics.test_metrics import peers
 from tests.server.statement_counts import recorded
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def series_of(url: str, run: str, **headers: str) -> list[str]:
@@ -143,8 +145,16 @@ def test_runs_beyond_the_size_of_an_answer_are_left_out_and_counted(
     assert f"ddpobs_server_scrape_runs_left_out_total {6 - shown}.0\n" in own
 
 
+def peak_mb(pid: int) -> float:
+    """Largest resident memory of a process so far, from `VmHWM`."""
+    (kilobytes,) = re.findall(r"VmHWM:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(kilobytes) / 1000
+
+
 def test_reads_of_large_records_stay_within_their_bytes(tmp_path: Path) -> None:
-    with running_collector(tmp_path) as url:
+    (stated_mb,) = re.findall(r"below (\d+) MB in a test", (ROOT / "docs" / "operations.md").read_text())
+    with collector(tmp_path) as running:
+        url = running.url
         for rank in range(30):
             names = [f"layers.{rank}.{index}" for index in range(50_000)]
             unused = [wire.Unused(step=0, module=0, locally=names, globally=[])]
@@ -160,5 +170,6 @@ def test_reads_of_large_records_stay_within_their_bytes(tmp_path: Path) -> None:
             row for row in get(url, "/runs/run/diagnostics")["findings"] if row["code"] == "unused-parameters"
         )
         assert len(finding["parameters"]) == 50
-        assert 'ddpobs_unused_parameters{run="run"} 1500000\n' in httpx.get(f"{url}/metrics").text
+        assert 'ddpobs_unused_parameters{run="run"} 1500000\n' in httpx.get(f"{url}/metrics", timeout=60).text
         assert len(get(url, "/runs/run")["modules"]) == 30
+        assert peak_mb(running.process.pid) < int(stated_mb)
