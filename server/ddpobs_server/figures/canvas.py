@@ -99,7 +99,8 @@ def add_legend(plot: figure, theme: Theme) -> None:
     plot.add_layout(plot.legend[0], "above")
     legend = plot.legend[0]
     legend.orientation, legend.click_policy = "horizontal", "hide"
-    columns = legend.ncols = min(theme.legend_columns, len(legend.items))
+    columns = min(theme.legend_columns, len(legend.items))
+    legend.ncols = columns
     legend.label_height = legend.glyph_height = legend.glyph_width = 14
     plot.height = (plot.height or 0) + _LEGEND_ROW * (-(-len(legend.items) // columns) - 1)
     legend.background_fill_color, legend.border_line_color = theme.paper, None
