@@ -23,7 +23,7 @@ QUIET = (
 
 
 def main() -> int:
-    """Open the page, wait for its findings, and save a picture of it."""
+    """Open the page, wait for its figures, and save a picture of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("picture")
@@ -35,8 +35,7 @@ def main() -> int:
         browser = playwright.chromium.launch(executable_path=chromium, args=list(QUIET))
         page = browser.new_page(viewport={"width": 1200, "height": 900})
         page.goto(options.url)
-        page.get_by_label("Findings").get_by_text("Rank").first.wait_for(timeout=30_000)
-        page.wait_for_load_state("networkidle")
+        page.locator("#view[aria-busy=false]").wait_for(timeout=60_000)
         page.screenshot(path=options.picture, full_page=True)
         browser.close()
     return 0

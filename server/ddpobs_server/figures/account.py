@@ -11,7 +11,7 @@ from bokeh.models import ColumnDataSource, PrintfTickFormatter, Range1d
 from ddpobs import wire
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.picture import Picture, milliseconds
-from ddpobs_server.figures.theme import PHASE_COLORS, Theme
+from ddpobs_server.figures.theme import PHASE_COLORS, PHASE_TITLES, Theme
 
 NAME, TITLE = "account", "Where the time went"
 GROUPS = {
@@ -76,6 +76,6 @@ def account(answer: Mapping[str, Any], theme: Theme) -> Picture:
 def _style(part: Mapping[str, Any]) -> tuple[str, str, str]:
     """Return label, colour and hatch of a part: phases have their own colours, the other parts their group's."""
     if part["part"] in wire.PHASES:
-        return part["title"], PHASE_COLORS[part["part"]], " "
+        return PHASE_TITLES[part["part"]], PHASE_COLORS[part["part"]], " "
     label, color, hatch = GROUPS[part["group"]]
     return label, color or "#94a3b8", hatch

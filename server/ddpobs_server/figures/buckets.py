@@ -82,7 +82,7 @@ def buckets(times: BucketTimes | None, names: Mapping[tuple[int, int, int], tupl
             source=source,
             color=theme.ink,
             line_width=2,
-            legend_label="moving, by the fit of all buckets",
+            legend_label="moving, by the fit",
         )
     add_hover(
         plot,

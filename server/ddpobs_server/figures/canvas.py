@@ -26,6 +26,8 @@ from ddpobs_server.analysis.joined_steps import Floats
 from ddpobs_server.figures.theme import Theme
 
 FONT = "system-ui, sans-serif"
+_LEGEND_ROW = 26
+"""Height of a row of a legend."""
 SELECTION, STEP, POINTER = "selection", "step", "pointer"
 """Names of the marks."""
 
@@ -97,10 +99,13 @@ def add_legend(plot: figure, theme: Theme) -> None:
     plot.add_layout(plot.legend[0], "above")
     legend = plot.legend[0]
     legend.orientation, legend.click_policy = "horizontal", "hide"
-    legend.ncols = min(theme.legend_columns, len(legend.items))
+    columns = min(theme.legend_columns, len(legend.items))
+    legend.ncols = columns
+    legend.label_height = legend.glyph_height = legend.glyph_width = 14
+    plot.height = (plot.height or 0) + _LEGEND_ROW * (-(-len(legend.items) // columns) - 1)
     legend.background_fill_color, legend.border_line_color = theme.paper, None
     legend.label_text_color, legend.label_text_font = theme.ink, FONT
-    legend.label_text_font_size, legend.padding, legend.spacing = "12px", 2, 12  # type: ignore[assignment]
+    legend.label_text_font_size, legend.padding, legend.spacing = "12px", 2, 10  # type: ignore[assignment]
 
 
 def mark_longer(plot: figure, x: Floats, times_ms: Floats, top: float, theme: Theme) -> None:

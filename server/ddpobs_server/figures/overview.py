@@ -55,7 +55,8 @@ def overview(columns: Mapping[str, wire.Ints], findings: Sequence[Mapping[str, A
         name="bins",
     )
     spread = add_quads(plot, bins, ("first", "end", "shown", "low"), color=SPREAD, alpha=0.6, line_width=0.5)
-    plot.step("first", "middle", source=bins, mode="after", color=theme.ink, line_width=1.5, nonselection_alpha=1)
+    line = np.append(first, end[-1]), np.append(middle, middle[-1])
+    plot.step(*line, mode="after", color=theme.ink, line_width=1.5)
     mark_longer(plot, (first + end) / 2, high, top, theme)
     add_hover(
         plot,

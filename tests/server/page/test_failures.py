@@ -74,7 +74,10 @@ def test_the_page_switches_between_attempts(browser: Any, url: str) -> None:
     visit = Visit(browser, f"{url}/runs/again")
     visit.page.locator("#facts").get_by_text("3 steps · attempt 2 of 2").wait_for()
     rows = visit.page.locator("#attempts tbody tr")
+    rows.nth(1).wait_for()
     assert rows.nth(1).locator("td").nth(2).inner_text() == f"rank 1: ValueError: a bad sample {EVIL}"
+    restart = f"This attempt is a restart: attempt 1 failed (rank 1: ValueError: a bad sample {EVIL}) after 7 steps."
+    assert visit.page.locator("#restarted").inner_text() == restart
     visit.page.get_by_role("link", name="attempt 1").click()
     visit.page.get_by_role("heading", name="Rank 1 failed first, in forward of step 6").wait_for()
     visit.page.locator("#facts").get_by_text("7 steps · attempt 1 of 2").wait_for()

@@ -59,6 +59,15 @@ export function showAttempts(attempts, shown, latest) {
   }));
 }
 
+// How the attempt before the shown one ended, and whether there is a later one.
+export function showRestart(attempts, shown) {
+  const index = attempts.indexOf(shown), before = attempts[index - 1], lines = [];
+  if (before) lines.push(`This attempt is a restart: attempt ${before.ordinal + 1} ${before.outcome}${before.reason ? ` (${before.first_rank === null ? "" : `rank ${before.first_rank}: `}${before.reason})` : ""} after ${before.steps} steps.`);
+  if (index >= 0 && index < attempts.length - 1) lines.push(`A later attempt exists: ${attempts.length} is the latest.`);
+  by("restarted").hidden = lines.length === 0;
+  by("restarted").textContent = lines.join(" ");
+}
+
 export function showUnused({ unused }) {
   const latest = new Map(unused.map((set) => [`${set.rank}/${set.module}`, set]));
   const sets = [...latest.values()].filter((set) => set.locally.length);

@@ -2,7 +2,7 @@
 
 import { element, get, Unreachable } from "./api.js";
 
-const COLUMN_PX = 150;
+const COLUMN_PX = 165;
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 export class FigureView {
@@ -22,7 +22,7 @@ export class FigureView {
   async show(query, refresh = false) {
     const full = new URLSearchParams(query);
     if (dark.matches) full.set("dark", "true");
-    const columns = Math.floor((this.section.clientWidth - 60) / COLUMN_PX);
+    const columns = Math.floor((this.section.clientWidth - 20) / COLUMN_PX);
     if (columns < 9) full.set("legend", String(Math.max(1, columns)));
     const text = full.toString();
     if (refresh && this.query === text && (this.zoomed() || this.plot.matches(":hover"))) return;

@@ -25,7 +25,7 @@ export function showFindings(section, { findings, missing, steps_seen }, keys, c
 function card(finding, key, isChosen, open, select) {
   const title = element("button", { type: "button", class: "finding-title", "aria-pressed": String(isChosen), "data-key": `title ${key}` }, finding.title);
   title.addEventListener("click", () => select(finding, key));
-  const details = element("details", { "data-key": key }, element("summary", { "data-key": `summary ${key}` }, `Evidence, steps ${finding.steps[0]} to ${finding.steps[1]}`),
+  const details = element("details", { "data-key": key }, element("summary", { "data-key": `summary ${key}` }, `Evidence, ${stepsText(...finding.steps)}`),
     element("dl", {}, ...Object.entries(finding.evidence).flatMap(([name, value]) => [element("dt", {}, words(name)), element("dd", {}, readable(name, value))])));
   details.toggleAttribute("open", open.has(key));
   return element("article", { class: `finding ${finding.severity}${isChosen ? " chosen" : ""}`, "data-finding": key },
@@ -40,10 +40,14 @@ function gain({ gain: value }) {
   return element("span", { class: "gain" }, `gain −${(100 * value.ratio).toFixed(0)} % of the ${value.whole ?? "step"} (± ${error.toFixed(1)} %), ${ms(value.step_ns)} a step`);
 }
 
+function stepsText(first, last) {
+  return first === last ? `step ${first}` : `steps ${first} to ${last}`;
+}
+
 // When a finding held, in the reader's own zone.
 function times(intervals) {
   const known = intervals.filter(({ began_ns }) => began_ns !== null);
-  const lines = known.slice(0, SHOWN_INTERVALS).map(({ from, to, began_ns, ended_ns }) => `steps ${from} to ${to}: ${clock(began_ns)} to ${clock(ended_ns)}`);
+  const lines = known.slice(0, SHOWN_INTERVALS).map(({ from, to, began_ns, ended_ns }) => `${stepsText(from, to)}: ${clock(began_ns)} to ${clock(ended_ns)}`);
   if (known.length > SHOWN_INTERVALS) lines.push(`and ${known.length - SHOWN_INTERVALS} more`);
   return lines.length ? [element("p", { class: "muted" }, lines.join("; "))] : [];
 }

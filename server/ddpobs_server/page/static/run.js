@@ -1,7 +1,7 @@
 // The page of one run. One selection (attempt, steps, rank, step, bucket, finding) is in the address, and all figures follow it.
 
 import { element, get, notice, refresh, root, runOnce, saveWithToken, Unreachable } from "./api.js";
-import { bucketNames, showAttempts, showBucket, showFacts, showRanks, showSettings, showUnused } from "./facts.js";
+import { bucketNames, showAttempts, showBucket, showFacts, showRanks, showRestart, showSettings, showUnused } from "./facts.js";
 import { FigureView, onColors } from "./figures.js";
 import { showFindings } from "./findings.js";
 import { findingKeys, isEmpty, ofFinding, read, stepRange, write } from "./selection.js";
@@ -117,6 +117,7 @@ async function show() {
   if (!shownAttempt && selection.attempt && /^\d{1,9}$/.test(selection.attempt)) throw new Error(`run ${run} has no attempt ${selection.attempt}; it has ${attempts.length}`);
   ({ ranks } = await get(address("ranks")));
   showFacts(details, shownAttempt, attempts, ranks);
+  showRestart(attempts, shownAttempt);
   diagnosis = await get(address("diagnostics"));
   showDiagnosis();
   const isFirst = seen === null, now = `${shownAttempt?.attempt} ${details.last_seen_ns} ${details.steps}`;
@@ -223,8 +224,6 @@ refresh(async () => {
     if (!(error instanceof Unreachable) && details === null) {
       by("view").hidden = true;
       by("state").hidden = false;
-      by("state").querySelector("h2").textContent = "This run cannot be shown";
-      by("state").querySelector("p").textContent = error.message;
     }
     throw error;
   }
