@@ -7,17 +7,20 @@ from pathlib import Path
 
 from grafana_foundation_sdk.cog.encoder import JSONEncoder
 
+from dashboards.buckets import buckets
 from dashboards.collector import collector
-from dashboards.run_overview import run_overview
+from dashboards.fleet import fleet
+from dashboards.ranks import ranks
+from dashboards.run import run
 
 FOLDER = Path(__file__).parent / "grafana"
 
 
 def dashboard_files() -> dict[str, str]:
     """Return the JSON of every dashboard by file name."""
-    boards = {"run-overview.json": run_overview(), "collector.json": collector()}
+    boards = {board.__name__: board() for board in (fleet, run, ranks, buckets, collector)}
     encoder = JSONEncoder(sort_keys=True, indent=2)
-    return {name: encoder.encode(board.build()) + "\n" for name, board in boards.items()}
+    return {f"{name}.json": encoder.encode(board.build()) + "\n" for name, board in boards.items()}
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ debian_packages() {
 
 if [ "$target" = test ]; then
     if command -v apt-get >/dev/null; then
-        debian_packages prometheus chromium docker-compose iproute2 nginx-light openssl pgbouncer
+        debian_packages prometheus prometheus-alertmanager chromium docker-compose iproute2 nginx-light openssl pgbouncer
     else
         echo "This is not Debian or Ubuntu: install prometheus and chromium yourself, or their tests are skipped." >&2
     fi

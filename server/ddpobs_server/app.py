@@ -136,7 +136,7 @@ async def _open(state: Any) -> None:
     usage.watch("max_under_way_mb", state.memory_budget.used_ratio)
     for limit in series_ledger.LIMITS:
         usage.watch(limit, partial(state.series.used_ratio, limit))
-    state.health_monitor = HealthMonitor(store, registry, usage.measure)
+    state.health_monitor = HealthMonitor(store, registry, usage.measure, settings.public_url)
     await run_in_threadpool(state.health_monitor.start)
 
 

@@ -15,7 +15,7 @@ SLOW_RANK = 1
 @pytest.fixture(scope="session")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The address of a collector."""
-    with collector(tmp_path_factory.mktemp("collector")) as running:
+    with collector(tmp_path_factory.mktemp("collector"), public_url="https://ddpobs.example") as running:
         yield running.url
 
 

@@ -1,4 +1,4 @@
-"""A real Prometheus that scraped a real run evaluates every query of every panel and variable."""
+"""A real Prometheus that scraped a real run evaluates every query of every panel, and its alert reaches a receiver."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,51 @@ pytestmark = pytest.mark.alone
 RUN = "on-the-dashboard"
 
 
+@dataclass
+class Alertmanager:
+    """A running Alertmanager, and the alerts that its receiver got."""
+
+    address: str
+    received: list[Any]
+
+
 @pytest.fixture(scope="module")
-def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
+def alertmanager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alertmanager]:
+    program = need("prometheus-alertmanager", "prometheus-alertmanager")
+    folder = tmp_path_factory.mktemp("alertmanager")
+    received: list[Any] = []
+
+    class Receiver(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            received.extend(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["alerts"])
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            """Keep the output short."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Receiver)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    receiver = {"name": "test", "webhook_configs": [{"url": f"http://127.0.0.1:{server.server_port}"}]}
+    route = {"receiver": "test", "group_wait": "1s", "group_interval": "1s", "group_by": ["..."]}
+    (folder / "config.yml").write_text(json.dumps({"route": route, "receivers": [receiver]}))
+    address = f"127.0.0.1:{free_port()}"
+    options = (f"--config.file={folder}/config.yml", f"--storage.path={folder}", "--cluster.listen-address=")
+    with (folder / "log").open("wb") as log:
+        process = subprocess.Popen([program, *options, f"--web.listen-address={address}"], stdout=log, stderr=log)
+    try:
+        yield Alertmanager(address, received)
+    finally:
+        process.terminate()
+        process.wait(30)
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def prometheus(
+    url: str, alertmanager: Alertmanager, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[httpx.Client]:
     """A Prometheus that scraped the collector every second during a training with a slow rank.
 
     Queries are evaluated at the training's end, because a finished run leaves the metrics after a minute.
@@ -37,12 +82,18 @@ def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[h
     program = need("prometheus", "prometheus")
     folder = tmp_path_factory.mktemp("prometheus")
     address = f"127.0.0.1:{free_port()}"
+    rules = yaml.safe_load((ROOT / "dashboards" / "prometheus" / "alerts.yml").read_text())
+    for rule in rules["groups"][0]["rules"]:
+        rule["for"] = "1s"
+    (folder / "alerts.yml").write_text(json.dumps(rules))
     client = httpx.Client(base_url=f"http://{address}/api/v1", timeout=60)
     target = url.removeprefix("http://")
     (folder / "prometheus.yml").write_text(
         json.dumps(
             {
-                "global": {"scrape_interval": "1s"},
+                "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+                "rule_files": ["alerts.yml"],
+                "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager.address]}]}]},
                 "scrape_configs": [{"job_name": "ddpobs", "static_configs": [{"targets": [target]}]}],
             }
         )
@@ -56,6 +107,7 @@ def prometheus(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[h
     training.start()
     try:
         _wait_for(client, f'ddpobs_straggler_steps_total{{run="{RUN}"}} > 20')
+        _wait_for(client, f'ALERTS{{alertname="DdpobsStraggler",alertstate="firing",run="{RUN}"}}')
         training.join()
         time.sleep(2)
         client.params = client.params.set("time", time.time())
@@ -98,8 +150,11 @@ def queries() -> list[tuple[str, str]]:
     ]
 
 
-def with_values(expr: str) -> str:
-    return expr.replace("$run", RUN).replace("$rank", ".*").replace("$instance", ".*")
+def with_values(expr: str, over: str = "20s") -> str:
+    values = {"$run": RUN, "$rank": ".*", "$instance": ".*", "$__rate_interval": over, "$__interval": "5s"}
+    for name, value in values.items():
+        expr = re.sub(re.escape(name) + r"\b", value, expr)
+    return expr
 
 
 def test_no_panel_is_empty(prometheus: httpx.Client) -> None:
@@ -127,30 +182,68 @@ IN_15_S = {
         ("Step time, mean", f'run="{RUN}"', 0.25),
         ("Delay caused by a rank, per step", f'run="{RUN}", rank="1"', 0.0625),
         ("Waiting for the last rank, per step", f'run="{RUN}", rank="1"', 0.125),
-        ("Share of steps in which a rank was last and late", 'rank="1", phase="backward"', 0.5),
+        ("Share of steps in which a rank was last and late", f'run="{RUN}", rank="1", phase="backward"', 0.5),
     ],
 )
-@pytest.mark.parametrize("scrapes", [4, 1], ids=["four scrapes a minute", "one scrape a minute"])
+@pytest.mark.parametrize(
+    ("scrape_s", "at"), [(5, "45s"), (60, "10m30s")], ids=["45 s after the start", "scraped slowly"]
+)
 def test_a_panel_shows_the_value_of_its_title(
-    tmp_path: Path, panel: str, labels: str, value: float, scrapes: int
+    tmp_path: Path, panel: str, labels: str, value: float, scrapes: tuple[int, str]
 ) -> None:
+    scrape_s, at = scrapes
     expectation = {
-        "expr": with_values(dict(queries())[panel]),
-        "eval_time": "10m" if scrapes > 1 else "10m30s",
+        "expr": with_values(dict(queries())[panel], over=f"{4 * scrape_s}s"),  # As Grafana chooses it.
+        "eval_time": at,
         "exp_samples": [{"labels": f"{{{labels}}}", "value": value}],
     }
-    series = [{"series": name, "values": f"0+{growth * 4 / scrapes}x60"} for name, growth in IN_15_S.items()]
-    test = {"interval": f"{60 // scrapes}s", "input_series": series, "promql_expr_test": [expectation]}
-    (tmp_path / "test.yml").write_text(json.dumps({"tests": [test]}))
+    series = [{"series": name, "values": f"0+{growth * scrape_s / 15}x60"} for name, growth in IN_15_S.items()]
+    test = {"interval": f"{scrape_s}s", "input_series": series, "promql_expr_test": [expectation]}
+    (tmp_path / "test.yml").write_text(json.dumps({"evaluation_interval": "5s", "tests": [test]}))
     command = [need("promtool", "prometheus"), "test", "rules", tmp_path / "test.yml"]
     result = subprocess.run(command, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
+def test_the_alert_about_the_slow_rank_reaches_a_receiver_through_alertmanager(
+    prometheus: httpx.Client, alertmanager: Alertmanager
+) -> None:
+    deadline = time.monotonic() + 90
+    while not (alerts := [a for a in list(alertmanager.received) if is_about_the_slow_rank(a["labels"])]):
+        assert time.monotonic() < deadline, alertmanager.received
+        time.sleep(0.2)
+    assert f"Run {RUN}: rank {SLOW_RANK} is slow in backward" in alerts[0]["annotations"]["summary"]
+    assert alerts[0]["annotations"]["runbook_url"] == "docs/findings/straggler.md"
+    assert alerts[0]["annotations"]["dashboard_url"] == f"/d/ddpobs-ranks?var-run={RUN}"
+
+
+def is_about_the_slow_rank(labels: Any) -> bool:
+    expected = {"alertname": "DdpobsStraggler", "run": RUN, "ranks": str(SLOW_RANK), "phase": "backward"}
+    return expected.items() <= labels.items()
+
+
+def test_the_table_of_findings_names_the_slow_rank_its_phase_and_the_gain(prometheus: httpx.Client) -> None:
+    (first, *_) = evaluate(prometheus, with_values(dict(queries())["Findings"]))
+    assert is_about_the_slow_rank({"alertname": "DdpobsStraggler", **first["metric"]})
+    assert float(first["value"][1]) > 0.1
+
+
+def test_a_start_and_a_finding_are_annotated(prometheus: httpx.Client) -> None:
+    end = time.time()
+    for board in dashboards():
+        for annotation in board.get("annotations", {}).get("list", []):
+            query = {"query": with_values(annotation["expr"]), "start": end - 300, "end": end, "step": 5}
+            answer = prometheus.get("/query_range", params=query).json()
+            assert answer["status"] == "success", answer
+            samples = [len(series["values"]) for series in answer["data"]["result"]]
+            assert samples or annotation["name"] == "Ends"
+            assert max(samples, default=1) <= 2, annotation["name"]  # Scrapes are not aligned with the steps.
+
+
 def test_every_variable_has_values(prometheus: httpx.Client) -> None:
     variables = [variable for dashboard in dashboards() for variable in dashboard["templating"]["list"]]
     with_query = [variable for variable in variables if variable["type"] == "query"]
-    assert {variable["name"] for variable in with_query} == {"run", "rank", "instance"}
+    assert {variable["name"] for variable in with_query} == {"run", "rank", "instance", "page"}
     for variable in with_query:
         query = variable["query"] if isinstance(variable["query"], str) else variable["query"]["query"]
         match = re.fullmatch(r"label_values\((.+), (\w+)\)", query)

@@ -14,7 +14,7 @@ from ddpobs_server.store import DEFAULT_WORKSPACE, Store
 from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.workspace_limits import WorkspaceLimits
 
-RANK_SERIES, BUCKET_SERIES, RUN_SERIES = 21, 4, 64
+RANK_SERIES, BUCKET_SERIES, RUN_SERIES = 21, 4, 74
 """Series of a rank, of a bucket, and most series of a run besides: facts, histogram, findings."""
 LIMITS = ("max_series", "max_run_series", "max_buckets")
 _REVISIONS = 10

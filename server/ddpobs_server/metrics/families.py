@@ -19,6 +19,7 @@ Render = Callable[[CollectorRegistry], bytes]
 Families = dict[str, bytes]
 """Lines of a run by family."""
 _RANK, _HANG = ("rank", "run"), ("place", "ranks", "run")
+_FINDING = ("code", "phase", "ranks", "run", "severity")
 # Labels are in alphabetical order, as prometheus_client writes them.
 _COUNTERS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("steps", "Steps finished.", _RANK),
@@ -46,6 +47,7 @@ _GAUGES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("last_step", "Number of the last step.", _RANK),
     ("last_step_timestamp_seconds", "Time at which the collector received the last step, Unix time.", _RANK),
     ("findings", "Findings by code and severity.", ("code", "run", "severity")),
+    ("finding_gain_ratio", "Gain that a finding predicts, as a share of the step or run; 0 if none.", _FINDING),
     ("goodput_ratio", "Time in steps that no restart repeated, as a share of the run's wall time.", ("run",)),
     ("time_share_ratio", "Share of a group of the account in the run's wall time.", ("group", "run")),
     ("run_state", "1; the run's state is a label.", ("run", "state")),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ddpobs.wire import OWN_PHASES, PHASES
@@ -18,6 +18,8 @@ _LABEL_LENGTH = 128
 """Characters of a label's value that a client chose."""
 _PLACE_CHARACTERS, _RANKS = 160, 8
 """Longest place, and most ranks, in a label."""
+_FINDINGS = 10
+"""Findings of a run that have a series each: the most severe ones."""
 _BUCKET = "bucket_ready_seconds", "bucket_comm_seconds", "bucket_exposed_seconds", "bucket_bytes"
 _Lines = dict[str, list[str]]
 
@@ -43,6 +45,7 @@ def render_present(run: Run, state: RunState, diagnosis: Mapping[str, Any] | Non
     findings = diagnosis["findings"] if diagnosis else ()
     counts = Counter((finding["code"], finding["severity"]) for finding in findings)
     _add(lines, "findings", ((code, run.name, severity, count) for (code, severity), count in counts.items()))
+    _add(lines, "finding_gain_ratio", _gains(run.name, findings[:_FINDINGS]))
     if diagnosis and diagnosis["goodput"] is not None:
         _add(lines, "goodput_ratio", [(run.name, diagnosis["goodput"])])
         _add(lines, "time_share_ratio", [(group, run.name, share) for group, share in diagnosis["time_shares"].items()])
@@ -52,9 +55,19 @@ def render_present(run: Run, state: RunState, diagnosis: Mapping[str, Any] | Non
     return _encode(lines)
 
 
-def _rank_list(hang: Any) -> str:
-    """The ranks that the others wait for: `1`, `0, 2`; a long list is cut."""
-    ranks = hang["ranks"]
+def _gains(run: str, findings: Sequence[Any]) -> list[tuple[object, ...]]:
+    """Labels and gain of each finding; of findings with the same labels, the largest gain."""
+    gains: dict[tuple[object, ...], float] = {}
+    for finding in findings:
+        labels = (finding["code"], finding["phase"] or "", _rank_list(finding), run, finding["severity"])
+        gain = finding["gain"]["ratio"] if finding["gain"] else 0.0
+        gains[labels] = max(gain, gains.get(labels, 0.0))
+    return [(*labels, gain) for labels, gain in gains.items()]
+
+
+def _rank_list(finding: Any) -> str:
+    """The ranks of a finding: `1`, `0, 2`; a long list is cut."""
+    ranks = finding["ranks"]
     return ", ".join(map(str, ranks[:_RANKS])) + (f" and {len(ranks) - _RANKS} more" if len(ranks) > _RANKS else "")
 
 

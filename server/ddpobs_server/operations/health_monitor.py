@@ -30,10 +30,15 @@ class HealthMonitor:
         store: The store to check.
         registry: Receives the metrics, including the process metrics.
         further_check: Called after each successful check, on the same thread.
+        public_url: Address at which people open the page.
     """
 
     def __init__(
-        self, store: Store, registry: CollectorRegistry, further_check: Callable[[], None] = lambda: None
+        self,
+        store: Store,
+        registry: CollectorRegistry,
+        further_check: Callable[[], None] = lambda: None,
+        public_url: str = "",
     ) -> None:
         self._further_check = further_check
         self._store = store
@@ -42,8 +47,10 @@ class HealthMonitor:
         self._problem: str | None = None
         self._checked_at = time.monotonic()
         ProcessCollector(registry=registry)
-        info = Gauge("ddpobs_server_info", "1; the version is a label.", ["version"], registry=registry)
-        info.labels(ddpobs.__version__).set(1)
+        info = Gauge(
+            "ddpobs_server_info", "1; version and public_url are labels.", ["version", "public_url"], registry=registry
+        )
+        info.labels(ddpobs.__version__, public_url).set(1)
         up = Gauge("ddpobs_server_database_up", "1 while the database answers and accepts batches.", registry=registry)
         up.set_function(lambda: self.database_answers)
         self._answer_s = Gauge(

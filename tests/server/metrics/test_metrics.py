@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import httpx
 import numpy as np
+from ddpobs_server.metrics.runs import render_present
 
 from ddpobs import wire
-from tests.collector import Collector
+from tests.collector import Collector, collector
 from tests.server.batches import batch, pulse, put, steps
 
 
@@ -57,6 +60,36 @@ def test_a_hang_of_many_ranks_has_a_short_label(shared: Collector, run: str) -> 
     text = httpx.get(f"{shared.url}/metrics", params={"only": "runs"}).text
     labels = f'place="{"x" * 160}",ranks="0, 1, 2, 3, 4, 5, 6, 7 and 4 more",run="{run}"'
     assert f"ddpobs_hang_info{{{labels}}} 1\n" in text
+
+
+def finding(code: str, ranks: list[int], gain: float | None) -> dict[str, Any]:
+    return {
+        "code": code,
+        "severity": "warning",
+        "ranks": ranks,
+        "phase": "backward" if ranks else None,
+        "gain": gain and {"ratio": gain},
+    }
+
+
+def test_the_most_severe_findings_have_a_series_each_with_rank_phase_and_gain() -> None:
+    findings = [finding("straggler", [1], 0.2), finding("straggler", [1], 0.3), finding("unused", [], None)]
+    findings += [finding("straggler", list(range(rank, 20)), 0.1) for rank in range(9)]
+    run = Mock()
+    run.name = "r"
+    diagnosis = {"findings": findings, "goodput": None}
+    lines = render_present(run, "running", diagnosis)["finding_gain_ratio"].decode().splitlines()
+    start = "ddpobs_finding_gain_ratio"
+    assert lines[0] == f'{start}{{code="straggler",phase="backward",ranks="1",run="r",severity="warning"}} 0.3'
+    assert lines[1] == f'{start}{{code="unused",phase="",ranks="",run="r",severity="warning"}} 0.0'
+    assert 'ranks="0, 1, 2, 3, 4, 5, 6, 7 and 12 more"' in lines[2]
+    assert len(lines) == 9  # Of the ten that are considered, two have the same labels.
+
+
+def test_the_collectors_public_address_is_a_label(tmp_path: Path) -> None:
+    with collector(tmp_path, public_url="https://ddpobs.example/") as running:
+        text = httpx.get(f"{running.url}/metrics", params={"only": "collector"}).text
+    assert 'public_url="https://ddpobs.example",' in text
 
 
 def test_every_metric_of_runs_is_in_the_guide(shared: Collector) -> None:
