@@ -59,7 +59,18 @@ def _arrival(body: bytes) -> Arrival:
 
 
 def _without_bulk(finding: dict[str, Any]) -> dict[str, Any]:
-    names = ("cause", "kind", "excess_ns", "late_share", "lost_share", "chance", "cause_ns", "shares", "turns")
+    names = (
+        "cause",
+        "kind",
+        "excess_ns",
+        "phase_excess_ns",
+        "late_share",
+        "lost_share",
+        "chance",
+        "cause_ns",
+        "shares",
+        "turns",
+    )
     kept = ("code", "severity", "title", "ranks", "phase", "buckets", "parameters", "intervals", "steps")
     evidence = {name: value for name, value in finding["evidence"].items() if name in names}
     return {name: finding[name] for name in kept} | {"evidence": evidence}
@@ -98,12 +109,21 @@ def alarms(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def injected_of(folder: Path) -> dict[str, float] | None:
-    """Return the median delay over the steps with a fault, and the typical step, in ns."""
+    """Return the medians of the work over the steps with a fault, and of a step without DDP, in ns.
+
+    `work_ns` is the work's time on a processor, `delay_ns` its wall time: other programs may have interrupted it.
+    """
     entries = [json.loads(file.read_text()) for file in sorted(folder.glob("injected-*.json"))]
-    delays = [delay for entry in entries for delay in entry["injected_ns"].values()]
-    if not delays:
+    entries = [entry for entry in entries if entry["injected_ns"]]
+    if not entries:
         return None
-    return {"delay_ns": statistics.median(delays), "typical_ns": max(entry["typical_ns"] for entry in entries)}
+    delays = [delay for entry in entries for delay in entry["injected_ns"].values()]
+    works = [work for entry in entries for work in entry["work_ns"].values()]
+    return {
+        "work_ns": statistics.median(works),
+        "delay_ns": statistics.median(delays),
+        "typical_ns": statistics.median(entry["typical_ns"] for entry in entries),
+    }
 
 
 def _named(findings: list[dict[str, Any]], expected: Expected) -> dict[str, Any] | None:
@@ -142,6 +162,7 @@ def compared(finding: dict[str, Any], expected: Expected, injected: dict[str, fl
         answer["interval"] = len(ends) == 1 and all(
             abs(end - known) <= _EDGE_STEPS for end, known in zip(ends[0], wanted, strict=True)
         )
-    if injected and "excess_ns" in finding["evidence"]:
-        answer["stated_ratio"] = finding["evidence"]["excess_ns"] / injected["delay_ns"]
+    stated_ns = finding["evidence"].get("phase_excess_ns", {}).get(expected.phase)
+    if injected and stated_ns is not None:
+        answer["stated_ratio"] = stated_ns / injected["work_ns"]
     return answer

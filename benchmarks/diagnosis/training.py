@@ -2,7 +2,7 @@
 
 `FAULTS` is a JSON list; each entry has the fields of `Fault`. Each rank first measures a step without DDP; each delay
 is a share of it. A delay is real work: products of matrices, for this much time of the thread's processor. Each rank
-writes the wall time of its faults by step to `$OUT/injected-RANK.json`.
+writes the times of its faults by step to `$OUT/injected-RANK.json`.
 """
 
 from __future__ import annotations
@@ -58,22 +58,23 @@ class Fault:
 
 
 class Work:
-    """The work of one rank's faults, with its wall time by step."""
+    """The work of one rank's faults, with its wall time and its time on a processor by step."""
 
     def __init__(self, faults: list[Fault]) -> None:
         self._faults, self._matrix = faults, torch.randn(64, 64)
         self.step, self.typical_ns = -1, 0.0
         self.injected_ns: dict[int, int] = {}
+        self.work_ns: dict[int, int] = {}
 
     def run(self, phase: str, layer: int = LAYERS - 1) -> None:
         """Run the work of a phase, if this step has any."""
         for fault in self._faults:
             if fault.phase == phase and fault.layer == layer and fault.holds(self.step):
-                began_ns, until_ns = time.perf_counter_ns(), time.thread_time_ns() + fault.share * self.typical_ns
-                while time.thread_time_ns() < until_ns:
+                began_ns, began_work_ns = time.perf_counter_ns(), time.thread_time_ns()
+                while time.thread_time_ns() - began_work_ns < fault.share * self.typical_ns:
                     self._matrix @ self._matrix
-                took_ns = time.perf_counter_ns() - began_ns
-                self.injected_ns[self.step] = self.injected_ns.get(self.step, 0) + took_ns
+                self.injected_ns[self.step] = time.perf_counter_ns() - began_ns
+                self.work_ns[self.step] = time.thread_time_ns() - began_work_ns
 
 
 class SlowBackward(torch.autograd.Function):
@@ -137,12 +138,13 @@ def typical_step_ns(model: nn.Module) -> float:
 def main() -> None:
     """Train."""
     rank = int(os.environ["RANK"])
-    processors = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, [processors[rank % len(processors)]])
     faults = [Fault(**entry) for entry in json.loads(sys.argv[1])]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     dist.init_process_group("gloo")
+    # Only the training thread is pinned. Gloo's threads would compete with it on one processor, on the late rank alone.
+    processors = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, [processors[rank % len(processors)]])
     work = Work([fault for fault in faults if fault.rank == rank])
     model = Chain(work)
     work.typical_ns = typical_step_ns(model)
@@ -156,7 +158,7 @@ def main() -> None:
     dist.barrier()
     dist.destroy_process_group()
     (Path(os.environ["OUT"]) / f"injected-{rank}.json").write_text(
-        json.dumps({"typical_ns": work.typical_ns, "injected_ns": work.injected_ns})
+        json.dumps({"typical_ns": work.typical_ns, "injected_ns": work.injected_ns, "work_ns": work.work_ns})
     )
 
 

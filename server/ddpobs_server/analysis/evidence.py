@@ -10,11 +10,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.account import Process, RunAccount
+from ddpobs_server.analysis.account import RunAccount
 from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
 from ddpobs_server.analysis.intervals import StepClock
 from ddpobs_server.analysis.joined_steps import JoinedSteps, index_ranks
 from ddpobs_server.analysis.lateness_bins import LatenessBins
+from ddpobs_server.analysis.rank_account import Process
 from ddpobs_server.analysis.work import WorkFit, fit_work
 
 MIN_STEPS = 20

@@ -92,7 +92,7 @@ def _gain(parts_ns: Any, time_ns: float, steps: int) -> Gain:
 
 def _shares(ranks: list[int], shares: Any) -> str:
     """Return the words for the ranks' shares, at most four of them."""
-    named = [f"rank {rank} ({share:.0%})" for rank, share in list(zip(ranks, shares, strict=True))[:4]]
+    named = [f"rank {rank} ({share:.0%} of the loss)" for rank, share in list(zip(ranks, shares, strict=True))[:4]]
     return ", ".join(named) + (f" and {len(ranks) - 4} more" if len(ranks) > 4 else "")
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpobs_server.analysis.account import AttemptAccount, Launch, Process, RunAccount, account_of
+from ddpobs_server.analysis.account import AttemptAccount, Launch, RunAccount, account_of
+from ddpobs_server.analysis.rank_account import Process
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -83,7 +83,7 @@ def test_a_difference_below_a_thirtieth_of_the_step_is_no_finding() -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_small_delay_of_every_step_is_named_as_information(ranks: int) -> None:
     quiet = noiseless({1: ("forward", 5.0)}, ranks=ranks, steps=100)
-    noise = np.random.default_rng(0).normal(0, 1.5 * MS, quiet.shape).astype(np.int64)
+    noise = np.random.default_rng(0).normal(0, 0.7 * MS, quiet.shape).astype(np.int64)
     (finding,) = findings_of(quiet + noise)
     assert (finding.ranks, finding.phase, finding.severity) == ([1], "forward", "info")
     assert finding.evidence["excess_ns"] == pytest.approx(5 * MS, rel=0.15)

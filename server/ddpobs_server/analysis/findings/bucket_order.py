@@ -68,7 +68,7 @@ def _finding(evidence: Evidence, columns: ColumnReader, replay: Replay, late: wi
         title=(
             f"Gradients arrive in another order than the buckets: {np.count_nonzero(blocked_ns)} of {len(layout)} "
             f"buckets wait for bucket {launch_order(replay)[worst]}; in the order of arrival a step takes "
-            f"{saving.step_ns / 1e6:.1f} ms less ({saving.ratio:.0%})"
+            f"{saving.step_ns / 1e6:.1f} ms less ({saving.ratio:.0%} of the step)"
         ),
         remedy=_REMEDY + (_NOT_REBUILT if is_flagged else ""),
         steps=evidence.step_range,

@@ -101,7 +101,7 @@ def _nobody(joined: JoinedSteps, fit: WorkFit, gain: Gain) -> Finding:
         severity="info",
         title=(
             f"The ranks wait for the largest batch, of another rank in each step: "
-            f"{gain.ratio:.0%} of these steps, and no rank is to blame"
+            f"{gain.ratio:.0%} of these steps' time, and no rank is to blame"
         ),
         remedy=_REMEDY,
         steps=(int(joined.step[0]), int(joined.step[-1])),

@@ -42,6 +42,8 @@ A rank that has just become slow is not slow in all quarters of `RECENT_STEPS`. 
 so the rank must also be late in `_SUDDEN_LATE_SHARE` of each quarter."""
 _SUDDEN_LATE_SHARE = 0.8
 _PERSISTENT_SHARE = 0.6
+_MAIN_PHASE_SHARE = 0.9
+"""Share of the delay below which the title states the delay in the main phase, too."""
 _NOT_ALONE = " Other ranks are late in the same steps: most of the gain needs them to be fixed too."
 
 
@@ -141,6 +143,8 @@ def _finding(
     phase = explained[0][0] if explained else "other"
     late_share = len(rows) / len(joined)
     excess_ns, step_ns = float(np.median(late.excess_ns[typical, index])), float(np.median(joined.step_ns))
+    phase_ns = explained[0][1] if explained else excess_ns
+    in_phase = f" ({phase_ns / 1e6:.1f} ms of it in {phase})" if phase_ns < _MAIN_PHASE_SHARE * excess_ns else ""
     saving = gain(joined, late, index)
     lost_share = float(cost_shares(joined, late, np.arange(len(joined)))[index])
     first, last = int(joined.step[0]), int(joined.step[-1])
@@ -149,7 +153,7 @@ def _finding(
         code="straggler",
         severity=severity_of(lost_share),
         title=(
-            f"Rank {rank} is slow in {phase}: {excess_ns / 1e6:.1f} ms more than the other ranks "
+            f"Rank {rank} is slow in {phase}: {excess_ns / 1e6:.1f} ms more than the other ranks{in_phase} "
             f"{_frequency(late_share)}{since}, of a step of {step_ns / 1e6:.1f} ms"
         ),
         remedy=REMEDIES[phase] + (_NOT_ALONE if saving.ratio < 0.5 * lost_share else ""),

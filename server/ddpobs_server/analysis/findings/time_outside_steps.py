@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ddpobs_server.analysis.account import START_UP, TITLES, Parts, Process, RunAccount, added, group_of
+from ddpobs_server.analysis.account import RunAccount
+from ddpobs_server.analysis.account_parts import START_UP, TITLES, Parts, added, group_of
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, Interval, NotJudged, format_ranks, severity_of
+from ddpobs_server.analysis.rank_account import Process
 
 CODES = ("time-outside-steps",)
 OUTSIDE_SHARE = 0.1

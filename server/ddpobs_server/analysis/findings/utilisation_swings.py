@@ -151,7 +151,7 @@ def _finding(evidence: Evidence, swing: _Swing, step_ns: Floats) -> Finding:
         code="utilisation-swings",
         severity="warning" if saving and saving.ratio >= 0.1 else "info",
         title=(
-            f"The step time swings by {_size(swing):.0%}, {every}: {fast_ns / 1e6:.1f} ms in fast steps, "
+            f"The step time swings by {_size(swing):.0%} of its mean, {every}: {fast_ns / 1e6:.1f} ms in fast steps, "
             f"{slow_ns / 1e6:.1f} ms in slow ones, most of the difference in {phase}"
         ),
         remedy=_REMEDIES.get(phase, _COMPUTATION),

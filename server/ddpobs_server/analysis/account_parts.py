@@ -1,0 +1,72 @@
+"""The parts of an account, their groups and titles, and sums of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ddpobs import wire
+
+START_UP = ("import", "model", "prepare", "first_batch", "compile")
+STEPS = wire.PHASES
+OUTSIDE = ("evaluation", "checkpoint", "waiting", "waiting_in_steps", "unexplained")
+RESTARTS = ("restart", "repeated_steps")
+REST = ("open_step", "stuck", "finish", "idle", "unrecorded", "not_known")
+PARTS = (*STEPS, *OUTSIDE, *START_UP, *RESTARTS, *REST)
+"""All parts of the wall time."""
+_GROUPS = {
+    **dict.fromkeys(STEPS, "steps"),
+    "open_step": "steps",
+    **dict.fromkeys(OUTSIDE, "outside"),
+    **dict.fromkeys(START_UP, "start_up"),
+    **dict.fromkeys(RESTARTS, "restarts"),
+    **dict.fromkeys(("stuck", "finish", "idle"), "idle"),
+    **dict.fromkeys(("unrecorded", "not_known"), "not_known"),
+}
+TITLES = {
+    "data": "steps: waiting for data",
+    "forward": "steps: forward",
+    "backward": "steps: backward",
+    "exposed_comm": "steps: exposed communication",
+    "optimizer": "steps: optimizer",
+    "other": "steps: other",
+    "open_step": "the step under way",
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoints",
+    "waiting": "waiting at collectives between steps",
+    "waiting_in_steps": "waiting in steps for a rank that is outside of its own",
+    "unexplained": "between steps, not explained",
+    "import": "start-up: interpreter and imports",
+    "model": "start-up: process group, data sets and model",
+    "prepare": "start-up: from the model to the first step",
+    "first_batch": "start-up: first batch",
+    "compile": "start-up: torch.compile",
+    "restart": "between attempts",
+    "repeated_steps": "steps that a restart repeated",
+    "stuck": "stuck",
+    "finish": "after the last step",
+    "idle": "other ranks' start or end",
+    "unrecorded": "dropped steps",
+    "not_known": "not known",
+}
+_PRODUCTIVE = {*STEPS, "open_step"}
+Parts = dict[str, int]
+"""Nanoseconds by part; parts without time are left out."""
+
+
+def group_of(part: str) -> str:
+    """Return the group of a part: `steps`, `outside`, `start_up`, `restarts`, `idle` or `not_known`."""
+    return _GROUPS[part]
+
+
+def is_productive(part: str) -> bool:
+    """Whether the part counts as goodput."""
+    return part in _PRODUCTIVE
+
+
+def added(all_parts: Iterable[Mapping[str, int]]) -> Parts:
+    """Return sums by part, in the order of `PARTS`."""
+    sums: Parts = dict.fromkeys(PARTS, 0)
+    for parts in all_parts:
+        for part, ns in parts.items():
+            sums[part] += ns
+    return {part: ns for part, ns in sums.items() if ns}
