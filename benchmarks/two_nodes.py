@@ -1,6 +1,6 @@
 """Start the example of two nodes in every way on two hosts, and with a slow host and with a slow link.
 
-    sudo python -m benchmarks.two_nodes [WAY…] [--json FILE]
+    sudo python -m benchmarks.two_nodes [torchrun | env | tcp | file | mpi | 'slow host' | 'slow link']…
 
 Network namespaces stand for the hosts: each has its own host name, and they share one link. A run's telemetry goes to
 a spool, which is pushed to a collector afterwards. Prints for each start the ranks' hosts and the findings.
@@ -8,11 +8,13 @@ a spool, which is pushed to a collector afterwards. Prints for each start the ra
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,11 +22,17 @@ from typing import Any
 import httpx
 
 from benchmarks import links
+from tests.collector import collector
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "examples" / "two_nodes" / "train.py"
 WAYS = ("torchrun", "env", "tcp", "file", "mpi")
 HOSTS = 2
+FAULTS = {
+    "slow host": ("env", ("--steps", "150", "--slow-host", "node1"), "1gbit"),
+    "slow link": ("env", ("--steps", "60", "--width", "700"), "100mbit"),
+}
+"""By name: the way to start, the example's arguments, and the link's speed."""
 _PORT = "29500"
 
 
@@ -129,3 +137,36 @@ def push(url: str, folder: Path) -> dict[str, Any]:
     )
     findings = {finding["code"]: finding for finding in diagnosis["findings"]}
     return {"ranks": ranks, "findings": findings}
+
+
+def row(case: str, results: dict[str, Any]) -> str:
+    """Return a row of the table: the ranks' hosts, and the findings with rank, host and kind."""
+    hosts = ", ".join(f"{rank['rank']} on {rank['host']}" for rank in results["ranks"])
+    named = []
+    for code, finding in results["findings"].items():
+        evidence = finding["evidence"]
+        facts = [f"rank {rank}" for rank in finding["ranks"]] if code == "straggler" else []
+        facts += [str(evidence[name]) for name in ("host", "kind") if evidence.get(name)]
+        named.append(f"{code} ({', '.join(facts)})" if facts else code)
+    return f"| {case} | {hosts} | {'; '.join(named) or 'none'} |"
+
+
+def main() -> None:
+    """Run the cases, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", default=[*WAYS, *FAULTS])
+    options = parser.parse_args()
+    print("| started by, or fault | ranks | findings |\n|---|---|---|")
+    with tempfile.TemporaryDirectory() as name, collector(Path(name)) as running:
+        for case in options.cases:
+            folder = Path(name) / case.replace(" ", "-")
+            way, arguments, rate = FAULTS.get(case, (case, ("--steps", "60"), "1gbit"))
+            try:
+                run(way, folder, *arguments, rate=rate)
+            except links.LinkError as error:
+                raise SystemExit(str(error)) from error
+            print(row(case, push(running.url, folder)), flush=True)
+
+
+if __name__ == "__main__":
+    main()

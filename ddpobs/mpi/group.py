@@ -1,14 +1,19 @@
 """The process group that torch calls: torch's signatures, over `collectives`."""
 
+# mypy: disable-error-code="override, assignment"
+# Torch's stubs overload each method; a group in Python has the form with lists of tensors and options.
+
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store
 from typing_extensions import override
 
 from ddpobs.errors import MpiError
@@ -39,7 +44,7 @@ class MpiGroup(dist.ProcessGroup):
         timeout: Of its collectives.
     """
 
-    def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(self, store: Store, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
         self.timeout = timeout
         self._error: Exception | None = None
@@ -108,7 +113,7 @@ class MpiGroup(dist.ProcessGroup):
     def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         pairs = list(zip(output_lists, inputs, strict=True))
         outputs = [tensor for tensors in output_lists for tensor in tensors]
-        start = [lambda o=o, i=i: collectives.all_gather(self._comm, o, i) for o, i in pairs]
+        start = [partial(collectives.all_gather, self._comm, *pair) for pair in pairs]
         return self._start("all_gather", [*outputs, *inputs], outputs, opts, start)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
@@ -127,7 +132,7 @@ class MpiGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
         op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
         pairs = list(zip(outputs, input_lists, strict=True))
-        start = [lambda o=o, i=i: collectives.reduce_scatter(self._comm, o, i, op) for o, i in pairs]
+        start = [partial(collectives.reduce_scatter, self._comm, *pair, op) for pair in pairs]
         inputs = [tensor for tensors in input_lists for tensor in tensors]
         return self._start("reduce_scatter", [*outputs, *inputs], outputs, opts, start)
 
@@ -142,24 +147,24 @@ class MpiGroup(dist.ProcessGroup):
     @override
     def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
         outputs = output_lists[0] if output_lists else []
-        start = [lambda: collectives.gather(self._comm, outputs, inputs[0], opts.rootRank)]
+        start = [partial(collectives.gather, self._comm, outputs, inputs[0], opts.rootRank)]
         return self._start("gather", [*outputs, *inputs], outputs, opts, start)
 
     @override
     def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
         inputs = input_lists[0] if input_lists else []
-        start = [lambda: collectives.scatter(self._comm, outputs[0], inputs, opts.rootRank)]
+        start = [partial(collectives.scatter, self._comm, outputs[0], inputs, opts.rootRank)]
         return self._start("scatter", [*outputs, *inputs], outputs, opts, start)
 
     @override
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        start = [lambda: collectives.all_to_all(self._comm, outputs, inputs)]
+        start = [partial(collectives.all_to_all, self._comm, outputs, inputs)]
         return self._start("all_to_all", [*outputs, *inputs], outputs, opts, start)
 
     def all_to_all_single(self, output: Any, tensor: Any, output_rows: Any, input_rows: Any, opts: Any = None) -> Any:
         """As torch's; without numbers of rows, every rank gets as many."""
         outputs, inputs = _split(output, output_rows, self.size()), _split(tensor, input_rows, self.size())
-        start = [lambda: collectives.all_to_all(self._comm, outputs, inputs)]
+        start = [partial(collectives.all_to_all, self._comm, outputs, inputs)]
         return self._start("all_to_all", [output, tensor], [output], opts, start)
 
     @override
@@ -186,9 +191,11 @@ class MpiGroup(dist.ProcessGroup):
 
     def _each(self, name: str, tensors: Any, opts: Any, start: Callable[[torch.Tensor], Started]) -> MpiWork:
         tensors = list(tensors)
-        return self._start(name, tensors, tensors, opts, [lambda tensor=tensor: start(tensor) for tensor in tensors])
+        return self._start(name, tensors, tensors, opts, [partial(start, tensor) for tensor in tensors])
 
-    def _start(self, name: str, checked: Any, result: Any, opts: Any, starts: list[Callable[[], Started]]) -> MpiWork:
+    def _start(
+        self, name: str, checked: Any, result: Any, opts: Any, starts: Sequence[Callable[[], Started]]
+    ) -> MpiWork:
         """Start requests as one work."""
         if self._error is not None:
             raise dist.DistBackendError(f"this process group cannot go on after an error: {self._error}")
@@ -223,7 +230,7 @@ def _split(tensor: torch.Tensor, rows: list[int], size: int) -> list[torch.Tenso
     return list(tensor.split(list(rows) or [tensor.shape[0] // size] * size))
 
 
-def _create_communicator(store: dist.Store, rank: int, size: int) -> MPI.Intracomm:
+def _create_communicator(store: Store, rank: int, size: int) -> MPI.Intracomm:
     """Create the communicator of the ranks that share the store, in their order."""
     world = MPI.COMM_WORLD
     store.set(f"mpi_rank/{rank}", str(world.rank))

@@ -15,7 +15,9 @@ from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed.constants import default_pg_timeout
+from torch.distributed.rendezvous import register_rendezvous_handler
 
 from ddpobs.errors import MpiError
 from ddpobs.mpi.library import MPI
@@ -28,7 +30,7 @@ _ANSWER_S = 2.0
 
 def register(backend: str) -> None:
     """Register `mpi://`, and make it the default of the backend."""
-    dist.register_rendezvous_handler(_SCHEME, _meet)
+    register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]
     patches = Patches()
     for module in (dist, dist.distributed_c10d):
         patches.put(module, "init_process_group", lambda original: _with_default(original, backend))
@@ -49,7 +51,7 @@ def _with_default(original: Callable[..., Any], own_backend: str) -> Callable[..
     return init_process_group
 
 
-def _meet(_url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[dist.Store, int, int]]:
+def _meet(_url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield torch's store, this rank and the number of ranks."""
     world = MPI.COMM_WORLD
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
@@ -59,12 +61,12 @@ def _meet(_url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Itera
     local.Free()
     store, offer = None, None
     if world.rank == 0:
-        store = dist.TCPStore("localhost", 0, world.size, True, timeout, wait_for_workers=False)
+        store = TCPStore("localhost", 0, world.size, True, timeout, wait_for_workers=False)
         offer = _own_addresses(), store.port
     addresses, port = world.bcast(offer)
     if store is None:
         address = _first_that_answers([*(["127.0.0.1"] if beside_first else []), *addresses], port)
-        store = dist.TCPStore(address, port, world.size, False, timeout)
+        store = TCPStore(address, port, world.size, False, timeout)
     yield store, world.rank, world.size
     raise MpiError("the rendezvous mpi:// cannot be repeated: start the job again with mpiexec")
 

@@ -1,8 +1,11 @@
-"""Works over MPI requests, completed by one thread of the process.
+"""Works over MPI requests, completed by threads of their own.
 
 The thread that starts a collective hands its requests over and goes on; MPI must allow this (MPI_THREAD_MULTIPLE). MPI
-moves data only while a thread is inside of it, and no call of MPI waits with a timeout. So the thread tests the
-requests again and again and sleeps in between: a thread that spins would take the processor from training.
+moves data only while a thread is inside of it, and no call of MPI waits with a timeout. So one thread at a time tests
+the requests again and again and sleeps in between: a thread that spins would take the processor from training.
+
+A completed work calls its future's callbacks. They may wait for another work, as torch's PowerSGD hook does. So another
+thread tests meanwhile; there are as many threads as such waits have needed at a time, mostly two.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ _SPINS = 20
 _SHORTEST_S, _LONGEST_S = 20e-6, 200e-6
 _PATIENCE = 20
 """A sleep is at most this fraction of the time since the last work was started or completed."""
-_NO_TIMEOUT = timedelta(0)
+_JOIN_S = 5.0
+"""Longest wait for a thread at the end: a callback of the user's may block it for ever, outside of MPI."""
 
 
-class MpiWork(dist._Work):
+class MpiWork(dist._Work):  # type: ignore[name-defined, misc]
     """A started collective, or a started message.
 
     Args:
@@ -41,6 +45,9 @@ class MpiWork(dist._Work):
         finish: Called when the requests are complete, before the work is: copies the result to its tensors.
         keep: Further objects whose memory MPI uses.
         broken: Called with the error if the work fails.
+
+    Attributes:
+        lost: Whether the work has failed while MPI may still use its memory.
     """
 
     recorded = False
@@ -63,28 +70,37 @@ class MpiWork(dist._Work):
         self._finish, self._broken = finish, broken
         self._error: Exception | None = None
         self._source = -1
+        self.lost = False
         self._ended: Future[None] = Future()
         # The outcome of `then` is an error for C++ too; `set_exception` makes one for Python alone.
         self._future = self._ended.then(self._outcome)
 
-    def test(self) -> bool:
-        """Whether the work has ended, which this call does if its requests have."""
+    def has_ended(self) -> bool:
+        """Whether the requests are complete, or the work has failed; `complete` is to be called then."""
         statuses = [MPI.Status() for _ in self._requests]
         try:
-            complete = MPI.Request.Testall(self._requests, statuses)
-            if not complete and time.monotonic() < self._deadline_s:
-                return False
-            if not complete:
-                self._fail(f"Timed out waiting {self._timeout_s * 1000:.0f}ms for {self._name} over MPI to complete")
-            else:
+            if MPI.Request.Testall(self._requests, statuses):
                 self._source = statuses[0].Get_source() if statuses else -1
-                if self._finish is not None:
-                    self._finish()
+                return True
+        except MPI.Exception as error:
+            self._fail(f"{self._name} over MPI failed: {error}")
+            return True
+        if time.monotonic() < self._deadline_s:
+            return False
+        self.lost = True
+        self._fail(f"Timed out waiting {self._timeout_s * 1000:.0f}ms for {self._name} over MPI to complete")
+        return True
+
+    def complete(self) -> None:
+        """Copy the result, and call the future's callbacks."""
+        try:
+            if self._error is None and self._finish is not None:
+                self._finish()
         except Exception as error:
             self._fail(f"{self._name} over MPI failed: {error}")
-        self._keep = self._finish = None
+        if not self.lost:
+            self._keep = self._finish = None
         self._ended.set_result(None)
-        return True
 
     def abandon(self) -> None:
         """Fail the work, because the process ends."""
@@ -116,7 +132,7 @@ class MpiWork(dist._Work):
         return True
 
     def get_future(self) -> Any:
-        """A future of the result, done on the thread that completes the work."""
+        """A future of the result, done on a thread that completes works."""
         return self._future
 
     def is_completed(self) -> bool:
@@ -147,61 +163,88 @@ class MpiWork(dist._Work):
 
 
 class Progress:
-    """The thread that completes works, started with the first of them."""
+    """The threads that complete works."""
 
     def __init__(self) -> None:
+        self._changed = threading.Condition()
         self._started: deque[MpiWork] = deque()
-        self._wake = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._stops = False
         self._pending: list[MpiWork] = []
+        self._lost: list[MpiWork] = []
+        self._threads: list[threading.Thread] = []
+        self._idle = 0
+        self._is_polled = self._stops = False
 
     def add(self, work: MpiWork) -> MpiWork:
-        """Complete a work later, unless it is complete already, and return it."""
-        with self._wake:
+        """Complete a work later, and return it."""
+        with self._changed:
             self._started.append(work)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="ddpobs-mpi", daemon=True)
-                self._thread.start()
-            self._wake.notify()
+            self._call_poller()
         return work
 
     def stop(self) -> bool:
-        """End the thread, and return whether all works had ended; works that had not fail."""
-        with self._wake:
+        """End the threads, and return whether all requests of MPI are complete; works that are not complete fail."""
+        with self._changed:
             self._stops = True
-            self._wake.notify()
-        if self._thread is not None:
-            self._thread.join()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_polled)
         left = [*self._pending, *self._started]
         for work in left:
             work.abandon()
-        return not left
+        for thread in self._threads:
+            thread.join(_JOIN_S)
+        return not left and not self._lost
+
+    def _call_poller(self) -> None:
+        """Have a thread that tests the works; to be called with the lock."""
+        if self._is_polled or self._stops:
+            return
+        if self._idle:
+            self._changed.notify()
+            return
+        thread = threading.Thread(target=self._run, name=f"ddpobs-mpi-{len(self._threads)}", daemon=True)
+        self._threads.append(thread)
+        thread.start()
 
     def _run(self) -> None:
         with torch.no_grad():
-            while self._wait_for_work():
-                self._complete_works()
+            while self._becomes_poller():
+                ended = self._poll()
+                with self._changed:
+                    self._is_polled = False
+                    self._lost += [work for work in ended if work.lost]
+                    if self._stops:
+                        self._changed.notify_all()
+                    elif self._pending or self._started:
+                        self._call_poller()
+                for work in ended:
+                    work.complete()
 
-    def _wait_for_work(self) -> bool:
-        with self._wake:
-            self._wake.wait_for(lambda: self._started or self._stops)
-            return not self._stops
+    def _becomes_poller(self) -> bool:
+        with self._changed:
+            self._idle += 1
+            self._changed.wait_for(
+                lambda: self._stops or (not self._is_polled and bool(self._started or self._pending))
+            )
+            self._idle -= 1
+            self._is_polled = not self._stops
+            return self._is_polled
 
-    def _complete_works(self) -> None:
+    def _poll(self) -> list[MpiWork]:
+        """Test until works have ended, and return them."""
         spins, changed_s = 0, time.monotonic()
         while not self._stops:
-            added, before = len(self._started), len(self._pending)
+            if self._started:
+                spins, changed_s = 0, time.monotonic()
             while self._started:
                 self._pending.append(self._started.popleft())
-            self._pending = [work for work in self._pending if not work.test()]
-            if not self._pending:
-                return
-            if added or len(self._pending) < before:
-                spins, changed_s = 0, time.monotonic()
+            ended = [work for work in self._pending if work.has_ended()]
+            if ended:
+                self._pending = [work for work in self._pending if work not in ended]
+                return ended
             spins += 1
             waited_s = time.monotonic() - changed_s
             time.sleep(0 if spins < _SPINS else min(max(waited_s / _PATIENCE, _SHORTEST_S), _LONGEST_S))
+        return []
 
 
 progress = Progress()

@@ -31,7 +31,7 @@ def register_python_group(group: type, work: type) -> None:
 
 
 @cache
-def _unrecorded(kind: type, torchs: type, method: str) -> Any:
+def _unrecorded(kind: Any, torchs: Any, method: str) -> Any:
     """The method of a group's or work's class without telemetry's wrappers.
 
     Of a class in Python that is not registered, torch's method, which calls the class's with all arguments.
