@@ -27,7 +27,7 @@ def _stack_lines(rank: dict[str, Any]) -> list[str]:
     if not pulse:
         return [f"{title}: no pulse yet"]
     activity = " ".join(filter(None, [pulse.get("activity") or pulse["phase"], pulse.get("waits_in")]))
-    if pulse.get("activity") == "bucket" and pulse["bucket"] >= 0:
+    if pulse.get("activity") == "bucket" and pulse["bucket"] not in (None, -1):  # Older collectors send -1.
         activity += f" {pulse['bucket']}"
     title += f": {activity}, step {pulse['step']}, no progress for {pulse.get('idle_ns', 0) / 1e9:.0f} s"
     if place := pulse.get("place"):

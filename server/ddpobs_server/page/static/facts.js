@@ -40,7 +40,7 @@ function activity({ state, goodbye, pulse, last_seen_ns }) {
   if (goodbye) return "finished";
   if (state === "failed") return `failed (${ago(last_seen_ns)})`;
   if (!pulse) return ago(last_seen_ns);
-  const bucket = pulse.bucket < 0 ? "" : `, bucket ${pulse.module > 0 ? `${pulse.module}.` : ""}${pulse.bucket}`;  // -1: no bucket was launched yet.
+  const bucket = pulse.bucket === null ? "" : `, bucket ${pulse.module > 0 ? `${pulse.module}.` : ""}${pulse.bucket}`;  // null: no bucket was launched yet.
   const stuck = state === "hung" ? `stuck for ${(pulse.idle_ns / 1e9).toFixed(0)} s${pulse.place && ` at ${pulse.place}`}: ` : "";
   return `${stuck}${pulse.phase.replace("_", " ")}, step ${pulse.step}${bucket} (${ago(last_seen_ns)})`;
 }
