@@ -21,9 +21,9 @@ import numpy as np
 
 from ddpobs_server.analysis.joined_steps import Floats
 
-MIN_VALUES, MIN_BLOCKS = 40, 15
+MIN_VALUES, MIN_BLOCKS = 40, 20
 """Fewest values, and fewest blocks, of which an error can be estimated."""
-_BATCHES = 12
+_BATCHES = 8
 """Parts of the series whose means are compared as well: a drift is longer than any block that the rule selects."""
 _CLOSEST = 0.99
 """Largest correlation of neighbours that is distinguished from a drift."""
