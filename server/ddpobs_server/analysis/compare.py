@@ -11,7 +11,7 @@ long if it is above the third quartile by more than three times the interquartil
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import ceil, exp, hypot, log
 from typing import Literal
 
@@ -171,7 +171,10 @@ def compare(a: RunTimes, b: RunTimes) -> Comparison:
     changes += _buckets(a, b, least_ns)
     long_steps = [int((run.long_ns() > 0).sum()) for run in (a, b)]
     blocks = max(mean.block_length for mean in means)
-    too_few = _too_few_sentence(counts, blocks) if step.verdict == "too-few" else ""
+    too_few = ""
+    if step.verdict == "too-few":  # The phases' noise is part of the step's.
+        too_few = _too_few_sentence(counts, blocks)
+        changes = [replace(change, verdict="too-few") for change in changes]
     delays = [float(run.run_delay_ns[mask].mean()) for run, mask in zip((a, b), typical, strict=True)]
     return Comparison(changes, counts, (long_steps[0], long_steps[1]), too_few, (delays[0], delays[1]))
 
