@@ -53,7 +53,7 @@ export function matches(run, { text, state, severity, days }, now_ms) {
 
 // A row that stays when its run changes, so that focus, selection and the pointer's place are kept.
 export class RunRow {
-  #seen = "";
+  #seen = new Map();
 
   constructor(select, edit) {
     this.box = element("input", { type: "checkbox" });
@@ -69,29 +69,34 @@ export class RunRow {
     this.node = element("tr", {}, element("td", { class: "box" }, this.box), ...Object.values(this.cells), element("td", { class: "edit" }, this.edit));
   }
 
+  // Fill a cell, unless it was filled from the same values: a reader may be in the middle of its text.
+  #fill(node, values, content) {
+    const text = JSON.stringify(values);
+    if (this.#seen.get(node) === text) return;
+    this.#seen.set(node, text);
+    node.replaceChildren(...content());
+  }
+
   show(run, isSelected) {
     this.run = run;
     this.box.checked = isSelected;
-    const text = JSON.stringify(run);
-    if (text === this.#seen) return;
-    this.#seen = text;
-    const { cells } = this;
+    const { cells } = this, { diagnosis } = run;
     this.box.setAttribute("aria-label", `Select ${run.run}`);
     this.edit.setAttribute("aria-label", `Edit tags and note of ${run.run}`);
     this.edit.title = "Tags and note";
     this.link.href = `${root}/runs/${encodeURIComponent(run.run)}`;
     this.link.textContent = run.run;
-    this.labels.replaceChildren(...run.tags.map((tag) => element("span", { class: "tag" }, `#${tag}`)), ...(run.note ? [element("span", { class: "note" }, run.note)] : []));
+    this.#fill(this.labels, [run.tags, run.note], () => [...run.tags.map((tag) => element("span", { class: "tag" }, `#${tag}`)), ...(run.note ? [element("span", { class: "note" }, run.note)] : [])]);
     this.facts.textContent = `${run.ranks} of ${run.world_size} ranks${run.host ? ` on ${run.host}` : ""}`;
     cells.state.replaceChildren(element("span", { class: `state ${run.state}` }, run.state), element("span", { class: "muted seen" }, ago(run.last_seen_ns)));
-    cells.finding.replaceChildren(...finding(run));
-    cells.gain.textContent = gain(run.diagnosis?.gain);
-    cells.step.replaceChildren(...(run.step_ns === null ? ["–"] : [sparkline(run.step_times_ns), element("span", {}, ms(run.step_ns))]));
+    this.#fill(cells.finding, [diagnosis && { ...diagnosis, current: true }, run.steps > 0], () => finding(run));
+    cells.gain.textContent = gain(diagnosis?.gain);
+    this.#fill(cells.step, run.step_times_ns, () => (run.step_ns === null ? ["–"] : [sparkline(run.step_times_ns), element("span", {}, ms(run.step_ns))]));
     cells.rate.textContent = run.steps_per_s === null ? "–" : digits(run.steps_per_s);
     cells.steps.textContent = String(run.steps);
-    cells.goodput.textContent = run.diagnosis?.goodput == null ? "–" : `${(100 * run.diagnosis.goodput).toFixed(0)} %`;
+    cells.goodput.textContent = diagnosis?.goodput == null ? "–" : `${(100 * diagnosis.goodput).toFixed(0)} %`;
     cells.duration.textContent = duration(run.duration_ns);
-    cells.started.replaceChildren(started(run.created_ns));
+    this.#fill(cells.started, run.created_ns, () => [started(run.created_ns)]);
   }
 }
 
