@@ -64,7 +64,7 @@ def scaled(times: RunTimes, deviation: float) -> RunTimes:
 
     def shrink(values: Floats) -> Floats:
         mean = values[times.is_typical()].mean()
-        return np.maximum(mean + factor * (values - mean), 0.0)
+        return np.asarray(np.maximum(mean + factor * (values - mean), 0.0))
 
     phases = {name: shrink(values) for name, values in times.phases_ns.items()}
     return RunTimes(times.step, shrink(times.step_ns), phases, factor * times.run_delay_ns)
