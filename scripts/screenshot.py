@@ -23,7 +23,7 @@ QUIET = (
 
 
 def main() -> int:
-    """Open the page, wait for its figures, and save a picture of it."""
+    """Open the page, wait for its figures, and save a picture down to the step's."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("url")
     parser.add_argument("picture")
@@ -36,7 +36,10 @@ def main() -> int:
         page = browser.new_page(viewport={"width": 1200, "height": 900})
         page.goto(options.url)
         page.locator("#view[aria-busy=false]").wait_for(timeout=60_000)
-        page.screenshot(path=options.picture, full_page=True)
+        box = page.locator("#step-figure").bounding_box()
+        assert box is not None
+        clip = {"x": 0.0, "y": 0.0, "width": 1200.0, "height": box["y"] + box["height"] + 16}
+        page.screenshot(path=options.picture, full_page=True, clip=clip)
         browser.close()
     return 0
 
