@@ -6,6 +6,7 @@ once, they write the same batch, and the collector stores it once.
 
 from __future__ import annotations
 
+import signal
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,4 +81,16 @@ def _detail(last_place: Place) -> dict[str, wire.Scalar]:
     }
     if last_place.oom_kills is not None:
         detail["oom_kills"] = last_place.oom_kills
+    status = last_place.exit_status
+    if status is not None and status < 0:
+        detail["signal"] = _signal_name(-status)
+    elif status is not None:
+        detail["exit_status"] = status
     return detail
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # A real-time signal.
+        return f"signal {number}"
