@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Timer
 
 import pytest
 import zstandard
@@ -58,6 +59,20 @@ def test_the_parent_adds_signal_or_exit_status(tmp_path: Path, status: int, deta
     (event,) = batches(tmp_path)[0].events
     assert {name: event.detail.get(name) for name in detail} == detail
     assert ("signal" in event.detail) != ("exit_status" in event.detail)
+
+
+def test_a_reporter_waits_for_the_parent_to_note_the_exit(tmp_path: Path) -> None:
+    place = dead(tmp_path, "r", "b" * 16)
+    parent = Timer(0.1, note_exit, (tmp_path / FOLDER, place.slots[Slot.PID], -11))
+    parent.start()
+    recover(tmp_path, LIMIT, parent_s=60)
+    parent.join()
+    assert batches(tmp_path)[0].events[0].detail["signal"] == "SIGSEGV"
+
+
+def test_a_reporter_goes_on_without_the_parent(tmp_path: Path) -> None:
+    dead(tmp_path, "r", "b" * 16)
+    assert recover(tmp_path, LIMIT, parent_s=0.05) == {"b" * 16}
 
 
 def test_a_place_is_reported_once(tmp_path: Path) -> None:

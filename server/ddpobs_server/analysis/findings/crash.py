@@ -124,7 +124,7 @@ def _title(first: End, victims: list[int]) -> str:
         sentence = f"{rank} ended without an error {where}: its process was killed, or crashed outside of Python"
         if first.exit_text:
             verb = "was " if first.exit_text.startswith("killed") else ""
-            sentence = f"{rank} {verb}{first.exit_text}, {where}"
+            sentence = f"{rank} {verb}{first.exit_text} {where}"
         if _integer(first, "oom_kills") > 0:
             sentence = f"{rank} was killed {where}: its host ran out of memory"
     elif first.kind == "terminated":

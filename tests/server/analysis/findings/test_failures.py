@@ -121,8 +121,8 @@ def test_a_process_that_died_without_a_word_comes_before_its_victims() -> None:
 @pytest.mark.parametrize(
     ("facts", "title"),
     [
-        ({"signal": "SIGSEGV"}, "Rank 1 was killed by SIGSEGV, in backward of step 8"),
-        ({"exit_status": 3}, "Rank 1 ended with exit status 3 and without an error, in backward of step 8"),
+        ({"signal": "SIGSEGV"}, "Rank 1 was killed by SIGSEGV in backward of step 8"),
+        ({"exit_status": 3}, "Rank 1 ended with exit status 3 and without an error in backward of step 8"),
         ({"signal": "SIGKILL", "oom_kills": 1}, "Rank 1 was killed in backward of step 8: its host ran out of memory"),
     ],
 )
