@@ -6,6 +6,8 @@ once, they write the same batch, and the collector stores it once.
 
 from __future__ import annotations
 
+import signal
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,27 +18,37 @@ from ddpobs.export.spool import Encoded, Spool
 from ddpobs.recording.dead_places import Place, places_of_the_dead
 from ddpobs.recording.last_place import FOLDER
 
+_POLL_S = 0.02
 
-def recover(folder: Path, limit_bytes: int, run: str | None = None) -> set[str]:
+
+def recover(folder: Path, limit_bytes: int, run: str | None = None, parent_s: float = 0.0) -> set[str]:
     """Turn the places of dead processes into spooled batches.
 
     Args:
         folder: The spool's folder.
         limit_bytes: Limit of the spool's size.
         run: The run of the processes; None for all runs.
+        parent_s: Longest wait until the parent of the dead processes has noted how they ended.
 
     Returns:
         The sources of those processes.
     """
     spool, sources = Spool(folder, limit_bytes), set()
-    for last_place in places_of_the_dead(folder / FOLDER):
-        if run not in {None, last_place.identity.run}:
-            continue
+    for last_place in _places(folder, run, time.monotonic() + parent_s):
         with suppress(OSError):
             spool.put(_encoded(last_place), last_place.at_wall_ns, lambda *_: None)
             sources.add(last_place.identity.source)
             last_place.remove()
     return sources
+
+
+def _places(folder: Path, run: str | None, until: float) -> list[Place]:
+    """Return the places of the run's dead processes, after their parent has noted all exits or the time has passed."""
+    while True:
+        places = [place for place in places_of_the_dead(folder / FOLDER) if run in (None, place.identity.run)]
+        if all(place.exit_status is not None for place in places) or time.monotonic() >= until:
+            return places
+        time.sleep(_POLL_S)
 
 
 def died_batch(last_place: Place) -> wire.Batch:
@@ -80,4 +92,16 @@ def _detail(last_place: Place) -> dict[str, wire.Scalar]:
     }
     if last_place.oom_kills is not None:
         detail["oom_kills"] = last_place.oom_kills
+    status = last_place.exit_status
+    if status is not None and status < 0:
+        detail["signal"] = _signal_name(-status)
+    elif status is not None:
+        detail["exit_status"] = status
     return detail
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # A real-time signal.
+        return f"signal {number}"

@@ -9,6 +9,7 @@ forgotten: collection happens at different times on different ranks, and telemet
 from __future__ import annotations
 
 import atexit
+import os
 import secrets
 import threading
 import time
@@ -58,6 +59,8 @@ _LOOK_S = 0.2
 """Seconds between looks for the run's identity."""
 _CLOSE_S = 0.2
 """Longest time that an exit waits for a read from the store, which a stopped process may never answer."""
+_PARENT_S = 0.5
+"""Longest time that an exit waits until torchrun's agent, which looks every 0.1 s, has noted how a dead rank ended."""
 _STEPS_PER_RECORD = 256
 """Most steps in one record of the queue; a quarter of the queue or of a batch, if that is less."""
 
@@ -315,7 +318,7 @@ class Telemetry:
                 recorder.batch_cut()
             if kind and not self._failed:
                 self._event(kind, self._journal.number, {})
-            self._recover()
+            self._recover(_PARENT_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0)
             self._exporter.close()
             if kind:
                 self._announce_end(deadline)
@@ -330,10 +333,10 @@ class Telemetry:
         self._announcer.end(deadline - time.monotonic(), delivered=self._exporter.all_delivered)
 
     @never_raises
-    def _recover(self) -> None:
-        """Send the places and the spooled batches of this run's dead processes."""
+    def _recover(self, parent_s: float = 0.0) -> None:
+        """Send the places and the spooled batches of this run's dead processes; `parent_s` as for `recover`."""
         if self._run and self._place.is_shared:
-            sources = recover(self._spool, int(self._config.spool_mb * 1e6), self._run)
+            sources = recover(self._spool, int(self._config.spool_mb * 1e6), self._run, parent_s)
             if sources:
                 self._exporter.adopt(sources)
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Timer
 
+import pytest
 import zstandard
 
 from ddpobs import wire
 from ddpobs.export.spool import Spool
+from ddpobs.recording.dead_places import note_exit
 from ddpobs.recording.last_place import FOLDER, LastPlace, PlaceIdentity, Slot
 from ddpobs.recovery import recover
 
@@ -42,6 +45,34 @@ def test_a_dead_process_is_reported_under_its_own_identity_after_its_last_batch(
     facts = {"phase": "backward", "module": 0, "bucket": 4, "step": 13, "synchronised": 0}
     assert {name: event.detail[name] for name in facts} == facts
     assert event.detail["wall_ns"] == batch.anchor.wall_ns
+
+
+@pytest.mark.parametrize(
+    ("status", "detail"),
+    [(-9, {"signal": "SIGKILL"}), (-40, {"signal": "signal 40"}), (3, {"exit_status": 3}), (0, {"exit_status": 0})],
+)
+def test_the_parent_adds_signal_or_exit_status(tmp_path: Path, status: int, detail: dict[str, object]) -> None:
+    place = dead(tmp_path, "r", "b" * 16)
+    note_exit(tmp_path / FOLDER, place.slots[Slot.PID] + 1, 77)  # Another process's end.
+    note_exit(tmp_path / FOLDER, place.slots[Slot.PID], status)
+    recover(tmp_path, LIMIT)
+    (event,) = batches(tmp_path)[0].events
+    assert {name: event.detail.get(name) for name in detail} == detail
+    assert ("signal" in event.detail) != ("exit_status" in event.detail)
+
+
+def test_a_reporter_waits_for_the_parent_to_note_the_exit(tmp_path: Path) -> None:
+    place = dead(tmp_path, "r", "b" * 16)
+    parent = Timer(0.1, note_exit, (tmp_path / FOLDER, place.slots[Slot.PID], -11))
+    parent.start()
+    recover(tmp_path, LIMIT, parent_s=60)
+    parent.join()
+    assert batches(tmp_path)[0].events[0].detail["signal"] == "SIGSEGV"
+
+
+def test_a_reporter_goes_on_without_the_parent(tmp_path: Path) -> None:
+    dead(tmp_path, "r", "b" * 16)
+    assert recover(tmp_path, LIMIT, parent_s=0.05) == {"b" * 16}
 
 
 def test_a_place_is_reported_once(tmp_path: Path) -> None:

@@ -117,6 +117,25 @@ def _attach(model: Any) -> None:
     attach(model, telemetry=None)
 
 
+def _watch_failures(module: Any) -> None:
+    """In torchrun's agent, note how a rank's process ended in the place that it left; only its parent learns that."""
+    original = module.ProcessFailure.__post_init__
+
+    def __post_init__(self: Any) -> None:  # noqa: N807
+        original(self)
+        try:
+            from ddpobs.config import from_environment
+            from ddpobs.export.spool import folder_of
+            from ddpobs.recording.dead_places import note_exit
+            from ddpobs.recording.last_place import FOLDER
+
+            note_exit(folder_of(from_environment(os.environ).spool) / FOLDER, self.pid, self.exitcode)
+        except Exception as error:
+            _print(f"the exit status of process {self.pid} is not recorded: {error}")
+
+    module.ProcessFailure.__post_init__ = __post_init__
+
+
 def _advise(_model: Any) -> None:
     """Report once the alternative to DataParallel."""
     if not _advised:
@@ -137,6 +156,7 @@ _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.nn.parallel.distributed": _patch_ddp,
     "torch.nn.parallel.data_parallel": _patch_data_parallel,
     "torch.optim.optimizer": _watch_optimizers,
+    "torch.distributed.elastic.multiprocessing.errors": _watch_failures,
 }
 """Function that prepares each module once it is loaded."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -48,6 +49,7 @@ class Place:
         emitted: Count of emitted records in that batch.
         dropped: Count of dropped records in that batch.
         oom_kills: Out-of-memory kills in its cgroup since its start; None if they are not readable.
+        exit_status: Exit status that its parent saw, negative for a signal; None if no parent recorded it.
         path: The file, or the link to it.
     """
 
@@ -64,6 +66,7 @@ class Place:
     emitted: int
     dropped: int
     oom_kills: int | None
+    exit_status: int | None
     path: Path
 
     def remove(self) -> None:
@@ -83,6 +86,21 @@ def places_of_the_dead(folder: Path) -> Iterator[Place]:
             last_place = _read(path)
         if last_place is not None:
             yield last_place
+
+
+def note_exit(folder: Path, pid: int, status: int) -> None:
+    """Write the exit status of a child that has ended into its place, if it left one; for the parent process.
+
+    Args:
+        folder: Folder of the places.
+        pid: Process number of the child.
+        status: Its exit status, negative for a signal, as `subprocess` returns it.
+    """
+    for last_place in places_of_the_dead(folder):
+        if last_place.pid == pid and last_place.identity.process_space == process_space():
+            with suppress(OSError), last_place.path.open("r+b") as file:
+                file.seek(8 * Slot.EXIT_SEEN)
+                file.write(struct.pack("=qq", 1, status))
 
 
 def _read(path: Path) -> Place | None:
@@ -113,6 +131,7 @@ def _read(path: Path) -> Place | None:
         emitted=slots[Slot.EMITTED],
         dropped=slots[Slot.DROPPED],
         oom_kills=_oom_kills_since(slots[Slot.OOM_KILLS], identity.memory_events),
+        exit_status=slots[Slot.EXIT_STATUS] if slots[Slot.EXIT_SEEN] else None,
         path=path,
     )
 

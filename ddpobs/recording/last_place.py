@@ -69,6 +69,10 @@ class Slot(IntEnum):
     """Sequence number of the next batch, and the counts of the last one."""
     OOM_KILLS = 17
     """The cgroup's count of out-of-memory kills at the start; `wire.UNKNOWN` if it is not readable."""
+    EXIT_SEEN = 18
+    """1 once the parent process has seen the end."""
+    EXIT_STATUS = 19
+    """Exit status that the parent saw; negative for a signal."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -62,9 +63,9 @@ def in_ascii(lines: Sequence[str]) -> list[str]:
 
 
 def _finding_rows(findings: Sequence[Mapping[str, Any]], inner: int) -> list[str]:
-    """Rows on the worst finding; its title has the verdict before the colon, and the reason after it."""
+    """Rows on the worst finding; its title has the verdict up to a colon or a full stop, and then the reason."""
     worst = findings[0]
-    verdict, _, reason = worst["title"].partition(": ")
+    verdict, reason = [*re.split(r": |\. ", worst["title"], maxsplit=1), ""][:2]
     more = f" ({len(findings) - 1} more)" if len(findings) > 1 else ""
     rows = [_cut(f"{worst['severity']}: {verdict}", inner - len(more)) + more]
     remedy = _wrapped("do", worst["remedy"], inner, 2)

@@ -56,6 +56,11 @@ def test_long_texts_are_cut_and_the_address_stays() -> None:
     assert lines[-1] == ADDRESS
 
 
+def test_the_second_sentence_of_a_title_is_the_reason() -> None:
+    lines = rows([finding(title="Rank 1 was killed at 1.5 s. Rank 0 failed")], [])
+    assert lines[:2] == ["critical: Rank 1 was killed at 1.5 s", "why     Rank 0 failed"]
+
+
 def test_a_gain_of_the_run_is_an_upper_bound() -> None:
     assert "gain    at most 20% of the run's wall time" in rows([finding(gain={"ratio": 0.2, "whole": "run"})], PARTS)
 

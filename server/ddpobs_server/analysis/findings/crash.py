@@ -53,7 +53,17 @@ class End:
             return f"terminated by {self.detail.get('signal') or 'a signal'}"
         if _integer(self, "oom_kills") > 0:
             return "killed: its host ran out of memory"
+        if self.exit_text:
+            return self.exit_text
         return "ended without an error: killed, or crashed outside of Python"
+
+    @property
+    def exit_text(self) -> str:
+        """How the process of a rank that died ended, if its parent recorded it; else empty."""
+        if signal := self.detail.get("signal"):
+            return f"killed by {signal}"
+        status = self.detail.get("exit_status")
+        return "" if status is None else f"ended with exit status {status} and without an error"
 
     @property
     def is_consequence(self) -> bool:
@@ -92,8 +102,18 @@ def ends_of(events: Iterable[tuple[int, wire.Event]]) -> list[End]:
     Args:
         events: (rank, event); events of other kinds are left out.
     """
-    ends = [End(rank, event.kind, event.step, event.detail) for rank, event in events if event.kind in _KINDS]
+    events = [(rank, event) for rank, event in events if event.kind in _KINDS]
+    exits = {rank: _exit(event) for rank, event in events if event.kind == "died" and _exit(event)}
+    ends = []
+    for rank, event in events:
+        # Several processes may report a death, and only some of them after the parent has seen its end.
+        seen = exits.get(rank, {}) if event.kind == "died" else {}
+        ends.append(End(rank, event.kind, event.step, event.detail | seen))
     return sorted(ends, key=lambda end: (end.is_consequence, end.wall_ns, end.rank))
+
+
+def _exit(event: wire.Event) -> dict[str, wire.Scalar]:
+    return {name: event.detail[name] for name in ("signal", "exit_status") if name in event.detail}
 
 
 def _title(first: End, victims: list[int]) -> str:
@@ -102,6 +122,9 @@ def _title(first: End, victims: list[int]) -> str:
     where = f"in {phase} of step {step}" if phase else f"in step {step}"
     if first.kind == "died":
         sentence = f"{rank} ended without an error {where}: its process was killed, or crashed outside of Python"
+        if first.exit_text:
+            verb = "was " if first.exit_text.startswith("killed") else ""
+            sentence = f"{rank} {verb}{first.exit_text} {where}"
         if _integer(first, "oom_kills") > 0:
             sentence = f"{rank} was killed {where}: its host ran out of memory"
     elif first.kind == "terminated":
@@ -135,6 +158,8 @@ def _facts(evidence: Evidence, first: End, victims: list[int], ends: list[End]) 
     return {
         "kind": first.kind,
         "error": first.detail.get("error"),
+        "signal": first.detail.get("signal"),
+        "exit_status": first.detail.get("exit_status"),
         "traceback": first.detail.get("traceback"),
         "host": evidence.hosts.get(first.rank),
         "module": _integer(first, "module"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding, Gain, by_severity
 from ddpobs_server.analysis.findings.crash import crash
@@ -115,6 +116,22 @@ def test_a_process_that_died_without_a_word_comes_before_its_victims() -> None:
     finding = only(crash(evidence(events=[victim, died])))
     assert finding.title.startswith("Rank 1 ended without an error in backward of step 8: its process was killed")
     assert finding.buckets == [2]
+
+
+@pytest.mark.parametrize(
+    ("facts", "title"),
+    [
+        ({"signal": "SIGSEGV"}, "Rank 1 was killed by SIGSEGV in backward of step 8"),
+        ({"exit_status": 3}, "Rank 1 ended with exit status 3 and without an error in backward of step 8"),
+        ({"signal": "SIGKILL", "oom_kills": 1}, "Rank 1 was killed in backward of step 8: its host ran out of memory"),
+    ],
+)
+def test_the_exit_that_any_report_of_a_death_has_is_named(facts: dict[str, str | int], title: str) -> None:
+    at: dict[str, str | int] = {"wall_ns": 9 * S, "phase": "backward"}
+    early = (1, wire.Event(kind="died", at_ns=0, step=8, detail={**at, "oom_kills": facts.get("oom_kills", 0)}))
+    late = (1, wire.Event(kind="died", at_ns=0, step=8, detail={**at, **facts}))
+    for events in ([early, late], [late, early]):
+        assert only(crash(evidence(events=events))).title == title
 
 
 def test_broken_connections_alone_name_no_culprit_and_a_terminated_run_did_not_crash() -> None:
