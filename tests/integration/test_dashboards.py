@@ -75,7 +75,7 @@ def alertmanager(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alertmana
 def prometheus(
     url: str, alertmanager: Alertmanager, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
-    """A Prometheus that scraped the collector every second during a training with a slow rank.
+    """A Prometheus that scraped the collector every two seconds during a training with a slow rank.
 
     Queries are evaluated at the training's end, because a finished run leaves the metrics after a minute.
     """
@@ -91,7 +91,7 @@ def prometheus(
     (folder / "prometheus.yml").write_text(
         json.dumps(
             {
-                "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
+                "global": {"scrape_interval": "2s", "evaluation_interval": "1s"},
                 "rule_files": ["alerts.yml"],
                 "alerting": {"alertmanagers": [{"static_configs": [{"targets": [alertmanager.address]}]}]},
                 "scrape_configs": [{"job_name": "ddpobs", "static_configs": [{"targets": [target]}]}],
@@ -110,7 +110,10 @@ def prometheus(
         _wait_for(client, f'ALERTS{{alertname="DdpobsStraggler",alertstate="firing",run="{RUN}"}}')
         training.join()
         time.sleep(2)
-        client.params = client.params.set("time", time.time())
+        # A scrape that fails on a busy machine ends every series for a moment.
+        _wait_for(client, f'ddpobs_finding_gain_ratio{{run="{RUN}"}}')
+        (scraped, *_) = evaluate(client, f'timestamp(ddpobs_run_info{{run="{RUN}"}})')
+        client.params = client.params.set("time", scraped["value"][1])
         yield client
     finally:
         training.join()
@@ -185,9 +188,7 @@ IN_15_S = {
         ("Share of steps in which a rank was last and late", f'run="{RUN}", rank="1", phase="backward"', 0.5),
     ],
 )
-@pytest.mark.parametrize(
-    ("scrape_s", "at"), [(5, "45s"), (60, "10m30s")], ids=["45 s after the start", "scraped slowly"]
-)
+@pytest.mark.parametrize("scrapes", [(5, "45s"), (60, "10m")], ids=["45 s after the start", "scraped slowly"])
 def test_a_panel_shows_the_value_of_its_title(
     tmp_path: Path, panel: str, labels: str, value: float, scrapes: tuple[int, str]
 ) -> None:
@@ -223,9 +224,10 @@ def is_about_the_slow_rank(labels: Any) -> bool:
 
 
 def test_the_table_of_findings_names_the_slow_rank_its_phase_and_the_gain(prometheus: httpx.Client) -> None:
-    (first, *_) = evaluate(prometheus, with_values(dict(queries())["Findings"]))
-    assert is_about_the_slow_rank({"alertname": "DdpobsStraggler", **first["metric"]})
-    assert float(first["value"][1]) > 0.1
+    rows = evaluate(prometheus, with_values(dict(queries())["Findings"]))
+    (slow,) = [row for row in rows if row["metric"]["code"] == "straggler"]
+    assert is_about_the_slow_rank({"alertname": "DdpobsStraggler", **slow["metric"]})
+    assert float(slow["value"][1]) > 0.1
 
 
 def test_a_start_and_a_finding_are_annotated(prometheus: httpx.Client) -> None:
