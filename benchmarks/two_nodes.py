@@ -136,7 +136,7 @@ def push(url: str, folder: Path) -> dict[str, Any]:
         for part in ("ranks", "diagnostics")
     )
     findings = {finding["code"]: finding for finding in diagnosis["findings"]}
-    return {"ranks": ranks, "findings": findings}
+    return {"ranks": ranks["ranks"], "findings": findings}
 
 
 def row(case: str, results: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -72,7 +73,7 @@ def collector(
 
 
 @contextmanager
-def running_collector(folder: Path, **settings: object) -> Iterator[str]:
+def running_collector(folder: Path, **settings: Any) -> Iterator[str]:
     """Run a real collector and yield its address."""
     with collector(folder, **settings) as running:
         yield running.url

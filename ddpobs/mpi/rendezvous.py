@@ -30,7 +30,7 @@ _ANSWER_S = 2.0
 
 def register(backend: str) -> None:
     """Register `mpi://`, and make it the default of the backend."""
-    register_rendezvous_handler(_SCHEME, _meet)  # type: ignore[no-untyped-call]
+    register_rendezvous_handler(_SCHEME, _meet)
     patches = Patches()
     for module in (dist, dist.distributed_c10d):
         patches.put(module, "init_process_group", lambda original: _with_default(original, backend))

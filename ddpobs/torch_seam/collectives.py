@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,14 +29,19 @@ def register_python_group(group: type, work: type) -> None:
     python_groups.append((group, work))
 
 
-@cache
 def _unrecorded(kind: Any, torchs: Any, method: str) -> Any:
     """The method of a group's or work's class without telemetry's wrappers.
 
     Of a class in Python that is not registered, torch's method, which calls the class's with all arguments.
     """
-    registered = any(kind in classes for classes in python_groups)
-    return unwrap(getattr(kind if registered else torchs, method))
+    found = _methods.get((kind, method))
+    if found is None:
+        registered = any(kind in classes for classes in python_groups)
+        found = _methods[kind, method] = unwrap(getattr(kind if registered else torchs, method))
+    return found
+
+
+_methods: dict[tuple[Any, str], Any] = {}
 
 
 def all_reduce(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor], *options: Any) -> Any:

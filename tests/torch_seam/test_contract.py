@@ -73,7 +73,7 @@ FROM_MODULES = {
     "torch._dynamo.trace_rules": {"add"},
     "torch.autograd.profiler": {"_is_profiler_enabled"},
     "torch.autograd.Variable._execution_engine": {"queue_callback"},
-    "torch.distributed": {"_functional_collectives"},
+    "torch.distributed": {"_Work", "_functional_collectives"},
     "torch.distributed._functional_collectives": {"wait_tensor"},
     "torch.distributed.distributed_c10d": {
         "_get_default_store",
