@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import shutil
 import sys
+from typing import Any
 
 from playwright.sync_api import sync_playwright
 
@@ -38,7 +39,7 @@ def main() -> int:
         page.locator("#view[aria-busy=false]").wait_for(timeout=60_000)
         box = page.locator("#step-figure").bounding_box()
         assert box is not None
-        clip = {"x": 0.0, "y": 0.0, "width": 1200.0, "height": box["y"] + box["height"] + 16}
+        clip: Any = {"x": 0.0, "y": 0.0, "width": 1200.0, "height": box["y"] + box["height"] + 16}
         page.screenshot(path=options.picture, full_page=True, clip=clip)
         browser.close()
     return 0

@@ -1,6 +1,7 @@
 """Runs a function on real gloo ranks, each a process of its own with one thread.
 
 A fork server that has imported torch and has no threads starts them: importing torch takes longer than most tests.
+With `DDPOBS_TEST_MPI=1`, mpiexec starts the ranks, over the backend ddpobs_mpi.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from tests.mpi.launch import run_over_mpi
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 150) -> list[Any]:
@@ -27,6 +30,8 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
     Raises:
         AssertionError: A rank failed (the message has its traceback), or did not answer in time.
     """
+    if os.environ.get("DDPOBS_TEST_MPI"):
+        return run_over_mpi(function, world_size, *args, timeout_s=timeout_s)
     context = get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preload"])
     with TemporaryDirectory() as folder:
