@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks.diagnosis.background import MODES, background
 from benchmarks.diagnosis.cases import CASES, Expected, as_json
-from benchmarks.diagnosis.judge import balanced_findings, verdict
+from benchmarks.diagnosis.judge import balanced_findings, disturbance, verdict
 from benchmarks.diagnosis.tables import table
 from benchmarks.faults.launch import ranks_of
 
@@ -64,7 +64,11 @@ def repetition(case: str, number: int, folder: Path) -> dict[str, Any]:
 def judged(record: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Add the verdicts to a repetition."""
     expected = Expected(**record["expected"])
-    return record | {"fault": verdict(folder / "fault", expected), "twin": balanced_findings(folder / "twin")}
+    return record | {
+        "fault": verdict(folder / "fault", expected),
+        "twin": balanced_findings(folder / "twin"),
+        "disturbance": {name: round(disturbance(folder / name), 3) for name in ("fault", "twin")},
+    }
 
 
 def folder_of(kept: Path, record: dict[str, Any]) -> Path:

@@ -14,6 +14,7 @@ import zstandard
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.store import Arrival, Store
 
+from benchmarks.causes import evidence_of
 from benchmarks.diagnosis.cases import Expected
 from ddpobs import wire
 from ddpobs.export.spool import Spool
@@ -103,13 +104,20 @@ def balanced_findings(folder: Path) -> list[dict[str, Any]]:
     return findings
 
 
+def disturbance(folder: Path) -> float:
+    """Return the ranks' time in the run queue over their time on a processor: other programs, and their own threads."""
+    steps = evidence_of(folder / "spool").steps
+    steps = steps.select(steps.running_ns >= 0)
+    return float(steps.run_delay_ns.sum() / max(1, steps.running_ns.sum()))
+
+
 def alarms(findings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the findings of severity warning and above."""
     return [finding for finding in findings if finding["severity"] in _ALARMS]
 
 
 def injected_of(folder: Path) -> dict[str, float] | None:
-    """Return the medians of the work over the steps with a fault, and of a step without DDP, in ns.
+    """Return the medians of the work over the steps with a fault, and of a step without a fault, in ns.
 
     `work_ns` is the work's time on a processor, `delay_ns` its wall time: other programs may have interrupted it.
     """

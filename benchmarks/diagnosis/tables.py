@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from benchmarks.diagnosis.judge import alarms
 
 Result = dict[str, Any]
+_DISTURBANCES = (0.0, 0.1, 0.2, 0.4, 99.0)
+"""Ranges of the ranks' time in the run queue over their time on a processor."""
 _QUESTIONS = ("named", "phase", "bucket", "interval", "cause", "kind")
 
 
@@ -54,34 +58,43 @@ def _ratios(runs: list[Result]) -> str:
 
 def _sums(results: list[Result]) -> str:
     lines = [
-        "| background | delay | runs | right rank and phase | stated delay within 10 % |",
+        "| runs | delay | count | right rank and phase | stated delay within 10 % |",
         "|---|---|---|---|---|",
     ]
-    backgrounds = [None, *dict.fromkeys(result["background"] for result in results)]
-    for background in backgrounds:
-        of_mode = [result for result in results if background in (None, result["background"])]
-        for name, chosen in (
-            ("5 % of the step", [result for result in of_mode if result["share"] == 0.05]),
-            ("10 % and more", [result for result in of_mode if (result["share"] or 0) >= 0.1]),
-            ("not set beforehand", [result for result in of_mode if result["share"] is None]),
+    for name, part in _parts(results, "fault"):
+        for delay, chosen in (
+            ("5 % of the step", [result for result in part if result["share"] == 0.05]),
+            ("10 % and more", [result for result in part if (result["share"] or 0) >= 0.1]),
+            ("not set beforehand", [result for result in part if result["share"] is None]),
         ):
             if chosen:
                 right = sum(map(is_right, chosen))
                 ratios = [result["fault"]["stated_ratio"] for result in chosen if "stated_ratio" in result["fault"]]
                 within = sum(abs(ratio - 1) <= 0.1 for ratio in ratios)
-                cells = [background or "all", name, str(len(chosen)), f"{right} ({right / len(chosen):.0%})"]
+                cells = [name, delay, str(len(chosen)), f"{right} ({right / len(chosen):.0%})"]
                 lines.append(f"| {' | '.join(cells)} | {f'{within} of {len(ratios)}' if ratios else ''} |")
     return "\n".join(lines)
 
 
 def _alarms(results: list[Result]) -> str:
-    lines = ["| background | balanced twins | with a warning or above | by code | a rank named, as information |"]
+    lines = ["| balanced twins | count | with a warning or above | by code and cause | a rank named as information |"]
     lines.append("|---|---|---|---|---|")
-    for background in (None, *dict.fromkeys(result["background"] for result in results)):
-        twins = [result["twin"] for result in results if background in (None, result["background"])]
-        codes = Counter(finding["code"] for twin in twins for finding in alarms(twin))
-        text = ", ".join(f"{code} {count}" for code, count in codes.most_common())
+    for name, part in _parts(results, "twin"):
+        twins = [result["twin"] for result in part]
+        kinds = Counter((f["code"], f["evidence"].get("cause")) for twin in twins for f in alarms(twin))
+        text = ", ".join(f"{code} ({cause}) {count}" for (code, cause), count in kinds.most_common())
         named = sum(any(f["ranks"] and f["severity"] == "info" for f in twin) for twin in twins)
-        count = sum(bool(alarms(twin)) for twin in twins)
-        lines.append(f"| {background or 'all'} | {len(twins)} | {count} | {text} | {named} |")
+        lines.append(f"| {name} | {len(twins)} | {sum(bool(alarms(twin)) for twin in twins)} | {text} | {named} |")
     return "\n".join(lines)
+
+
+def _parts(results: list[Result], run: str) -> Iterator[tuple[str, list[Result]]]:
+    """Yield all results, then those of each background and of each range of disturbance that have any."""
+    yield "all", results
+    for mode in dict.fromkeys(result["background"] for result in results):
+        yield f"background: {mode}", [result for result in results if result["background"] == mode]
+    for low, high in pairwise(_DISTURBANCES):
+        part = [result for result in results if low <= result["disturbance"][run] < high]
+        if part:
+            name = f"{low:.0%} to {high:.0%}" if high < _DISTURBANCES[-1] else f"above {low:.0%}"
+            yield f"disturbed {name}", part

@@ -1,8 +1,8 @@
 """A training with faults of a known size: `python training.py FAULTS`, one process per rank.
 
-`FAULTS` is a JSON list; each entry has the fields of `Fault`. Each rank first measures a step without DDP; each delay
-is a share of it. A delay is real work: products of matrices, for this much time of the thread's processor. Each rank
-writes the times of its faults by step to `$OUT/injected-RANK.json`.
+`FAULTS` is a JSON list; each entry has the fields of `Fault`. The ranks first measure a step without telemetry; each
+delay is a share of it. A delay is real work: products of matrices, for this much time of the thread's processor. Each
+rank writes the times of its faults by step to `$OUT/injected-RANK.json`.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, Dataset
 
 from ddpobs import DistributedDataParallel
@@ -125,12 +126,13 @@ class Batches(Dataset[torch.Tensor]):
 
 
 def typical_step_ns(model: nn.Module) -> float:
-    """Return the median time of a thread's processor for a step without DDP and without a fault."""
+    """Return the median wall time of a step with torch's own DDP, which has no telemetry, and without a fault."""
+    ddp = TorchDDP(model, bucket_cap_mb=CAP_MB)
     times_ns = []
     for _ in range(CALIBRATION_STEPS):
-        began_ns = time.thread_time_ns()
-        model(torch.randn(ROWS, WIDTH)).square().mean().backward()
-        times_ns.append(time.thread_time_ns() - began_ns)
+        began_ns = time.perf_counter_ns()
+        ddp(torch.randn(ROWS, WIDTH)).square().mean().backward()
+        times_ns.append(time.perf_counter_ns() - began_ns)
     model.zero_grad()
     return statistics.median(times_ns)
 
@@ -146,8 +148,8 @@ def main() -> None:
     processors = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, [processors[rank % len(processors)]])
     work = Work([fault for fault in faults if fault.rank == rank])
+    work.typical_ns = typical_step_ns(Chain(work))
     model = Chain(work)
-    work.typical_ns = typical_step_ns(model)
     ddp = DistributedDataParallel(model, bucket_cap_mb=CAP_MB)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
     optimizer.register_step_pre_hook(lambda *_: work.run("optimizer"))

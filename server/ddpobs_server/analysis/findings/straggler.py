@@ -93,7 +93,8 @@ def _straggler_findings(joined: JoinedSteps, hosts: dict[int, str]) -> list[Find
     for index, level_ns in levels_ns.items():
         if all(finding.ranks[0] != joined.ranks[index] for finding in findings):
             for chance in beyond_chance(steady_lateness(late, level_ns).late, [index]).values():
-                findings.append(_finding(joined, late, index, chance, hosts, level_ns=level_ns))
+                small = _finding(joined, late, index, chance, hosts, level_ns=level_ns)
+                findings.append(replace(small, severity="info"))
     return findings + _seldom_findings(joined, late, {finding.ranks[0] for finding in findings}, hosts)
 
 
@@ -135,6 +136,7 @@ def _finding(
     level_ns: float | None = None,
 ) -> Finding:
     """Describe a rank's lateness; `level_ns` is the usual excess of a rank that is slow in every step."""
+    lost_share = float(cost_shares(joined, late, np.arange(len(joined)))[index])
     if level_ns is not None:
         late = steady_lateness(late, level_ns)
     rank, rows = int(joined.ranks[index]), np.flatnonzero(late.late[:, index])
@@ -146,7 +148,6 @@ def _finding(
     phase_ns = explained[0][1] if explained else excess_ns
     in_phase = f" ({phase_ns / 1e6:.1f} ms of it in {phase})" if phase_ns < _MAIN_PHASE_SHARE * excess_ns else ""
     saving = gain(joined, late, index)
-    lost_share = float(cost_shares(joined, late, np.arange(len(joined)))[index])
     first, last = int(joined.step[0]), int(joined.step[-1])
     since = f" since step {first}" if sudden else ""
     return Finding(
