@@ -1,6 +1,6 @@
 """The `ddpobs` command: run a training with telemetry, send a spool, and read the collector's answers."""
 
-from ddpobs.cli import compare, export, push, report, run, runs, stacks, trace, watch  # noqa: F401 - each adds its commands
+from ddpobs.cli import compare, export, horovodrun, push, report, run, runs, stacks, trace, watch  # noqa: F401 - each adds its commands
 from ddpobs.cli.app import main
 
 __all__ = ["main"]

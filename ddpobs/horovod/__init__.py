@@ -4,8 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as _dist
-
+from ddpobs.horovod.backends import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rocm_built,
+)
 from ddpobs.horovod.broadcast import (
     allgather_object,
     broadcast_object,
@@ -94,10 +104,14 @@ __all__ = [
     "broadcast_object",
     "broadcast_optimizer_state",
     "broadcast_parameters",
+    "ccl_built",
     "cross_rank",
     "cross_size",
+    "cuda_built",
+    "ddl_built",
     "global_process_set",
     "gloo_built",
+    "gloo_enabled",
     "grouped_allgather",
     "grouped_allgather_async",
     "grouped_allreduce",
@@ -113,12 +127,15 @@ __all__ = [
     "local_rank",
     "local_size",
     "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
     "nccl_built",
     "poll",
     "rank",
     "reducescatter",
     "reducescatter_async",
     "remove_process_set",
+    "rocm_built",
     "shutdown",
     "size",
     "sparse_allreduce_async",
@@ -126,14 +143,6 @@ __all__ = [
     "stop_timeline",
     "synchronize",
 ]
-
-gloo_built = _dist.is_gloo_available
-nccl_built = _dist.is_nccl_available
-
-
-def mpi_built() -> bool:
-    """Whether torch has MPI: its own backend, or `ddpobs.mpi`, which `init` imports under mpiexec."""
-    return _dist.is_mpi_available() or _dist.is_backend_available("ddpobs_mpi")
 
 
 def __getattr__(name: str) -> Any:

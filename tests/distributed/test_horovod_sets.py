@@ -30,6 +30,10 @@ def in_a_set(rank: int, ranks: int) -> dict[str, Any]:
     peers = PAIR if pair.included() else [rank]
     alone(reference, len(peers), 3, loss_fn=lambda model, index, number: loss(model, peers[index], number))
     results: dict[str, Any] = {"trained": how_close(model, reference), "reduces": optimizer._reducer is not None}
+    results["backends"] = [
+        *(hvd.gloo_built(), hvd.gloo_enabled(), hvd.mpi_enabled(), hvd.mpi_threads_supported()),
+        (hvd.cuda_built(), hvd.rocm_built()) == (torch.version.cuda is not None, torch.version.hip is not None),
+    ]
     results["outside"] = (
         None if pair.included() else raised(HorovodError, lambda: hvd.allreduce(values, process_set=pair))
     )
@@ -51,6 +55,7 @@ def test_a_set_passed_to_init_trains_and_communicates_by_itself() -> None:
     first, outside, second = run_ranks(in_a_set, 3)
     assert first["trained"] == outside["trained"] == second["trained"] == "equal"
     assert (first["reduces"], outside["reduces"], second["reduces"]) == (True, False, True)
+    assert first["backends"] == [True, True, False, False, True]
     assert first["everyone"] == outside["everyone"] == second["everyone"] == [3]
     assert "not in the process set" in outside["outside"]
     for index, results in enumerate((first, second)):

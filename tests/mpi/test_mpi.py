@@ -162,7 +162,7 @@ def horovods(rank: int) -> list[Any]:
         hvd.rank(),
         hvd.size(),
         hvd.local_rank(),
-        hvd.mpi_built(),
+        hvd.mpi_built() and hvd.mpi_enabled() and hvd.mpi_threads_supported(),
         float(hvd.allreduce(torch.tensor(rank + 1.0))),
     ]
     hvd.shutdown()

@@ -1,0 +1,61 @@
+"""`ddpobs horovodrun` maps Horovod's command line to torchrun and mpiexec."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from ddpobs.cli import main
+from ddpobs.cli.horovodrun import by_mpiexec, by_torchrun
+
+
+def test_the_ranks_start_with_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import os, sys\nprint(sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'], sep=' | ')\n")
+    command = [sys.executable, "-c", "from ddpobs.cli import main; main()", "horovodrun", "-np", "2"]
+    done = subprocess.run(
+        [*command, sys.executable, script, "--lr", "-np"],
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert sorted(done.stdout.splitlines()) == ["['--lr', '-np'] | 0 | 2", "['--lr', '-np'] | 1 | 2"], done.stderr
+
+
+def test_this_host_may_be_named() -> None:
+    plain = by_torchrun(["python", "train.py"], 4, "")
+    assert by_torchrun(["python", "train.py"], 4, "localhost:4") == plain
+    assert plain[0] == "python"
+
+
+def test_mpiexec_gets_the_number_of_ranks_and_the_hosts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mpiexec", "python"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    mpiexec = str(tmp_path / "mpiexec")
+    assert by_mpiexec(["python", "train.py"], 4, "a:2,b:2") == [
+        *(mpiexec, "-n", "4", "-hosts", "a:2,b:2", "python", "train.py")
+    ]
+    (tmp_path / "ompi_info").touch()
+    assert by_mpiexec(["./train"], 4, "a:2,b:2") == [mpiexec, "-n", "4", "--host", "a:2,b:2", "./train"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-H", "far:2", "python", "train.py"], "not on far:2"),
+        (["./train"], "python SCRIPT"),
+        (["--mpi", "--gloo", "python", "train.py"], "exclude each other"),
+    ],
+)
+def test_a_command_that_cannot_start_is_a_clear_error(arguments: list[str], message: str) -> None:
+    done = CliRunner().invoke(main, ["horovodrun", "-np", "2", *arguments])
+    assert done.exit_code == 2
+    assert message in done.output
