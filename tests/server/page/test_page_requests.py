@@ -92,7 +92,7 @@ def test_with_a_token_a_link_downloads_its_target(
         visit = Visit(browser, guarded.url + where, "s3cret")
         visit.page.get_by_text("create_token").first.wait_for()
         with visit.page.expect_download() as saved:
-            visit.page.get_by_role("link", name=link).click()
+            visit.page.get_by_role("link", name=link, exact=True).click()
         assert holds in saved.value.path().read_text()
         assert not [error for error in visit.errors if "401" not in error]
 
