@@ -10,7 +10,7 @@ demo:
 
 test:
 	@scripts/setup.sh test
-	@$(RUN)/python -m pytest -n 8 --dist loadfile --no-loadscope-reorder -m "not alone"
+	@$(RUN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder -m "not alone"
 	@$(RUN)/python -m pytest -m alone tests/integration
 
 check:

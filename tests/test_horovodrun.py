@@ -16,7 +16,10 @@ from ddpobs.cli.horovodrun import by_mpiexec, by_torchrun
 
 def test_the_ranks_start_with_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import os, sys\nprint(sys.argv[1:], os.environ['RANK'], os.environ['WORLD_SIZE'], sep=' | ')\n")
+    script.write_text(
+        "import os, sys\n"
+        "os.write(1, f\"{sys.argv[1:]} | {os.environ['RANK']} | {os.environ['WORLD_SIZE']}\\n\".encode())\n"
+    )
     command = [sys.executable, "-c", "from ddpobs.cli import main; main()", "horovodrun", "-np", "2"]
     done = subprocess.run(
         [*command, sys.executable, script, "--lr", "-np"],

@@ -12,6 +12,8 @@ from tests.columns import make_spans, make_steps
 
 EVIL = "<img src=x onerror=document.title='owned'>"
 STEPS, MS = 60, 1_000_000
+PATIENCE_MS = 120_000
+"""A page may take as long on a machine that runs other tests."""
 
 
 def batch(run: str, rank: int, slow: bool, host: str) -> wire.Batch:
@@ -106,6 +108,7 @@ class Visit:
 
     def __init__(self, browser: Any, address: str, *tokens: str) -> None:
         self.page = browser.new_page(viewport={"width": 1280, "height": 1000})
+        self.page.set_default_timeout(PATIENCE_MS)
         self.requests: list[str] = []
         self.errors: list[str] = []
         self.page.on("request", lambda request: self.requests.append(request.url))

@@ -23,7 +23,7 @@ def test_every_route_refuses_a_parameter_that_it_does_not_know(
     on_sqlite: Collector, run: str, method: str, path: str
 ) -> None:
     put(on_sqlite.url, batch(run, steps=steps(0, 4)))
-    address = on_sqlite.url + path.format(run=run, source=source_of(0), seq=7)
+    address = on_sqlite.url + path.format(run=run, source=source_of(0), seq=7, figure="account")
     answer = httpx.request(method, address, params={"form": "10"}, content=b"" if method == "put" else None)
     assert assert_problem(answer, 422)["title"] == "Unknown parameter"
     assert "form" in answer.json()["detail"]
