@@ -47,6 +47,7 @@ CALLS = {
             )
         ),
     ],
+    "ingest and read": [("PATCH", "/api/v1/runs/a-run")],
     "admin": [("DELETE", "/api/v1/runs/a-run")],
     "": [
         *(("GET", where) for where in ("/healthz", "/readyz", "/", "/runs/a-run", "/docs", "/openapi.json")),
@@ -61,8 +62,8 @@ HOLDERS: dict[str, set[str]] = {
     "a revoked token": set(),
     "ingest": {"ingest"},
     "read": {"read"},
-    "both": {"ingest", "read"},
-    "admin": {"ingest", "read", "admin"},
+    "both": {"ingest", "read", "ingest and read"},
+    "admin": {"ingest", "read", "ingest and read", "admin"},
 }
 
 
@@ -166,7 +167,8 @@ def test_a_workspace_sees_only_its_own_runs(guarded: dict[str, Any]) -> None:
 
     assert runs(admin)["both-have-it"] == 2
     assert runs(other) == {"both-have-it": 5}
-    routes = [where.removeprefix(prefix) for _, where in CALLS["read"] if where.startswith(prefix)]
+    reads = [where.removeprefix(prefix) for _, where in CALLS["read"] if where.startswith(prefix)]
+    routes = [read.replace("with=a-run", "with=both-have-it") for read in reads]
     assert len(routes) > 8
     for route in routes:
         answer = httpx.get(f"{url}/api/v1/runs/both-have-it{route}", headers=other)
