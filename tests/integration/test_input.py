@@ -50,8 +50,8 @@ def findings_of(evidence: Evidence) -> list[Finding]:
         ("generator", "own-loader", "input_cases.py"),
         ("class", "own-loader", "input_cases.py"),
         ("iter-each-step", "new-iterators", "for batch in loader"),
-        ("few-workers", "few-workers", "num_workers"),
-        ("slow-worker", "slow-worker", "worker 1"),
+        pytest.param("few-workers", "few-workers", "num_workers", marks=pytest.mark.alone),
+        pytest.param("slow-worker", "slow-worker", "worker 1", marks=pytest.mark.alone),
         ("slow-collate", "slow-collate", "collate_fn"),
     ],
 )

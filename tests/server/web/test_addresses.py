@@ -17,7 +17,7 @@ from ddpobs_server.web import bounded_protocol, listening
 from pydantic import ValidationError
 
 from tests.collector import collector
-from tests.server.batches import batch, put, steps
+from tests.server.batches import ATTEMPT, batch, put, steps
 from tests.server.browsing import Visit
 from tests.server.serving import served
 
@@ -96,8 +96,8 @@ def test_the_page_and_the_documentation_work_below_a_path(below_path: str, brows
     visit = Visit(browser, f"{below_path}/")
     visit.page.get_by_role("link", name="behind").click()
     visit.page.wait_for_url(f"{below_path}/runs/behind")
-    visit.page.locator("#ranks tbody tr").first.wait_for()
-    assert visit.page.locator("#trace").get_attribute("href") == f"{PATH}/api/v1/runs/behind/trace"
+    visit.page.locator("#processes tbody tr").first.wait_for()
+    assert visit.page.locator("#trace").get_attribute("href") == f"{PATH}/api/v1/runs/behind/trace?attempt={ATTEMPT}"
     visit.page.get_by_role("link", name="API").click()
     visit.page.get_by_text("ddpobs collector").first.wait_for()
     assert visit.errors == []
