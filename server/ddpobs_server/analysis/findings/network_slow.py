@@ -23,6 +23,8 @@ SLOWER = 1.3
 """Least ratio of the transfers' time to that of the run's own link before."""
 _COMPUTES_SLOWER = 1.15
 """Ratio of a rank's own time to its earlier one above which the link is not blamed."""
+_PART_OF_SLOWDOWN = 0.05
+"""Computation that takes longer by less than this part of what communication takes longer does not explain it."""
 _REMEDY = (
     "Look at the hosts' links in these steps: errors and speed of the interfaces (ethtool -S), other traffic, a "
     "switch. The ranks arrived together, and their computation did not slow down."
@@ -52,9 +54,9 @@ def network_slow(evidence: Evidence) -> Judgement:
         return []
     comm_ns = _least_comm_ns(evidence)
     interval = None if comm_ns is None else _slowest_interval(comm_ns, joined.step_ns)
-    if interval is None or evidence.columns is None:
+    if comm_ns is None or interval is None or evidence.columns is None:
         return []
-    reason = _other_cause(evidence, interval)
+    reason = _other_cause(evidence, interval, comm_ns)
     if reason:
         return [NotJudged("network-slow", f"transfers slowed down, but {reason}")]
     try:
@@ -63,13 +65,13 @@ def network_slow(evidence: Evidence) -> Judgement:
         return [NotJudged("network-slow", str(error))]
 
 
-def _other_cause(evidence: Evidence, interval: _Interval) -> str:
+def _other_cause(evidence: Evidence, interval: _Interval, comm_ns: npt.NDArray[np.float64]) -> str:
     """Return why the network cannot be blamed; empty if it can."""
     if evidence.absent_ranks:
         return "ranks without telemetry may have arrived later"
     if _is_one_host(evidence):
         return "all ranks are on one host: they cross no network"
-    slowed = _ranks_that_compute_slower(evidence, interval)
+    slowed = _ranks_that_compute_slower(evidence, interval, comm_ns)
     return f"so did the computation of rank {format_ranks(slowed)}" if slowed else ""
 
 
@@ -114,10 +116,13 @@ def _is_one_host(evidence: Evidence) -> bool:
     )
 
 
-def _ranks_that_compute_slower(evidence: Evidence, interval: _Interval) -> list[int]:
+def _ranks_that_compute_slower(evidence: Evidence, interval: _Interval, comm_ns: npt.NDArray[np.float64]) -> list[int]:
+    """Ranks whose computation slowed down enough for busy processors to be the cause of both."""
     own_ns = evidence.joined.own_ns
-    before_ns = np.median(own_ns[interval.reference_rows], axis=0)
-    slow: npt.NDArray[np.bool_] = np.median(own_ns[interval.slow_rows], axis=0) > _COMPUTES_SLOWER * before_ns
+    before_ns, during_ns = (np.median(own_ns[rows], axis=0) for rows in (interval.reference_rows, interval.slow_rows))
+    more_comm_ns = np.median(comm_ns[interval.slow_rows]) - np.median(comm_ns[interval.reference_rows])
+    is_much = during_ns - before_ns > _PART_OF_SLOWDOWN * more_comm_ns
+    slow: npt.NDArray[np.bool_] = (during_ns > _COMPUTES_SLOWER * before_ns) & is_much
     return [int(rank) for rank in evidence.joined.ranks[slow]]
 
 
