@@ -85,7 +85,7 @@ class CollectiveHooks:
             try:
                 return original(*args, **kwargs)
             finally:
-                journal.collective_wait_ended(began)
+                journal.collective_wait_ended(began, args[0])
 
         return timed
 

@@ -39,6 +39,7 @@ from ddpobs.recording.nested_backwards import NestedBackwards, NestedForward
 from ddpobs.steps.raw_step import BACKWARD, DATA, EXPOSED_COMM, FORWARD, OPTIMIZER, OTHER, InputSize, RawStep
 from ddpobs.steps.step_tracker import StepTracker
 from ddpobs.torch_seam.autograd import is_repetition_reentrant
+from ddpobs.torch_seam.collectives import message_kind
 from ddpobs.wire import COMM_KINDS
 
 _log = logging.getLogger("ddpobs")
@@ -229,6 +230,23 @@ class Journal:
         self._enter(OTHER)
         self._append((StepTracker.closing_ended, self._now(), ()))
 
+    def schedule_began(self) -> bool:
+        """A pipeline's schedule began a step of micro-batches; return whether the event was recorded."""
+        if self.paused or self._in_backward or not self._is_training_thread():
+            return False
+        self._started = True
+        if self._optimizers:
+            self._detect_failed_optimizer()
+        if self._reduced_open_step:
+            self._close_place_step()
+        self._enter(OTHER)
+        self._record(StepTracker.schedule_began, self._now())
+        return True
+
+    def schedule_ended(self) -> None:
+        """The schedule's step returned, or raised an error."""
+        self._append((StepTracker.schedule_ended, self._now(), ()))
+
     def optimizer_began(self, *_: object) -> None:
         """An optimizer's step was called."""
         if get_ident() == self._thread or self._is_training_thread():
@@ -336,12 +354,19 @@ class Journal:
         return self._now()
 
     @never_raises
-    def collective_wait_ended(self, began: Stamp | None) -> None:
-        """The wait ended; `began` is None if it is not to be recorded."""
+    def collective_wait_ended(self, began: Stamp | None, work: object = None) -> None:
+        """The wait ended.
+
+        Args:
+            began: Its begin; None if it is not to be recorded.
+            work: The work that was waited for, if there is one.
+        """
         self._in_collective_wait = False
         if began is None:
             return
-        if self.last_collective in _BARRIERS and not (self._saves or self._in_backward):
+        if message := message_kind(work):
+            self.comm_ended(0, COMM_KINDS.index(message), began, self._now())
+        elif self.last_collective in _BARRIERS and not (self._saves or self._in_backward):
             self._record(StepTracker.waited_at_barrier, 0, began, self._now())
         else:
             self.comm_ended(0, _USER, began, self._now())

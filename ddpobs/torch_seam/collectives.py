@@ -12,6 +12,9 @@ from ddpobs.torch_seam.patching import unwrap
 
 _VALUE = unwrap(torch._C.Future.wait)
 
+_MESSAGES = {12: "send", 13: "receive", 14: "receive"}
+"""Values of c10d's `OpType` (torch/csrc/distributed/c10d/Work.hpp): SEND, RECV, RECVANYSOURCE."""
+
 python_groups: list[tuple[type, type]] = []
 """Classes of process groups that are written in Python, each with the class of its works.
 
@@ -77,6 +80,16 @@ def values_of_all(group: dist.ProcessGroup, value: torch.Tensor) -> list[torch.T
 def wait_for(work: Any) -> None:
     """Wait for a work, unrecorded; for its name see `broadcast_from_first`."""
     _unrecorded(type(work), dist.Work, "wait")(work)
+
+
+def message_kind(work: Any) -> str:
+    """Return `send` or `receive` for a work of two ranks, else an empty string.
+
+    A batch of sends and receives is a single work over NCCL. It blocks as a receive does.
+    """
+    if not isinstance(work, dist.Work):
+        return ""
+    return _MESSAGES.get(work._get_op_type(), "")  # type: ignore[attr-defined]
 
 
 def value_of(future: Any) -> Any:

@@ -99,6 +99,10 @@ class Steps(columns.Columns):
     page faults that read a disk. Both may be read in every eighth step only, and are 0 in between. `collections`,
     `collecting_ns`: garbage collections of the process and their length. `elements`: elements of the inputs' tensors,
     over all micro-steps. `longest`: the largest dimension of an input, without the rows.
+
+    `schedule_ns` is the time in a pipeline's schedule, and `computing_ns` the part of it in forward and backward. Both
+    are `UNKNOWN` in a step without a schedule. `send_wait_ns` and `receive_wait_ns` are waits for messages between
+    ranks.
     """
 
     step: Counts
@@ -130,6 +134,10 @@ class Steps(columns.Columns):
     collecting_ns: DurationsOrUnknown = added_later(UNKNOWN)
     elements: CountsOrUnknown = added_later(UNKNOWN)
     longest: CountsOrUnknown = added_later(UNKNOWN)
+    schedule_ns: DurationsOrUnknown = added_later(UNKNOWN)
+    computing_ns: DurationsOrUnknown = added_later(UNKNOWN)
+    send_wait_ns: DurationsOrUnknown = added_later(UNKNOWN)
+    receive_wait_ns: DurationsOrUnknown = added_later(UNKNOWN)
 
 
 class Spans(columns.Columns):
@@ -174,7 +182,9 @@ class Unused(Record, frozen=True, kw_only=True):
 
 
 class Peers(Record, frozen=True, kw_only=True):
-    """Straggler statistics over a window of collectives, computed among the ranks and sent by rank 0.
+    """Straggler statistics over a window of collectives, computed among the ranks and sent by the first of them.
+
+    The ranks are those that reduce gradients together: all ranks, or the replicas of a pipeline's stage.
 
     One row per rank. The `own` columns are sums over the window. `delay_ns` sums the delay that this rank caused while
     it was last, `wait_ns` its waiting for the last rank. `straggler_<phase>` counts the steps in which it was last by

@@ -26,6 +26,7 @@ from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.compare import Side, compare_json
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.digests import RunDigests
+from ddpobs_server.reports.pipeline import pipeline_answer
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.reports.run_state import report_version, state_of_run
 from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_step_bins, unix_times
@@ -71,6 +72,7 @@ class Reports:
         self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
         self._parts: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
         self._accounts: Cache[dict[str, Any]] = Cache(_CACHED_ACCOUNTS)
+        self._pipelines: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
         self._background = BackgroundDiagnoses(self.diagnostics)
         self._comparisons: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
 
@@ -92,6 +94,11 @@ class Reports:
         version = report_version(self._store.version(run), self._settings, self._now_ns())
         price = self._settings.gpu_hour_price
         return self._accounts.get((run, attempt), version, lambda: account_json(self._store, run, attempt, price))
+
+    def pipeline(self, run: str, attempt: str) -> dict[str, Any]:
+        """Return the stages of an attempt's pipeline."""
+        version = report_version(self._store.version(run), self._settings, self._now_ns())
+        return self._pipelines.get((run, attempt), version, lambda: pipeline_answer(self._store, run, attempt))
 
     def compare(self, a: tuple[str, str], b: tuple[str, str], limit: float) -> dict[str, Any]:
         """Compare two attempts, each a run and an attempt; `limit` is the share by which the second may be slower."""
