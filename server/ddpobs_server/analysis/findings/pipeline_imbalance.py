@@ -59,8 +59,8 @@ def _finding(evidence: Evidence, times: Sequence[StageTimes], slow: StageTimes, 
         severity=severity_of((predicted_ns - balanced_ns) / step_ns),
         title=(
             f"{slow.stage.name.capitalize()} holds the pipeline up: {_ms(slow.computing_ns / micro_batches)} of "
-            f"computation per micro-batch, {_ms(excess_ns / micro_batches)} ({excess_ns / others_ns:.0%}) more than the "
-            f"other stages; {_gain_in_words(move)}"
+            f"computation per micro-batch, {_ms(excess_ns / micro_batches)} ({excess_ns / others_ns:.0%}) more than "
+            f"the other stages; {_gain_in_words(move)}"
         ),
         remedy=_remedy(slow, move),
         steps=evidence.step_range,
@@ -140,8 +140,8 @@ def _ms(time_ns: float) -> str:
 def _remedy(slow: StageTimes, move: _Move | None) -> str:
     if move is None or move.saved_ns <= 0:
         return (
-            f"Divide {slow.stage.name} (ranks {format_ranks(list(slow.stage.ranks))}) into smaller layers, and give all "
-            "stages equal computation."
+            f"Divide {slow.stage.name} (ranks {format_ranks(list(slow.stage.ranks))}) into smaller layers, and give "
+            "all stages equal computation."
         )
     return f"Move a layer from {slow.stage.name} to {move.to.stage.name}, and measure again."
 

@@ -1,0 +1,164 @@
+"""Pipelines of torch's schedules with a DDP in each stage: equality, records, and the overlap of the all-reduce."""
+
+from __future__ import annotations
+
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as TorchDDP
+
+from ddpobs import DistributedDataParallel, attach, wire
+from tests.distributed.launch import run_ranks
+from tests.distributed.pipelines import STAGES, Layer, Pipeline, equal_models, groups, in_one_process, models
+from tests.distributed.sent import Sent, sending
+
+SCHEDULES = {"ScheduleGPipe": 2, "Schedule1F1B": 2, "ScheduleInterleaved1F1B": 4}
+"""Number of stages on two ranks."""
+MICRO_BATCHES, STEPS = 4, 3
+KINDS = ("ours", "attached")
+PAUSE_S, WIDE = 0.05, 250_000
+
+
+def wrap(kind: str, records: Sent, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    if kind == "ours":
+        return DistributedDataParallel(module, process_group=group, telemetry=records.config)
+    ddp = TorchDDP(module, process_group=group)
+    if kind == "attached":
+        attach(ddp, telemetry=records.config)
+    return ddp
+
+
+def trained(rank: int, world_size: int) -> dict[str, Any]:
+    """Train with each schedule and each DDP; compare with one process, and with torch's bare DDP bit for bit."""
+    results: dict[str, Any] = {}
+    on_groups = groups()
+    for schedule, stages in SCHEDULES.items():
+        expected = in_one_process(equal_models(stages), STEPS)
+        bare: list[torch.Tensor] = []
+        for kind in ("bare", *KINDS):
+            with sending() as records:
+                wrapped = partial(wrap, kind, records)
+                pipeline = Pipeline(
+                    schedule,
+                    equal_models(stages),
+                    wrapped,
+                    MICRO_BATCHES,
+                    on_groups,
+                    shapes=kind != "ours",
+                    dtype=torch.float64,
+                )
+                for step in range(STEPS):
+                    pipeline.step(step)
+                parameters = pipeline.parameters()
+                dist.barrier()
+            bare = bare or parameters
+            alone = [p for index in pipeline.held for p in expected[index].parameters()]
+            results[f"{schedule} {kind}"] = {
+                "as in one process": all(map(partial(torch.allclose, rtol=1e-9), parameters, alone)),
+                "as torch": all(map(torch.equal, parameters, bare)),
+                **facts(records),
+            }
+    return results
+
+
+def facts(records: Sent) -> dict[str, Any]:
+    kinds = records.comms("kind")
+    return {
+        "micro_steps": records.steps("micro_steps"),
+        "schedule_ns": records.steps("schedule_ns"),
+        "computing_ns": records.steps("computing_ns"),
+        "receive_wait_ns": records.steps("receive_wait_ns"),
+        "wall_ns": [end - start for start, end in zip(records.steps("start_ns"), records.steps("end_ns"), strict=True)],
+        "kinds": {wire.COMM_KINDS[kind] for kind in kinds},
+        "modules": sorted({layout.module for layout in records.layouts}),
+        "events": [event.detail for batch in records.batches for event in batch.events if event.kind == "pipeline"],
+        "phases": [sum(phases.values()) for phases in records.phases()],
+    }
+
+
+@cache
+def outcomes() -> list[dict[str, Any]]:
+    return run_ranks(trained, 4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_of_replicas_trains_as_one_process(schedule: str, kind: str) -> None:
+    for results in outcomes():
+        assert results[f"{schedule} {kind}"]["as in one process"]
+        assert results[f"{schedule} {kind}"]["as torch"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_step_of_a_schedule_is_one_step_with_its_micro_batches(schedule: str, kind: str) -> None:
+    for results in outcomes():
+        found = results[f"{schedule} {kind}"]
+        chunks = SCHEDULES[schedule] // 2
+        assert found["micro_steps"] == [chunks * MICRO_BATCHES] * STEPS
+        assert found["phases"] == found["wall_ns"]
+        times = zip(found["computing_ns"], found["schedule_ns"], found["wall_ns"], strict=True)
+        assert all(0 < computing < whole <= wall for computing, whole, wall in times)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_waits_for_messages_are_communication_of_their_own_kinds(schedule: str, kind: str) -> None:
+    for results in outcomes():
+        found = results[f"{schedule} {kind}"]
+        assert found["kinds"] >= {"send", "receive"}
+        assert all(wait > 0 for wait in found["receive_wait_ns"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_each_rank_reports_its_stages_and_a_number_of_its_own_for_each_module(schedule: str, kind: str) -> None:
+    for rank, results in enumerate(outcomes()):
+        found, stages = results[f"{schedule} {kind}"], SCHEDULES[schedule]
+        held = range(rank // 2, stages, 2)
+        assert found["events"] == [
+            {
+                "schedule": schedule,
+                "stages": stages,
+                "held": ",".join(map(str, held)),
+                "micro_batches": MICRO_BATCHES,
+                "first_rank": rank % 2,
+            }
+        ]
+        first = next(members[0] for members in STAGES if rank in members)
+        assert found["modules"] == [first + 4 * index for index in range(stages // 2)]
+
+
+def overlapped(rank: int, world_size: int) -> dict[str, float]:
+    """Share of the last stage's all-reduce beside which the first stage ran its last backward, by kind of DDP.
+
+    All ranks are on one host, so that their monotonic clocks are the same.
+    """
+    shares = {}
+    on_groups = groups()
+    for kind in KINDS:
+        with sending() as records:
+            layers = [[Layer(PAUSE_S)], [Layer(PAUSE_S, WIDE)]]
+            pipeline = Pipeline("ScheduleGPipe", models(layers), partial(wrap, kind, records), 2, on_groups)
+            for step in range(STEPS):
+                pipeline.step(step)
+            dist.barrier()
+        pauses = [layers[0][0].stamps[2 * step + 1] for step in range(STEPS)] if pipeline.place == 0 else []
+        gathered: list[Any] = [None] * world_size
+        dist.all_gather_object(gathered, pauses)
+        began_ns, ended_ns = gathered[pipeline.replica][-1]
+        own = [index for index, step in enumerate(records.spans("step")) if step == STEPS - 1]
+        spans = [(records.spans("launched_ns")[index], records.spans("done_ns")[index]) for index in own]
+        beside_ns = sum(max(0, min(done, ended_ns) - max(launched, began_ns)) for launched, done in spans)
+        shares[kind] = beside_ns / sum(done - launched for launched, done in spans)
+    return shares
+
+
+def test_the_all_reduce_of_the_last_stage_overlaps_the_first_stages_backward() -> None:
+    for shares in run_ranks(overlapped, 4)[2:]:
+        assert shares["ours"] > 0.5, shares
+        assert shares["attached"] < 0.1, shares

@@ -1,0 +1,142 @@
+"""Pipelines from the schedule to the finding: real gloo ranks and a real collector."""
+
+from __future__ import annotations
+
+import statistics
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from typer.testing import CliRunner
+
+from ddpobs import DistributedDataParallel, TelemetryConfig, telemetry
+from ddpobs.cli import main
+from tests.distributed.launch import run_ranks
+from tests.distributed.pipelines import Layer, Pipeline, groups, models
+
+pytestmark = pytest.mark.alone
+MICRO_BATCHES, WIDE = 4, 60_000
+
+
+class Case(NamedTuple):
+    """A training: schedule, steps, pauses of the layers of both stages in ms, and the additional pause of rank 1."""
+
+    schedule: str
+    steps: int
+    layers_ms: tuple[tuple[float, ...], tuple[float, ...]]
+    slow_ms: float = 0.0
+    wide: int = 8
+
+
+CASES = {
+    "equal-gpipe": Case("ScheduleGPipe", 24, ((15.0,), (15.0,)), wide=WIDE),
+    "equal-1f1b": Case("Schedule1F1B", 24, ((15.0,), (15.0,))),
+    "uneven": Case("ScheduleGPipe", 36, ((1.0,) * 2, (1.0,) * 6)),
+    "moved": Case("ScheduleGPipe", 24, ((1.0,) * 3, (1.0,) * 5)),
+    "slow-replica": Case("Schedule1F1B", 40, ((2.0,) * 2, (2.0,) * 2), slow_ms=4.0),
+}
+
+
+def trained(rank: int, world_size: int, url: str, spool: Path) -> None:
+    on_groups = groups()
+    for run, case in CASES.items():
+        config = TelemetryConfig(collector=url, run=run, spool=spool, flush_s=0.5, exit_s=30, quiet=True)
+        extra_s = case.slow_ms / 1e3 * (rank == 1)
+        layers = [[Layer(pause / 1e3) for pause in own] for own in case.layers_ms]
+        layers[0][0].pause_s += extra_s
+        layers[1][-1] = Layer(case.layers_ms[1][-1] / 1e3, case.wide)
+        wrapped = partial(wrap, config)
+        pipeline = Pipeline(case.schedule, models(layers), wrapped, MICRO_BATCHES, on_groups)
+        for step in range(case.steps):
+            pipeline.step(step)
+        process, telemetry._process = telemetry._process, None
+        assert process is not None
+        process.close()
+        dist.barrier()
+
+
+def wrap(config: TelemetryConfig, module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    torch.manual_seed(0)
+    return DistributedDataParallel(module, process_group=group, telemetry=config)
+
+
+@pytest.fixture(scope="module")
+def runs(url: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The collector's address, with all cases trained."""
+    run_ranks(trained, 4, url, tmp_path_factory.mktemp("spool"), timeout_s=120)
+    return url
+
+
+def get(url: str, run: str, path: str = "") -> Any:
+    answer = httpx.get(f"{url}/api/v1/runs/{run}{path}", timeout=30)
+    answer.raise_for_status()
+    return answer.json()
+
+
+def findings(url: str, run: str, code: str) -> list[dict[str, Any]]:
+    return [found for found in get(url, run, "/diagnostics")["findings"] if found["code"] == code]
+
+
+@pytest.mark.parametrize("run", ["equal-gpipe", "equal-1f1b"])
+def test_the_bubble_of_equal_stages_is_the_formulas(runs: str, run: str) -> None:
+    pipeline = get(runs, run, "/pipeline")["pipeline"]
+    assert pipeline["expected_bubble"] == 0.2
+    assert [stage["ranks"] for stage in pipeline["by_rank"]] == [[0, 1], [2, 3]]
+    for stage in pipeline["by_rank"]:
+        assert abs(stage["bubble"] - 0.2) < 0.02, pipeline
+    assert findings(runs, run, "pipeline-imbalance") == []
+    assert findings(runs, run, "straggler") == []
+
+
+def test_each_step_has_its_bubble(runs: str) -> None:
+    columns = get(runs, "equal-gpipe", "/steps")["columns"]
+    rows = [index for index, step in enumerate(columns["step"]) if step > 1]
+    assert {columns["micro_steps"][index] for index in rows} == {MICRO_BATCHES}
+    bubbles = [
+        (columns["receive_wait_ns"][index] + columns["send_wait_ns"][index]) / columns["schedule_ns"][index]
+        for index in rows
+    ]
+    assert abs(statistics.median(bubbles) - 0.2) < 0.02
+
+
+def test_the_overlap_of_the_last_stages_all_reduce_is_measured(runs: str) -> None:
+    first, last = get(runs, "equal-gpipe", "/pipeline")["pipeline"]["by_rank"]
+    assert last["reduce_ns"] > first["reduce_ns"] > 0
+    assert last["reduce_overlap"] > 0.8
+    assert first["reduce_overlap"] < last["reduce_overlap"]
+
+
+def test_the_slow_stage_is_named_with_the_gain_of_moving_a_layer(runs: str) -> None:
+    (finding,) = findings(runs, "uneven", "pipeline-imbalance")
+    assert finding["ranks"] == [2, 3]
+    assert (finding["evidence"]["layers"], finding["evidence"]["moved_to"]) == (6, [0])
+    uneven, moved = (
+        get(runs, run, "/pipeline")["pipeline"]["by_rank"][0]["schedule_ns"] for run in ("uneven", "moved")
+    )
+    assert finding["gain"]["step_ns"] == pytest.approx(uneven - moved, rel=0.3)
+    assert findings(runs, "uneven", "straggler") == []
+
+
+def test_the_slow_replica_is_named_within_its_stage(runs: str) -> None:
+    (finding,) = findings(runs, "slow-replica", "straggler")
+    assert (finding["ranks"], finding["evidence"]["stages"]) == ([1], [0])
+    assert "replicas of stage 0" in finding["title"]
+    assert findings(runs, "slow-replica", "pipeline-imbalance") == []
+
+
+def test_the_report_shows_the_stages(runs: str) -> None:
+    shown = CliRunner().invoke(main, ["report", "uneven", "--collector", runs]).stdout
+    assert "pipeline: ScheduleGPipe, 4 micro-batches a step; with equal stages the bubble is 20.0%" in shown
+    assert "stage 1 (rank 2, 3): " in shown
+    assert "Stage 1 holds the pipeline up" in shown
+
+
+def test_a_run_without_a_schedule_has_no_pipeline(url: str, slow_run: str) -> None:
+    answer = get(url, slow_run, "/pipeline")
+    assert answer["pipeline"] is None
+    assert "no rank has reported" in answer["missing"][0]
