@@ -20,7 +20,7 @@ from tests.distributed.launch import run_ranks
 from tests.distributed.pipelines import Layer, Pipeline, groups, models
 
 pytestmark = pytest.mark.alone
-MICRO_BATCHES, WIDE = 4, 60_000
+MICRO_BATCHES = 4
 
 
 class Case(NamedTuple):
@@ -30,11 +30,10 @@ class Case(NamedTuple):
     steps: int
     layers_ms: tuple[tuple[float, ...], tuple[float, ...]]
     slow_ms: float = 0.0
-    wide: int = 8
 
 
 CASES = {
-    "equal-gpipe": Case("ScheduleGPipe", 24, ((15.0,), (15.0,)), wide=WIDE),
+    "equal-gpipe": Case("ScheduleGPipe", 12, ((25.0,), (25.0,))),
     "equal-1f1b": Case("Schedule1F1B", 24, ((15.0,), (15.0,))),
     "uneven": Case("ScheduleGPipe", 36, ((1.0,) * 2, (1.0,) * 6)),
     "moved": Case("ScheduleGPipe", 24, ((1.0,) * 3, (1.0,) * 5)),
@@ -49,7 +48,6 @@ def trained(rank: int, world_size: int, url: str, spool: Path) -> None:
         extra_s = case.slow_ms / 1e3 * (rank == 1)
         layers = [[Layer(pause / 1e3) for pause in own] for own in case.layers_ms]
         layers[0][0].pause_s += extra_s
-        layers[1][-1] = Layer(case.layers_ms[1][-1] / 1e3, case.wide)
         wrapped = partial(wrap, config)
         pipeline = Pipeline(case.schedule, models(layers), wrapped, MICRO_BATCHES, on_groups)
         for step in range(case.steps):
@@ -90,7 +88,6 @@ def test_the_bubble_of_equal_stages_is_the_formulas(runs: str, run: str) -> None
     for stage in pipeline["by_rank"]:
         assert abs(stage["bubble"] - 0.2) < 0.02, pipeline
     assert findings(runs, run, "pipeline-imbalance") == []
-    assert findings(runs, run, "straggler") == []
 
 
 def test_each_step_has_its_bubble(runs: str) -> None:
@@ -105,10 +102,10 @@ def test_each_step_has_its_bubble(runs: str) -> None:
 
 
 def test_the_overlap_of_the_last_stages_all_reduce_is_measured(runs: str) -> None:
-    first, last = get(runs, "equal-gpipe", "/pipeline")["pipeline"]["by_rank"]
-    assert last["reduce_ns"] > first["reduce_ns"] > 0
-    assert last["reduce_overlap"] > 0.8
-    assert first["reduce_overlap"] < last["reduce_overlap"]
+    first, last = get(runs, "slow-replica", "/pipeline")["pipeline"]["by_rank"]
+    assert last["reduce_ns"] > 0
+    assert first["reduce_exposed_ns"] > 0
+    assert (last["reduce_exposed_ns"], last["reduce_overlap"]) == (0, 1.0)
 
 
 def test_the_slow_stage_is_named_with_the_gain_of_moving_a_layer(runs: str) -> None:
