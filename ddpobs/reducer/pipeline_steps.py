@@ -16,6 +16,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+from ddpobs.errors import ReducerError
 from ddpobs.torch_seam import pipelining
 from ddpobs.torch_seam.patching import Patches
 
@@ -63,23 +64,35 @@ def install() -> None:
 
 def _waits_at_end(original: Callable[..., Any]) -> Callable[..., Any]:
     def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-        reducers = [found for stage in pipelining.stages_of(schedule) if (found := _reducer_of(stage)) is not None]
+        stages = pipelining.stages_of(schedule)
+        reducers = {stage.stage_index: found for stage in stages if (found := _reducer_of(stage)) is not None}
         if not (reducers and pipelining.trains(schedule)):
             return original(schedule, *args, **kwargs)
         launched: list[StepReducer] = []
-        for reducer in reducers:
+        for reducer in reducers.values():
             reducer.enter_step(launched)
         try:
             result = original(schedule, *args, **kwargs)
+            _check_all_reduced(schedule, [index for index, reducer in reducers.items() if reducer not in launched])
             while launched:  # In the order of their backward passes, which is the same on every replica.
                 launched[0].finish_step()
                 del launched[0]
             return result
         finally:
-            for reducer in reducers:
+            for reducer in reducers.values():
                 reducer.leave_step()
 
     return step
+
+
+def _check_all_reduced(schedule: Any, stages: list[int]) -> None:
+    """Refuse a schedule that computes weights' gradients outside of backward, where torch's DDP is silent."""
+    if stages:
+        raise ReducerError(
+            f"{type(schedule).__name__} did not reduce the gradients of stage {', '.join(map(str, stages))}: it "
+            "computes them with torch.autograd.grad, so that no hook of DistributedDataParallel runs. Use "
+            "ScheduleGPipe, Schedule1F1B, ScheduleLoopedBFS or ScheduleInterleaved1F1B"
+        )
 
 
 def _scales_after_wait(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import cache, partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel, attach, wire
+from ddpobs.errors import ReducerError
 from tests.distributed.launch import run_ranks
 from tests.distributed.pipelines import STAGES, Layer, Pipeline, equal_models, groups, in_one_process, models
 from tests.distributed.sent import Sent, sending
@@ -131,6 +133,51 @@ def test_each_rank_reports_its_stages_and_a_number_of_its_own_for_each_module(sc
         ]
         first = next(members[0] for members in STAGES if rank in members)
         assert found["modules"] == [first + 4 * index for index in range(stages // 2)]
+
+
+def interrupted(rank: int, world_size: int) -> tuple[list[str], bool, str]:
+    """Raise an error between the last backward and the wait for its buckets; then use a schedule without backward."""
+    on_groups = groups()
+    pipeline = Pipeline("ScheduleGPipe", equal_models(2), over_replicas, 4, on_groups, dtype=torch.float64)
+    progress = []
+    for step in range(3):
+        with mock.patch.object(pipeline.schedule, "_update_losses", side_effect=LookupError if step == 1 else None):
+            try:
+                pipeline.step(step)
+                progress.append("trained")
+            except LookupError:
+                progress.append("raised")
+        pipeline.schedule._internal_losses.clear()
+    own = torch.cat([parameter.flatten() for parameter in pipeline.parameters()])
+    replicas = [torch.empty_like(own) for _ in range(2)]
+    dist.all_gather(replicas, own, group=on_groups[1])
+    zero_bubble = Pipeline(
+        "ScheduleInterleavedZeroBubble", equal_models(4), over_replicas, 4, on_groups, dtype=torch.float64
+    )
+    try:
+        zero_bubble.step(0)
+    except ReducerError as error:
+        return progress, torch.equal(*replicas), str(error)
+    return progress, torch.equal(*replicas), ""
+
+
+def over_replicas(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    return DistributedDataParallel(module, process_group=group)
+
+
+@cache
+def interruptions() -> list[tuple[list[str], bool, str]]:
+    return run_ranks(interrupted, 4)
+
+
+def test_after_an_error_in_a_schedule_the_replicas_train_on_together() -> None:
+    for progress, equal, _ in interruptions():
+        assert (progress, equal) == (["trained", "raised", "trained"], True)
+
+
+def test_a_schedule_that_reduces_nothing_is_an_error_on_every_rank() -> None:
+    messages = [message for _, _, message in interruptions()]
+    assert all("ScheduleInterleavedZeroBubble did not reduce the gradients of stage" in text for text in messages)
 
 
 def overlapped(rank: int, world_size: int) -> dict[str, float]:

@@ -83,7 +83,7 @@ def test_an_exchange_happens_with_any_number_of_required_steps(world_size: int, 
     store = dist.HashStore()
     exchanges = [Exchange(dist.PrefixStore("rare", store), rank, range(world_size), every) for rank in (0, 1)]
     for exchange in exchanges:
-        exchange._world_size = 2
+        exchange._ranks = range(2)
         for first in range(0, 6000, 3):
             exchange.add(steps(first + 3).select(slice(-3, None)))
         exchange.publish()
