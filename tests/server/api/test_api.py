@@ -84,8 +84,9 @@ def test_a_pipeline_has_its_stages_with_bubble_and_overlap(shared: Collector, ru
         detail = {"schedule": "ScheduleGPipe", "stages": 2, "held": str(rank), "micro_batches": 4, "first_rank": 0}
         columns = {"schedule_ns": 75 * MS, "computing_ns": 60 * MS, "send_wait_ns": 0, "receive_wait_ns": 15 * MS}
         reported = {"events": [wire.Event(kind="pipeline", at_ns=0, detail=detail)], "hello": hello()}
-        waits = {"exposed_comm_ns": 18 * MS, **columns}
-        put(shared.url, batch(run, rank=rank, steps=steps(0, 8, **waits), spans=spans(0, 8), **reported))
+        waits = {"exposed_comm_ns": 18 * MS, "forward_ns": 7 * MS, **columns}
+        sent = batch(run, rank=rank, steps=steps(0, 8, **waits), spans=spans(0, 8), **reported)
+        assert put(shared.url, sent).status_code == 201
     pipeline = get(shared.url, f"/runs/{run}/pipeline")["pipeline"]
     assert (pipeline["expected_bubble"], pipeline["predicted_ns"]) == (0.2, 75 * MS)
     assert [(stage["stages"], stage["bubble"], stage["reduce_wait_ns"]) for stage in pipeline["by_rank"]] == [
