@@ -38,7 +38,7 @@ CASES = {
     "equal-1f1b": Case("Schedule1F1B", 7, ((50.0,), (50.0,)), micro_batches=2),
     "uneven": Case("ScheduleGPipe", 22, ((3.0,), (3.0,) * 3)),
     "moved": Case("ScheduleGPipe", 22, ((3.0,) * 2, (3.0,) * 2)),
-    "slow-replica": Case("Schedule1F1B", 36, ((1.0,) * 2, (1.0,) * 2), slow_ms=3.0),
+    "slow-replica": Case("Schedule1F1B", 44, ((1.0,) * 2, (1.0,) * 2), slow_ms=3.0),
 }
 
 
@@ -109,14 +109,19 @@ def test_the_overlap_of_the_last_stages_all_reduce_is_measured(runs: str) -> Non
     assert (last["reduce_exposed_ns"], last["reduce_overlap"]) == (0, 1.0)
 
 
+def undisturbed_ns(url: str, run: str) -> float:
+    """Return a schedule's step of the fastest quarter: other programs on the machine delay the rest."""
+    columns = get(url, run, "/steps")["columns"]
+    times_ns = [time for step, time in zip(columns["step"], columns["schedule_ns"], strict=True) if step > 0]
+    return statistics.quantiles(times_ns, n=4)[0]
+
+
 def test_the_slow_stage_is_named_with_the_gain_of_moving_a_layer(runs: str) -> None:
     (finding,) = findings(runs, "uneven", "pipeline-imbalance")
     assert finding["ranks"] == [2, 3]
     assert (finding["evidence"]["layers"], finding["evidence"]["moved_to"]) == (3, [0])
-    uneven, moved = (
-        get(runs, run, "/pipeline")["pipeline"]["by_rank"][0]["schedule_ns"] for run in ("uneven", "moved")
-    )
-    assert finding["gain"]["step_ns"] == pytest.approx(uneven - moved, rel=0.3)
+    uneven_ns, moved_ns = (undisturbed_ns(runs, run) for run in ("uneven", "moved"))
+    assert finding["gain"]["step_ns"] == pytest.approx(uneven_ns - moved_ns, rel=0.4)
     assert findings(runs, "moved", "pipeline-imbalance") == []
 
 
