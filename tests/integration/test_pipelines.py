@@ -121,7 +121,7 @@ def test_the_slow_stage_is_named_with_the_gain_of_moving_a_layer(runs: str) -> N
     assert finding["ranks"] == [2, 3]
     assert (finding["evidence"]["layers"], finding["evidence"]["moved_to"]) == (3, [0])
     uneven_ns, moved_ns = (undisturbed_ns(runs, run) for run in ("uneven", "moved"))
-    assert finding["gain"]["step_ns"] == pytest.approx(uneven_ns - moved_ns, rel=0.4)
+    assert finding["gain"]["step_ns"] == pytest.approx(uneven_ns - moved_ns, rel=0.5)
     assert findings(runs, "moved", "pipeline-imbalance") == []
 
 

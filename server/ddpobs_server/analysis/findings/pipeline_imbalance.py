@@ -18,6 +18,8 @@ from ddpobs_server.analysis.pipeline import StageTimes, expected_bubble, predict
 CODES = ("pipeline-imbalance",)
 EXCESS_SHARE = 0.1
 """Excess of a stage over the mean of the others, as a share of that mean, that is no finding."""
+MIN_SAVING = 0.03
+"""Least share of the step that equal stages would save."""
 _MAX_LISTED = 20
 
 
@@ -30,7 +32,7 @@ class _Move(NamedTuple):
 
 
 def pipeline_imbalance(evidence: Evidence) -> Judgement:
-    """Judge the stage with the longest computation, if it exceeds the other stages' mean by more than 10 %."""
+    """Judge the stage that computes longest, if it exceeds the others' mean by more than 10 % and equality would pay."""
     if not evidence.stages:
         return []
     times = stage_times(evidence.stages, evidence.rank, evidence.steps)
@@ -41,7 +43,8 @@ def pipeline_imbalance(evidence: Evidence) -> Judgement:
     others_ns = float(np.mean([own.computing_ns for own in times if own is not slow]))
     if slow.computing_ns <= (1 + EXCESS_SHARE) * others_ns:
         return []
-    return [_finding(evidence, times, slow, others_ns)]
+    finding = _finding(evidence, times, slow, others_ns)
+    return [finding] if finding.evidence["balanced_saves_ns"] >= MIN_SAVING * finding.evidence["step_ns"] else []
 
 
 def _finding(evidence: Evidence, times: Sequence[StageTimes], slow: StageTimes, others_ns: float) -> Finding:

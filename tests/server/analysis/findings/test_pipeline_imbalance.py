@@ -58,7 +58,11 @@ def test_without_layouts_the_gain_is_not_claimed() -> None:
     assert "layers are not known" in finding.title
 
 
-@pytest.mark.parametrize("computing_ms", [[40.0] * 4, [40, 60, 42, 42]], ids=["equal", "one slow replica"])
+@pytest.mark.parametrize(
+    "computing_ms",
+    [[40.0] * 4, [40, 60, 42, 42], [20, 400, 23, 23]],
+    ids=["equal", "one slow replica", "a difference that costs little of the step"],
+)
 def test_equal_stages_are_no_finding(computing_ms: list[float]) -> None:
     assert pipeline_imbalance(evidence_of(computing_ms)) == []
 
