@@ -142,6 +142,8 @@ class Journal:
         self._trainable: set[int] = set()
         """Modules that ran a training forward with gradients."""
         self._in_collective_wait = False
+        self._message = ""
+        """Kind of the message that is waited for, or was last; empty for a collective."""
         self._saves = 0
         """Saves of checkpoints under way, one inside another."""
         self._optimizers = 0
@@ -338,11 +340,12 @@ class Journal:
         self._record(StepTracker.comm_ended, 0, module, kind, launched, done)
 
     @never_raises
-    def collective_wait_began(self, in_graph: bool = False) -> Stamp | None:
-        """A wait for a collective begins; None if it does not block the training thread.
+    def collective_wait_began(self, in_graph: bool = False, work: object = None) -> Stamp | None:
+        """A wait for a collective, or for a message, begins; None if it does not block the training thread.
 
         Args:
             in_graph: A node of a backward waits, maybe on one of autograd's threads.
+            work: The work that is waited for, if there is one.
         """
         if (
             not self._started
@@ -350,22 +353,18 @@ class Journal:
             or not (self._is_training_thread() or (self._in_backward and in_graph))
         ):
             return None
+        self._message = message_kind(work)
         self._in_collective_wait = True
         return self._now()
 
     @never_raises
-    def collective_wait_ended(self, began: Stamp | None, work: object = None) -> None:
-        """The wait ended.
-
-        Args:
-            began: Its begin; None if it is not to be recorded.
-            work: The work that was waited for, if there is one.
-        """
+    def collective_wait_ended(self, began: Stamp | None) -> None:
+        """The wait ended; `began` is None if it is not to be recorded."""
         self._in_collective_wait = False
         if began is None:
             return
-        if message := message_kind(work):
-            self.comm_ended(0, COMM_KINDS.index(message), began, self._now())
+        if self._message:
+            self.comm_ended(0, COMM_KINDS.index(self._message), began, self._now())
         elif self.last_collective in _BARRIERS and not (self._saves or self._in_backward):
             self._record(StepTracker.waited_at_barrier, 0, began, self._now())
         else:
@@ -497,9 +496,11 @@ class Journal:
         self._tracker.gap_is_data = counts
 
     @property
-    def waits_for_collective(self) -> bool:
-        """Whether the training thread waits for a collective of user code."""
-        return self._in_collective_wait
+    def waits_in(self) -> str:
+        """Name of the call in which the training thread waits for other ranks, outside of the reducer; or empty."""
+        if self.waits_for_store or not self._in_collective_wait:
+            return self.waits_for_store
+        return f"{self._message} of a message" if self._message else self.last_collective
 
     @property
     def last_event_ns(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,8 @@ class PipelineHooks:
         self._patches = Patches()
         self._installed = self._removed = False
         self._reported: pipelining.Pipeline | None = None
+        self._latest: weakref.ref[Any] | None = None
+        """The schedule that was compared with the reported one last."""
 
     def install(self) -> bool:
         """Install the hooks, if the script has imported torch's schedules; return whether no more calls are needed."""
@@ -42,7 +45,8 @@ class PipelineHooks:
         journal = self._journal
 
         def step(schedule: Any, *args: Any, **kwargs: Any) -> Any:
-            if not (pipelining.trains(schedule) and journal.schedule_began()):
+            # Another wrapper may keep this one alive after its removal.
+            if self._removed or not (pipelining.trains(schedule) and journal.schedule_began()):
                 return original(schedule, *args, **kwargs)
             try:
                 return original(schedule, *args, **kwargs)
@@ -55,6 +59,9 @@ class PipelineHooks:
     @never_raises
     def _report(self, schedule: Any) -> None:
         """Record a schedule that differs from the one before."""
+        if self._latest is not None and self._latest() is schedule:
+            return
+        self._latest = weakref.ref(schedule)
         pipeline = pipelining.describe(schedule)
         if pipeline == self._reported:
             return

@@ -120,7 +120,6 @@ class ModuleReducer(FrontEnd):
         self.gradient_order: list[int] = []
         self._launched_in_step: list[ModuleReducer] | None = None
         self.after_step: Callable[[], object] | None = None
-        pipeline_steps.install()
 
     @property
     def bucket_bytes(self) -> list[int]:

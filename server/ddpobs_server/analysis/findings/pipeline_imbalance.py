@@ -32,7 +32,7 @@ class _Move(NamedTuple):
 
 
 def pipeline_imbalance(evidence: Evidence) -> Judgement:
-    """Judge the stage that computes longest, if it exceeds the others' mean by more than 10 % and equality would pay."""
+    """Judge the stage that computes longest: more than 10 % above the others' mean, where equal stages would pay."""
     if not evidence.stages:
         return []
     times = stage_times(evidence.stages, evidence.rank, evidence.steps)
