@@ -23,19 +23,20 @@ pytestmark = pytest.mark.alone
 
 
 class Case(NamedTuple):
-    """A training: schedule, steps, pauses of the layers of both stages in ms, and the additional pause of rank 1."""
+    """A training: schedule, steps, pauses of each stage's layers in ms, and the additional pause of rank 1."""
 
     schedule: str
     steps: int
-    layers_ms: tuple[tuple[float, ...], tuple[float, ...]]
+    layers_ms: tuple[tuple[float, ...], ...]
     slow_ms: float = 0.0
     micro_batches: int = 4
 
 
 CASES = {
     # A message takes some tenths of a millisecond: long micro-batches make that a small part of the bubble.
-    "equal-gpipe": Case("ScheduleGPipe", 7, ((50.0,), (50.0,)), micro_batches=2),
-    "equal-1f1b": Case("Schedule1F1B", 7, ((50.0,), (50.0,)), micro_batches=2),
+    "equal-gpipe": Case("ScheduleGPipe", 7, ((40.0,),) * 2, micro_batches=2),
+    "equal-1f1b": Case("Schedule1F1B", 7, ((40.0,),) * 2, micro_batches=2),
+    "equal-interleaved": Case("ScheduleInterleaved1F1B", 7, ((25.0,),) * 4, micro_batches=2),
     "uneven": Case("ScheduleGPipe", 22, ((3.0,), (3.0,) * 3)),
     "moved": Case("ScheduleGPipe", 22, ((3.0,) * 2, (3.0,) * 2)),
     "slow-replica": Case("Schedule1F1B", 44, ((1.0,) * 2, (1.0,) * 2), slow_ms=3.0),
@@ -81,13 +82,15 @@ def findings(url: str, run: str, code: str) -> list[dict[str, Any]]:
     return [found for found in get(url, run, "/diagnostics")["findings"] if found["code"] == code]
 
 
-@pytest.mark.parametrize("run", ["equal-gpipe", "equal-1f1b"])
-def test_the_bubble_of_equal_stages_is_the_formulas(runs: str, run: str) -> None:
+@pytest.mark.parametrize(
+    ("run", "formula"), [("equal-gpipe", 1 / 3), ("equal-1f1b", 1 / 3), ("equal-interleaved", 1 / 5)]
+)
+def test_the_bubble_of_equal_stages_is_the_formulas(runs: str, run: str, formula: float) -> None:
     pipeline = get(runs, run, "/pipeline")["pipeline"]
-    assert pipeline["expected_bubble"] == pytest.approx(1 / 3, abs=1e-4)
+    assert pipeline["expected_bubble"] == pytest.approx(formula, abs=1e-4)
     assert [stage["ranks"] for stage in pipeline["by_rank"]] == [[0, 1], [2, 3]]
     for stage in pipeline["by_rank"]:
-        assert abs(stage["bubble"] - 1 / 3) < 0.02, pipeline
+        assert abs(stage["bubble"] - formula) < 0.02, pipeline
 
 
 def test_each_step_has_its_bubble(runs: str) -> None:
