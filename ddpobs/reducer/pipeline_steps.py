@@ -52,9 +52,12 @@ class StepReducer(Protocol):
 
 
 def install() -> None:
-    """Wrap torch's schedules, once, if the script has imported them."""
+    """Wrap torch's schedules, once, if the script has imported them.
+
+    Versions of torch without `perform_reduce_grad` scale gradients elsewhere: there backward waits as ever.
+    """
     stage = pipelining.stage_class()
-    if _patched or stage is None:
+    if _patched or not hasattr(stage, "perform_reduce_grad"):
         return
     for schedule in pipelining.schedule_classes():
         _patched.append(schedule)
