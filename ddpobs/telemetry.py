@@ -54,7 +54,7 @@ from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summary
 from ddpobs.terminal.announcer import Announcer
-from ddpobs.torch_seam.collectives import backend_of
+from ddpobs.torch_seam.collectives import backend_of, ranks_of
 
 _LOOK_S = 0.2
 """Seconds between looks for the run's identity."""
@@ -98,7 +98,7 @@ def join(
         settings = {**settings, "group_ranks": process_group.size()}
         device = _device(module)
         _process = Telemetry(config, device, process_group, settings)
-    return _process.recorder(module, dist.get_process_group_ranks(process_group), name)
+    return _process.recorder(module, ranks_of(process_group), name)
 
 
 def leave(recorder: ModuleRecorder) -> None:
@@ -150,7 +150,7 @@ class Telemetry:
             _generation,
             self._identify,
             parameters=self._parameters,
-            compared=sorted(dist.get_process_group_ranks(group)),
+            compared=ranks_of(group),
         )
         self._announcer = Announcer(config, self._rank, self._world_size, lambda: self._exporter.first_answer)
         labels = {"tags": ",".join(config.tags), "note": config.note}

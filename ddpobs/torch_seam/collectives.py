@@ -102,6 +102,14 @@ def name_of(group: dist.ProcessGroup) -> str:
     return str(dist.distributed_c10d._get_process_group_name(group))
 
 
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of a group in rising order; those of a group that torch did not make are counted from 0."""
+    try:
+        return sorted(dist.get_process_group_ranks(group))
+    except KeyError:
+        return list(range(group.size()))
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The name of the backend that moves the group's tensors on that device.
 

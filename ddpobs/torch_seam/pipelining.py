@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ddpobs.torch_seam.collectives import ranks_of
+
 
 class Pipeline(NamedTuple):
     """A schedule on one rank.
@@ -61,5 +63,5 @@ def describe(schedule: Any) -> Pipeline:
         stages[0].num_stages,
         [stage.stage_index for stage in stages],
         schedule._n_microbatches,
-        dist.get_process_group_ranks(stages[0].group or dist.group.WORLD),
+        ranks_of(stages[0].group or dist.group.WORLD),
     )

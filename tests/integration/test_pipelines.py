@@ -133,6 +133,8 @@ def test_the_slow_replica_is_named_within_its_stage(runs: str) -> None:
     assert (finding["ranks"], finding["evidence"]["stages"]) == ([1], [0])
     assert "replicas of stage 0" in finding["title"]
     assert findings(runs, "slow-replica", "pipeline-imbalance") == []
+    lateness = get(runs, "slow-replica", "/stragglers")["per_rank"]
+    assert max(lateness, key=lambda row: row["last_share"])["rank"] == 1
 
 
 def test_the_report_shows_the_stages(runs: str) -> None:

@@ -118,7 +118,7 @@ def test_before_the_scripts_import_there_is_nothing_to_hook(
 
 
 def test_a_schedule_of_one_stage_and_of_several_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipelining.dist, "get_process_group_ranks", lambda group: group)
+    monkeypatch.setattr(pipelining, "ranks_of", lambda group: group)
     stages = [SimpleNamespace(stage_index=index, num_stages=4, group=[1, 3]) for index in (1, 3)]
     several = SimpleNamespace(_stages=stages, _n_microbatches=8, _has_backward=True)
     single = SimpleNamespace(_stage=stages[0], _n_microbatches=8, _has_backward=False)

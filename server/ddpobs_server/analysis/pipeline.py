@@ -8,13 +8,13 @@ the schedule, from call to return, holds one bubble on every stage.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.joined_steps import Floats
+from ddpobs_server.analysis.joined_steps import Floats, JoinedSteps
 
 EVENT = "pipeline"
 """Kind of the event by which a rank reports its schedule."""
@@ -157,6 +157,31 @@ def _medians(steps: wire.Steps) -> dict[str, float]:
         "step_ns": steps.end_ns - steps.start_ns,
     }
     return {name: float(np.median(values)) for name, values in columns.items()} | {"steps": len(steps)}
+
+
+def within_stages(joined: JoinedSteps, stages: Sequence[Stage]) -> JoinedSteps:
+    """Return the steps as if all stages computed equally long, so that only replicas of one stage differ.
+
+    The stage's lower median is subtracted from each replica's own time, and that of all ranks is added. Without stages,
+    or if a rank is in none, the steps stay as they are.
+    """
+    if not stages or not set(joined.ranks.tolist()) <= {rank for stage in stages for rank in stage.ranks}:
+        return joined
+    own_ns, phases_ns = joined.own_ns.copy(), joined.phases_ns.copy()
+    for stage in stages:
+        columns = np.flatnonzero(np.isin(joined.ranks, stage.ranks))
+        if len(columns):
+            own_ns[:, columns] -= _lower_median(joined.own_ns[:, columns])
+            phases_ns[:, columns] -= _lower_median(joined.phases_ns[:, columns])
+    own_ns += _lower_median(joined.own_ns)
+    phases_ns += _lower_median(joined.phases_ns)
+    return replace(joined, own_ns=np.maximum(0.0, own_ns), phases_ns=phases_ns)
+
+
+def _lower_median(values: Floats) -> Floats:
+    """Return the lower median over axis 1, which stays."""
+    middle = (values.shape[1] - 1) // 2
+    return np.asarray(np.partition(values, middle, axis=1)[:, middle, None])
 
 
 def predicted_schedule_ns(computing_ns: Sequence[float] | Floats, slots: int) -> float:

@@ -18,6 +18,7 @@ from ddpobs import wire
 from ddpobs_server.analysis import chrome_trace, clock_alignment
 from ddpobs_server.analysis.joined_steps import join, mean_over_ranks
 from ddpobs_server.analysis.lateness import lateness_table
+from ddpobs_server.analysis.pipeline import stages_of, within_stages
 from ddpobs_server.analysis.step_bins import SHOWN, StepBins
 from ddpobs_server.reports.account import account_json
 from ddpobs_server.reports.attempts import AttemptOutcome, attempt_outcomes
@@ -153,6 +154,8 @@ class Reports:
     def stragglers(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         """Return own times of all ranks by step, the last rank, and each rank's share and excess.
 
+        In a pipeline these are compared within each stage.
+
         Without `first` and `last` the latest steps are used. Otherwise the answer holds as many steps from `first` on
         as fit, and `next` is the first step of the next answer.
         """
@@ -163,7 +166,7 @@ class Reports:
         else:
             end = self._store.page_end("steps", run, attempt, first=first, last=last, rows=_ROWS)
             rank, steps = self._store.steps(run, attempt, None, first, last if end is None else end)
-        joined = join(rank, steps)
+        joined = within_stages(join(rank, steps), stages_of(self._store.first_events(run, attempt)))
         answer: dict[str, Any] = {
             "run": run,
             "attempt": attempt,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from ddpobs_server.analysis.joined_steps import join
+from ddpobs_server.analysis.lateness import lateness
 from ddpobs_server.analysis.pipeline import (
     RankColumns,
     Stage,
@@ -12,6 +14,7 @@ from ddpobs_server.analysis.pipeline import (
     reduction,
     stage_times,
     stages_of,
+    within_stages,
 )
 
 from ddpobs import wire
@@ -65,6 +68,16 @@ def test_a_slow_replica_does_not_count_as_its_stages_computation() -> None:
     assert (first.computing_ns, second.computing_ns) == (40 * MS, 40 * MS)
     assert first.bubble == pytest.approx((30 / 70 + 10 / 70) / 2)
     assert second.bubble == pytest.approx(30 / 70)
+
+
+def test_within_stages_only_the_slow_replica_differs() -> None:
+    rank, steps = columns([16, 26, 48, 48])
+    joined = within_stages(join(rank, steps), stages_of(events()))
+    assert joined.own_ns[0].tolist() == [26 * MS, 36 * MS, 26 * MS, 26 * MS]
+    late = lateness(joined)
+    assert set(late.last.tolist()) == {1}
+    assert late.delay_ns[0] == 10 * MS
+    assert within_stages(join(rank, steps), []).own_ns[0].tolist() == [16 * MS, 26 * MS, 48 * MS, 48 * MS]
 
 
 def test_a_stage_whose_steps_have_no_clean_start_has_no_times() -> None:
