@@ -63,5 +63,5 @@ def describe(schedule: Any) -> Pipeline:
         stages[0].num_stages,
         [stage.stage_index for stage in stages],
         schedule._n_microbatches,
-        ranks_of(stages[0].group or dist.group.WORLD),
+        ranks_of(stages[0].group or dist.distributed_c10d._get_default_group()),
     )

@@ -78,6 +78,7 @@ FROM_MODULES = {
     "torch.distributed": {"_Work", "_functional_collectives"},
     "torch.distributed._functional_collectives": {"wait_tensor"},
     "torch.distributed.distributed_c10d": {
+        "_get_default_group",
         "_get_default_store",
         "_get_default_timeout",
         "_get_process_group_name",
