@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 from ddpobs_server import app
+from ddpobs_server.api import concurrency
 from ddpobs_server.settings import Settings
 from typer.main import get_command
 
@@ -37,6 +38,64 @@ def test_the_table_of_settings_has_every_variable_of_the_training_side_once() ->
     documented = re.findall(r"^\| `DDPOBS_([A-Z_]+)` \|", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
     variables = {field.name.upper() for field in fields(TelemetryConfig)} - {"COLLECTOR"} | {"TELEMETRY", "RANGES"}
     assert sorted(documented) == sorted(variables)
+
+
+def table_rows(page: str) -> list[list[str]]:
+    """Cells of each row of the tables of a page, without bold and code marks."""
+    lines = (ROOT / "docs" / page).read_text().splitlines()
+    return [[cell.strip(" *") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("|")]
+
+
+def as_documented(default: object) -> set[str]:
+    """Forms of a default in a table."""
+    if default is None or default == "":
+        return {"", "none"}
+    if isinstance(default, bool):
+        return {str(default).lower(), str(int(default))}
+    if isinstance(default, int | float):
+        return {f"{default:,}".removesuffix(".0"), f"{default}".removesuffix(".0")}
+    return {str(default), f"`{default}`"}
+
+
+def test_the_documented_defaults_of_the_collector_are_those_of_the_code() -> None:
+    rows = table_rows("operations.md")
+    wrong = []
+    for name, field in Settings.model_fields.items():
+        found = [row for row in rows if any(f"`{name.upper()}`" in cell for cell in row[:2])]
+        defaults = {
+            part.strip(" *") for row in found for cell in row[:2] for part in re.split(r", (?!\d{3}\b)|,(?= )", cell)
+        }
+        if not defaults & as_documented(field.default):
+            wrong.append((name, field.default, defaults))
+    assert wrong == []
+
+
+def test_the_documented_defaults_of_the_training_side_are_those_of_the_code() -> None:
+    documented = {
+        row[0].strip("`").removeprefix("DDPOBS_").lower(): row[2] for row in table_rows("settings.md") if len(row) == 3
+    }
+    code = {field.name: field.default for field in fields(TelemetryConfig)}
+    assert {name for name in code if documented.get(name) not in as_documented(code[name])} == {
+        "collector",
+        "run",
+        "spool",
+    }
+
+
+def test_the_bounds_of_the_collectors_memory_add_up_to_the_stated_sum() -> None:
+    section = (ROOT / "docs" / "operations.md").read_text().partition("## Memory\n")[2].partition("\n## ")[0]
+    (stated_gb,) = re.findall(r"Their sum is (\d+) GB", section)
+    parts = {
+        row[0]: int(row[1].replace(",", ""))
+        for row in table_rows("operations.md")
+        if row[-1].replace(",", "").isdecimal() and row[0] in section and len(row) == 2
+    }
+    assert round(sum(parts.values()) / 1000) == int(stated_gb)
+    assert (
+        parts["batches from arrival to commit (`MAX_UNDER_WAY_MB`)"]
+        == Settings.model_fields["max_under_way_mb"].default
+    )
+    assert f"reads that are computed ({concurrency._READS}) or unread ({concurrency._UNSENT_RESPONSES} and" in section
 
 
 def test_the_readme_is_short() -> None:
