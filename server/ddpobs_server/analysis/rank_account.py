@@ -42,6 +42,12 @@ class Process:
         return self.wall_offset_ns + (account.imported_ns if account.started_ns is None else account.started_ns)
 
     @property
+    def ready_ns(self) -> int:
+        """Time at which its module was ready, on its wall clock."""
+        assert self.account is not None
+        return self.wall_offset_ns + self.account.ready_ns
+
+    @property
     def until_ns(self) -> int:
         """End of its account on its wall clock."""
         assert self.account is not None
