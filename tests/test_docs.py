@@ -6,6 +6,7 @@ import ast
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -96,6 +97,40 @@ def test_the_bounds_of_the_collectors_memory_add_up_to_the_stated_sum() -> None:
         == Settings.model_fields["max_under_way_mb"].default
     )
     assert f"reads that are computed ({concurrency._READS}) or unread ({concurrency._UNSENT_RESPONSES} and" in section
+
+
+def in_line(pattern: str) -> list[tuple[str, str]]:
+    """Document and text of each piece of code inside of a sentence or a table."""
+    texts = {path.name: re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S) for path in DOCUMENTS}
+    return [(name, span) for name, text in texts.items() for span in re.findall(rf"`({pattern})`", text)]
+
+
+def unknown_words(command: str) -> list[str]:
+    """Subcommands and options of a command line that the program does not have."""
+    program, *words = re.sub(r"[\[\]\\|…]|COMMAND.*", " ", command.partition(" -- ")[0]).split()
+    known: Any = get_command(cli.main if program == "ddpobs" else app.cli)
+    while words and (commands := getattr(known, "commands", None)) and not words[0].startswith("-"):
+        name = words.pop(0)
+        if name not in commands:
+            return [name] if name.islower() else []
+        known = commands[name]
+    options = {option for parameter in known.params for option in [*parameter.opts, *parameter.secondary_opts]}
+    return [word for word in words if word.startswith("-") and word.strip("-") and word not in options | {"--help"}]
+
+
+def test_commands_in_a_sentence_or_a_table_have_existing_options() -> None:
+    spans = in_line(r"ddpobs(?:-server)? (?!bucket \d)[^`]+")
+    assert len(spans) > 80
+    assert [(name, span) for name, span in spans if unknown_words(span)] == []
+    assert unknown_words("ddpobs-server token list --nothing") == ["--nothing"]
+
+
+def test_programs_and_targets_that_a_document_names_exist() -> None:
+    modules = {span.split()[2] for _, span in in_line(r"python -m benchmarks[^`]*")}
+    assert [name for name in modules if not (ROOT / (name.replace(".", "/") + ".py")).exists()] == []
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {span.split()[1] for _, span in in_line(r"make [a-z][^`]*")} <= targets
+    assert len(modules) > 3
 
 
 def test_the_readme_is_short() -> None:
