@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import jsonschema
 import pytest
 from ddpobs_server.app import create_app
@@ -162,11 +163,11 @@ def generator() -> Path:
 
 
 def test_a_generated_client_reads_runs_findings_and_steps(
-    document: Any, on_sqlite: Collector, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_sqlite: Collector, run: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(on_sqlite.url, run)
     source = tmp_path / "openapi.json"
-    source.write_text(json.dumps(document))
+    source.write_text(httpx.get(f"{on_sqlite.url}/openapi.json").text)
     config = tmp_path / "config.json"
     options = {"package_name_override": "generated_collector", "post_hooks": []}
     config.write_text(json.dumps(options | {"content_type_overrides": {wire.MSGPACK: "application/octet-stream"}}))
