@@ -160,7 +160,9 @@ def _excess_of(finding: Finding, evidence: Evidence) -> _Excess | None:
     index = int(np.flatnonzero(joined.ranks[compared] == rank)[0]) if rank in joined.ranks else -1
     if not len(rows) or index < 0 or compared.sum() < 2:
         return None
-    delay_ns = joined.own_ns[rows, :] - median_of_others(joined.own_ns[rows, :])
+    left_out = finding.evidence.get("run_delay_left_out", False)
+    all_own_ns = joined.own_ns[rows, :] - (evidence.steps.run_delay_ns[joined.row[rows, :]] if left_out else 0)
+    delay_ns = all_own_ns - median_of_others(all_own_ns)
     delay_ns = delay_ns[:, compared][:, index]
     usual_ns = finding.evidence["excess_ns"]
     late = delay_ns >= 0.5 * usual_ns
@@ -176,9 +178,12 @@ def _excess_of(finding: Finding, evidence: Evidence) -> _Excess | None:
         value = _mean_excess(getattr(evidence.steps, name)[cells], index, weights)
         if value is not None:
             counters[name] = value
-    own_ns = _mean_excess(evidence.steps.own_ns[cells], index, weights)
+    own_ns = _mean_excess(evidence.steps.own_ns[cells], index, weights) or 0.0
+    if left_out:
+        own_ns -= counters.get("run_delay_ns", 0.0)
+        counters |= dict.fromkeys({"run_delay_ns", "throttled_ns"} & set(counters), 0.0)
     usual_run_delay = _usual_run_delay(evidence.steps.run_delay_ns[cells], evidence.steps.running_ns[cells], index)
-    return _Excess(float(np.average(delay_ns, weights=weights)), own_ns or 0.0, counters, usual_run_delay)
+    return _Excess(float(np.average(delay_ns, weights=weights)), own_ns, counters, usual_run_delay)
 
 
 def _usual_run_delay(run_delay_ns: wire.Ints, running_ns: wire.Ints, index: int) -> float:

@@ -83,7 +83,7 @@ def _shared_ns(joined: JoinedSteps) -> Floats:
     """Return the time of each step that its ranks share: each phase on the lower median rank, the shortest wait."""
     lower = (len(joined.ranks) - 1) // 2
     phases_ns = np.sort(joined.phases_ns, axis=1)[:, lower].sum(axis=1)
-    return np.minimum(phases_ns + joined.exposed_ns.min(axis=1), joined.window_ns)
+    return np.asarray(np.minimum(phases_ns + joined.exposed_ns.min(axis=1), joined.window_ns))
 
 
 def _size(swing: _Swing) -> float:
