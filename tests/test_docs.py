@@ -12,7 +12,9 @@ import pytest
 import yaml
 from ddpobs_server import app
 from ddpobs_server.api import concurrency
+from ddpobs_server.operations import retention
 from ddpobs_server.settings import Settings
+from ddpobs_server.store import fingerprints
 from typer.main import get_command
 
 import ddpobs.horovod
@@ -69,6 +71,16 @@ def test_the_documented_defaults_of_the_collector_are_those_of_the_code() -> Non
         if not defaults & as_documented(field.default):
             wrong.append((name, field.default, defaults))
     assert wrong == []
+
+
+def test_the_documented_default_retention_is_that_of_the_code() -> None:
+    kept = {row[0]: row[1] for row in table_rows("operations.md") if len(row) == 2}
+    settings = Settings.model_fields
+    assert [settings[name].default for name in ("keep_spans_days", "keep_runs_days", "keep_gb")] == [None] * 3
+    assert (kept["spans, steps, events"], kept["runs"][:8]) == ("for ever", "for ever")
+    assert f"({settings['max_runs'].default:,})" in kept["runs"]
+    assert kept["the ids of a deleted run's processes, so that it stays deleted"] == f"{retention._DELETED_DAYS} days"
+    assert kept["fingerprints of a process and module"] == f"the first and the latest {fingerprints.KEPT}"
 
 
 def test_the_documented_defaults_of_the_training_side_are_those_of_the_code() -> None:
