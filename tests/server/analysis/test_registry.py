@@ -13,7 +13,7 @@ from ddpobs_server.analysis.findings.registry import FINDINGS, MODULES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 CODES = [code for module in MODULES for code in module.CODES]
-PARTS = {"What to do", "How it is computed", "When it errs"}
+PARTS = ["What to do", "How it is computed", "When it errs"]
 
 
 def codes_in_source(module: ModuleType) -> set[str]:
@@ -37,7 +37,7 @@ def test_every_code_has_a_page_with_the_same_parts_and_an_entry_in_the_list(code
     page = (DOCS / "findings" / f"{code}.md").read_text()
     assert page.startswith("# ")
     headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
-    assert sorted(PARTS & set(headings)) == sorted(PARTS)
+    assert [heading for heading in headings if heading in PARTS] == PARTS
     assert "```sh\nddpobs report RUN" in page
     assert re.search(r"^> ", page, re.MULTILINE), "an example of the finding's title"
     assert f"| [{code}](findings/{code}.md) |" in (DOCS / "diagnostics.md").read_text()
