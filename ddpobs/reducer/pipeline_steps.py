@@ -76,7 +76,7 @@ def _waits_at_end(original: Callable[..., Any]) -> Callable[..., Any]:
             reducer.enter_step(launched)
         try:
             result = original(schedule, *args, **kwargs)
-            _check_all_reduced(schedule, [index for index, reducer in reducers.items() if reducer not in launched])
+            _check_all_reduced(schedule, [stage for stage in stages if reducers.get(stage.stage_index) not in launched])
             while launched:  # In the order of their backward passes, which is the same on every replica.
                 launched[0].finish_step()
                 del launched[0]
@@ -88,11 +88,13 @@ def _waits_at_end(original: Callable[..., Any]) -> Callable[..., Any]:
     return step
 
 
-def _check_all_reduced(schedule: Any, stages: list[int]) -> None:
+def _check_all_reduced(schedule: Any, left_out: list[Any]) -> None:
     """Refuse a schedule that computes weights' gradients outside of backward, where torch's DDP is silent."""
-    if stages:
+    ours = [stage for stage in left_out if _reducer_of(stage) is not None]
+    trained = [stage.stage_index for stage in ours if any(p.requires_grad for p in stage.submod.parameters())]
+    if trained:
         raise ReducerError(
-            f"{type(schedule).__name__} did not reduce the gradients of stage {', '.join(map(str, stages))}: it "
+            f"{type(schedule).__name__} did not reduce the gradients of stage {', '.join(map(str, trained))}: it "
             "computes them with torch.autograd.grad, so that no hook of DistributedDataParallel runs. Use "
             "ScheduleGPipe, Schedule1F1B, ScheduleLoopedBFS or ScheduleInterleaved1F1B"
         )

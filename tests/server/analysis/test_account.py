@@ -149,3 +149,9 @@ def test_a_rank_whose_wall_clock_is_an_hour_ahead_is_no_idle_hour() -> None:
 def test_a_rank_that_started_half_a_minute_later_was_not_there_before() -> None:
     (attempt,) = account_of([launch(process(0), replace(process(1), wall_offset_ns=30 * S))]).attempts
     assert seconds(attempt)["idle"] == 60
+
+
+def test_the_last_step_of_a_failed_process_is_no_goodput() -> None:
+    failed = replace(process(0, open_step_ns=60 * S), failed=True)
+    (attempt,) = account_of([launch(failed, size=1)]).attempts
+    assert (seconds(attempt)["unfinished_step"], attempt.goodput) == (60, 0)
