@@ -25,7 +25,7 @@ _ELASTIC = (
 def horovodrun(
     command: Annotated[list[str] | None, typer.Argument(help="Command of one rank, such as `python train.py`.")] = None,
     *,
-    ranks: Annotated[int, typer.Option("-np", "--num-proc", min=1, help="Number of ranks.")] = 0,
+    ranks: Annotated[int | None, typer.Option("-np", "--num-proc", min=1, help="Number of ranks.")] = None,
     hosts: Annotated[str, typer.Option("-H", "--hosts", help="HOST:SLOTS,HOST:SLOTS,…; several need --mpi.")] = "",
     hostfile: Annotated[
         Path | None, typer.Option("-hostfile", "--hostfile", help="A file with lines `HOST slots=SLOTS`.")
@@ -77,6 +77,8 @@ def horovodrun(
         "HOROVOD_STALL_CHECK_TIME_SECONDS": "" if stall_check_s is None else str(stall_check_s),
         "HOROVOD_STALL_CHECK_DISABLE": "1" if no_stall_check else "",
         "HOROVOD_AUTOTUNE": "1" if autotune else "",
+        # Else a new attempt finds the addresses of the one before in torch's store (pytorch issue 135712).
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1" if reset_limit else "",
     }
     set_here = {name: value for name, value in environment.items() if value}
     try:

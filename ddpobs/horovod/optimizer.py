@@ -169,7 +169,8 @@ def _connect(
     if recorder is not None:
         recorder.compare_replicas(wrapper._reducer.parameters, wrapper._reducer.names)
     _reducers[wrapper._reducer] = index
-    finalize(wrapper, wrapper._reducer.remove_hooks).atexit = False  # The model may get another optimizer.
+    wrapper._release = finalize(wrapper, wrapper._reducer.remove_hooks)  # The model may get another optimizer.
+    wrapper._release.atexit = False
 
 
 def disconnect_all() -> list[tuple[int, Any]]:
@@ -202,6 +203,7 @@ class _Distributed(torch.optim.Optimizer):
 
     _reducer: OptimizerReducer | None = None
     _connect: Callable[..., None]
+    _release: Callable[[], Any]
     _passes = 1
     _recorder: ModuleRecorder | None = None
     _sparse_as_dense = False
@@ -247,7 +249,7 @@ class _Distributed(torch.optim.Optimizer):
     def _disconnect(self) -> None:
         self._synchronized = False
         if self._reducer is not None:
-            self._reducer.remove_hooks()
+            self._release()
             self._reducer = None
         if self._recorder is not None:
             from ddpobs import telemetry

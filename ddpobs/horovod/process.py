@@ -221,7 +221,8 @@ def reset() -> None:
     """
     global _position, _first_store, _resets  # noqa: PLW0603 - one Horovod a process
     check_initialized()
-    own_rank, ranks, timeout = dist.get_rank(), dist.get_world_size(), timeout_of(dist.group.WORLD, torch.device("cpu"))
+    own_rank, ranks = dist.get_rank(), dist.get_world_size()
+    timeout = timeout_of(global_process_set.group, torch.device("cpu"))
     backend = dist.get_backend() if dist.get_backend() != "undefined" else dist.get_backend_config()
     _first_store = _first_store or dist.distributed_c10d._get_default_store()
     _resets += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import nn
 from typing_extensions import override
 
 from ddpobs.errors import HorovodError
@@ -13,7 +13,7 @@ from ddpobs.horovod.collectives import Sum, allreduce
 from ddpobs.horovod.process import ProcessSet, global_process_set
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(nn.BatchNorm1d):
     """Normalizes each channel by the mean and variance of all ranks' batches, whose sizes may differ.
 
     Takes the arguments of `torch.nn.BatchNorm2d`, and inputs of shape [batch, channels, …]. Unlike

@@ -158,6 +158,8 @@ class TorchState(ObjectState):
         **kwargs: Further attributes, several models and optimizers among them.
     """
 
+    _handlers: dict[str, StateHandler]
+
     def __init__(
         self, model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None, **kwargs: Any
     ) -> None:
