@@ -19,8 +19,8 @@ import ddpobs
 import ddpobs.horovod as hvd
 from ddpobs import DistributedDataParallel, wire
 from ddpobs.errors import MpiError
-from tests.distributed import test_comm, test_equal_to_torch, test_horovod
-from tests.distributed.compare import batch, net, train
+from tests.distributed import test_comm, test_equal_to_torch, test_horovod, test_join
+from tests.distributed.compare import batch, net, train, verdicts
 from tests.distributed.sent import sending
 from tests.mpi import cases
 from tests.mpi.launch import start
@@ -53,6 +53,7 @@ def run(folder: Path) -> None:
     results["only in MPI"] = without_gloo(rank)
     results["groups"] = groups(rank)
     results["trainings"] = trainings(rank)
+    results["join"] = verdicts(test_join.CASES, rank)
     results["horovod"] = horovods(rank)
     results["telemetry"] = recorded(rank)
     results["timeout"] = timeout(rank)
@@ -230,6 +231,11 @@ def test_trainings_equal_those_of_torch_and_of_gloo(launch: Launch) -> None:
         assert all(equal for equal, _ in results.pop("as torch's"))
         assert results.pop("unused").startswith("UnusedParametersError")
         assert set(results.values()) == {True}, results
+
+
+def test_uneven_inputs_train_under_join_as_with_torchs_ddp(launch: Launch) -> None:
+    for rank in launch[0]:
+        assert rank["join"] == dict.fromkeys(test_join.CASES, "equal")
 
 
 def test_horovods_optimizer_trains_over_mpi(launch: Launch) -> None:
