@@ -98,7 +98,8 @@ def test_mpiexec_gets_the_number_of_ranks_and_the_hosts(tmp_path: Path, monkeypa
     ]
     (tmp_path / "ompi_info").touch()
     assert by_mpiexec(["./train"], 4, "a:2,b:2", ["--tag-output"], ["HOROVOD_TIMELINE"]) == [
-        *(mpiexec, "-n", "4", "--host", "a:2,b:2", "-x", "HOROVOD_TIMELINE", "--tag-output", "./train")
+        *(mpiexec, "-n", "4", "--bind-to", "none", "--host", "a:2,b:2", "-x", "HOROVOD_TIMELINE"),
+        *("--tag-output", "./train"),
     ]
 
 

@@ -133,7 +133,8 @@ def by_mpiexec(
     open_mpi = Path(mpiexec).with_name("ompi_info").exists()
     placed = ["--host" if open_mpi else "-hosts", hosts] if hosts else []
     passed = [part for name in exported or () for part in ("-x", name)] if open_mpi else []
-    return [mpiexec, "-n", str(ranks), *placed, *passed, *(arguments or ()), *command]
+    free = ["--bind-to", "none"] if open_mpi else []  # As Horovod does: else a rank with its threads has one core.
+    return [mpiexec, "-n", str(ranks), *free, *placed, *passed, *(arguments or ()), *command]
 
 
 def read_hosts(path: Path) -> str:

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from ddpobs.errors import MpiError
 from ddpobs.mpi import collectives
+from ddpobs.mpi.blocking import logged_if_long
 from ddpobs.mpi.collectives import Started
 from ddpobs.mpi.library import MPI
 from ddpobs.mpi.messages import check
@@ -81,7 +82,8 @@ class MpiGroup(dist.ProcessGroup):
         """Free the communicator; every rank of the group must call this."""
         comm, self._comm = self._comm, MPI.COMM_NULL
         if comm != MPI.COMM_NULL and self._error is None:
-            comm.Free()
+            with logged_if_long("MPI_Comm_free"):
+                comm.Free()
 
     def abort(self) -> None:
         """Refuse further collectives; the communicator stays."""
@@ -244,6 +246,7 @@ def _create_communicator(store: Store, rank: int, size: int) -> MPI.Intracomm:
         )
     group = world.group.Incl(world_ranks)
     try:
-        return world.Create_group(group)
+        with logged_if_long("MPI_Comm_create_group"):
+            return world.Create_group(group)
     finally:
         group.Free()
