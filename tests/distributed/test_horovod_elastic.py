@@ -223,18 +223,18 @@ def train(state):
         state.batch += 1
         model.weight.data.add_(1)
         state.commit()
-    os.write(1, f"{begin} {state.batch} {model.weight.item()}\\n".encode())
+    os.write(1, f"{sys.argv[1:]} {hvd.rank()} {begin} {state.batch} {model.weight.item()}\\n".encode())
 
 train(state)
 """
 
 
-def test_an_attempt_of_torchruns_begins_with_the_last_commit_of_the_one_before(tmp_path: Path) -> None:
+def test_horovodruns_next_attempt_begins_with_the_last_commit(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     command = [sys.executable, "-c", "from ddpobs.cli import main; main()", "horovodrun", "-np", "2"]
     done = subprocess.run(
-        [*command, "--reset-limit", "1", sys.executable, str(script)],
+        [*command, "--reset-limit", "1", sys.executable, str(script), "--lr", "-np"],
         env=os.environ
         | {"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -243,5 +243,6 @@ def test_an_attempt_of_torchruns_begins_with_the_last_commit_of_the_one_before(t
         check=False,
     )
     # Each batch sets the weight to 0, then to 1.
-    assert done.stdout.splitlines() == ["2 4 1.0"] * 2, done.stderr
+    lines = [f"['--lr', '-np'] {rank} 2 4 1.0" for rank in range(2)]
+    assert sorted(done.stdout.splitlines()) == lines, done.stderr
     assert list((tmp_path / f"ddpobs-commits-{os.getuid()}").iterdir()) == []
