@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
 
 from ddpobs_server.api import schemas
@@ -30,7 +30,7 @@ PicturesDep = Annotated[Pictures, Depends(_pictures)]
 
 @router.get("/figures/{figure}", response_model=schemas.Figure)
 def get_figure(
-    figure: Name,
+    figure: Annotated[Name, Path(description="Name of the figure.")],
     run: RunDep,
     steps: StepRangeDep,
     pictures: PicturesDep,
