@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -138,8 +139,10 @@ def elastic(rank: int, ranks: int) -> Results:
     hvd.init(process_sets=[last])
     results = kept(rank) | sampled(rank)
     plain, results["plain"] = trained(rank, None)
+    began_s = time.monotonic()
     with sending() as records:
         again, results["again"] = trained(rank, 3, records)
+    results["seconds"] = time.monotonic() - began_s
     results["equal"] = all(map(torch.equal, plain, again))
     results["steps"] = len(records.steps("step"))
     results["interrupted"] = interrupted(rank)
@@ -185,6 +188,7 @@ def test_a_failed_collective_takes_all_ranks_back_to_the_last_commit(results: li
         assert rank["again"] == {"answer": "done", "started": [0, 3], "resets": [2]}
         assert rank["equal"]
         assert rank["in the set"]
+        assert rank["seconds"] < 40  # The process group's timeout is 60 s.
 
 
 def test_telemetry_goes_on_after_a_failed_collective(results: list[Results]) -> None:
