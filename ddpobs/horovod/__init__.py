@@ -60,6 +60,7 @@ from ddpobs.horovod.collectives import (
     synchronize,
 )
 from ddpobs.horovod.compression import Compression
+from ddpobs.horovod.launch import run
 from ddpobs.horovod.optimizer import DistributedOptimizer, join
 from ddpobs.horovod.process import (
     ProcessSet,
@@ -143,6 +144,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",
@@ -158,7 +160,6 @@ def __getattr__(name: str) -> Any:
         return sys.modules[__name__]
     replacements = {
         "callbacks": "it is Keras's; with torch, call broadcast_parameters, broadcast_optimizer_state and allreduce",
-        "run": "start the ranks with `ddpobs horovodrun -np N python train.py`, or with torchrun",
     }
     if name in replacements:
         raise AttributeError(f"ddpobs.horovod has no {name}: {replacements[name]}")
