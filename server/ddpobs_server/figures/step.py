@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from bokeh.models import (
+    BasicTicker,
     BoxZoomTool,
     ColumnDataSource,
     FixedTicker,
@@ -33,6 +34,8 @@ _MOST_ARROWS, _LEAST_SHARE, _LEAST_LONGEST = 200, 0.02, 0.25
 """Most arrows; least wait that has one: as a share of the step, and of the step's longest wait."""
 _LEAST_WAIT_NS = 1_000
 """A shorter wait is below the noise of the clocks' alignment."""
+_NARROW_COLUMNS = 3
+"""Columns of the legend of a picture that has room for a few times below its axis."""
 ARROWS = "arrows"
 """Name of the arrows' source."""
 _LANES = {"phase": (0.05, 0.3), "compute": (0.35, 0.6), "comm": (0.65, 0.9)}
@@ -78,7 +81,8 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
     summary = f"Step {timeline.step:,}: {len(drawn):,} of {len(present):,} ranks{which}, all on one clock."
     late_rank = timeline.by_own_time[0] if timeline.by_own_time else None
     if late_rank is not None:
-        summary += f" Rank {late_rank} was last, {milliseconds(timeline.delay_ns)} after the others' median."
+        delay = f"was last, {milliseconds(timeline.delay_ns)} after the others' median."
+        summary += f" Rank {late_rank} {delay}" if timeline.delay_ns >= _LEAST_WAIT_NS else " No rank was late."
     summary += _longest_wait(timeline)
     absent = sorted(set(ranks) - present)
     if absent:
@@ -112,6 +116,8 @@ def _plot(drawn: list[int], theme: Theme) -> figure:
         PanTool(dimensions="width"), WheelZoomTool(dimensions="width"), BoxZoomTool(dimensions="width"), ResetTool()
     )
     plot.toolbar.active_drag = None
+    if theme.legend_columns <= _NARROW_COLUMNS:
+        plot.xaxis.ticker = BasicTicker(desired_num_ticks=3)
     plot.yaxis.ticker = FixedTicker(ticks=[index + 0.5 for index in range(count)])
     plot.yaxis.major_label_overrides = {index + 0.5: f"rank {rank}" for index, rank in enumerate(drawn)}
     plot.ygrid.ticker = FixedTicker(ticks=list(range(count + 1)))

@@ -193,11 +193,15 @@ def test_two_runs_of_the_list_are_compared(browser: Any, url: str) -> None:
     visit.page.wait_for_url(f"{url}/compare?a=picture&b=steady")
     visit.page.locator("#times tbody tr").first.wait_for()
     assert visit.page.locator("#times tr", has_text="backward").locator(".verdict").inner_text() == "faster"
+    visit.page.get_by_role("heading", name="a change of 0.0 % would have been").wait_for()
     went = visit.page.locator("#findings div", has_text="Only in picture")
     went.get_by_text("Rank 1 is slow in backward").wait_for()
     visit.page.get_by_role("button", name="Exchange both runs").click()
     visit.page.wait_for_url(f"{url}/compare?a=steady&b=picture")
     visit.page.get_by_text("Only in picture").wait_for()
+    visit.page.emulate_media(forced_colors="active")
+    color = "getComputedStyle(document.querySelector('.swatch.data')).backgroundColor"
+    assert visit.page.evaluate(color) == "rgb(230, 159, 0)"
     assert visit.errors == []
     visit.page.set_viewport_size({"width": 390, "height": 844})
     assert visit.page.evaluate("document.documentElement.scrollWidth") == 390

@@ -135,7 +135,7 @@ async function show() {
 }
 
 function showLabels() {
-  by("edit").hidden = false;
+  by("edit").hidden = by("compare").hidden = false;
   const fresh = element("span", { class: "labels" }, ...labelsOf(details));
   if (!by("labels").firstElementChild?.isEqualNode(fresh)) by("labels").replaceChildren(fresh);
 }

@@ -131,7 +131,7 @@ export function duration(ns) {
 
 function started(ns) {
   const time = new Date(ns / 1e6);
-  const short = time.toLocaleString([], { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", timeZoneName: "short" });
+  const short = time.toLocaleString([], { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", hourCycle: "h23", timeZoneName: "short" });
   return element("time", { datetime: time.toISOString(), title: time.toLocaleString([], { dateStyle: "full", timeStyle: "long" }) }, short);
 }
 
