@@ -62,7 +62,7 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
         )
     else:
         summary += "No rank was late by a tenth of a step."
-    if (longest_ms := float(table.delay_ns.max()) / 1e6) > 1.1 * scale_ms:
+    if (longest_ms := float(table.delay_ns.max()) / 1e6) > 1.25 * scale_ms:
         summary += f" Longer delays than {scale_ms:.3g} ms have the same colour; the longest is {longest_ms:.3g} ms."
     if absent:
         summary += f" No steps to compare of rank {few_ranks(absent)}."

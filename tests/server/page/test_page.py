@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 from ddpobs import wire
 from tests.collector import collector
@@ -187,6 +188,9 @@ def test_two_runs_of_the_list_are_compared(browser: Any, url: str) -> None:
     for rank in range(2):
         put(url, batch("steady", rank, slow=False, host="node"))
     visit = Visit(browser, url)
+    visit.page.get_by_role("link", name="steady").wait_for()
+    listed_page = Axe().run(visit.page)
+    assert listed_page.violations_count == 0, listed_page.generate_report()
     for name in ("picture", "steady"):
         visit.page.get_by_role("checkbox", name=f"Select {name}").check()
     visit.page.get_by_role("button", name="Compare (2 of 2)").click()
@@ -200,6 +204,7 @@ def test_two_runs_of_the_list_are_compared(browser: Any, url: str) -> None:
     visit.page.wait_for_url(f"{url}/compare?a=steady&b=picture")
     visit.page.get_by_text("Only in picture").wait_for()
     visit.page.emulate_media(forced_colors="active")
+    assert Axe().run(visit.page).violations_count == 0
     color = "getComputedStyle(document.querySelector('.swatch.data')).backgroundColor"
     assert visit.page.evaluate(color) == "rgb(230, 159, 0)"
     assert visit.errors == []

@@ -79,7 +79,7 @@ export function showSettings({ hello }) {
   by("settings").hidden = !hello;
   if (!hello) return;
   const facts = { backend: hello.backend, device: hello.device, ...hello.versions, ...hello.settings };
-  by("settings").querySelector("dl").replaceChildren(...Object.entries(facts).flatMap(([name, value]) => [element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, String(value))]));
+  by("settings").querySelector("dl").replaceChildren(...Object.entries(facts).flatMap(([name, value]) => [element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, typeof value === "number" && !Number.isInteger(value) ? String(+value.toPrecision(4)) : String(value))]));
 }
 
 // The parameters of the selected bucket, with its size.
