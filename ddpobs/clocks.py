@@ -20,6 +20,8 @@ from typing import Any, Protocol
 from ddpobs.wire import UNKNOWN, Anchor
 
 Stamp = Any
+IMPORTED_NS = time.monotonic_ns()
+"""Time at which this module was imported, with torch and the reducer that the script uses; on the monotonic clock."""
 
 
 class Clock(Protocol):

@@ -62,5 +62,10 @@ if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt
     extras=train,server
     [ "$target" = demo ] || extras=dev
     .venv/bin/python -m pip install -q -c constraints.txt -e ".[$extras]"
+    if [ "$target" = test ]; then
+        # In an environment of its own, because it requires an older typer than the tests.
+        .venv/bin/python -m venv .venv/tools
+        .venv/tools/bin/python -m pip install -q -c constraints.txt openapi-python-client
+    fi
     touch "$stamp"
 fi

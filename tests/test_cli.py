@@ -102,7 +102,8 @@ def test_report_prints_finding_and_remedy_with_control_characters_escaped() -> N
     with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
         completed = ddpobs("report", "r", "--collector", server.url)
     assert completed.stdout == (
-        "run r: 9 steps seen, 1 finding\n"
+        "run r: warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
+        "9 steps seen, 1 finding\n"
         "wall time: 90 s; goodput 25% of the run; 0.0375 gpu-hours lost (cost 0.11)\n"
         "  checkpoints      75% of the run\n"
         "  steps: forward   25% of the run\n\n"
@@ -128,7 +129,7 @@ def test_report_without_a_run_is_about_the_newest() -> None:
     }
     with collector(lambda path: (200, {}, json.dumps(answers[path]).encode())) as server:
         assert ddpobs("report", "--collector", server.url).stdout == (
-            "run new: 9 steps seen, 0 findings\nwall time: not known, because no rank has sent an account\n"
+            "run new: no finding\n9 steps seen, 0 findings\nwall time: not known, because no rank has sent an account\n"
         )
     with collector(lambda path: (200, {}, b'{"runs": [], "next": null}')) as server:
         completed = ddpobs("report", "--collector", server.url)

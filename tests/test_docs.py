@@ -6,11 +6,15 @@ import ast
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from ddpobs_server import app
+from ddpobs_server.api import concurrency
+from ddpobs_server.operations import retention
 from ddpobs_server.settings import Settings
+from ddpobs_server.store import fingerprints
 from typer.main import get_command
 
 import ddpobs.horovod
@@ -37,6 +41,108 @@ def test_the_table_of_settings_has_every_variable_of_the_training_side_once() ->
     documented = re.findall(r"^\| `DDPOBS_([A-Z_]+)` \|", (ROOT / "docs" / "settings.md").read_text(), re.MULTILINE)
     variables = {field.name.upper() for field in fields(TelemetryConfig)} - {"COLLECTOR"} | {"TELEMETRY", "RANGES"}
     assert sorted(documented) == sorted(variables)
+
+
+def table_rows(page: str) -> list[list[str]]:
+    """Cells of each row of the tables of a page, without bold and code marks."""
+    lines = (ROOT / "docs" / page).read_text().splitlines()
+    return [[cell.strip(" *") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("|")]
+
+
+def as_documented(default: object) -> set[str]:
+    """Forms of a default in a table."""
+    if default is None or default == "":
+        return {"", "none"}
+    if isinstance(default, bool):
+        return {str(default).lower(), str(int(default))}
+    if isinstance(default, int | float):
+        return {f"{default:,}".removesuffix(".0"), f"{default}".removesuffix(".0")}
+    return {str(default), f"`{default}`"}
+
+
+def test_the_documented_defaults_of_the_collector_are_those_of_the_code() -> None:
+    rows = table_rows("operations.md")
+    wrong = []
+    for name, field in Settings.model_fields.items():
+        found = [row for row in rows if any(f"`{name.upper()}`" in cell for cell in row[:2])]
+        defaults = {
+            part.strip(" *") for row in found for cell in row[:2] for part in re.split(r", (?!\d{3}\b)|,(?= )", cell)
+        }
+        if not defaults & as_documented(field.default):
+            wrong.append((name, field.default, defaults))
+    assert wrong == []
+
+
+def test_the_documented_default_retention_is_that_of_the_code() -> None:
+    kept = {row[0]: row[1] for row in table_rows("operations.md") if len(row) == 2}
+    settings = Settings.model_fields
+    assert [settings[name].default for name in ("keep_spans_days", "keep_runs_days", "keep_gb")] == [None] * 3
+    assert (kept["spans, steps, events"], kept["runs"][:8]) == ("for ever", "for ever")
+    assert f"({settings['max_runs'].default:,})" in kept["runs"]
+    assert kept["the ids of a deleted run's processes, so that it stays deleted"] == f"{retention._DELETED_DAYS} days"
+    assert kept["fingerprints of a process and module"] == f"the first and the latest {fingerprints.KEPT}"
+
+
+def test_the_documented_defaults_of_the_training_side_are_those_of_the_code() -> None:
+    documented = {
+        row[0].strip("`").removeprefix("DDPOBS_").lower(): row[2] for row in table_rows("settings.md") if len(row) == 3
+    }
+    code = {field.name: field.default for field in fields(TelemetryConfig)}
+    assert {name for name in code if documented.get(name) not in as_documented(code[name])} == {
+        "collector",
+        "run",
+        "spool",
+    }
+
+
+def test_the_bounds_of_the_collectors_memory_add_up_to_the_stated_sum() -> None:
+    section = (ROOT / "docs" / "operations.md").read_text().partition("## Memory\n")[2].partition("\n## ")[0]
+    (stated_gb,) = re.findall(r"Their sum is (\d+) GB", section)
+    parts = {
+        row[0]: int(row[1].replace(",", ""))
+        for row in table_rows("operations.md")
+        if row[-1].replace(",", "").isdecimal() and row[0] in section and len(row) == 2
+    }
+    assert round(sum(parts.values()) / 1000) == int(stated_gb)
+    assert (
+        parts["batches from arrival to commit (`MAX_UNDER_WAY_MB`)"]
+        == Settings.model_fields["max_under_way_mb"].default
+    )
+    assert f"reads that are computed ({concurrency._READS}) or unread ({concurrency._UNSENT_RESPONSES} and" in section
+
+
+def in_line(pattern: str) -> list[tuple[str, str]]:
+    """Document and text of each piece of code inside of a sentence or a table."""
+    texts = {path.name: re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S) for path in DOCUMENTS}
+    return [(name, span) for name, text in texts.items() for span in re.findall(rf"`({pattern})`", text)]
+
+
+def unknown_words(command: str) -> list[str]:
+    """Subcommands and options of a command line that the program does not have."""
+    program, *words = re.sub(r"[\[\]\\|…]|COMMAND.*", " ", command.partition(" -- ")[0]).split()
+    known: Any = get_command(cli.main if program == "ddpobs" else app.cli)
+    while words and (commands := getattr(known, "commands", None)) and not words[0].startswith("-"):
+        name = words.pop(0)
+        if name not in commands:
+            return [name] if name.islower() else []
+        known = commands[name]
+    options = {option for parameter in known.params for option in [*parameter.opts, *parameter.secondary_opts]}
+    return [word for word in words if word.startswith("-") and word.strip("-") and word not in options | {"--help"}]
+
+
+def test_commands_in_a_sentence_or_a_table_have_existing_options() -> None:
+    spans = in_line(r"ddpobs(?:-server)? (?!bucket \d)[^`]+")
+    assert len(spans) > 80
+    assert [(name, span) for name, span in spans if unknown_words(span)] == []
+    assert unknown_words("ddpobs-server token list --nothing") == ["--nothing"]
+
+
+def test_programs_and_targets_that_a_document_names_exist() -> None:
+    modules = {span.split()[2] for _, span in in_line(r"python -m benchmarks[^`]*")}
+    assert [name for name in modules if not (ROOT / (name.replace(".", "/") + ".py")).exists()] == []
+    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    assert {span.split()[1] for _, span in in_line(r"make [a-z][^`]*")} <= targets
+    assert len(modules) > 3
 
 
 def test_the_readme_is_short() -> None:

@@ -89,11 +89,16 @@ def _save_html(config: TelemetryConfig, run: str, file: Path) -> None:
 
 
 def _print(diagnosis: dict[str, Any], account: dict[str, Any]) -> None:
-    count = len(diagnosis["findings"])
-    typer.echo(f"run {diagnosis['run']}: {diagnosis['steps_seen']} steps seen, {count} finding{'s' * (count != 1)}")
+    findings = diagnosis["findings"]
+    typer.echo(
+        printable(
+            f"run {diagnosis['run']}: {_heading(findings[0])}" if findings else f"run {diagnosis['run']}: no finding"
+        )
+    )
+    typer.echo(f"{diagnosis['steps_seen']} steps seen, {len(findings)} finding{'s' * (len(findings) != 1)}")
     for line in _account_lines(account):
         typer.echo(line)
-    for finding in diagnosis["findings"]:
+    for finding in findings:
         blank, title, *lines = map(printable, _lines(finding))
         for line in (blank, coloured(title, finding["severity"]), *lines):
             typer.echo(line)
@@ -101,6 +106,10 @@ def _print(diagnosis: dict[str, Any], account: dict[str, Any]) -> None:
         typer.echo()
     for missing in diagnosis["missing"]:
         typer.echo(printable(f"not judged: {missing}"))
+
+
+def _heading(finding: dict[str, Any]) -> str:
+    return f"{finding['severity']}: {finding['title']}"
 
 
 def _account_lines(account: dict[str, Any]) -> list[str]:
@@ -123,7 +132,7 @@ def _lines(finding: dict[str, Any]) -> list[str]:
     first, last = finding["steps"]
     location = [f"steps {first} to {last}"]
     location += [f"{kind} {_list(finding[f'{kind}s'])}" for kind in ("rank", "bucket") if finding[f"{kind}s"]]
-    lines = ["", f"{finding['severity']}: {finding['title']}", f"  where: {', '.join(location)}"]
+    lines = ["", _heading(finding), f"  where: {', '.join(location)}"]
     intervals = [interval for interval in finding.get("intervals", []) if interval["began_ns"] is not None]
     lines += [f"  when: {_interval(interval)}" for interval in intervals[:_MAX_INTERVALS]]
     if len(intervals) > _MAX_INTERVALS:

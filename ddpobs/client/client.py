@@ -15,6 +15,7 @@ from typing import Any, Literal
 from urllib.parse import quote
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ddpobs.client.columns import Columns, html_table
 from ddpobs.client.figure import FIGURES, LEGEND_COLUMNS, Figure
@@ -119,7 +120,7 @@ class Run:
             last: Last step; None for the run's.
 
         Returns:
-            The columns of `wire.Steps` and `rank`; durations in nanoseconds.
+            The columns of `wire.Steps` and `rank`; durations in nanoseconds. Unknown values are masked.
         """
         return _joined(self.pages("steps", rank, first, last))
 
@@ -127,7 +128,8 @@ class Run:
         """Bucket spans, sorted by step and rank; arguments as for `steps`.
 
         Returns:
-            The columns of `wire.Spans`, `rank`, and the times on one rank's clock (`aligned_…`).
+            The columns of `wire.Spans`, `rank`, and the times on one rank's clock (`aligned_…`). Unknown values are
+            masked.
         """
         return _joined(self.pages("spans", rank, first, last))
 
@@ -227,7 +229,14 @@ class Run:
 
 def _joined(pages: Iterator[Columns]) -> Columns:
     parts = list(pages)
-    return Columns({name: np.concatenate([part[name] for part in parts]) for name in parts[0]})
+    return Columns({name: _concatenated([part[name] for part in parts]) for name in parts[0]})
+
+
+def _concatenated(arrays: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    joined = np.concatenate(arrays)
+    if any(isinstance(array, np.ma.MaskedArray) for array in arrays):
+        return np.ma.masked_array(joined, np.concatenate([np.ma.getmaskarray(array) for array in arrays]))
+    return joined
 
 
 def _query(rank: int | None = None, first: int | None = None, last: int | None = None) -> dict[str, str]:

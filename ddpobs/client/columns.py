@@ -1,4 +1,7 @@
-"""Columns of one length, as NumPy arrays, and their forms in other libraries and in a notebook."""
+"""Columns of one length, as NumPy arrays, and their forms in other libraries and in a notebook.
+
+A column with unknown values is a masked array: `mean` and `sum` leave them out.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,17 @@ _SHOWN_ROWS = 10
 
 
 class Columns(Mapping[str, NDArray[np.int64]]):
-    """Columns by name, each an array of int64 with the shape [rows].
+    """Columns by name, each an array of int64 with the shape [rows], masked where values are unknown.
 
     Args:
-        columns: Lists or arrays of one length.
+        columns: Lists or arrays of one length; None is an unknown value.
 
     Attributes:
         rows: Number of rows.
     """
 
-    def __init__(self, columns: Mapping[str, Sequence[int] | NDArray[np.int64]]) -> None:
-        self._columns = {name: np.asarray(values, np.int64) for name, values in columns.items()}
+    def __init__(self, columns: Mapping[str, Sequence[int | None] | NDArray[np.int64]]) -> None:
+        self._columns = {name: _array(values) for name, values in columns.items()}
         self.rows = len(next(iter(self._columns.values()), ()))
 
     def __getitem__(self, name: str) -> NDArray[np.int64]:
@@ -53,7 +56,13 @@ class Columns(Mapping[str, NDArray[np.int64]]):
         Raises:
             ImportError: pandas is not installed.
         """
-        return import_module("pandas").DataFrame(self._columns)
+        pandas = import_module("pandas")
+        masked = {
+            name: pandas.arrays.IntegerArray(values.data, np.ma.getmaskarray(values))
+            for name, values in self._columns.items()
+            if isinstance(values, np.ma.MaskedArray)
+        }
+        return pandas.DataFrame(self._columns | masked)
 
     def to_polars(self) -> Any:
         """Return a `polars.DataFrame`.
@@ -61,12 +70,25 @@ class Columns(Mapping[str, NDArray[np.int64]]):
         Raises:
             ImportError: polars is not installed.
         """
-        return import_module("polars").DataFrame(self._columns)
+        masked = {
+            name: values.tolist() for name, values in self._columns.items() if isinstance(values, np.ma.MaskedArray)
+        }
+        return import_module("polars").DataFrame(self._columns | masked)
 
     def _repr_html_(self) -> str:
         shown = list(zip(*(values[:_SHOWN_ROWS].tolist() for values in self._columns.values()), strict=True))
         more = f"<p>{self.rows} rows</p>" if self.rows > len(shown) else ""
         return html_table(list(self), shown) + more
+
+
+def _array(values: Sequence[int | None] | NDArray[np.int64]) -> NDArray[np.int64]:
+    if isinstance(values, np.ndarray):
+        return values
+    try:
+        return np.array(values, np.int64)
+    except TypeError:
+        mask = [value is None for value in values]
+        return np.ma.masked_array([value or 0 for value in values], mask, np.int64)
 
 
 def html_table(titles: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

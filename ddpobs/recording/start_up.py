@@ -8,10 +8,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ddpobs.clocks import IMPORTED_NS
 from ddpobs.steps.account import StartUp
 
-IMPORTED_NS = time.monotonic_ns()
-"""Time at which this module was imported, with the DDP class that the script uses."""
 _TORCH_DDP = "torch.nn.parallel.distributed"
 
 

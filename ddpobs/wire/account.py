@@ -20,7 +20,15 @@ class OutsideInterval(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Outside(Record, frozen=True, kw_only=True):
-    """Time outside of steps of one kind, since the source began."""
+    """Time outside of steps of one kind, since the source began.
+
+    Attributes:
+        kind: Kind of the time.
+        total_ns: Sum of the time.
+        count: Number of times that it occurred.
+        intervals: At most 32 intervals, near ones merged: first and last step, begin and end on the rank's monotonic
+            clock, and time outside of steps.
+    """
 
     kind: Literal["evaluation", "checkpoint", "after_checkpoint", "waiting"]
     total_ns: Total
@@ -41,17 +49,18 @@ class Account(Record, frozen=True, kw_only=True):
         first_step_ns: Start of the first step; None before it has ended.
         last_step_ns: End of the last step; None before it.
         until_ns: End of the account.
-        steps: Steps that ended.
+        steps: Number of steps that ended.
         phases_ns: Time of these steps in each phase, in the order of `PHASES`.
         prepare_ns: Time from `ready_ns` to the first step that nothing explains.
-        first_batch_ns: Of the phases the first step's data phase.
+        first_batch_ns: Time of the first step's data phase, which `phases_ns` contains.
         compile_ns: Time in torch.compile since the start.
         outside: Time outside of steps, also before the first and after the last step.
         between_ns: Time between steps that nothing explains.
         unrecorded_ns: Time between steps with dropped steps in between.
         open_step_ns: Time of the step under way.
-        finished: Training has ended: later time is neither step nor between steps.
-        checkpoint_step: Steps that had ended when the latest checkpoint was saved; `UNKNOWN` without a checkpoint.
+        finished: Whether training has ended: later time is neither step nor between steps.
+        checkpoint_step: Number of steps that had ended when the latest checkpoint was saved; `UNKNOWN` without a
+            checkpoint.
     """
 
     started_ns: Nanoseconds | None = None

@@ -15,21 +15,21 @@ class Machine(Record, frozen=True, kw_only=True):
     Shares are parts of a thousand since the previous pulse.
 
     Attributes:
-        processors: Processors that this process may use.
+        processors: Number of processors that this process may use.
         process_permille: Processor time of this process; 1,000 is one processor.
         busy_permille: Part of the host's processor time that was in use.
         steal_permille: Part of the host's processor time that its hypervisor gave to other guests.
         load_milli: Thousand times the host's load average over one minute.
         quota_permille: The control group's processor quota; 1,000 is one processor, `UNKNOWN` without a quota.
-        throttled_ns: Time held up by the quota, since the process started.
+        throttled_ns: Time in which the quota held the process up, since it started.
         memory_bytes: The host's memory.
         available_bytes: Memory that programs can still take.
         resident_bytes: Memory of this process.
         device_busy_permille: Part of the device's time in which a kernel ran.
         device_clock_mhz: Clock of the device's processors.
-        device_most_clock_mhz: Their highest clock.
+        device_most_clock_mhz: Highest clock of the device's processors.
         device_memory_bytes: The device's memory.
-        device_used_bytes: Part of it that is in use.
+        device_used_bytes: Memory of the device that is in use.
         device_slowdowns: Reasons for which the device lowers its clock, such as `hw_thermal`.
     """
 
@@ -57,12 +57,12 @@ class CodePlace(Record, frozen=True, kw_only=True):
     """A place in the code at which looks found the training thread, inside of a step.
 
     Attributes:
-        phase: Phase that its time counts as.
+        phase: Phase that the place's time counts as.
         place: Innermost lines of the user's code, such as `train.py:57 → metrics.py:31 accuracy`; empty where texts are
             not sent.
         calls: Name of the function that the innermost line calls, such as `to`; empty where there is none.
-        iterates: A training loop waits there for the next value of an iterator that is not torch's.
-        looks: Looks that found it.
+        iterates: Whether a training loop waits there for the next value of an iterator that is not torch's.
+        looks: Number of looks that found the place.
     """
 
     phase: Literal["data", "other"]
@@ -76,17 +76,17 @@ class Input(Record, frozen=True, kw_only=True):
     """Torch's loaders as training used them lately. Counts are halved every 2,048 batches, so that the past fades.
 
     Attributes:
-        iterators: Iterators that training began over a loader.
-        creating_ns: Time in their creation.
-        batches: Batches that training took.
-        fetching_ns: Time until they came.
+        iterators: Number of iterators that training began over a loader.
+        creating_ns: Time in the creation of iterators.
+        batches: Number of batches that training took.
+        fetching_ns: Time until the batches came.
         closing_ns: Time in ending the workers of iterators that were dropped.
         collating_ns: Time in `collate_fn`, with zero workers.
-        workers: Worker processes of the loader in use; `UNKNOWN` before the first batch.
-        ahead: Batches that a worker prepares in advance (`prefetch_factor`).
-        cpus: Processors that this process may use.
+        workers: Number of worker processes of the loader in use; `UNKNOWN` before the first batch.
+        ahead: Number of batches that a worker prepares in advance (`prefetch_factor`).
+        cpus: Number of processors that this process may use.
         awaited_ns: Time by the worker whose batch was awaited.
-        alone_ns: The part of it in which most of the other workers' batches had already come.
+        alone_ns: Part of `awaited_ns` in which most of the other workers' batches had already come.
     """
 
     iterators: Count = 0
@@ -108,22 +108,24 @@ class Pulse(Record, frozen=True, kw_only=True):
     Attributes:
         at_ns: Time of the look.
         phase: Phase of the open step.
-        step: Its number.
-        module: Module of the bucket that was launched last, or that the rank waits for.
-        bucket: That bucket.
-        idle_ns: Time since the rank's last progress: an event, or a new line of Python outside of a wait.
+        step: Number of the open step.
+        module: Number of the module of `bucket`; `UNKNOWN` before the first launch.
+        bucket: Index of the bucket that was launched last, or that the rank waits for; `UNKNOWN` before the first
+            launch.
+        idle_ns: Time since the rank's last progress, which is an event or a new line of Python outside of a wait.
         patience_ns: Time without progress after which the rank counts as stuck.
         activity: `bucket` and `collective` are waits for the other ranks; empty where it was not determined.
         waits_in: Name of the collective, such as `all_reduce` or `barrier`, where the activity is `collective`.
-        synchronised: Synchronised backward passes that this rank has begun.
-        collectives: Collectives that user code has started.
-        buffer_broadcasts: Broadcasts of DDP modules' buffers that this rank has begun.
+        synchronised: Number of synchronised backward passes that this rank has begun; `UNKNOWN` from older clients.
+        collectives: Number of collectives that user code has started; `UNKNOWN` from older clients.
+        buffer_broadcasts: Number of broadcasts of DDP modules' buffers that this rank has begun; `UNKNOWN` from older
+            clients.
         place: Innermost lines of the user's code, such as `train.py:57 → dataset.py:31 __getitem__`.
         stack: The training thread's Python frames, outermost first; sent while the rank is stuck.
         processes: State (`stopped`, `gone`) of processes of this host that are neither running nor sleeping, by rank.
         machine: State of the host and the device; None from older clients.
-        looks: Latest looks at the training thread inside of steps.
-        code: Places of these looks, the most frequent ones, in the phases `data` and `other`.
+        looks: Number of latest looks at the training thread inside of steps.
+        code: Most frequent places of these looks, in the phases `data` and `other`.
         input: Use of torch's loaders; None before the first batch.
     """
 

@@ -41,14 +41,28 @@ VERSION = 2
 
 
 class Anchor(Record, frozen=True, kw_only=True):
-    """The two clocks of a process, read together."""
+    """The two clocks of a process, read together.
+
+    Attributes:
+        wall_ns: Wall clock, as Unix time.
+        monotonic_ns: Monotonic clock.
+    """
 
     wall_ns: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
     monotonic_ns: Nanoseconds
 
 
 class Hello(Record, frozen=True, kw_only=True):
-    """Identity of a source. `settings` are those of the reducer and the telemetry that matter for a diagnosis."""
+    """Identity of a source.
+
+    Attributes:
+        host: Name of the host.
+        pid: Number of the process on its host.
+        device: Device of the rank's model.
+        backend: Backend of the process group.
+        versions: Versions by name of the program.
+        settings: Settings of the reducer and the telemetry that matter for a diagnosis, by name.
+    """
 
     host: Name
     pid: Count
@@ -59,14 +73,25 @@ class Hello(Record, frozen=True, kw_only=True):
 
 
 class Parameter(Record, frozen=True, kw_only=True):
-    """A parameter in a bucket; `size` counts elements."""
+    """A parameter in a bucket.
+
+    Attributes:
+        name: Its name in the module.
+        size: Number of elements.
+    """
 
     name: Name
     size: Count
 
 
 class Bucket(Record, frozen=True, kw_only=True):
-    """One gradient bucket; its index is its position in `Layout.buckets`."""
+    """One gradient bucket; its index is its position in `Layout.buckets`.
+
+    Attributes:
+        size_bytes: Size of its gradients.
+        dtype: Type of its gradients.
+        parameters: Its parameters, in the order of their gradients.
+    """
 
     size_bytes: Count
     dtype: Name
@@ -74,7 +99,15 @@ class Bucket(Record, frozen=True, kw_only=True):
 
 
 class Layout(Record, frozen=True, kw_only=True):
-    """Buckets of a DDP module, in launch order. `comm` names the communication strategy."""
+    """Layout of a DDP module.
+
+    Attributes:
+        module: Number of the module in its process.
+        name: Name of the module.
+        revision: Number of the layout within its module, from 0.
+        comm: Name of the communication strategy.
+        buckets: Buckets, in launch order.
+    """
 
     module: Rank
     name: Name
@@ -86,19 +119,46 @@ class Layout(Record, frozen=True, kw_only=True):
 class Steps(columns.Columns):
     """One row per step. The six phases add up to `end_ns - start_ns`.
 
-    `collective` is the sequence number of the step's synchronised backward within the attempt (`UNKNOWN` if none ran).
-    Ranks are joined by it. The `own` columns cover the window from the end of the last full synchronisation to the
-    readiness of the last bucket, less time blocked in other collectives: time for which this rank alone is
-    responsible. They are `UNKNOWN` if the window has no clean start.
+    The `own` columns cover the window from the end of the last full synchronisation to the readiness of the last
+    bucket, less time blocked in other collectives: time for which this rank alone is responsible.
 
-    The last columns explain own time. The kernel's counters of the training thread cover the time from the end of the
-    previous synchronised backward to the end of this one. `UNKNOWN` marks a counter that the system does not report.
+    The columns from `running_ns` on explain own time. Those of the training thread cover the time from the end of the
+    previous synchronised backward to the end of this one. They are `UNKNOWN` if the system does not report them.
 
-    `running_ns`: on a processor. `run_delay_ns`: ready to run, without a processor. It includes `throttled_ns`: held up
-    by a processor quota of the control group. `preemptions`: involuntary switches to another thread. `major_faults`:
-    page faults that read a disk. Both may be read in every eighth step only, and are 0 in between. `collections`,
-    `collecting_ns`: garbage collections of the process and their length. `elements`: elements of the inputs' tensors,
-    over all micro-steps. `longest`: the largest dimension of an input, without the rows.
+    Attributes:
+        step: Number of the step.
+        collective: Number of the step's synchronised backward within the attempt, by which ranks are joined; `UNKNOWN`
+            if none ran.
+        start_ns: Begin of the step on the rank's monotonic clock.
+        end_ns: End of the step on the rank's monotonic clock.
+        data_ns: Time in the phase data.
+        forward_ns: Time in the phase forward.
+        backward_ns: Time in the phase backward.
+        exposed_comm_ns: Time of communication that backward did not hide.
+        optimizer_ns: Time in the phase optimizer.
+        other_ns: Time of the step that belongs to no other phase.
+        own_ns: Own time; `UNKNOWN` if its window has no clean start.
+        own_data_ns: Own time in the phase data; `UNKNOWN` as `own_ns`.
+        own_forward_ns: Own time in the phase forward; `UNKNOWN` as `own_ns`.
+        own_backward_ns: Own time in the phase backward; `UNKNOWN` as `own_ns`.
+        own_optimizer_ns: Own time in the phase optimizer; `UNKNOWN` as `own_ns`.
+        own_other_ns: Own time in no other phase; `UNKNOWN` as `own_ns`.
+        comm_ns: Time in which a bucket's communication was under way; `UNKNOWN` if it was not observed.
+        micro_steps: Number of backward passes.
+        samples: Number of samples.
+        flags: Sum of 1, if gradients were reduced, and 2, if own time has no clean start.
+        running_ns: Time of the training thread on a processor; `UNKNOWN` if not reported.
+        run_delay_ns: Time in which the training thread was ready to run and had no processor, with `throttled_ns`;
+            `UNKNOWN` if not reported.
+        preemptions: Number of involuntary switches to another thread, read in every eighth step at least; `UNKNOWN` if
+            not reported.
+        major_faults: Number of page faults that read a disk, read in every eighth step at least; `UNKNOWN` if not
+            reported.
+        throttled_ns: Time in which a processor quota held up the control group; `UNKNOWN` if not reported.
+        collections: Number of the process's garbage collections; `UNKNOWN` if not reported.
+        collecting_ns: Time in the process's garbage collections; `UNKNOWN` if not reported.
+        elements: Number of elements of the inputs' tensors, over all micro-steps; `UNKNOWN` if not reported.
+        longest: Size of the largest dimension of an input, without the rows; `UNKNOWN` if not reported.
     """
 
     step: Counts
@@ -133,7 +193,19 @@ class Steps(columns.Columns):
 
 
 class Spans(columns.Columns):
-    """One row per step and bucket. `started_ns` is `UNKNOWN` if the backend does not report it."""
+    """One row per step and bucket.
+
+    Attributes:
+        step: Number of the step.
+        module: Number of the DDP module in its process.
+        revision: Number of the layout within its module.
+        bucket: Index of the bucket in its layout.
+        ready_ns: Readiness of the bucket's last gradient on the rank's monotonic clock.
+        launched_ns: Hand-over to the process group on the rank's monotonic clock.
+        started_ns: Begin of the communication on the rank's monotonic clock; `UNKNOWN` if the backend does not report
+            it.
+        done_ns: End of the communication on the rank's monotonic clock.
+    """
 
     step: Counts
     module: Indexes
@@ -146,7 +218,15 @@ class Spans(columns.Columns):
 
 
 class Comms(columns.Columns):
-    """Communication other than gradient buckets; `kind` indexes `COMM_KINDS`."""
+    """Communication other than gradient buckets.
+
+    Attributes:
+        step: Number of the step.
+        module: Number of the DDP module in its process.
+        kind: Index of the kind: 0 for buffers, 1 for the map of unused parameters, 2 for a collective of user code.
+        launched_ns: Begin on the rank's monotonic clock.
+        done_ns: End on the rank's monotonic clock.
+    """
 
     step: Counts
     module: Indexes
@@ -156,7 +236,15 @@ class Comms(columns.Columns):
 
 
 class Readiness(Record, frozen=True, kw_only=True):
-    """Readiness of each parameter's gradient in one step, in the order of the layout's buckets and parameters."""
+    """Readiness of each parameter's gradient in one step.
+
+    Attributes:
+        step: Number of the step.
+        module: Number of the DDP module in its process.
+        revision: Number of the layout within its module.
+        ready_ns: Readiness of each gradient on the rank's monotonic clock, in the order of the layout's buckets and
+            parameters; `UNKNOWN` for a parameter without a gradient.
+    """
 
     step: Count
     module: Rank
@@ -165,7 +253,14 @@ class Readiness(Record, frozen=True, kw_only=True):
 
 
 class Unused(Record, frozen=True, kw_only=True):
-    """Parameters without a gradient from this step on, until the next such record of the module."""
+    """Parameters without a gradient from this step on, until the next such record of the module.
+
+    Attributes:
+        step: Number of the step.
+        module: Number of the DDP module in its process.
+        locally: Names of the parameters without a gradient on this rank.
+        globally: Names of the parameters without a gradient on all ranks.
+    """
 
     step: Count
     module: Rank
@@ -176,9 +271,27 @@ class Unused(Record, frozen=True, kw_only=True):
 class Peers(Record, frozen=True, kw_only=True):
     """Straggler statistics over a window of collectives, computed among the ranks and sent by rank 0.
 
-    One row per rank. The `own` columns are sums over the window. `delay_ns` sums the delay that this rank caused while
-    it was last, `wait_ns` its waiting for the last rank. `straggler_<phase>` counts the steps in which it was last by
-    more than `STRAGGLER_SHARE` of the step and `<phase>` explained most of the delay.
+    Columns have one row per rank, and are sums over the window. A rank straggles in a step in which it was last by more
+    than `STRAGGLER_SHARE` of the step.
+
+    Attributes:
+        first_collective: Number of the window's first synchronised backward.
+        last_collective: Number of the window's last synchronised backward.
+        steps: Number of steps in the window.
+        rank: Number of the rank.
+        own_ns: Own time.
+        own_data_ns: Own time in the phase data.
+        own_forward_ns: Own time in the phase forward.
+        own_backward_ns: Own time in the phase backward.
+        own_optimizer_ns: Own time in the phase optimizer.
+        own_other_ns: Own time in no other phase.
+        delay_ns: Delay that the rank caused while it was last.
+        wait_ns: Time in which the rank waited for the last rank.
+        straggler_data: Number of steps in which the rank straggled, and data explained most of the delay.
+        straggler_forward: Number of steps in which the rank straggled, and forward explained most of the delay.
+        straggler_backward: Number of steps in which the rank straggled, and backward explained most of the delay.
+        straggler_optimizer: Number of steps in which the rank straggled, and the optimizer explained most of the delay.
+        straggler_other: Number of steps in which the rank straggled, and no other phase explained most of the delay.
     """
 
     first_collective: Count
@@ -204,8 +317,8 @@ class Fingerprint(Record, frozen=True, kw_only=True):
     """Hashes of one module's replica in one step, equal on every rank of data-parallel training.
 
     Attributes:
-        module: The module.
-        synchronised: Synchronised backward passes before the sampled one, by which ranks are joined.
+        module: Number of the DDP module in its process.
+        synchronised: Number of synchronised backward passes before the sampled one, by which ranks are joined.
         names: Names of the parameters.
         buffer_names: Names of the buffers.
         gradients: Hash of each parameter's gradient after its reduction, 0 where it had none.
@@ -223,7 +336,14 @@ class Fingerprint(Record, frozen=True, kw_only=True):
 
 
 class Event(Record, frozen=True, kw_only=True):
-    """A single occurrence: `buckets_rebuilt`, `comm_hook_set`, `goodbye`, ..."""
+    """A single occurrence.
+
+    Attributes:
+        kind: Kind, such as `buckets_rebuilt`, `comm_hook_set` or `goodbye`.
+        at_ns: Time on the rank's monotonic clock.
+        step: Number of the step.
+        detail: Facts by name.
+    """
 
     kind: Name
     at_ns: Nanoseconds
@@ -232,10 +352,34 @@ class Event(Record, frozen=True, kw_only=True):
 
 
 class Batch(Record, frozen=True, kw_only=True):
-    """The envelope. `(run, source, seq)` is its natural key; `emitted` and `dropped` count records since the start.
+    """The envelope. `(run, source, seq)` is its natural key.
 
-    A record is a row of steps, spans or comms, or an element of any other kind. `packed_spans` are the spans as
-    `pack_spans` packed them; a decoded batch has both.
+    A record is a row of steps, spans or comms, or an element of any other kind.
+
+    Attributes:
+        version: Version of this schema.
+        run: Name of the run.
+        attempt: Id of the attempt: 16 hexadecimal digits.
+        source: Id of the process: 16 hexadecimal digits.
+        seq: Number of the batch within its source, from 0.
+        rank: Number of the rank.
+        world_size: Number of ranks that the training has.
+        emitted: Number of records that the process has made since its start.
+        dropped: Number of records that the process has dropped since its start.
+        anchor: The two clocks of the process, read together.
+        hello: Identity of the source; None in most batches but the first.
+        layouts: New layouts of the DDP modules.
+        steps: Steps that ended; None without one.
+        spans: Communication of the gradient buckets; None without one.
+        packed_spans: The same as `pack_spans` packed it; a decoded batch has both.
+        comms: Other communication; None without one.
+        readiness: Readiness of the parameters' gradients in sampled steps.
+        unused: Sets of unused parameters, at each change.
+        peers: Comparison of the ranks, sent by rank 0.
+        fingerprints: Hashes of the replicas in sampled steps.
+        pulse: Activity of the training thread; None without a new look.
+        account: The process's wall time by part; None if it is as before.
+        events: Events since the batch before.
     """
 
     version: Annotated[int, msgspec.Meta(ge=1)]
@@ -264,7 +408,13 @@ class Batch(Record, frozen=True, kw_only=True):
 
 
 class Acknowledgement(Record, frozen=True, kw_only=True):
-    """The collector's answer after commit. It echoes the key, so that a proxy's own 200 does not count as one."""
+    """The collector's answer after commit. It echoes the key, so that a proxy's own 200 does not count as one.
+
+    Attributes:
+        source: Id of the process, as in the batch.
+        seq: Number of the batch, as in the batch.
+        repeated: Whether the same batch had been stored before.
+    """
 
     source: Nonce
     seq: Count

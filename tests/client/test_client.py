@@ -60,12 +60,20 @@ def test_columns_become_an_arrow_table() -> None:
     assert table.schema.field("step").type == pa.int64()
 
 
-def test_columns_become_data_frames() -> None:
-    pandas = pytest.importorskip("pandas")
-    polars = pytest.importorskip("polars")
-    columns = Columns({"step": [1, 2]})
-    assert columns.to_pandas().equals(pandas.DataFrame({"step": [1, 2]}))
-    assert columns.to_polars().equals(polars.DataFrame({"step": [1, 2]}))
+def test_columns_become_data_frames_with_null_for_unknown_values() -> None:
+    columns = Columns({"step": [1, 2], "own_ns": [None, 2**53 + 1]})
+    frame = columns.to_pandas()
+    assert frame["own_ns"].isna().tolist() == [True, False]
+    assert (frame["own_ns"][1], frame["step"].tolist()) == (2**53 + 1, [1, 2])
+    assert columns.to_polars().to_dict(as_series=False) == {"step": [1, 2], "own_ns": [None, 2**53 + 1]}
+    assert columns.to_arrow().to_pydict() == {"step": [1, 2], "own_ns": [None, 2**53 + 1]}
+
+
+def test_unknown_values_are_masked_on_joined_pages() -> None:
+    pages = {0: {"columns": {"own_ns": [None, 5]}, "next": 2}, 2: {"columns": {"own_ns": [7]}, "next": None}}
+    with collector(lambda path: (200, {}, json.dumps(pages[int(path.rpartition("=")[2])]).encode())) as server:
+        own_ns = Client(server.url).run("r").steps()["own_ns"]
+    assert (own_ns.tolist(), own_ns.mean(), own_ns.dtype) == ([None, 5, 7], 6, np.int64)
 
 
 def test_a_notebook_shows_escaped_tables_of_the_first_rows() -> None:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import pickle
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from ddpobs import comm
 from ddpobs.comm.registry import STRATEGIES, Strategy, choose
@@ -34,3 +38,17 @@ def test_an_error_lists_every_name_and_the_limits_of_arguments() -> None:
         choose("fp15", 1)
     assert all(strategy.name in str(caught.value) for strategy in STRATEGIES)
     assert "topk:DENSITY (above 0, at most 1)" in str(caught.value)
+
+
+def test_the_python_of_the_documentation_trains(tmp_path: Path) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        for block in blocks:
+            known: dict[str, Any] = {"model": torch.nn.Linear(4, 2)}
+            exec(block, known)
+            known["model"](torch.ones(3, 4)).sum().backward()
+            assert known["model"].module.weight.grad.tolist() == [[3.0] * 4] * 2
+    finally:
+        dist.destroy_process_group()

@@ -36,3 +36,19 @@ def test_the_time_outside_of_steps_is_accounted_for(  # noqa: PLR0917 - the fact
     assert account["goodput"] < 0.5
     findings = {finding["code"]: finding for finding in get(url, f"/runs/{run}/diagnostics")["findings"]}
     assert sentence in findings["time-outside-steps"]["title"]
+
+
+def test_the_account_of_two_attempts_has_the_start_the_restart_and_the_repeated_steps(url: str, tmp_path: Path) -> None:
+    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "outside-restart"}
+    for _ in range(2):
+        with ranks_of(SCRIPT, "restart", ranks=2, folder=tmp_path, environ=environ) as ranks:
+            ended = [process.wait(120) for process in ranks.processes]
+    assert ended == [0, 0], ranks.logs()
+    account = get(url, "/runs/outside-restart/account")
+    first, second = account["attempts"]
+    assert (first["steps"], first["repeated_steps"], second["steps"]) == (20, 10, 40)
+    assert sum(part["rank_ns"] for part in account["parts"]) == account["rank_ns"] == 2 * account["wall_ns"]
+    rank_ns = {part["part"]: part["rank_ns"] for part in account["parts"]}
+    assert rank_ns["model"] >= 2 * 2 * 1.5e9
+    assert rank_ns["repeated_steps"] > 0
+    assert rank_ns["restart"] == 2 * (second["began_ns"] - first["until_ns"])

@@ -2,7 +2,8 @@
 
 An attempt lasts from its first process's start to its last process's latest account; each of its ranks has that wall
 time. Between attempts lies a restart, which each rank of the later attempt has. All sums are rank time: of eight ranks
-over one hour, eight hours. Processes are placed by their own wall clocks.
+over one hour, eight hours. Processes are placed by their own wall clocks. Building a DDP module is collective, so all
+ranks are ready at one time; a rank whose wall clock differs from this by more than a minute is placed by it.
 
 *Goodput* is the time in steps that no restart repeated, over the wall time, as in "Measuring the effectiveness of ML
 training: ML Productivity Goodput" (Google Cloud, 2024), there called productive time over total time.
@@ -11,10 +12,15 @@ training: ML Productivity Goodput" (Google Cloud, 2024), there called productive
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+from statistics import median_low
 
 from ddpobs_server.analysis.account_parts import Parts, added, group_of, is_productive
 from ddpobs_server.analysis.rank_account import Process, attribute_waits, parts_of_rank
+
+_CLOCK_ERROR_NS = 60 * 10**9
+"""Largest difference between the times at which two ranks are ready that is not an error of their wall clocks."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,7 @@ def account_of(launches: Sequence[Launch]) -> RunAccount:
 def _attempt(launch: Launch, *, is_last: bool) -> AttemptAccount:
     reporting: dict[int, list[Process]] = {}
     missing: dict[int, str] = {}
-    for process in launch.processes:
+    for process in _with_common_clock(launch.processes):
         if process.account is not None:
             reporting.setdefault(process.rank, []).append(process)
         else:
@@ -153,6 +159,17 @@ def _attempt(launch: Launch, *, is_last: bool) -> AttemptAccount:
         by_rank=by_rank,
         missing=missing,
     )
+
+
+def _with_common_clock(processes: Sequence[Process]) -> list[Process]:
+    """Return the processes with corrected wall clocks: a host's clock may be wrong, or set while ranks start."""
+    reporting = sorted((p for p in processes if p.account is not None), key=lambda p: (p.rank, p.ready_ns))
+    ready_ns = {rank: next(of_rank).ready_ns for rank, of_rank in groupby(reporting, key=lambda p: p.rank)}
+    if not ready_ns:
+        return list(processes)
+    common_ns = median_low(ready_ns.values())
+    errors = {rank: ns - common_ns for rank, ns in ready_ns.items() if abs(ns - common_ns) > _CLOCK_ERROR_NS}
+    return [replace(p, wall_offset_ns=p.wall_offset_ns - errors.get(p.rank, 0)) for p in processes]
 
 
 def _kept_steps(launch: Launch, processes: Sequence[Process], *, is_last: bool) -> int | None:

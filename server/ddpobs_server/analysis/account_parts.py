@@ -10,7 +10,7 @@ START_UP = ("import", "model", "prepare", "first_batch", "compile")
 STEPS = wire.PHASES
 OUTSIDE = ("evaluation", "checkpoint", "waiting", "waiting_in_steps", "unexplained")
 RESTARTS = ("restart", "repeated_steps")
-REST = ("open_step", "stuck", "finish", "idle", "unrecorded", "not_known")
+REST = ("open_step", "stuck", "unfinished_step", "finish", "idle", "unrecorded", "not_known")
 PARTS = (*STEPS, *OUTSIDE, *START_UP, *RESTARTS, *REST)
 """All parts of the wall time."""
 _GROUPS = {
@@ -19,7 +19,7 @@ _GROUPS = {
     **dict.fromkeys(OUTSIDE, "outside"),
     **dict.fromkeys(START_UP, "start_up"),
     **dict.fromkeys(RESTARTS, "restarts"),
-    **dict.fromkeys(("stuck", "finish", "idle"), "idle"),
+    **dict.fromkeys(("stuck", "unfinished_step", "finish", "idle"), "idle"),
     **dict.fromkeys(("unrecorded", "not_known"), "not_known"),
 }
 TITLES = {
@@ -43,6 +43,7 @@ TITLES = {
     "restart": "between attempts",
     "repeated_steps": "steps that a restart repeated",
     "stuck": "stuck",
+    "unfinished_step": "a step that did not end",
     "finish": "after the last step",
     "idle": "other ranks' start or end",
     "unrecorded": "dropped steps",

@@ -107,19 +107,23 @@ def steady_lateness(late: Lateness, level_ns: float) -> Lateness:
     return replace(late, late=late.excess_ns >= 0.5 * level_ns)
 
 
-def causes(joined: JoinedSteps, index: int, rows: wire.Ints) -> list[tuple[str, float]]:
+def causes(joined: JoinedSteps, index: int, rows: wire.Ints, *, usual: bool = False) -> list[tuple[str, float]]:
     """Return the phases that explain at least 80 % of a rank's excess in these steps, the largest first.
 
     Args:
         joined: The compared steps.
         index: Index of the rank.
         rows: Indices of the steps in which the rank was late.
+        usual: Take the median over these steps, if it explains half of the excess: rare noise does not change it.
 
     Returns:
-        (phase, mean excess in ns).
+        (phase, mean or median excess in ns).
     """
     phases = joined.phases_ns[rows]
-    excess = (phases[:, index] - np.median(np.delete(phases, index, axis=1), axis=1)).mean(axis=0)
+    excesses = phases[:, index] - np.median(np.delete(phases, index, axis=1), axis=1)
+    excess, medians = excesses.mean(axis=0), np.median(excesses, axis=0)
+    if usual and medians[medians > 0].sum() >= 0.5 * excess[excess > 0].sum():
+        excess = medians
     total = max(1.0, float(excess[excess > 0].sum()))
     explained: list[tuple[str, float]] = []
     for phase in np.argsort(-excess):

@@ -25,6 +25,7 @@ class Process:
         account: Its latest account; None if none arrived.
         wall_offset_ns: Its wall clock less its monotonic clock.
         stuck_ns: Time without progress at its latest pulse, 0 if it goes on.
+        failed: It ended in another way than in order, so its last step did not end.
         reason: Why there is no account; empty if there is one.
     """
 
@@ -32,6 +33,7 @@ class Process:
     account: wire.Account | None
     wall_offset_ns: int = 0
     stuck_ns: int = 0
+    failed: bool = False
     reason: str = ""
 
     @property
@@ -40,6 +42,12 @@ class Process:
         assert self.account is not None
         account = self.account
         return self.wall_offset_ns + (account.imported_ns if account.started_ns is None else account.started_ns)
+
+    @property
+    def ready_ns(self) -> int:
+        """Time at which its module was ready, on its wall clock."""
+        assert self.account is not None
+        return self.wall_offset_ns + self.account.ready_ns
 
     @property
     def until_ns(self) -> int:
@@ -66,9 +74,11 @@ def _process(process: Process, kept_steps: int | None) -> Parts:
         parts[kind] = parts.get(kind, 0) + outside.total_ns
     parts["unexplained"], parts["unrecorded"] = account.between_ns, account.unrecorded_ns
     parts["stuck"] = min(process.stuck_ns, account.open_step_ns)
-    parts["open_step"] = account.open_step_ns - parts["stuck"]
+    last_step_ns = account.open_step_ns - parts["stuck"]
     if kept_steps is not None:
-        parts["repeated_steps"] = parts.get("repeated_steps", 0) + parts.pop("open_step")
+        parts["repeated_steps"] = parts.get("repeated_steps", 0) + last_step_ns
+    else:
+        parts["unfinished_step" if process.failed else "open_step"] = last_step_ns
     remainder = "finish" if account.finished else "unexplained"
     return _fitted(parts, process.until_ns - process.began_ns, remainder)
 

@@ -150,16 +150,24 @@ def _blocked_ns(excess: _Excess) -> float:
 
 
 def _excess_of(finding: Finding, evidence: Evidence) -> _Excess | None:
-    """Compare the rank with some others in the steps in which it was late by at least half of its usual excess."""
+    """Compare the rank with some others in the steps in which it was late by at least half of its usual excess.
+
+    For a rank that is late in most steps, at most 1.5 times of it: rare long delays have causes of their own.
+    """
     joined, rank = evidence.joined, finding.ranks[0]
     rows = np.flatnonzero((joined.step >= finding.steps[0]) & (joined.step <= finding.steps[1]))
     compared = np.isin(joined.ranks, comparison_ranks(rank, joined.ranks))
     index = int(np.flatnonzero(joined.ranks[compared] == rank)[0]) if rank in joined.ranks else -1
     if not len(rows) or index < 0 or compared.sum() < 2:
         return None
-    delay_ns = joined.own_ns[rows, :] - median_of_others(joined.own_ns[rows, :])
+    left_out = finding.evidence.get("run_delay_left_out", False)
+    all_own_ns = joined.own_ns[rows, :] - (evidence.steps.run_delay_ns[joined.row[rows, :]] if left_out else 0)
+    delay_ns = all_own_ns - median_of_others(all_own_ns)
     delay_ns = delay_ns[:, compared][:, index]
-    late = delay_ns >= 0.5 * finding.evidence["excess_ns"]
+    usual_ns = finding.evidence["excess_ns"]
+    late = delay_ns >= 0.5 * usual_ns
+    if finding.evidence["kind"] == "persistent":
+        late &= delay_ns <= 1.5 * usual_ns
     if not late.any():
         return None
     rows, delay_ns = rows[late], delay_ns[late]
@@ -170,9 +178,12 @@ def _excess_of(finding: Finding, evidence: Evidence) -> _Excess | None:
         value = _mean_excess(getattr(evidence.steps, name)[cells], index, weights)
         if value is not None:
             counters[name] = value
-    own_ns = _mean_excess(evidence.steps.own_ns[cells], index, weights)
-    usual = _usual_run_delay(evidence.steps.run_delay_ns[cells], evidence.steps.running_ns[cells], index)
-    return _Excess(float(np.average(delay_ns, weights=weights)), own_ns or 0.0, counters, usual)
+    own_ns = _mean_excess(evidence.steps.own_ns[cells], index, weights) or 0.0
+    if left_out:
+        own_ns -= counters.get("run_delay_ns", 0.0)
+        counters |= dict.fromkeys({"run_delay_ns", "throttled_ns"} & set(counters), 0.0)
+    usual_run_delay = _usual_run_delay(evidence.steps.run_delay_ns[cells], evidence.steps.running_ns[cells], index)
+    return _Excess(float(np.average(delay_ns, weights=weights)), own_ns, counters, usual_run_delay)
 
 
 def _usual_run_delay(run_delay_ns: wire.Ints, running_ns: wire.Ints, index: int) -> float:

@@ -74,7 +74,7 @@ def fit_work(joined: JoinedSteps, steps: wire.Steps) -> WorkFit | None:
         return None
     chosen = np.unique(np.linspace(0, count - 1, min(count, _FITTED_RANKS)).round().astype(np.int64))
     row = joined.row[-_FITTED_STEPS:, chosen]
-    own_ns, usual_run_delay = _without_run_delay(joined.own_ns[-_FITTED_STEPS:, chosen], row, steps)
+    own_ns, usual_run_delay = without_run_delay(joined.own_ns[-_FITTED_STEPS:, chosen], row, steps)
     phases_ns = joined.phases_ns[-_FITTED_STEPS:, chosen]
     best: tuple[float, str, float] | None = None
     for measure, work in _measures(row, steps):
@@ -91,7 +91,7 @@ def fit_work(joined: JoinedSteps, steps: wire.Steps) -> WorkFit | None:
     return None
 
 
-def _without_run_delay(own_ns: Floats, row: wire.Ints, steps: wire.Steps) -> tuple[Floats, float]:
+def without_run_delay(own_ns: Floats, row: wire.Ints, steps: wire.Steps) -> tuple[Floats, float]:
     """Return own time without the time that the training thread waited for a processor, and that time's usual share.
 
     Other processes disturb own time, and so the slope. More work on a busy host also waits longer for a processor: the

@@ -54,13 +54,13 @@ class Change(TypedDict):
     change_ratio: float | None
     """Difference as a share of run a's time; null if that is zero."""
     low_ratio: float | None
-    """Lower end of the interval as a share of run a's time."""
+    """Lower end of the interval as a share of run a's time; null if that is zero."""
     high_ratio: float | None
-    """Upper end of the interval as a share of run a's time."""
+    """Upper end of the interval as a share of run a's time; null if that is zero."""
     smallest_ratio: float | None
-    """Least difference that would have been seen, as a share of run a's time."""
+    """Least difference that would have been seen, as a share of run a's time; null if that is zero."""
     step_share: float | None
-    """Share that the time has of run a's step."""
+    """Share that the time has of run a's step; null if that is zero."""
 
 
 class Limit(TypedDict):

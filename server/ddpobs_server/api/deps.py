@@ -49,7 +49,9 @@ def run_of(run: str, caller: Caller, store: Store) -> Run:
     return record
 
 
-def _run(run: Annotated[str, Path(pattern=f"^{RUN_ID}$")], caller: Reader, store: StoreDep) -> Run:
+def _run(
+    run: Annotated[str, Path(pattern=f"^{RUN_ID}$", description="Name of the run.")], caller: Reader, store: StoreDep
+) -> Run:
     return run_of(run, caller, store)
 
 
@@ -69,7 +71,11 @@ def attempt_of(run: Run, store: Store, attempt: str | None) -> str:
     return attempt
 
 
-def _attempt(run: RunDep, store: StoreDep, attempt: Annotated[str | None, Query(pattern=f"^{NONCE}$")] = None) -> str:
+def _attempt(
+    run: RunDep,
+    store: StoreDep,
+    attempt: Annotated[str | None, Query(pattern=f"^{NONCE}$", description="Attempt; the latest by default.")] = None,
+) -> str:
     return attempt_of(run, store, attempt)
 
 

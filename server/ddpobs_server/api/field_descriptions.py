@@ -1,21 +1,27 @@
 """Descriptions of the answers' fields in the OpenAPI document, with their units.
 
-A name means the same in every answer. The few that differ are listed with their schema.
+A name means the same in every answer. The few that differ are listed with their schema. Columns, and the schemas of
+batches, take their descriptions from the docstrings of `ddpobs.wire`.
 """
 
 from __future__ import annotations
 
+import inspect
+import re
 from typing import Any
+
+from ddpobs import wire
 
 _UNITS = {"ns": "nanoseconds", "bytes": "bytes", "permille": "parts of a thousand", "mhz": "MHz"}
 _OF_WIRE = "Wire"
-"""Prefix of the schemas of batches, which `docs/wire.md` describes."""
+"""Prefix of the schemas of batches, whose fields their docstrings describe."""
 
 _BY_NAME = {
     "activity": "Last recorded activity, such as `bucket` or `data`.",
     "at_ns": "Time of the pulse on the rank's monotonic clock",
     "attempt": "Id of the attempt: 16 hexadecimal digits.",
     "attempts": "The run's attempts, oldest first.",
+    "attempts_left_out": "Number of the oldest attempts that the account does not cover.",
     "available_bytes": "Memory of the host that programs can still take",
     "backend": "Backend of the process group.",
     "batches_per_s": "Most batches a second.",
@@ -175,7 +181,7 @@ _BY_NAME = {
     "worst": "Title of the worst finding; null without one.",
 }
 _OF_SCHEMA = {
-    ("Bucket", "parameters"): "Number of parameters; null without a layout.",
+    ("Bucket", "parameters"): "Number of parameters",
     ("FigureTable", "columns"): "Titles of the columns.",
     ("Diagnostics", "missing"): "Findings that could not be judged, each with the reason.",
     ("FindingResponse", "buckets"): "Indices of the buckets that the finding is about.",
@@ -197,16 +203,78 @@ _OF_SCHEMA = {
 }
 
 
+_NULL = {
+    "Account": "if it is not known",
+    "AttemptAccount": "if it is not known",
+    "AttemptOutcome": "while the attempt runs",
+    "Bucket": "without a layout",
+    "Interval": "if it is not known",
+    "LastDiagnosis": "without a finding",
+    "ListedRun": "without steps",
+    "Machine": "if the system does not report it",
+    "Pulse": "before the first bucket",
+    "Rank": "until it is known",
+    "StepLevel": "if it is not known",
+    "WorkspaceLimits": "without a limit",
+}
+"""Condition of null in a schema's fields whose description has none."""
+
+
 def describe(document: dict[str, Any]) -> None:
-    """Add a description to each field of an answer that has none."""
-    for schema, definition in document["components"]["schemas"].items():
+    """Add a description to each field that has none."""
+    schemas = document["components"]["schemas"]
+    for schema, definition in schemas.items():
+        summary, attributes = _split_docstring(definition.get("description", ""))
         if schema.startswith(_OF_WIRE):
-            continue
+            texts = {name: text.replace("`UNKNOWN`", "-1") for name, text in attributes.items()}
+        else:
+            texts = _BY_NAME | _COLUMNS.get(schema, {})
+        if summary:
+            definition["description"] = summary
         for name, field in definition.get("properties", {}).items():
-            text = _OF_SCHEMA.get((schema, name)) or _BY_NAME.get(name)
-            if text is not None:
-                field.setdefault("description", text if text.endswith(".") else f"{text}, in {_unit(name)}.")
+            if text := field.get("description") or _OF_SCHEMA.get((schema, name)) or texts.get(name):
+                remark = (
+                    _NULL.get(schema) if {"type": "null"} in field.get("anyOf", ()) and "null" not in text else None
+                )
+                field["description"] = _with_unit(name, f"{text.rstrip('.')}; null {remark}" if remark else text)
 
 
-def _unit(name: str) -> str:
-    return _UNITS[name.rpartition("_")[2]]
+def _split_docstring(docstring: str) -> tuple[str, dict[str, str]]:
+    """Return a docstring's text, and the descriptions of its attributes."""
+    text, _, section = inspect.cleandoc(docstring).partition("\n\nAttributes:\n")
+    entries = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", section, re.MULTILINE)
+    return text, {name: " ".join(entry.split()).replace("None", "null") for name, entry in entries}
+
+
+def _with_unit(name: str, text: str) -> str:
+    """Add the unit that the field's name ends with, before a remark on null."""
+    unit = _UNITS.get(name.rpartition("_")[2])
+    fact, semicolon, remark = text.rstrip(".").partition(";")
+    if unit is not None and unit not in text:
+        fact = f"{fact}, in {unit}"
+    return f"{fact}{semicolon}{remark}."
+
+
+def _columns_of(record: type) -> dict[str, str]:
+    attributes = _split_docstring(record.__doc__ or "")[1]
+    return {name: text.replace("`UNKNOWN`", "null") for name, text in attributes.items()}
+
+
+_BINS = {
+    "first": "First step of the bin; only with `points`",
+    "last": "Last step of the bin; only with `points`",
+    "steps": "Number of rows in the bin; only with `points`",
+    "began_ns": "Begin of the bin as Unix time; only with `points`",
+    "ended_ns": "End of the bin as Unix time; only with `points`",
+    "ranks": "Number of ranks that the mean is over; only with `mean`",
+    "wall_ns": "Wall time of the step; only with `mean`",
+} | {
+    f"{name}_{kind}_ns": f"{word} {time} of a step; only with `points`"
+    for name, time in [("wall", "wall time"), *((phase, f"time in the phase {phase}") for phase in wire.PHASES)]
+    for kind, word in {"min": "Least", "median": "Median", "max": "Most"}.items()
+}
+_ALIGNED = {
+    f"aligned_{name}_ns": f"{text} on the lowest rank's clock"
+    for name, text in {"ready": "Readiness", "launched": "Hand-over", "done": "End"}.items()
+}
+_COLUMNS = {"StepColumns": _BINS | _columns_of(wire.Steps), "SpanColumns": _ALIGNED | _columns_of(wire.Spans)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated
 
-from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
 from fastapi.responses import HTMLResponse
 
 from ddpobs_server.api import schemas
@@ -42,13 +42,14 @@ def _selection(
     return Selection(steps.first, steps.last, rank, step, match, order, dark, legend)
 
 
+FigureName = Annotated[Name, Path(description="Name of the figure.")]
 SelectionDep = Annotated[Selection, Depends(_selection)]
 
 
 # Before the route of JSON, whose path matches this one as well.
 @router.get("/figures/{figure}.html", response_class=HTMLResponse)
 def get_figure_page(
-    figure: Name, run: RunDep, attempt: AttemptDep, selection: SelectionDep, pictures: PicturesDep
+    figure: FigureName, run: RunDep, attempt: AttemptDep, selection: SelectionDep, pictures: PicturesDep
 ) -> HTMLResponse:
     """A figure of an attempt as one HTML file, for a notebook. It needs no other file."""
     html, nonce = pictures.page(run.run, attempt, figure, selection)
@@ -57,7 +58,7 @@ def get_figure_page(
 
 @router.get("/figures/{figure}", response_model=schemas.Figure)
 def get_figure(
-    figure: Name, run: RunDep, attempt: AttemptDep, selection: SelectionDep, pictures: PicturesDep
+    figure: FigureName, run: RunDep, attempt: AttemptDep, selection: SelectionDep, pictures: PicturesDep
 ) -> Response:
     """A figure of an attempt: `item` is for BokehJS, `summary` and `table` are its content as text.
 

@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query, Response
 
 from ddpobs import wire
 from ddpobs_server.api import schemas
+from ddpobs_server.api.columns import with_null
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import (
     Admin,
@@ -50,10 +51,12 @@ def list_runs(
     store: StoreDep,
     reports: ReportsDep,
     settings: SettingsDep,
-    limit: Annotated[int, Query(ge=1, le=500)] = 50,
-    cursor: Annotated[str | None, Query(max_length=512)] = None,
-    state: RunState | None = None,
-    seen_after_ns: Annotated[int, Query(ge=0, le=2**62, description="Only runs with a batch after this time.")] = 0,
+    limit: Annotated[int, Query(ge=1, le=500, description="Most runs of a page.")] = 50,
+    cursor: Annotated[str | None, Query(max_length=512, description="`next` of the page before.")] = None,
+    state: Annotated[RunState | None, Query(description="Only runs of this state, of this page.")] = None,
+    seen_after_ns: Annotated[
+        int, Query(ge=0, le=2**62, description="Only runs with a batch after this Unix time, in ns.")
+    ] = 0,
 ) -> schemas.RunPage:
     """Runs, newest first by their creation, so that no run moves between pages.
 
@@ -134,7 +137,7 @@ def get_layout(run: RunDep, attempt: AttemptDep, store: StoreDep, module: Module
     return json_response({"run": run.name, "attempt": attempt, "layouts": layouts, "left_out": left_out})
 
 
-@router.get("/runs/{run}/steps", response_model=schemas.Columns)
+@router.get("/runs/{run}/steps", response_model=schemas.StepPage)
 def get_steps(
     run: RunDep,
     steps: StepRangeDep,
@@ -158,10 +161,10 @@ def get_steps(
     end = store.page_end("steps", run.run, attempt, rank=rank, first=first, last=last, rows=_PAGE_ROWS)
     ranks, columns = store.steps(run.run, attempt, rank, first, last if end is None else end)
     next_step = None if end is None else end + 1
-    return columns_response(run.name, attempt, {"rank": ranks} | columns.by_name(), next_step)
+    return columns_response(run.name, attempt, with_null({"rank": ranks} | columns.by_name(), wire.Steps), next_step)
 
 
-@router.get("/runs/{run}/spans", response_model=schemas.Columns)
+@router.get("/runs/{run}/spans", response_model=schemas.SpanPage)
 def get_spans(
     run: RunDep,
     steps: StepRangeDep,
@@ -175,7 +178,7 @@ def get_spans(
     # Aligning one rank's spans needs the other ranks' spans too, so the page is counted over all ranks.
     end = store.page_end("spans", run.run, attempt, first=first, last=last, rows=_PAGE_ROWS)
     columns = reports.aligned_spans(run.run, attempt, rank, first, last if end is None else end, module=module)
-    return columns_response(run.name, attempt, columns, None if end is None else end + 1)
+    return columns_response(run.name, attempt, with_null(columns, wire.Spans), None if end is None else end + 1)
 
 
 @router.get("/runs/{run}/buckets", response_model=schemas.Buckets)
@@ -195,7 +198,7 @@ def get_unused(
     attempt: AttemptDep,
     store: StoreDep,
     module: ModuleQuery = None,
-    limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    limit: Annotated[int, Query(ge=1, le=10_000, description="Most sets of an answer.")] = 1000,
 ) -> Response:
     """Names of unused parameters at each change of the set: each rank's latest sets, by rank, the oldest first.
 

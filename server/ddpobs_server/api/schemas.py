@@ -7,6 +7,7 @@ from typing import Any, Literal
 from typing_extensions import TypedDict  # Before Python 3.12 pydantic accepts only these.
 
 from ddpobs_server.analysis.finding import Gain, Severity
+from ddpobs_server.api.columns import SpanColumns, StepColumns
 from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.reports.run_state import RankState, RunState
 from ddpobs_server.store import Attempt
@@ -237,10 +238,17 @@ class Layouts(AttemptResponse):
     left_out: int
 
 
-class Columns(AttemptResponse):
-    """Columns of one length, by name; `next` is the next page's first step."""
+class StepPage(AttemptResponse):
+    """Columns of one length; `next` is the next page's first step."""
 
-    columns: dict[str, list[int]]
+    columns: StepColumns
+    next: int | None
+
+
+class SpanPage(AttemptResponse):
+    """Columns of one length; `next` is the next page's first step."""
+
+    columns: SpanColumns
     next: int | None
 
 
@@ -392,6 +400,7 @@ class Account(AccountTotal):
     attempt: str
     unit: Literal["gpu-hour", "rank-hour"]
     price_per_hour: float | None
+    attempts_left_out: int
     attempts: list[AttemptAccount]
     missing: list[str]
 

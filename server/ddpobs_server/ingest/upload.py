@@ -25,11 +25,12 @@ from ddpobs_server.store import Arrival
 from ddpobs_server.web.problems import Problem
 
 KEY: dict[str, dict[str, Any]] = {
-    "run": {"type": "string", "pattern": f"^{RUN_ID}$"},
-    "source": {"type": "string", "pattern": f"^{NONCE}$"},
-    "seq": {"type": "integer", "minimum": 0, "maximum": 2**48},
+    "run": {"type": "string", "pattern": f"^{RUN_ID}$", "description": "Name of the run."},
+    "source": {"type": "string", "pattern": f"^{NONCE}$", "description": "Id of the process: 16 hexadecimal digits."},
+    "seq": {"type": "integer", "minimum": 0, "maximum": 2**48, "description": "Number of the batch in its source."},
 }
 """JSON schemas of the path's parameters, which together are a batch's natural key."""
+_COLUMN = {"type": "array", "items": {"type": "integer"}}
 _REFERENCE = "#/components/schemas/Wire{name}"
 _PATTERNS = {name: re.compile(schema.get("pattern", r"^[0-9]{1,15}$")) for name, schema in KEY.items()}
 
@@ -39,15 +40,18 @@ def _openapi_schemas() -> tuple[tuple[dict[str, Any], ...], dict[str, Any]]:
     kinds = [wire.Batch, wire.Acknowledgement]
     references, schemas = msgspec.json.schema_components(kinds, schema_hook=_column_schema, ref_template=_REFERENCE)
     del schemas["Batch"]["properties"]["packed_spans"]  # In JSON spans are sent as columns.
-    components = {f"Wire{name}": schema for name, schema in schemas.items()}
+    schemas |= {kind.__name__: _columns_schema(kind) for kind in (wire.Steps, wire.Spans, wire.Comms)}
+    components = {f"Wire{name}": schema | {"title": f"Wire{name}"} for name, schema in schemas.items()}
     return references, json.loads(json.dumps(components).replace(r"\\Z", "$"))  # JavaScript's patterns lack \Z.
 
 
 def _column_schema(kind: Any) -> dict[str, Any]:
-    column = {"type": "array", "items": {"type": "integer"}}
-    if not issubclass(kind, Columns):
-        return column
-    return {"type": "object", "required": kind.required(), "properties": dict.fromkeys(kind.names, column)}
+    return {"$ref": _REFERENCE.format(name=kind.__name__)} if issubclass(kind, Columns) else dict(_COLUMN)
+
+
+def _columns_schema(kind: type[Columns]) -> dict[str, Any]:
+    properties = {name: dict(_COLUMN) for name in kind.names}
+    return {"type": "object", "description": kind.__doc__, "required": kind.required(), "properties": properties}
 
 
 (BATCH, ACKNOWLEDGEMENT), SCHEMAS = _openapi_schemas()

@@ -1,4 +1,7 @@
-"""Trains with most of its time outside of steps: `outside.py checkpoints | validation | barrier`."""
+"""Trains with most of its time outside of steps: `outside.py checkpoints | validation | barrier | restart`.
+
+`restart` starts slowly, saves a checkpoint after 10 steps, and fails after 20, once.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import torch.distributed as dist
 
 from ddpobs import DistributedDataParallel
 
-STEPS, PAUSE_S = 40, 0.25
+STEPS, PAUSE_S, START_S = 40, 0.25, 1.5
 
 
 class Slow:
@@ -39,17 +42,30 @@ def pause(kind: str, rank: int, ddp: DistributedDataParallel) -> None:
     dist.barrier()
 
 
+def restart(step: int, rank: int) -> None:
+    failed = Path(os.environ["OUT"]) / "failed"
+    if step == 9 and rank == 0:
+        torch.save({"step": step}, Path(os.environ["OUT"]) / "checkpoint.pt")
+    if step == 19 and rank == 1 and not failed.exists():
+        failed.touch()
+        raise RuntimeError("a fault after 20 steps")
+
+
 def main() -> None:
     kind, rank = sys.argv[1], int(os.environ["RANK"])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
+    if kind == "restart":
+        time.sleep(START_S)
     ddp = DistributedDataParallel(torch.nn.Linear(8, 8))
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
     for step in range(STEPS):
         optimizer.zero_grad()
         ddp(torch.randn(4, 8)).sum().backward()
         optimizer.step()
-        if step % 2 == 0:
+        if kind == "restart":
+            restart(step, rank)
+        elif step % 2 == 0:
             pause(kind, rank, ddp)
     dist.destroy_process_group()
 

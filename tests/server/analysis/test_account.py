@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ddpobs_server.analysis.account import AttemptAccount, Launch, RunAccount, account_of
@@ -136,3 +137,21 @@ def test_a_rank_without_an_account_is_not_known_with_its_reason() -> None:
 def test_a_stuck_rank_is_not_in_a_step() -> None:
     (attempt,) = account_of([launch(process(0, open_step_ns=60 * S, stuck_s=50), size=1)]).attempts
     assert (seconds(attempt)["stuck"], seconds(attempt)["open_step"]) == (50, 10)
+
+
+def test_a_rank_whose_wall_clock_is_an_hour_ahead_is_no_idle_hour() -> None:
+    ahead = replace(process(1), wall_offset_ns=3600 * S)
+    (attempt,) = account_of([launch(process(0), ahead)]).attempts
+    assert attempt.until_ns - attempt.began_ns == 100 * S
+    assert "idle" not in attempt.parts
+
+
+def test_a_rank_that_started_half_a_minute_later_was_not_there_before() -> None:
+    (attempt,) = account_of([launch(process(0), replace(process(1), wall_offset_ns=30 * S))]).attempts
+    assert seconds(attempt)["idle"] == 60
+
+
+def test_the_last_step_of_a_failed_process_is_no_goodput() -> None:
+    failed = replace(process(0, open_step_ns=60 * S), failed=True)
+    (attempt,) = account_of([launch(failed, size=1)]).attempts
+    assert (seconds(attempt)["unfinished_step"], attempt.goodput) == (60, 0)

@@ -11,7 +11,9 @@ from types import ModuleType
 import pytest
 from ddpobs_server.analysis.findings.registry import FINDINGS, MODULES
 
-DIAGNOSTICS = Path(__file__).resolve().parents[3] / "docs" / "diagnostics.md"
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+CODES = [code for module in MODULES for code in module.CODES]
+PARTS = ["What to do", "How it is computed", "When it errs"]
 
 
 def codes_in_source(module: ModuleType) -> set[str]:
@@ -30,11 +32,20 @@ def test_each_code_has_one_function() -> None:
     assert len(FINDINGS) == len(set(FINDINGS)) == sum(len(module.CODES) for module in MODULES)
 
 
-@pytest.mark.parametrize("code", [code for module in MODULES for code in module.CODES])
-def test_every_code_has_a_heading_in_the_documentation(code: str) -> None:
-    assert re.search(rf"^## {re.escape(code)}$", DIAGNOSTICS.read_text(), re.MULTILINE)
+@pytest.mark.parametrize("code", CODES)
+def test_every_code_has_a_page_with_the_same_parts_and_an_entry_in_the_list(code: str) -> None:
+    page = (DOCS / "findings" / f"{code}.md").read_text()
+    assert page.startswith("# ")
+    headings = re.findall(r"^## (.+)$", page, re.MULTILINE)
+    assert [heading for heading in headings if heading in PARTS] == PARTS
+    assert "```sh\nddpobs report RUN" in page
+    assert re.search(r"^> ", page, re.MULTILINE), "an example of the finding's title"
+    assert f"| [{code}](findings/{code}.md) |" in (DOCS / "diagnostics.md").read_text()
+
+
+def test_every_page_is_about_a_code() -> None:
+    assert {page.stem for page in DOCS.glob("findings/*.md")} == set(CODES)
 
 
 def test_no_two_files_share_a_code() -> None:
-    codes = [code for module in MODULES for code in module.CODES]
-    assert len(codes) == len(set(codes))
+    assert len(CODES) == len(set(CODES))

@@ -146,3 +146,23 @@ def test_a_device_with_a_lowered_clock_is_the_cause_that_no_counter_shows() -> N
     assert (finding.evidence["cause"], finding.evidence["cause_share"]) == ("throttled", None)
     assert "1100 MHz (hw_thermal), the others' 1900 MHz" in finding.title
     assert "cooling" in finding.remedy
+
+
+@pytest.mark.parametrize("delay_ms", [0, 8])
+def test_a_small_delay_is_seen_without_the_time_in_the_run_queue(delay_ms: int) -> None:
+    random = np.random.default_rng(3)
+    plain = noiseless({}, STEPS, 2) * random.normal(1, 0.01, (STEPS, 2, 1))
+    plain[:, 1] += delay_ms * MS * BACKWARD
+    queued = (random.exponential(15 * MS, (STEPS, 2)) * (random.random((STEPS, 2)) < 0.6)).astype(np.int64)
+    own = (plain + queued[:, :, None] * BACKWARD).astype(np.int64)
+    rank, steps = columns(own)
+    counters = {"running_ns": flat(plain.sum(axis=2).astype(np.int64)), "run_delay_ns": flat(queued)}
+    findings = [f for f in straggler(evidence_of(rank, with_columns(steps, **counters))) if isinstance(f, Finding)]
+    if not delay_ms:
+        assert findings == []
+        return
+    (finding,) = findings
+    assert (finding.ranks, finding.phase, finding.severity) == ([1], "backward", "info")
+    assert finding.evidence["excess_ns"] == pytest.approx(delay_ms * MS, rel=0.1)
+    assert (finding.evidence["cause"], finding.evidence["cause_ns"]["preempted"]) == ("own-work", 0)
+    assert "without time in the run queue" in finding.title

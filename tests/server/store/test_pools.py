@@ -132,6 +132,32 @@ def test_an_error_of_a_pool_passes_and_drops_the_connection(error: psycopg.Error
     assert context.is_disconnect
 
 
+LOSE_SERVER = """
+    CREATE FUNCTION lose_server() RETURNS trigger LANGUAGE plpgsql AS $$
+    BEGIN RAISE EXCEPTION 'server closed the connection unexpectedly' USING ERRCODE = 'XX000'; END $$;
+    CREATE TRIGGER lose_server BEFORE INSERT ON chunks EXECUTE FUNCTION lose_server();
+"""
+
+
+def test_a_batch_that_meets_such_an_error_gets_503_and_is_stored_when_it_is_sent_again(
+    postgresql: databases.Fresh, tmp_path: Path
+) -> None:
+    url = postgresql(tmp_path)
+    payload = batch("x", steps=steps(0, 2))
+    with (
+        collector(tmp_path, database_url=url) as running,
+        psycopg.connect(
+            make_url(url).set(drivername="postgresql").render_as_string(hide_password=False), autocommit=True
+        ) as database,
+    ):
+        database.execute(LOSE_SERVER)
+        refused = put(running.url, payload)
+        assert (refused.status_code, refused.headers["Retry-After"].isdecimal()) == (503, True)
+        assert "server closed the connection" in running.log.read_text()
+        database.execute("DROP TRIGGER lose_server ON chunks")
+        assert put(running.url, payload).status_code == 201
+
+
 def test_an_internal_error_of_the_server_itself_stays() -> None:
     error = errors.InternalError_("cache lookup failed for relation 1")
     context: Any = SimpleNamespace(original_exception=error, is_pre_ping=False, is_disconnect=False, engine=None)

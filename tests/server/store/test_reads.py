@@ -103,12 +103,14 @@ def test_the_list_of_runs_has_the_worst_finding_of_the_last_diagnosis(
     with client(sqlite(tmp_path)) as http:
         fill(http, "slow", 3)
         assert http.get("/api/v1/runs").json()["runs"][0]["diagnosis"] is None
-        title = http.get("/api/v1/runs/slow/diagnostics").json()["findings"][0]["title"]
+        worst = http.get("/api/v1/runs/slow/diagnostics").json()["findings"][0]
         diagnosis = http.get("/api/v1/runs").json()["runs"][0]["diagnosis"]
-        assert (diagnosis["worst"], diagnosis["current"]) == (title, True)
+        assert {name: diagnosis[name] for name in ("worst", "severity", "code", "gain", "current")} == {
+            "worst": worst["title"], "current": True, **{name: worst[name] for name in ("severity", "code", "gain")}
+        }  # fmt: skip
         put(http, batch("slow", seq=9))
         diagnosis = http.get("/api/v1/runs").json()["runs"][0]["diagnosis"]
-        assert (diagnosis["worst"], diagnosis["current"]) == (title, False)
+        assert (diagnosis["worst"], diagnosis["current"]) == (worst["title"], False)
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])

@@ -14,8 +14,8 @@
 
    The function is pure: its input is the evidence alone, and the same evidence gives the same answer. It returns an
    empty list if nothing is wrong. It never guesses: with too little evidence it returns `NotJudged`.
-2. Describe each code in `docs/diagnostics.md` under a heading of that name: when it appears, its evidence, its severity
-   and its remedy. A test fails if a code has no heading.
+2. Write a page `docs/findings/CODE.md` for each code, with the headings of the other pages, and add it to the table in
+   `docs/diagnostics.md` and to `mkdocs.yml`. A test fails if a code has no page.
 3. Write tests in `tests/server/analysis/`: one run with the problem, one without it, and one with too little evidence.
 
 `Evidence` holds the latest steps of all ranks, the steps joined over ranks, and facts such as settings and events. A

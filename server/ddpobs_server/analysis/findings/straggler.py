@@ -29,7 +29,7 @@ from ddpobs_server.analysis.recurrence import beyond_chance, costly_ranks, onset
 from ddpobs_server.analysis.slow_in_turn import in_turn
 from ddpobs_server.analysis.slow_rank_cause import with_cause
 from ddpobs_server.analysis.slow_stretches import REMEDIES, WholeRun, past_findings, with_extent
-from ddpobs_server.analysis.work import at_equal_work
+from ddpobs_server.analysis.work import at_equal_work, without_run_delay
 
 CODES = ("straggler",)
 MIN_COMPARED_STEPS = 32
@@ -44,6 +44,8 @@ _SUDDEN_LATE_SHARE = 0.8
 _PERSISTENT_SHARE = 0.6
 _MAIN_PHASE_SHARE = 0.9
 """Share of the delay below which the title states the delay in the main phase, too."""
+_OWN_LEVEL_SHARE = 0.9
+"""Least share of a rank's usual excess that is left without its time in the run queue, for that time to be left out."""
 _NOT_ALONE = " Other ranks are late in the same steps: most of the gain needs them to be fixed too."
 
 
@@ -57,9 +59,12 @@ def straggler(evidence: Evidence) -> Judgement:
     if evidence.work_fit is not None:  # Lateness from larger batches is the finding `imbalanced-batches`.
         evidence = replace(evidence, joined=at_equal_work(evidence.joined, evidence.work_fit))
     run = WholeRun.of(evidence)
-    recent = _straggler_findings(evidence.joined.latest(RECENT_STEPS), evidence.hosts)
+    recent_steps = evidence.joined.latest(RECENT_STEPS)
+    recent = _straggler_findings(recent_steps, _without_run_delay(recent_steps, evidence), evidence.hosts)
+    slow_in_turn = in_turn(run, {finding.ranks[0] for finding in recent if not _may_be_a_turn(finding)})
+    in_turn_ranks = {rank for finding in slow_in_turn for rank in finding.ranks}
+    recent = [finding for finding in recent if finding.ranks[0] not in in_turn_ranks]
     findings = [extended for finding in recent if (extended := with_extent(finding, run)) is not None]
-    slow_in_turn = in_turn(run, {finding.ranks[0] for finding in recent})
     findings += past_findings(run, findings, slow_in_turn, evidence.hosts)
     if evidence.columns is not None:
         try:
@@ -80,22 +85,58 @@ def _not_judged_reason(evidence: Evidence) -> str:
     return ""
 
 
-def _straggler_findings(joined: JoinedSteps, hosts: dict[int, str]) -> list[Finding]:
-    """Judge all steps, then the latest steps by themselves, then small delays of every step, then rare long delays."""
+def _may_be_a_turn(finding: Finding) -> bool:
+    """Whether other ranks are late in other phases of the same steps."""
+    most_ns: int = max(finding.evidence["phase_excess_ns"].values(), default=0)
+    return most_ns > 2 * int(finding.evidence["excess_ns"])
+
+
+def _without_run_delay(joined: JoinedSteps, evidence: Evidence) -> JoinedSteps | None:
+    """Return the steps with own times that other processes do not disturb; None where these are not known."""
+    own_ns, _ = without_run_delay(joined.own_ns, joined.row, evidence.steps) if joined.row.size else (joined.own_ns, 0)
+    return None if own_ns is joined.own_ns else replace(joined, own_ns=own_ns)
+
+
+def _straggler_findings(joined: JoinedSteps, undisturbed: JoinedSteps | None, hosts: dict[int, str]) -> list[Finding]:
+    """Judge all steps, then the latest steps by themselves, then small delays of every step, then rare long delays.
+
+    A small delay of every step may be seen only without the time in the run queue: other processes disturb each step
+    by more. A rank that such a delay explains is described without that time.
+
+    Args:
+        joined: The compared steps.
+        undisturbed: The same steps without the ranks' time in the run queue; None if it is not known.
+        hosts: Host of each rank.
+    """
     late = lateness(joined)
     levels_ns = steady_levels(joined, late)
     recurring = beyond_chance(late.late, recurring_ranks(joined, late))
-    findings = [
-        _finding(joined, late, index, chance, hosts, level_ns=levels_ns.get(index))
-        for index, chance in recurring.items()
-    ]
+    small = _small_delays(undisturbed, hosts, left_out=True) if undisturbed is not None else {}
+    findings = []
+    for index, chance in recurring.items():
+        finding = _finding(joined, late, index, chance, hosts, level_ns=levels_ns.get(index))
+        own = small.get(index)
+        if own is not None and own.evidence["excess_ns"] >= _OWN_LEVEL_SHARE * finding.evidence["excess_ns"]:
+            finding = replace(own, severity=finding.severity)
+        findings.append(finding)
     findings += _sudden_findings(joined, late, set(recurring), hosts)
-    for index, level_ns in levels_ns.items():
-        if all(finding.ranks[0] != joined.ranks[index] for finding in findings):
-            for chance in beyond_chance(steady_lateness(late, level_ns).late, [index]).values():
-                small = _finding(joined, late, index, chance, hosts, level_ns=level_ns)
-                findings.append(replace(small, severity="info"))
+    small = _small_delays(joined, hosts) | small
+    named_ranks = {finding.ranks[0] for finding in findings}
+    findings += [finding for finding in small.values() if finding.ranks[0] not in named_ranks]
     return findings + _seldom_findings(joined, late, {finding.ranks[0] for finding in findings}, hosts)
+
+
+def _small_delays(joined: JoinedSteps, hosts: dict[int, str], *, left_out: bool = False) -> dict[int, Finding]:
+    """Return a finding for each rank that is slow in every step, by its index; `left_out` is the time in the queue."""
+    late = lateness(joined)
+    findings = {}
+    for index, level_ns in steady_levels(joined, late).items():
+        for chance in beyond_chance(steady_lateness(late, level_ns).late, [index]).values():
+            finding = _finding(joined, late, index, chance, hosts, level_ns=level_ns)
+            title = finding.title + " (without time in the run queue)" * left_out
+            evidence = finding.evidence | {"run_delay_left_out": left_out}
+            findings[index] = replace(finding, severity="info", title=title, evidence=evidence)
+    return findings
 
 
 def _sudden_findings(
@@ -141,7 +182,7 @@ def _finding(
         late = steady_lateness(late, level_ns)
     rank, rows = int(joined.ranks[index]), np.flatnonzero(late.late[:, index])
     typical = rows if level_ns is None else rows[late.excess_ns[rows, index] <= 1.5 * level_ns]
-    explained = causes(joined, index, typical)
+    explained = causes(joined, index, typical, usual=level_ns is not None)
     phase = explained[0][0] if explained else "other"
     late_share = len(rows) / len(joined)
     excess_ns, step_ns = float(np.median(late.excess_ns[typical, index])), float(np.median(joined.step_ns))
@@ -163,6 +204,7 @@ def _finding(
         phase=phase,
         evidence={
             "kind": "persistent" if late_share >= _PERSISTENT_SHARE else "intermittent",
+            "run_delay_left_out": False,
             "host": hosts.get(rank),
             "since_step": first if sudden else None,
             "late_share": round(late_share, 4),

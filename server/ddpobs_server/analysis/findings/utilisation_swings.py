@@ -50,7 +50,8 @@ class _Swing:
 def utilisation_swings(evidence: Evidence) -> Judgement:
     """Judge step times that swing by more than 20 %, periodically or between levels that last.
 
-    Single long steps and one lasting change are no swings.
+    Single long steps and one lasting change are no swings. Only time that ranks share counts, phase by phase: a rank
+    that is late now and then is a straggler.
     """
     joined = evidence.joined
     if evidence.separate_groups_reason or not len(joined.ranks):
@@ -68,7 +69,7 @@ def utilisation_swings(evidence: Evidence) -> Judgement:
 
 def _series_ns(joined: JoinedSteps, rows: wire.Ints) -> Floats:
     """Return the time of each step number between the first and the last row; the median where none is known."""
-    window_ns = joined.window_ns[rows]
+    window_ns = _shared_ns(joined)[rows]
     median_ns = float(np.median(window_ns))
     position = joined.step[rows] - joined.step[rows[0]]
     if position[-1] >= 2 * len(rows):
@@ -76,6 +77,13 @@ def _series_ns(joined: JoinedSteps, rows: wire.Ints) -> Floats:
     series_ns = np.full(int(position[-1]) + 1, median_ns)
     series_ns[position] = np.minimum(window_ns, 4 * median_ns)
     return series_ns
+
+
+def _shared_ns(joined: JoinedSteps) -> Floats:
+    """Return the time of each step that its ranks share: each phase on the lower median rank, the shortest wait."""
+    lower = (len(joined.ranks) - 1) // 2
+    phases_ns = np.sort(joined.phases_ns, axis=1)[:, lower].sum(axis=1)
+    return np.asarray(np.minimum(phases_ns + joined.exposed_ns.min(axis=1), joined.window_ns))
 
 
 def _size(swing: _Swing) -> float:

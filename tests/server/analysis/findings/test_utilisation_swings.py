@@ -8,8 +8,9 @@ from ddpobs_server.analysis.evidence import Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.utilisation_swings import autocorrelation, utilisation_swings
 
+from ddpobs import wire
 from tests.server.analysis.link_scenario import Run
-from tests.server.analysis.scenario import Floats, columns, evidence_of, own_times
+from tests.server.analysis.scenario import MS, Floats, columns, evidence_of, own_times
 
 
 def run(gap_ms: Floats) -> Run:
@@ -49,6 +50,13 @@ def test_lasting_levels_without_a_period_are_a_swing_without_a_gain() -> None:
     finding = only(utilisation_swings(run(noisy(gap, share=0.05)).evidence()))
     assert (finding.evidence["period_steps"], finding.severity, finding.gain) == (None, "info", None)
     assert "without a fixed period" in finding.title
+
+
+def test_ranks_that_are_slow_in_turn_are_no_swing() -> None:
+    own = own_times(200, 2, seed=0)
+    own[::2, 0, wire.OWN_PHASES.index("data")] += 40 * MS
+    own[::2, 1, wire.OWN_PHASES.index("optimizer")] += 40 * MS
+    assert utilisation_swings(evidence_of(*columns(own))) == []
 
 
 @pytest.mark.parametrize("seed", range(10))
