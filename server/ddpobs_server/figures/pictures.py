@@ -54,7 +54,7 @@ class Pictures:
         """Return a page with one picture that needs no other file, and the nonce of its scripts."""
         from ddpobs_server.figures.report_page import figure_page
 
-        return figure_page(run.rpartition("/")[2], self.picture(run, attempt, name, selection))
+        return figure_page(run.rpartition("/")[2], self.picture(run, attempt, name, selection), selection.dark)
 
     def report(self, run: str, attempt: str, facts: dict[str, str], settings: dict[str, str]) -> tuple[str, str]:
         """Return a page with the findings and all pictures that needs no other file, and the nonce of its scripts.

@@ -52,18 +52,19 @@ def report_page(
     return _page(run, parts, nonce), nonce
 
 
-def figure_page(run: str, picture: Mapping[str, Any]) -> tuple[str, str]:
+def figure_page(run: str, picture: Mapping[str, Any], dark: bool) -> tuple[str, str]:
     """Return a file with one picture, and the nonce that its security policy allows.
 
     Args:
         run: Name of the run.
         picture: In the form of the REST API.
+        dark: Whether the picture has the colours of a dark page.
     """
     nonce = secrets.token_urlsafe(16)
-    return _page(run, [f'<div class="figure">{_picture(picture, nonce)}</div>'], nonce), nonce
+    return _page(run, [f'<div class="figure">{_picture(picture, nonce)}</div>'], nonce, dark), nonce
 
 
-def _page(run: str, parts: Sequence[str], nonce: str) -> str:
+def _page(run: str, parts: Sequence[str], nonce: str, dark: bool = False) -> str:
     scripts = [(_STATIC / "style_nonce.js").read_text(), *Resources(mode="inline", components=["bokeh"]).js_raw, _START]
     body = "\n".join([*parts, *(f'<script nonce="{nonce}">{script}</script>' for script in scripts)])
     return f"""<!doctype html>
@@ -75,7 +76,7 @@ def _page(run: str, parts: Sequence[str], nonce: str) -> str:
 <title>{escape(run)} · ddpobs</title>
 <style nonce="{nonce}">{(_STATIC / "report.css").read_text()}</style>
 </head>
-<body><main>
+<body class="{"dark" if dark else "light"}"><main>
 {body}
 </main></body>
 </html>

@@ -17,7 +17,7 @@ from tests.server.browsing import Visit
 
 
 def test_a_figure_is_drawn_in_a_notebook_without_the_collector(browser: Any, url: str, tmp_path: Path) -> None:
-    figure = Client(url).run("picture").figure("step", step=7)
+    figure = Client(url).run("picture").figure("step", step=7, dark=True)
     assert repr(figure).startswith("One step: Step 7: 2 of 2 ranks")
     assert (figure.shown["late_rank"], figure.columns[0], figure.rows[0][0]) == (1, "rank", 0)
     cell = tmp_path / "cell.html"
@@ -32,6 +32,7 @@ def test_a_figure_is_drawn_in_a_notebook_without_the_collector(browser: Any, url
     size = inner.evaluate("[document.documentElement.scrollHeight, innerHeight, document.documentElement.scrollWidth]")
     assert size[0] <= size[1]
     assert size[2] <= 900
+    assert inner.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(23, 30, 38)"
     assert visit.requests == [cell.as_uri()]
     assert visit.errors == []
 
