@@ -132,7 +132,7 @@ export function duration(ns) {
 function started(ns) {
   const time = new Date(ns / 1e6);
   const short = time.toLocaleString([], { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", hourCycle: "h23", timeZoneName: "short" });
-  return element("time", { datetime: time.toISOString(), title: time.toLocaleString([], { dateStyle: "full", timeStyle: "long" }) }, short);
+  return element("time", { datetime: time.toISOString(), title: time.toLocaleString([], { dateStyle: "full", timeStyle: "long" }) }, short.replace(/ (\S+)$/, "\u00a0$1"));
 }
 
 // The step time over the run, from zero to the largest value.
