@@ -130,7 +130,22 @@ def _longest(stuck: _Stuck) -> tuple[_Stuck, int, wire.Event, str]:
     named = [(rank, event) for rank, event in stuck if event.detail.get("activity") not in _WAITS] or stuck
     rank, event = max(named, key=lambda item: _length_ns(item[1]))
     where = f" ({event.detail['place']})" if event.detail.get("place") else ""
-    return named, _length_ns(event), event, f"{ranks_text([rank])} was in {event.detail.get('activity')}{where}"
+    activity = event.detail.get("activity")
+    activity = "its own code" if activity == "code" else activity
+    location = f"{ranks_text([rank])} was in {activity}{where}{_waiting(stuck, named)}"
+    return named, _length_ns(event), event, location
+
+
+def _waiting(stuck: _Stuck, named: _Stuck) -> str:
+    """The ranks that waited for others, and in what the first of them did."""
+    waiting = [(rank, event) for rank, event in stuck if (rank, event) not in named]
+    if not waiting:
+        return ""
+    detail = waiting[0][1].detail
+    collective = (
+        "a bucket's reduction" if detail.get("activity") == "bucket" else detail.get("waits_in") or "a collective"
+    )
+    return f", while {ranks_text(_ranks(waiting))} waited in {collective}"
 
 
 def _ranks(stuck: _Stuck) -> list[int]:

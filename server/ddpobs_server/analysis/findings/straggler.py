@@ -111,7 +111,9 @@ def _straggler_findings(joined: JoinedSteps, undisturbed: JoinedSteps | None, ho
     late = lateness(joined)
     levels_ns = steady_levels(joined, late)
     recurring = beyond_chance(late.late, recurring_ranks(joined, late))
-    small = _small_delays(undisturbed, hosts, left_out=True) if undisturbed is not None else {}
+    small = {}
+    if undisturbed is not None:
+        small = _small_delays(undisturbed, lateness(undisturbed), hosts, left_out=True)
     findings = []
     for index, chance in recurring.items():
         finding = _finding(joined, late, index, chance, hosts, level_ns=levels_ns.get(index))
@@ -120,15 +122,16 @@ def _straggler_findings(joined: JoinedSteps, undisturbed: JoinedSteps | None, ho
             finding = replace(own, severity=finding.severity)
         findings.append(finding)
     findings += _sudden_findings(joined, late, set(recurring), hosts)
-    small = _small_delays(joined, hosts) | small
+    small = _small_delays(joined, late, hosts) | small
     named_ranks = {finding.ranks[0] for finding in findings}
     findings += [finding for finding in small.values() if finding.ranks[0] not in named_ranks]
     return findings + _seldom_findings(joined, late, {finding.ranks[0] for finding in findings}, hosts)
 
 
-def _small_delays(joined: JoinedSteps, hosts: dict[int, str], *, left_out: bool = False) -> dict[int, Finding]:
+def _small_delays(
+    joined: JoinedSteps, late: Lateness, hosts: dict[int, str], *, left_out: bool = False
+) -> dict[int, Finding]:
     """Return a finding for each rank that is slow in every step, by its index; `left_out` is the time in the queue."""
-    late = lateness(joined)
     findings = {}
     for index, level_ns in steady_levels(joined, late).items():
         for chance in beyond_chance(steady_lateness(late, level_ns).late, [index]).values():
