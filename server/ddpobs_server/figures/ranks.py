@@ -102,7 +102,7 @@ def _draw(table: DelayMap, scale_ms: float, theme: Theme) -> figure:
     image.glyph.color_mapper = mapper
     tooltips = [("rank", "@rank"), ("step", "$x{0,0}"), ("delay", "@delay{0,0.00} ms a step")]
     plot.add_tools(HoverTool(renderers=[image], tooltips=tooltips))
-    bar = ColorBar(color_mapper=mapper, width=10, title="ms a step", formatter=PrintfTickFormatter(format="%g"))
+    bar = ColorBar(color_mapper=mapper, width=10, title="ms a step", formatter=PrintfTickFormatter(format="%.6g"))
     bar.background_fill_color, bar.major_label_text_color, bar.title_text_color = theme.paper, theme.muted, theme.muted
     bar.major_label_text_font = bar.title_text_font = FONT
     plot.add_layout(bar, "right")

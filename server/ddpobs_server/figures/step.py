@@ -111,7 +111,7 @@ def _plot(drawn: list[int], theme: Theme) -> figure:
         x_range=Range1d(start=0, end=1),
         y_range=Range1d(start=count, end=0, bounds=(0, count)),
     )
-    plot.xaxis.formatter = PrintfTickFormatter(format="%g ms")
+    plot.xaxis.formatter = PrintfTickFormatter(format="%.6g ms")
     plot.add_tools(
         PanTool(dimensions="width"), WheelZoomTool(dimensions="width"), BoxZoomTool(dimensions="width"), ResetTool()
     )
