@@ -19,7 +19,7 @@ from torch.nn.parallel.distributed import _find_tensors
 from ddpobs.comm import CommFactory, choose, name_of
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import ConfigError, DataParallelError
-from ddpobs.reducer import model_check
+from ddpobs.reducer import model_check, pipeline_steps
 from ddpobs.reducer.ddp_logger import Logger
 from ddpobs.reducer.late_parameters import Frozen
 from ddpobs.reducer.module_reducer import ModuleReducer
@@ -197,6 +197,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if self.mixed_precision is not None:
             for index, parameter in enumerate([*parameters, *(parameter for _, parameter, _ in frozen)]):
                 parameter._idx = index  # type: ignore[attr-defined]
+        pipeline_steps.install()  # Before telemetry, so that a schedule's recorded step holds the wait for the buckets.
         self._recorder = self._join_telemetry()
         self.reducer = ModuleReducer(
             parameters,

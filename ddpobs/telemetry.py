@@ -42,6 +42,7 @@ from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.recording.machine_state import MachineState
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.nvidia_device import watch_device
+from ddpobs.recording.pipeline_hooks import PipelineHooks
 from ddpobs.recording.process_hooks import ProcessHooks
 from ddpobs.recording.pulses import Pulses
 from ddpobs.recording.start_up import compile_ns, start_up
@@ -53,7 +54,7 @@ from ddpobs.steps.raw_step import RawStep
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summary
 from ddpobs.terminal.announcer import Announcer
-from ddpobs.torch_seam.collectives import backend_of
+from ddpobs.torch_seam.collectives import backend_of, ranks_of
 
 _LOOK_S = 0.2
 """Seconds between looks for the run's identity."""
@@ -96,8 +97,8 @@ def join(
         _generation += 1
         settings = {**settings, "group_ranks": process_group.size()}
         device = _device(module)
-        _process = Telemetry(config, device, backend_of(process_group, device), settings)
-    return _process.recorder(module, process_group.size(), name)
+        _process = Telemetry(config, device, process_group, settings)
+    return _process.recorder(module, ranks_of(process_group), name)
 
 
 def leave(recorder: ModuleRecorder) -> None:
@@ -125,12 +126,16 @@ class Telemetry:
     Args:
         config: The settings.
         device: Device of the first module's parameters.
-        backend: Name of the process group's backend.
+        group: Process group of the first module.
         settings: Settings of the reducer that matter for a diagnosis.
     """
 
     def __init__(
-        self, config: TelemetryConfig, device: torch.device, backend: str, settings: Mapping[str, wire.Scalar]
+        self,
+        config: TelemetryConfig,
+        device: torch.device,
+        group: dist.ProcessGroup,
+        settings: Mapping[str, wire.Scalar],
     ) -> None:
         self._config = config
         self._clock = clock_for(device.type, device)
@@ -139,11 +144,19 @@ class Telemetry:
         self._source = secrets.token_hex(8)
         self._exporter = Exporter(config, self._encode, self._passed)
         self._rendezvous = Rendezvous(
-            config, self._rank, self._world_size, _generation, self._identify, parameters=self._parameters
+            config,
+            self._rank,
+            self._world_size,
+            _generation,
+            self._identify,
+            parameters=self._parameters,
+            compared=ranks_of(group),
         )
         self._announcer = Announcer(config, self._rank, self._world_size, lambda: self._exporter.first_answer)
         labels = {"tags": ",".join(config.tags), "note": config.note}
-        hello = describe_process(device, backend, {**settings, **{name: text for name, text in labels.items() if text}})
+        hello = describe_process(
+            device, backend_of(group, device), {**settings, **{name: text for name, text in labels.items() if text}}
+        )
         self._host = hello.host
         self._account = Account(start_up(is_first=_generation == 1))
         self._tail = Tail(time.monotonic_ns())
@@ -167,6 +180,7 @@ class Telemetry:
         self._loaders = LoaderHooks(self._journal, self._event)
         self._samples = CodeSamples(self._journal, config.traceback)
         self._collectives = CollectiveHooks(self._journal)
+        self._pipelines = PipelineHooks(self._journal, self._event)
         self._errors = UncaughtErrors(lambda: self._journal.trains_here, self._fail)
         self._termination = Termination(self._terminate)
         self._failed = False
@@ -206,6 +220,7 @@ class Telemetry:
         self._exporter.call_every(pulse_s, self._loaders.report_repeated_order)
         self._exporter.call_every(pulse_s, self._flush_fingerprints)
         self._exporter.call_every(pulse_s, lambda: DONE if self._announcer.look() else None)
+        self._exporter.call_every(pulse_s, lambda: DONE if self._pipelines.install() else None)
         self._announcer.start()
         self._exporter.start()
         self._hooks.install()
@@ -229,10 +244,12 @@ class Telemetry:
         """The run at the collector; None before the ranks agree on it."""
         return Run(self._config, self._run) if self._run else None
 
-    def recorder(self, module: torch.nn.Module, group_ranks: int, name: str | None = None) -> ModuleRecorder:
-        """Create a recorder for one more DDP module, over so many ranks."""
+    def recorder(self, module: torch.nn.Module, group_ranks: Sequence[int], name: str | None = None) -> ModuleRecorder:
+        """Create a recorder for one more DDP module, over these ranks."""
+        ranks = len(group_ranks)
+        self._pipelines.install()
         recorder = ModuleRecorder(
-            self._modules,
+            _module_number(self._modules, group_ranks, self._world_size),
             module,
             self._journal,
             name=name,
@@ -240,8 +257,8 @@ class Telemetry:
             offer=self._exporter.offer,
             readiness_every=self._config.readiness_every,
             # Ranks of separate groups may hold different parts of a model.
-            fingerprint_every=self._config.fingerprint_every if 1 < group_ranks == self._world_size else 0,
-            unreduced=self._unreduced if group_ranks > 1 else None,
+            fingerprint_every=self._config.fingerprint_every if 1 < ranks == self._world_size else 0,
+            unreduced=self._unreduced if ranks > 1 else None,
         )
         self._modules += 1
         self._recorders.append(recorder)
@@ -270,6 +287,7 @@ class Telemetry:
         self._loaders.remove()  # It wraps functions that the hooks have wrapped before.
         self._hooks.remove()
         self._collectives.remove()
+        self._pipelines.remove()
         self._errors.remove()
         error = error or uncaught()
         if error is not None:
@@ -457,6 +475,19 @@ class Telemetry:
         peers = self._rendezvous.compare()
         if peers is not None:
             self._exporter.offer(peers)
+
+
+def _module_number(index: int, group_ranks: Sequence[int], world_size: int) -> int:
+    """Return the module's number, which differs between the modules of different process groups.
+
+    Stages of a pipeline are different modules. Over the whole world the number is the index in the process.
+
+    Args:
+        index: Modules that this process built before.
+        group_ranks: Ranks of the module's process group.
+        world_size: Number of ranks.
+    """
+    return index if len(group_ranks) == world_size else index * world_size + min(group_ranks)
 
 
 def _device(module: torch.nn.Module) -> torch.device:

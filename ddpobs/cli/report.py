@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 from http import HTTPStatus
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -25,7 +25,7 @@ from ddpobs.cli.app import (
     main,
     settings,
 )
-from ddpobs.client.reader import read_file
+from ddpobs.client.reader import read, read_file
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
 from ddpobs.wire import printable
@@ -65,10 +65,11 @@ def report(
         _save_html(config, run, html)
     else:
         account = ask(config, f"/runs/{run}/account").document
+        pipeline = _pipeline(config, run)
         if as_json:
-            typer.echo(json.dumps(diagnosis | {"account": account}, indent=2))
+            typer.echo(json.dumps(diagnosis | {"account": account, "pipeline": pipeline}, indent=2))
         else:
-            _print(diagnosis, account)
+            _print(diagnosis, account, pipeline)
     if fail_on is not None:
         severities = list(Severity)[list(Severity).index(fail_on) :]
         if any(finding["severity"] in severities for finding in diagnosis["findings"]):
@@ -88,15 +89,20 @@ def _save_html(config: TelemetryConfig, run: str, file: Path) -> None:
         fail(f"{file}: {error.strerror}", FAILED)
 
 
-def _print(diagnosis: dict[str, Any], account: dict[str, Any]) -> None:
+def _pipeline(config: TelemetryConfig, run: str) -> dict[str, Any] | None:
+    """Return the run's pipeline; None without one, or from an older collector."""
+    try:
+        return cast(dict[str, Any] | None, read(config, f"/runs/{run}/pipeline").document.get("pipeline"))
+    except CollectorError:
+        return None
+
+
+def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[str, Any] | None) -> None:
     findings = diagnosis["findings"]
-    typer.echo(
-        printable(
-            f"run {diagnosis['run']}: {_heading(findings[0])}" if findings else f"run {diagnosis['run']}: no finding"
-        )
-    )
+    worst = _heading(findings[0]) if findings else "no finding"
+    typer.echo(printable(f"run {diagnosis['run']}: {worst}"))
     typer.echo(f"{diagnosis['steps_seen']} steps seen, {len(findings)} finding{'s' * (len(findings) != 1)}")
-    for line in _account_lines(account):
+    for line in [*_account_lines(account), *_pipeline_lines(pipeline)]:
         typer.echo(line)
     for finding in findings:
         blank, title, *lines = map(printable, _lines(finding))
@@ -125,6 +131,23 @@ def _account_lines(account: dict[str, Any]) -> list[str]:
     shown = [part for part in parts if part["share"] >= _SHOWN_SHARE][:_SHOWN_PARTS]
     width = max((len(part["title"]) for part in shown), default=0)
     lines += [f"  {part['title']:{width}}  {part['share']:4.0%} of the run" for part in shown]
+    return lines
+
+
+def _pipeline_lines(pipeline: dict[str, Any] | None) -> list[str]:
+    """Return the schedule, and each stage's computation, bubble and overlap of the all-reduce."""
+    if pipeline is None:
+        return []
+    expected = pipeline["expected_bubble"]
+    formula = "" if expected is None else f"; with equal stages the bubble is {expected:.1%}"
+    lines = [f"pipeline: {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches a step{formula}"]
+    for stage in pipeline["by_rank"]:
+        line = f"  stage {_list(stage['stages'])} (rank {_list(stage['ranks'])}): "
+        line += f"{stage['computing_ns'] / 1e6:.1f} ms of {stage['schedule_ns'] / 1e6:.1f} ms computing, "
+        line += f"bubble {stage['bubble']:.1%}"
+        if stage["reduce_overlap"] is not None:
+            line += f", {stage['reduce_overlap']:.0%} of the all-reduce overlapped"
+        lines.append(printable(line))
     return lines
 
 

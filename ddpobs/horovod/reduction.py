@@ -113,6 +113,7 @@ class OptimizerReducer(FrontEnd):
             if not self._readiness.active:
                 self._readiness.begin()
             self._densify_leftovers()
+            self.core.launch_rest()
             self.core.finish()
             self._rebuild_once()
         finally:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,6 +38,7 @@ class Rendezvous:
         generation: Number of this process's telemetry, equal on all ranks.
         on_identity: Receives the shared identity, once.
         parameters: Names of a bucket's parameters, for a verdict on a hang.
+        compared: The ranks, in rising order, that reduce the first module's gradients together; None for all.
     """
 
     def __init__(
@@ -49,10 +50,12 @@ class Rendezvous:
         on_identity: Callable[[RunIdentity], None],
         *,
         parameters: ParameterNames = lambda *_: (),
+        compared: Sequence[int] | None = None,
     ) -> None:
         self._config, self._rank, self._world_size = config, rank, world_size
         self._generation, self._on_identity = generation, on_identity
         self._parameters = parameters
+        self._compared = range(world_size) if compared is None else compared
         self._created_at = time.monotonic()
         self._store: Any = None
         self._store_gone = False
@@ -124,7 +127,7 @@ class Rendezvous:
             self._statistics.add(steps)
 
     def compare(self) -> wire.Peers | None:
-        """Publish this rank's steps; on rank 0 return statistics over all ranks, if enough is new."""
+        """Publish this rank's steps; on the first rank return statistics over the ranks, if enough is new."""
         with self._until_store_is_gone():
             if self._statistics is not None:
                 self._statistics.publish()
@@ -142,8 +145,8 @@ class Rendezvous:
             return PrefixStore(name, self._store.clone())
 
         self._hang_log = HangLog(connect, self._rank, self._world_size, self._parameters)
-        if self._world_size > 1:
-            self._statistics = Exchange(prefix, self._rank, self._world_size, self._config.peers_every)
+        if len(self._compared) > 1:
+            self._statistics = Exchange(prefix, self._rank, self._compared, self._config.peers_every)
         self._on_identity(identity)
 
     def _propose(self) -> RunIdentity:

@@ -1,6 +1,7 @@
 """Straggler statistics, computed among the ranks through the process group's store, never through a collective.
 
-Each rank's telemetry thread overwrites one key with its latest own times. Rank 0's thread reads all keys and computes.
+Each rank's telemetry thread overwrites one key with its latest own times. The first rank's thread reads all keys and
+computes. Ranks are compared that reduce gradients together: all ranks, or the replicas of a pipeline's stage.
 A rank that is late, out of data or dead costs the other ranks nothing.
 """
 
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -36,14 +38,14 @@ class Exchange:
     Args:
         store: A `torch.distributed.Store` of its own (a clone), under a prefix that this attempt alone uses.
         rank: This process's rank.
-        world_size: Number of ranks that publish.
+        ranks: The ranks that publish and are compared, in rising order.
         every: Fewest new steps for an exchange, at most half of the table's rows.
     """
 
-    def __init__(self, store: Any, rank: int, world_size: int, every: int) -> None:
-        self._store, self._rank, self._world_size = store, rank, world_size
+    def __init__(self, store: Any, rank: int, ranks: Sequence[int], every: int) -> None:
+        self._store, self._rank, self._ranks = store, rank, ranks
         self._rows = np.empty((0, COLUMNS), np.int64)
-        self._most = max(_MIN_ROWS, _ROWS // world_size)
+        self._most = max(_MIN_ROWS, _ROWS // len(ranks))
         self._every = min(every, self._most // 2)
         self._added: deque[int] = deque(maxlen=_BATCHES)
         self._inverse_share = 1
@@ -73,9 +75,9 @@ class Exchange:
             self._new_rows = 0
 
     def gather(self) -> wire.Peers | None:
-        """On rank 0, return statistics over the rows published since the last call; None if these are too few."""
-        keys = [_key(rank) for rank in range(self._world_size)]
-        if self._rank != 0 or len(self._unseen(self._rows)) < self._every or not self._store.check(keys):
+        """On the first rank, return statistics over the rows since the last call; None if these are too few."""
+        keys = [_key(rank) for rank in self._ranks]
+        if self._rank != self._ranks[0] or len(self._unseen(self._rows)) < self._every or not self._store.check(keys):
             return None
         blobs = self._store.multi_get(keys)
         tables = [self._unseen(np.frombuffer(blob, "<i8").reshape(-1, COLUMNS)) for blob in blobs]
@@ -85,7 +87,7 @@ class Exchange:
         if len(joined) < self._every:
             return None
         self._last_compared = int(joined[-1, 0, 0])
-        return statistics(joined)
+        return statistics(joined, self._ranks)
 
     def _sample(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Select a share of the collectives by multiplicative hashing.
@@ -115,7 +117,7 @@ def join(tables: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     return np.stack([table[np.isin(table[:, 0], common)] for table in tables], axis=1)
 
 
-def statistics(joined: npt.NDArray[np.int64]) -> wire.Peers:
+def statistics(joined: npt.NDArray[np.int64], compared: Sequence[int] | None = None) -> wire.Peers:
     """Compute delay, waiting and straggler counts per rank.
 
     The delay of a step is the last rank's own time minus the median of the other ranks' own times. Its phase is the
@@ -123,6 +125,7 @@ def statistics(joined: npt.NDArray[np.int64]) -> wire.Peers:
 
     Args:
         joined: Shape [collectives, ranks, COLUMNS] with at least one collective and two ranks.
+        compared: The ranks; None if they count from 0.
     """
     steps, ranks, _ = joined.shape
     phases = joined[:, :, 2:].astype(np.float64)
@@ -144,7 +147,7 @@ def statistics(joined: npt.NDArray[np.int64]) -> wire.Peers:
         first_collective=int(joined[0, 0, 0]),
         last_collective=int(joined[-1, 0, 0]),
         steps=steps,
-        rank=np.arange(ranks),
+        rank=np.arange(ranks) if compared is None else np.array(compared),
         own_ns=sums[:, 2:].sum(axis=1),
         **{f"own_{name}_ns": sums[:, 2 + index] for index, name in enumerate(wire.OWN_PHASES)},
         delay_ns=per_rank(delay),

@@ -55,6 +55,7 @@ _CHECKPOINT = (
 )
 _COMPILE = (f"{_TORCH}/_dynamo/", f"{_TORCH}/_inductor/", f"{_TORCH}/_functorch/")
 _DISTRIBUTED = (f"{_TORCH}/distributed/", f"{_OURS}/horovod/")
+_PIPELINING = f"{_TORCH}/distributed/pipelining/"
 _WAITING = (
     f"{_OURS}/horovod/",
     f"{_TORCH}/distributed/_functional_collectives.py",
@@ -261,7 +262,7 @@ def _collective_name(frames: Sequence[FrameType]) -> str:
     name = ""
     for frame in frames:
         file, function = frame.f_code.co_filename, frame.f_code.co_name
-        if not file.startswith(_DISTRIBUTED):
+        if not file.startswith(_DISTRIBUTED) or file.startswith(_PIPELINING):
             break
         if not function.startswith(("_", "<")) and function not in _NOT_NAMES:
             name = function

@@ -114,7 +114,7 @@ class CodeSamples:
         if phase not in (DATA, OTHER):
             return _Look(journal.forwards, "")
         evaluating = not journal.trains_in_eval and bool(journal.evaluating())
-        kind, _ = classify(frames, "", bucket_pending=False, waits_in=_waits_in(journal), evaluating=evaluating)
+        kind, _ = classify(frames, "", bucket_pending=False, waits_in=journal.waits_in, evaluating=evaluating)
         if kind in _OUTSIDE_OF_STEPS:
             return None
         if phase == OTHER and kind in ("collective", "bucket"):
@@ -171,7 +171,3 @@ class CodeSamples:
             iterates=looks[0].iterates,
             looks=len(looks),
         )
-
-
-def _waits_in(journal: Journal) -> str:
-    return journal.waits_for_store or (journal.last_collective if journal.waits_for_collective else "")

@@ -79,7 +79,7 @@ class CollectiveHooks:
         journal = self._journal
 
         def timed(*args: Any, **kwargs: Any) -> Any:
-            began = journal.collective_wait_began(torch._C._current_graph_task_id() >= 0)
+            began = journal.collective_wait_began(torch._C._current_graph_task_id() >= 0, args[0])
             if began is None:
                 return original(*args, **kwargs)
             try:

@@ -39,6 +39,7 @@ from ddpobs.recording.nested_backwards import NestedBackwards, NestedForward
 from ddpobs.steps.raw_step import BACKWARD, DATA, EXPOSED_COMM, FORWARD, OPTIMIZER, OTHER, InputSize, RawStep
 from ddpobs.steps.step_tracker import StepTracker
 from ddpobs.torch_seam.autograd import is_repetition_reentrant
+from ddpobs.torch_seam.collectives import message_kind
 from ddpobs.wire import COMM_KINDS
 
 _log = logging.getLogger("ddpobs")
@@ -141,6 +142,8 @@ class Journal:
         self._trainable: set[int] = set()
         """Modules that ran a training forward with gradients."""
         self._in_collective_wait = False
+        self._message = ""
+        """Kind of the message that is waited for, or was last; empty for a collective."""
         self._saves = 0
         """Saves of checkpoints under way, one inside another."""
         self._optimizers = 0
@@ -228,6 +231,23 @@ class Journal:
         """The workers have ended."""
         self._enter(OTHER)
         self._append((StepTracker.closing_ended, self._now(), ()))
+
+    def schedule_began(self) -> bool:
+        """A pipeline's schedule began a step of micro-batches; return whether the event was recorded."""
+        if self.paused or self._in_backward or not self._is_training_thread():
+            return False
+        self._started = True
+        if self._optimizers:
+            self._detect_failed_optimizer()
+        if self._reduced_open_step:
+            self._close_place_step()
+        self._enter(OTHER)
+        self._record(StepTracker.schedule_began, self._now())
+        return True
+
+    def schedule_ended(self) -> None:
+        """The schedule's step returned, or raised an error."""
+        self._append((StepTracker.schedule_ended, self._now(), ()))
 
     def optimizer_began(self, *_: object) -> None:
         """An optimizer's step was called."""
@@ -320,11 +340,12 @@ class Journal:
         self._record(StepTracker.comm_ended, 0, module, kind, launched, done)
 
     @never_raises
-    def collective_wait_began(self, in_graph: bool = False) -> Stamp | None:
-        """A wait for a collective begins; None if it does not block the training thread.
+    def collective_wait_began(self, in_graph: bool = False, work: object = None) -> Stamp | None:
+        """A wait for a collective, or for a message, begins; None if it does not block the training thread.
 
         Args:
             in_graph: A node of a backward waits, maybe on one of autograd's threads.
+            work: The work that is waited for, if there is one.
         """
         if (
             not self._started
@@ -332,6 +353,7 @@ class Journal:
             or not (self._is_training_thread() or (self._in_backward and in_graph))
         ):
             return None
+        self._message = message_kind(work)
         self._in_collective_wait = True
         return self._now()
 
@@ -341,7 +363,9 @@ class Journal:
         self._in_collective_wait = False
         if began is None:
             return
-        if self.last_collective in _BARRIERS and not (self._saves or self._in_backward):
+        if self._message:
+            self.comm_ended(0, COMM_KINDS.index(self._message), began, self._now())
+        elif self.last_collective in _BARRIERS and not (self._saves or self._in_backward):
             self._record(StepTracker.waited_at_barrier, 0, began, self._now())
         else:
             self.comm_ended(0, _USER, began, self._now())
@@ -472,9 +496,11 @@ class Journal:
         self._tracker.gap_is_data = counts
 
     @property
-    def waits_for_collective(self) -> bool:
-        """Whether the training thread waits for a collective of user code."""
-        return self._in_collective_wait
+    def waits_in(self) -> str:
+        """Name of the call in which the training thread waits for other ranks, outside of the reducer; or empty."""
+        if self.waits_for_store or not self._in_collective_wait:
+            return self.waits_for_store
+        return f"{self._message} of a message" if self._message else self.last_collective
 
     @property
     def last_event_ns(self) -> int:

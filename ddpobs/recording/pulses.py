@@ -102,7 +102,7 @@ class Pulses:
             step=step,
             phase=phase,
             bucket_pending=self._find_bucket(),
-            waits_in=journal.waits_for_store or (journal.last_collective if journal.waits_for_collective else ""),
+            waits_in=journal.waits_in,
             evaluating=bool(journal.evaluating()),
             last_event_ns=journal.last_event_ns,
         )

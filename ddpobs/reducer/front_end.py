@@ -39,7 +39,7 @@ class FrontEnd:
         """A bucket was handed to its strategy."""
 
     def backward_ended(self) -> None:
-        """The engine has run this backward. The method calls `Reducer.finish`."""
+        """The engine has run this backward. The method calls `Reducer.launch_rest`, and then `finish`."""
 
     def explain(self, fault: Fault) -> Fault:
         """Replace a fault by its cause, if that is known."""

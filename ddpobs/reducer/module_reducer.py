@@ -16,7 +16,7 @@ from typing_extensions import override
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import AllReduce, CommFactory, CommHook, GradBucket
 from ddpobs.errors import ReducerError
-from ddpobs.reducer import shared_parameters, zero_participation
+from ddpobs.reducer import pipeline_steps, shared_parameters, zero_participation
 from ddpobs.reducer.ddp_timings import Timings
 from ddpobs.reducer.fault_broadcast import Fault
 from ddpobs.reducer.front_end import FrontEnd
@@ -74,6 +74,7 @@ class ModuleReducer(FrontEnd):
         first_bucket_bytes: Size of each bucket before.
         error: The last error's message; empty if there was none.
         gradient_order: Indices of the parameters as their gradients arrived in the last backward that was observed.
+        after_step: In a step of a pipeline's schedule, called when the buckets have arrived.
     """
 
     def __init__(
@@ -117,6 +118,8 @@ class ModuleReducer(FrontEnd):
         self.error = ""
         self._substitution = Substitution(module, names[0], parameters[0])
         self.gradient_order: list[int] = []
+        self._launched_in_step: list[ModuleReducer] | None = None
+        self.after_step: Callable[[], object] | None = None
 
     @property
     def bucket_bytes(self) -> list[int]:
@@ -154,6 +157,7 @@ class ModuleReducer(FrontEnd):
 
         Pipeline stages, Accelerate's `trigger_sync_in_backward` and Lightning's manual optimisation call it themselves.
         """
+        pipeline_steps.install()  # A script may import the schedules after the module was built.
         self._readiness.expected = True
         self.core.look_for_late_parameters()
         self.end_interrupted()
@@ -176,7 +180,7 @@ class ModuleReducer(FrontEnd):
             self._forward_work = None
         self.timings.mark("backward_began")
         if self._open:
-            shared_parameters.share(self.core, [other.core for other in self._open_reducers()])
+            shared_parameters.share(self.core, [r.core for r in self._open_reducers() if not r.awaits_step_end])
         self._open.append(self._weak_self)
 
     def _refuse(self) -> None:
@@ -219,12 +223,20 @@ class ModuleReducer(FrontEnd):
         self.timings.mark("backward_ended")
         if self._readiness.order:
             self.gradient_order = list(self._readiness.order)
-        futures = self._post_backward_futures
         try:
-            self.core.finish()
-            self.timings.comm_ended()
+            self.core.launch_rest()
+            if self._launched_in_step is None:
+                self._finish()
+            else:
+                self._launched_in_step.append(self)
         finally:
             self._readiness.expected = False
+
+    def _finish(self) -> None:
+        """Wait for the buckets."""
+        futures = self._post_backward_futures
+        self.core.finish()
+        self.timings.comm_ended()
         if futures:
             torch.futures.wait_all(list(futures))
 
@@ -263,6 +275,36 @@ class ModuleReducer(FrontEnd):
             if (reducer := reference()) is not None:
                 yield reducer
 
+    # ------------------------------------------------------------------ a step of a pipeline's schedule
+
+    def enter_step(self, launched: list[ModuleReducer], /) -> None:
+        """Begin a schedule's step, as `pipeline_steps.StepReducer` describes."""
+        self._launched_in_step, self.core.waits_later = launched, True
+
+    def leave_step(self) -> None:
+        """End the step."""
+        self._launched_in_step, self.after_step, self.core.waits_later = None, None, False
+
+    @property
+    def awaits_step_end(self) -> bool:
+        """Whether the schedule's step will wait for this reducer's buckets at its end."""
+        return self._launched_in_step is not None and self in self._launched_in_step
+
+    @_logs_errors
+    def finish_step(self) -> None:
+        """Wait for the buckets at the end of the step, outside of backward."""
+        recorder, after = self.core.recorder, self.after_step
+        self.after_step = None
+        recorded = recorder is not None and recorder.waiting_began()
+        try:
+            with torch.no_grad():
+                self._finish()
+        finally:
+            if recorder is not None and recorded:
+                recorder.waiting_ended()
+        if after is not None:
+            after()
+
     # ------------------------------------------------------------------ without gradients
 
     def end_interrupted(self) -> None:
@@ -270,10 +312,10 @@ class ModuleReducer(FrontEnd):
         # Inside a backward, checkpointing runs a module again: that backward is not interrupted.
         if not self._open or torch._C._current_graph_task_id() >= 0:
             return
-        interrupted = list(self._open_reducers())
+        interrupted = [reducer for reducer in self._open_reducers() if not reducer.awaits_step_end]
         if interrupted and all(reducer._thread != get_ident() for reducer in interrupted):
             return  # A backward of the training thread is in progress while another thread evaluates a model.
-        self._open.clear()
+        self._open[:] = [reducer._weak_self for reducer in self._open_reducers() if reducer.awaits_step_end]
         endings = [zero_participation.abort(reducer.core) for reducer in interrupted]
         for _ in range(2):
             for ending in endings:

@@ -4,8 +4,9 @@ One backward, in order:
 
 1. `start_backward`: `Readiness` saw the first gradient, or the first gradient of an output.
 2. `bucket_ready`: a bucket's last gradient arrived. `_launch_ready` launches strictly in bucket order, on every rank.
-3. `finish`: autograd is done. Only now the last bucket is launched, because it carries the news of a fault to all
-   ranks. Then wait for every bucket, raise a fault that any rank reported, and settle unused parameters.
+3. `launch_rest`: autograd is done. Only now the last bucket is launched, because it carries the news of a fault to all
+   ranks.
+4. `finish`: wait for every bucket, raise a fault that any rank reported, and settle unused parameters.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ class Reducer:
         faults: Reports a fault of one rank to all.
         buckets_reduced: Number of buckets launched in the latest backward; a skipped bucket does not count.
         late: The parameters that start to require gradients.
+        waits_later: Other work follows before `finish`, so that the wait for the last bucket does not time it.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Reducer:
         self.late = LateParameters(frozen)
         self.pending: list[Pending] = []
         self.buckets_reduced = 0
+        self.waits_later = False
         self._keeps_graph = False
         self._marks_nvtx = wants_ranges(os.environ) and torch.cuda.is_available()
         self._record: BackwardStamps | None = None
@@ -259,7 +262,7 @@ class Reducer:
         Then that bucket needs no callback. The process group's thread would want the interpreter for it just when
         training continues, which costs 0.1 ms per step.
         """
-        return self.settings.ends_with_engine and type(self.comm) is AllReduce
+        return self.settings.ends_with_engine and type(self.comm) is AllReduce and not self.waits_later
 
     @property
     def carries_faults(self) -> bool:
@@ -273,14 +276,12 @@ class Reducer:
         self._outside_graph(self._front_end.backward_ended)
 
     def finish(self) -> None:
-        """Wait for every bucket, and settle the parameters that were left out.
+        """Wait for every bucket, after `launch_rest`, and settle the parameters that were left out.
 
         An error that the other ranks do not receive, as in a user's hook, leaves the backward open. It is then ended by
         `zero_participation.abort`.
         """
         recorder, record = self.recorder, self._record
-        autograd.leave_context()
-        self._launch_rest()
         if record is not None and self._last_is_timed_by_wait:
             self.pending[-1].wait()
             record.done_ns[-1] = self._now()
@@ -304,7 +305,9 @@ class Reducer:
         if late:
             self.take_in(late)
 
-    def _launch_rest(self) -> None:
+    def launch_rest(self) -> None:
+        """Launch the buckets that are left at the end of a backward."""
+        autograd.leave_context()
         readiness, participation = self.readiness, self.readiness.participation
         if participation.defers_launch:
             for bucket in self.buckets:

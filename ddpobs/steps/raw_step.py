@@ -87,6 +87,7 @@ class RawStep:
         no_grad_size: That of forwards without gradients, if no nested pass has run the same rows since.
         micro_steps: Calls of backward.
         holes: Indexes into `switches` at which time outside of the step began; the next switch ended it.
+        schedules: (began, ended) of steps of a pipeline's schedule.
         outside: (kind, began, ended) of time before and inside of the step that is no part of it; `kind` indexes
             `wire.OUTSIDE_KINDS`.
     """
@@ -100,6 +101,7 @@ class RawStep:
     no_grad_size: InputSize = NO_INPUT
     micro_steps: int = 0
     holes: list[int] = field(default_factory=list)
+    schedules: list[tuple[Stamp, Stamp]] = field(default_factory=list)
     outside: list[tuple[int, Stamp, Stamp]] = field(default_factory=list)
 
     @property

@@ -75,7 +75,7 @@ class RawSteps:
     A column's declaration is complete: adding, joining and truncating cover every field.
     """
 
-    # By step; the last four count its rows in the columns below.
+    # By step; the last five count its rows in the columns below.
     number: list[int] = _column(_STEP, lambda step, _: [step.number])
     samples: list[int] = _column(_STEP, lambda step, _: [step.size.rows])
     elements: list[int] = _column(_STEP, lambda step, _: [step.size.elements])
@@ -85,7 +85,16 @@ class RawSteps:
     comms: list[int] = _column(_STEP, lambda step, _: [len(step.comms)])
     segments: list[int] = _column(_STEP, lambda step, _: [len(step.segments)])
 
+    schedules: list[int] = _column(_STEP, lambda step, _: [len(step.schedules)])
     outside: list[int] = _column(_STEP, lambda step, _: [len(step.outside)])
+
+    # By step of a pipeline's schedule.
+    schedule_began_ns: list[int] = _column(
+        _STEP, lambda step, clock: clock.times([began for began, _ in step.schedules])
+    )
+    schedule_ended_ns: list[int] = _column(
+        _STEP, lambda step, clock: clock.times([ended for _, ended in step.schedules])
+    )
 
     # By interval outside of steps.
     outside_kind: list[int] = _column(_STEP, lambda step, _: [interval[0] for interval in step.outside])

@@ -186,6 +186,30 @@ class StepTracker:
         """The loader returned a batch, or had none."""
         self._pop()
 
+    def schedule_began(self) -> None:
+        """A pipeline's schedule began a step of micro-batches, before its first receive or forward."""
+        self._end_cut()
+        self._next_begins = None
+        nested = bool(self._stack)
+        gap = None if nested else self._data_gap()
+        if self._step and self._step.segments and not nested:
+            self._close_before(gap)
+        self._evaluations.forward_began(differentiated=True)
+        step = self._open()
+        self._evaluations.clear_step(step, self.stamp)
+        if not nested:
+            self._base = OTHER
+        self._switch()
+        step.schedules.append((self.stamp, self.stamp))
+
+    def schedule_ended(self) -> None:
+        """The schedule's step returned or raised."""
+        self._leave_forward()
+        self._base = OTHER
+        self._switch()
+        if self._step is not None and self._step.schedules:
+            self._step.schedules[-1] = self._step.schedules[-1][0], self.stamp
+
     def closing_began(self) -> None:
         """A loader's iterator was dropped, and its workers end: data, in the open step."""
         self._push(DATA)

@@ -16,12 +16,14 @@ import numpy.typing as npt
 from ddpobs import wire
 from ddpobs.steps.account import Piece
 from ddpobs.steps.counters import COUNTERS, NOT_READ, SELDOM_READ
-from ddpobs.steps.raw_step import BACKWARD, EXPOSED_COMM, NO_STEP, OTHER
+from ddpobs.steps.raw_step import BACKWARD, EXPOSED_COMM, FORWARD, NO_STEP, OTHER
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.wire import Ints
 
-_BLOCKING = [wire.COMM_KINDS.index(kind) for kind in ("buffers", "user")]
+_BLOCKING = [wire.COMM_KINDS.index(kind) for kind in ("buffers", "user", "send", "receive")]
 """Kinds of communication that block training; the unused map travels under backward."""
+_SEND, _RECEIVE = (wire.COMM_KINDS.index(kind) for kind in ("send", "receive"))
+_COMPUTING = [FORWARD, BACKWARD]
 _PHASES = len(wire.PHASES)
 _SERIES_BITS = 40
 """Bits of a total that is read seldom, which counts events of one thread."""
@@ -137,6 +139,8 @@ class Summariser:
             **{f"{name}_ns": phases_ns[:, index] for index, name in enumerate(wire.PHASES)},
             **{f"own_{wire.PHASES[index]}_ns": np.where(clean, own_ns[:, index], wire.UNKNOWN) for index in _OWN},
             **self._counted(raws, windows.row, len(numbers)),
+            **self._pipelined(raws, timeline, len(numbers)),
+            **_message_waits(comm_rows, comms, len(numbers)),
         )
         readiness = [self._readiness(sample) for sample in raws.readiness]
         return Summary(steps, spans, comms, readiness, _outside(raws))
@@ -258,6 +262,17 @@ class Summariser:
         rounded = np.where(counted < 0, counted, counted - counted % self._resolution_ns)
         return {name: (rounded if name.endswith("_ns") else counted)[:, index] for index, name in enumerate(COUNTERS)}
 
+    def _pipelined(self, raws: RawSteps, timeline: _Timeline, steps: int) -> dict[str, Ints]:
+        """Time in pipelines' schedules, and its part in forward and backward, shape [steps]; `UNKNOWN` without one."""
+        row, phases_ns = _rows(raws.schedules), np.full((2, steps), wire.UNKNOWN)
+        if len(row):
+            began_ns, ended_ns = self._times(raws.schedule_began_ns), self._times(raws.schedule_ended_ns)
+            elapsed_ns = timeline.between(began_ns, ended_ns)
+            phases_ns[:, row] = 0
+            np.add.at(phases_ns[0], row, elapsed_ns.sum(axis=1))
+            np.add.at(phases_ns[1], row, elapsed_ns[:, _COMPUTING].sum(axis=1))
+        return {"schedule_ns": phases_ns[0], "computing_ns": phases_ns[1]}
+
     def _readiness(self, sample: wire.Readiness) -> wire.Readiness:
         ready_ns = sample.ready_ns - sample.ready_ns % self._resolution_ns
         return msgspec.structs.replace(sample, ready_ns=np.where(ready_ns == 0, wire.UNKNOWN, ready_ns))
@@ -283,9 +298,24 @@ def _blocked(comms: wire.Comms, start_ns: Ints, end_ns: Ints) -> tuple[Ints, Int
     return begin_ns, np.clip(comms.done_ns[blocks], begin_ns, end_ns[blocks])
 
 
+def _message_waits(row: Ints, comms: wire.Comms, steps: int) -> dict[str, Ints]:
+    """Time in waits for sends and for receives, shape [steps]; one thread waits, so they do not overlap."""
+    waits_ns = {}
+    for name, kind in (("send_wait_ns", _SEND), ("receive_wait_ns", _RECEIVE)):
+        of_kind = comms.kind == kind
+        waits_ns[name] = np.zeros(steps, np.int64)
+        np.add.at(waits_ns[name], row[of_kind], (comms.done_ns - comms.launched_ns)[of_kind])
+    return waits_ns
+
+
 def _until_ns(row: Ints, returned_ns: Ints, comm_row: Ints, comms: wire.Comms) -> Ints:
-    """Completion of the last other communication launched before each backward's return, within its step; 0 if none."""
+    """Completion of the last other communication launched before each backward's return, within its step; 0 if none.
+
+    Messages between two ranks are left out: they do not synchronise the ranks of the backward.
+    """
     until_ns = np.zeros_like(returned_ns)
+    collective = ~np.isin(comms.kind, (_SEND, _RECEIVE))
+    comm_row, comms = comm_row[collective], comms.select(collective)
     if len(row):
         window = np.searchsorted(returned_ns, comms.launched_ns, side="right").clip(max=len(row) - 1)
         inside = (row[window] == comm_row) & (comms.launched_ns < returned_ns[window])

@@ -12,6 +12,9 @@ from ddpobs.torch_seam.patching import Patches, unwrap
 
 _VALUE = unwrap(torch._C.Future.wait)
 
+_MESSAGES = {12: "send", 13: "receive", 14: "receive"}
+"""Values of c10d's `OpType` (torch/csrc/distributed/c10d/Work.hpp): SEND, RECV, RECVANYSOURCE."""
+
 python_groups: list[tuple[type, type]] = []
 """Classes of process groups that are written in Python, each with the class of its works.
 
@@ -102,6 +105,16 @@ def wait_for(work: Any) -> None:
     _unrecorded(type(work), dist.Work, "wait")(work)
 
 
+def message_kind(work: Any) -> str:
+    """Return `send` or `receive` for a work of two ranks, else an empty string.
+
+    A batch of sends and receives is a single work over NCCL. It blocks as a receive does.
+    """
+    if not isinstance(work, dist.Work):
+        return ""
+    return _MESSAGES.get(work._get_op_type(), "")  # type: ignore[attr-defined]
+
+
 def value_of(future: Any) -> Any:
     """Wait for a future, unrecorded, and return its value."""
     return _VALUE(future)
@@ -110,6 +123,14 @@ def value_of(future: Any) -> Any:
 def name_of(group: dist.ProcessGroup) -> str:
     """The group's name, the same on every rank; a group that is written in Python has no name of its own."""
     return str(dist.distributed_c10d._get_process_group_name(group))
+
+
+def ranks_of(group: dist.ProcessGroup) -> list[int]:
+    """The ranks of a group in rising order; those of a group that torch did not make are counted from 0."""
+    try:
+        return sorted(dist.get_process_group_ranks(group))
+    except KeyError:
+        return list(range(group.size()))
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

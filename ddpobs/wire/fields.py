@@ -13,9 +13,11 @@ from ddpobs.wire.text import NONCE, STRICT_RUN_ID
 PHASES = ("data", "forward", "backward", "exposed_comm", "optimizer", "other")
 OWN_PHASES = ("data", "forward", "backward", "optimizer", "other")
 """Phases in which a rank does its own work; in exposed communication it waits or moves bytes."""
-COMM_KINDS = ("buffers", "unused_map", "user")
-"""Values that `Comms.kind` indexes: communication other than gradient buckets."""
+COMM_KINDS = ("buffers", "unused_map", "user", "send", "receive")
+"""Values that `Comms.kind` indexes: communication other than gradient buckets.
 
+Older collectors know the first three, and refuse batches with others.
+"""
 OUTSIDE_KINDS = ("evaluation", "checkpoint", "after_checkpoint", "waiting")
 """Kinds of time outside of steps: `after_checkpoint` is work between a save and the next event of training, `waiting`
 collectives between steps."""

@@ -159,6 +159,10 @@ class Steps(columns.Columns):
         collecting_ns: Time in the process's garbage collections; `UNKNOWN` if not reported.
         elements: Number of elements of the inputs' tensors, over all micro-steps; `UNKNOWN` if not reported.
         longest: Size of the largest dimension of an input, without the rows; `UNKNOWN` if not reported.
+        schedule_ns: Time in a pipeline's schedule; `UNKNOWN` without one.
+        computing_ns: Time in the phases forward and backward of a schedule; `UNKNOWN` without one.
+        send_wait_ns: Time of waits until another rank took a message; `UNKNOWN` if not reported.
+        receive_wait_ns: Time of waits for another rank's message; `UNKNOWN` if not reported.
     """
 
     step: Counts
@@ -190,6 +194,10 @@ class Steps(columns.Columns):
     collecting_ns: DurationsOrUnknown = added_later(UNKNOWN)
     elements: CountsOrUnknown = added_later(UNKNOWN)
     longest: CountsOrUnknown = added_later(UNKNOWN)
+    schedule_ns: DurationsOrUnknown = added_later(UNKNOWN)
+    computing_ns: DurationsOrUnknown = added_later(UNKNOWN)
+    send_wait_ns: DurationsOrUnknown = added_later(UNKNOWN)
+    receive_wait_ns: DurationsOrUnknown = added_later(UNKNOWN)
 
 
 class Spans(columns.Columns):
@@ -269,7 +277,9 @@ class Unused(Record, frozen=True, kw_only=True):
 
 
 class Peers(Record, frozen=True, kw_only=True):
-    """Straggler statistics over a window of collectives, computed among the ranks and sent by rank 0.
+    """Straggler statistics over a window of collectives, computed among the ranks and sent by the first of them.
+
+    The ranks are those that reduce gradients together: all ranks, or the replicas of a pipeline's stage.
 
     Columns have one row per rank, and are sums over the window. A rank straggles in a step in which it was last by more
     than `STRAGGLER_SHARE` of the step.

@@ -18,6 +18,7 @@ import ddpobs
 from ddpobs.ddp import DistributedDataParallel
 from ddpobs.reducer.ddp_logger import Logger
 from ddpobs.reducer.module_reducer import ModuleReducer
+from ddpobs.torch_seam import pipelining
 
 TorchDDP = torch_ddp.DistributedDataParallel
 SOURCES = Path(ddpobs.__file__).parent
@@ -46,9 +47,10 @@ CALLED = {
 ON_GROUPS_AND_WORKS = {
     "_enable_collectives_timing": torch.distributed.ProcessGroup,
     "_get_duration": torch.distributed.Work,
+    "_get_op_type": torch.distributed.Work,
     "wait": torch._C.Future,
 }
-"""Methods that CUDA's times need of NCCL, and the wait of a work's future."""
+"""Methods that CUDA's times need of NCCL, the kind of a work, and the wait of a work's future."""
 
 ON_THE_REDUCER = {
     "_remove_autograd_hooks",
@@ -82,6 +84,7 @@ FROM_MODULES = {
     "torch.distributed": {"_Work", "_functional_collectives"},
     "torch.distributed._functional_collectives": {"wait_tensor"},
     "torch.distributed.distributed_c10d": {
+        "_get_default_group",
         "_get_default_store",
         "_get_default_timeout",
         "_get_process_group_name",
@@ -182,6 +185,21 @@ def test_ours_has_every_public_member_of_torchs(theirs: type, ours: type) -> Non
     members = {name for name in dir(theirs) if not name.startswith(("__", "_pybind11"))} - of_construction
     assert len(members) > 5
     assert members <= set(dir(ours))
+
+
+def test_torchs_pipelines_have_what_we_wrap_and_read() -> None:
+    schedules = importlib.import_module("torch.distributed.pipelining.schedules")
+    stages = importlib.import_module("torch.distributed.pipelining.stage")
+    assert pipelining.schedule_classes() == [schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti]
+    assert all("step" in vars(schedule) for schedule in pipelining.schedule_classes())
+    subclasses = [kind for kind in vars(schedules).values() if inspect.isclass(kind) and "step" in vars(kind)]
+    assert len(subclasses) == 3  # The abstract class besides.
+    assert parameters_of(stages._PipelineStageBase.perform_reduce_grad) == ["grad_scale_factor"]
+    of_schedules, of_stages = (inspect.getsource(module) for module in (schedules, stages))
+    assert {"_stage", "_stages", "_has_backward", "_n_microbatches"} <= set(re.findall(r"self\.(\w+) = ", of_schedules))
+    assert {"submod", "stage_index", "num_stages", "group"} <= set(re.findall(r"self\.(\w+) = ", of_stages))
+    assert "isinstance(self.submod, DistributedDataParallel)" in of_stages
+    assert "self.submod.reducer.prepare_for_backward(" in of_stages
 
 
 def test_torchs_bucket_limits_are_as_expected() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Protocol
 
@@ -13,8 +13,9 @@ from ddpobs import wire
 from ddpobs_server.analysis.account import RunAccount
 from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
 from ddpobs_server.analysis.intervals import StepClock
-from ddpobs_server.analysis.joined_steps import JoinedSteps, index_ranks
+from ddpobs_server.analysis.joined_steps import JoinedSteps, index_ranks, join
 from ddpobs_server.analysis.lateness_bins import LatenessBins
+from ddpobs_server.analysis.pipeline import EVENT, Stage, stages_of
 from ddpobs_server.analysis.rank_account import Process
 from ddpobs_server.analysis.work import WorkFit, fit_work
 
@@ -54,6 +55,18 @@ class ColumnReader(Protocol):
 
     def readiness(self, ranks: list[int], first: int, last: int) -> list[tuple[int, wire.Readiness]]:
         """Return the latest sampled readiness of parameters in the steps in [first, last], with its rank."""
+
+
+class _StageColumns:
+    """Further columns for one stage. Lateness in bins compares all ranks of the world, and is left out."""
+
+    def __init__(self, columns: ColumnReader) -> None:
+        self._columns = columns
+        self.layouts, self.spans = columns.layouts, columns.spans
+        self.comms, self.readiness = columns.comms, columns.readiness
+
+    def lateness(self, first: int, last: int) -> LatenessBins | None:
+        return None
 
 
 @dataclass(frozen=True)
@@ -141,6 +154,32 @@ class Evidence:
     def absence_reasons(self) -> list[str]:
         """A sentence for each reason of `absences` that applies."""
         return [reason.format(format_ranks(ranks)) for reason, ranks in self.absences.items() if ranks]
+
+    @cached_property
+    def stages(self) -> list[Stage]:
+        """Stages of the run's pipeline; empty without one."""
+        return stages_of(self.events)
+
+    def of_stage(self, stage: Stage) -> Evidence:
+        """Return the evidence of one stage's replicas, which wait for each other.
+
+        The rollups of earlier steps compare all ranks of the world, and are left out.
+        """
+        rows = np.isin(self.rank, stage.ranks)
+        return replace(
+            self,
+            rank=self.rank[rows],
+            steps=self.steps.select(rows),
+            joined=join(self.rank[rows], self.steps.select(rows)),
+            whole=None if self.whole is None else self.whole.of_ranks(stage.ranks),
+            earlier=None,
+            absences={
+                reason: [rank for rank in ranks if rank in stage.ranks] for reason, ranks in self.absences.items()
+            },
+            separate_groups_reason="",
+            columns=None if self.columns is None else _StageColumns(self.columns),
+            events=[(rank, event) for rank, event in self.events if event.kind != EVENT],
+        )
 
     @cached_property
     def work_fit(self) -> WorkFit | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 
@@ -47,6 +48,18 @@ class JoinedSteps:
     def between(self, first: int, last: int) -> JoinedSteps:
         """Return the steps with the first rank's numbers `first` to `last`."""
         return self.select(slice(*np.searchsorted(self.step, [first, last + 1])))
+
+    def of_ranks(self, ranks: Sequence[int]) -> JoinedSteps:
+        """Return the steps of some of the ranks."""
+        index = np.flatnonzero(np.isin(self.ranks, ranks))
+        columns = {field.name: getattr(self, field.name) for field in fields(self)}
+        by_step = ("collective", "step")
+        return JoinedSteps(
+            **{
+                name: v if name in by_step else v[index] if name == "ranks" else v[:, index]
+                for name, v in columns.items()
+            }
+        )
 
     def select(self, rows: slice) -> JoinedSteps:
         """Return some of the steps."""

@@ -43,6 +43,15 @@ def get_account(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> Respon
     return json_response(reports.account(run.run, attempt))
 
 
+@router.get("/pipeline", response_model=schemas.PipelineResponse)
+def get_pipeline(run: RunDep, attempt: AttemptDep, reports: ReportsDep) -> Response:
+    """Stages of a pipeline: computation, waits for messages, bubble, and the overlap of the all-reduce.
+
+    Medians over the latest steps. `pipeline` is null for a run without a schedule; `missing` has the reason.
+    """
+    return json_response(reports.pipeline(run.run, attempt) | {"run": run.name})
+
+
 @router.get("/trace", response_model=schemas.Trace)
 def get_trace(run: RunDep, steps: StepRangeDep, reports: ReportsDep) -> Response:
     """Steps as a Chrome trace with all ranks on one clock, for Perfetto or chrome://tracing.

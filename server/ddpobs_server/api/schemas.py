@@ -316,6 +316,42 @@ class Stragglers(AttemptResponse):
     next: int | None
 
 
+class PipelineStage(TypedDict):
+    """Ranks that hold the same stages. Times of a step are medians over the steps, and means over the replicas."""
+
+    stages: list[int]
+    ranks: list[int]
+    steps: int
+    step_ns: int
+    schedule_ns: int
+    computing_ns: int
+    receive_wait_ns: int
+    send_wait_ns: int
+    bubble: float
+    reduce_ns: int | None
+    reduce_wait_ns: int | None
+    reduce_exposed_ns: int | None
+    reduce_overlap: float | None
+
+
+class Pipeline(TypedDict):
+    """A schedule and its stages."""
+
+    schedule: str
+    stages: int
+    micro_batches: int
+    expected_bubble: float | None
+    predicted_ns: int
+    by_rank: list[PipelineStage]
+
+
+class PipelineResponse(AttemptResponse):
+    """The pipeline of an attempt; null without one."""
+
+    pipeline: Pipeline | None
+    missing: list[str]
+
+
 class Interval(TypedDict("Bounds", {"from": int, "to": int})):
     """Steps, and when they began and ended: Unix time, null if unknown."""
 
@@ -437,6 +473,7 @@ class Figure(AttemptResponse):
     title: str
     summary: str
     item: dict[str, Any] | None
+    height: int
     table: FigureTable
     shown: dict[str, Any]
 

@@ -18,6 +18,7 @@ from ddpobs import wire
 from ddpobs_server.analysis import chrome_trace, clock_alignment
 from ddpobs_server.analysis.joined_steps import join, mean_over_ranks
 from ddpobs_server.analysis.lateness import lateness_table
+from ddpobs_server.analysis.pipeline import stages_of, within_stages
 from ddpobs_server.analysis.step_bins import SHOWN, StepBins
 from ddpobs_server.reports.account import account_json
 from ddpobs_server.reports.attempts import AttemptOutcome, attempt_outcomes
@@ -26,8 +27,9 @@ from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.compare import Side, compare_json
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.digests import RunDigests
+from ddpobs_server.reports.pipeline import pipeline_answer
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
-from ddpobs_server.reports.run_state import report_version, state_of_run
+from ddpobs_server.reports.run_state import ReportVersion, is_recent, report_version, state_of_run
 from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_step_bins, unix_times
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
@@ -71,6 +73,7 @@ class Reports:
         self._diagnoses: Cache[dict[str, Any]] = Cache(_CACHED)
         self._parts: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
         self._accounts: Cache[dict[str, Any]] = Cache(_CACHED_ACCOUNTS)
+        self._pipelines: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
         self._background = BackgroundDiagnoses(self.diagnostics)
         self._comparisons: Cache[dict[str, Any]] = Cache(_CACHED_PARTS)
 
@@ -78,6 +81,18 @@ class Reports:
         """Return the findings, most severe first, and the questions that could not be judged."""
         version = report_version(self._store.version(run), self._settings, self._now_ns())
         return self._diagnoses.get((run, attempt), version, lambda: self._diagnosis.diagnose(run, attempt))
+
+    def diagnostics_for_marks(self, run: str, attempt: str) -> dict[str, Any]:
+        """Return the last diagnosis of a live run if it is of the last half minute, else that of `diagnostics`.
+
+        A picture marks the findings that the page has just requested. Batches that arrived meanwhile would cost a
+        second diagnosis.
+        """
+        cached = self._diagnoses.latest((run, attempt))
+        now = report_version(self._store.version(run), self._settings, self._now_ns())
+        if cached is not None and isinstance(cached.version, ReportVersion) and is_recent(cached.version, now):
+            return cached.answer
+        return self.diagnostics(run, attempt)
 
     def diagnostics_between(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         """Return the findings about the steps `first` to `last`; None leaves that end open."""
@@ -92,6 +107,11 @@ class Reports:
         version = report_version(self._store.version(run), self._settings, self._now_ns())
         price = self._settings.gpu_hour_price
         return self._accounts.get((run, attempt), version, lambda: account_json(self._store, run, attempt, price))
+
+    def pipeline(self, run: str, attempt: str) -> dict[str, Any]:
+        """Return the stages of an attempt's pipeline."""
+        version = report_version(self._store.version(run), self._settings, self._now_ns())
+        return self._pipelines.get((run, attempt), version, lambda: pipeline_answer(self._store, run, attempt))
 
     def compare(self, a: tuple[str, str], b: tuple[str, str], limit: float) -> dict[str, Any]:
         """Compare two attempts, each a run and an attempt; `limit` is the share by which the second may be slower."""
@@ -146,6 +166,8 @@ class Reports:
     def stragglers(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         """Return own times of all ranks by step, the last rank, and each rank's share and excess.
 
+        In a pipeline these are compared within each stage.
+
         Without `first` and `last` the latest steps are used. Otherwise the answer holds as many steps from `first` on
         as fit, and `next` is the first step of the next answer.
         """
@@ -156,7 +178,7 @@ class Reports:
         else:
             end = self._store.page_end("steps", run, attempt, first=first, last=last, rows=_ROWS)
             rank, steps = self._store.steps(run, attempt, None, first, last if end is None else end)
-        joined = join(rank, steps)
+        joined = within_stages(join(rank, steps), stages_of(self._store.first_events(run, attempt)))
         answer: dict[str, Any] = {
             "run": run,
             "attempt": attempt,

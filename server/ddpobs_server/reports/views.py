@@ -13,6 +13,7 @@ from ddpobs_server.analysis.delay_map import DelayMap, delay_map
 from ddpobs_server.analysis.joined_steps import join
 from ddpobs_server.analysis.lateness import lateness
 from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
+from ddpobs_server.analysis.pipeline import stages_of, within_stages
 from ddpobs_server.analysis.step_timeline import BucketSpans, Phases, bucket_spans_of, phases_of
 from ddpobs_server.analysis.transfers import bucket_sizes, transfers
 from ddpobs_server.reports.recent_steps import drop_silent_ranks
@@ -101,6 +102,7 @@ class RunViews:
         if self.store.estimate_rows("steps", self.run, self.attempt, first, last) > _COLUMN_ROWS:
             return None
         joined = join(*drop_silent_ranks(*self.store.steps(self.run, self.attempt, None, first, last), sources))
+        joined = within_stages(joined, stages_of(self.store.first_events(self.run, self.attempt)))
         return bins_of(joined, 1) if len(joined) and len(joined.ranks) > 1 else None
 
     def timeline(self, step: int | None, first: int | None, last: int | None) -> StepTimeline:

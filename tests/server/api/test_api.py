@@ -27,6 +27,7 @@ from tests.databases import Fresh
 from tests.server.batches import ATTEMPT, MS, assert_problem, batch, get, hello, layout, put, source_of, spans, steps
 
 SECOND = 10**9
+LONE = "without-a-pipeline"
 
 
 def fill(url: str, run: str, count: int = 4) -> None:
@@ -68,6 +69,30 @@ def test_the_list_has_step_times_rate_and_duration_of_the_lowest_rank(shared: Co
     assert run in [row["run"] for row in recent]
     later = get(shared.url, "/runs", seen_after_ns=listed["last_seen_ns"])["runs"]
     assert run not in [row["run"] for row in later]
+
+
+def test_a_pipeline_has_its_stages_with_bubble_and_overlap(shared: Collector, run: str) -> None:
+    """Two ranks, each a stage of its own: 60 of 75 ms computing, as the formula says for four micro-batches."""
+    fill(shared.url, LONE)
+    assert get(shared.url, f"/runs/{LONE}/pipeline") == {
+        "run": LONE,
+        "attempt": ATTEMPT,
+        "pipeline": None,
+        "missing": ["no rank has reported a schedule of torch.distributed.pipelining, or not every stage has"],
+    }
+    for rank in range(2):
+        detail = {"schedule": "ScheduleGPipe", "stages": 2, "held": str(rank), "micro_batches": 4, "first_rank": 0}
+        columns = {"schedule_ns": 75 * MS, "computing_ns": 60 * MS, "send_wait_ns": 0, "receive_wait_ns": 15 * MS}
+        reported = {"events": [wire.Event(kind="pipeline", at_ns=0, detail=detail)], "hello": hello()}
+        waits = {"exposed_comm_ns": 18 * MS, "forward_ns": 7 * MS, **columns}
+        sent = batch(run, rank=rank, steps=steps(0, 8, **waits), spans=spans(0, 8), **reported)
+        assert put(shared.url, sent).status_code == 201
+    pipeline = get(shared.url, f"/runs/{run}/pipeline")["pipeline"]
+    assert (pipeline["expected_bubble"], pipeline["predicted_ns"]) == (0.2, 75 * MS)
+    assert [(stage["stages"], stage["bubble"], stage["reduce_wait_ns"]) for stage in pipeline["by_rank"]] == [
+        ([0], 0.2, 3 * MS),
+        ([1], 0.2, 3 * MS),
+    ]
 
 
 def test_labels_are_those_of_the_training_until_they_are_set(shared: Collector, run: str) -> None:

@@ -70,6 +70,8 @@ def comm_bound(evidence: Evidence) -> Judgement:
     joined = evidence.joined
     if len(joined.ranks) < 2 and not evidence.absent_ranks:
         return []
+    if evidence.stages:
+        return [NotJudged("comm-bound", "the ranks of a pipeline wait for each other's messages: see /pipeline")]
     missing = [NotJudged("comm-bound", reason) for reason in _unsplit_reasons(evidence)]
     rows = np.arange(len(joined))
     if len(rows) < MIN_STEPS:

@@ -25,6 +25,7 @@ from ddpobs_server.analysis.lateness import (
     step_weights,
     typical_lateness,
 )
+from ddpobs_server.analysis.pipeline import Stage
 from ddpobs_server.analysis.recurrence import beyond_chance, costly_ranks, onset, recurring_ranks, steady_levels
 from ddpobs_server.analysis.slow_in_turn import in_turn
 from ddpobs_server.analysis.slow_rank_cause import with_cause
@@ -50,7 +51,12 @@ _NOT_ALONE = " Other ranks are late in the same steps: most of the gain needs th
 
 
 def straggler(evidence: Evidence) -> Judgement:
-    """Return a finding for each rank that is late more often than chance, and costly enough to matter."""
+    """Return a finding for each rank that is late more often than chance, and costly enough to matter.
+
+    In a pipeline, the ranks that hold the same stages are compared: other stages compute other layers.
+    """
+    if evidence.stages:
+        return [_of_stage(result, stage) for stage in evidence.stages for result in straggler(evidence.of_stage(stage))]
     missing = [
         NotJudged("straggler", reason) for reason in (_not_judged_reason(evidence), *evidence.absence_reasons) if reason
     ]
@@ -72,6 +78,14 @@ def straggler(evidence: Evidence) -> Judgement:
         except ColumnsTooLargeError as error:
             missing.append(NotJudged("buckets", str(error)))
     return [*(with_cause(finding, evidence) for finding in findings), *slow_in_turn, *missing]
+
+
+def _of_stage(result: Finding | NotJudged, stage: Stage) -> Finding | NotJudged:
+    """Name the stage in a result about its replicas."""
+    if isinstance(result, NotJudged):
+        return replace(result, reason=f"{stage.name}: {result.reason}")
+    title = result.title.replace("the other ranks", f"the other replicas of {stage.name}")
+    return replace(result, title=title, evidence=result.evidence | {"stages": list(stage.held)})
 
 
 def _not_judged_reason(evidence: Evidence) -> str:
