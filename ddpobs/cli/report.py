@@ -67,7 +67,8 @@ def report(
         account = ask(config, f"/runs/{run}/account").document
         pipeline = _pipeline(config, run)
         if as_json:
-            typer.echo(json.dumps(diagnosis | {"account": account, "pipeline": pipeline}, indent=2))
+            with_pipeline = {} if pipeline is None else {"pipeline": pipeline}
+            typer.echo(json.dumps(diagnosis | {"account": account} | with_pipeline, indent=2))
         else:
             _print(diagnosis, account, pipeline)
     if fail_on is not None:
