@@ -74,7 +74,19 @@ def mpiexec(folder: Path) -> list[str]:
         return [program, "-launcher", "ssh", "-launcher-exec", str(agent), "-hosts", addresses, "-n", str(HOSTS)]
     tools = ["--prtemca", "plm_ssh_agent", str(agent), "--prtemca", "prte_if_include", links.INTERFACE]
     exported = [part for name in _environment(folder) for part in ("-x", name)]
-    return [program, "--allow-run-as-root", *tools, "--host", addresses, *exported, "-n", str(HOSTS)]
+    # Each host's first rank would be bound to the first core, which is one and the same here.
+    return [
+        program,
+        "--allow-run-as-root",
+        "--bind-to",
+        "none",
+        *tools,
+        "--host",
+        addresses,
+        *exported,
+        "-n",
+        str(HOSTS),
+    ]
 
 
 def _environment(folder: Path) -> dict[str, str]:
@@ -96,7 +108,7 @@ def run(way: str, folder: Path, *arguments: str, rate: str = "1gbit", timeout_s:
 
     Raises:
         LinkError: The hosts cannot be made here.
-        RuntimeError: A host's command failed; the message has the output.
+        RuntimeError: A host's command failed or did not end in time; the message has the output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
@@ -115,13 +127,15 @@ def run(way: str, folder: Path, *arguments: str, rate: str = "1gbit", timeout_s:
                             stderr=log,
                         )
                     )
-            codes = [process.wait(timeout_s) for process in processes]
+            codes: list[int | None] = [process.wait(timeout_s) for process in processes]
+        except subprocess.TimeoutExpired:
+            codes = [process.poll() for process in processes]  # None for those that hang.
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
     output = "\n".join(log.read_text() for log in logs if log.exists())
-    if any(codes):
+    if any(code != 0 for code in codes):
         raise RuntimeError(f"{way}: exit codes {codes}\n{output}")
     return output
 

@@ -31,7 +31,7 @@ from ddpobs import wire
 from tests import databases
 
 RUN = "whole"
-_FINEST_LEVEL = 2
+FINEST_LEVEL = 2
 _MS = 1_000_000
 _STEP_NS, _EXCESS_NS = 100 * _MS, 20 * _MS
 _SLOW_RANK = 5
@@ -168,7 +168,7 @@ def main() -> None:
         url = stack.enter_context(databases.postgresql())(folder) if options.postgres else databases.sqlite(folder)
         store = Store(url)
         store.migrate()
-        shape = fill(store, options.ranks, options.steps, 0 if options.smoke else _FINEST_LEVEL)
+        shape = fill(store, options.ranks, options.steps, 0 if options.smoke else FINEST_LEVEL)
         store.close()
         by_title, processor_ms, memory_mb, title = measure(url, folder, shape, options.times)
     print(

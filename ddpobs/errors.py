@@ -6,6 +6,8 @@ DdpobsError
   WireError               a batch (ValueError)
   CollectorError          a request to the collector (RuntimeError)
   HorovodError            a call of Horovod's interface (ValueError)
+  HorovodInternalError    a collective of Horovod's interface that failed (RuntimeError)
+  HostsUpdatedInterrupt   other hosts for an elastic training (RuntimeError)
   MpiError                process groups over MPI (RuntimeError)
   StepOrderError          the order of backward, synchronize and step (AssertionError)
   ReducerError            the reduction of gradients (RuntimeError)
@@ -110,6 +112,25 @@ class ModelsDifferError(ReducerError):
 
 class HorovodError(DdpobsError, ValueError):
     """A call of Horovod's interface that ddpobs does not support, or not in the current state."""
+
+
+class HorovodInternalError(DdpobsError, RuntimeError):
+    """A collective of Horovod's interface failed: a rank has left, or a time limit has passed.
+
+    `ddpobs.horovod.elastic.run` restores the last commit and calls the function again.
+    """
+
+
+class HostsUpdatedInterrupt(DdpobsError, RuntimeError):  # noqa: N818 - Horovod's name
+    """Hosts were added to an elastic training, or will be removed; `elastic.run` starts the function again.
+
+    Attributes:
+        skip_sync: Hosts were only removed, so that all remaining ranks have the same state.
+    """
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the hosts of the training have changed")
+        self.skip_sync = skip_sync
 
 
 class MpiError(DdpobsError, RuntimeError):

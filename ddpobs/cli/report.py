@@ -100,11 +100,8 @@ def _pipeline(config: TelemetryConfig, run: str) -> dict[str, Any] | None:
 
 def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[str, Any] | None) -> None:
     findings = diagnosis["findings"]
-    typer.echo(
-        printable(
-            f"run {diagnosis['run']}: {_heading(findings[0])}" if findings else f"run {diagnosis['run']}: no finding"
-        )
-    )
+    worst = _heading(findings[0]) if findings else "no finding"
+    typer.echo(printable(f"run {diagnosis['run']}: {worst}"))
     typer.echo(f"{diagnosis['steps_seen']} steps seen, {len(findings)} finding{'s' * (len(findings) != 1)}")
     for line in [*_account_lines(account), *_pipeline_lines(pipeline)]:
         typer.echo(line)

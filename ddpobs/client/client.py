@@ -8,16 +8,18 @@ run.spans(first=100, last=110).to_pandas()
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from html import escape
-from typing import Any
+from typing import Any, Literal
+from urllib.parse import quote
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ddpobs.client.columns import Columns, html_table
-from ddpobs.client.reader import page_address, read
+from ddpobs.client.figure import FIGURES, LEGEND_COLUMNS, Figure
+from ddpobs.client.reader import change, page_address, read, read_file
 from ddpobs.config import TelemetryConfig, from_environment
 
 _MOST_POINTS = "10000"
@@ -84,6 +86,9 @@ class Run:
         config: Address and token of the collector.
         name: Name of the run.
     """
+
+    figures = FIGURES
+    """Names of the figures that `figure` returns."""
 
     def __init__(self, config: TelemetryConfig, name: str) -> None:
         self._config, self.name = config, name
@@ -165,6 +170,49 @@ class Run:
             parts.append(Columns(document["columns"]))
             start = document["next"]
         return _joined(iter(parts))
+
+    def figure(
+        self,
+        name: str,
+        rank: int | None = None,
+        first: int | None = None,
+        last: int | None = None,
+        *,
+        step: int | None = None,
+        match: str = "",
+        order: Literal["cost", "rank", "host"] = "cost",
+        dark: bool = False,
+    ) -> Figure:
+        """Return a figure of the run's page, drawn from the data of this moment.
+
+        Args:
+            name: One of `figures`.
+            rank: Rank of the figure `phases`, and the first row of `step`.
+            first: First step; None for the run's.
+            last: Last step; None for the run's.
+            step: The step of the figure `step`; None for a typical one of the latest.
+            match: Ranks, ranges of ranks or a part of a host's name, with commas between them, for `ranks` and `step`.
+            order: Order of the ranks in `ranks`.
+            dark: Colours for a dark notebook.
+        """
+        choices: dict[str, object] = {"step": step, "match": match or None, "order": order, "legend": LEGEND_COLUMNS}
+        choices["dark"] = "true" if dark else None
+        query = _query(rank=rank, first=first, last=last)
+        query |= {key: str(value) for key, value in choices.items() if value is not None}
+        path = f"/runs/{self.name}/figures/{quote(name, safe='')}"
+        document = read(self._config, path, query).document
+        return Figure(document, lambda: read_file(self._config, f"{path}.html", query))
+
+    def set_labels(self, tags: Sequence[str] | None = None, note: str | None = None) -> None:
+        """Replace the run's tags, its note, or both; a token needs the scope ingest, too.
+
+        Args:
+            tags: At most 16 words, by which the run is found in the list; None leaves them.
+            note: A text about the run, for people; None leaves it.
+        """
+        labels = {"tags": None if tags is None else list(tags), "note": note}
+        given = {name: value for name, value in labels.items() if value is not None}
+        change(self._config, f"/runs/{self.name}", given)
 
     def __repr__(self) -> str:
         return f"Run({self.name!r})"

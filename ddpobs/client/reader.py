@@ -51,6 +51,17 @@ def read_file(config: TelemetryConfig, path: str, query: Mapping[str, str] | Non
     return _request(config, path, query, None)[1]
 
 
+def change(config: TelemetryConfig, path: str, values: Mapping[str, Any]) -> None:
+    """Replace fields of a run; errors as for `read`.
+
+    Args:
+        config: Address and token.
+        path: Path below `/api/v1`.
+        values: New values by the name of the field.
+    """
+    _request(config, path, None, None, json.dumps(values).encode())
+
+
 def page_address(collector: str, run: str) -> str:
     """Address of a run's page, without a password that the collector's address may contain."""
     parts = urlsplit(collector.rstrip("/"))
@@ -58,9 +69,13 @@ def page_address(collector: str, run: str) -> str:
 
 
 def _request(
-    config: TelemetryConfig, path: str, query: Mapping[str, str] | None, timeout_s: float | None
+    config: TelemetryConfig,
+    path: str,
+    query: Mapping[str, str] | None,
+    timeout_s: float | None,
+    changes: bytes | None = None,
 ) -> tuple[str, bytes]:
-    """Request a document, and return its address and bytes.
+    """Request a document, or send changes to it; return its address and the answer's bytes.
 
     Certificates are those of the system and of SSL_CERT_FILE, as for batches. Proxies in the environment are ignored.
     """
@@ -69,7 +84,9 @@ def _request(
     limits = dict.fromkeys(("connect", "read", "write", "pool"), limit_s)
     try:
         target = f"{url}?{urlencode(query)}" if query else url
-        response = httpcore.request("GET", target, headers=request_headers(config), extensions={"timeout": limits})
+        method = "GET" if changes is None else "PATCH"
+        headers = request_headers(config)
+        response = httpcore.request(method, target, headers=headers, content=changes, extensions={"timeout": limits})
     except (*NETWORK_ERRORS, OSError, ValueError) as error:
         advice = "is this the collector? --collector or DDPOBS_TELEMETRY names it"
         raise CollectorError(f"{url}: {error}: {advice}", url) from error

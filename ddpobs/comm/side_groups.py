@@ -69,7 +69,7 @@ def _create(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup
         dist.Backend(dist.get_backend(group)),
         c10d._get_default_store(),
         group_name=c10d.GroupName(f"{name_of(group)}/ddpobs/{name.item():x}"),
-        timeout=_timeout_of(group, device),
+        timeout=timeout_of(group, device),
     )
     c10d._world.pg_group_ranks[side_group] = {rank: index for index, rank in enumerate(ranks)}
     disable_communicator_split(side_group, device)
@@ -91,7 +91,7 @@ def disable_communicator_split(side_group: dist.ProcessGroup, device: torch.devi
         return
 
 
-def _timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
+def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     """The timeout of the group's collectives; torch's default if the backend does not expose it."""
     if isinstance(group, tuple(kind for kind, _ in python_groups)):
         return group.timeout  # type: ignore[attr-defined, no-any-return]

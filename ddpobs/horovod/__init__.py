@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+from ddpobs.errors import HorovodInternalError
+from ddpobs.horovod import elastic
 from ddpobs.horovod.backends import (
     ccl_built,
     cuda_built,
@@ -57,6 +60,7 @@ from ddpobs.horovod.collectives import (
     synchronize,
 )
 from ddpobs.horovod.compression import Compression
+from ddpobs.horovod.launch import run
 from ddpobs.horovod.optimizer import DistributedOptimizer, join
 from ddpobs.horovod.process import (
     ProcessSet,
@@ -74,6 +78,7 @@ from ddpobs.horovod.process import (
     shutdown,
     size,
 )
+from ddpobs.horovod.sync_batch_norm import SyncBatchNorm
 from ddpobs.horovod.timeline import start_timeline, stop_timeline
 
 __all__ = [
@@ -81,11 +86,13 @@ __all__ = [
     "Average",
     "Compression",
     "DistributedOptimizer",
+    "HorovodInternalError",
     "Max",
     "Min",
     "ProcessSet",
     "Product",
     "Sum",
+    "SyncBatchNorm",
     "add_process_set",
     "allgather",
     "allgather_async",
@@ -109,6 +116,7 @@ __all__ = [
     "cross_size",
     "cuda_built",
     "ddl_built",
+    "elastic",
     "global_process_set",
     "gloo_built",
     "gloo_enabled",
@@ -136,6 +144,7 @@ __all__ = [
     "reducescatter_async",
     "remove_process_set",
     "rocm_built",
+    "run",
     "shutdown",
     "size",
     "sparse_allreduce_async",
@@ -146,11 +155,12 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Raise AttributeError with a replacement for the parts of Horovod that do not exist here."""
-    if name in ("elastic", "SyncBatchNorm"):
-        replacements = {
-            "elastic": "restart with `torchrun --max-restarts` and load a checkpoint",
-            "SyncBatchNorm": "use torch.nn.SyncBatchNorm.convert_sync_batchnorm(model), which works on CUDA",
-        }
+    """Return this module as `mpi_ops`, and name the replacement of the parts of Horovod that do not exist here."""
+    if name == "mpi_ops":
+        return sys.modules[__name__]
+    replacements = {
+        "callbacks": "it is Keras's; with torch, call broadcast_parameters, broadcast_optimizer_state and allreduce",
+    }
+    if name in replacements:
         raise AttributeError(f"ddpobs.horovod has no {name}: {replacements[name]}")
     raise AttributeError(f"module 'ddpobs.horovod' has no attribute {name!r}")

@@ -12,31 +12,34 @@ from torch.utils import _pytree as pytree
 
 from ddpobs.errors import HorovodError
 from ddpobs.horovod.collectives import broadcast_async_
+from ddpobs.horovod.failures import failures_as_internal_errors
 from ddpobs.horovod.process import ProcessSet, global_process_set
 
 
 def broadcast_parameters(
-    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor] | torch.Tensor],
     root_rank: int,
     process_set: ProcessSet = global_process_set,
 ) -> None:
     """Copy `root_rank`'s tensors to every rank.
 
     Args:
-        params: A `state_dict()` or `named_parameters()`, with the same names on every rank.
+        params: A `state_dict()`, `named_parameters()` or `parameters()`, with the same names on every rank.
         root_rank: The rank that sends.
         process_set: The ranks that take part.
 
     Raises:
-        HorovodError: `params` is neither of the two.
+        HorovodError: `params` is none of these.
     """
     try:
-        named = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-        tensors = [tensor for _, tensor in named if isinstance(tensor, torch.Tensor)]
-    except (TypeError, ValueError):
+        items: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
+        values = [item if isinstance(item, torch.Tensor) else item[1] for item in items]
+    except (TypeError, LookupError):
         raise HorovodError(
-            f"broadcast_parameters: expected a state_dict or named_parameters(), got {type(params).__name__}"
+            "broadcast_parameters: expected a state_dict, named_parameters() or parameters(), got "
+            f"{type(params).__name__}"
         ) from None
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
     handles = [broadcast_async_(tensor, root_rank, process_set=process_set) for tensor in tensors]
     for handle in handles:
         handle.wait()
@@ -86,12 +89,14 @@ def broadcast_object(
 ) -> Any:
     """Return `root_rank`'s object on every rank; it must be picklable."""
     objects = [obj]
-    dist.broadcast_object_list(objects, root_rank, group=process_set.group)
+    with failures_as_internal_errors():
+        dist.broadcast_object_list(objects, root_rank, group=process_set.group)
     return objects[0]
 
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every rank's object, in the order of ranks."""
     gathered: list[Any] = [None] * process_set.size()
-    dist.all_gather_object(gathered, obj, group=process_set.group)
+    with failures_as_internal_errors():
+        dist.all_gather_object(gathered, obj, group=process_set.group)
     return gathered

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ddpobs.errors import HorovodError
 from ddpobs.horovod.compression import Compression, Compressor
+from ddpobs.horovod.failures import failures_as_internal_errors
 from ddpobs.horovod.process import ProcessSet, global_process_set
 
 Average, Sum, Adasum, Min, Max, Product = "Average", "Sum", "Adasum", "Min", "Max", "Product"
@@ -72,9 +73,14 @@ class Handle:
         return all(work.is_completed() for work in self._works)
 
     def wait(self) -> Any:
-        """Wait for the collective and return its result; further calls return the same result."""
-        for work in self._works:
-            work.wait()
+        """Wait for the collective and return its result; further calls return the same result.
+
+        Raises:
+            HorovodInternalError: The collective failed.
+        """
+        with failures_as_internal_errors():
+            for work in self._works:
+                work.wait()
         result = self._finish()
         self._finish = lambda: result
         return result
@@ -234,7 +240,8 @@ def _gather(tensor: torch.Tensor, process_set: ProcessSet) -> tuple[Handle, list
     group = process_set.group
     row_count = local.new_tensor([len(local)], dtype=torch.int64)
     row_counts = [torch.empty_like(row_count) for _ in range(process_set.size())]
-    dist.all_gather(row_counts, row_count, group=group)
+    with failures_as_internal_errors():
+        dist.all_gather(row_counts, row_count, group=group)
     lengths = [int(length) for length in row_counts]
     padded = local.new_zeros((max(lengths), *local.shape[1:]))
     padded[: len(local)] = local
@@ -337,7 +344,8 @@ def _exchange(
         raise HorovodError(f"alltoall: expected {size} splits that add up to {len(tensor)} rows, got {counts}")
     outgoing = tensor.new_tensor(counts, dtype=torch.int64)
     received = torch.empty_like(outgoing)
-    dist.all_to_all_single(received, outgoing, group=group)
+    with failures_as_internal_errors():
+        dist.all_to_all_single(received, outgoing, group=group)
     rows: list[int] = received.tolist()
     result = tensor.new_empty((sum(rows), *tensor.shape[1:]))
     work = dist.all_to_all_single(result, tensor.detach().contiguous(), rows, counts, group=group, async_op=True)
@@ -422,7 +430,8 @@ def grouped_reducescatter(tensors: Sequence[torch.Tensor], *args: Any, **kwargs:
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the set has called this."""
-    dist.barrier(process_set.group)
+    with failures_as_internal_errors():
+        dist.barrier(process_set.group)
 
 
 def _merge(handles: list[Handle]) -> Handle:

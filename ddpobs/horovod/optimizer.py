@@ -6,9 +6,10 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import count
 from typing import Any
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,11 @@ from ddpobs.comm import name_of
 from ddpobs.comm.side_groups import get_side_group
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import HorovodError, StepOrderError
-from ddpobs.horovod.collectives import Average, sum_or_average
+from ddpobs.horovod.broadcast import allgather_object
+from ddpobs.horovod.collectives import Average, barrier, sum_or_average
 from ddpobs.horovod.compression import Compression, Compressor, factory_of
+from ddpobs.horovod.environment import with_stall_check
+from ddpobs.horovod.failures import failures_as_internal_errors
 from ddpobs.horovod.forwards import Model, watch
 from ddpobs.horovod.process import ProcessSet, global_process_set, rank, size
 from ddpobs.horovod.reduction import OptimizerReducer
@@ -32,7 +36,9 @@ from ddpobs.torch_seam.patching import skip_in_dynamo
 _FIRST_BUCKET, _BUCKET = 2**20, 25 * 2**20
 _reducers: WeakKeyDictionary[OptimizerReducer, int] = WeakKeyDictionary()
 """Each reducer with the index of its side group."""
-_joins = count()
+_wrappers: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""Each DistributedOptimizer by the order of its construction, which is the same on all ranks."""
+_numbers, _joins = count(), count()
 _NOT_REDUCED = (
     "their gradients would not be reduced. Unfreeze the parameters, then wrap their optimizer in a DistributedOptimizer"
 )
@@ -74,28 +80,62 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     skip_in_dynamo()
     _check(optimizer, compression, backward_passes_per_step)
     named_parameters = None if named_parameters is None else list(named_parameters)
-    parameters, names = _trained_parameters(optimizer, named_parameters)
-    pre_divisor, post_factor = _factors(
-        sum_or_average(op, "DistributedOptimizer"), gradient_predivide_factor, process_set.size()
-    )
+    _trained_parameters(optimizer, named_parameters)
+    op = sum_or_average(op, "DistributedOptimizer")
+    _factors(op, gradient_predivide_factor, process_set.size())
     kind: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
     wrapper = kind(optimizer.param_groups)
     wrapper.defaults, wrapper.state = optimizer.defaults, optimizer.state
     wrapper._sparse_as_dense = sparse_as_dense
+    wrapper._connect = partial(
+        _connect,
+        named_parameters=named_parameters,
+        compression=compression,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups if groups is not None else num_groups or None,
+        process_set=process_set,
+        telemetry=telemetry,
+    )
+    wrapper._connect(wrapper, passes=backward_passes_per_step)
+    _wrappers[next(_numbers)] = wrapper
+    return wrapper
+
+
+def _connect(
+    wrapper: Any,
+    *,
+    passes: int,
+    named_parameters: list[tuple[str, torch.nn.Parameter]] | None,
+    compression: type[Compressor] | Compressor,
+    op: str,
+    gradient_predivide_factor: float,
+    groups: int | Sequence[Sequence[torch.nn.Parameter]] | None,
+    process_set: ProcessSet,
+    telemetry: bool | str | TelemetryConfig | None,
+) -> None:
+    """Give the optimizer a reducer over the set's process group.
+
+    Raises:
+        ModelsDifferError: On every rank, if the ranks' parameters or arguments differ.
+    """
+    wrapper._passes = passes
+    parameters, names = _trained_parameters(wrapper, named_parameters)
     frozen = _frozen_parameters(wrapper, named_parameters)
     if not process_set.included():
-        return wrapper
+        return
     if not parameters:
         wrapper._frozen = [parameter for _, parameter, _ in frozen]
-        return wrapper
+        return
+    pre_divisor, post_factor = _factors(op, gradient_predivide_factor, process_set.size())
     group = process_set.group
     dense = [False] * len(parameters)
-    fused = _group_indices(groups if groups is not None else num_groups or None, parameters)
+    fused = _group_indices(groups, parameters)
     settings = {
         "compression": name_of(compression),
         "op": op,
         "gradient_predivide_factor": gradient_predivide_factor,
-        "backward_passes_per_step": backward_passes_per_step,
+        "backward_passes_per_step": passes,
         "groups": fused,
     }
     facts = {
@@ -108,7 +148,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     config = resolve(telemetry, os.environ)
     if config is not None:
         wrapper._model = Model(parameters)
-        recorder = _observe(wrapper, group, config, backward_passes_per_step)
+        recorder = wrapper._recorder = _observe(wrapper, group, with_stall_check(config, os.environ), passes)
     wrapper._reducer = OptimizerReducer(
         parameters,
         names,
@@ -120,7 +160,7 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
             rebuilt_limits_bytes=[min(_FIRST_BUCKET, limit), limit],
         ),
         recorder=recorder,
-        passes=backward_passes_per_step,
+        passes=passes,
         pre_divisor=pre_divisor,
         post_factor=post_factor,
         groups=fused,
@@ -129,14 +169,43 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     if recorder is not None:
         recorder.compare_replicas(wrapper._reducer.parameters, wrapper._reducer.names)
     _reducers[wrapper._reducer] = index
-    finalize(wrapper, wrapper._reducer.remove_hooks).atexit = False  # The model may get another optimizer.
-    return wrapper
+    wrapper._release = finalize(wrapper, wrapper._reducer.remove_hooks)  # The model may get another optimizer.
+    wrapper._release.atexit = False
+
+
+def disconnect_all() -> list[tuple[int, Any]]:
+    """Take the reducers from all DistributedOptimizers, so that their process groups can be destroyed.
+
+    Gradients that are not reduced yet are lost.
+
+    Returns:
+        The optimizers and their numbers, for `connect_all`.
+    """
+    wrappers = sorted(_wrappers.items())
+    for _, wrapper in wrappers:
+        wrapper._disconnect()
+    return wrappers
+
+
+def connect_all(wrappers: list[tuple[int, Any]]) -> None:
+    """Give the optimizers new reducers, after the ranks were connected anew; every rank must call this.
+
+    Optimizers are garbage-collected at different times on different ranks: those that all ranks still have count.
+    """
+    by_number = dict(wrappers)
+    common = set.intersection(*allgather_object(set(by_number)))
+    for number in sorted(common):
+        by_number[number]._connect(by_number[number], passes=by_number[number]._passes)
 
 
 class _Distributed(torch.optim.Optimizer):
     """The attributes that a DistributedOptimizer adds to the optimizer's own class."""
 
     _reducer: OptimizerReducer | None = None
+    _connect: Callable[..., None]
+    _release: Callable[[], Any]
+    _passes = 1
+    _recorder: ModuleRecorder | None = None
     _sparse_as_dense = False
     _frozen: Sequence[torch.nn.Parameter] = ()
     _synchronized = False
@@ -149,12 +218,14 @@ class _Distributed(torch.optim.Optimizer):
 
         Raises:
             HorovodError: All parameters were frozen at construction, and one is not any more.
+            HorovodInternalError: The exchange with the other ranks failed.
             ModelsDifferError: Parameters started to require gradients on some ranks only.
         """
         if self._reducer is None:
             self._check_frozen()
         else:
-            self._reducer.synchronize()
+            with failures_as_internal_errors():
+                self._reducer.synchronize()
             if not self._sparse_as_dense:
                 self._reducer.sparse_again()
         self._synchronized = True
@@ -175,6 +246,17 @@ class _Distributed(torch.optim.Optimizer):
             raise HorovodError(f"add_param_group() after DistributedOptimizer was created: {_NOT_REDUCED}")
         super().add_param_group(param_group)
 
+    def _disconnect(self) -> None:
+        self._synchronized = False
+        if self._reducer is not None:
+            self._release()
+            self._reducer = None
+        if self._recorder is not None:
+            from ddpobs import telemetry
+
+            telemetry.forget(self._recorder)
+            self._recorder = None
+
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Make `step` skip the synchronisation, after an explicit `synchronize` (to clip gradients, for example)."""
@@ -186,6 +268,7 @@ class _Distributed(torch.optim.Optimizer):
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Accumulate gradients over this many backward passes from now on."""
+        self._passes = passes
         if self._reducer is not None:
             self._reducer.set_passes(passes)
 
@@ -237,7 +320,7 @@ def join(device: int = -1) -> int:
     """Take part in the other ranks' synchronisations with zeros, until all ranks have joined; for a rank out of data.
 
     Meanwhile the other ranks may use the only DistributedOptimizer, and no other collective. Its Average still divides
-    by the number of all ranks.
+    by the number of all ranks. Without a DistributedOptimizer the ranks only wait for each other.
 
     Args:
         device: No effect.
@@ -246,15 +329,20 @@ def join(device: int = -1) -> int:
         The rank that joined last; the highest if there are several.
 
     Raises:
-        HorovodError: The number of DistributedOptimizers is not one.
+        HorovodError: There are several DistributedOptimizers.
     """
     number = next(_joins)
     if size() == 1:
         return 0
-    if len(_reducers) != 1:
-        raise HorovodError(f"join(): expected exactly one DistributedOptimizer, got {len(_reducers)}")
-    (reducer,) = _reducers
+    if len(_reducers) > 1:
+        raise HorovodError(f"join(): expected at most one DistributedOptimizer, got {len(_reducers)}")
     store = PrefixStore(f"ddpobs/join/{number}", dist.distributed_c10d._get_default_store())
+    if not _reducers:
+        if store.add("joined", 1) == size():
+            store.set("last", str(rank()))
+        barrier()
+        return int(store.get("last"))
+    (reducer,) = _reducers
     store.set(str(rank()), str(reducer.synchronised))
     keys = [str(other) for other in range(size())]
     while True:

@@ -18,9 +18,11 @@ from typing_extensions import override
 
 from ddpobs.errors import MpiError
 from ddpobs.mpi import collectives
+from ddpobs.mpi.blocking import logged_if_long
 from ddpobs.mpi.collectives import Started
 from ddpobs.mpi.library import MPI
 from ddpobs.mpi.messages import check
+from ddpobs.mpi.options import Options, listed, nested, options_of
 from ddpobs.mpi.works import MpiWork, progress
 from ddpobs.torch_seam.collectives import register_python_group
 
@@ -80,41 +82,41 @@ class MpiGroup(dist.ProcessGroup):
         """Free the communicator; every rank of the group must call this."""
         comm, self._comm = self._comm, MPI.COMM_NULL
         if comm != MPI.COMM_NULL and self._error is None:
-            comm.Free()
+            with logged_if_long("MPI_Comm_free"):
+                comm.Free()
 
     def abort(self) -> None:
         """Refuse further collectives; the communicator stays."""
         self._error = self._error or dist.DistBackendError("the process group was aborted")
 
     @override
-    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-        return self._each("all_reduce", tensors, opts, lambda tensor: collectives.all_reduce(self._comm, tensor, op))
+    def allreduce(self, tensors: Any, *options: Any, **named: Any) -> Any:
+        chosen = options_of(options, named)
+        start = lambda tensor: collectives.all_reduce(self._comm, tensor, chosen.op)  # noqa: E731
+        return self._each("all_reduce", tensors, chosen, start)
 
     @override
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        return self.allreduce(tensors, opts)
+    def allreduce_coalesced(self, tensors: Any, *options: Any, **named: Any) -> Any:
+        return self.allreduce(tensors, *options, **named)
 
     @override
-    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
-        root = getattr(opts, "rootRank", 0)
-        return self._each("broadcast", tensors, opts, lambda tensor: collectives.broadcast(self._comm, tensor, root))
+    def broadcast(self, tensors: Any, *options: Any, **named: Any) -> Any:
+        chosen = options_of(options, named)
+        start = lambda tensor: collectives.broadcast(self._comm, tensor, chosen.root)  # noqa: E731
+        return self._each("broadcast", tensors, chosen, start)
 
     @override
-    def reduce(self, tensors: Any, opts: Any) -> Any:
-        return self._each(
-            "reduce",
-            tensors,
-            opts,
-            lambda tensor: collectives.reduce(self._comm, tensor, opts.reduceOp, opts.rootRank),
-        )
+    def reduce(self, tensors: Any, *options: Any, **named: Any) -> Any:
+        chosen = options_of(options, named)
+        start = lambda tensor: collectives.reduce(self._comm, tensor, chosen.op, chosen.root)  # noqa: E731
+        return self._each("reduce", tensors, chosen, start)
 
     @override
-    def allgather(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
-        pairs = list(zip(output_lists, inputs, strict=True))
+    def allgather(self, output_lists: Any, inputs: Any, *options: Any, **named: Any) -> Any:
+        output_lists, inputs = nested(output_lists), listed(inputs)
         outputs = [tensor for tensors in output_lists for tensor in tensors]
-        start = [partial(collectives.all_gather, self._comm, *pair) for pair in pairs]
-        return self._start("all_gather", [*outputs, *inputs], outputs, opts, start)
+        start = [partial(collectives.all_gather, self._comm, *pair) for pair in zip(output_lists, inputs, strict=True)]
+        return self._start("all_gather", [*outputs, *inputs], outputs, options_of(options, named), start)
 
     def allgather_coalesced(self, output_lists: Any, inputs: Any, opts: Any = None) -> Any:
         """As torch's: `output_lists` has a list of all tensors for each rank."""
@@ -129,12 +131,12 @@ class MpiGroup(dist.ProcessGroup):
         return self.allgather([[output]], [tensor], opts)
 
     @override
-    def reduce_scatter(self, outputs: Any, input_lists: Any, opts: Any = None) -> Any:
-        op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
-        pairs = list(zip(outputs, input_lists, strict=True))
-        start = [partial(collectives.reduce_scatter, self._comm, *pair, op) for pair in pairs]
+    def reduce_scatter(self, outputs: Any, input_lists: Any, *options: Any, **named: Any) -> Any:
+        chosen, outputs, input_lists = options_of(options, named), listed(outputs), nested(input_lists)
+        pairs = zip(outputs, input_lists, strict=True)
+        start = [partial(collectives.reduce_scatter, self._comm, *pair, chosen.op) for pair in pairs]
         inputs = [tensor for tensors in input_lists for tensor in tensors]
-        return self._start("reduce_scatter", [*outputs, *inputs], outputs, opts, start)
+        return self._start("reduce_scatter", [*outputs, *inputs], outputs, chosen, start)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """As torch's."""
@@ -145,39 +147,41 @@ class MpiGroup(dist.ProcessGroup):
         return self.reduce_scatter([output], [[tensor]], opts)
 
     @override
-    def gather(self, output_lists: Any, inputs: Any, opts: Any) -> Any:
-        outputs = output_lists[0] if output_lists else []
-        start = [partial(collectives.gather, self._comm, outputs, inputs[0], opts.rootRank)]
-        return self._start("gather", [*outputs, *inputs], outputs, opts, start)
+    def gather(self, output_lists: Any, inputs: Any, *options: Any, **named: Any) -> Any:
+        chosen, lists, inputs = options_of(options, named), nested(output_lists), listed(inputs)
+        outputs = lists[0] if lists else []
+        start = [partial(collectives.gather, self._comm, outputs, inputs[0], chosen.root)]
+        return self._start("gather", [*outputs, *inputs], outputs, chosen, start)
 
     @override
-    def scatter(self, outputs: Any, input_lists: Any, opts: Any) -> Any:
-        inputs = input_lists[0] if input_lists else []
-        start = [partial(collectives.scatter, self._comm, outputs[0], inputs, opts.rootRank)]
-        return self._start("scatter", [*outputs, *inputs], outputs, opts, start)
+    def scatter(self, outputs: Any, input_lists: Any, *options: Any, **named: Any) -> Any:
+        chosen, outputs, lists = options_of(options, named), listed(outputs), nested(input_lists)
+        inputs = lists[0] if lists else []
+        start = [partial(collectives.scatter, self._comm, outputs[0], inputs, chosen.root)]
+        return self._start("scatter", [*outputs, *inputs], outputs, chosen, start)
 
     @override
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         start = [partial(collectives.all_to_all, self._comm, outputs, inputs)]
-        return self._start("all_to_all", [*outputs, *inputs], outputs, opts, start)
+        return self._start("all_to_all", [*outputs, *inputs], outputs, options_of([opts], {}), start)
 
     def all_to_all_single(self, output: Any, tensor: Any, output_rows: Any, input_rows: Any, opts: Any = None) -> Any:
         """As torch's; without numbers of rows, every rank gets as many."""
         outputs, inputs = _split(output, output_rows, self.size()), _split(tensor, input_rows, self.size())
         start = [partial(collectives.all_to_all, self._comm, outputs, inputs)]
-        return self._start("all_to_all", [output, tensor], [output], opts, start)
+        return self._start("all_to_all", [output, tensor], [output], options_of([opts], {}), start)
 
     @override
-    def barrier(self, opts: Any = None) -> Any:
-        return self._start("barrier", [], [], opts, [lambda: Started([self._comm.Ibarrier()])])
+    def barrier(self, *options: Any, **named: Any) -> Any:
+        return self._start("barrier", [], [], options_of(options, named), [lambda: Started([self._comm.Ibarrier()])])
 
     @override
     def send(self, tensors: Any, rank: int, tag: int) -> Any:
-        return self._each("send", tensors, None, lambda tensor: collectives.send(self._comm, tensor, rank, tag))
+        return self._each("send", tensors, Options(), lambda tensor: collectives.send(self._comm, tensor, rank, tag))
 
     @override
     def recv(self, tensors: Any, rank: int, tag: int) -> Any:
-        return self._each("recv", tensors, None, lambda tensor: collectives.receive(self._comm, tensor, rank, tag))
+        return self._each("recv", tensors, Options(), lambda tensor: collectives.receive(self._comm, tensor, rank, tag))
 
     @override
     def recv_anysource(self, tensors: Any, tag: int) -> Any:
@@ -189,12 +193,12 @@ class MpiGroup(dist.ProcessGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
     alltoall_base = all_to_all_single
 
-    def _each(self, name: str, tensors: Any, opts: Any, start: Callable[[torch.Tensor], Started]) -> MpiWork:
-        tensors = list(tensors)
-        return self._start(name, tensors, tensors, opts, [partial(start, tensor) for tensor in tensors])
+    def _each(self, name: str, tensors: Any, options: Options, start: Callable[[torch.Tensor], Started]) -> MpiWork:
+        tensors = listed(tensors)
+        return self._start(name, tensors, tensors, options, [partial(start, tensor) for tensor in tensors])
 
     def _start(
-        self, name: str, checked: Any, result: Any, opts: Any, starts: Sequence[Callable[[], Started]]
+        self, name: str, checked: Any, result: Any, options: Options, starts: Sequence[Callable[[], Started]]
     ) -> MpiWork:
         """Start requests as one work."""
         if self._error is not None:
@@ -206,12 +210,11 @@ class MpiGroup(dist.ProcessGroup):
                 together.add(start())
         except MPI.Exception as error:
             raise dist.DistBackendError(f"{name} over MPI failed: {error}") from error
-        timeout = getattr(opts, "timeout", self.timeout)
         work = MpiWork(
             name,
             together.requests,
             list(result),
-            timeout if timeout > timedelta(0) else self.timeout,
+            options.timeout if options.timeout > timedelta(0) else self.timeout,
             together.finish if together.copies else None,
             together.keep,
             self._failed,
@@ -243,6 +246,7 @@ def _create_communicator(store: Store, rank: int, size: int) -> MPI.Intracomm:
         )
     group = world.group.Incl(world_ranks)
     try:
-        return world.Create_group(group)
+        with logged_if_long("MPI_Comm_create_group"):
+            return world.Create_group(group)
     finally:
         group.Free()

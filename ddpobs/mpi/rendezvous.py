@@ -10,6 +10,7 @@ import fcntl
 import os
 import socket
 import struct
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -20,12 +21,14 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from ddpobs.errors import MpiError
+from ddpobs.mpi.blocking import logged_if_long
 from ddpobs.mpi.library import MPI
 from ddpobs.torch_seam.patching import Patches
 
 _SCHEME = "mpi"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
 _ANSWER_S = 2.0
+_LOOK_S = 1e-3
 
 
 def register(backend: str) -> None:
@@ -54,6 +57,8 @@ def _with_default(original: Callable[..., Any], own_backend: str) -> Callable[..
 def _meet(_url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Iterator[tuple[Store, int, int]]:
     """Yield torch's store, this rank and the number of ranks."""
     world = MPI.COMM_WORLD
+    with logged_if_long("MPI_Ibarrier"):
+        _wait_for_all(world)
     local = world.Split_type(MPI.COMM_TYPE_SHARED)
     facts = {"RANK": world.rank, "WORLD_SIZE": world.size, "LOCAL_RANK": local.rank, "LOCAL_WORLD_SIZE": local.size}
     os.environ.update({name: str(value) for name, value in facts.items()})
@@ -69,6 +74,17 @@ def _meet(_url: str, timeout: timedelta = default_pg_timeout, **_: Any) -> Itera
         store = TCPStore(address, port, world.size, False, timeout)
     yield store, world.rank, world.size
     raise MpiError("the rendezvous mpi:// cannot be repeated: start the job again with mpiexec")
+
+
+def _wait_for_all(world: MPI.Intracomm) -> None:
+    """Wait until all ranks have come here, and sleep meanwhile.
+
+    MPI's calls that block take a whole processor while they wait. Ranks that are bound to the same core, or have few,
+    would take it from a rank that still imports torch.
+    """
+    arrived = world.Ibarrier()
+    while not arrived.Test():
+        time.sleep(_LOOK_S)
 
 
 def _own_addresses() -> list[str]:

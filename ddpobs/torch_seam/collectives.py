@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from ddpobs.torch_seam.patching import unwrap
+from ddpobs.torch_seam.patching import Patches, unwrap
 
 _VALUE = unwrap(torch._C.Future.wait)
 
@@ -30,6 +30,29 @@ def register_python_group(group: type, work: type) -> None:
         work: Overrides `wait`, and has an attribute `recorded`, which is False.
     """
     python_groups.append((group, work))
+    _python_work_patches.put(torch._C._distributed_c10d.Reducer, "_set_forward_pass_work_handle", _with_future_of(work))
+
+
+_python_work_patches = Patches()
+
+
+def _with_future_of(kind: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give torch's reducer a work of C++ in place of one that is written in Python.
+
+    Under `join` the reducer keeps the work that counts the active ranks. Nothing in Python refers to it any more: its
+    `wait` is gone then, and that of C++'s base class waits for ever.
+    """
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        def set_forward_pass_work_handle(reducer: Any, work: Any, *arguments: Any) -> Any:
+            if isinstance(work, kind):
+                c10d: Any = torch._C._distributed_c10d
+                work = c10d._create_work_from_future(work.get_future())
+            return original(reducer, work, *arguments)
+
+        return set_forward_pass_work_handle
+
+    return around
 
 
 def _unrecorded(kind: Any, torchs: Any, method: str) -> Any:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+
+import pytest
 
 from tests.benchmarks.smoke import run
 
@@ -12,6 +15,13 @@ def test_the_whole_run_benchmark_names_the_rank_that_was_slow_in_its_middle(tmp_
     output = run("whole_run", "--json", str(tmp_path / "results.json"))
     assert "Rank 5 was slow in backward" in output
     assert json.loads((tmp_path / "results.json").read_text())["median_ms"].keys() > {"diagnostics"}
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="chromium is not installed")
+def test_the_page_benchmark_measures_requests_and_drawing() -> None:
+    output = run("run_page")
+    for title in ("diagnostics", "figures/step", "drawing of figures/step", "until all figures"):
+        assert f"\n| {title} | " in output
 
 
 def test_reads_measures_each_request_on_both_databases(tmp_path: Path) -> None:

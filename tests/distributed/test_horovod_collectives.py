@@ -60,8 +60,21 @@ def collectives(rank: int, ranks: int) -> dict[str, Any]:
     else:
         results["in the set"] = raised(HorovodError, lambda: hvd.allreduce(values, process_set=only))
     hvd.barrier()
-    results["removed"] = hvd.remove_process_set(only)
-    results["elastic"] = raised(AttributeError, lambda: hvd.elastic)
+    results["sets"] = [str(hvd.global_process_set), str(only)]
+    for name, wrong in (("again", [1]), ("everyone", [1, 0]), ("unknown", [2])):
+        results[name] = raised(HorovodError, lambda wrong=wrong: hvd.add_process_set(wrong))
+    other = hvd.add_process_set(hvd.ProcessSet([0]))
+    results["removed"] = hvd.remove_process_set(only), hvd.remove_process_set(only)
+    results["ids"] = other.process_set_id, only.process_set_id, hvd.add_process_set(only).process_set_id
+    results["global"] = hvd.remove_process_set(hvd.global_process_set), hvd.global_process_set.process_set_id
+    parameters = torch.nn.Linear(1, 2)
+    torch.nn.init.constant_(parameters.weight, rank)
+    hvd.broadcast_parameters(list(parameters.parameters()), root_rank=1)
+    results["parameters"] = parameters.weight.detach()
+    results["joined"] = hvd.join() in (0, 1)
+    results["normalized"] = normalized(rank)
+    results["callbacks"] = raised(AttributeError, lambda: hvd.callbacks)
+    results["mpi_ops"] = hvd.mpi_ops.Sum == hvd.Sum
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.tolist, results)  # type: ignore[no-any-return]
 
 
@@ -90,8 +103,45 @@ def test_every_collective_has_the_documented_result() -> None:
         assert results["gathered gradient"] == [[1], [2, 4]][rank]
         assert results["set"] == (rank == 1, 1)
         assert results["in the set"] == [1, 2, 3, 4] if rank else "not in the process set" in results["in the set"]
-        assert results["removed"]
-        assert "torchrun" in results["elastic"]
+        assert results["sets"] == [
+            "ProcessSet(process_set_id=0, ranks=[0, 1], mpi_comm=None)",
+            "ProcessSet(process_set_id=1, ranks=[1], mpi_comm=None)",
+        ]
+        assert "exists already" in results["again"]
+        assert "exists already" in results["everyone"]
+        assert "below 2" in results["unknown"]
+        assert results["removed"] == (True, False)
+        assert results["ids"] == (2, None, 1)
+        assert results["global"] == (False, 0)
+        assert results["parameters"] == [[1], [1]]
+        assert results["joined"]
+        assert results["normalized"] == "equal"
+        assert "broadcast_parameters" in results["callbacks"]
+        assert results["mpi_ops"]
+
+
+def normalized(rank: int) -> str:
+    """Compare SyncBatchNorm on batches of 2 and 3 samples with BatchNorm on both batches at once."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(size, 3, 2, 2, requires_grad=True) for size in (2, 3)]
+    factors = [torch.randn(size, 3, 2, 2) for size in (2, 3)]
+    ours, theirs = hvd.SyncBatchNorm(3), nn.BatchNorm2d(3)
+    joined = torch.cat(inputs)
+    expected = theirs(joined)
+    joined.retain_grad()
+    (expected * torch.cat(factors)).sum().backward()
+    expected_gradient = joined.grad.split([2, 3])[rank]
+    own = inputs[rank].detach().requires_grad_()
+    output = ours(own)
+    (output * factors[rank]).sum().backward()
+    pairs = [(output, expected.split([2, 3])[rank]), (own.grad, expected_gradient)]
+    pairs += [
+        (hvd.allreduce(a.grad, op=hvd.Sum), b.grad) for a, b in zip(ours.parameters(), theirs.parameters(), strict=True)
+    ]
+    pairs += list(zip(ours.buffers(), theirs.buffers(), strict=True))
+    pairs.append((ours.eval()(own), theirs.eval()(own)))
+    wrong = [index for index, (a, b) in enumerate(pairs) if not torch.allclose(a, b, atol=1e-6)]
+    return "equal" if not wrong else f"pairs {wrong} differ"
 
 
 def same_start(rank: int, ranks: int) -> list[Any]:

@@ -23,13 +23,17 @@ PAIR = [0, 2]
 def in_a_set(rank: int, ranks: int) -> dict[str, Any]:
     """Ranks 0 and 2 train together, and rank 1 by itself."""
     pair = hvd.ProcessSet(PAIR)
-    hvd.init(process_sets=[pair])
+    twice = raised(HorovodError, lambda: hvd.init(process_sets=[pair, hvd.ProcessSet(2, 0)]))
+    fewer = raised(HorovodError, lambda: hvd.init(comm=[0, 1]))
+    hvd.init(comm=[0, 1, 2], process_sets=[pair])
     values = torch.tensor([float(rank)])
     model, reference = net(), net()
     optimizer = together(model, rank, 3, process_set=pair)
     peers = PAIR if pair.included() else [rank]
     alone(reference, len(peers), 3, loss_fn=lambda model, index, number: loss(model, peers[index], number))
     results: dict[str, Any] = {"trained": how_close(model, reference), "reduces": optimizer._reducer is not None}
+    results["refused"] = twice, fewer, raised(HorovodError, lambda: hvd.ProcessSet("ranks"))
+    results["id"] = pair.process_set_id, hvd.global_process_set.ranks
     results["backends"] = [
         *(hvd.gloo_built(), hvd.gloo_enabled(), hvd.mpi_enabled(), hvd.mpi_threads_supported()),
         (hvd.cuda_built(), hvd.rocm_built()) == (torch.version.cuda is not None, torch.version.hip is not None),
@@ -58,6 +62,11 @@ def test_a_set_passed_to_init_trains_and_communicates_by_itself() -> None:
     assert first["backends"] == [True, True, False, False, True]
     assert first["everyone"] == outside["everyone"] == second["everyone"] == [3]
     assert "not in the process set" in outside["outside"]
+    for results in (first, outside, second):
+        assert results["id"] == (1, [0, 1, 2])
+        assert all(
+            map(str.__contains__, results["refused"], ("exists already", "expected all 3 ranks", "expected ranks"))
+        )
     for index, results in enumerate((first, second)):
         assert results["place"] == (index, 2)
         assert results["average"] == [1]

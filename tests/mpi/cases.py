@@ -90,6 +90,24 @@ def send_and_receive(group: Any, tensor: torch.Tensor) -> Any:
     return received
 
 
+def short_forms(group: Any, tensor: torch.Tensor) -> Any:
+    """Call the group's methods with tensors, an operation and a root in place of lists and options."""
+    group = group or dist.group.WORLD
+    summed, largest, sent, first, part = (tensor.clone() for _ in range(5))
+    parts = [torch.zeros_like(tensor) for _ in range(2)]
+    works = [
+        group.allreduce(summed),
+        group.allreduce(largest, OP.MAX),
+        group.broadcast(sent, 1),
+        group.reduce(first, 0, OP.MIN),
+        group.allgather(parts, tensor),
+        group.scatter(part, [sent_to * 2 for sent_to in (tensor, -tensor)] if dist.get_rank() == 1 else [], root=1),
+    ]
+    for work in works:
+        work.wait()
+    return [summed, largest, sent, *([first] if dist.get_rank() == 0 else []), *parts, part]
+
+
 def objects(group: Any, tensor: torch.Tensor) -> Any:
     gathered: list[Any] = [None, None]
     dist.all_gather_object(gathered, {"of rank": dist.get_rank()}, group=group)
@@ -121,6 +139,7 @@ OF_FLOATS: dict[str, Call] = {
     "coalesced": coalesced,
     "objects": objects,
     "reduce": reduce,
+    "short forms": short_forms,
 }
 OF_INTEGERS: dict[str, Call] = {
     f"all_reduce {op}": lambda g, t, op=op: all_reduce(g, t, op) for op in (OP.BAND, OP.BOR, OP.BXOR)

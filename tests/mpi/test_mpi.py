@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import pickle
 import sys
+import time
 from datetime import timedelta
 from itertools import product
 from pathlib import Path
@@ -19,8 +22,8 @@ import ddpobs
 import ddpobs.horovod as hvd
 from ddpobs import DistributedDataParallel, wire
 from ddpobs.errors import MpiError
-from tests.distributed import test_comm, test_equal_to_torch, test_horovod
-from tests.distributed.compare import batch, net, train
+from tests.distributed import test_comm, test_equal_to_torch, test_horovod, test_join
+from tests.distributed.compare import batch, net, train, verdicts
 from tests.distributed.sent import sending
 from tests.mpi import cases
 from tests.mpi.launch import start
@@ -28,6 +31,8 @@ from tests.mpi.launch import start
 pytestmark = pytest.mark.timeout(600)
 Launch = tuple[list[dict[str, Any]], int, str]
 STEPS = 4
+LATE_S = 1.0
+"""Delay of the second rank at the start."""
 ERROR = "the second rank gives up"
 
 
@@ -47,14 +52,20 @@ def run(folder: Path) -> None:
 
     torch.set_num_threads(1)
     results: dict[str, Any] = {"refused": refusal()}
+    if "1" in (os.environ.get("OMPI_COMM_WORLD_RANK"), os.environ.get("PMI_RANK")):
+        time.sleep(LATE_S)
+    began_s = time.process_time()
     dist.init_process_group(ddpobs.mpi.BACKEND, timeout=timedelta(seconds=60))
+    results["processor"] = time.process_time() - began_s
     rank = dist.get_rank()
     results["collectives"] = differences(rank)
     results["only in MPI"] = without_gloo(rank)
     results["groups"] = groups(rank)
     results["trainings"] = trainings(rank)
+    results["join"] = verdicts(test_join.CASES, rank)
     results["horovod"] = horovods(rank)
     results["telemetry"] = recorded(rank)
+    results["blocked"] = blocked()
     results["timeout"] = timeout(rank)
     (folder / "new").mkdir(exist_ok=True)
     (folder / "new" / f"{rank}").write_bytes(pickle.dumps(results))
@@ -192,6 +203,22 @@ def recorded(rank: int) -> dict[str, Any]:
     return results
 
 
+def blocked() -> list[str]:
+    """Log lines of a call that takes long, and of one that does not."""
+    from ddpobs.mpi.blocking import logged_if_long
+
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddpobs").addHandler(handler)
+    with logged_if_long("MPI_Bcast"):
+        pass
+    with logged_if_long("MPI_Comm_free", after_s=0.02):
+        time.sleep(0.2)
+    logging.getLogger("ddpobs").removeHandler(handler)
+    return lines
+
+
 def timeout(rank: int) -> list[str]:
     """Errors of a message that never comes, and of the group afterwards."""
     group = dist.new_group(timeout=timedelta(seconds=0.3))
@@ -219,6 +246,10 @@ def test_collectives_that_gloo_lacks_have_the_right_results(launch: Launch) -> N
         assert results["sparse"] == [[[0, 1, 2]], [[1.0, 2.0], [1.0, 2.0], [0.0, 0.0]]]
 
 
+def test_a_rank_that_waits_for_a_late_one_leaves_the_processor_to_it(launch: Launch) -> None:
+    assert launch[0][0]["processor"] < LATE_S / 2
+
+
 def test_groups_have_their_own_ranks(launch: Launch) -> None:
     for rank, results in enumerate(rank["groups"] for rank in launch[0]):
         assert results == [[rank + 1.0, 0, "ddpobs_mpi"], [3.0, rank, "ddpobs_mpi"]]
@@ -230,6 +261,11 @@ def test_trainings_equal_those_of_torch_and_of_gloo(launch: Launch) -> None:
         assert all(equal for equal, _ in results.pop("as torch's"))
         assert results.pop("unused").startswith("UnusedParametersError")
         assert set(results.values()) == {True}, results
+
+
+def test_uneven_inputs_train_under_join_as_with_torchs_ddp(launch: Launch) -> None:
+    for rank in launch[0]:
+        assert rank["join"] == dict.fromkeys(test_join.CASES, "equal")
 
 
 def test_horovods_optimizer_trains_over_mpi(launch: Launch) -> None:
@@ -253,6 +289,12 @@ def test_a_message_that_never_comes_times_out_and_ends_its_group(launch: Launch)
         first, second = rank["timeout"]
         assert first == "Timed out waiting 300ms for recv over MPI to complete"
         assert second.startswith("this process group cannot go on after an error: Timed out")
+
+
+def test_a_call_that_blocks_for_long_is_in_the_log(launch: Launch) -> None:
+    for rank in launch[0]:
+        (line,) = rank["blocked"]
+        assert "waited 0 s in MPI_Comm_free for the other ranks" in line
 
 
 def test_an_error_on_one_rank_ends_the_job(launch: Launch) -> None:

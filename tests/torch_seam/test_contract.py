@@ -52,8 +52,13 @@ ON_GROUPS_AND_WORKS = {
 }
 """Methods that CUDA's times need of NCCL, the kind of a work, and the wait of a work's future."""
 
-ON_THE_REDUCER = {"_remove_autograd_hooks", "_set_static_graph", "_update_process_group"}
-"""Methods of torch's C++ reducer that `attach` calls."""
+ON_THE_REDUCER = {
+    "_remove_autograd_hooks",
+    "_set_forward_pass_work_handle",
+    "_set_static_graph",
+    "_update_process_group",
+}
+"""Methods of torch's C++ reducer that `attach` calls, or that are wrapped for works in Python."""
 
 FROM_MODULES = {
     "torch": {"_foreach_copy_"},
@@ -67,6 +72,7 @@ FROM_MODULES = {
     "torch._C._profiler": {"_RecordFunctionFast"},
     "torch._C._distributed_c10d": {
         "GradBucket",
+        "_create_work_from_future",
         "HashStore",
         "PrefixStore",
         "_compute_bucket_assignment_by_size",

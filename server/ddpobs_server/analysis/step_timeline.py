@@ -37,6 +37,7 @@ class BucketSpans:
         module: The DDP module.
         revision: Its layout.
         bucket: The bucket.
+        all_reduce: Number of the all-reduce; equal on the ranks that took part in it.
         computing_ns: Readiness of the bucket before it, or begin of backward.
         ready_ns: Readiness of the last gradient.
         launched_ns: Hand-over to the process group.
@@ -49,12 +50,26 @@ class BucketSpans:
     module: wire.Ints
     revision: wire.Ints
     bucket: wire.Ints
+    all_reduce: wire.Ints
     computing_ns: wire.Ints
     ready_ns: wire.Ints
     launched_ns: wire.Ints
     begun_ns: wire.Ints
     moving_ns: wire.Ints
     done_ns: wire.Ints
+
+    @property
+    def waiting_ns(self) -> wire.Ints:
+        """Wait for the last rank; shape [rows]."""
+        return self.moving_ns - self.begun_ns
+
+    def late_rows(self) -> wire.Ints:
+        """Return the row of the rank that arrived last at the all-reduce of each row; shape [rows]."""
+        order = np.lexsort((self.waiting_ns, self.all_reduce))
+        is_last = np.diff(self.all_reduce[order], prepend=-1) != 0
+        late = np.empty(len(order), np.int64)
+        late[order] = order[np.maximum.accumulate(np.where(is_last, np.arange(len(order)), 0))]
+        return late
 
 
 def phases_of(rows: Rows, offsets: dict[int, int]) -> Phases:
@@ -77,16 +92,20 @@ def bucket_spans_of(rows: Rows, spans: SpanRows, offsets: dict[int, int]) -> Buc
     """
     rank, columns = spans
     if not len(rank):
-        return BucketSpans(*(np.zeros(0, np.int64) for _ in range(10)))
+        return BucketSpans(*(np.zeros(0, np.int64) for _ in range(11)))
     before_ns = _previous(rank, columns, columns.done_ns, columns.launched_ns)
     begun_ns = np.minimum(columns.done_ns, np.maximum(np.maximum(columns.launched_ns, columns.started_ns), before_ns))
-    moving_ns = columns.done_ns - _shared_least(rows, rank, columns, columns.done_ns - begun_ns)
+    all_reduce = _all_reduces(rows, rank, columns)
+    least_ns = np.full(len(rank), np.iinfo(np.int64).max)
+    np.minimum.at(least_ns, all_reduce, columns.done_ns - begun_ns)
+    moving_ns = columns.done_ns - least_ns[all_reduce]
     times = (_computing_ns(rows, rank, columns), columns.ready_ns, columns.launched_ns, begun_ns, moving_ns)
     return BucketSpans(
         rank,
         columns.module,
         columns.revision,
         columns.bucket,
+        all_reduce,
         *(align(rank, offsets, values) for values in (*times, columns.done_ns)),
     )
 
@@ -100,8 +119,8 @@ def _previous(rank: wire.Ints, columns: wire.Spans, times_ns: wire.Ints, initial
     return result
 
 
-def _shared_least(rows: Rows, rank: wire.Ints, columns: wire.Spans, busy_ns: wire.Ints) -> wire.Ints:
-    """Return the least busy time of the same all-reduce over the ranks; shape [rows].
+def _all_reduces(rows: Rows, rank: wire.Ints, columns: wire.Spans) -> wire.Ints:
+    """Return the number of each row's all-reduce, from zero; shape [rows].
 
     A rank may reduce a bucket several times in a step: its n-th span belongs to the other ranks' n-th.
     """
@@ -115,9 +134,7 @@ def _shared_least(rows: Rows, rank: wire.Ints, columns: wire.Spans, busy_ns: wir
     occurrence = np.empty_like(count)
     occurrence[order] = count - np.maximum.accumulate(np.where(is_repeated, 0, count))
     _, index = np.unique(np.stack([collective, bucket, occurrence]), axis=1, return_inverse=True)
-    least = np.full(len(order), np.iinfo(np.int64).max)
-    np.minimum.at(least, index.reshape(-1), busy_ns)
-    return np.asarray(least[index.reshape(-1)])
+    return np.asarray(index.reshape(-1))
 
 
 def _computing_ns(rows: Rows, rank: wire.Ints, columns: wire.Spans) -> wire.Ints:

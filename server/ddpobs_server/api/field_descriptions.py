@@ -73,6 +73,7 @@ _BY_NAME = {
     "goodbye": "Whether the process said that it ends.",
     "goodput": "Share of the wall time in steps that no restart repeated; null if it is not known.",
     "group": "Group of the part.",
+    "height": "Height of the figure in pixels; 0 if there is nothing to draw.",
     "hello": "Facts that the lowest rank's process sent at its start; null until they arrive.",
     "host": "Name of the host.",
     "hours": "Hours of the part, in `unit`.",

@@ -28,12 +28,8 @@ def _pictures(request: Request) -> Pictures:
 PicturesDep = Annotated[Pictures, Depends(_pictures)]
 
 
-@router.get("/figures/{figure}", response_model=schemas.Figure)
-def get_figure(
-    figure: Annotated[Name, Path(description="Name of the figure.")],
-    run: RunDep,
+def _selection(
     steps: StepRangeDep,
-    pictures: PicturesDep,
     rank: RankQuery = None,
     step: Annotated[int | None, Query(ge=0, le=2**62 - 1, description="The step of the figure `step`.")] = None,
     match: Annotated[
@@ -42,6 +38,27 @@ def get_figure(
     order: Annotated[Order, Query(description="Order of the ranks.")] = "cost",
     dark: Annotated[bool, Query(description="Colours of a dark page.")] = False,
     legend: Annotated[int, Query(ge=1, le=9, description="Columns of a legend.")] = 9,
+) -> Selection:
+    return Selection(steps.first, steps.last, rank, step, match, order, dark, legend)
+
+
+FigureName = Annotated[Name, Path(description="Name of the figure.")]
+SelectionDep = Annotated[Selection, Depends(_selection)]
+
+
+# Before the route of JSON, whose path matches this one as well.
+@router.get("/figures/{figure}.html", response_class=HTMLResponse)
+def get_figure_page(
+    figure: FigureName, run: RunDep, attempt: AttemptDep, selection: SelectionDep, pictures: PicturesDep
+) -> HTMLResponse:
+    """A figure of an attempt as one HTML file, for a notebook. It needs no other file."""
+    html, nonce = pictures.page(run.run, attempt, figure, selection)
+    return _html_file(html, nonce)
+
+
+@router.get("/figures/{figure}", response_model=schemas.Figure)
+def get_figure(
+    figure: FigureName, run: RunDep, attempt: AttemptDep, selection: SelectionDep, pictures: PicturesDep
 ) -> Response:
     """A figure of an attempt: `item` is for BokehJS, `summary` and `table` are its content as text.
 
@@ -49,9 +66,8 @@ def get_figure(
     time by phase. `ranks`: delay that each rank caused. `step`: a step of all ranks on one clock. `buckets`: compute,
     waiting and moving of each bucket.
     """
-    selection = Selection(steps.first, steps.last, rank, step, match, order, dark, legend)
-    picture = pictures.picture(run.run, steps.attempt, figure, selection)
-    return json_response({"run": run.name, "attempt": steps.attempt, **picture})
+    picture = pictures.picture(run.run, attempt, figure, selection)
+    return json_response({"run": run.name, "attempt": attempt, **picture})
 
 
 @router.get("/report.html", response_class=HTMLResponse)
@@ -73,4 +89,8 @@ def get_report(
     )
     texts = {name: str(value) for name, value in known.items()}
     html, nonce = pictures.report(run.run, attempt, facts, texts)
+    return _html_file(html, nonce)
+
+
+def _html_file(html: str, nonce: str) -> HTMLResponse:
     return HTMLResponse(html, headers={POLICY: f"{report_policy(nonce)}; frame-ancestors 'none'"})

@@ -473,6 +473,7 @@ class Figure(AttemptResponse):
     title: str
     summary: str
     item: dict[str, Any] | None
+    height: int
     table: FigureTable
     shown: dict[str, Any]
 

@@ -34,7 +34,7 @@ def account(answer: Mapping[str, Any], theme: Theme) -> Picture:
     plot.toolbar_location, plot.yaxis.visible = None, False
     plot.grid.grid_line_color = None
     plot.xaxis.axis_label = "% of the ranks' wall time"
-    plot.xaxis.formatter = PrintfTickFormatter(format="%g %%")
+    plot.xaxis.formatter = PrintfTickFormatter(format="%.6g %%")
     left, glyphs = 0.0, []
     for label in dict.fromkeys(_style(part)[0] for part in parts):
         own = [part for part in parts if _style(part)[0] == label]

@@ -73,7 +73,7 @@ def base_plot(name: str, theme: Theme, height: int, **options: Any) -> figure:
         axis.minor_tick_line_color = None
     plot.grid.grid_line_color = theme.line
     if not isinstance(plot.y_range, FactorRange):
-        plot.yaxis.formatter = PrintfTickFormatter(format="%g ms")
+        plot.yaxis.formatter = PrintfTickFormatter(format="%.6g ms")
     plot.add_layout(Span(name=POINTER, dimension="height", visible=False, line_color=theme.muted, line_dash="dotted"))
     return plot
 

@@ -45,7 +45,7 @@ class Maker:
 
     def _overview(self, views: RunViews, selection: Selection) -> Picture:
         bins, _ = self._reports.step_bins(views.run, views.attempt, (None, None), _BINS, None, mean=True)
-        findings = self._reports.diagnostics(views.run, views.attempt)["findings"]
+        findings = self._reports.diagnostics_for_marks(views.run, views.attempt)["findings"]
         return overview.overview(bins, findings, _theme(selection))
 
     def _phases(self, views: RunViews, selection: Selection) -> Picture:

@@ -87,8 +87,9 @@ def _mark_findings(
         (index, finding, interval)
         for index, finding in enumerate(findings)
         for interval in finding["intervals"]
-        if interval["to"] >= first
+        if interval["to"] >= first and interval["from"] < end
     ][:_MOST_INTERVALS]
+    later = sum(interval["from"] >= end for finding in findings for interval in finding["intervals"])
     data: dict[str, list[Any]] = {
         "finding": [index for index, _, _ in marks],
         "title": [finding["title"] for _, finding, _ in marks],
@@ -106,10 +107,12 @@ def _mark_findings(
     shades = ColumnDataSource({name: [data[name][row] for row in shaded] for name in ("from", "right", "color")})
     add_quads(plot, shades, ("from", "right", top, 0.0), color="color", alpha=0.12, line_color=None)
     add_hover(plot, [strip], ("finding", "@severity: @title"), ("steps", "@from{0,0} to @to{0,0}"))
+    return _counted(len(marks), "marked", "") + _counted(later, "after these steps", " " if marks else "")
+
+
+def _counted(count: int, where: str, before: str) -> str:
     return (
         ""
-        if not marks
-        else "One finding interval is marked."
-        if len(marks) == 1
-        else f"{len(marks)} finding intervals are marked."
+        if not count
+        else f"{before}{'One finding is' if count == 1 else f'{count} intervals of findings are'} {where}."
     )

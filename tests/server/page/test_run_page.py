@@ -44,7 +44,32 @@ def test_a_step_shows_compute_waiting_and_moving_apart(browser: Any, url: str) -
     waiting = column(visit, "step", "moving", "waiting_ms")
     assert [round(ms) for ms in waiting] == [30, 0, 0, 0]
     assert [round(ms) for ms in moving] == [7, 0, 7, 0]
+    assert column(visit, "step", "moving", "late") == [" for rank 1", "", "", ""]
+    # One arrow from the late rank's second row to the end of the other rank's wait.
+    arrow = [column(visit, "step", "arrows", name) for name in ("late", "rank", "from", "from_ms", "to_ms")]
+    assert [value for (value,) in arrow] == [1, 0, 1.775, pytest.approx(56), pytest.approx(56)]
+    assert "The longest wait is rank 0's at bucket 0: 30 ms for rank 1." in summary(visit, "step-figure")
     assert visit.page.locator("#step").input_value() == "7"
+
+
+def test_tags_and_note_are_edited_and_another_run_is_chosen_to_compare_with(browser: Any, url: str) -> None:
+    put(url, msgspec.structs.replace(batch("labelled", 0, slow=False, host="node"), world_size=1))
+    visit = drawn(browser, f"{url}/runs/labelled")
+    visit.page.get_by_role("button", name="Tags and note").click()
+    visit.page.get_by_role("textbox", name="Tags").fill(f"nightly, {EVIL[:20]}")
+    visit.page.get_by_role("textbox", name="Note").fill("first try")
+    visit.page.get_by_role("button", name="Save").click()
+    visit.page.locator("dialog").wait_for(state="detached")
+    assert visit.page.locator("#labels .tag").all_inner_texts() == ["#nightly", f"#{EVIL[:20]}"]
+    visit.page.reload()
+    settle(visit)
+    assert visit.page.locator("#labels .note").inner_text() == "first try"
+    visit.page.get_by_role("button", name="compare with").click()
+    dialog = visit.page.get_by_role("dialog", name="Compare labelled with")
+    assert dialog.get_by_role("combobox").input_value() == "picture"
+    dialog.get_by_role("button", name="Compare").click()
+    visit.page.wait_for_url(f"{url}/compare?a=picture&b=labelled")
+    assert visit.errors == []
 
 
 def test_a_click_on_a_finding_selects_it_and_its_link_restores_the_view(browser: Any, url: str) -> None:

@@ -209,6 +209,22 @@ def test_an_answer_is_cached_until_the_next_commit(store: Store) -> None:
     assert reports.diagnostics(RUN, ATTEMPT) is not first
 
 
+def test_marks_use_the_diagnosis_of_the_last_half_minute_while_a_run_is_live(store: Store) -> None:
+    fill(store, 10)
+    now_ns = [2]
+    reports = Reports(store, now_ns=lambda: now_ns[0])
+    first = reports.diagnostics_for_marks(RUN, ATTEMPT)
+    event = wire.Event(kind="anything", at_ns=0)
+    ingest(store, batch(0, 2, events=[event]))
+    now_ns[0] = 20_000 * MS
+    assert reports.diagnostics_for_marks(RUN, ATTEMPT) is first
+    now_ns[0] = 35_000 * MS
+    assert reports.diagnostics_for_marks(RUN, ATTEMPT) is not first
+    is_over = [wire.Event(kind="goodbye", at_ns=0)]
+    ingest(store, *(batch(rank, 3, events=is_over) for rank in range(RANKS)))
+    assert reports.diagnostics_for_marks(RUN, ATTEMPT) is reports.diagnostics(RUN, ATTEMPT)
+
+
 def test_ranks_that_have_not_reported_are_missing(store: Store) -> None:
     rank, steps = columns(own_times(60, 2, seed=1))
     for number in range(2):

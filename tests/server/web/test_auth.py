@@ -43,7 +43,7 @@ CALLS = {
             for route in (
                 *("", "/attempts", "/ranks", "/layout", "/steps", "/spans", "/buckets"),
                 *("/unused", "/stragglers", "/diagnostics", "/account", "/trace"),
-                *("/compare?with=a-run", "/figures/account", "/report.html"),
+                *("/compare?with=a-run", "/figures/account", "/figures/account.html", "/report.html"),
             )
         ),
     ],
@@ -52,7 +52,7 @@ CALLS = {
     "": [
         *(("GET", where) for where in ("/healthz", "/readyz", "/", "/runs/a-run", "/docs", "/openapi.json")),
         *(("GET", where) for where in ("/static/style.css", "/swagger/swagger-ui.css", "/compare")),
-        *(("GET", where) for where in ("/bokeh/bokeh.min.js", "/figures/none.js")),
+        *(("GET", where) for where in ("/bokeh/bokeh.min.js", "/figures/none.js", "/perfetto/index.html")),
     ],
 }
 """Requests by the scope they need; '' for public routes."""

@@ -53,7 +53,9 @@ def _finding(module: int, in_force: dict[int, list[wire.Unused]], evidence: Evid
     return Finding(
         code="unused-parameters",
         severity="warning" if globally else "info",
-        title=f"{len(names)} parameters get no gradient {ranks}{steps}, {names[0]} among them",
+        title=f"{names[0]} gets no gradient {ranks}{steps}"
+        if len(names) == 1
+        else f"{len(names)} parameters get no gradient {ranks}{steps}, {names[0]} among them",
         remedy=(
             "Freeze or remove the parameters that no rank uses: they are reduced for nothing."
             if globally

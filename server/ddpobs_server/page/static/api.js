@@ -19,6 +19,10 @@ export async function get(path) {
   return (await request(`${root}/api/v1${path}`)).json();
 }
 
+export async function getBytes(path) {
+  return (await request(`${root}/api/v1${path}`)).arrayBuffer();
+}
+
 // Change something: the request needs a token with `scope`, if the collector has tokens.
 export async function change(method, path, body, scope) {
   const options = body === null ? { method } : { method, body: JSON.stringify(body) };
@@ -92,7 +96,7 @@ export function ago(ns) {
   if (seconds < 90) return `${seconds.toFixed(0)} s ago`;
   if (seconds < 5400) return `${(seconds / 60).toFixed(0)} min ago`;
   if (seconds < 129600) return `${(seconds / 3600).toFixed(0)} h ago`;
-  return new Date(ns / 1e6).toISOString().slice(0, 16).replace("T", " ");
+  return new Date(ns / 1e6).toISOString().slice(0, 16).replace("T", " ") + " UTC";
 }
 
 // Run the task of a click or a choice once. If it fails, show the error and clear the task's elements: their content

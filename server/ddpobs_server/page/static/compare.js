@@ -2,15 +2,19 @@
 
 import { element, get, ms, notice, root, runOnce, svg } from "./api.js";
 
-const WIDTH = 220, HEIGHT = 22, NAMES = 500;
+const WIDTH = 220, HEIGHT = 22, DOT = 3.5, NAMES = 500;
 const by = (id) => document.getElementById(id);
 const KINDS = { compute: "computation", comm: "communication" };
 const WORDS = { slower: "slower", faster: "faster", same: "no difference seen", "too-few": "not judged" };
 
 function percent(ratio) {
   if (ratio === null) return "–";
-  const value = 100 * ratio;
-  return `${value > 0 ? "+" : value < 0 ? "−" : ""}${Math.abs(value).toFixed(Math.abs(value) < 10 ? 1 : 0)} %`;
+  return (ratio > 0 ? "+" : ratio < 0 ? "−" : "") + size(ratio);
+}
+
+function size(ratio) {
+  const value = Math.abs(100 * ratio);
+  return `${value.toFixed(value < 10 ? 1 : 0)} %`;
 }
 
 function range({ low_ratio, high_ratio }) {
@@ -20,19 +24,23 @@ function range({ low_ratio, high_ratio }) {
 // The interval of a change on an axis from -`most` to `most`.
 function interval(change, most) {
   if (change.change_ratio === null || change.verdict === "too-few") return element("span", { class: "muted" }, "–");
-  const x = (ratio) => ((Math.max(-most, Math.min(most, ratio)) + most) / (2 * most)) * WIDTH, middle = HEIGHT / 2;
+  const x = (ratio) => DOT + ((Math.max(-most, Math.min(most, ratio)) + most) / (2 * most)) * (WIDTH - 2 * DOT), middle = HEIGHT / 2;
   const band = { x: x(-change.smallest_ratio), width: x(change.smallest_ratio) - x(-change.smallest_ratio) };
   return svg("svg", { class: "interval", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": range(change) },
     svg("rect", { class: "unseen", y: 2, height: HEIGHT - 4, ...band }),
     svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: HEIGHT }),
     svg("line", { class: `bar ${change.verdict}`, x1: x(change.low_ratio), x2: Math.max(x(change.high_ratio), x(change.low_ratio) + 2), y1: middle, y2: middle }),
-    svg("circle", { cx: x(change.change_ratio), cy: middle, r: 3.5 }));
+    svg("circle", { cx: x(change.change_ratio), cy: middle, r: DOT }));
+}
+
+function phaseTitle(phase) {
+  return phase === "exposed_comm" ? "exposed communication" : phase;
 }
 
 function row(change, most) {
-  const name = (change.kind === "phase" ? change.name.replace("_", " ") : change.name) + (KINDS[change.kind] ? `, ${KINDS[change.kind]}` : "");
+  const name = (change.kind === "phase" ? phaseTitle(change.name) : change.name) + (KINDS[change.kind] ? `, ${KINDS[change.kind]}` : "");
   const swatch = change.kind === "phase" ? [element("span", { class: `swatch ${change.name}` })] : [];
-  const seen = change.verdict === "same" && change.smallest_ratio !== null ? ` (${percent(change.smallest_ratio).slice(1)} would have been)` : "";
+  const seen = change.verdict === "same" && change.smallest_ratio !== null ? ` (${size(change.smallest_ratio)} would have been)` : "";
   return element("tr", change.kind === "step" ? { class: "main" } : {},
     element("td", {}, ...swatch, name), element("td", { class: "n" }, ms(change.a_ns)), element("td", { class: "n" }, ms(change.b_ns)),
     element("td", { class: "n" }, percent(change.change_ratio)), element("td", {}, interval(change, most), element("span", { class: "muted" }, change.verdict === "too-few" ? "" : range(change))),
@@ -51,14 +59,14 @@ function showVerdict({ a, b, changes, too_few, limit, disturbed }) {
   const sentences = {
     slower: `${b.run} is slower: ${percent(step.change_ratio)} (${range(step)}) of a step of ${ms(step.a_ns)}`,
     faster: `${b.run} is faster: ${percent(step.change_ratio)} (${range(step)}) of a step of ${ms(step.a_ns)}`,
-    same: `No difference of the step time was seen; a change of ${percent(step.smallest_ratio).slice(1)} would have been`,
+    same: `No difference of the step time was seen; a change of ${size(step.smallest_ratio)} would have been`,
     "too-few": "Too few steps to judge",
   };
   if (too_few) lines.push(`${too_few}.`);
   if (disturbed) lines.push(`Ranks had no processor for ${ms(a.run_delay_ns)} and ${ms(b.run_delay_ns)} of a step: other programs on the hosts may be the cause.`);
-  const kept = limit.exceeded.length ? `exceeded by ${limit.exceeded.join(", ").replace("_", " ")}` : "kept";
+  const kept = limit.exceeded.length ? `exceeded by ${limit.exceeded.map(phaseTitle).join(", ")}` : "kept";
   lines.push(`Limit ${+(100 * limit.ratio).toFixed(2)} %: ${limit.decided ? kept : "not decided"}.`);
-  lines.push(`${a.steps} and ${b.steps} steps are compared; ${a.long_steps} and ${b.long_steps} long steps are left out of the rows below “long steps”.`);
+  lines.push(`${a.steps} and ${b.steps} steps are compared. Of them ${a.long_steps} and ${b.long_steps} are long steps, which only the row “long steps” includes.`);
   by("verdict").className = `card ${disturbed || step.verdict === "too-few" ? "unsure" : step.verdict}`;
   by("verdict").replaceChildren(element("h2", {}, sentences[step.verdict]), ...lines.map((line) => element("p", {}, line)));
 }

@@ -3,7 +3,7 @@
 import { ago, element, ms } from "./api.js";
 
 const SHOWN_ATTEMPTS = 50, SHOWN_RANKS = 2000, SHOWN_NAMES = 20;
-const CLOCK = new Intl.DateTimeFormat(undefined, { year: "numeric", month: "2-digit", day: "2-digit", hour: "2-digit", minute: "2-digit", second: "2-digit", timeZoneName: "short" });
+const CLOCK = new Intl.DateTimeFormat(undefined, { year: "numeric", month: "2-digit", day: "2-digit", hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23", timeZoneName: "short" });
 const by = (id) => document.getElementById(id);
 
 // A time of day in the reader's zone, with the zone.
@@ -79,7 +79,7 @@ export function showSettings({ hello }) {
   by("settings").hidden = !hello;
   if (!hello) return;
   const facts = { backend: hello.backend, device: hello.device, ...hello.versions, ...hello.settings };
-  by("settings").querySelector("dl").replaceChildren(...Object.entries(facts).flatMap(([name, value]) => [element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, String(value))]));
+  by("settings").querySelector("dl").replaceChildren(...Object.entries(facts).flatMap(([name, value]) => [element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, typeof value === "number" && !Number.isInteger(value) ? String(+value.toPrecision(4)) : String(value))]));
 }
 
 // The parameters of the selected bucket, with its size.
@@ -91,8 +91,17 @@ export function showBucket(layouts, choice) {
   const elements = layout.parameters.reduce((sum, { size }) => sum + size, 0);
   by("bucket-facts").replaceChildren(
     element("h3", {}, `Bucket ${choice}`),
-    element("p", {}, `${(layout.size_bytes / 1e6).toPrecision(3)} MB ${layout.dtype}, ${layout.parameters.length} parameters with ${elements.toLocaleString()} elements, launched ${bucket + 1}. of ${own.at(-1).buckets.length}`),
+    element("p", {}, `${sizeText(layout.size_bytes)} ${layout.dtype}, ${counted(layout.parameters.length, "parameter")} with ${counted(elements, "element")}, number ${bucket + 1} of ${own.at(-1).buckets.length} in the order of launch`),
     element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Parameters of bucket ${choice}` }, element("ul", {}, ...layout.parameters.slice(0, 500).map(({ name, size }) => element("li", {}, `${name} (${size.toLocaleString()})`)))));
+}
+
+function counted(number, noun) {
+  return `${number.toLocaleString()} ${noun}${number === 1 ? "" : "s"}`;
+}
+
+function sizeText(bytes) {
+  const [unit, size] = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find(([, least]) => bytes >= least) ?? ["B", 1];
+  return `${+(bytes / size).toPrecision(3)} ${unit}`;
 }
 
 // The buckets that can be selected: those of each module's latest layout.

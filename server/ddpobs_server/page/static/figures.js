@@ -12,7 +12,7 @@ export class FigureView {
     this.plot = element("div", { class: "plot", role: "group" });
     this.table = element("div", { class: "scroll", tabindex: "0", role: "region" });
     this.details = element("details", {}, element("summary", {}, "As a table"), this.table);
-    this.heading = element("h2", {}, "…");
+    this.heading = element("h2", {}, "Loading …");
     section.prepend(this.heading, this.summary);
     section.append(this.plot, ...section.querySelectorAll(".below"), this.details);
     this.details.hidden = true;

@@ -1,8 +1,8 @@
-// Dialogs of the list: tags and note of a run, and the deletion of runs.
+// Tags and note of a run, and the dialogs of the pages: to edit them, to delete runs, to compare a run.
 
 import { element } from "./api.js";
 
-function dialog(title, content, action) {
+export function dialog(title, content, action) {
   const problem = element("p", { class: "problem" });
   problem.hidden = true;
   const submit = element("button", { type: "submit", class: "main" }, action), cancel = element("button", { type: "button" }, "Cancel");
@@ -33,6 +33,23 @@ export function editLabels(run, save) {
   note.value = run.note;
   const content = [element("label", { for: "edit-tags" }, "Tags, with commas between them"), tags, element("label", { for: "edit-note" }, "Note"), note];
   dialog(`Tags and note of ${run.run}`, content, "Save")(() => save({ tags: tags.value.split(",").map((tag) => tag.trim()).filter(Boolean), note: note.value.trim() }));
+}
+
+// The elements that show tags and note.
+export function labelsOf({ tags, note }) {
+  return [...tags.map((tag) => element("span", { class: "tag" }, `#${tag}`)), ...(note ? [element("span", { class: "note", title: note }, note)] : [])];
+}
+
+// Ask for the run that this one is compared with: one with the same tag is offered first, else the run before it.
+export function chooseOther(run, runs, compare) {
+  const others = runs.filter((other) => other.run !== run.run);
+  const before = others.filter(({ created_ns }) => created_ns <= run.created_ns);
+  const likely = before.find(({ tags }) => tags.some((tag) => run.tags.includes(tag))) ?? before[0] ?? others[0];
+  const input = element("input", { id: "other", list: "other-runs", required: "", autocomplete: "off", value: likely?.run ?? "" });
+  const list = element("datalist", { id: "other-runs" }, ...others.map((other) => element("option", { value: other.run })));
+  const content = [element("label", { for: "other" }, "The other run, such as one before a change"), input, list];
+  dialog(`Compare ${run.run} with`, content, "Compare")(async () => compare(input.value.trim()));
+  input.select();
 }
 
 export function confirmDelete(names, remove) {

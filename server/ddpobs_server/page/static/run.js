@@ -1,9 +1,11 @@
 // The page of one run. One selection (attempt, steps, rank, step, bucket, finding) is in the address, and all figures follow it.
 
-import { element, get, notice, refresh, root, runOnce, saveWithToken, Unreachable } from "./api.js";
+import { change, element, get, notice, refresh, root, runOnce, saveWithToken, Unreachable } from "./api.js";
 import { bucketNames, showAttempts, showBucket, showFacts, showRanks, showRestart, showSettings, showUnused } from "./facts.js";
 import { FigureView, onColors } from "./figures.js";
 import { showFindings } from "./findings.js";
+import { chooseOther, editLabels, labelsOf } from "./labels.js";
+import { explainViewer, openTrace } from "./perfetto.js";
 import { findingKeys, isEmpty, ofFinding, read, stepRange, write } from "./selection.js";
 
 const LIVE = ["running", "stalled", "hung"], REFRESH_S = { finished: false, lost: 15, failed: 15 };
@@ -118,6 +120,7 @@ async function show() {
   ({ ranks } = await get(address("ranks")));
   showFacts(details, shownAttempt, attempts, ranks);
   showRestart(attempts, shownAttempt);
+  showLabels();
   diagnosis = await get(address("diagnostics"));
   showDiagnosis();
   const isFirst = seen === null, now = `${shownAttempt?.attempt} ${details.last_seen_ns} ${details.steps}`;
@@ -129,6 +132,12 @@ async function show() {
   fill();
   // Only goodbyes end a run: a stalled run may continue, and a lost or failed run may return under its id.
   return shownAttempt?.attempt === details.attempt ? REFRESH_S[details.state] : false;
+}
+
+function showLabels() {
+  by("edit").hidden = by("compare").hidden = false;
+  const fresh = element("span", { class: "labels" }, ...labelsOf(details));
+  if (!by("labels").firstElementChild?.isEqualNode(fresh)) by("labels").replaceChildren(fresh);
 }
 
 // At the first load: the buckets of the form, and the selection of a link that names only a finding.
@@ -202,6 +211,21 @@ by("order").addEventListener("change", () => choose({ order: by("order").value }
 for (const [id, by_] of [["previous", -1], ["next", 1]]) {
   by(id).addEventListener("click", () => choose({ step: String(Math.max(0, (views.step.data?.shown.step ?? 0) + by_)) }));
 }
+by("edit").addEventListener("click", () => editLabels(details, async (labels) => {
+  Object.assign(details, await change("PATCH", base, labels, "ingest"));
+  showLabels();
+}));
+by("compare").addEventListener("click", () => runOnce(async () => {
+  const { runs } = await get("/runs?limit=500");
+  chooseOther(runs.find((known) => known.run === run) ?? { run, tags: [], created_ns: Infinity }, runs, (other) => {
+    location.href = `../compare?${new URLSearchParams({ a: other, b: run })}`;
+  });
+}));
+by("perfetto").addEventListener("click", () => {
+  if (by("perfetto").dataset.installed === "no") return explainViewer(by("open-trace"));
+  const step = views.step.data?.shown.step ?? 0;
+  return runOnce(() => openTrace(address("trace", { from: step, to: step }), `${run}: step ${step}`));
+});
 by("copy").addEventListener("click", async () => {
   await navigator.clipboard.writeText(location.href);
   by("copy").textContent = "copied";

@@ -1,6 +1,7 @@
 // One row of the list of runs: its cells, its place in an order, and whether it matches the filters.
 
 import { ago, element, ms, root, svg } from "./api.js";
+import { labelsOf } from "./labels.js";
 
 const SEVERITIES = ["critical", "warning", "info"];
 const WIDTH = 110, HEIGHT = 24;
@@ -86,7 +87,7 @@ export class RunRow {
     this.edit.title = "Tags and note";
     this.link.href = `${root}/runs/${encodeURIComponent(run.run)}`;
     this.link.textContent = run.run;
-    this.#fill(this.labels, [run.tags, run.note], () => [...run.tags.map((tag) => element("span", { class: "tag" }, `#${tag}`)), ...(run.note ? [element("span", { class: "note" }, run.note)] : [])]);
+    this.#fill(this.labels, [run.tags, run.note], () => labelsOf(run));
     this.facts.textContent = `${run.ranks} of ${run.world_size} ranks${run.host ? ` on ${run.host}` : ""}`;
     cells.state.replaceChildren(element("span", { class: `state ${run.state}` }, run.state), element("span", { class: "muted seen" }, ago(run.last_seen_ns)));
     this.#fill(cells.finding, [diagnosis && { ...diagnosis, current: true }, run.steps > 0], () => finding(run));
@@ -130,8 +131,8 @@ export function duration(ns) {
 
 function started(ns) {
   const time = new Date(ns / 1e6);
-  const short = time.toLocaleString([], { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit" });
-  return element("time", { datetime: time.toISOString(), title: time.toLocaleString([], { dateStyle: "full", timeStyle: "long" }) }, short);
+  const short = time.toLocaleString([], { day: "numeric", month: "short", hour: "2-digit", minute: "2-digit", hourCycle: "h23", timeZoneName: "short" });
+  return element("time", { datetime: time.toISOString(), title: time.toLocaleString([], { dateStyle: "full", timeStyle: "long" }) }, short.replace(/ (\S+)$/, "\u00a0$1"));
 }
 
 // The step time over the run, from zero to the largest value.

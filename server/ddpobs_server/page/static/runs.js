@@ -49,6 +49,7 @@ function render() {
     cell.toggleAttribute("aria-sort", isKey);
     if (isKey) cell.setAttribute("aria-sort", order.down ? "descending" : "ascending");
   }
+  by("loading").hidden = true;
   by("empty").hidden = runs.size > 0;
   by("filters").hidden = by("count").hidden = runs.size === 0;
   by("runs").hidden = found.length === 0;
