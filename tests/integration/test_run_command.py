@@ -105,14 +105,19 @@ for _ in range(3):
 
 
 def test_a_training_without_ddp_prints_once_on_rank_0_why_it_has_no_telemetry() -> None:
-    """The ranks take turns in one process, which reads its rank from the environment at the first step."""
+    """The ranks take turns in one process, which reads its rank from the environment at the first step.
+
+    A `sitecustomize` of the system, as Debian's, has replaced ours in `sys.modules`.
+    """
     turns = [
         ({}, "one process only trains here, without DistributedDataParallel: start it with torchrun"),
         ({"RANK": "1", "WORLD_SIZE": "2"}, ""),
         ({"RANK": "0", "DDPOBS_QUIET": "1"}, ""),
         ({"DDPOBS_QUIET": "0"}, "no DistributedDataParallel module was built (FSDP and DeepSpeed have no telemetry)"),
     ]
-    code = f"import os, sys\n{OPTIMIZER}\nwatch = sys.modules['sitecustomize']._watch_optimizers\n"
+    code = f"import os, sys\n{OPTIMIZER}\n"
+    code += "finder = next(finder for finder in sys.meta_path if type(finder).__name__ == '_Finder')\n"
+    code += "watch = finder.find_spec.__globals__['_watch_optimizers']\n"
     for variables, _ in turns[1:]:
         code += f"os.environ |= {variables}\nwatch(sys.modules['torch.optim.optimizer'])\n{OPTIMIZER}"
     done = run_to_end(command("-c", code))

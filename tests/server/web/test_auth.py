@@ -42,7 +42,7 @@ CALLS = {
             ("GET", f"/api/v1/runs/a-run{route}")
             for route in (
                 *("", "/attempts", "/ranks", "/layout", "/steps", "/spans", "/buckets"),
-                *("/unused", "/stragglers", "/diagnostics", "/account", "/trace"),
+                *("/unused", "/stragglers", "/diagnostics", "/account", "/trace", "/pipeline"),
                 *("/compare?with=a-run", "/figures/account", "/figures/account.html", "/report.html"),
             )
         ),
