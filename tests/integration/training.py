@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
 from pathlib import Path
 
+from benchmarks.faults.launch import ranks_of
 from tests import patience
-from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"
@@ -38,28 +38,32 @@ def train(
         slow_rank: Rank with extra work; negative for none.
         phase: Phase of the extra work.
         steps: Number of training steps.
-        launcher: Command that starts the ranks. Without it, two processes are started directly, which is faster.
+        launcher: Command that starts the ranks. Without it, two processes are forked, which is faster.
         script: Training script.
         flush_s: Seconds between flushes. The ranks exchange statistics only in a run of several flushes.
 
     Raises:
-        AssertionError: The training failed or took more than two minutes.
+        AssertionError: The training failed; under a launcher also if it took more than two minutes.
+        subprocess.TimeoutExpired: A forked rank took more than two minutes.
     """
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "DDPOBS_FLUSH_S": str(flush_s)} | PATIENT
+    settings = {"DDPOBS_FLUSH_S": str(flush_s)} | PATIENT
     if "--collector" not in launcher:
-        environ |= {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}
-    command = [*(launcher or [sys.executable]), script]
-    command += [f"--steps={steps}", f"--slow-rank={slow_rank}", f"--slow-phase={phase}"]
+        settings |= {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}
+    arguments = [f"--steps={steps}", f"--slow-rank={slow_rank}", f"--slow-phase={phase}"]
+    if not launcher:
+        return _fork(script, arguments, settings)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
+    environ |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)} | settings
+    done = patience.run([*launcher, script, *arguments], environ=environ, timeout_s=120, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
 
-    def run_to_end(variables: dict[str, str]) -> str:
-        done = patience.run(command, environ=environ | variables, timeout_s=120, stderr=subprocess.STDOUT)
-        assert done.returncode == 0, done.stdout
-        return done.stdout
 
-    if launcher:
-        return run_to_end({})
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(RANKS)}
-    with ThreadPoolExecutor(RANKS) as pool:
-        by_rank = [rendezvous | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(RANKS)]
-        return "".join(pool.map(run_to_end, by_rank))
+def _fork(script: Path, arguments: list[str], settings: dict[str, str]) -> str:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        ranks_of(script, *arguments, ranks=RANKS, folder=Path(folder), environ=settings) as ranks,
+    ):
+        ended = [process.wait(120) for process in ranks.processes]
+        assert not any(ended), ranks.logs()
+        return "".join(log.read_text() for log in sorted(Path(folder).glob("rank-*.log")))

@@ -133,7 +133,7 @@ def _straggler_findings(joined: JoinedSteps, undisturbed: JoinedSteps | None, ho
         finding = _finding(joined, late, index, chance, hosts, level_ns=levels_ns.get(index))
         own = small.get(index)
         if own is not None and own.evidence["excess_ns"] >= _OWN_LEVEL_SHARE * finding.evidence["excess_ns"]:
-            finding = replace(own, severity=finding.severity)
+            finding = replace(own, severity=severity_of(own.evidence["lost_share"]))
         findings.append(finding)
     findings += _sudden_findings(joined, late, set(recurring), hosts)
     small = _small_delays(joined, late, hosts) | small
