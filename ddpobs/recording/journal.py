@@ -203,15 +203,19 @@ class Journal:
         """A batch was requested from a loader, identified by any number; return whether the event was recorded."""
         if self.paused or (get_ident() != self._thread and not self._is_training_thread()):
             return False
+        self._leave_step()
+        self._enter(DATA)
+        # Some scripts validate with the model left in training mode, so the gradient mode is recorded too.
+        self._record(StepTracker.fetch_began, self._now(), torch.is_grad_enabled(), self._is_evaluating(), loader)
+        return True
+
+    def _leave_step(self) -> None:
+        """What comes next belongs to a new step, if the open one has reduced its gradients."""
         self._started = True
         if self._optimizers:
             self._detect_failed_optimizer()
         if self._reduced_open_step:
             self._close_place_step()
-        self._enter(DATA)
-        # Some scripts validate with the model left in training mode, so the gradient mode is recorded too.
-        self._record(StepTracker.fetch_began, self._now(), torch.is_grad_enabled(), self._is_evaluating(), loader)
-        return True
 
     def fetch_ended(self, raised: bool = False) -> None:
         """The loader returned a batch, or had none, or raised an error."""
@@ -236,11 +240,7 @@ class Journal:
         """A pipeline's schedule began a step of micro-batches; return whether the event was recorded."""
         if self.paused or self._in_backward or not self._is_training_thread():
             return False
-        self._started = True
-        if self._optimizers:
-            self._detect_failed_optimizer()
-        if self._reduced_open_step:
-            self._close_place_step()
+        self._leave_step()
         self._enter(OTHER)
         self._record(StepTracker.schedule_began, self._now())
         return True

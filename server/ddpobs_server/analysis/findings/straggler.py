@@ -66,7 +66,7 @@ def straggler(evidence: Evidence) -> Judgement:
         evidence = replace(evidence, joined=at_equal_work(evidence.joined, evidence.work_fit))
     run = WholeRun.of(evidence)
     recent_steps = evidence.joined.latest(RECENT_STEPS)
-    recent = _straggler_findings(recent_steps, _without_run_delay(recent_steps, evidence), evidence.hosts)
+    recent = _straggler_findings(recent_steps, _undisturbed(recent_steps, evidence), evidence.hosts)
     slow_in_turn = in_turn(run, {finding.ranks[0] for finding in recent if not _may_be_a_turn(finding)})
     in_turn_ranks = {rank for finding in slow_in_turn for rank in finding.ranks}
     recent = [finding for finding in recent if finding.ranks[0] not in in_turn_ranks]
@@ -105,7 +105,7 @@ def _may_be_a_turn(finding: Finding) -> bool:
     return most_ns > 2 * int(finding.evidence["excess_ns"])
 
 
-def _without_run_delay(joined: JoinedSteps, evidence: Evidence) -> JoinedSteps | None:
+def _undisturbed(joined: JoinedSteps, evidence: Evidence) -> JoinedSteps | None:
     """Return the steps with own times that other processes do not disturb; None where these are not known."""
     own_ns, _ = without_run_delay(joined.own_ns, joined.row, evidence.steps) if joined.row.size else (joined.own_ns, 0)
     return None if own_ns is joined.own_ns else replace(joined, own_ns=own_ns)
