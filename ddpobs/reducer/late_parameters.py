@@ -45,7 +45,7 @@ class LateParameters:
         self._saved: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def look(self) -> None:
-        """Update `waiting`. Costs 20 ns per frozen parameter."""
+        """Update `waiting`. Costs 20 to 36 ns per frozen parameter, as a bare loop does."""
         if any(map(_requires_grad, self._parameters)):
             self.waiting = [frozen for frozen in self._frozen if frozen[1].requires_grad]
         elif self.waiting:
