@@ -1,5 +1,5 @@
 # Each target sets itself up.
-.PHONY: demo test check format docs dashboards bench fuzz soak
+.PHONY: demo test wide check format docs dashboards bench fuzz soak
 
 RUN := .venv/bin
 export NO_MKDOCS_2_WARNING := 1
@@ -10,8 +10,14 @@ demo:
 
 test:
 	@scripts/setup.sh test
-	@$(RUN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder -m "not alone"
-	@$(RUN)/python -m pytest -m alone tests/integration
+	@$(RUN)/python -m pytest -n 6 --dist loadfile --no-loadscope-reorder -m "not alone and not wide"
+	@$(RUN)/python -m pytest -m "alone and not wide" tests/integration
+
+# More cases of what `test` covers, injected faults, and every benchmark in its smallest form.
+wide:
+	@scripts/setup.sh test
+	@$(RUN)/python -m pytest -n 4 --dist loadfile -m "wide and not alone"
+	@$(RUN)/python -m pytest -m "wide and alone" tests/integration
 
 check:
 	@scripts/setup.sh test

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
-from benchmarks.links import INTERFACE, LinkError, address, inside, links, moved_bytes
+from benchmarks.links import INTERFACE, LinkError, address, links, moved_bytes
 from benchmarks.pairs import ratio
 from ddpobs import DistributedDataParallel
 from ddpobs.comm import PowerSGD
@@ -159,11 +159,11 @@ def _agreed(continues: bool) -> bool:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Start the ranks, each in its namespace, and return the first rank's measurements."""
-    with tempfile.TemporaryDirectory() as folder, links(options.ranks, options.rate):
+    with tempfile.TemporaryDirectory() as folder, links(options.ranks, options.rate) as network:
         results = Path(folder) / "results.json"
         ranks = [
             subprocess.Popen(
-                inside(rank, [sys.executable, "-m", "benchmarks.communication", *sys.argv[1:]]),
+                network.inside(rank, [sys.executable, "-m", "benchmarks.communication", *sys.argv[1:]]),
                 env=os.environ
                 | {
                     "GLOO_SOCKET_IFNAME": INTERFACE,

@@ -1,24 +1,32 @@
-"""Ranks on one machine with links of a chosen speed: network namespaces behind a bridge, shaped by tbf.
+"""Ranks on one machine with links of a chosen speed: hosts are network namespaces, shaped by tbf, behind a switch.
 
-Needs root and iproute2. Removes everything afterwards. Names hold the process's number, so that several processes may
-have links at the same time.
+A host and the switch are namespaces without a name, each held by a process. The kernel removes such a namespace, with
+its interfaces, when its last process ends. All processes end with this one, however it ends, so nothing is left behind.
+The switch's bridges are in a namespace of their own, because this machine's firewall may filter those outside.
+
+Needs root, iproute2 and util-linux. Several processes may have links at the same time.
 """
 
 from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-_PREFIX = f"ddp{os.getpid()}"
 INTERFACE, MANAGEMENT = "link0", "management0"
 """Names inside each namespace: of the shaped link, and of a second network for the rendezvous."""
-_NETWORKS = {INTERFACE: ("10.83.0", "r"), MANAGEMENT: ("10.84.0", "m")}
-"""First part of the addresses, and the letter in the names of the bridge and its links."""
+_PREFIXES = {INTERFACE: "10.83.0", MANAGEMENT: "10.84.0"}
+"""First part of the addresses. In the switch a bridge has the interface's name."""
 SHAPE = "burst 128kb latency 400ms"
+_TIED = ("setpriv", "--pdeathsig", "KILL")
+"""Ends a command with the thread that started it; its processes' children need not end with them."""
+_TOOLS = {"ip": "iproute2", "tc": "iproute2", "nsenter": "util-linux", "setpriv": "util-linux", "unshare": "util-linux"}
+_END_S = 10.0
 
 
 class LinkError(RuntimeError):
@@ -27,92 +35,149 @@ class LinkError(RuntimeError):
 
 def address(rank: int, interface: str = INTERFACE) -> str:
     """Return a rank's address."""
-    return f"{_NETWORKS[interface][0]}.{rank + 1}"
+    return f"{_PREFIXES[interface]}.{rank + 1}"
 
 
-def namespace(rank: int) -> str:
-    """Return the name of a rank's namespace."""
-    return f"{_PREFIX}ns{rank}"
-
-
-@contextmanager
-def links(ranks: int, rate: str) -> Iterator[None]:
-    """Set up a namespace for each rank, with a link of `rate` (as tc writes it: `1gbit`) in both directions.
-
-    Raises:
-        LinkError: Not root, or a tool is missing.
-    """
-    # Debian has both tools there, outside of many users' PATH.
-    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
-    if os.geteuid() != 0 or missing:
-        reason = f"{' and '.join(missing)} missing (iproute2)" if missing else "not root"
-        raise LinkError(f"network namespaces with links of a chosen speed cannot be made here: {reason}")
-    try:
-        _set_up(ranks, rate)
-        yield
-    finally:
-        _tear_down(ranks)
-
-
-def inside(rank: int, command: Sequence[str]) -> list[str]:
-    """Return the command that runs `command` in the rank's namespace."""
-    return ["ip", "netns", "exec", namespace(rank), *command]
-
-
-def on_own_host(rank: int, command: Sequence[str]) -> list[str]:
-    """As `inside`, with a host name of its own: telemetry then takes each rank for a host."""
-    naming = f'hostname node{rank} && exec "$@"'
-    return inside(rank, ["unshare", "--uts", "sh", "-c", naming, "sh", *command])
-
-
-def set_rate(ranks: int, rate: str) -> None:
-    """Change the speed of all links, in both directions, while ranks use them."""
-    for rank in range(ranks):
-        _run(f"tc qdisc change dev {_PREFIX}r{rank} root tbf rate {rate} {SHAPE}")
-        _run(f"tc -n {namespace(rank)} qdisc change dev {INTERFACE} root tbf rate {rate} {SHAPE}")
+def _end(interface: str, rank: int) -> str:
+    return f"{interface}-{rank}"
 
 
 def moved_bytes() -> tuple[int, int]:
     """Return the bytes sent and received so far over this process's link, Ethernet headers included."""
-    statistics = Path("/sys/class/net") / INTERFACE / "statistics"
-    return int((statistics / "tx_bytes").read_text()), int((statistics / "rx_bytes").read_text())
+    # sysfs is mounted for the machine's namespace; this file is the one of the process's own.
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == INTERFACE:
+            columns = counters.split()
+            return int(columns[8]), int(columns[0])
+    raise LinkError(f"this process has no interface {INTERFACE}: start it with `Links.inside`")
 
 
-def cut(rank: int, *interfaces: str) -> None:
-    """Take down links of a rank."""
-    for interface in interfaces or (INTERFACE,):
-        _run(f"ip -n {namespace(rank)} link set {interface} down")
+class Links:
+    """The hosts of a running network, one per rank."""
+
+    def __init__(self, switch: _Namespace, hosts: list[_Namespace]) -> None:
+        self._switch, self._hosts = switch, hosts
+
+    def inside(self, rank: int, command: Sequence[str]) -> list[str]:
+        """Return the command that runs `command` in the rank's network. It ends with the thread that starts it."""
+        return self._hosts[rank].enter("--net", command)
+
+    def on_own_host(self, rank: int, command: Sequence[str]) -> list[str]:
+        """As `inside`, with a host name of its own: telemetry then takes each rank for a host."""
+        return self._hosts[rank].enter("--net --uts", command)
+
+    def namespaces(self, rank: int, *kinds: str) -> list[str]:
+        """Return the files of a rank's namespaces, which a process enters with setns: `net`, and `uts` for its name."""
+        return [f"/proc/{self._hosts[rank].pid}/ns/{kind}" for kind in kinds or ("net",)]
+
+    def set_rate(self, rate: str) -> None:
+        """Change the speed of all links, in both directions, while ranks use them."""
+        self._shape("change", rate)
+
+    def cut(self, rank: int, *interfaces: str) -> None:
+        """Take down links of a rank."""
+        self._hosts[rank].run("ip", *(f"link set dev {interface} down" for interface in interfaces or (INTERFACE,)))
+
+    def _connect(self, rate: str) -> None:
+        for interface in _PREFIXES:
+            ends = {_end(interface, rank): host for rank, host in enumerate(self._hosts)}
+            self._switch.run(
+                "ip",
+                f"link add name {interface} type bridge",
+                f"link set dev {interface} up",
+                *(
+                    f"link add name {end} type veth peer name {interface} netns {host.pid}"
+                    for end, host in ends.items()
+                ),
+                *(f"link set dev {end} master {interface} up" for end in ends),
+            )
+        for rank, host in enumerate(self._hosts):
+            host.run("ip", *(f"addr add {address(rank, each)}/24 dev {each}" for each in _PREFIXES))
+            host.run("ip", *(f"link set dev {each} up" for each in ("lo", *_PREFIXES)))
+        self._shape("add", rate)
+
+    def _shape(self, verb: str, rate: str) -> None:
+        shaped = f"root tbf rate {rate} {SHAPE}"
+        ends = (_end(INTERFACE, rank) for rank in range(len(self._hosts)))
+        self._switch.run("tc", *(f"qdisc {verb} dev {end} {shaped}" for end in ends))
+        for host in self._hosts:
+            host.run("tc", f"qdisc {verb} dev {INTERFACE} {shaped}")
 
 
-def _set_up(ranks: int, rate: str) -> None:
-    for rank in range(ranks):
-        _run(f"ip netns add {namespace(rank)}")
-        _run(f"ip -n {namespace(rank)} link set lo up")
-    for interface, (_, letter) in _NETWORKS.items():
-        bridge = f"{_PREFIX}{letter}"
-        _run(f"ip link add {bridge} type bridge")
-        _run(f"ip link set {bridge} up")
-        for rank in range(ranks):
-            outer, name = f"{bridge}{rank}", namespace(rank)
-            _run(f"ip link add {outer} type veth peer name {interface} netns {name}")
-            _run(f"ip link set {outer} master {bridge} up")
-            _run(f"ip -n {name} addr add {address(rank, interface)}/24 dev {interface}")
-            _run(f"ip -n {name} link set {interface} up")
-            if interface == INTERFACE:
-                _run(f"tc qdisc add dev {outer} root tbf rate {rate} {SHAPE}")
-                _run(f"tc -n {name} qdisc add dev {interface} root tbf rate {rate} {SHAPE}")
+@contextmanager
+def links(ranks: int, rate: str) -> Iterator[Links]:
+    """Make a host for each rank, with a link of `rate` (as tc writes it: `1gbit`) in both directions.
+
+    At the end every process on these hosts is killed.
+
+    Raises:
+        LinkError: Not root, or a tool is missing.
+    """
+    # Debian has some tools there, outside of many users' PATH.
+    os.environ["PATH"] = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
+    missing = [f"{tool} ({package})" for tool, package in _TOOLS.items() if shutil.which(tool) is None]
+    if os.geteuid() != 0 or missing:
+        reason = f"missing: {', '.join(missing)}" if missing else "not root"
+        raise LinkError(f"network namespaces with links of a chosen speed cannot be made here: {reason}")
+    with ExitStack() as stack:
+        switch = stack.enter_context(_namespace("switch"))
+        hosts = [stack.enter_context(_namespace(f"node{rank}")) for rank in range(ranks)]
+        made = Links(switch, hosts)
+        made._connect(rate)
+        yield made
 
 
-def _tear_down(ranks: int) -> None:
-    for rank in range(ranks):
-        subprocess.run(["ip", "netns", "del", namespace(rank)], stderr=subprocess.DEVNULL, check=False)
-    for _, letter in _NETWORKS.values():
-        for name in (*(f"{_PREFIX}{letter}{rank}" for rank in range(ranks)), f"{_PREFIX}{letter}"):
-            subprocess.run(["ip", "link", "del", name], stderr=subprocess.DEVNULL, check=False)
+class _Namespace:
+    """A network with a host name, held by a process that sleeps."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._network = Path(f"/proc/{pid}/ns/net").readlink()
+
+    def enter(self, namespaces: str, command: Sequence[str]) -> list[str]:
+        return [*_TIED, "nsenter", f"--target={self.pid}", *namespaces.split(), *command]
+
+    def run(self, tool: str, *lines: str) -> None:
+        command = self.enter("--net", [tool, "-batch", "-"])
+        done = subprocess.run(command, input="\n".join(lines), capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise LinkError(f"{tool} failed: {done.stderr.strip()}\nin: {'; '.join(lines)}")
+
+    def processes(self) -> list[int]:
+        """Return the processes in this network."""
+        pids = []
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                if (folder / "ns" / "net").readlink() == self._network:
+                    pids.append(int(folder.name))
+        return pids
+
+    def end(self) -> None:
+        deadline = time.monotonic() + _END_S
+        while (pids := self.processes()) and time.monotonic() < deadline:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
 
 
-def _run(command: str) -> None:
-    result = subprocess.run(command.split(), capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise LinkError(f"`{command}` failed: {result.stderr.strip()}")
+@contextmanager
+def _namespace(name: str) -> Iterator[_Namespace]:
+    hold = f"hostname {name} && echo held && exec sleep infinity"
+    command = [*_TIED, "unshare", "--net", "--uts", "sh", "-c", hold]
+    with subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    ) as holder:
+        try:
+            assert holder.stdout is not None
+            line = holder.stdout.readline().decode().strip()
+            if line != "held":
+                raise LinkError(f"no network namespace can be made here: {line}")
+            made = _Namespace(holder.pid)
+            try:
+                yield made
+            finally:
+                made.end()
+        finally:
+            holder.kill()

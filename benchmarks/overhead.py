@@ -1,6 +1,7 @@
-"""Compare the step time of ours with telemetry, ours without, and torch's DDP, on gloo ranks that take turns.
+"""Compare the step time of ours with telemetry, ours without, and torch's DDP, in trainings that take turns.
 
-    python -m benchmarks.overhead [--models tiny,bert] [--ranks 2] [--sets claims,scale] [--minutes 2] [--json FILE]
+    python -m benchmarks.overhead [--models tiny,bert] [--ranks 2] [--sets claims,scale] [--device cuda] [--minutes 2]
+        [--json FILE]
 
 Each variant is a separate training, with `zero_grad()` as users call it, one thread a rank, and rank r on core r. The
 machine itself gets faster and slower by a tenth from one second to the next. Turns are therefore short, 50 ms or a
@@ -83,7 +84,7 @@ def launch(setting: Setting, ends: float, options: argparse.Namespace) -> dict[s
         for name in order.sample(names, len(names)):
             try:
                 phase = 0.0 if options.smoke else order.random()
-                teams[name] = _team(name, setting, folder / name, phase, not options.no_pin)
+                teams[name] = _team(name, setting, folder / name, phase, options)
             except MissingError as reason:
                 missing[name] = str(reason)
                 continue
@@ -94,11 +95,12 @@ def launch(setting: Setting, ends: float, options: argparse.Namespace) -> dict[s
         return _rounds(teams, count, min(ends, until), order) | {"missing": missing}
 
 
-def _team(name: str, setting: Setting, folder: Path, phase: float, pin: bool) -> Team:
+def _team(name: str, setting: Setting, folder: Path, phase: float, options: argparse.Namespace) -> Team:
     folder.mkdir()
     variant = VARIANTS[name]
-    turn = Turn(MODELS[setting["model"]], len(SETS[setting["set"]]), setting["ranks"], folder, phase=phase)
-    return Team(setting["ranks"], lambda: variant.prepare(turn), variant.serve(turn), pin)
+    variants, ranks, device = len(SETS[setting["set"]]), setting["ranks"], options.device
+    turn = Turn(MODELS[setting["model"]], variants, ranks, folder, phase=phase, device=device)
+    return Team(ranks, lambda: variant.prepare(turn), variant.serve(turn), not options.no_pin, device)
 
 
 def _rounds(teams: dict[str, Team], count: int, until: float, order: random.Random) -> dict[str, Any]:
@@ -144,6 +146,9 @@ def main() -> None:
     parser.add_argument(
         "--launch-s", type=float, default=15, help="seconds until new processes start; default: %(default)s"
     )
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="where the models train; default: %(default)s"
+    )
     parser.add_argument("--no-pin", action="store_true", help="let ranks move between cores")
     parser.add_argument("--json", type=Path, help="file for the results, continued from an earlier run")
     parser.add_argument("--anew", action="store_true", help="discard the results in the file")
@@ -164,7 +169,8 @@ def main() -> None:
     if options.table:
         results = json.loads(options.json.read_text())
     else:
-        results = resumed(options.json, facts(*MEASURED) | {"settings": {}}, anew=options.anew)
+        fresh = facts(*MEASURED, device=options.device) | {"settings": {}}
+        results = resumed(options.json, fresh, anew=options.anew)
     for key, setting in {} if options.table else settings(options).items():
         result = results["settings"].setdefault(key, setting)
         measure(result, options, lambda: keep(results, options.json))

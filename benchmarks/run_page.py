@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="the smallest run that touches everything")
     options = parser.parse_args()
     if options.smoke:
-        options.steps, options.ranks, options.times = 40_000, 40, 1
+        options.steps, options.ranks, options.times = 10_000, 12, 1
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         url = stack.enter_context(databases.postgresql())(folder) if options.postgres else databases.sqlite(folder)

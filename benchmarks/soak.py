@@ -194,18 +194,18 @@ def figures(record: Record, outcome: Outcome, url: str) -> dict[str, Any]:
     }
 
 
-def broken_conditions(result: dict[str, Any]) -> list[str]:
-    """The conditions that do not hold."""
+def broken_conditions(result: dict[str, Any], *, timed: bool) -> list[str]:
+    """The conditions that do not hold; `timed`: those on latency and growth, which need minutes of a quiet machine."""
     checks = {
         f"{result['lost_spans']} acknowledged spans are not stored": result["lost_spans"],
         f"{result['doubled_spans']} spans are stored twice": result["doubled_spans"],
         "batches are acknowledged while the file is away": result["acknowledged_without_file"],
         f"the peak of the memory is {result['peak_mb']:.0f} MB": result["peak_mb"] * 1e6 > MEMORY_BYTES,
-        "the memory grows": result["second_half_mb"] > FLAT_RATIO * result["first_half_mb"],
+        "the memory grows": timed and result["second_half_mb"] > FLAT_RATIO * result["first_half_mb"],
         f"{result['under_way_mb']:.0f} MB of batches are under way": result["under_way_mb"] > UNDER_WAY_MB,
         f"an answer has {result['largest_answer_mb']:.0f} MB": result["largest_answer_mb"] * 1e6 > ANSWER_BYTES,
         f"the workspace has {result['loud_runs']} runs": result["loud_runs"] > MAX_RUNS,
-        f"the 99th percentile of the latency is {result['p99_ms']:.0f} ms": result["p99_ms"] > P99_S * 1e3,
+        f"the 99th percentile of the latency is {result['p99_ms']:.0f} ms": timed and result["p99_ms"] > P99_S * 1e3,
     }
     return [text for text, is_broken in checks.items() if is_broken]
 
@@ -264,7 +264,7 @@ def main() -> None:
         print(f"{name:>26}  {value:,.1f}" if isinstance(value, float) else f"{name:>26}  {value}")
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n")
-    if broken := broken_conditions(result):
+    if broken := broken_conditions(result, timed=not options.smoke):
         sys.exit("; ".join(broken))
 
 

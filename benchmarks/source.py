@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ def digest(*parts: str) -> str:
     return content.hexdigest()[:12]
 
 
-def facts(*parts: str) -> dict[str, Any]:
+def facts(*parts: str, device: str = "cpu") -> dict[str, Any]:
     """Return the facts that figures must share to be combined: the machine, and the code of `parts`."""
     import torch
 
@@ -33,6 +34,9 @@ def facts(*parts: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
     }
+    if device == "cuda":  # Asked of the driver: the ranks are forked, and CUDA does not survive a fork.
+        query = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+        machine["gpu"] = subprocess.run(query, check=True, capture_output=True, text=True).stdout.strip()
     return {"machine": machine, "code": digest(*parts)}
 
 

@@ -8,7 +8,6 @@ on another's time. Linux only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -19,11 +18,13 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from benchmarks.tied import end_with_parent
+
 _context = multiprocessing.get_context("fork")
 _SETTLE_S = 0.002
 
@@ -43,6 +44,7 @@ class Team:
         prepare: Called on each rank within its process group; returns the function that runs steps.
         companions: Processes that only this variant needs, such as its collector; stopped together with it.
         pin: Rank r and its threads run on core r modulo the number of cores.
+        device: `cpu`, or `cuda`: rank r trains on GPU r modulo their number, over NCCL if each rank has one of its own.
 
     Attributes:
         ranks: Number of ranks.
@@ -55,7 +57,10 @@ class Team:
         prepare: Callable[[], Steps],
         companions: Sequence[subprocess.Popen[bytes]] = (),
         pin: bool = True,
+        device: str = "cpu",
     ) -> None:
+        import_module("torch._dynamo")  # The first step of a training imports it: once here, and not in every rank.
+
         self._companions = companions
         self._folder = tempfile.TemporaryDirectory()
         self.ranks = ranks
@@ -65,7 +70,9 @@ class Team:
         for rank in range(ranks):
             connection, rank_end = _context.Pipe()
             process = _context.Process(
-                target=_rank_main, args=(rank_end, (rank, ranks), f"{self._folder.name}/store", prepare, pin)
+                target=_rank_main,
+                args=(rank_end, (rank, ranks), f"{self._folder.name}/store", prepare),
+                kwargs={"pin": pin, "device": device},
             )
             process.start()
             rank_end.close()
@@ -161,7 +168,7 @@ def companion(command: Sequence[str], log: Path, **environ: str) -> subprocess.P
             cwd=log.parent,
             env=os.environ | environ,
             start_new_session=True,
-            preexec_fn=_end_with_parent,  # noqa: PLW1509 - this process has one thread
+            preexec_fn=end_with_parent,  # noqa: PLW1509 - this process has one thread
         )
 
 
@@ -172,15 +179,17 @@ def machine_s() -> tuple[float, float]:
     return user + nice + system + irq + softirq, steal
 
 
-def _end_with_parent() -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 def _rank_main(
-    connection: Connection, position: tuple[int, int], store: str, prepare: Callable[[], Steps], pin: bool
+    connection: Connection,
+    position: tuple[int, int],
+    store: str,
+    prepare: Callable[[], Steps],
+    *,
+    pin: bool,
+    device: str,
 ) -> None:
     rank, ranks = position
-    _end_with_parent()
+    end_with_parent()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if pin:
         cores = sorted(os.sched_getaffinity(0))
@@ -192,7 +201,11 @@ def _rank_main(
     torch.set_num_threads(1)
     try:
         dist.init_process_group(
-            "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(minutes=10)
+            _backend(rank, ranks, device),
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=ranks,
+            timeout=timedelta(minutes=10),
         )
         torch.manual_seed(rank)
         _serve(connection, prepare())
@@ -201,6 +214,17 @@ def _rank_main(
             connection.send(f"rank {rank}:\n{traceback.format_exc()}")
         sys.stdout.flush()
         os._exit(1)
+
+
+def _backend(rank: int, ranks: int, device: str) -> str:
+    """Choose the rank's GPU, if it trains on one, and return the backend: NCCL refuses two ranks on one GPU."""
+    import torch
+
+    if device == "cpu":
+        return "gloo"
+    gpus = torch.cuda.device_count()
+    torch.cuda.set_device(rank % gpus)
+    return "nccl" if ranks <= gpus else "gloo"
 
 
 def _serve(connection: Connection, steps: Steps) -> None:

@@ -36,7 +36,7 @@ FAULTS = {
 _PORT = "29500"
 
 
-def commands(way: str, folder: Path, arguments: Sequence[str]) -> list[list[str]]:
+def commands(way: str, folder: Path, arguments: Sequence[str], network: links.Links) -> list[list[str]]:
     """Return the command of each host for one way to start the example; of mpiexec, only the first host's."""
     train = [sys.executable, str(TRAIN), *arguments]
     first = links.address(0)
@@ -53,14 +53,14 @@ def commands(way: str, folder: Path, arguments: Sequence[str]) -> list[list[str]
         init = f"tcp://{first}:{_PORT}" if way == "tcp" else f"file://{folder / 'store'}"
         by_rank = [*train, "--init", init, "--world-size", str(HOSTS), "--rank"]
         return [[*by_rank, str(host)] for host in range(HOSTS)]
-    return [[*mpiexec(folder), *train, "--init", "mpi://"]]
+    return [[*mpiexec(folder, network), *train, "--init", "mpi://"]]
 
 
-def mpiexec(folder: Path) -> list[str]:
+def mpiexec(folder: Path, network: links.Links) -> list[str]:
     """Return the command that starts one rank on each host, by a program in place of ssh."""
     agent = folder / "agent"
     by_host = "\n".join(
-        f'{links.address(host)}) exec {shlex.join(links.on_own_host(host, ["sh", "-c"]))} "$*" ;;'
+        f'{links.address(host)}) exec {shlex.join(network.on_own_host(host, ["sh", "-c"]))} "$*" ;;'
         for host in range(HOSTS)
     )
     # MPICH calls its agent as `AGENT -x HOST COMMAND`, Open MPI as `AGENT HOST COMMAND`.
@@ -113,14 +113,14 @@ def run(way: str, folder: Path, *arguments: str, rate: str = "1gbit", timeout_s:
     folder.mkdir(parents=True, exist_ok=True)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     logs = [folder / f"host-{host}.log" for host in range(HOSTS)]
-    with links.links(HOSTS, rate):
+    with links.links(HOSTS, rate) as network:
         processes = []
         try:
-            for host, command in enumerate(commands(way, folder, arguments)):
+            for host, command in enumerate(commands(way, folder, arguments, network)):
                 with logs[host].open("wb") as log:
                     processes.append(
                         subprocess.Popen(
-                            links.on_own_host(host, command),
+                            network.on_own_host(host, command),
                             env=kept | _environment(folder),
                             stdin=subprocess.DEVNULL,
                             stdout=log,

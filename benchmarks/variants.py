@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch._dynamo  # The first step of a training imports it: import it once here, not in every rank.
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from benchmarks.models import Model
@@ -51,6 +50,7 @@ class Turn:
         ranks: Number of ranks of each team.
         folder: Folder for all files.
         collector: Address of the collector that `Variant.serve` started.
+        device: Device on which the model trains, `cpu` or `cuda`.
         phase: Share of a flush that has passed when the measurement begins, 0 to 1. Draw it anew each time: otherwise
             short measurements have fewer batches than their steps deserve.
     """
@@ -61,6 +61,7 @@ class Turn:
     folder: Path
     collector: str = NO_COLLECTOR
     phase: float = 0.0
+    device: str = "cpu"
 
     def telemetry(self) -> TelemetryConfig:
         """Return the default telemetry, sent to this turn's collector."""
@@ -98,8 +99,8 @@ class Variant:
         logging.disable(logging.WARNING)
         warnings.simplefilter("ignore")  # Torch warns of the needless flag that is measured.
         model = turn.model
-        batch = model.batch()
-        wrapped = self.wrap(model.build(), turn)
+        batch = [tensor.to(turn.device) for tensor in model.batch()]
+        wrapped = self.wrap(model.build().to(turn.device), turn)
         optimizer = torch.optim.SGD(wrapped.parameters(), lr=1e-4)
 
         def step() -> None:
@@ -112,10 +113,23 @@ class Variant:
                 step()
 
         steps = self.loop(wrapped, step, turn) if self.loop else repeat
+        if turn.device == "cuda":
+            steps = _synchronised(steps)
         steps(4)
         if telemetry._process is not None:
             _pace(telemetry._process, steps, turn)
         return steps
+
+
+def _synchronised(steps: Steps) -> Steps:
+    """Let a turn end when the device has done its work."""
+
+    def synchronised(count: int) -> object:
+        note = steps(count)
+        torch.cuda.synchronize()
+        return note
+
+    return synchronised
 
 
 def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
@@ -134,7 +148,7 @@ def _pace(process: telemetry.Telemetry, steps: Steps, turn: Turn) -> None:
     exporter._config = config
     emitted, began = exporter.emitted, time.perf_counter()
     steps(2)
-    step_s = torch.tensor((time.perf_counter() - began) / 2)
+    step_s = torch.tensor((time.perf_counter() - began) / 2, device=turn.device)
     torch.distributed.all_reduce(step_s, torch.distributed.ReduceOp.MAX)  # All ranks must take equally many steps.
     journal.catch_up()
     records = (exporter.emitted - emitted) / 2

@@ -43,7 +43,7 @@ def _rows() -> list[Row]:
                     by_state,
                     "short",
                     16,
-                    "running is good; hung, failed, lost and stalled are bad.",
+                    "running is good; hung, failed, lost and stalled are bad; a person ends a run as interrupted.",
                     legend="{{run}}: {{state}}",
                 ),
             ],

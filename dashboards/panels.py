@@ -67,7 +67,7 @@ def of_runs(title: str, uid: str, description: str, rows: list[Row], *, ranks: b
 
 _ANNOTATIONS = [
     ("Starts and attempts", f"ddpobs_run_info{{{RUN}}}", "green", "{{run}}: attempt {{attempt}} began"),
-    ("Ends", f'ddpobs_run_state{{{RUN},state=~"finished|failed|lost|hung"}}', "red", "{{run}}: {{state}}"),
+    ("Ends", f'ddpobs_run_state{{{RUN},state=~"finished|interrupted|failed|lost|hung"}}', "red", "{{run}}: {{state}}"),
     (
         "Findings",
         f'max by (run, code, ranks, phase) (ddpobs_finding_gain_ratio{{{RUN},severity=~"warning|critical"}} * 0 + 1)',

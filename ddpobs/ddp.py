@@ -24,6 +24,7 @@ from ddpobs.reducer.ddp_logger import Logger
 from ddpobs.reducer.late_parameters import Frozen
 from ddpobs.reducer.module_reducer import ModuleReducer
 from ddpobs.reducer.settings import Settings
+from ddpobs.torch_seam.bucket_caps import BucketCaps
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
 if TYPE_CHECKING:
@@ -157,12 +158,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _build_params_for_reducer(self) -> tuple[list[torch.nn.Parameter], list[bool]]:
         """Compare the ranks' models before torch does: its comparison fails without naming the difference."""
         parameters, expect_sparse = super()._build_params_for_reducer()
+        self._bucket_caps = BucketCaps.of(self)
         if self._arguments is not None and self._arguments.get("init_sync", True):
             facts = self._facts(self._arguments, parameters, expect_sparse)
             device = parameters[0].device
-            # Every rank uses rank 0's bucket limits, as in torch.
-            config = model_check.check_same_everywhere(facts, self._bucket_config, self.process_group, device)
-            self._bucket_config, self.bucket_bytes_cap = config, config.bucket_bytes_cap
+            # Every rank uses rank 0's bucket caps, as in torch.
+            caps = model_check.check_same_everywhere(facts, self._bucket_caps, self.process_group, device)
+            self._bucket_caps, self.bucket_bytes_cap = caps, caps.bytes
         return parameters, expect_sparse
 
     def _facts(
@@ -172,13 +174,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         settings = {
             "find_unused_parameters": bool(self.find_unused_parameters),
             "static_graph": bool(arguments.get("static_graph")),
+            "gradient_as_bucket_view": bool(self.gradient_as_bucket_view),
             "skip_all_reduce_unused_params": bool(self.skip_all_reduce_unused_params),
-            "forward_sync_buffers": bool(self.forward_sync_buffers),
+            "forward_sync_buffers": bool(self.broadcast_buffers),
             "mixed_precision": self.mixed_precision,
             "comm": name_of(arguments["comm"]),
             "round_robin_groups": arguments["round_robin_groups"],
         }
-        syncs_buffers = self.forward_sync_buffers or arguments.get("forward_sync_buffers") is not None
+        syncs_buffers = self.broadcast_buffers or arguments.get("forward_sync_buffers") is not None
         return {
             model_check.SETTINGS: [(name, str(value)) for name, value in settings.items()],
             "parameters": model_check.parameters(_names(self.module, parameters), parameters, expect_sparse),
@@ -234,16 +237,10 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
 
     def _settings(self, static_graph: bool) -> Settings:
         """The constructor's choices in the reducer's form."""
-        # Torch starts with these limits only with find_unused_parameters. They let the first step overlap too.
-        first_limits, _ = self._bucket_config.compute_bucket_size_limits(
-            static_graph=False, find_unused_parameters=True
-        )
-        _, rebuilt_limits = self._bucket_config.compute_bucket_size_limits(
-            static_graph=static_graph, find_unused_parameters=self.find_unused_parameters
-        )
+        limits = self._bucket_caps.rebuilt()
         return Settings(
-            first_limits_bytes=first_limits,
-            rebuilt_limits_bytes=rebuilt_limits or [self._bucket_config.first_bucket_bytes_cap, self.bucket_bytes_cap],
+            first_limits_bytes=limits,  # Torch starts with them only with find_unused_parameters. They allow overlap.
+            rebuilt_limits_bytes=limits,
             find_unused=self.find_unused_parameters,
             skip_unused=self.skip_all_reduce_unused_params and self.find_unused_parameters and not static_graph,
             static_graph=static_graph,
@@ -256,7 +253,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "module_name": type(self.module).__name__,
             "device_ids": ", ".join(map(str, self.device_ids or [])),
             "output_device": -1 if self.output_device is None else self.output_device,
-            "broadcast_buffers": int(self.forward_sync_buffers),
+            "broadcast_buffers": int(self.broadcast_buffers),
             "backend_name": dist.get_backend(self.process_group),
             "rank": dist.get_rank(self.process_group),
             "world_size": dist.get_world_size(self.process_group),
@@ -282,7 +279,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 "find_unused_parameters": self.find_unused_parameters,
                 "gradient_as_bucket_view": self.gradient_as_bucket_view,
                 "static_graph": self.static_graph,
-                "broadcast_buffers": self.forward_sync_buffers,
+                "broadcast_buffers": self.broadcast_buffers,
                 "bucket_cap_mb": self.bucket_bytes_cap / 2**20,
             },
         )

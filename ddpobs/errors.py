@@ -7,6 +7,7 @@ DdpobsError
   CollectorError          a request to the collector (RuntimeError)
   HorovodError            a call of Horovod's interface (ValueError)
   HorovodInternalError    a collective of Horovod's interface that failed (RuntimeError)
+    MismatchError         the ranks called different collectives
   HostsUpdatedInterrupt   other hosts for an elastic training (RuntimeError)
   MpiError                process groups over MPI (RuntimeError)
   StepOrderError          the order of backward, synchronize and step (AssertionError)
@@ -118,6 +119,13 @@ class HorovodInternalError(DdpobsError, RuntimeError):
     """A collective of Horovod's interface failed: a rank has left, or a time limit has passed.
 
     `ddpobs.horovod.elastic.run` restores the last commit and calls the function again.
+    """
+
+
+class MismatchError(HorovodInternalError):
+    """The ranks called different collectives, or one with different tensors or arguments. Raised on every rank.
+
+    A HorovodInternalError, as in Horovod. `elastic.run` raises it: another attempt would fail in the same way.
     """
 
 

@@ -1,7 +1,8 @@
 """Reports about processes that died: a batch with their place, sent together with the batches that they spooled.
 
-A surviving rank, the next attempt or `ddpobs push` recovers the places in a spool's folder. If two of them do so at
-once, they write the same batch, and the collector stores it once.
+`ddpobs run`, a surviving rank, the next attempt or `ddpobs push` recovers the places in a spool's folder. If two of
+them do so at once, they write the same batch, and the collector stores it once. A survivor leaves what `ddpobs run`
+watches: its launcher may kill it before it has sent the report.
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from ddpobs.recording.last_place import FOLDER
 _POLL_S = 0.02
 
 
-def recover(folder: Path, limit_bytes: int, run: str | None = None, parent_s: float = 0.0) -> set[str]:
+def recover(
+    folder: Path, limit_bytes: int, run: str | None = None, parent_s: float = 0.0, launch: str = ""
+) -> set[str]:
     """Turn the places of dead processes into spooled batches.
 
     Args:
@@ -29,23 +32,28 @@ def recover(folder: Path, limit_bytes: int, run: str | None = None, parent_s: fl
         limit_bytes: Limit of the spool's size.
         run: The run of the processes; None for all runs.
         parent_s: Longest wait until the parent of the dead processes has noted how they ended.
+        launch: A `ddpobs run` that reports the processes that it watches; empty for none.
 
     Returns:
         The sources of those processes.
     """
     spool, sources = Spool(folder, limit_bytes), set()
-    for last_place in _places(folder, run, time.monotonic() + parent_s):
+    for last_place in _places(folder, run, launch, time.monotonic() + parent_s):
         with suppress(OSError):
-            spool.put(_encoded(last_place), last_place.at_wall_ns, lambda *_: None)
+            spool.put(encoded(last_place), last_place.at_wall_ns, lambda *_: None)
             sources.add(last_place.identity.source)
             last_place.remove()
     return sources
 
 
-def _places(folder: Path, run: str | None, until: float) -> list[Place]:
+def _places(folder: Path, run: str | None, launch: str, until: float) -> list[Place]:
     """Return the places of the run's dead processes, after their parent has noted all exits or the time has passed."""
     while True:
-        places = [place for place in places_of_the_dead(folder / FOLDER) if run in (None, place.identity.run)]
+        places = [
+            place
+            for place in places_of_the_dead(folder / FOLDER)
+            if run in (None, place.identity.run) and not (place.watched and place.identity.launch == launch)
+        ]
         if all(place.exit_status is not None for place in places) or time.monotonic() >= until:
             return places
         time.sleep(_POLL_S)
@@ -57,9 +65,9 @@ def died_batch(last_place: Place) -> wire.Batch:
     Its sequence number follows the last batch that the process built.
     """
     identity = last_place.identity
-    event = wire.Event(
-        kind="died", at_ns=last_place.at_monotonic_ns, step=max(0, last_place.step), detail=_detail(last_place)
-    )
+    at_ns = last_place.at_monotonic_ns if last_place.interrupted_ns is None else last_place.interrupted_ns
+    kind = "died" if last_place.interrupted_ns is None else "interrupted"
+    event = wire.Event(kind=kind, at_ns=at_ns, step=max(0, last_place.step), detail=_detail(last_place, at_ns))
     return wire.Batch(
         version=wire.VERSION,
         run=identity.run,
@@ -75,15 +83,16 @@ def died_batch(last_place: Place) -> wire.Batch:
     )
 
 
-def _encoded(last_place: Place) -> Encoded:
+def encoded(last_place: Place) -> Encoded:
+    """Return the batch that reports a death, as it is sent."""
     batch = died_batch(last_place)
     body = zstandard.compress(wire.encode(batch), 1)
     return Encoded(batch.run, batch.source, batch.seq, 1, body)
 
 
-def _detail(last_place: Place) -> dict[str, wire.Scalar]:
+def _detail(last_place: Place, event_ns: int) -> dict[str, wire.Scalar]:
     detail: dict[str, wire.Scalar] = {
-        "wall_ns": last_place.at_wall_ns,
+        "wall_ns": last_place.at_wall_ns - last_place.at_monotonic_ns + event_ns,
         "phase": last_place.phase,
         "module": last_place.module,
         "bucket": last_place.bucket,

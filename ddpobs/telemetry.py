@@ -36,13 +36,15 @@ from ddpobs.recording.code_samples import FIRST_LOOKS_S, CodeSamples
 from ddpobs.recording.collective_hooks import CollectiveHooks
 from ddpobs.recording.counter_reader import CounterReader
 from ddpobs.recording.failure import UncaughtErrors, describe, propagating, uncaught
+from ddpobs.recording.interactive_session import InteractiveSession
 from ddpobs.recording.journal import Journal, never_raises
-from ddpobs.recording.last_place import FOLDER, LastPlace, PlaceIdentity, Slot
+from ddpobs.recording.last_place import FOLDER, LastPlace, is_interrupted
 from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.recording.machine_state import MachineState
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.recording.nvidia_device import watch_device
 from ddpobs.recording.pipeline_hooks import PipelineHooks
+from ddpobs.recording.place_file import LAUNCH, PlaceIdentity, Slot, launch_was_interrupted
 from ddpobs.recording.process_hooks import ProcessHooks
 from ddpobs.recording.pulses import Pulses
 from ddpobs.recording.start_up import compile_ns, start_up
@@ -55,6 +57,7 @@ from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summary
 from ddpobs.terminal.announcer import Announcer
 from ddpobs.torch_seam.collectives import backend_of, ranks_of
+from ddpobs.torch_seam.modes import unseen
 
 _LOOK_S = 0.2
 """Seconds between looks for the run's identity."""
@@ -62,6 +65,8 @@ _CLOSE_S = 0.2
 """Longest time that an exit waits for a read from the store, which a stopped process may never answer."""
 _PARENT_S = 0.5
 """Longest time that an exit waits until torchrun's agent, which looks every 0.1 s, has noted how a dead rank ended."""
+_LAUNCH_S = 0.1
+"""Longest time that SIGTERM waits until the `ddpobs run` around the launcher has noted that SIGINT is the reason."""
 _STEPS_PER_RECORD = 256
 """Most steps in one record of the queue; a quarter of the queue or of a batch, if that is less."""
 
@@ -70,6 +75,7 @@ _generation = 0
 """Number of telemetries that this process has had. It is equal on all ranks, so an older identity never matches."""
 
 
+@unseen
 def join(
     module: torch.nn.Module,
     config: TelemetryConfig,
@@ -130,6 +136,9 @@ class Telemetry:
         settings: Settings of the reducer that matter for a diagnosis.
     """
 
+    _cell_ended = False
+    """An interrupt has ended the training of a notebook's cell, and no later cell trains yet."""
+
     def __init__(
         self,
         config: TelemetryConfig,
@@ -181,11 +190,12 @@ class Telemetry:
         self._samples = CodeSamples(self._journal, config.traceback)
         self._collectives = CollectiveHooks(self._journal)
         self._pipelines = PipelineHooks(self._journal, self._event)
-        self._errors = UncaughtErrors(lambda: self._journal.trains_here, self._fail)
-        self._termination = Termination(self._terminate)
-        self._failed = False
+        self._session = InteractiveSession(self._end_cell)
+        self._errors = UncaughtErrors(lambda: self._journal.trains_here, self._fail, self._session.failed)
+        self._termination = Termination(self._terminate, self._interrupt)
+        self._failed = self._interrupted = False
         self._ended = ""
-        """How the process ended: `finished`, `failed`, or empty while it runs; the last pulse publishes it."""
+        """`finished`, `interrupted` or `failed`; empty while the process runs. The last pulse publishes it."""
         self._ending = threading.RLock()
         self._unreduced = UnreducedGradients(self._journal, self._event)
         self._recorders: list[ModuleRecorder] = []
@@ -228,6 +238,7 @@ class Telemetry:
         self._collectives.install()
         self._counters.install()
         self._errors.install()
+        self._session.install()
         self._termination.install()
         self._unreduced.install()
         atexit.register(self.close)
@@ -289,6 +300,7 @@ class Telemetry:
         self._collectives.remove()
         self._pipelines.remove()
         self._errors.remove()
+        self._session.remove()
         error = error or uncaught()
         if error is not None:
             self._fail(error)
@@ -302,31 +314,83 @@ class Telemetry:
 
     @never_raises
     def _fail(self, error: BaseException) -> None:
-        """Report the error that ends the training, once, with the place before the open step is closed."""
+        """Report the error that ends the training, once, with the place before the open step is closed.
+
+        An error after SIGINT is a consequence of it.
+        """
         if self._failed or self._ended:
             return
-        self._failed, step = True, self._journal.number
+        if isinstance(error, KeyboardInterrupt):
+            self._place.note_interrupt(time.monotonic_ns())
         detail = describe(error, self._config.traceback)
-        self._event("failed", step, {**detail, "wall_ns": time.time_ns(), "step": step, **self._place.summary()})
+        if is_interrupted(self._place.slots):
+            self._report_interrupt(detail)
+        else:
+            self._failed, step = True, self._journal.number
+            self._event("failed", step, {**detail, "wall_ns": time.time_ns(), "step": step, **self._place.summary()})
         self._exporter.flush_soon()
 
+    def _interrupt(self) -> None:
+        """Note SIGINT; a hang in which it arrives is reported now, because the process may have to be killed."""
+        self._place.note_interrupt(time.monotonic_ns())
+        if self._pulses.is_stuck and not self._ended:
+            self._pulses.end()
+            self._exporter.flush_soon()
+
+    def _report_interrupt(self, detail: dict[str, wire.Scalar]) -> None:
+        """Report that SIGINT ends the training, at the time of its arrival."""
+        self._interrupted = True
+        at_ns, step = self._place.slots[Slot.INTERRUPTED_NS], self._journal.number
+        wall_ns = time.time_ns() - (time.monotonic_ns() - at_ns)
+        detail = {"signal": "SIGINT", **detail, "wall_ns": wall_ns, "step": step, **self._place.summary()}
+        self._exporter.offer(wire.Event(kind="interrupted", at_ns=at_ns, step=step, detail=detail), weight=1)
+
+    def _end_cell(self) -> None:
+        """Report that an interrupt ended a cell's training; a later cell may train again."""
+        if self._journal.trains_here and not (self._ended or self._interrupted):
+            self._place.note_interrupt(time.monotonic_ns())
+            self._report_interrupt({"error": "KeyboardInterrupt"})
+            self._cell_ended = True
+            self._journal.training_interrupted()
+            self._exporter.flush_soon()
+
+    def _train_again(self, step: int) -> None:
+        """Report that training goes on after the interrupt of a cell."""
+        slots = self._place.slots
+        if not self._ended and step > slots[Slot.INTERRUPTED_STEP]:
+            self._cell_ended = self._interrupted = False
+            slots[Slot.INTERRUPTED_NS] = 0
+            self._event("resumed", step, {"wall_ns": time.time_ns()})
+
     def _terminate(self) -> None:
-        """Flush after SIGTERM, on another thread than training, which may go on; the process ends next."""
+        """Flush after SIGTERM, on another thread than training, which may go on; the process ends next.
+
+        A launcher that is interrupted sends it too; the `ddpobs run` around the launcher got SIGINT then.
+        """
         with self._ending:
-            if not self._ended:
+            if self._ended:
+                return
+            if launch_was_interrupted(self._spool / FOLDER, _LAUNCH_S):
+                self._place.note_interrupt(time.monotonic_ns())
+            if not is_interrupted(self._place.slots):
                 detail = {"signal": "SIGTERM", "wall_ns": time.time_ns(), **self._place.summary()}
                 self._event("terminated", self._journal.number, detail)
-                self._end("")
+            self._end("")
 
     def _end(self, kind: str = "goodbye") -> None:
-        """Flush, once: steps, the last event unless the process failed, and the places of other processes."""
+        """Flush, once: steps, the last event unless it was sent, and the places of other processes."""
         with self._ending:
             if self._ended:
                 return
             deadline = time.monotonic() + self._config.exit_s
-            self._ended = "finished" if kind and not self._failed else "failed"
+            if not self._failed and not self._interrupted and is_interrupted(self._place.slots):
+                self._report_interrupt({})
+            if self._interrupted:
+                self._ended = "interrupted"
+            else:
+                self._ended = "finished" if kind and not self._failed else "failed"
             self._samples.end()
-            if self._ended == "failed":
+            if self._ended != "finished":
                 self._pulses.end()
             self._journal.finish()
             self._unreduced.remove()
@@ -334,7 +398,7 @@ class Telemetry:
             self._loaders.report_repeated_order()
             for recorder in self._recorders:
                 recorder.batch_cut()
-            if kind and not self._failed:
+            if self._ended == "finished":
                 self._event(kind, self._journal.number, {})
             self._recover(_PARENT_S if "TORCHELASTIC_RUN_ID" in os.environ else 0.0)
             self._exporter.close()
@@ -354,7 +418,8 @@ class Telemetry:
     def _recover(self, parent_s: float = 0.0) -> None:
         """Send the places and the spooled batches of this run's dead processes; `parent_s` as for `recover`."""
         if self._run and self._place.is_shared:
-            sources = recover(self._spool, int(self._config.spool_mb * 1e6), self._run, parent_s)
+            launch = os.environ.get(LAUNCH, "")
+            sources = recover(self._spool, int(self._config.spool_mb * 1e6), self._run, parent_s, launch)
             if sources:
                 self._exporter.adopt(sources)
 
@@ -373,6 +438,8 @@ class Telemetry:
 
     def _add_step(self, raw: RawStep) -> None:
         """Collect a step as numbers if the device has finished it, else queue it; the journal's replay calls this."""
+        if self._cell_ended:
+            self._train_again(raw.number)
         if not (self._passed(raw) and self._read(self._steps, raw)):
             self._offer_steps()
             self._exporter.offer(raw, raw.records)

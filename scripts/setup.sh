@@ -52,13 +52,14 @@ if [ "$target" = test ]; then
     fi
 fi
 
+export PIP_DISABLE_PIP_VERSION_CHECK=1
 stamp=.venv/.ddpobs-$target
 if [ ! -e "$stamp" ] || [ pyproject.toml -nt "$stamp" ] || [ constraints.txt -nt "$stamp" ]; then
     echo "Installing torch and the other dependencies into .venv. This takes a few minutes." >&2
     [ -x .venv/bin/python ] || "$python" -m venv .venv
-    # torch first and pinned, so that no dependency pulls another build. TORCH_INDEX_URL selects its package index, such
-    # as https://download.pytorch.org/whl/cpu for the CPU build.
-    .venv/bin/python -m pip install -q -c constraints.txt ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} torch
+    # torch first and pinned, so that no dependency pulls another build.
+    index=$(.venv/bin/python scripts/torch_index.py)
+    .venv/bin/python -m pip install -q -c constraints.txt ${index:+--index-url "$index"} torch
     extras=train,server
     [ "$target" = demo ] || extras=dev
     .venv/bin/python -m pip install -q -c constraints.txt -e ".[$extras]"

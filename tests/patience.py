@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import subprocess
 import time
@@ -12,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-_MARK = "TESTS_STARTED_BY"
+from tests.leftovers import MARK, kill, new_mark, started
 
 
 def run(
@@ -30,19 +29,23 @@ def run(
         AssertionError: The time has run out. The message holds the output, which ends with the stacks of all remaining
             processes.
     """
-    mark = secrets.token_hex(8)
+    mark = new_mark()
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    environ = {**environ, _MARK: mark, "PYTHONFAULTHANDLER": "1"}
+    environ = {**environ, MARK: mark, "PYTHONFAULTHANDLER": "1"}
     process = subprocess.Popen(list(command), text=True, env=environ, **pipes | options)
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
         # The youngest first, because a parent that gets the signal would end its children.
         for number in (signal.SIGABRT, signal.SIGKILL):
-            for pid in sorted(_started(mark), reverse=True):
+            for pid in sorted(started(mark), reverse=True):
                 _end(pid, number, mark)
         out, err = process.communicate(timeout=60)
         raise AssertionError(f"{command[0]} did not end within {timeout_s} s:\n{out or ''}\n{err or ''}") from None
+    except BaseException:  # The test's own time is over.
+        kill(mark)
+        process.wait()
+        raise
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
@@ -50,15 +53,5 @@ def _end(pid: int, number: signal.Signals, mark: str) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, number)
     deadline = time.monotonic() + 5
-    while pid in _started(mark) and time.monotonic() < deadline:
+    while pid in started(mark) and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def _started(mark: str) -> list[int]:
-    """List the processes with the mark in their environment, orphans included; empty on systems without /proc."""
-    pids = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"{_MARK}={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                pids.append(int(folder.name))
-    return pids

@@ -25,6 +25,7 @@ from ddpobs.cli import main as commands
 from ddpobs.export.spool import Encoded, Spool
 from tests import patience
 from tests.collector import collector
+from tests.integration.training import PATIENT
 from tests.server.batches import batch, source_of, steps
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -40,7 +41,7 @@ NOT_RUN = {
     r"-- accelerate launch |-- python train.py": "tests/integration/test_frameworks.py starts both",
     r"torchrun .*train_horovod.py|^DDPOBS_TELEMETRY=\S+ torchrun ": "tests/integration/test_frameworks.py starts it",
     r"^openapi-python-client ": "tests/server/api/test_openapi.py generates a client and uses it",
-    r"^ddpobs horovodrun ": "tests/test_horovodrun.py runs it",
+    r"^ddpobs horovodrun ": "tests/integration/test_frameworks.py starts ranks with it",
     r"^torchrun --nnodes 2:4 ": "needs several hosts; tests/distributed/test_horovod_elastic.py restarts ranks on one",
     r"^mpiexec ": "tests/mpi/test_mpi.py starts ranks with mpiexec",
 }
@@ -112,7 +113,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
     Spool(folder / "spool", 10**6).put(Encoded(SPOOLED, source_of(0), 0, 4, payload), 0, lambda *_: None)
     start = min(SERVERS, key=len)
     with collector(folder, [str(BIN / start)]) as running:
-        environ = environment(folder) | {"DDPOBS_RUN": RUN}
+        environ = environment(folder) | PATIENT | {"DDPOBS_RUN": RUN}
         line = max(TRAININGS, key=len).replace("http://collector:8321", running.url)
         line = re.sub(r"--nproc-per-node \d+", "--standalone --nproc-per-node 2", line)
         trained = patience.run(["bash", "-c", line], environ=environ, timeout_s=120, cwd=folder)

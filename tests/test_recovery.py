@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from threading import Timer
+from unittest.mock import patch
 
 import pytest
 import zstandard
@@ -11,16 +12,18 @@ import zstandard
 from ddpobs import wire
 from ddpobs.export.spool import Spool
 from ddpobs.recording.dead_places import note_exit
-from ddpobs.recording.last_place import FOLDER, LastPlace, PlaceIdentity, Slot
+from ddpobs.recording.last_place import FOLDER, LastPlace
+from ddpobs.recording.place_file import LAUNCH, PlaceIdentity, Slot
 from ddpobs.recovery import recover
 
 LIMIT = 10**9
 
 
-def dead(folder: Path, run: str, source: str) -> LastPlace:
+def dead(folder: Path, run: str, source: str, launch: str = "") -> LastPlace:
     """Leave the place of a process that died after its eighth batch, in a bucket of step 13."""
     place = LastPlace(folder / FOLDER, source)
-    place.identify(PlaceIdentity(run, "a" * 16, source, 3, 4, "host"))
+    with patch.dict("os.environ", {LAUNCH: launch}):
+        place.identify(PlaceIdentity(run, "a" * 16, source, 3, 4, "host"))
     slots = place.slots
     place.batch_built(7, 90, 2)
     slots[Slot.STEP], slots[Slot.CLOSED], slots[Slot.CLOSED_AT_STEP] = 10, 5, 2
@@ -97,3 +100,11 @@ def test_the_place_of_another_run_stays(tmp_path: Path) -> None:
     dead(tmp_path, "r", "b" * 16)
     assert recover(tmp_path, LIMIT, "r") == {"b" * 16}
     assert recover(tmp_path, LIMIT) == {"c" * 16}
+
+
+def test_a_survivor_leaves_a_process_to_the_ddpobs_run_that_watches_it(tmp_path: Path) -> None:
+    watched = dead(tmp_path, "r", "b" * 16, launch="first")
+    watched.slots[Slot.WATCHED] = 1
+    dead(tmp_path, "r", "c" * 16, launch="first")  # Started on another host, without a parent there.
+    assert recover(tmp_path, LIMIT, "r", launch="first") == {"c" * 16}
+    assert recover(tmp_path, LIMIT, "r", launch="second") == {"b" * 16}

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.faults.launch import HANGING, Ranks, ranks_of
-from benchmarks.links import INTERFACE, MANAGEMENT, address, cut, inside, links
+from benchmarks.links import INTERFACE, MANAGEMENT, address, links
 
 _PULSES_S = 5
 """Time in which each rank publishes a pulse; a rank that stops earlier is not known to the others."""
@@ -60,19 +60,26 @@ class Case:
         """
         with ExitStack() as stack:
             environ = environ | self.environ
-            if self.cuts:
-                stack.enter_context(links(world_size, "1gbit"))
+            network = stack.enter_context(links(world_size, "1gbit")) if self.cuts else None
+            if network:
                 environ |= {"GLOO_SOCKET_IFNAME": INTERFACE}
-            network = {"inside": inside, "master": address(0, MANAGEMENT)} if self.cuts else {}
             ranks = stack.enter_context(
-                ranks_of(HANGING, self.name, ranks=world_size, folder=folder, environ=environ, **network)  # type: ignore[arg-type]
+                ranks_of(
+                    HANGING,
+                    self.name,
+                    ranks=world_size,
+                    folder=folder,
+                    environ=environ,
+                    namespaces=network.namespaces if network else None,
+                    master=address(0, MANAGEMENT) if network else "127.0.0.1",
+                )
             )
             began = ranks.wait_for_fault()
             if self.cuts or self.name == "stop":
                 time.sleep(_PULSES_S)
                 began = time.time()
-            if self.cuts:
-                cut(1, *self.cuts)
+            if network:
+                network.cut(1, *self.cuts)
             elif self.name == "stop":
                 os.kill(ranks.processes[1].pid, signal.SIGSTOP)
             yield ranks, began

@@ -1,22 +1,26 @@
-"""Forks the ranks of a training from a process that has imported torch, which saves two seconds a rank.
+"""Forks processes from one that has imported their modules: ranks with torch, which saves two seconds a rank.
 
-A rank is a process of its own with its own interpreter, environment and log. Its script runs as `__main__`, and it ends
-as an interpreter does, with its exit handlers. `ForkServer.start` returns what `subprocess.Popen` returns, as far as
-tests need it.
+A rank, or a collector, is a process of its own with its own interpreter, environment and log. Its script runs as
+`__main__`, and it ends as an interpreter does, with its exit handlers. `ForkServer.start` returns what
+`subprocess.Popen` returns, as far as tests need it.
 
 The server reads a request from each line of its input, and writes a line when a rank has started and when it has ended.
+At the end of its input it ends, and the ranks with it.
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import selectors
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -67,11 +71,17 @@ class ForkedRank:
 
 
 class ForkServer:
-    """A process that has imported torch and forks ranks. It ends with this process."""
+    """A process that has imported modules and forks others. It ends with this process. Threads may share it.
 
-    def __init__(self, environ: Mapping[str, str]) -> None:
+    Args:
+        environ: Its own environment.
+        preloaded: Names of the modules.
+    """
+
+    def __init__(self, environ: Mapping[str, str], preloaded: Sequence[str] = PRELOADED) -> None:
+        self._lock = threading.Lock()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-m", __name__, *preloaded],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=dict(environ),
@@ -80,7 +90,14 @@ class ForkServer:
         self._ended: dict[int, int] = {}
         self._unread = b""
 
-    def start(self, script: Sequence[str], environ: Mapping[str, str], folder: Path, log: Path) -> ForkedRank:
+    def start(
+        self,
+        script: Sequence[str],
+        environ: Mapping[str, str],
+        folder: Path,
+        log: Path,
+        namespaces: Sequence[str] = (),
+    ) -> ForkedRank:
         """Fork a process that runs a script.
 
         Args:
@@ -88,18 +105,29 @@ class ForkServer:
             environ: The whole environment of the process.
             folder: Its working folder.
             log: The file for its output and errors.
+            namespaces: Files of the namespaces that it enters.
         """
         request = {"script": list(script), "environ": dict(environ), "folder": str(folder), "log": str(log)}
-        self._pipe("stdin").write(json.dumps(request).encode() + b"\n")
-        while True:
-            for answer in self._answers(wait=True):
-                if "started" in answer:
-                    return ForkedRank(self, answer["started"])
+        request["namespaces"] = list(namespaces)
+        with self._lock:
+            self._pipe("stdin").write(json.dumps(request).encode() + b"\n")
+            while True:
+                for answer in self._answers(wait=True):
+                    if "started" in answer:
+                        return ForkedRank(self, answer["started"])
+
+    def close(self) -> None:
+        """End the server, and with it every rank that still runs."""
+        self._pipe("stdin").close()
+        self._pipe("stdout").close()
+        self._process.wait()
 
     def status(self, pid: int) -> int | None:
         """The exit status of a process that has ended, as `Popen.returncode` has it."""
-        self._answers(wait=False)
-        return self._ended.get(pid)
+        with self._lock:
+            if pid not in self._ended:
+                self._answers(wait=False)
+            return self._ended.get(pid)
 
     def _answers(self, wait: bool) -> list[dict[str, int]]:
         output = self._pipe("stdout")
@@ -127,6 +155,9 @@ def serve() -> dict[str, Any]:
             if selector.select(_POLL_S if running else None):
                 data = os.read(0, 1 << 20)
                 if not data:
+                    for pid in running:
+                        with suppress(ProcessLookupError):
+                            os.killpg(pid, signal.SIGKILL)
                     os._exit(0)
                 *lines, unread = (unread + data).split(b"\n")
                 for line in lines:
@@ -147,10 +178,16 @@ def _answer(**fields: int) -> None:
 
 
 def become(request: dict[str, Any]) -> ModuleType:
-    """Take over environment, folder, output and arguments of a request; returns the empty module `__main__`."""
+    """Take over environment, folder, output and arguments of a request, in a session of its own.
+
+    Returns the empty module `__main__`.
+    """
+    os.setsid()
     os.environ.clear()
     os.environ.update(request["environ"])
     os.chdir(request["folder"])
+    for name in request["namespaces"]:
+        _enter(name)
     null, log = os.open(os.devnull, os.O_RDONLY), os.open(request["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for source, target in ((null, 0), (log, 1), (log, 2)):
         os.dup2(source, target)
@@ -162,8 +199,16 @@ def become(request: dict[str, Any]) -> ModuleType:
     return main
 
 
+def _enter(namespace: str) -> None:
+    # os.setns comes with Python 3.12.
+    descriptor = os.open(namespace, os.O_RDONLY)
+    if ctypes.CDLL(None, use_errno=True).setns(descriptor, 0):
+        raise OSError(ctypes.get_errno(), f"setns: {os.strerror(ctypes.get_errno())}", namespace)
+    os.close(descriptor)
+
+
 if __name__ == "__main__":
-    for each in PRELOADED:
+    for each in sys.argv[1:]:
         __import__(each)
     script = become(serve())
     exec(compile(Path(sys.argv[0]).read_bytes(), sys.argv[0], "exec"), vars(script))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HANGING = Path(__file__).with_name("hanging.py")
 CRASHING = Path(__file__).with_name("crashing.py")
 COMMUNICATING = Path(__file__).with_name("communicating.py")
-Inside = Callable[[int, Sequence[str]], list[str]]
+Namespaces = Callable[[int], Sequence[str]]
 
 
 @dataclass
@@ -61,13 +61,12 @@ def ranks_of(
     ranks: int,
     folder: Path,
     environ: dict[str, str],
-    inside: Inside | None = None,
+    namespaces: Namespaces | None = None,
     master: str = "127.0.0.1",
 ) -> Iterator[Ranks]:
     """Start `python SCRIPT ARGUMENTS` once per rank, without a launcher that would end the survivors.
 
-    Ranks are forked from a process that has imported torch, unless they start inside of something or with import paths
-    of their own.
+    Ranks are forked from a process that has imported torch, unless they start with import paths of their own.
 
     Args:
         script: The training.
@@ -75,7 +74,7 @@ def ranks_of(
         ranks: Number of ranks.
         folder: For logs and whatever the script writes (its `$OUT`).
         environ: Added to this process's environment without its own DDPOBS settings.
-        inside: Turns a rank and its command into the command to start, such as in a network namespace.
+        namespaces: Returns the files of the namespaces that a rank enters; not with import paths of their own.
         master: Address of rank 0.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -87,24 +86,30 @@ def ranks_of(
     try:
         for rank in range(ranks):
             log, own = folder / f"rank-{rank}.log", shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if inside is None and "PYTHONPATH" not in environ:
-                processes.append(_fork_server().start([str(script), *arguments], own, folder, log))
+            if "PYTHONPATH" not in environ:
+                entered = namespaces(rank) if namespaces else ()
+                processes.append(fork_server().start([str(script), *arguments], own, folder, log, entered))
                 continue
             command = [sys.executable, str(script), *arguments]
             with log.open("wb") as output:
-                command = inside(rank, command) if inside else command
-                processes.append(subprocess.Popen(command, env=own, stdout=output, stderr=output, cwd=folder))
+                started = subprocess.Popen(
+                    command, env=own, stdout=output, stderr=output, cwd=folder, start_new_session=True
+                )
+                processes.append(started)
         yield Ranks(processes, folder)
     finally:
         for process in processes:
-            process.send_signal(signal.SIGCONT)
+            # A rank that is killed leaves the workers of its loader behind; each rank leads a session of its own.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
         for process in processes:
             process.wait()
 
 
 @cache
-def _fork_server() -> ForkServer:
+def fork_server() -> ForkServer:
+    """The process that forks all ranks of this one."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     return ForkServer(kept | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")])})
 

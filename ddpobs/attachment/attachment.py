@@ -31,8 +31,10 @@ from ddpobs.errors import DataParallelError, DdpobsError
 from ddpobs.recording.journal import never_raises
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.torch_seam import autograd
+from ddpobs.torch_seam.bucket_caps import BucketCaps
 from ddpobs.torch_seam.collectives import time_collectives
 from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
+from ddpobs.torch_seam.modes import unseen
 from ddpobs.torch_seam.patching import skip_in_dynamo
 
 _attachments: weakref.WeakKeyDictionary[Any, Attachment] = weakref.WeakKeyDictionary()
@@ -99,6 +101,7 @@ class Attachment:
         forwards: Forwards with gradients so far.
     """
 
+    @unseen
     def __init__(self, model: DistributedDataParallel, config: settings.TelemetryConfig) -> None:
         self._model = weakref.ref(model)
         self._recorder: ModuleRecorder = telemetry.join(model, config, model.process_group, _reducer_settings(model))
@@ -215,6 +218,7 @@ class Attachment:
             buffers = () if hasattr(model, "buffer_hook") else model.named_module_buffers.items()
             self._recorder.replicas_ready(buffers)
 
+    @unseen
     def reduced(self, tensor: torch.Tensor, launched: Any, work: dist.Work) -> None:
         """Record an all-reduce: the next bucket of that size, or the map of unused parameters."""
         reduction = self._current_reduction()
@@ -236,6 +240,7 @@ class Attachment:
             reduction.works[index] = work
         work.get_future().add_done_callback(_stamper(reduction.done_ns, index, self.now))
 
+    @unseen
     def broadcast(self, tensor: torch.Tensor, launched: Any) -> None:
         """Record one of the two broadcasts of a rebuild.
 
@@ -419,6 +424,7 @@ class Attachment:
         self._elements = [sum(_reals(self._parameters[i]) for i in bucket) for bucket in members]
         self._report_layout()
 
+    @unseen
     def _report_layout(self) -> None:
         if not self._members:
             return
@@ -455,7 +461,7 @@ def _current_layout(
         return []
     if facts.get("rebuilt_per_bucket_param_indices"):
         return [[int(i) for i in b.split()] for b in facts["rebuilt_per_bucket_param_indices"].split(",")]
-    limits, _ = model._bucket_config.compute_bucket_size_limits(
+    limits = BucketCaps.of(model).first_step(
         static_graph=model.static_graph, find_unused_parameters=model.find_unused_parameters
     )
     return assignment.assign(parameters, limits, sparse)

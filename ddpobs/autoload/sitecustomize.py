@@ -60,7 +60,7 @@ def _patch(parallel: Any, after_init: Callable[[Any], None]) -> None:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # noqa: N807
         original(self, *args, **kwargs)
-        _unwatch()
+        _explained[:] = [True]
         try:
             after_init(self)
         except Exception as error:  # Telemetry never stops a training.
@@ -80,18 +80,19 @@ def _patch_data_parallel(module: Any) -> None:
 
 
 def _watch_optimizers(module: Any) -> None:
-    """Look at the first optimizer step whether the training has built a module that is observed."""
-    _first_step.append(module.register_optimizer_step_post_hook(_explain))
+    """Look at the first optimizer step whether the training has built a module that is observed.
 
-
-def _unwatch() -> None:
-    while _first_step:
-        _first_step.pop().remove()
+    Torch iterates over the hooks while it calls them, and fails if one is removed meanwhile: this one stays.
+    """
+    _explained.clear()
+    module.register_optimizer_step_post_hook(_explain)
 
 
 def _explain(*_: object) -> None:
-    """Print on rank 0 why this training has no telemetry; Horovod's optimizer has its own."""
-    _unwatch()
+    """Print on rank 0, once, why this training has no telemetry; Horovod's optimizer has its own."""
+    if _explained:
+        return
+    _explained.append(True)
     try:
         import torch.distributed as dist
 
@@ -149,8 +150,8 @@ def _print(text: str) -> None:
     print(f"ddpobs: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-_first_step: list[Any] = []
-"""Handle of the hook that waits for the first optimizer step."""
+_explained: list[bool] = []
+"""Not empty if a module is observed, or if the reason why none is was printed."""
 _advised: list[bool] = []
 _PATCHES: dict[str, Callable[[Any], None]] = {
     "torch.nn.parallel.distributed": _patch_ddp,

@@ -16,6 +16,7 @@ from ddpobs.buckets import assignment
 from ddpobs.buckets import bucket as bucketing
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.torch_seam.collectives import broadcast_from_first, values_of_all, wait_for
+from ddpobs.torch_seam.modes import unseen
 
 _RELEASE_S = 0.1
 """Seconds for which a thread of the process group may still hold a buffer after its wait has returned."""
@@ -150,6 +151,7 @@ class Layout:
         for bucket in self.buckets:
             bucket.set_dtype(dtype)
 
+    @unseen
     def describe(self) -> list[wire.Bucket]:
         """The buckets in their wire form."""
         return [bucket.describe(self.names) for bucket in self.buckets]

@@ -20,21 +20,12 @@ from ddpobs.client.reader import Reply, read
 from ddpobs.config import TelemetryConfig, from_environment
 from ddpobs.errors import CollectorError, ConfigError
 from ddpobs.terminal.announcer import shows_colour
+from ddpobs.wire.states import STATE_COLOURS
 
 FAILED, WRONG_USE, BAD_STATE = 1, 2, 3
 _COMPLETIONS = "200"
 _COMPLETION_S = 1.0
-_COLOURS = {
-    "critical": "red",
-    "warning": "yellow",
-    "info": "cyan",
-    "running": "green",
-    "finished": "green",
-    "failed": "red",
-    "hung": "red",
-    "lost": "red",
-    "stalled": "yellow",
-}
+_COLOURS = {"critical": "red", "warning": "yellow", "info": "cyan"} | STATE_COLOURS
 main = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,

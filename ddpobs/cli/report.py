@@ -70,7 +70,7 @@ def report(
             with_pipeline = {} if pipeline is None else {"pipeline": pipeline}
             typer.echo(json.dumps(diagnosis | {"account": account} | with_pipeline, indent=2))
         else:
-            _print(diagnosis, account, pipeline)
+            _print(diagnosis, account, pipeline, _interrupt(config, run))
     if fail_on is not None:
         severities = list(Severity)[list(Severity).index(fail_on) :]
         if any(finding["severity"] in severities for finding in diagnosis["findings"]):
@@ -90,6 +90,15 @@ def _save_html(config: TelemetryConfig, run: str, file: Path) -> None:
         fail(f"{file}: {error.strerror}", FAILED)
 
 
+def _interrupt(config: TelemetryConfig, run: str) -> str:
+    """Return the rank and the place of the interrupt that ended the latest attempt; empty if none did."""
+    try:
+        latest = read(config, f"/runs/{run}/attempts").document["attempts"][-1]
+    except CollectorError:
+        return ""
+    return f"rank {latest['first_rank']}: {latest['reason']}" if latest["outcome"] == "interrupted" else ""
+
+
 def _pipeline(config: TelemetryConfig, run: str) -> dict[str, Any] | None:
     """Return the run's pipeline; None without one, or from an older collector."""
     try:
@@ -98,11 +107,13 @@ def _pipeline(config: TelemetryConfig, run: str) -> dict[str, Any] | None:
         return None
 
 
-def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[str, Any] | None) -> None:
+def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[str, Any] | None, interrupt: str) -> None:
     findings = diagnosis["findings"]
     worst = _heading(findings[0]) if findings else "no finding"
     typer.echo(printable(f"run {diagnosis['run']}: {worst}"))
     typer.echo(f"{diagnosis['steps_seen']} steps seen, {len(findings)} finding{'s' * (len(findings) != 1)}")
+    if interrupt:
+        typer.echo(coloured(printable(interrupt), "interrupted"))
     for line in [*_account_lines(account), *_pipeline_lines(pipeline)]:
         typer.echo(line)
     for finding in findings:

@@ -9,9 +9,10 @@ from typing import Annotated
 import typer
 
 import ddpobs
-from ddpobs.cli.app import CollectorOption, checked, fail, main, settings
-
-_NOT_STARTED = 127
+from ddpobs.cli.app import CollectorOption, checked, main, settings
+from ddpobs.export.spool import folder_of
+from ddpobs.launch.start import supervise
+from ddpobs.recording.last_place import FOLDER
 
 
 @main.command(context_settings={"allow_interspersed_args": False})
@@ -22,14 +23,16 @@ def run(
         str | None, typer.Option("--run", help="Run id; by default DDPOBS_RUN, or the launcher's.")
     ] = None,
 ) -> None:
-    """Run a command and its child processes with telemetry."""
+    """Run a command and its child processes with telemetry.
+
+    Ranks that are killed are reported. It ends as the command does, with its exit status or by its signal.
+    """
     config = settings(collector)
     environ = dict(os.environ, DDPOBS_TELEMETRY=config.collector)
     if run_id is not None:
         environ["DDPOBS_RUN"] = checked(config, run=run_id).run or ""
     autoload = str(Path(ddpobs.__file__).parent / "autoload")
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, (autoload, os.environ.get("PYTHONPATH"))))
-    try:
-        os.execvpe(command[0], command, environ)
-    except OSError as error:
-        fail(f"{command[0]}: {error.strerror}", _NOT_STARTED)
+    own_environ = environ | {"PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    places = folder_of(config.spool).absolute() / FOLDER
+    supervise(command, environ, own_environ, places, lambda reason: typer.echo(f"ddpobs: {reason}", err=True))

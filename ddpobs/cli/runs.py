@@ -14,6 +14,7 @@ import typer
 from ddpobs.cli.app import CollectorOption, JsonOption, RunArgument, ask, chosen_run, coloured, main, settings
 from ddpobs.client.reader import page_address
 from ddpobs.wire import printable
+from ddpobs.wire.states import RUN_STATES
 
 _TITLES = ("run", "state", "ranks", "steps", "started (UTC)", "worst finding")
 _STATE = _TITLES.index("state")
@@ -23,7 +24,7 @@ _STATE = _TITLES.index("state")
 def list_runs(
     collector: CollectorOption = None,
     limit: Annotated[int, typer.Option(min=1, max=500, help="Most runs.")] = 20,
-    state: Annotated[str | None, typer.Option(help="Only runs in this state, such as running or failed.")] = None,
+    state: Annotated[str | None, typer.Option(help=f"Only runs in this state: {', '.join(RUN_STATES)}.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """List the newest runs with their state and worst finding."""

@@ -10,11 +10,11 @@ import typer
 
 from ddpobs.cli.app import BAD_STATE, CollectorOption, RunArgument, ask, chosen_run, main, settings
 from ddpobs.wire import OWN_PHASES, printable
+from ddpobs.wire.states import OVER
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-_OVER = ("finished", "failed", "lost")
 _MAX_RANKS, _MAX_FINDINGS = 16, 3
 _STYLES = {"critical": "bold red", "warning": "bold yellow", "info": "cyan"}
 
@@ -25,7 +25,7 @@ def watch(
     collector: CollectorOption = None,
     every: Annotated[float, typer.Option("--every", min=0.2, help="Seconds between two looks.")] = 2.0,
 ) -> None:
-    """Show a run while it trains: speed, ranks and findings. Ends with the run, with code 3 if it failed or was lost.
+    """Show a run while it trains: speed, ranks and findings. Ends with the run, with code 3 if it did not finish.
 
     Without a terminal, each change is a line.
     """
@@ -118,7 +118,7 @@ def _watch_live(refresh: Any, every_s: float) -> None:
     from rich.live import Live
 
     with Live(refresh().screen(), auto_refresh=False) as live:
-        while (look := refresh()).state not in _OVER:
+        while (look := refresh()).state not in OVER:
             live.update(look.screen(), refresh=True)
             time.sleep(every_s)
         live.update(look.screen(), refresh=True)
@@ -131,6 +131,6 @@ def _watch_lines(refresh: Any, every_s: float) -> None:
         if look.line != printed:
             printed = look.line
             typer.echo(printed)
-        if look.state in _OVER:
+        if look.state in OVER:
             return
         time.sleep(every_s)

@@ -90,10 +90,21 @@ def choose(comm: str | CommFactory | None, round_robin_groups: int) -> CommFacto
 
 
 def name_of(comm: object) -> str:
-    """Name the choice, to compare it between ranks: a string as it is, a user's factory by its class or function."""
+    """Name the choice, to compare it between ranks: a string as it is, a user's factory by its class or function.
+
+    A `functools.partial` has the arguments that are numbers or strings, too.
+    """
     if comm is None:
         return "all_reduce"
+    if isinstance(comm, partial):
+        values = [_name_of_argument(value) for value in comm.args]
+        values += [f"{name}={_name_of_argument(value)}" for name, value in sorted(comm.keywords.items())]
+        return f"{name_of(comm.func)}({', '.join(values)})"
     return comm if isinstance(comm, str) else str(getattr(comm, "__qualname__", type(comm).__qualname__))
+
+
+def _name_of_argument(value: object) -> str:
+    return repr(value) if isinstance(value, (str, int, float)) else name_of(value)
 
 
 def _parse(text: str) -> CommFactory:

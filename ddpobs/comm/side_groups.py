@@ -61,6 +61,17 @@ def _create(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup
     # The first rank draws the name. Another rank may have created no group before, or one whose name an earlier had.
     name = torch.tensor([secrets.randbits(62)], device=device)
     wait_for(broadcast_from_first(group, [name]))
+    return create_named(group, f"{name.item():x}", device)
+
+
+def create_named(group: dist.ProcessGroup, name: str, device: torch.device) -> dist.ProcessGroup:
+    """Create a group over the same ranks, without the group's connections; every rank must call this.
+
+    Args:
+        group: A process group that is registered with torch.
+        name: The same on every rank, and never used before.
+        device: The device of the tensors.
+    """
     c10d, ranks = dist.distributed_c10d, dist.get_process_group_ranks(group)
     side_group, _ = c10d._new_process_group_helper(
         len(ranks),
@@ -68,7 +79,7 @@ def _create(group: dist.ProcessGroup, device: torch.device) -> dist.ProcessGroup
         ranks,
         dist.Backend(dist.get_backend(group)),
         c10d._get_default_store(),
-        group_name=c10d.GroupName(f"{name_of(group)}/ddpobs/{name.item():x}"),
+        group_name=c10d.GroupName(f"{name_of(group)}/ddpobs/{name}"),
         timeout=timeout_of(group, device),
     )
     c10d._world.pg_group_ranks[side_group] = {rank: index for index, rank in enumerate(ranks)}

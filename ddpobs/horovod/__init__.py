@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from ddpobs.errors import HorovodInternalError
+from ddpobs.errors import HorovodInternalError, MismatchError
 from ddpobs.horovod import elastic
 from ddpobs.horovod.backends import (
     ccl_built,
@@ -53,13 +53,12 @@ from ddpobs.horovod.collectives import (
     grouped_allreduce_async_,
     grouped_reducescatter,
     grouped_reducescatter_async,
-    poll,
     reducescatter,
     reducescatter_async,
     sparse_allreduce_async,
-    synchronize,
 )
 from ddpobs.horovod.compression import Compression
+from ddpobs.horovod.handle import poll, synchronize
 from ddpobs.horovod.launch import run
 from ddpobs.horovod.optimizer import DistributedOptimizer, join
 from ddpobs.horovod.process import (
@@ -89,6 +88,7 @@ __all__ = [
     "HorovodInternalError",
     "Max",
     "Min",
+    "MismatchError",
     "ProcessSet",
     "Product",
     "Sum",

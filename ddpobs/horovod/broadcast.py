@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
 from ddpobs.errors import HorovodError
-from ddpobs.horovod.collectives import broadcast_async_
+from ddpobs.horovod import agreement
+from ddpobs.horovod.calls import Call, described
+from ddpobs.horovod.collectives import start, start_broadcast
 from ddpobs.horovod.failures import failures_as_internal_errors
 from ddpobs.horovod.process import ProcessSet, global_process_set
 
@@ -30,17 +32,28 @@ def broadcast_parameters(
 
     Raises:
         HorovodError: `params` is none of these.
+        MismatchError: The ranks' names, shapes, dtypes or roots differ. Raised on every rank.
     """
+    _broadcast("broadcast_parameters", _named_tensors(params), root_rank, process_set)
+
+
+def _named_tensors(params: Any) -> list[tuple[str, torch.Tensor]]:
     try:
         items: list[Any] = sorted(params.items()) if isinstance(params, Mapping) else list(params)
-        values = [item if isinstance(item, torch.Tensor) else item[1] for item in items]
+        pairs = [("", item) if isinstance(item, torch.Tensor) else (item[0], item[1]) for item in items]
     except (TypeError, LookupError):
         raise HorovodError(
             "broadcast_parameters: expected a state_dict, named_parameters() or parameters(), got "
             f"{type(params).__name__}"
         ) from None
-    tensors = [value for value in values if isinstance(value, torch.Tensor)]
-    handles = [broadcast_async_(tensor, root_rank, process_set=process_set) for tensor in tensors]
+    return [(str(name), value) for name, value in pairs if isinstance(value, torch.Tensor)]
+
+
+def _broadcast(function: str, named: list[tuple[str, torch.Tensor]], root_rank: int, process_set: ProcessSet) -> None:
+    """Broadcast tensors, on which the ranks agree together."""
+    tensors = tuple([described(tensor, name) for name, tensor in named])
+    agreed = start(Call(function, None, (("root_rank", int(root_rank)),), tensors), process_set)
+    handles = [start_broadcast(tensor, root_rank, agreed) for _, tensor in named]
     for handle in handles:
         handle.wait()
 
@@ -64,14 +77,15 @@ def broadcast_optimizer_state(
     templates = broadcast_object(
         pytree.tree_map_only(torch.Tensor, lambda tensor: _Template(tensor.to("meta"), tensor.device.type), state),
         root_rank,
-        process_set=process_set,
+        "broadcast_optimizer_state",
+        process_set,
     )
     if not is_root:
         state = pytree.tree_map_only(
             _Template, lambda t: torch.empty_like(t.meta, device=torch.device(t.device_type)), templates
         )
     tensors = [leaf for leaf in pytree.tree_leaves(state) if isinstance(leaf, torch.Tensor)]
-    broadcast_parameters([("", tensor) for tensor in tensors], root_rank, process_set)
+    _broadcast("broadcast_optimizer_state", [("", tensor) for tensor in tensors], root_rank, process_set)
     if not is_root:
         optimizer.load_state_dict(state)
 
@@ -87,7 +101,13 @@ class _Template:
 def broadcast_object(
     obj: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return `root_rank`'s object on every rank; it must be picklable."""
+    """Return `root_rank`'s object on every rank; it must be picklable.
+
+    Raises:
+        MismatchError: The ranks' roots or names differ. Raised on every rank.
+    """
+    call = Call("broadcast_object", name, (("root_rank", int(root_rank)),))
+    agreement.of(process_set).check(call, always=True)
     objects = [obj]
     with failures_as_internal_errors():
         dist.broadcast_object_list(objects, root_rank, group=process_set.group)
@@ -96,6 +116,7 @@ def broadcast_object(
 
 def allgather_object(obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> list[Any]:
     """Return every rank's object, in the order of ranks."""
+    agreement.of(process_set).check(Call("allgather_object", name), always=True)
     gathered: list[Any] = [None] * process_set.size()
     with failures_as_internal_errors():
         dist.all_gather_object(gathered, obj, group=process_set.group)

@@ -1,11 +1,12 @@
 """Horovod's collectives on top of torch.distributed's, and their handles.
 
 As in Horovod, the functions that return a new tensor can be differentiated. Functions that end in `_` or return a
-handle cannot. The parameter `name` has no effect, because every rank makes the same calls in the same order.
+handle cannot. Every rank makes the same calls in the same order. `name` is compared between the ranks.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,8 +14,12 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.errors import HorovodError
+from ddpobs.horovod import agreement
+from ddpobs.horovod.agreement import Agreement
+from ddpobs.horovod.calls import Call, described, described_rows
 from ddpobs.horovod.compression import Compression, Compressor
-from ddpobs.horovod.failures import failures_as_internal_errors
+from ddpobs.horovod.dtypes import as_movable, check_reducible
+from ddpobs.horovod.handle import Handle, synchronize, wait_for
 from ddpobs.horovod.process import ProcessSet, global_process_set
 
 Average, Sum, Adasum, Min, Max, Product = "Average", "Sum", "Adasum", "Min", "Max", "Product"
@@ -60,40 +65,19 @@ def sum_or_average(op: str | None, function: str) -> str:
     return op
 
 
-class Handle:
-    """A running collective."""
+def start(call: Call, process_set: ProcessSet) -> Agreement:
+    """Return when this rank may start a collective, on which all ranks agree.
 
-    __slots__ = ("_finish", "_works")
+    Returns:
+        For its `Handle`, and with its process group.
 
-    def __init__(self, works: Sequence[Any], finish: Callable[[], Any]) -> None:
-        self._works, self._finish = list(works), finish
-
-    def poll(self) -> bool:
-        """Whether the collective has completed."""
-        return all(work.is_completed() for work in self._works)
-
-    def wait(self) -> Any:
-        """Wait for the collective and return its result; further calls return the same result.
-
-        Raises:
-            HorovodInternalError: The collective failed.
-        """
-        with failures_as_internal_errors():
-            for work in self._works:
-                work.wait()
-        result = self._finish()
-        self._finish = lambda: result
-        return result
-
-
-def poll(handle: Handle) -> bool:
-    """Whether `synchronize` would return at once."""
-    return handle.poll()
-
-
-def synchronize(handle: Handle) -> Any:
-    """Wait for a collective and return its result."""
-    return handle.wait()
+    Raises:
+        MismatchError: The ranks called different ones. Raised on every rank.
+        HorovodInternalError: A rank has left, or did not come in time.
+    """
+    agreed = agreement.of(process_set)
+    agreed.check(call)
+    return agreed
 
 
 # ---------------------------------------------------------------------- allreduce
@@ -113,7 +97,7 @@ def allreduce_async_(
     Args:
         tensor: A tensor of the same shape on every rank.
         average: Horovod's older form of `op`.
-        name: No effect.
+        name: Compared between the ranks.
         op: Average, Sum, Min, Max or Product.
         prescale_factor: Factor before the reduction.
         postscale_factor: Factor after the reduction.
@@ -121,22 +105,60 @@ def allreduce_async_(
 
     Raises:
         HorovodError: The operation does not exist, or this rank is not in the set.
+        MismatchError: The ranks' tensors or arguments differ. Raised on every rank, here or by the handle.
     """
+    (handle,) = _reduce("allreduce", [tensor], name, op, prescale_factor, postscale_factor, process_set, average)
+    return handle
+
+
+def _reduce(
+    function: str,
+    tensors: Sequence[torch.Tensor],
+    name: str | None,
+    op: str | None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    average: bool | None = None,
+    compression: type[Compressor] = Compression.none,
+) -> list[Handle]:
+    """Start reductions in place, on which the ranks agree together."""
     op = check_op(op, average)
+    prescale_factor, postscale_factor = float(prescale_factor), float(postscale_factor)
+    compressor = compression if isinstance(compression, type) else type(compression)
+    parts = [part for tensor in tensors for part in (tensor.dtype, tensor.shape, tensor.is_cuda)]
+    key = (function, name, op, prescale_factor, postscale_factor, compressor, *parts)
+
+    def build() -> Call:
+        factors = (prescale_factor, postscale_factor)
+        settings = (("op", op), ("factors", factors), ("compression", compressor))
+        return Call(function, name, settings, tuple([described(tensor) for tensor in tensors]))
+
+    agreed = agreement.of(process_set)
+    agreed.check(key, build)
+    for tensor in tensors:
+        check_reducible(tensor.dtype, op, function, agreed.group)
+    return [_start_reduction(tensor, op, prescale_factor, postscale_factor, agreed) for tensor in tensors]
+
+
+def _start_reduction(
+    tensor: torch.Tensor, op: str, prescale_factor: float, postscale_factor: float, agreed: Agreement
+) -> Handle:
+    group = agreed.group
     with torch.no_grad():
         _scale(tensor, prescale_factor)
         dense = tensor.detach().contiguous()
-        work = dist.all_reduce(dense, _TORCH_OPS[op], group=process_set.group, async_op=True)
+        work = dist.all_reduce(dense, _TORCH_OPS[op], group=group, async_op=True)
 
     def finish() -> torch.Tensor:
         with torch.no_grad():
             if op == Average:
                 is_integer = not (dense.is_floating_point() or dense.is_complex())
-                dense.div_(process_set.size(), rounding_mode="trunc" if is_integer else None)
+                dense.div_(group.size(), rounding_mode="trunc" if is_integer else None)
             _scale(dense, postscale_factor)
             return _write_back(tensor, dense)
 
-    return Handle([work], finish)
+    return Handle([work], finish, agreed, tensor.is_cuda)
 
 
 def _scale(tensor: torch.Tensor, factor: float) -> None:
@@ -182,19 +204,29 @@ def allreduce(
 
     def reduce(value: torch.Tensor) -> torch.Tensor:
         small, context = compression.compress(value.detach().clone())
-        return compression.decompress(allreduce_(small, None, None, *settings), context)
+        (handle,) = _reduce("allreduce", [small], name, *settings, compression=compression)
+        return compression.decompress(handle.wait(), context)
 
     return _differentiable(tensor, reduce, lambda gradient: allreduce(gradient, None, None, compression, *settings))
 
 
-def grouped_allreduce_async_(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
+def grouped_allreduce_async_(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Handle:
     """As `allreduce_async_` for each; the result is a list."""
-    return _merge([allreduce_async_(tensor, *args, **kwargs) for tensor in tensors])
+    factors = (prescale_factor, postscale_factor)
+    return _merge(_reduce("grouped_allreduce", tensors, name, op, *factors, process_set, average))
 
 
 def grouped_allreduce_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
     """As `allreduce_async` for each; the result is a list."""
-    return _merge([allreduce_async(tensor, *args, **kwargs) for tensor in tensors])
+    return grouped_allreduce_async_([tensor.detach().clone() for tensor in tensors], *args, **kwargs)
 
 
 def grouped_allreduce_(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
@@ -202,9 +234,20 @@ def grouped_allreduce_(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: An
     return synchronize(grouped_allreduce_async_(tensors, *args, **kwargs))  # type: ignore[no-any-return]
 
 
-def grouped_allreduce(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+def grouped_allreduce(
+    tensors: Sequence[torch.Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> list[torch.Tensor]:
     """As `allreduce` for each."""
-    return [allreduce(tensor, *args, **kwargs) for tensor in tensors]
+    return [allreduce(tensor, average, _numbered(name, i), *args, **kwargs) for i, tensor in enumerate(tensors)]
+
+
+def _numbered(name: str | None, index: int) -> str | None:
+    """The name of one of several tensors."""
+    return None if name is None else f"{name}.{index}"
 
 
 def sparse_allreduce_async(
@@ -219,9 +262,11 @@ def sparse_allreduce_async(
         HorovodError: Another operation.
     """
     op = sum_or_average(op, "sparse_allreduce_async")
+    agreed = start(Call("sparse_allreduce", name, (("op", op),), (described(tensor),)), process_set)
+    check_reducible(tensor.dtype, op, "sparse_allreduce", agreed.group)
     total = tensor.detach().coalesce().clone()
-    work = dist.all_reduce(total, group=process_set.group, async_op=True)
-    return Handle([work], lambda: total / process_set.size() if op == Average else total)
+    work = dist.all_reduce(total, group=agreed.group, async_op=True)
+    return Handle([work], lambda: total / process_set.size() if op == Average else total, agreed, tensor.is_cuda)
 
 
 # ---------------------------------------------------------------------- other collectives
@@ -231,24 +276,24 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start to concatenate the ranks' tensors along the first dimension, where their lengths may differ."""
-    return _gather(tensor, process_set)[0]
+    return _gather(tensor, name, process_set)[0]
 
 
-def _gather(tensor: torch.Tensor, process_set: ProcessSet) -> tuple[Handle, list[int]]:
+def _gather(tensor: torch.Tensor, name: str | None, process_set: ProcessSet) -> tuple[Handle, list[int]]:
     local = tensor.detach().contiguous()
     local = local.reshape(1) if local.ndim == 0 else local
-    group = process_set.group
+    agreed = start(Call("allgather", name, tensors=(described_rows(local),)), process_set)
+    group, on_gpu = agreed.group, tensor.is_cuda
     row_count = local.new_tensor([len(local)], dtype=torch.int64)
     row_counts = [torch.empty_like(row_count) for _ in range(process_set.size())]
-    with failures_as_internal_errors():
-        dist.all_gather(row_counts, row_count, group=group)
+    wait_for([dist.all_gather(row_counts, row_count, group=group, async_op=True)], agreed, on_gpu)
     lengths = [int(length) for length in row_counts]
     padded = local.new_zeros((max(lengths), *local.shape[1:]))
     padded[: len(local)] = local
     parts = [torch.empty_like(padded) for _ in lengths]
-    work = dist.all_gather(parts, padded, group=group, async_op=True)
+    work = dist.all_gather([as_movable(part) for part in parts], as_movable(padded), group=group, async_op=True)
     finish = lambda: torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)])  # noqa: E731
-    return Handle([work], finish), lengths
+    return Handle([work], finish, agreed, on_gpu), lengths
 
 
 def allgather(
@@ -258,7 +303,7 @@ def allgather(
     lengths: list[int] = []
 
     def gather(value: torch.Tensor) -> torch.Tensor:
-        handle, lengths[:] = _gather(value, process_set)
+        handle, lengths[:] = _gather(value, name, process_set)
         return handle.wait()  # type: ignore[no-any-return]
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
@@ -269,23 +314,33 @@ def allgather(
     return _differentiable(tensor, gather, back)
 
 
-def grouped_allgather_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
+def grouped_allgather_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Handle:
     """As `allgather_async` for each; the result is a list."""
-    return _merge([allgather_async(tensor, *args, **kwargs) for tensor in tensors])
+    return _merge([allgather_async(tensor, _numbered(name, i), process_set) for i, tensor in enumerate(tensors)])
 
 
-def grouped_allgather(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+def grouped_allgather(
+    tensors: Sequence[torch.Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
     """As `allgather` for each."""
-    return [allgather(tensor, *args, **kwargs) for tensor in tensors]
+    return [allgather(tensor, _numbered(name, i), process_set) for i, tensor in enumerate(tensors)]
 
 
 def broadcast_async_(
     tensor: torch.Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start to copy `root_rank`'s values into every rank's tensor; the global rank, also in a process set."""
+    call = Call("broadcast", name, (("root_rank", int(root_rank)),), (described(tensor),))
+    return start_broadcast(tensor, root_rank, start(call, process_set))
+
+
+def start_broadcast(tensor: torch.Tensor, root_rank: int, agreed: Agreement) -> Handle:
+    """Start a broadcast on which the ranks have agreed."""
     dense = tensor.detach().contiguous()
-    work = dist.broadcast(dense, root_rank, group=process_set.group, async_op=True)
-    return Handle([work], lambda: _write_back(tensor, dense))
+    work = dist.broadcast(as_movable(dense), root_rank, group=agreed.group, async_op=True)
+    return Handle([work], lambda: _write_back(tensor, dense), agreed, tensor.is_cuda)
 
 
 def broadcast_async(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Handle:
@@ -307,9 +362,7 @@ def broadcast(
         mean = allreduce(gradient, op=Average, process_set=process_set)
         return mean if dist.get_rank() == root_rank else torch.zeros_like(mean)
 
-    return _differentiable(
-        tensor, lambda value: broadcast_(value.detach().clone(), root_rank, process_set=process_set), back
-    )
+    return _differentiable(tensor, lambda value: broadcast_(value.detach().clone(), root_rank, name, process_set), back)
 
 
 def alltoall_async(
@@ -323,33 +376,38 @@ def alltoall_async(
     Args:
         tensor: Rows, beginning with rank 0's.
         splits: Number of rows for each rank; without it all ranks get equally many.
-        name: No effect.
+        name: Compared between the ranks.
         process_set: The ranks that take part.
 
     Raises:
         HorovodError: The rows cannot be split like this.
     """
-    handle, received = _exchange(tensor, splits, process_set)
-    return Handle(handle._works, lambda: handle.wait() if splits is None else (handle.wait(), received))
+    handle, received = _exchange(tensor, splits, name, process_set)
+    return handle if splits is None else handle.then(lambda result: (result, received))
 
 
 def _exchange(
-    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, process_set: ProcessSet
+    tensor: torch.Tensor, splits: torch.Tensor | Sequence[int] | None, name: str | None, process_set: ProcessSet
 ) -> tuple[Handle, torch.Tensor]:
-    size, group = process_set.size(), process_set.group
+    size = process_set.size()
     if splits is None and len(tensor) % size:
         raise HorovodError(f"alltoall: {len(tensor)} rows do not split evenly over {size} ranks; give splits")
     counts = [len(tensor) // size] * size if splits is None else [int(split) for split in splits]
     if len(counts) != size or sum(counts) != len(tensor) or min(counts) < 0:
         raise HorovodError(f"alltoall: expected {size} splits that add up to {len(tensor)} rows, got {counts}")
+    agreed, on_gpu = start(Call("alltoall", name, tensors=(described_rows(tensor),)), process_set), tensor.is_cuda
+    group = agreed.group
     outgoing = tensor.new_tensor(counts, dtype=torch.int64)
     received = torch.empty_like(outgoing)
-    with failures_as_internal_errors():
-        dist.all_to_all_single(received, outgoing, group=group)
+    wait_for([dist.all_to_all_single(received, outgoing, group=group, async_op=True)], agreed, on_gpu)
     rows: list[int] = received.tolist()
     result = tensor.new_empty((sum(rows), *tensor.shape[1:]))
-    work = dist.all_to_all_single(result, tensor.detach().contiguous(), rows, counts, group=group, async_op=True)
-    return Handle([work], lambda: result), received
+    source, target = as_movable(tensor.detach().contiguous()), as_movable(result)
+    if source.dtype != tensor.dtype:  # It travels as bytes.
+        row_bytes = tensor.element_size() * math.prod(tensor.shape[1:])
+        rows, counts = [row_bytes * count for count in rows], [row_bytes * count for count in counts]
+    work = dist.all_to_all_single(target, source, rows, counts, group=group, async_op=True)
+    return Handle([work], lambda: result, agreed, on_gpu), received
 
 
 def alltoall(
@@ -362,7 +420,7 @@ def alltoall(
     received: list[torch.Tensor] = []
 
     def exchange(value: torch.Tensor) -> torch.Tensor:
-        handle, rows = _exchange(value, splits, process_set)
+        handle, rows = _exchange(value, splits, name, process_set)
         received.append(rows)
         return handle.wait()  # type: ignore[no-any-return]
 
@@ -384,15 +442,16 @@ def reducescatter_async(
     Raises:
         HorovodError: Neither Sum nor Average.
     """
+    return _scatter(tensor.detach().clone(), name, op, process_set, Compression.none)
+
+
+def _scatter(
+    tensor: torch.Tensor, name: str | None, op: str | None, process_set: ProcessSet, compression: type[Compressor]
+) -> Handle:
     op = sum_or_average(op, "reducescatter")
-    handle = allreduce_async(tensor, op=op, process_set=process_set)
+    (handle,) = _reduce("reducescatter", [tensor], name, op, process_set=process_set, compression=compression)
     index, parts = process_set.rank(), process_set.size()
-
-    def finish() -> torch.Tensor:
-        part: torch.Tensor = handle.wait().tensor_split(parts)[index].clone()
-        return part
-
-    return Handle(handle._works, finish)
+    return handle.then(lambda result: result.tensor_split(parts)[index].clone())
 
 
 def reducescatter(
@@ -408,8 +467,8 @@ def reducescatter(
     """
 
     def reduce_scatter(value: torch.Tensor) -> torch.Tensor:
-        small, context = compression.compress(value)
-        return compression.decompress(synchronize(reducescatter_async(small, name, op, process_set)), context)
+        small, context = compression.compress(value.detach().clone())
+        return compression.decompress(_scatter(small, name, op, process_set, compression).wait(), context)
 
     def back(gradient: torch.Tensor) -> torch.Tensor:
         scaled = gradient * process_set.size() if op == Sum else gradient
@@ -418,24 +477,30 @@ def reducescatter(
     return _differentiable(tensor, reduce_scatter, back)
 
 
-def grouped_reducescatter_async(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> Handle:
+def grouped_reducescatter_async(
+    tensors: Sequence[torch.Tensor], name: str | None = None, *args: Any, **kwargs: Any
+) -> Handle:
     """As `reducescatter_async` for each; the result is a list."""
-    return _merge([reducescatter_async(tensor, *args, **kwargs) for tensor in tensors])
+    return _merge([reducescatter_async(t, _numbered(name, i), *args, **kwargs) for i, t in enumerate(tensors)])
 
 
-def grouped_reducescatter(tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+def grouped_reducescatter(
+    tensors: Sequence[torch.Tensor], name: str | None = None, *args: Any, **kwargs: Any
+) -> list[torch.Tensor]:
     """As `reducescatter` for each."""
-    return [reducescatter(tensor, *args, **kwargs) for tensor in tensors]
+    return [reducescatter(tensor, _numbered(name, i), *args, **kwargs) for i, tensor in enumerate(tensors)]
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until every rank of the set has called this."""
-    with failures_as_internal_errors():
-        dist.barrier(process_set.group)
+    agreed = start(Call("barrier"), process_set)
+    wait_for([dist.barrier(agreed.group, async_op=True)], agreed, on_gpu=torch.cuda.is_available())
 
 
-def _merge(handles: list[Handle]) -> Handle:
-    return Handle([work for handle in handles for work in handle._works], lambda: [h.wait() for h in handles])
+def _merge(handles: Sequence[Handle]) -> Handle:
+    first = handles[0]
+    works = [work for handle in handles for work in handle.works]
+    return Handle(works, lambda: [handle.wait() for handle in handles], first.agreed, first.on_gpu)
 
 
 def _differentiable(
@@ -443,6 +508,8 @@ def _differentiable(
     forward: Callable[[torch.Tensor], torch.Tensor],
     backward: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return forward(tensor)
     return _Collective.apply(tensor, forward, backward)  # type: ignore[no-any-return, no-untyped-call]
 
 

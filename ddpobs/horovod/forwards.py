@@ -28,7 +28,8 @@ class Model(torch.nn.Module):
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         super().__init__()
-        self.trained = torch.nn.ParameterList(parameters)
+        # Put in directly: a user's hooks on registrations do not see this module.
+        self._parameters.update({str(index): parameter for index, parameter in enumerate(parameters)})
 
 
 @dataclass
@@ -54,12 +55,15 @@ def watch(model: Model, recorder: ModuleRecorder) -> None:
 
     Stops when `model` is garbage-collected.
     """
-    trained, reference = set(map(id, model.trained)), ref(model)
+    trained, reference = set(map(id, model.parameters())), ref(model)
 
     @never_raises
     def find_model(module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
         model = reference()
-        if model is None or not any(id(parameter) in trained for parameter in module.parameters()):
+        if model is None:
+            handle.remove()
+            return
+        if not any(id(parameter) in trained for parameter in module.parameters()):
             return
         handle.remove()
         is_recorded = id(module) in _watched
@@ -68,12 +72,12 @@ def watch(model: Model, recorder: ModuleRecorder) -> None:
             recorder.forward_began(inputs)
 
     # If the first forward is compiled, dynamo skips ddpobs' functions but compiles the functions that they call.
+    # Only the hook removes itself. A garbage collection may come while torch iterates over the hooks.
     handle = register_module_forward_pre_hook(torch.compiler.disable(find_model))
-    finalize(model, handle.remove).atexit = False
 
 
 def _watch_module(model: Model, module: torch.nn.Module, recorder: ModuleRecorder) -> None:
-    model.module = module
+    model._modules["module"] = module
     if id(module) not in _watched:
         method = _method_of(module)
         if method not in _wrapped:

@@ -19,7 +19,9 @@ from ddpobs.comm import name_of
 from ddpobs.comm.side_groups import get_side_group
 from ddpobs.config import TelemetryConfig, resolve
 from ddpobs.errors import HorovodError, StepOrderError
+from ddpobs.horovod import agreement
 from ddpobs.horovod.broadcast import allgather_object
+from ddpobs.horovod.calls import Call
 from ddpobs.horovod.collectives import Average, barrier, sum_or_average
 from ddpobs.horovod.compression import Compression, Compressor, factory_of
 from ddpobs.horovod.environment import with_stall_check
@@ -86,6 +88,9 @@ def DistributedOptimizer(  # noqa: N802 - Horovod's name
     kind: Any = type(type(optimizer).__name__, (_Distributed, type(optimizer)), {})
     wrapper = kind(optimizer.param_groups)
     wrapper.defaults, wrapper.state = optimizer.defaults, optimizer.state
+    for attribute, hooks in vars(optimizer).items():
+        if attribute.startswith("_optimizer_") and attribute.endswith("_hooks"):  # The same tables: handles stay valid.
+            setattr(wrapper, attribute, hooks)
     wrapper._sparse_as_dense = sparse_as_dense
     wrapper._connect = partial(
         _connect,
@@ -124,6 +129,8 @@ def _connect(
     frozen = _frozen_parameters(wrapper, named_parameters)
     if not process_set.included():
         return
+    call = Call("DistributedOptimizer", settings=(("has parameters to train", bool(parameters)),))
+    agreement.of(process_set).check(call, always=True)
     if not parameters:
         wrapper._frozen = [parameter for _, parameter, _ in frozen]
         return
@@ -343,6 +350,11 @@ def join(device: int = -1) -> int:
         barrier()
         return int(store.get("last"))
     (reducer,) = _reducers
+    with agreement.joined():
+        return _join(reducer, store)
+
+
+def _join(reducer: OptimizerReducer, store: PrefixStore) -> int:
     store.set(str(rank()), str(reducer.synchronised))
     keys = [str(other) for other in range(size())]
     while True:

@@ -19,6 +19,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 
 from ddpobs.comm.side_groups import timeout_of
 from ddpobs.errors import HorovodError
+from ddpobs.horovod import agreement
+from ddpobs.horovod.calls import Call
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class ProcessSet:
         *ranks: The ranks, or one sequence of ranks; without any, all ranks.
 
     Attributes:
+        agreement: Compares the ranks' collectives; None before the first.
         process_set_id: The set's number, the same on every rank and 0 for all ranks; None if the set is not added.
         mpi_comm: None: sets are made of ranks, not of communicators.
 
@@ -69,6 +72,7 @@ class ProcessSet:
             ) from None
         self.process_set_id: int | None = None if self._ranks else 0
         self._group: dist.ProcessGroup | None = None
+        self.agreement: agreement.Agreement | None = None
 
     @property
     def ranks(self) -> list[int] | None:
@@ -86,12 +90,16 @@ class ProcessSet:
         """
         check_initialized()
         if self._ranks is None:
-            return dist.group.WORLD  # type: ignore[return-value]
+            return self._group or dist.group.WORLD  # type: ignore[return-value]
         if not self.included():
             raise HorovodError(f"rank {rank()} is not in the process set {self.ranks}, and may not use it")
         if self._group is None:
             raise HorovodError(f"the process set {self.ranks} is unknown: call add_process_set with it on every rank")
         return self._group
+
+    @group.setter
+    def group(self, group: dist.ProcessGroup) -> None:
+        self._group = group
 
     def included(self) -> bool:
         """Whether this rank is in the set."""
@@ -138,6 +146,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | Literal["dynamic
         _created_group = True
         atexit.register(shutdown)
     _check_has_all_ranks(comm)
+    agreement.connect()
+    atexit.register(agreement.leave)
     _position = _find_position()
     try:
         for process_set in () if process_sets is None or process_sets == "dynamic" else process_sets:
@@ -197,7 +207,9 @@ def shutdown() -> None:
     from ddpobs.horovod.timeline import stop_timeline
 
     atexit.unregister(shutdown)
+    atexit.unregister(agreement.leave)
     stop_timeline()
+    agreement.leave()
     if _created_group and dist.is_initialized():
         dist.destroy_process_group()
     _forget_sets()
@@ -206,8 +218,9 @@ def shutdown() -> None:
 
 def _forget_sets() -> None:
     for process_set in _sets.values():
-        process_set.process_set_id = process_set._group = None
+        process_set.process_set_id = process_set._group = process_set.agreement = None
     _sets.clear()
+    global_process_set._group = global_process_set.agreement = None
 
 
 def reset() -> None:
@@ -222,17 +235,19 @@ def reset() -> None:
     global _position, _first_store, _resets  # noqa: PLW0603 - one Horovod a process
     check_initialized()
     own_rank, ranks = dist.get_rank(), dist.get_world_size()
+    agreement.leave()
     timeout = timeout_of(global_process_set.group, torch.device("cpu"))
     backend = dist.get_backend() if dist.get_backend() != "undefined" else dist.get_backend_config()
     _first_store = _first_store or dist.distributed_c10d._get_default_store()
     _resets += 1
     store = PrefixStore(f"ddpobs/reset/{_resets}", _first_store)
-    for process_set in _sets.values():
-        process_set._group = None
+    for process_set in (global_process_set, *_sets.values()):
+        process_set._group = process_set.agreement = None
     gc.collect()
     dist.destroy_process_group()
     _meet(store, own_rank, ranks)
     dist.init_process_group(backend, store=store, rank=own_rank, world_size=ranks, timeout=timeout)
+    agreement.connect()
     _position = _find_position()
     for _, process_set in sorted(_sets.items()):
         process_set._group = dist.new_group(process_set.ranks)
@@ -319,6 +334,7 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     for other in (global_process_set, *_sets.values()):
         if other.ranks == ranks:
             raise HorovodError(f"process set: {other} exists already")
+    agreement.of(global_process_set).check(Call("add_process_set", settings=(("ranks", tuple(ranks or ())),)))
     created._group = dist.new_group(ranks)
     created.process_set_id = next(number for number in count(1) if number not in _sets)
     _sets[created.process_set_id] = created
@@ -331,6 +347,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
         return False
     del _sets[process_set.process_set_id]
     group, process_set._group, process_set.process_set_id = process_set._group, None, None
+    process_set.agreement = None
     if process_set.included():
         dist.destroy_process_group(group)
     return True

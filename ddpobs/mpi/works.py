@@ -118,18 +118,21 @@ class MpiWork(dist._Work):  # type: ignore[name-defined, misc]
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the work is complete; raises its error, or an error at the end of the timeout."""
-        if timeout:
-            deadline_s = time.monotonic() + timeout.total_seconds()
-            while not self._future.done():
-                if time.monotonic() > deadline_s:
-                    limit_ms = timeout.total_seconds() * 1000
-                    raise dist.DistBackendError(f"Timed out waiting {limit_ms:.0f}ms for {self._name} over MPI")
-                time.sleep(_LONGEST_S)
+        if timeout and not self._ends_within(timeout.total_seconds()):
+            limit_ms = timeout.total_seconds() * 1000
+            raise dist.DistBackendError(f"Timed out waiting {limit_ms:.0f}ms for {self._name} over MPI")
         with suppress(RuntimeError):  # The future's error has lost its type in C++.
             value_of(self._future)
         if self._error is not None:
             raise self._error
         return True
+
+    def _ends_within(self, limit_s: float) -> bool:
+        if self._future.done():
+            return True
+        ended = threading.Event()
+        self._future.add_done_callback(lambda _: ended.set())
+        return ended.wait(limit_s)
 
     def get_future(self) -> Any:
         """A future of the result, done on a thread that completes works."""

@@ -64,7 +64,7 @@ class HangReport:
 
         Args:
             pulse: The latest pulse.
-            ended: `finished` or `failed` where the process ends.
+            ended: `finished`, `interrupted` or `failed` where the process ends.
         """
         self._count += 1
         if pulse is not None and pulse.stack:

@@ -19,6 +19,7 @@ from ddpobs.ranks.hang_report import HangReport
 from ddpobs.ranks.run_identity import IdentityExchange, RunIdentity
 from ddpobs.ranks.run_name import run_name
 from ddpobs.ranks.straggler_exchange import Exchange
+from ddpobs.torch_seam.stores import StoreConnection
 from ddpobs.wire.hang import ParameterNames
 
 _log = logging.getLogger("ddpobs")
@@ -29,7 +30,8 @@ _PROMPT_S = 5.0
 class Rendezvous:
     """This rank's exchanges. No call waits for another rank.
 
-    The store ends with rank 0's process. Then each further call would print a page on stderr, so the exchanges stop.
+    The store ends with rank 0's process. Then each further call would print a page on stderr, so the exchanges stop
+    before it.
 
     Args:
         config: The settings.
@@ -57,7 +59,7 @@ class Rendezvous:
         self._parameters = parameters
         self._compared = range(world_size) if compared is None else compared
         self._created_at = time.monotonic()
-        self._store: Any = None
+        self._connection: StoreConnection | None = None
         self._store_gone = False
         self._identities: IdentityExchange | None = None
         self._is_identified = False
@@ -71,8 +73,8 @@ class Rendezvous:
         Before the first backward, which no rank finishes without this rank: the leader still exists then.
         """
         default: Any = dist.distributed_c10d._get_default_store()
-        self._store = default.clone()
-        prefix = PrefixStore(f"ddpobs/meeting/{self._generation}", self._store)
+        self._connection = StoreConnection(default)
+        prefix = PrefixStore(f"ddpobs/meeting/{self._generation}", self._connection.store)
         self._identities = IdentityExchange(prefix, self._rank, self._propose)
 
     def find_identity(self) -> bool:
@@ -81,7 +83,7 @@ class Rendezvous:
         Returns:
             Whether no more calls are needed.
         """
-        if self._store_gone:
+        if self._is_store_gone():
             return True
         if self._identities is None:  # The store was not reachable.
             self.open()
@@ -106,8 +108,9 @@ class Rendezvous:
 
         Args:
             pulse: The latest pulse.
-            ended: `finished` or `failed` where the process ends.
+            ended: `finished`, `interrupted` or `failed` where the process ends.
         """
+        self._is_store_gone()
         with self._until_store_is_gone():
             if self._identities is not None:
                 self._identities.reply_to_others()
@@ -128,6 +131,7 @@ class Rendezvous:
 
     def compare(self) -> wire.Peers | None:
         """Publish this rank's steps; on the first rank return statistics over the ranks, if enough is new."""
+        self._is_store_gone()
         with self._until_store_is_gone():
             if self._statistics is not None:
                 self._statistics.publish()
@@ -137,12 +141,14 @@ class Rendezvous:
     def _accept(self, identity: RunIdentity) -> None:
         self._is_identified = True
         name = f"ddpobs/{identity['attempt']}"
-        prefix = PrefixStore(name, self._store)
+        assert self._connection is not None
+        store = self._connection.store
+        prefix = PrefixStore(name, store)
         self._hangs = HangReport(prefix, self._rank, self._world_size)
         self._hangs.publish(None)
 
         def connect() -> Any:
-            return PrefixStore(name, self._store.clone())
+            return PrefixStore(name, store.clone())
 
         self._hang_log = HangLog(connect, self._rank, self._world_size, self._parameters)
         if len(self._compared) > 1:
@@ -153,10 +159,18 @@ class Rendezvous:
         run = self._config.run or run_name()
         return {"run": run, "attempt": secrets.token_hex(8)}
 
+    def _is_store_gone(self) -> bool:
+        if not self._store_gone and self._connection is not None and self._connection.is_closed():
+            self._leave_store()
+        return self._store_gone
+
+    def _leave_store(self) -> None:
+        self._store_gone, self._identities, self._statistics, self._hangs = True, None, None, None
+        _log.info("ddpobs: the ranks' store is gone, and with it the statistics over ranks")
+
     @contextmanager
     def _until_store_is_gone(self) -> Iterator[None]:
         try:
             yield
         except dist.DistNetworkError:
-            self._store_gone, self._identities, self._statistics, self._hangs = True, None, None, None
-            _log.info("ddpobs: the ranks' store is gone, and with it the statistics over ranks")
+            self._leave_store()

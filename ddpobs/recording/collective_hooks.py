@@ -19,6 +19,7 @@ from torch.distributed import _functional_collectives as functional
 
 from ddpobs.recording.journal import Journal
 from ddpobs.torch_seam.collectives import python_groups
+from ddpobs.torch_seam.modes import unseen
 from ddpobs.torch_seam.patching import Patches
 
 _COLLECTIVES = (
@@ -169,6 +170,7 @@ class CollectiveHooks:
         return timed
 
 
+@unseen
 def _elements(value: Any) -> int:
     """Elements of the tensors among a collective's arguments."""
     if isinstance(value, torch.Tensor):

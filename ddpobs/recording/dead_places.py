@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import time
 from collections.abc import Iterator
@@ -12,21 +11,18 @@ from pathlib import Path
 
 from ddpobs import wire
 from ddpobs.recording import oom_kills
-from ddpobs.recording.last_place import (
+from ddpobs.recording.last_place import Slots, bucket_of, is_interrupted, remove, step_of
+from ddpobs.recording.place_file import (
     IDENTITY_AT,
-    MAGIC,
-    SIZE,
     SUFFIX,
     PlaceIdentity,
     Slot,
-    bucket_of,
+    identity_of,
+    is_running,
+    launch_interrupt_ended,
     process_space,
-    remove,
-    step_of,
 )
 
-_RUNS = frozenset("RSDTtIWPK")
-"""States in /proc/PID/stat of a process that is not dead."""
 _SILENT_NS = 3600 * 10**9
 """Silence after which a process counts as dead if its process number means nothing here (another host or container)."""
 
@@ -38,7 +34,8 @@ class Place:
     Attributes:
         identity: The process.
         pid: Its process number on its host.
-        at_wall_ns: Wall-clock time at which the process was last seen alive, at most a second before its end.
+        at_wall_ns: Wall-clock time of its end; the time at which it was last seen alive, at most a second before, if
+            nobody saw the end.
         at_monotonic_ns: The same moment on its monotonic clock.
         phase: One of `wire.PHASES`.
         step: The open step.
@@ -50,6 +47,8 @@ class Place:
         dropped: Count of dropped records in that batch.
         oom_kills: Out-of-memory kills in its cgroup since its start; None if they are not readable.
         exit_status: Exit status that its parent saw, negative for a signal; None if no parent recorded it.
+        interrupted_ns: Monotonic time of the SIGINT that ended it, which it or its `ddpobs run` got; None without one.
+        watched: Whether its `ddpobs run` watches it, and reports its end.
         path: The file, or the link to it.
     """
 
@@ -67,6 +66,8 @@ class Place:
     dropped: int
     oom_kills: int | None
     exit_status: int | None
+    interrupted_ns: int | None
+    watched: bool
     path: Path
 
     def remove(self) -> None:
@@ -106,14 +107,13 @@ def note_exit(folder: Path, pid: int, status: int) -> None:
 def _read(path: Path) -> Place | None:
     data = path.read_bytes()
     slots = memoryview(data[:IDENTITY_AT]).cast("q")
-    length = int.from_bytes(data[IDENTITY_AT : IDENTITY_AT + 8], "little")
-    if slots[Slot.MAGIC] != MAGIC or not 0 < length < SIZE:
+    identity = identity_of(data)
+    if identity is None:
         return None
-    identity = PlaceIdentity(**json.loads(data[IDENTITY_AT + 8 : IDENTITY_AT + 8 + length]))
-    at_monotonic_ns = max(slots[Slot.AT_NS], slots[Slot.ALIVE_NS])
+    at_monotonic_ns = _at_monotonic_ns(slots)
     at_wall_ns = slots[Slot.WALL_NS] + at_monotonic_ns - slots[Slot.MONOTONIC_NS]
     if identity.process_space == process_space():
-        if _runs(slots[Slot.PID], slots[Slot.STARTED]):
+        if is_running(slots[Slot.PID], slots[Slot.STARTED]):
             return None
     elif time.time_ns() - at_wall_ns < _SILENT_NS:
         return None
@@ -132,21 +132,22 @@ def _read(path: Path) -> Place | None:
         dropped=slots[Slot.DROPPED],
         oom_kills=_oom_kills_since(slots[Slot.OOM_KILLS], identity.memory_events),
         exit_status=slots[Slot.EXIT_STATUS] if slots[Slot.EXIT_SEEN] else None,
+        interrupted_ns=_interrupted_ns(slots, launch_interrupt_ended(path.parent, identity.launch, at_wall_ns)),
+        watched=bool(slots[Slot.WATCHED]),
         path=path,
     )
+
+
+def _at_monotonic_ns(slots: Slots) -> int:
+    return slots[Slot.ENDED_NS] or max(slots[Slot.AT_NS], slots[Slot.ALIVE_NS])
+
+
+def _interrupted_ns(slots: Slots, with_its_launch: bool) -> int | None:
+    if is_interrupted(slots):
+        return slots[Slot.INTERRUPTED_NS]
+    return _at_monotonic_ns(slots) if with_its_launch else None
 
 
 def _oom_kills_since(start: int, memory_events: str) -> int | None:
     now = oom_kills.count(Path(memory_events)) if memory_events else None
     return now - start if now is not None and 0 <= start <= now else None
-
-
-def _runs(pid: int, started: int) -> bool:
-    """Whether the process still runs; a zombie does not. If /proc is missing, it counts as running."""
-    if not Path("/proc/self/stat").exists():
-        return True
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return False
-    return fields[0] in _RUNS and int(fields[19]) == started

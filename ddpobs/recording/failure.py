@@ -53,10 +53,17 @@ class UncaughtErrors:
     Args:
         trains_here: Whether the calling thread trains.
         report: Receives the error.
+        at_prompt: Receives an error that returns an interactive session to its prompt.
     """
 
-    def __init__(self, trains_here: Callable[[], bool], report: Callable[[BaseException], object]) -> None:
+    def __init__(
+        self,
+        trains_here: Callable[[], bool],
+        report: Callable[[BaseException], object],
+        at_prompt: Callable[[BaseException], object] = lambda _: None,
+    ) -> None:
         self._trains_here, self._report = trains_here, never_raises(report)
+        self._at_prompt = at_prompt
         self._patches = Patches()
 
     def install(self) -> None:
@@ -70,7 +77,9 @@ class UncaughtErrors:
 
     def _of_main_thread(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def excepthook(kind: Any, error: BaseException, *args: Any) -> Any:
-            if not hasattr(sys, "ps1"):
+            if hasattr(sys, "ps1"):
+                self._at_prompt(error)
+            else:
                 self._report(error)
             return original(kind, error, *args)
 

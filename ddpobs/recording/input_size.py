@@ -9,12 +9,14 @@ from typing import Any
 import torch
 
 from ddpobs.steps.raw_step import NO_INPUT, InputSize
+from ddpobs.torch_seam.modes import unseen
 
 _MAX_TENSORS = 64
 """Tensors that are measured; inputs with more have an unknown number of elements."""
 _MAX_DEPTH = 8
 
 
+@unseen
 def input_size(*inputs: Any) -> InputSize:
     """Measure the tensors among the inputs, also inside of lists, tuples and mappings. Never raises."""
     try:

@@ -2,10 +2,10 @@
 
 A process that is killed runs no handler. Its place is in a small memory-mapped file, written by plain stores (about
 25 ns each). The kernel keeps the file after any end of the process. A process of the same host reads it: a surviving
-rank, the next attempt, or `ddpobs push`. A process that ends in order removes its file.
+rank, `ddpobs run`, the next attempt, or `ddpobs push`. A process that ends in order removes its file.
 
-The file has one page: eight-byte integers (`Slot`), and from byte 512 on the identity as JSON. It lies in shared memory
-(`/dev/shm`), with a link in the spool's folder. A store into a file on a disk may wait for that disk.
+`place_file.py` has the file's format. It lies in shared memory (`/dev/shm`), with a link in the spool's folder. A store
+into a file on a disk may wait for that disk.
 """
 
 from __future__ import annotations
@@ -14,90 +14,22 @@ import errno
 import json
 import mmap
 import os
-import socket
 import time
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from enum import IntEnum
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TypeAlias
 
 from ddpobs import wire
 from ddpobs.recording import oom_kills
+from ddpobs.recording.place_file import IDENTITY_AT, LAUNCH, MAGIC, SIZE, SUFFIX, PlaceIdentity, Slot, process_space
 
 FOLDER = "places"
 """Folder of the places, inside of the spool's."""
-MAGIC = 0x64647070_00000002
-SIZE, IDENTITY_AT = 4096, 512
-SUFFIX = ".place"
 _SHARED_MEMORY = Path("/dev/shm")
 
 
 Slots: TypeAlias = "memoryview[int]"
-
-
-class Slot(IntEnum):
-    """Index of each integer."""
-
-    MAGIC = 0
-    PID = 1
-    STARTED = 2
-    """Start time of the process in clock ticks, from /proc: process numbers are used again."""
-    WALL_NS = 3
-    MONOTONIC_NS = 4
-    """Both clocks, read together when the file was made."""
-    PHASE = 5
-    """Index into `wire.PHASES`. After an error it stays the phase of the error."""
-    AT_NS = 6
-    """Monotonic time of the last event of the training thread."""
-    STEP = 7
-    """Number of the open step at the last replay."""
-    CLOSED_AT_STEP = 8
-    """`CLOSED` at that replay."""
-    CLOSED = 9
-    """Steps that the training thread has closed, by a simpler rule than the replay's."""
-    SYNCHRONISED = 10
-    """Synchronised backward passes that ended."""
-    MODULE = 11
-    BUCKET = 12
-    """Module and index of the bucket that was launched last."""
-    ALIVE_NS = 13
-    """Monotonic time at which the telemetry thread ran last."""
-    NEXT_SEQ = 14
-    EMITTED = 15
-    DROPPED = 16
-    """Sequence number of the next batch, and the counts of the last one."""
-    OOM_KILLS = 17
-    """The cgroup's count of out-of-memory kills at the start; `wire.UNKNOWN` if it is not readable."""
-    EXIT_SEEN = 18
-    """1 once the parent process has seen the end."""
-    EXIT_STATUS = 19
-    """Exit status that the parent saw; negative for a signal."""
-
-
-@dataclass(frozen=True)
-class PlaceIdentity:
-    """The process that a place belongs to.
-
-    Attributes:
-        run: Its run.
-        attempt: Its attempt.
-        source: Its source.
-        rank: Its rank.
-        world_size: Number of ranks.
-        host: Name of its host.
-        process_space: Boot and namespace in which its process number is valid.
-        memory_events: File with the out-of-memory count of its cgroup; empty if there is none.
-    """
-
-    run: str
-    attempt: str
-    source: str
-    rank: int
-    world_size: int
-    host: str
-    process_space: str = ""
-    memory_events: str = ""
 
 
 class LastPlace:
@@ -139,6 +71,12 @@ class LastPlace:
         slots[Slot.OOM_KILLS] = wire.UNKNOWN if kills is None else kills
         slots[Slot.MAGIC] = MAGIC
 
+    def note_interrupt(self, at_ns: int) -> None:
+        """Store that SIGINT has arrived, in the open step; a repetition keeps the time of the first one."""
+        slots = self.slots
+        if not is_interrupted(slots):
+            slots[Slot.INTERRUPTED_STEP], slots[Slot.INTERRUPTED_NS] = step_of(slots), at_ns
+
     @property
     def is_shared(self) -> bool:
         """Whether the place is in a file."""
@@ -153,7 +91,12 @@ class LastPlace:
     def identify(self, identity: PlaceIdentity) -> None:
         """Write the identity; a file without one is of no use to a reader."""
         if self._map is not None:
-            identity = replace(identity, process_space=process_space(), memory_events=str(self._memory_events or ""))
+            identity = replace(
+                identity,
+                process_space=process_space(),
+                memory_events=str(self._memory_events or ""),
+                launch=os.environ.get(LAUNCH, ""),
+            )
             text = json.dumps(asdict(identity)).encode()
             if len(text) <= SIZE - IDENTITY_AT - 8:
                 self._map[IDENTITY_AT : IDENTITY_AT + 8 + len(text)] = len(text).to_bytes(8, "little") + text
@@ -181,15 +124,6 @@ def bucket_of(slots: Slots) -> tuple[int, int]:
     if wire.PHASES[slots[Slot.PHASE]] not in ("backward", "exposed_comm"):
         return wire.UNKNOWN, wire.UNKNOWN
     return slots[Slot.MODULE], slots[Slot.BUCKET]
-
-
-def process_space() -> str:
-    """Return the boot and the namespace in which process numbers of this process are valid."""
-    parts = [socket.gethostname()]
-    with suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(str(Path("/proc/self/ns/pid").readlink()))
-    return " ".join(parts)
 
 
 def _create(path: Path) -> mmap.mmap:
@@ -228,6 +162,14 @@ def remove(path: Path) -> None:
     if path.is_symlink() and (target := path.readlink()).parent == _SHARED_MEMORY:
         target.unlink(missing_ok=True)
     path.unlink(missing_ok=True)
+
+
+def is_interrupted(slots: Slots) -> bool:
+    """Whether SIGINT arrived in the open step or in the step before.
+
+    Training that goes on has caught the interrupt. A handler of the user's may finish the open step first.
+    """
+    return slots[Slot.INTERRUPTED_NS] > 0 and step_of(slots) - slots[Slot.INTERRUPTED_STEP] <= 1
 
 
 def step_of(slots: Slots) -> int:

@@ -14,8 +14,10 @@ from ddpobs.clocks import Clock, Stamp, clock_for
 from ddpobs.recording.fingerprints import Fingerprints
 from ddpobs.recording.input_size import input_size
 from ddpobs.recording.journal import Journal, never_raises
-from ddpobs.recording.last_place import Slot, Slots, memory_slots
+from ddpobs.recording.last_place import Slots, memory_slots
+from ddpobs.recording.place_file import Slot
 from ddpobs.recording.unreduced import GradientSource, UnreducedGradients
+from ddpobs.torch_seam.modes import unseen
 
 _LOCAL_STRATEGIES = ("post_localSGD_hook",)
 """Communication hooks that let the replicas part on purpose."""
@@ -91,6 +93,8 @@ class ModuleRecorder:
         self._reducing: tuple[list[Stamp], list[Stamp]] = ([], [])
         """Launch and completion of each bucket in the latest synchronised backward."""
         self._module = weakref.ref(module)
+        self._wrapped = weakref.ref(_wrapped(module))
+        """Read by the telemetry thread: it must not hold the DDP module, or that would end on this thread and late."""
         self._name = name or _module_name(module)
         self._journal = journal
         self._offer = offer
@@ -172,6 +176,7 @@ class ModuleRecorder:
             self.fingerprints = Fingerprints(self._fingerprint_every, parameters, names, self._offer, self.index)
 
     @never_raises
+    @unseen
     def _sample_gradients(self, fingerprints: Fingerprints) -> None:
         if not self._journal.paused:
             fingerprints.reduced()
@@ -182,6 +187,7 @@ class ModuleRecorder:
         return self.fingerprints is not None and self.fingerprints.waits_for_forward
 
     @never_raises
+    @unseen
     def replicas_ready(self, buffers: Iterable[tuple[str, torch.Tensor]] = ()) -> None:
         """Sample the parameters after an optimizer's step, and the buffers that were just made the same on all ranks.
 
@@ -271,6 +277,8 @@ class ModuleRecorder:
         """Record a call of the DDP module's forward with these inputs."""
         journal = self._journal
         try:
+            if (module := self._module()) is not None and (wrapped := _wrapped(module)) is not self._wrapped():
+                self._wrapped = weakref.ref(wrapped)
             # If several modules are trained, one may run without gradients as part of a step, as a GAN's generator for
             # its discriminator. A single module only does so to evaluate.
             if self.training:
@@ -288,8 +296,8 @@ class ModuleRecorder:
 
         Frameworks do not keep the wrapper's own mode right.
         """
-        module = self._module()
-        return None if module is None else bool(module._modules.get("module", module).training)  # type: ignore[union-attr]
+        wrapped = self._wrapped()
+        return None if wrapped is None else bool(wrapped.training)
 
     @never_raises
     def event(self, kind: str, **detail: wire.Scalar) -> None:
@@ -313,6 +321,11 @@ class ModuleRecorder:
     def launched_last(self) -> int:
         """Index of the bucket last handed to the process group, in the latest recorded backward."""
         return max((i for i, stamp in enumerate(self._reducing[0]) if stamp), default=wire.UNKNOWN)
+
+
+def _wrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside a DDP module; another module, as Horovod's, is returned itself."""
+    return module._modules.get("module", module)  # type: ignore[return-value]
 
 
 def _module_name(module: torch.nn.Module) -> str:

@@ -7,17 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.data import dataloader
 
 from ddpobs import wire
 from ddpobs.recording.journal import Journal, never_raises
+from ddpobs.torch_seam import step_hooks
 from ddpobs.torch_seam.patching import Patches
 
 _STORAGES = (torch.UntypedStorage, torch.TypedStorage)
-_STEP = Optimizer.profile_hook_step(id).__code__
-"""Code of torch's wrapper around every optimizer's `step`."""
 
 
 class ProcessHooks:
@@ -28,14 +25,15 @@ class ProcessHooks:
         self._event = event
         self._patches = Patches()
         self._undo: list[Callable[[], None]] = []
+        self._waits_for_step = False
+        """Telemetry began inside of an optimizer's step, whose hooks can be added after it only."""
 
     def install(self) -> None:
         """Install the hooks."""
         journal = self._journal
-        journal.optimizer_is_running = _optimizer_is_running
-        pre_hook = register_optimizer_step_pre_hook(journal.optimizer_began)
-        post_hook = register_optimizer_step_post_hook(journal.optimizer_ended)
-        self._undo += [pre_hook.remove, post_hook.remove]
+        journal.optimizer_is_running = never_raises(step_hooks.is_in_step)
+        self._undo.append(step_hooks.listen(journal.optimizer_began, journal.optimizer_ended))
+        self._waits_for_step = not step_hooks.add_pair()
         self._patches.put(torch.autograd, "backward", self._backward)
         same_function = torch.serialization.save is torch.save
         self._patches.put(torch, "save", self._save)
@@ -65,10 +63,16 @@ class ProcessHooks:
         while self._undo:
             self._undo.pop()()
 
+    @never_raises
+    def _add_step_hooks(self) -> None:
+        self._waits_for_step = not step_hooks.add_pair()
+
     def _backward(self, original: Callable[..., Any]) -> Callable[..., Any]:
         journal = self._journal
 
         def backward(*args: Any, **kwargs: Any) -> Any:
+            if self._waits_for_step:
+                self._add_step_hooks()
             if not journal.backward_began():
                 return original(*args, **kwargs)
             try:
@@ -85,6 +89,8 @@ class ProcessHooks:
         journal = self._journal
 
         def fetch(loader: Any, *args: Any, **kwargs: Any) -> Any:
+            if self._waits_for_step:
+                self._add_step_hooks()
             if not journal.fetch_began(id(loader)):
                 return original(loader, *args, **kwargs)
             try:
@@ -131,13 +137,3 @@ class ProcessHooks:
                 journal.save_ended()
 
         return save
-
-
-@never_raises
-def _optimizer_is_running() -> bool:
-    frame = sys._getframe()
-    while frame.f_back is not None:
-        frame = frame.f_back
-        if frame.f_code is _STEP:
-            return True
-    return False

@@ -120,7 +120,7 @@ class Pulses:
         return False
 
     def end(self) -> None:
-        """Record the length of a hang in which the rank is terminated, or fails."""
+        """Record the length of a hang in which the rank is terminated or interrupted, or fails."""
         if self._stuck is not None:
             self._record_stuck(time.monotonic_ns(), "ended")
 
@@ -141,5 +141,7 @@ class Pulses:
                 "waits_in": stuck.waits_in,
                 "place": stuck.place,
                 "synchronised": stuck.synchronised,
+                "patience_ns": stuck.patience_ns,
+                "wall_ns": time.time_ns() - time.monotonic_ns() + until_ns,
             }
             self._event("stuck", stuck.step, detail)

@@ -1,9 +1,14 @@
-"""Flush telemetry when SIGTERM arrives: Python runs no exit handlers then, and launchers send it to survivors.
+"""The process's answer to SIGTERM, and its note of SIGINT.
 
-Only the default action is replaced, and it still ends the process. Python delivers a signal to its main thread, which
-may hang in a collective and never return to the interpreter. So the C-level handler writes to a pipe
-(`signal.set_wakeup_fd`). A thread reads it, flushes, restores the default action and sends the signal again. The
-process then ends by SIGTERM, as its parent expects. A handler of the user's, set before or later, stays in charge.
+Python runs no exit handlers at SIGTERM, and launchers send it to survivors. So telemetry is flushed first. Only the
+default action is replaced, and it still ends the process. A handler of the user's stays in charge, set before or later.
+
+SIGINT keeps its handler. It is only noted, because the end that follows may not show it: a framework catches
+KeyboardInterrupt and ends in order, or a collective that another rank has left raises first.
+
+Python delivers a signal to its main thread, which may hang in a collective and never return to the interpreter. So the
+C-level handler writes to a pipe (`signal.set_wakeup_fd`), and a thread reads it. After SIGTERM it flushes, restores the
+default action and sends the signal again. The process then ends by SIGTERM, as its parent expects.
 """
 
 from __future__ import annotations
@@ -17,28 +22,32 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-_SIGTERM = signal.SIGTERM
+_SIGTERM, _SIGINT = signal.SIGTERM, signal.SIGINT
 _JOIN_S = 1.0
 _installed: weakref.WeakSet[Termination] = weakref.WeakSet()
 
 
 class Termination:
-    """The process's answer to SIGTERM, as long as it is installed.
+    """The process's answer to SIGTERM and SIGINT, as long as it is installed.
 
     Args:
         flush: Sends or spools all that was recorded; called on another thread than the main one, bounded in time.
+        interrupted: Notes SIGINT; called on that thread too, whichever handler the signal has.
     """
 
-    def __init__(self, flush: Callable[[], object]) -> None:
-        self._flush = flush
+    def __init__(self, flush: Callable[[], object], interrupted: Callable[[], object] = lambda: None) -> None:
+        self._flush, self._interrupted = flush, interrupted
         self._handler = self._wake
         self._write = self._read = -1
         self._thread: threading.Thread | None = None
         self._pid = os.getpid()
 
     def install(self) -> bool:
-        """Take over the default action; False where the process has another handler or wake-up descriptor."""
-        if threading.current_thread() is not threading.main_thread() or signal.getsignal(_SIGTERM) != signal.SIG_DFL:
+        """Watch both signals; False where the process has another wake-up descriptor, or this is not its main thread.
+
+        The action of SIGTERM is taken over only if it is the default one.
+        """
+        if threading.current_thread() is not threading.main_thread():
             return False
         self._read, self._write = os.pipe()
         os.set_blocking(self._write, False)
@@ -47,9 +56,10 @@ class Termination:
             signal.set_wakeup_fd(previous)
             self._close_pipe()
             return False
-        signal.signal(_SIGTERM, self._handler)
+        if signal.getsignal(_SIGTERM) == signal.SIG_DFL:
+            signal.signal(_SIGTERM, self._handler)
         _installed.add(self)
-        self._thread = threading.Thread(target=self._run, args=(self._read,), name="ddpobs-sigterm", daemon=True)
+        self._thread = threading.Thread(target=self._run, args=(self._read,), name="ddpobs-signals", daemon=True)
         self._thread.start()
         return True
 
@@ -80,6 +90,9 @@ class Termination:
         while number := os.read(read, 1):
             if number == b"\0":
                 break
+            if number[0] == _SIGINT:
+                with suppress(Exception):
+                    self._interrupted()
             if number[0] == _SIGTERM and signal.getsignal(_SIGTERM) == self._handler:
                 with suppress(Exception):
                     self._flush()
@@ -96,9 +109,13 @@ class Termination:
 def _restore_in_child() -> None:
     """In a forked child (a loader worker) no thread reads the pipe: SIGTERM ends it at once."""
     for termination in list(_installed):
+        if termination._write < 0:
+            continue
+        current = signal.set_wakeup_fd(-1)
+        if current != termination._write:
+            signal.set_wakeup_fd(current)
         if signal.getsignal(_SIGTERM) == termination._handler:
             signal.signal(_SIGTERM, signal.SIG_DFL)
-            signal.set_wakeup_fd(-1)
 
 
 os.register_at_fork(after_in_child=_restore_in_child)

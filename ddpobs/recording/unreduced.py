@@ -23,10 +23,11 @@ from typing import Any, Protocol
 
 import torch
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddpobs import wire
 from ddpobs.recording.journal import Journal, never_raises
+from ddpobs.torch_seam import step_hooks
+from ddpobs.torch_seam.modes import unseen
 from ddpobs.wire.text import joined
 
 _BY_HAND = 0.25
@@ -126,9 +127,7 @@ class UnreducedGradients:
 
     def install(self) -> None:
         """Look at each optimizer's step."""
-        pre_hook = register_optimizer_step_pre_hook(self._began)
-        post_hook = register_optimizer_step_post_hook(self._ended)
-        self._undo += [pre_hook.remove, post_hook.remove]
+        self._undo.append(step_hooks.listen(self._began, self._ended))
 
     def remove(self) -> None:
         """Report the modules that never synchronised, and remove the hooks."""
@@ -196,6 +195,7 @@ class UnreducedGradients:
             history = self._optimizers[optimizer] = _Seen(count, modules, *earlier)
         return history
 
+    @unseen
     def _judge(self, optimizer: Optimizer, module: _Module, source: GradientSource, reason: str, moved: int) -> None:
         """Report a step, unless the gradients were reduced otherwise."""
         if reason in module.reported:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddpobs.errors import ModelsDifferError
+from ddpobs.torch_seam.collectives import values_of_all
 
 Facts = Mapping[str, Sequence[tuple[str, str]]]
 """By kind (settings, parameters, buffers), pairs of name and description. The names of tensors may differ."""
@@ -20,7 +21,7 @@ _T = TypeVar("_T")
 
 
 def check_same_everywhere(facts: Facts, of_rank_0: _T, group: dist.ProcessGroup, device: torch.device) -> _T:
-    """Compare all ranks' models. A collective call: one small all-reduce, and an all-gather if there is a difference.
+    """Compare all ranks' models. A collective call: a small all-gather, and a second one if there is a difference.
 
     Args:
         facts: Facts that must be the same on every rank.
@@ -39,9 +40,8 @@ def check_same_everywhere(facts: Facts, of_rank_0: _T, group: dist.ProcessGroup,
     compared = [[[name if kind == SETTINGS else "", fact] for name, fact in facts[kind]] for kind in facts]
     digest = hashlib.sha256(json.dumps([compared, repr(of_rank_0)]).encode()).digest()
     number = int.from_bytes(digest[:7], "big")
-    bounds = torch.tensor([number, -number], dtype=torch.int64, device=device)
-    dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
-    if int(bounds[0]) == -int(bounds[1]):
+    numbers = torch.stack(values_of_all(group, torch.tensor(number, device=device))).tolist()
+    if set(numbers) == {number}:
         return of_rank_0
     by_rank: list[tuple[Facts, _T]] = [(facts, of_rank_0)] * group.size()
     dist.all_gather_object(by_rank, (facts, of_rank_0), group=group)

@@ -16,7 +16,7 @@ from typing_extensions import override
 from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import AllReduce, CommFactory, CommHook, GradBucket
 from ddpobs.errors import ReducerError
-from ddpobs.reducer import pipeline_steps, shared_parameters, zero_participation
+from ddpobs.reducer import model_check, pipeline_steps, shared_parameters, zero_participation
 from ddpobs.reducer.ddp_timings import Timings
 from ddpobs.reducer.fault_broadcast import Fault
 from ddpobs.reducer.front_end import FrontEnd
@@ -118,6 +118,7 @@ class ModuleReducer(FrontEnd):
         self.error = ""
         self._substitution = Substitution(module, names[0], parameters[0])
         self.gradient_order: list[int] = []
+        self._compared_comm = False
         self._launched_in_step: list[ModuleReducer] | None = None
         self.after_step: Callable[[], object] | None = None
 
@@ -178,10 +179,23 @@ class ModuleReducer(FrontEnd):
             (ranks,) = self._forward_work.get_future().value()
             self._divisor = float(ranks.item())
             self._forward_work = None
+        self._compare_comm()
         self.timings.mark("backward_began")
         if self._open:
             shared_parameters.share(self.core, [r.core for r in self._open_reducers() if not r.awaits_step_end])
         self._open.append(self._weak_self)
+
+    def _compare_comm(self) -> None:
+        """In a group's first backward, compare the ranks' strategies: each registers a hook by itself.
+
+        Raises:
+            ModelsDifferError: A hook is missing on some ranks, or is another one. Raised on every rank.
+        """
+        if self._compared_comm:
+            return
+        self._compared_comm = True
+        facts = {model_check.SETTINGS: [("the communication hook or strategy", self.core.comm.name)]}
+        model_check.check_same_everywhere(facts, None, self.core.group, self._layout.parameters[0].device)
 
     def _refuse(self) -> None:
         """Raise before anything is launched, on every rank alike.
@@ -323,6 +337,7 @@ class ModuleReducer(FrontEnd):
 
     def participate_with_zeros(self) -> None:
         """Take part in another rank's backward, as a rank that is out of data."""
+        self._compare_comm()
         zero_participation.participate(self.core)
 
     def remove_hooks(self) -> None:
@@ -466,6 +481,7 @@ class ModuleReducer(FrontEnd):
 
     def _update_process_group(self, group: dist.ProcessGroup) -> None:
         self._open = _open.setdefault(group, [])
+        self._compared_comm = False  # Its ranks may be others.
         self.core.set_group(group, keeps_comm=isinstance(self.core.comm, CommHook))
 
     def _set_ddp_runtime_logging_sample_rate(self, rate: int) -> None:

@@ -39,6 +39,7 @@ from ddpobs.reducer.used_map import UsedMap
 from ddpobs.torch_seam import autograd, ranges
 from ddpobs.torch_seam.collectives import all_reduce, time_collectives
 from ddpobs.torch_seam.interpreter_exit import rest_at_exit, stay_in_interpreter
+from ddpobs.torch_seam.modes import unseen
 from ddpobs.wire.text import joined
 
 
@@ -134,6 +135,7 @@ class Reducer:
         """Size of each bucket in launch order."""
         return [bucket.buffer.numel() * bucket.buffer.element_size() for bucket in self.buckets]
 
+    @unseen
     def _reduce_over(self, group: dist.ProcessGroup) -> None:
         self.group, self.ranks = group, group.size()
         self._works_time_themselves = self.recorder is not None and time_collectives(

@@ -103,19 +103,20 @@ class Announcer:
     def _read_verdict(self) -> None:
         self._is_wanted.wait()
         with suppress(Exception):  # Whatever another server answered.
-            self._wait_for_others()
+            state = self._state_after_others()
             diagnosis = read(self._config, f"/runs/{self._run}/diagnostics", timeout_s=self._left_s()).document
             account = read(self._config, f"/runs/{self._run}/account", timeout_s=self._left_s()).document
             width = shutil.get_terminal_size((100, 24)).columns
-            self._lines = box(diagnosis, account, self._address, width, colour=shows_colour(sys.stderr))
+            self._lines = box(diagnosis, account, self._address, width, colour=shows_colour(sys.stderr), state=state)
         self._is_read.set()
 
-    def _wait_for_others(self) -> None:
-        """Wait until the run is no longer running, for at most half of the time."""
+    def _state_after_others(self) -> str:
+        """The run's state, once it is no longer running or half of the time has passed."""
         until = time.monotonic() + min(_OTHERS_S, self._left_s() / 2)
-        while self._world_size > 1 and time.monotonic() < until:
-            if read(self._config, f"/runs/{self._run}", timeout_s=self._left_s()).document["state"] != "running":
-                return
+        while True:
+            state = read(self._config, f"/runs/{self._run}", timeout_s=self._left_s()).document["state"]
+            if state != "running" or self._world_size == 1 or time.monotonic() >= until:
+                return str(state)
             time.sleep(_POLL_S)
 
     def _left_s(self) -> float:

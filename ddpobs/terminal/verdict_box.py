@@ -33,7 +33,13 @@ _COLOURS = {"critical": "1;31", "warning": "1;33", "info": "1;36"}
 
 
 def box(
-    diagnosis: Mapping[str, Any], account: Mapping[str, Any], address: str, columns: int, *, colour: bool
+    diagnosis: Mapping[str, Any],
+    account: Mapping[str, Any],
+    address: str,
+    columns: int,
+    *,
+    colour: bool,
+    state: str = "finished",
 ) -> list[str]:
     """Lines of the box, at most `MOST_LINES`.
 
@@ -43,6 +49,7 @@ def box(
         address: Address of the run's page.
         columns: Width of the terminal, in characters.
         colour: Whether the terminal shows colours.
+        state: The run's state; the frame shows an interrupt, which has no finding.
     """
     inner = min(_MOST_COLUMNS, max(_LEAST_COLUMNS, columns)) - 4
     findings: Sequence[Mapping[str, Any]] = diagnosis["findings"]
@@ -53,7 +60,7 @@ def box(
     framed = [f"│ {row:{inner}} │" for row in rows]
     if colour and findings and (code := _COLOURS.get(findings[0]["severity"])):
         framed[0] = f"│ \x1b[{code}m{rows[0]:{inner}}\x1b[0m │"
-    title = " ddpobs "
+    title = " ddpobs: interrupted " if state == "interrupted" else " ddpobs "
     return [f"┌─{title}{'─' * (inner + 1 - len(title))}┐", *framed, f"└{'─' * (inner + 2)}┘"]
 
 

@@ -34,6 +34,7 @@ BUFFERS = "the broadcast of buffers"
 """Name of the collective in which a DDP module's forward waits."""
 _IN_BACKWARD = ("backward", "exposed_comm")
 _BUSY = ("checkpoint", "compile")
+_ENDED = {"failed": "failed", "interrupted": "been interrupted"}
 
 Kind = Literal["absent", "stopped", "dead", "input", "mismatch", "link", "code"]
 ParameterNames = Callable[[int, int], Sequence[str]]
@@ -48,7 +49,7 @@ class RankState:
         rank: Its number.
         pulse: Its latest pulse, or None before the first one.
         silent_ns: Time since that pulse arrived, on the judge's clock.
-        ended: How its process ended: `finished`, `failed`, or empty while it runs.
+        ended: How its process ended: `finished`, `interrupted`, `failed`, or empty while it runs.
         process: State of its process as a rank of the same host sees it: `stopped`, `gone`, or empty where not known.
     """
 
@@ -248,8 +249,8 @@ def _absence(states: Sequence[RankState]) -> str:
 
 
 def _doing(state: RankState) -> str:
-    if state.ended == "failed":
-        return "failed"
+    if state.ended in _ENDED:
+        return _ENDED[state.ended]
     if state.ended:
         return "ended its training"
     return _DOING.get(_activity(state), _DOING["code"])

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.smoke import run
+from tests.benchmarks.smoke import LIMIT_S, run
+
+pytestmark = [pytest.mark.timeout(LIMIT_S + 60), pytest.mark.wide]
 
 
 def test_the_whole_run_benchmark_names_the_rank_that_was_slow_in_its_middle(tmp_path: Path) -> None:

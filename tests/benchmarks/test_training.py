@@ -13,11 +13,13 @@ import pytest
 
 from benchmarks.broken import FAULTS
 from ddpobs import TelemetryConfig
-from tests.benchmarks.smoke import run
+from tests.benchmarks.smoke import LIMIT_S, run
 from tests.integration.tools import need
 
+pytestmark = [pytest.mark.timeout(LIMIT_S + 60), pytest.mark.wide]
 
-@pytest.mark.parametrize("name", ["hook", "accuracy"])
+
+@pytest.mark.parametrize("name", ["hook", "accuracy", "agreement"])
 def test_a_benchmark_prints_and_saves_a_row_for_each_variant(name: str, tmp_path: Path) -> None:
     output = run(name, "--json", str(tmp_path / "results.json"))
     results = json.loads((tmp_path / "results.json").read_text())

@@ -74,7 +74,9 @@ def torchs_first_buckets() -> Iterator[None]:
     original = DistributedDataParallel._settings
 
     def as_torchs(ddp: DistributedDataParallel, static_graph: bool) -> Settings:
-        limits, _ = ddp._bucket_config.compute_bucket_size_limits(static_graph, ddp.find_unused_parameters)
+        limits = ddp._bucket_caps.first_step(
+            static_graph=static_graph, find_unused_parameters=ddp.find_unused_parameters
+        )
         return replace(original(ddp, static_graph), first_limits_bytes=limits)
 
     with mock.patch.object(DistributedDataParallel, "_settings", as_torchs):

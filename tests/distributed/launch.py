@@ -6,19 +6,25 @@ With `DDPOBS_TEST_MPI=1`, mpiexec starts the ranks, over the backend ddpobs_mpi.
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import get_context
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from benchmarks.tied import end_with_parent
 from tests.mpi.launch import run_over_mpi
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 150) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 150, gpu: bool = False
+) -> list[Any]:
     """Return the result of `function(rank, world_size, *args)` on each rank.
 
     Args:
@@ -26,42 +32,49 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout
         world_size: Number of ranks.
         *args: Further arguments of the function.
         timeout_s: Seconds after which all ranks are killed.
+        gpu: Let the ranks see the machine's GPUs. Torch's PowerSGD refuses tensors of the CPU beside a GPU.
 
     Raises:
         AssertionError: A rank failed (the message has its traceback), or did not answer in time.
     """
     if os.environ.get("DDPOBS_TEST_MPI"):
         return run_over_mpi(function, world_size, *args, timeout_s=timeout_s)
+    environ = dict(os.environ) if gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     context = get_context("forkserver")
     context.set_forkserver_preload(["tests.distributed.preload"])
     with TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [
-            context.Process(
-                target=_rank, args=(function, (rank, world_size), folder, pipes[rank][1], args, dict(os.environ))
-            )
+            context.Process(target=_rank, args=(function, (rank, world_size), folder, pipes[rank][1], args, environ))
             for rank in range(world_size)
         ]
-        for process in ranks:
+        for process, (_, answers_end) in zip(ranks, pipes, strict=True):
             process.start()
+            answers_end.close()  # Otherwise the pipe of a rank that dies would not end.
         try:
-            answers = [_answer(pipes[rank][0], rank, timeout_s) for rank in range(world_size)]
+            answers = [_answer(pipes[rank][0], rank, ranks[rank], timeout_s) for rank in range(world_size)]
         finally:
             for process in ranks:
                 process.join(5)
+                if process.is_alive() and process.pid:
+                    os.kill(process.pid, signal.SIGABRT)  # It writes its stacks.
+                    process.join(5)
                 process.kill()
-    failed = [answer for ok, answer in answers if not ok]
+        failed = [answer for ok, answer in answers if not ok]
+        if failed:
+            failed += [text for path in sorted(Path(folder).glob("crash-*")) if (text := path.read_text())]
     assert not failed, "\n".join(failed)
     return [answer for _, answer in answers]
 
 
-def _answer(pipe: Any, rank: int, timeout_s: float) -> tuple[bool, Any]:
+def _answer(pipe: Any, rank: int, process: BaseProcess, timeout_s: float) -> tuple[bool, Any]:
     if not pipe.poll(timeout_s):
         return False, f"rank {rank} did not answer within {timeout_s} s"
     try:
         return pipe.recv()  # type: ignore[no-any-return]
     except EOFError:
-        return False, f"rank {rank} died"
+        process.join(5)
+        return False, f"rank {rank} died, exit code {process.exitcode}"
 
 
 def _rank(  # noqa: PLR0917
@@ -72,7 +85,10 @@ def _rank(  # noqa: PLR0917
     args: tuple[Any, ...],
     environ: dict[str, str],
 ) -> None:
+    end_with_parent()  # The fork server, which ends with pytest.
     rank, world_size = rank_and_size
+    crash = (Path(folder) / f"crash-{rank}").open("w")
+    faulthandler.enable(crash)  # SIGSEGV and SIGABRT write the stacks there.
     os.environ.clear()
     os.environ.update(environ, RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     import torch

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,6 +19,8 @@ from ddpobs.comm.multi_stage import Stages
 from tests.distributed.compare import batch, net, outcome, train
 from tests.distributed.launch import run_ranks
 from tests.distributed.test_comm import CAP
+
+pytestmark = pytest.mark.wide
 
 CASES = [("int8", 1), ("powersgd:2", 1), ("parameter_server", 1), ("all_reduce", 3), ("int8", 2)]
 """Strategies that need side groups, and the number of round-robin groups."""

@@ -24,6 +24,8 @@ from tests.distributed.sent import sending
 from tests.distributed.test_comm_hooks import stand_in_stream
 from tests.distributed.test_mixed_precision import cpu_streams
 
+pytestmark = pytest.mark.wide
+
 UNFREEZE_AT, STEPS = 3, 7
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from statistics import median
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import ddpobs
 from ddpobs import DistributedDataParallel, wire
 from tests.distributed.compare import batch, net
+from tests.distributed.delays import durations, excess_ns, phase_ns, waited_ns
 from tests.distributed.launch import run_ranks
 from tests.distributed.sent import Sent, sending
 
@@ -292,15 +292,20 @@ BACKWARDS = {"accumulation": 2, "several_backwards": 2}
 
 def summary(capture: Sent) -> dict[str, Any]:
     return {
-        "phases": capture.phases(),
-        "own": capture.own(),
+        **durations(capture),
         "wall": [end - start for start, end in zip(capture.steps("start_ns"), capture.steps("end_ns"), strict=True)],
+        "gaps": gaps_ns(capture),
         "backwards": capture.steps("micro_steps"),
         "samples": capture.steps("samples"),
         "collectives": capture.steps("collective"),
         "clean": [not flags & wire.NO_ORIGIN for flags in capture.steps("flags")],
         "user": capture.comms("kind").count(wire.COMM_KINDS.index("user")),
     }
+
+
+def gaps_ns(capture: Sent) -> list[int]:
+    """The time from each step's end to the next one's begin."""
+    return [begin - end for end, begin in zip(capture.steps("end_ns"), capture.steps("start_ns")[1:], strict=False)]
 
 
 def ddp_factory(kind: str, capture: Sent) -> Callable[..., Any]:
@@ -323,16 +328,6 @@ def all_loops(rank: int, world_size: int, kind: str) -> dict[str, Any]:
             loop(ddp_factory(kind, capture), rank)
         summaries[name] = summary(capture)
     return summaries
-
-
-def phase_ns(loop: dict[str, Any], table: str, *phases: str) -> list[int]:
-    """Sum these phases of `phases` or `own`, by step after the first."""
-    return [sum(step[phase] for phase in phases) for step in loop[table][1:]]
-
-
-def median_excess_ns(slow_ns: list[int], fast_ns: list[int]) -> float:
-    """Return the median difference by step; a busy machine may delay single steps."""
-    return median(slow - fast for slow, fast in zip(slow_ns, fast_ns, strict=True))
 
 
 @pytest.fixture(scope="module", params=["ours", "attached"])
@@ -387,7 +382,7 @@ def test_a_step_after_the_first_has_a_clean_start_unless_an_evaluation_came_betw
 
 def test_an_evaluation_is_part_of_no_step(results: list[dict[str, Any]]) -> None:
     for loops in results:
-        assert max(loops["evaluation_between_epochs"]["wall"]) < 2 * SLOW_NS
+        assert loops["evaluation_between_epochs"]["gaps"][1] >= 2 * SLOW_NS
 
 
 def test_an_optimizer_inside_backward_is_optimizer(results: list[dict[str, Any]]) -> None:
@@ -410,8 +405,9 @@ def test_a_rank_that_is_slow_in_backward_is_found_with_find_unused_parameters(
     results: list[dict[str, Any]],
 ) -> None:
     fast, slow = (loops["slow_backward_with_unused_parameters"] for loops in results)
-    assert median_excess_ns(phase_ns(slow, "own", "backward"), phase_ns(fast, "own", "backward")) > 0.8 * SLOW_NS
-    assert median(phase_ns(fast, "phases", "exposed_comm")) > 0.8 * SLOW_NS
+    assert min(phase_ns(slow, "own", "backward")) >= SLOW_NS
+    assert excess_ns(slow, fast, "backward") > 3 * 0.8 * SLOW_NS
+    assert waited_ns(fast) > 3 * 0.8 * SLOW_NS
 
 
 @pytest.mark.parametrize("name", ["wait_in_forward", "asynchronous_wait", "wait_without_a_work"])
@@ -420,7 +416,7 @@ def test_a_rank_that_is_slow_before_a_collective_of_the_users_is_found(
 ) -> None:
     fast, slow = (loops[name] for loops in results)
     assert fast["user"] >= 4
-    whole = wire.OWN_PHASES
-    assert median_excess_ns(phase_ns(slow, "own", *whole), phase_ns(fast, "own", *whole)) > 0.8 * SLOW_NS
-    assert median_excess_ns(phase_ns(slow, "own", "forward"), phase_ns(fast, "own", "forward")) > 0.8 * SLOW_NS
-    assert median(phase_ns(fast, "phases", "exposed_comm")) > 0.8 * SLOW_NS
+    assert min(phase_ns(slow, "own", "forward")) >= SLOW_NS
+    assert excess_ns(slow, fast, *wire.OWN_PHASES) > 3 * 0.8 * SLOW_NS
+    assert excess_ns(slow, fast, "forward") > 3 * 0.8 * SLOW_NS
+    assert waited_ns(fast) > 3 * 0.8 * SLOW_NS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
-from ddpobs.comm import Bf16, Fp16
+from ddpobs.comm import Bf16, Fp16, TopK
 from ddpobs.errors import ModelsDifferError
 from tests.distributed.compare import batch, net, outcome, train, verdicts
 from tests.distributed.launch import run_ranks
@@ -288,6 +289,13 @@ def with_buffer(size: int) -> nn.Module:
     return module
 
 
+def hooked(module: nn.Module, has_hook: bool) -> nn.Module:
+    ddp = DistributedDataParallel(module)
+    if has_hook:
+        ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    return ddp
+
+
 def differences_on_rank_1(rank: int, world_size: int) -> list[str]:
     """Return the reported difference of each case in which rank 1 differs, besides the parameters' shapes."""
     odd = rank == 1
@@ -302,6 +310,10 @@ def differences_on_rank_1(rank: int, world_size: int) -> list[str]:
         lambda: DistributedDataParallel(net(), comm="int8" if odd else None),
         lambda: DistributedDataParallel(net(), comm=Bf16 if odd else Fp16),
         lambda: DistributedDataParallel(net(), round_robin_groups=1 + odd),
+        lambda: DistributedDataParallel(net(), gradient_as_bucket_view=odd),
+        lambda: DistributedDataParallel(net(), comm=f"powersgd:{1 + odd}"),
+        lambda: DistributedDataParallel(net(), comm=partial(TopK, density=0.1 * (1 + odd))),
+        lambda: train(hooked(net(), odd), rank),
     ]
     messages = []
     for build in builds:
@@ -329,6 +341,10 @@ def test_a_difference_between_ranks_that_changes_the_collectives_is_named() -> N
         "comm is all_reduce on rank 0 but int8 on rank 1",
         "comm is Fp16 on rank 0 but Bf16 on rank 1",
         "round_robin_groups is 1 on rank 0 but 2 on rank 1",
+        "gradient_as_bucket_view is False on rank 0 but True on rank 1",
+        "comm is powersgd:1 on rank 0 but powersgd:2 on rank 1",
+        "comm is TopK(density=0.1) on rank 0 but TopK(density=0.2) on rank 1",
+        "the communication hook or strategy is all_reduce on rank 0 but fp16_compress_hook on rank 1",
     ]
     assert run_ranks(differences_on_rank_1, 2, timeout_s=30) == [expected] * 2
 

@@ -88,4 +88,4 @@ def train_over_devices(rank: int, world_size: int) -> bool:
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices, and this machine has fewer")
 def test_a_model_on_two_devices_is_reduced_as_by_torch() -> None:
-    assert run_ranks(train_over_devices, 2) == [True, True]
+    assert run_ranks(train_over_devices, 2, gpu=True) == [True, True]

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.launch import ranks_of
+from tests.integration.training import PATIENT
 from tests.server.batches import get
+
+pytestmark = pytest.mark.wide
 
 SCRIPT = Path(__file__).with_name("scripts") / "outside.py"
 
@@ -25,7 +28,7 @@ def test_the_time_outside_of_steps_is_accounted_for(  # noqa: PLR0917 - the fact
 ) -> None:
     run = f"outside-{kind}"
     with ranks_of(
-        SCRIPT, kind, ranks=2, folder=tmp_path, environ={"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}
+        SCRIPT, kind, ranks=2, folder=tmp_path, environ={"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run} | PATIENT
     ) as ranks:
         assert [process.wait(120) for process in ranks.processes] == [0, 0], ranks.logs()
     account = get(url, f"/runs/{run}/account")
@@ -39,7 +42,7 @@ def test_the_time_outside_of_steps_is_accounted_for(  # noqa: PLR0917 - the fact
 
 
 def test_the_account_of_two_attempts_has_the_start_the_restart_and_the_repeated_steps(url: str, tmp_path: Path) -> None:
-    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "outside-restart"}
+    environ = {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": "outside-restart"} | PATIENT
     for _ in range(2):
         with ranks_of(SCRIPT, "restart", ranks=2, folder=tmp_path, environ=environ) as ranks:
             ended = [process.wait(120) for process in ranks.processes]

@@ -15,11 +15,14 @@ STEPS, TRIES = 60, 3
 
 `benchmarks/causes.py` measures how often the verdict is right.
 """
+MARKS = dict.fromkeys(("longer", "longer+neighbour", "lengths", "garbage"), pytest.mark.wide)
 DISTURBED = 0.5
 """Rank 0's time without a processor over its time on one, from which on it has busy neighbours, too."""
 
 
-@pytest.mark.parametrize("case", [case for case in RIGHT if case != "balanced"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=MARKS.get(case, ())) for case in RIGHT if case != "balanced"]
+)
 def test_the_real_cause_is_stated_and_no_other(case: str, tmp_path: Path) -> None:
     if "quota" in case:
         with quota_group(500):  # Skips the test where no group can be made.

@@ -50,12 +50,21 @@ def diagnosed(url: str, folder: Path) -> Findings:
 def over_links(url: str, folder: Path, case: str, rate: str, *, later: str = "", steps: int = 70) -> Findings:
     """Train on two hosts with links of this rate, changed to `later` after `CHANGE_STEP` steps."""
     environ = {"STEPS": str(steps), "READY_STEP": str(CHANGE_STEP), "GLOO_SOCKET_IFNAME": links.INTERFACE}
-    network = {"inside": links.on_own_host, "master": links.address(0)}
     try:
-        with links.links(2, rate), training(folder, case, 2, environ, **network) as running:
+        with (
+            links.links(2, rate) as network,
+            training(
+                folder,
+                case,
+                2,
+                environ,
+                namespaces=lambda rank: network.namespaces(rank, "net", "uts"),
+                master=links.address(0),
+            ) as running,
+        ):
             if later:
                 running.wait_for_fault()
-                links.set_rate(2, later)
+                network.set_rate(later)
     except links.LinkError as error:
         if os.environ.get("CI") == "true":
             raise
@@ -92,6 +101,7 @@ def test_a_slow_link_of_constant_speed_is_a_matter_of_bandwidth(url: str, tmp_pa
     assert findings["accumulation-pays"]["gain"]["ratio"] > 0.4
 
 
+@pytest.mark.wide
 def test_buckets_in_another_order_than_the_gradients_are_named(url: str, tmp_path: Path) -> None:
     reversed_order = over_links(url, tmp_path / "reversed", "order", "200mbit", steps=50)["bucket-order"]
     assert reversed_order["evidence"]["find_unused_parameters"]

@@ -137,14 +137,16 @@ def test_a_hung_rank_that_is_terminated_loses_no_step(environ: dict[str, str], t
         assert stored_steps(running) == {0: STEP, 1: STEP}
 
 
-def test_the_hang_of_a_run_that_was_terminated_in_it_stays_the_first_finding(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "state"), [(signal.SIGTERM, "failed"), (signal.SIGINT, "interrupted")])
+def test_the_hang_of_a_run_that_a_signal_ended_stays_the_first_finding(number: int, state: str, tmp_path: Path) -> None:
     hang_after = {"DDPOBS_HANG_AFTER_S": "3"}
     with collector(tmp_path) as running, crash(tmp_path, running.url, "hang", "data", **hang_after) as ranks:
         ranks.wait_for_fault()
-        wait_for(lambda: get(running.url, "/runs/crash")["state"] == "hung", ranks.logs)
+        wait_for(lambda: [run["state"] for run in get(running.url, "/runs")["runs"]] == ["hung"], ranks.logs)
         for process in ranks.processes:
-            process.send_signal(signal.SIGTERM)
+            process.send_signal(number)
         returncodes(ranks)
+        assert get(running.url, "/runs/crash")["state"] == state
         finding = get(running.url, "/runs/crash/diagnostics")["findings"][0]
         assert (finding["code"], finding["severity"], finding["ranks"]) == ("hang", "critical", [1])
         assert "until it was ended: rank 1 was in data" in finding["title"]

@@ -37,6 +37,8 @@ from tests.integration.faults import (
 from tests.integration.full_disks import LARGE, FillDisk, SmallDisk, full_disk, full_quota
 from tests.server.batches import assert_problem, batch, get, put, spans, steps
 
+pytestmark = pytest.mark.wide
+
 
 @pytest.fixture(autouse=True)
 def short_retry_pauses(monkeypatch: pytest.MonkeyPatch) -> None:

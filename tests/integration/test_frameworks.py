@@ -1,11 +1,8 @@
-"""Scripts with Transformers, Accelerate, Lightning, Horovod and plain torch, each recorded with its steps and names."""
+"""Every framework and door by every way to start it: trainings end as without ddpobs, and some are recorded in full."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,31 +12,22 @@ import numpy as np
 import pytest
 
 from ddpobs import wire
-from tests import patience
+from tests.integration.matrix import ALWAYS, CELLS, TABLE, WAYS, Command, table
+from tests.integration.matrix_launch import foreign_lines, output_of, start
 from tests.integration.test_slow_rank_end_to_end import get
-from tests.integration.training import PATIENT, ROOT
+from tests.integration.training import ROOT
 
-pytestmark = pytest.mark.timeout(500)
+pytestmark = pytest.mark.timeout(900)
 
-SCRIPTS = Path(__file__).with_name("scripts")
-BIN = Path(sys.executable).parent
+Key = tuple[str, str]
 EVALUATION_NS = 400_000_000
 """Least duration of each rank's share of an evaluation: its loader sleeps."""
 
-TORCHRUN = (str(BIN / "torchrun"), "--standalone", "--nproc-per-node=2")
-ACCELERATE = (
-    *(str(BIN / "accelerate"), "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
-    *("--mixed_precision=no", "--dynamo_backend=no", "--num_cpu_threads_per_process=1"),
-)
-
 
 @dataclass(frozen=True)
-class Script:
-    """Start command of a script, and the facts that its run must have on each rank."""
+class Facts:
+    """Facts that a run must have on each rank."""
 
-    launch: tuple[str, ...]
-    name: str
-    arguments: tuple[str, ...] = ()
     model: str = "Sequential"
     prefix: str = ""
     parameters: int = 8
@@ -49,12 +37,12 @@ class Script:
     evaluated_before: frozenset[int] = frozenset()
     evaluated_quickly_before: frozenset[int] = frozenset()
     reducer: str = "torch"
+    sets_epoch: bool = True
 
 
+BARE = {"steps": 18, "micro_steps": 1, "samples": 16, "sets_epoch": False}
 RUNS = {
-    "trainer": Script(
-        TORCHRUN,
-        "with_trainer.py",
+    ("Transformers' Trainer", "torchrun"): Facts(
         model="GPT2LMHeadModel",
         prefix="transformer.",
         parameters=28,
@@ -62,16 +50,12 @@ RUNS = {
         samples=16,
         evaluated_before=frozenset({4, 8}),
     ),
-    "accelerate-shard": Script(ACCELERATE, "with_accelerate.py", ("shard",), evaluated_before=frozenset({3, 6})),
-    "accelerate-dispatch": Script(ACCELERATE, "with_accelerate.py", ("dispatch",), evaluated_before=frozenset({3, 6})),
-    "lightning": Script(
-        (sys.executable,), "with_lightning.py", model="Digits", prefix="network.", evaluated_before=frozenset({3, 6})
-    ),
-    "bare": Script(TORCHRUN, "bare.py", steps=18, micro_steps=1, samples=16),
-    "bare-ours": Script(TORCHRUN, "bare.py", steps=18, micro_steps=1, samples=16, reducer="ddpobs"),
-    "horovod": Script(
-        TORCHRUN,
-        str(ROOT / "examples" / "train_horovod.py"),
+    ("Accelerate", "accelerate launch"): Facts(evaluated_before=frozenset({3, 6})),
+    ("Accelerate", "torchrun"): Facts(evaluated_before=frozenset({3, 6})),
+    ("Lightning", "python"): Facts(model="Digits", prefix="network.", evaluated_before=frozenset({3, 6})),
+    ("torch's DDP", "torchrun"): Facts(**BARE),
+    ("`ddpobs.DistributedDataParallel`", "DDPOBS_TELEMETRY"): Facts(**BARE, reducer="ddpobs"),
+    ("Horovod", "ddpobs horovodrun"): Facts(
         model="SGD",
         parameters=6,
         steps=36,
@@ -83,46 +67,80 @@ RUNS = {
 }
 
 
-def launch(run: str, url: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a script under `ddpobs run`; with our DDP, by the import and `DDPOBS_TELEMETRY` alone."""
-    script = RUNS[run]
-    path = SCRIPTS / script.name
-    environ = {name: value for name, value in os.environ.items() if not name.startswith(("DDPOBS_", "HF_"))}
-    environ |= {
-        "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-        "DDPOBS_QUIET": "1",
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{SCRIPTS}",
-    } | PATIENT
-    command = [str(BIN / "ddpobs"), "run", "--collector", url, "--run", run, "--"]
-    if script.reducer.startswith("ddpobs"):
-        text = path.read_text()
-        path = folder / path.name
-        path.write_text(text.replace("from torch.nn.parallel import", "from ddpobs import"))
-        environ |= {"DDPOBS_TELEMETRY": url, "DDPOBS_RUN": run}
-        command = []
-    return patience.run(
-        [*command, *script.launch, str(path), *script.arguments, str(folder / run)],
-        environ=environ,
-        timeout_s=400,
-        cwd=folder,
-    )
+def name_of(key: Key) -> str:
+    """The run's name at the collector, and the test's."""
+    return "-".join(key).replace(" ", "-").replace("`", "").replace("'", "")
+
+
+def cells(keys: Iterable[Key]) -> list[Any]:
+    """Parameters of a test: those that `make test` does not run have the mark `wide`."""
+    return [pytest.param(key, id=name_of(key), marks=[] if key in ALWAYS else [pytest.mark.wide]) for key in keys]
+
+
+class Launches:
+    """All commands that the selected tests need, two at a time: most of the time is imports and sleep."""
+
+    def __init__(self, url: str, folder: Path, keys: list[Key], pool: ThreadPoolExecutor) -> None:
+        self._with: dict[Key, Future[Any]] = {}
+        self._without: dict[Command, Future[Any]] = {}
+        for number, key in enumerate(keys):
+            cell, own = CELLS[key], folder / str(number)
+            self._with[key] = pool.submit(start, cell.command, own, key[1], url, name_of(key))
+            if cell.without not in self._without:
+                self._without[cell.without] = pool.submit(start, cell.without, folder / f"{number}-without")
+
+    def of(self, key: Key) -> tuple[Any, Any]:
+        """The ends of a cell's command, with ddpobs and without."""
+        return self._with[key].result(), self._without[CELLS[key].without].result()
 
 
 @pytest.fixture(scope="module")
-def launches(url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[Any]]]:
-    """Run all scripts, two at a time: most of the time is imports and an evaluation that sleeps."""
-    folder = tmp_path_factory.mktemp("frameworks")
+def launches(url: str, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Iterator[Launches]:
+    parameters = [item.callspec.params for item in request.session.items if hasattr(item, "callspec")]
+    keys = {params.get("cell") or params.get("run_key") for params in parameters} & CELLS.keys()
     with ThreadPoolExecutor(2) as pool:
-        yield {run: pool.submit(launch, run, url, folder) for run in RUNS}
+        folder = tmp_path_factory.mktemp("frameworks")
+        yield Launches(url, folder, [key for key in CELLS if key in keys], pool)
 
 
-@pytest.fixture(params=RUNS)
-def run(request: pytest.FixtureRequest, launches: dict[str, Future[Any]]) -> str:
-    done = launches[request.param].result()
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "ddpobs" not in done.stderr
-    return str(request.param)
+@pytest.mark.parametrize("cell", cells(CELLS))
+def test_a_training_with_ddpobs_ends_as_without(url: str, launches: Launches, cell: Key) -> None:
+    """Same exit status, same parameters bit for bit, and nothing on stderr but our lines."""
+    ended, without = launches.of(cell)
+    assert without.returncode == 0, without.stdout + without.stderr
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert output_of(ended) == output_of(without)
+    assert set(foreign_lines(ended)) <= set(foreign_lines(without))
+    if CELLS[cell].observed:
+        summary = get(url, name_of(cell))
+        assert (summary["state"], summary["ranks"], summary["dropped"]) == ("finished", 2, 0)
+
+
+def test_the_document_has_the_matrix() -> None:
+    assert table() in (ROOT / "docs" / "enabling.md").read_text(), table()
+
+
+def test_each_row_and_each_way_is_always_tested() -> None:
+    assert sorted(row for row, _ in ALWAYS) == sorted(TABLE)
+    assert {way for _, way in ALWAYS} == set(WAYS)
+
+
+@pytest.fixture(params=cells(RUNS))
+def run_key(request: pytest.FixtureRequest) -> Key:
+    key: Key = request.param
+    return key
+
+
+@pytest.fixture
+def facts(run_key: Key) -> Facts:
+    return RUNS[run_key]
+
+
+@pytest.fixture
+def run(run_key: Key, launches: Launches) -> str:
+    ended, _ = launches.of(run_key)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return name_of(run_key)
 
 
 def columns(url: str, run: str, rank: int) -> dict[str, Any]:
@@ -130,16 +148,16 @@ def columns(url: str, run: str, rank: int) -> dict[str, Any]:
     return {name: np.array(values) for name, values in lists.items()}
 
 
-def test_the_run_is_finished_with_both_ranks_and_all_steps(url: str, run: str) -> None:
-    script, summary = RUNS[run], get(url, run)
+def test_the_run_is_finished_with_both_ranks_and_all_steps(url: str, run: str, facts: Facts) -> None:
+    summary = get(url, run)
     assert (summary["state"], summary["ranks"], summary["dropped"]) == ("finished", 2, 0)
-    assert summary["hello"]["settings"]["reducer"] == script.reducer
-    assert [module["name"] for module in summary["modules"]] == [script.model]
+    assert summary["hello"]["settings"]["reducer"] == facts.reducer
+    assert [module["name"] for module in summary["modules"]] == [facts.model]
     for rank in range(2):
         steps = columns(url, run, rank)
-        assert steps["step"].tolist() == list(range(script.steps))
-        assert set(steps["micro_steps"].tolist()) == {script.micro_steps}
-        assert set(steps["samples"].tolist()) == {script.samples}
+        assert steps["step"].tolist() == list(range(facts.steps))
+        assert set(steps["micro_steps"].tolist()) == {facts.micro_steps}
+        assert set(steps["samples"].tolist()) == {facts.samples}
 
 
 def test_every_step_has_its_phases_and_they_add_up(url: str, run: str) -> None:
@@ -151,34 +169,34 @@ def test_every_step_has_its_phases_and_they_add_up(url: str, run: str) -> None:
             assert (phases[phase] > 0).all(), phase
 
 
-def test_evaluations_and_checkpoints_are_in_no_step_and_the_next_step_has_no_origin(url: str, run: str) -> None:
-    script = RUNS[run]
+def test_evaluations_and_checkpoints_are_in_no_step_and_the_next_step_has_no_origin(
+    url: str, run: str, facts: Facts
+) -> None:
     for rank in range(2):
         steps = columns(url, run, rank)
-        evaluated_before = sorted(script.evaluated_before)
+        evaluated_before = sorted(facts.evaluated_before)
         # On a busy machine a loader may take as long to start, but hardly after each evaluation.
         assert not evaluated_before or steps["data_ns"][evaluated_before].min() < EVALUATION_NS
         gaps = steps["start_ns"][1:] - steps["end_ns"][:-1]
-        assert script.evaluated_before <= set(np.flatnonzero(gaps >= EVALUATION_NS / 2) + 1)
+        assert facts.evaluated_before <= set(np.flatnonzero(gaps >= EVALUATION_NS / 2) + 1)
         unclean = set(np.flatnonzero(steps["flags"] & wire.NO_ORIGIN))
-        assert unclean == script.evaluated_before | script.evaluated_quickly_before | {0}
+        assert unclean == facts.evaluated_before | facts.evaluated_quickly_before | {0}
 
 
-def test_the_buckets_hold_every_parameter_by_name(url: str, run: str) -> None:
-    script = RUNS[run]
+def test_the_buckets_hold_every_parameter_by_name(url: str, run: str, facts: Facts) -> None:
     layout = get(url, run, "/layout")["layouts"][-1]
     parameters = [parameter for bucket in layout["buckets"] for parameter in bucket["parameters"]]
-    assert len(parameters) == script.parameters
-    assert all(parameter["name"].startswith(script.prefix) for parameter in parameters)
+    assert len(parameters) == facts.parameters
+    assert all(parameter["name"].startswith(facts.prefix) for parameter in parameters)
     assert 4 * sum(parameter["size"] for parameter in parameters) == sum(b["size_bytes"] for b in layout["buckets"])
     spans = get(url, run, "/spans")["columns"]
     last = [s for s, revision in zip(spans["step"], spans["revision"], strict=True) if revision == layout["revision"]]
-    assert last.count(script.steps - 1) == 2 * len(layout["buckets"])
+    assert last.count(facts.steps - 1) == 2 * len(layout["buckets"])
 
 
-def test_only_the_script_without_set_epoch_has_that_finding(url: str, run: str) -> None:
+def test_only_the_script_without_set_epoch_has_that_finding(url: str, run: str, facts: Facts) -> None:
     findings = {finding["code"]: finding for finding in get(url, run, "/diagnostics")["findings"]}
-    assert ("epoch-not-set" in findings) == run.startswith("bare")
-    if run.startswith("bare"):
+    assert ("epoch-not-set" in findings) == (not facts.sets_epoch)
+    if not facts.sets_epoch:
         assert (findings["epoch-not-set"]["ranks"], findings["epoch-not-set"]["steps"]) == ([0, 1], [6, 17])
         assert findings["epoch-not-set"]["evidence"]["dataset"] == "TensorDataset"

@@ -17,6 +17,8 @@ from benchmarks.faults.cases import CASES
 from benchmarks.faults.launch import HANGING, Ranks, ranks_of
 from benchmarks.links import LinkError
 
+pytestmark = pytest.mark.wide
+
 ABSENT = "http://127.0.0.1:9"
 """No collector listens there."""
 LIMIT_S = 60
@@ -30,7 +32,7 @@ def wait_for(pattern: re.Pattern[str], ranks: Ranks) -> None:
         time.sleep(0.3)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.wide), 4])
 @pytest.mark.parametrize("case", ["loader-worker", "cut-link", "cut-host"])
 def test_a_surviving_rank_logs_the_verdict(case: str, world_size: int, tmp_path: Path) -> None:
     try:

@@ -38,7 +38,7 @@ def wait_for(condition: Callable[[], Any], ranks: Ranks, limit_s: float = LIMIT_
     return result
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.wide), 4])
 @pytest.mark.parametrize(
     "name", [case.name for case in CASES.values() if not case.cuts and not case.environ.get("WORKERS")]
 )

@@ -17,6 +17,8 @@ from benchmarks.faults.launch import ranks_of
 from ddpobs import wire
 from ddpobs.export.spool import Spool
 
+pytestmark = pytest.mark.wide
+
 SCRIPT = Path(__file__).with_name("input_cases.py")
 TRAINING = {
     "DDPOBS_TELEMETRY": "http://127.0.0.1:9",

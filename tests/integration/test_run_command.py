@@ -19,6 +19,8 @@ from tests import patience
 from tests.integration.test_slow_rank_end_to_end import get
 from tests.integration.training import PATIENT, ROOT
 
+pytestmark = pytest.mark.wide
+
 NO_COLLECTOR = "http://127.0.0.1:9"
 SPAWNING = Path(__file__).with_name("scripts") / "spawning.py"
 
@@ -45,7 +47,9 @@ def run_to_end(arguments: dict[str, Any]) -> subprocess.CompletedProcess[str]:
     return patience.run(arguments["args"], environ=arguments["env"], timeout_s=100)
 
 
-@pytest.mark.parametrize("start", ["spawn", "forkserver", "fork"])
+@pytest.mark.parametrize(
+    "start", ["spawn", *(pytest.param(start, marks=pytest.mark.wide) for start in ("forkserver", "fork"))]
+)
 def test_a_script_that_starts_its_own_ranks_is_a_finished_run(url: str, start: str, tmp_path: Path) -> None:
     run = f"started-by-{start}"
     done = run_to_end(command(SPAWNING, start, tmp_path / "store", url=url, run=run))
@@ -92,6 +96,18 @@ def test_data_parallel_gets_one_line_of_advice_and_trains(tmp_path: Path) -> Non
     (line,) = done.stderr.splitlines()
     assert line.startswith("ddpobs: no telemetry for this model: torch.nn.DataParallel ")
     assert "torchrun" in line
+
+
+OWN_HOOK = """
+from torch.optim.optimizer import register_optimizer_step_post_hook
+register_optimizer_step_post_hook(lambda *_: print("stepped"))
+"""
+
+
+def test_a_training_without_ddp_may_have_hooks_of_its_own_on_optimizers() -> None:
+    done = run_to_end(command("-c", OWN_HOOK + OPTIMIZER))
+    assert (done.returncode, done.stdout) == (0, "stepped\n" * 3), done.stderr
+    assert done.stderr.startswith("ddpobs: no telemetry: ")
 
 
 OPTIMIZER = """

@@ -29,7 +29,15 @@ def stragglers(url: str, run: str) -> list[dict[str, Any]]:
     return [f for f in get(url, run, "/diagnostics")["findings"] if f["code"] == "straggler"]
 
 
-@pytest.mark.parametrize(("rank", "phase"), [(0, "backward"), (1, "data"), (0, "forward"), (1, "optimizer")])
+@pytest.mark.parametrize(
+    ("rank", "phase"),
+    [
+        (0, "backward"),
+        (1, "data"),
+        pytest.param(0, "forward", marks=pytest.mark.wide),
+        pytest.param(1, "optimizer", marks=pytest.mark.wide),
+    ],
+)
 def test_the_slow_rank_is_named_with_its_phase(url: str, rank: int, phase: str) -> None:
     run = f"slow-{rank}-{phase}"
     train(url, run, slow_rank=rank, phase=phase)

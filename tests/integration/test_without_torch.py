@@ -13,6 +13,7 @@ import pytest
 from tests.collector import collector
 from tests.server.batches import batch, get, put, spans, steps
 
+pytestmark = pytest.mark.wide
 ROOT = Path(__file__).parents[2]
 
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tests import patience
+
 ROOT = Path(__file__).resolve().parents[2]
 AS_ROOT_ON_FEW_CORES = {
     f"{name}_ALLOW_RUN_AS_ROOT{suffix}": "1" for name in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")
@@ -32,15 +34,12 @@ def mpiexec() -> str:
 
 def start(ranks: int, command: list[str], timeout_s: float, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run `python COMMAND…` on ranks of MPI, and return the launcher's result."""
-    return subprocess.run(
+    return patience.run(
         [mpiexec(), "-n", str(ranks), sys.executable, *command],
+        environ=os.environ | AS_ROOT_ON_FEW_CORES | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()} | environment,
+        timeout_s=timeout_s,
         cwd=ROOT,
-        env=os.environ | AS_ROOT_ON_FEW_CORES | {"OMP_NUM_THREADS": "1", "PYTHONPATH": _path()} | environment,
         stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=timeout_s,
-        check=False,
     )
 
 

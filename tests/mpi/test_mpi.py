@@ -25,12 +25,17 @@ from ddpobs.errors import MpiError
 from tests.distributed import test_comm, test_equal_to_torch, test_horovod, test_join
 from tests.distributed.compare import batch, net, train, verdicts
 from tests.distributed.sent import sending
+from tests.distributed.test_horovod_mismatches import CASES, check, collect
 from tests.mpi import cases
 from tests.mpi.launch import start
 
 pytestmark = pytest.mark.timeout(600)
 Launch = tuple[list[dict[str, Any]], int, str]
 STEPS = 4
+MISMATCHES = {
+    name: CASES[name]
+    for name in ("allreduce dtype", "allreduce shape", "broadcast root", "allgather columns", "two names", "barrier")
+}
 LATE_S = 1.0
 """Delay of the second rank at the start."""
 ERROR = "the second rank gives up"
@@ -64,6 +69,7 @@ def run(folder: Path) -> None:
     results["trainings"] = trainings(rank)
     results["join"] = verdicts(test_join.CASES, rank)
     results["horovod"] = horovods(rank)
+    results["mismatches"] = mismatches(rank)
     results["telemetry"] = recorded(rank)
     results["blocked"] = blocked()
     results["timeout"] = timeout(rank)
@@ -180,6 +186,13 @@ def horovods(rank: int) -> list[Any]:
     return [equal, *position]
 
 
+def mismatches(rank: int) -> dict[str, str]:
+    hvd.init()
+    found = collect(MISMATCHES, rank, 2)
+    hvd.shutdown()
+    return found
+
+
 def recorded(rank: int) -> dict[str, Any]:
     """Telemetry of both DDPs over MPI and over gloo, with a collective of the user's in each step."""
     results: dict[str, Any] = {}
@@ -271,6 +284,10 @@ def test_uneven_inputs_train_under_join_as_with_torchs_ddp(launch: Launch) -> No
 def test_horovods_optimizer_trains_over_mpi(launch: Launch) -> None:
     for rank, results in enumerate(rank["horovod"] for rank in launch[0]):
         assert results == [True, rank, 2, rank, True, 1.5]
+
+
+def test_ranks_that_call_different_collectives_raise_one_error(launch: Launch) -> None:
+    check(MISMATCHES, [rank["mismatches"] for rank in launch[0]])
 
 
 def test_telemetry_records_what_it_records_over_gloo(launch: Launch) -> None:

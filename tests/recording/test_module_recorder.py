@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -469,3 +471,33 @@ def test_an_error_inside_telemetry_is_logged_once_and_never_raised(
     for _ in range(2):
         training.forward(1)
     assert caplog.text.count("training goes on") == 1
+
+
+def test_a_look_at_the_mode_does_not_hold_the_ddp_module() -> None:
+    """Otherwise the DDP module of a training that has ended would end later, on the telemetry thread."""
+    looks, ends = threading.Event(), threading.Event()
+
+    class Model(torch.nn.Linear):
+        @property
+        def training(self) -> bool:
+            if threading.current_thread() is not threading.main_thread():
+                looks.set()
+                assert ends.wait(60)
+            return True
+
+        @training.setter
+        def training(self, mode: bool) -> None:
+            pass
+
+    model = Model(2, 2)
+    ddp = torch.nn.Module()
+    ddp.module = model
+    recorder = Training().add_recorder(1, ddp)
+    thread = threading.Thread(target=lambda: recorder.training)
+    thread.start()
+    assert looks.wait(60)
+    gone = weakref.ref(ddp)
+    del ddp
+    assert gone() is None
+    ends.set()
+    thread.join()

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ddpobs_server.reports import liveness, run_state
 from ddpobs_server.store import Store
+from ddpobs_server.web import auth
 
 from tests import databases
 from tests.collector import Collector, collector
@@ -69,6 +71,15 @@ def store(fresh: databases.Fresh, tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
+def no_time_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let what a collector has read become old by changes alone, however long a busy machine takes."""
+    monkeypatch.setattr(run_state, "_FRESH_NS", 2**62)
+    monkeypatch.setattr(run_state, "_is_silent", lambda *_: False)
+    monkeypatch.setattr(liveness, "SILENT_NS", 2**62)
+    monkeypatch.setattr(auth, "_CACHE_S", float("inf"))
+
+
+@pytest.fixture
 def run(request: pytest.FixtureRequest) -> str:
     """A run id that no other test uses."""
     return "".join(c if c.isalnum() else "-" for c in request.node.name)[:128]
@@ -101,3 +112,14 @@ def browser() -> Iterator[Any]:
         started = playwright.chromium.launch(executable_path=path, args=FLAGS.split())
         yield started
         started.close()
+
+
+@pytest.fixture(autouse=True)
+def _pages_close(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Close the pages that a test opens: the page of a live run goes on reading and drawing."""
+    contexts = request.getfixturevalue("browser").contexts if "browser" in request.fixturenames else []
+    yield
+    if "browser" in request.fixturenames:
+        for context in request.getfixturevalue("browser").contexts:
+            if context not in contexts:
+                context.close()

@@ -7,6 +7,7 @@ import importlib
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from ddpobs.ddp import DistributedDataParallel
 from ddpobs.reducer.ddp_logger import Logger
 from ddpobs.reducer.module_reducer import ModuleReducer
 from ddpobs.torch_seam import pipelining
+from ddpobs.torch_seam.bucket_caps import BucketCaps
 
 TorchDDP = torch_ddp.DistributedDataParallel
 SOURCES = Path(ddpobs.__file__).parent
@@ -65,6 +67,9 @@ FROM_MODULES = {
     "torch._C": {
         "_current_autograd_node",
         "_current_graph_task_id",
+        "_DisableTorchDispatch",
+        "_len_torch_dispatch_stack",
+        "_len_torch_function_stack",
         "_profiler",
         "_storage_Use_Count",
         "_will_engine_execute_node",
@@ -144,7 +149,7 @@ def test_no_other_private_name_of_torch_is_used() -> None:
         "_distributed_c10d",
         "_dynamo",
         "_execution_engine",
-        "_bucket_config",
+        "_DEFAULT_FIRST_BUCKET_BYTES",
         "_comm_hooks",
         "_pytree",
     }
@@ -202,16 +207,21 @@ def test_torchs_pipelines_have_what_we_wrap_and_read() -> None:
     assert "self.submod.reducer.prepare_for_backward(" in of_stages
 
 
-def test_torchs_bucket_limits_are_as_expected() -> None:
-    config = torch_ddp._BucketCapacityConfig.create(None, None, False)
-    assert config.compute_bucket_size_limits(static_graph=False, find_unused_parameters=True) == (
-        [2**20, 25 * 2**20],
-        [],
+@pytest.mark.skipif(not hasattr(torch_ddp, "_BucketCapacityConfig"), reason="torch 2.12 and older compute them inline")
+@pytest.mark.parametrize("arguments", [(None, None), (3, None), (None, [1, 2])])
+@pytest.mark.parametrize("static_graph", [False, True])
+@pytest.mark.parametrize("find_unused", [False, True])
+def test_bucket_caps_are_torchs(arguments: tuple[Any, Any], static_graph: bool, find_unused: bool) -> None:
+    config = torch_ddp._BucketCapacityConfig.create(*arguments, False)
+    module: Any = SimpleNamespace(
+        bucket_bytes_cap=config.bucket_bytes_cap,
+        bucket_bytes_cap_default=config.first_bucket_bytes_cap < config.bucket_bytes_cap,
+        bucket_bytes_cap_list=list(config.per_bucket_bytes_caps),
     )
-    custom = torch_ddp._BucketCapacityConfig.create(None, [1, 2], False)
-    limits = custom.compute_bucket_size_limits(static_graph=False, find_unused_parameters=True)
-    assert limits == ([2**20, 2**21], [2**20, 2**21])
-    assert custom.first_bucket_bytes_cap == 2**21
+    caps = BucketCaps.of(module)
+    first, _ = config.compute_bucket_size_limits(static_graph, find_unused)
+    assert caps.first_step(static_graph=static_graph, find_unused_parameters=find_unused) == first
+    assert caps.rebuilt() == config.compute_bucket_size_limits(False, True)[0]
 
 
 def test_the_engine_predicts_which_parameters_it_will_reach() -> None:

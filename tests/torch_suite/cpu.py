@@ -32,6 +32,14 @@ def lift_gpu_requirements() -> None:
         setattr(torch.cuda, name, lambda *_args, **_kwargs: None)
     torch.cuda.current_device = lambda: 0
     torch.cuda.device = lambda *_args, **_kwargs: contextlib.nullcontext()  # type: ignore[assignment, misc]
+    torch.Stream = CpuStream  # type: ignore[misc]
+
+
+class CpuStream(torch.Stream):
+    """A stream of the CPU. A build for CUDA makes one of a device by default, which fails without a driver."""
+
+    def __new__(cls, *_args: Any, **_kwargs: Any) -> CpuStream:
+        return super().__new__(cls, device=CPU)
 
 
 class CpuTensors(TorchFunctionMode):

@@ -128,6 +128,7 @@ def test_wandb_gets_a_summary_offline(run: Run, tmp_path: Path, monkeypatch: pyt
     with wandb.init(dir=tmp_path, project="p") as active:
         trackers.wandb(run)
         assert (active.summary["ddpobs/goodput"], active.summary["ddpobs/url"]) == (0.5, run.address)
+    wandb.teardown()  # Its service would outlive the tests by seconds.
 
 
 def test_mlflow_gets_metrics_a_text_and_a_tag(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

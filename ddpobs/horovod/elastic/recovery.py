@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
-from ddpobs.errors import HorovodInternalError, HostsUpdatedInterrupt
+from ddpobs.errors import HorovodInternalError, HostsUpdatedInterrupt, MismatchError
 from ddpobs.horovod.broadcast import allgather_object, broadcast_object
 from ddpobs.horovod.elastic.commit_file import CommitFile
 from ddpobs.horovod.elastic.state import State
@@ -34,6 +34,8 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
                 if not skip_sync:
                     state.sync()
                 result = func(state, *args, **kwargs)
+            except MismatchError:  # The script is wrong, and would be so again.
+                raise
             except HorovodInternalError:
                 state.restore()
                 skip_sync = False

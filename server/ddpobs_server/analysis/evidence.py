@@ -96,7 +96,7 @@ class Evidence:
         world_size: Number of ranks.
         pulses: Latest heartbeat by rank; `Pulse.at_ns` is on that rank's monotonic clock.
         silent_ns: Time since each rank's last batch, on the collector's clock.
-        ended: How each rank ended: `finished`, `failed`, or empty while it runs.
+        ended: How each rank ended: `finished`, `interrupted`, `failed`, or empty while it runs.
         fingerprints: (rank, fingerprint) of the sampled steps.
         account: Account of the run's wall time; for an earlier attempt, of that attempt alone.
         processes: Processes of the attempt, with their accounts.

@@ -65,7 +65,7 @@ _BY_NAME = {
     "exposed_ns": "Mean time of communication that backward did not hide",
     "figure": "Name of the figure.",
     "findings": "The findings, the most severe first.",
-    "first_rank": "Rank that failed, died or was terminated first; null if none did.",
+    "first_rank": "Rank that failed, died, was terminated or interrupted first; null if none did.",
     "first_seen_ns": "Arrival of the attempt's first batch, as Unix time",
     "from": "First step.",
     "gain": "Predicted saving if the remedy works; null if it is not known.",

@@ -11,6 +11,7 @@ import msgspec
 from fastapi import APIRouter, Query, Response
 
 from ddpobs import wire
+from ddpobs.wire.states import RunState
 from ddpobs_server.api import schemas
 from ddpobs_server.api.columns import with_null
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
@@ -29,7 +30,7 @@ from ddpobs_server.api.deps import (
 from ddpobs_server.api.responses import columns_response, json_response, within_answer
 from ddpobs_server.reports.digests import RunDigest, labels_of, trained_labels
 from ddpobs_server.reports.reports import Reports
-from ddpobs_server.reports.run_state import RunState, state_of_rank, state_of_run
+from ddpobs_server.reports.run_state import state_of_rank, state_of_run
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import BucketRollup, LayoutOutline, Rollup, Run, Source
 from ddpobs_server.web.problems import Problem

@@ -6,10 +6,10 @@ from typing import Any, Literal
 
 from typing_extensions import TypedDict  # Before Python 3.12 pydantic accepts only these.
 
+from ddpobs.wire.states import RankState, RunState
 from ddpobs_server.analysis.finding import Gain, Severity
 from ddpobs_server.api.columns import SpanColumns, StepColumns
 from ddpobs_server.reports.attempts import AttemptOutcome
-from ddpobs_server.reports.run_state import RankState, RunState
 from ddpobs_server.store import Attempt
 from ddpobs_server.web.workspace_usage import Usage
 

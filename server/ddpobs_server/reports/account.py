@@ -26,7 +26,7 @@ def processes_of(sources: Sequence[Source]) -> list[Process]:
             account=source.account,
             wall_offset_ns=source.anchor.wall_ns - source.anchor.monotonic_ns,
             stuck_ns=source.stuck_ns,
-            failed=source.ended not in {"", "finished"},
+            failed=source.ended not in {"", "finished", "interrupted"},
             reason="" if source.account else _NO_ACCOUNT,
         )
         for source in sources

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddpobs import wire
+from ddpobs.wire.states import RunState
 from ddpobs_server.analysis.findings.crash import End, ends_of
-from ddpobs_server.reports.run_state import RunState
 from ddpobs_server.store import AttemptSummary, Run, Store
 
-Outcome = Literal["running", "finished", "failed", "killed", "superseded", "hung", "lost"]
+Outcome = Literal["running", "finished", "interrupted", "failed", "killed", "superseded", "hung", "lost"]
 _LATEST: dict[RunState, Outcome] = {"running": "running", "stalled": "running", "hung": "hung", "lost": "lost"}
 _OPEN = ("running", "hung")
 
@@ -25,7 +25,7 @@ class AttemptOutcome:
         ordinal: Its number, from 0.
         outcome: How it went.
         reason: Why, in a line; empty if it runs or finished.
-        first_rank: Rank that failed, died or was terminated first; None if none did.
+        first_rank: Rank that failed, died, was terminated or interrupted first; None if none did.
         began_ns: Arrival of its first batch.
         ended_ns: Arrival of its last batch; None while it runs.
         world_size: Number of ranks.
@@ -61,7 +61,7 @@ def attempt_outcomes(store: Store, run: Run, state: RunState, hang: str) -> list
     for summary in store.attempt_summaries(run.run):
         ends = ends_of(events[summary.attempt])
         outcome = _outcome(summary, state if summary.attempt == run.attempt else None)
-        first = ends[0] if ends and outcome in ("failed", "killed") else None
+        first = ends[0] if ends and outcome in ("failed", "killed", "interrupted") else None
         result.append(
             AttemptOutcome(
                 attempt=summary.attempt,
@@ -86,6 +86,8 @@ def _outcome(summary: AttemptSummary, state: RunState | None) -> Outcome:
         summary: Its sums.
         state: The run's state if the attempt is the latest, else None.
     """
+    if summary.interrupted:
+        return "interrupted"
     if summary.failed:
         return "failed"
     if summary.is_over:

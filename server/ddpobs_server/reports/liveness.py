@@ -12,7 +12,13 @@ from ddpobs_server.store import Source
 _AFTER_LAST_NS = 5 * 10**9
 """Longest time after a run's last batch that counts as silence: two flushes, and less than a rank's patience."""
 
-_ENDS = {"failed": "failed", "died": "failed", "finished": "finished", "terminated": "finished"}
+_ENDS = {
+    "failed": "failed",
+    "died": "failed",
+    "finished": "finished",
+    "terminated": "finished",
+    "interrupted": "interrupted",
+}
 
 
 def world_size_of(sources: list[Source]) -> int:
@@ -41,7 +47,7 @@ def all_silent(sources: list[Source], now_ns: int) -> bool:
 
 
 def ends(sources: list[Source]) -> dict[int, str]:
-    """`failed` or `finished` by rank that has ended.
+    """`failed`, `finished` or `interrupted` by rank that has ended.
 
     A terminated rank counts as finished while others run. If none runs, it counts as running: its end came from
     outside, and its last pulse shows whether the run hung before.

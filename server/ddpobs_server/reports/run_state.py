@@ -5,8 +5,9 @@ A time in the future counts as long ago: it was recorded before the collector's 
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from ddpobs.wire.states import RankState, RunState
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, RunVersion, Source
 
@@ -16,15 +17,13 @@ _FRESH_NS = 2 * 10**9
 _RECENT_NS = 30 * 10**9
 """Age up to which a diagnosis of a live run is used for marks in a picture."""
 
-RunState = Literal["running", "finished", "failed", "hung", "stalled", "lost"]
-RankState = Literal["running", "finished", "failed", "hung", "lost"]
-
 
 def state_of_run(run: Run, settings: Settings, now_ns: int) -> RunState:
     """Return the first state that applies.
 
     | state | condition |
     |---|---|
+    | `interrupted` | a rank was interrupted, and none failed or died before |
     | `failed` | a rank failed or died, or all ranks have ended and some were terminated |
     | `finished` | all ranks sent a goodbye |
     | `lost` | no pulse arrives |
@@ -32,6 +31,8 @@ def state_of_run(run: Run, settings: Settings, now_ns: int) -> RunState:
     | `stalled` | no step arrives |
     | `running` | else |
     """
+    if run.interrupted:
+        return "interrupted"
     if run.has_failed:
         return "failed"
     if run.is_over:
@@ -44,9 +45,11 @@ def state_of_run(run: Run, settings: Settings, now_ns: int) -> RunState:
 
 
 def state_of_rank(source: Source, settings: Settings, now_ns: int) -> RankState:
-    """Return the first state that applies: ended in order or not, `lost` without pulses, `hung` if stuck, `running`."""
+    """Return the first state that applies: as it ended, `lost` without pulses, `hung` if stuck, `running`."""
+    if source.ended in ("finished", "interrupted"):
+        return "finished" if source.ended == "finished" else "interrupted"
     if source.ended:
-        return "finished" if source.ended == "finished" else "failed"
+        return "failed"
     if _is_silent(source.last_seen_ns, settings.lost_after_s, now_ns):
         return "lost"
     return "hung" if source.stuck_ns else "running"

@@ -18,7 +18,7 @@ _EVENTS = 10_000
 """Most events in a diagnosis. A limit is needed because clients choose the kinds."""
 _EVENT_BYTES = 8_000_000
 """Most bytes of events in a diagnosis: each may have 16,384 characters."""
-_ENDS = ("failed", "died", "terminated")
+ENDS = ("failed", "died", "terminated", "interrupted")
 """Kinds of events that are read first if there are too many."""
 _REPEATED, _REPEATS = ("stuck", "not_reduced"), 64
 """Kinds of events of which a diagnosis reads the first of each source, and how many."""
@@ -132,7 +132,7 @@ def events(connection: Connection, sources: CTE) -> list[tuple[str, int, wire.Ev
         .subquery()
     )
     n = numbered.c
-    is_end = case((n.kind.in_(_ENDS) | n.kind.startswith("died:"), 0), else_=1)
+    is_end = case((n.kind.in_(ENDS) | n.kind.startswith("died:"), 0), else_=1)
     same = [n[name] == c[name] for name in ("run_id", "source", "seq", "position")]
     query = select(n.run_id, n.rank, n.seq, n.position, c.body).join(schema.events, and_(*same))
     query = query.where(is_read(n.kind, n.number))

@@ -55,7 +55,7 @@ def end_events(connection: Connection, run: str) -> list[tuple[str, int, wire.Ev
         .select_from(schema.events)
         .join(schema.sources, (s.run_id == e.run_id) & (s.source == e.source))
         .join(schema.attempts, (a.run_id == s.run_id) & (a.attempt == s.attempt))
-        .where(e.run_id == run, e.kind.in_(("failed", "died", "terminated")) | e.kind.startswith("died:"))
+        .where(e.run_id == run, e.kind.in_(aggregate_queries.ENDS) | e.kind.startswith("died:"))
         .order_by(a.ordinal.desc(), s.rank, e.seq, e.position)
         .limit(_END_EVENTS)
     )

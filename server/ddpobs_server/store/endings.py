@@ -1,13 +1,8 @@
-"""How each source ended, and whether it is stuck: two columns of `sources`, so that a list of runs needs no events.
+"""How each source ended, when, and whether it is stuck: columns of `sources`, so that a list of runs needs no events.
 
-| `ended` | the source sent | stands above |
-|---|---|---|
-| `died` | nothing; a surviving process, or the next attempt, sent its event `died` | |
-| `finished` | `goodbye` | `died` |
-| `terminated` | `terminated`: a launcher sent SIGTERM | the two before |
-| `failed` | `failed`: an exception ended the training | all others |
-
-A batch may arrive late from a spool, so an end replaces only the ends that it stands above.
+`ended` is an end of `ddpobs.wire.endings`, or empty while the source runs. `ended_ns` is its time on the source's wall
+clock. A batch may arrive late from a spool, so an end replaces only the weaker ones of the source. A source that trains
+again after an interrupt has no end any more, and `ended_ns` is the time at which it went on.
 """
 
 from __future__ import annotations
@@ -19,22 +14,35 @@ from typing import Any
 from sqlalchemy import Connection, case, func, literal_column, update
 
 from ddpobs import wire
+from ddpobs.wire.endings import ENDS, RESUMED, delay_ns, end_of_event
 from ddpobs.wire.hang import RankState
 from ddpobs.wire.text import NONCE
 from ddpobs_server.store import schema
 
 _s = schema.sources.c
-_KINDS = {"died": "died", "goodbye": "finished", "terminated": "terminated", "failed": "failed"}
-"""End of a source by the kind of its event, the weakest first."""
-ENDS = tuple(_KINDS.values())
-_WEIGHTS = {end: weight for weight, end in enumerate(ENDS, start=1)}
+_WEIGHTS: dict[str, int] = {end: weight for weight, end in enumerate(ENDS.values(), start=1)}
 FAILURES = ("failed", "died")
+_LATEST_NS = 2**62
 
 
-def end_of(batch: wire.Batch) -> str:
-    """How the batch's source ended; empty if the batch has no such event."""
-    kinds = {event.kind for event in batch.events if dead_source(batch, event) is None}
-    return next((end for kind, end in reversed(_KINDS.items()) if kind in kinds), "")
+def end_of(batch: wire.Batch) -> tuple[str, int]:
+    """How the batch's source ended, and when; empty and 0 if the batch has no such event."""
+    ended, ended_ns = "", 0
+    for event in batch.events:
+        if dead_source(batch, event) is not None:
+            continue
+        if event.kind == RESUMED and ended in ("", "interrupted"):
+            ended, ended_ns = "", _moment_ns(batch, event)
+        end = end_of_event(event)
+        if end is not None and _WEIGHTS[end] > _WEIGHTS.get(ended, 0):
+            ended, ended_ns = end, _moment_ns(batch, event)
+    return ended, ended_ns
+
+
+def _moment_ns(batch: wire.Batch, event: wire.Event) -> int:
+    """Wall-clock time at which an event counts."""
+    anchor = batch.anchor
+    return min(max(1, anchor.wall_ns + event.at_ns - anchor.monotonic_ns + delay_ns(event)), _LATEST_NS)
 
 
 def stuck_ns(batch: wire.Batch) -> int:
@@ -45,9 +53,19 @@ def stuck_ns(batch: wire.Batch) -> int:
     return pulse.idle_ns
 
 
-def stronger_end(new: Any) -> Any:
-    """SQL: the new end if it stands above the stored one, else the stored one."""
-    return case((_weight(new) > _weight(_s.ended), new), else_=_s.ended)
+def latest_end(new: Any) -> dict[str, Any]:
+    """SQL: the new end and its time if it replaces the stored one, else the stored ones."""
+    is_later = new.ended_ns > _s.ended_ns
+    replaces = case(
+        (_is(new, ""), is_later & (_is(_s, "") | _is(_s, "interrupted"))),
+        (_is(new, "interrupted"), is_later & ~_is(_s, "failed")),
+        else_=_weight(new.ended) > _weight(_s.ended),
+    )
+    return {name: case((replaces, new[name]), else_=_s[name]) for name in ("ended", "ended_ns")}
+
+
+def _is(row: Any, end: str) -> Any:
+    return row.ended == literal_column(f"'{end}'")
 
 
 def _weight(column: Any) -> Any:
@@ -58,9 +76,20 @@ def _weight(column: Any) -> Any:
     return case(*weights, else_=literal_column("0"))
 
 
-def counts() -> tuple[Any, Any, Any]:
-    """SQL: the number of sources that ended, that failed or died, and that were terminated."""
-    return count_where(_s.ended != ""), count_where(_s.ended.in_(FAILURES)), count_where(_s.ended == "terminated")
+def counts() -> tuple[Any, ...]:
+    """SQL: the number of sources that ended, that failed or died, that were terminated, and that were interrupted.
+
+    The last is 0 if a source failed or died before the first interrupt.
+    """
+    is_interrupted, has_failed = _s.ended == "interrupted", _s.ended.in_(FAILURES)
+    first_failure_ns = func.coalesce(func.min(case((has_failed, _s.ended_ns))), _LATEST_NS)
+    interrupted = count_where(is_interrupted)
+    return (
+        count_where(_s.ended != ""),
+        count_where(has_failed),
+        count_where(_s.ended == "terminated"),
+        case((func.min(case((is_interrupted, _s.ended_ns))) <= first_failure_ns, interrupted), else_=0),
+    )
 
 
 def count_where(condition: Any) -> Any:
@@ -79,11 +108,11 @@ def dead_source(batch: wire.Batch, event: wire.Event) -> str | None:
 def mark_dead(connection: Connection, batches: Sequence[wire.Batch]) -> None:
     """Mark the sources as dead that other sources report so, if they belong to the attempt and sent no end."""
     reports = {
-        (batch.run, source, batch.attempt)
+        (batch.run, source, batch.attempt): _moment_ns(batch, event)
         for batch in batches
         for event in batch.events
         if (source := dead_source(batch, event)) is not None
     }
-    for run, source, attempt in sorted(reports):
+    for (run, source, attempt), ended_ns in sorted(reports.items()):
         same = (_s.run_id == run, _s.source == source, _s.attempt == attempt, _s.ended == "")
-        connection.execute(update(schema.sources).where(*same).values(ended="died"))
+        connection.execute(update(schema.sources).where(*same).values(ended="died", ended_ns=ended_ns))

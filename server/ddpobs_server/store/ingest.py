@@ -234,6 +234,7 @@ def _touch_sources(connection: Connection, arrivals: Sequence[Arrival]) -> None:
 def _source_row(arrival: Arrival) -> dict[str, Any]:
     batch, now = arrival.batch, arrival.received_ns
     stepped = batch.steps is not None and len(batch.steps) > 0
+    ended, ended_ns = endings.end_of(batch)
     return {
         "run_id": batch.run,
         "source": batch.source,
@@ -252,7 +253,8 @@ def _source_row(arrival: Arrival) -> dict[str, Any]:
         "pulse": msgspec.json.encode(batch.pulse).decode() if batch.pulse is not None else None,
         "account": msgspec.json.encode(batch.account).decode() if batch.account is not None else None,
         "goodbye": any(event.kind == "goodbye" for event in batch.events),
-        "ended": endings.end_of(batch),
+        "ended": ended,
+        "ended_ns": ended_ns,
         "stuck_ns": endings.stuck_ns(batch),
     }
 

@@ -65,7 +65,7 @@ def source_upsert(dialect: str) -> Any:
     stepped_ns = func.nullif(new.last_step_seen_ns, text("0"))
     changes["last_step_seen_ns"] = func.coalesce(stepped_ns, c.last_step_seen_ns)
     changes["goodbye"] = or_(c.goodbye, new.goodbye)
-    changes["ended"] = endings.stronger_end(new.ended)
+    changes |= endings.latest_end(new)
     changes["stuck_ns"] = case((later & new.pulse.is_not(None), new.stuck_ns), else_=c.stuck_ns)
     same = c.attempt == new.attempt
     return statement.on_conflict_do_update(index_elements=["run_id", "source"], set_=changes, where=same)

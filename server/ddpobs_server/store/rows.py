@@ -32,8 +32,9 @@ class Run:
     """A run, and the sums over the sources of its latest attempt. Times are this collector's wall clock, in ns.
 
     `run` is the key in the store: the name, after `WORKSPACE/` outside the default workspace. The last counts are of
-    sources: that ended in any way, that failed or died, that were terminated; of the others those that are stuck, and
-    those that are neither stuck nor silent. `tags` and `note` are None until a person sets them.
+    sources: that ended in any way, that failed or died, that were terminated, that were interrupted before any failed;
+    of the others those that are stuck, and those that are neither stuck nor silent. `tags` and `note` are None until a
+    person sets them.
     """
 
     run: str
@@ -50,6 +51,7 @@ class Run:
     ended: int = 0
     failed: int = 0
     terminated: int = 0
+    interrupted: int = 0
     stuck: int = 0
     moving: int = 0
     tags: tuple[str, ...] | None = None
@@ -72,8 +74,8 @@ class Run:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a source failed or died, or all have ended and some were terminated."""
-        return self.failed > 0 or (self.is_over and self.terminated > 0)
+        """Whether a source failed or died, or all have ended and some were terminated; an interrupt is no failure."""
+        return self.interrupted == 0 and (self.failed > 0 or (self.is_over and self.terminated > 0))
 
     @property
     def hangs(self) -> bool:
@@ -129,6 +131,7 @@ class AttemptSummary(Attempt):
     ended: int
     failed: int
     terminated: int
+    interrupted: int
 
     @property
     def is_over(self) -> bool:
@@ -140,8 +143,8 @@ class AttemptSummary(Attempt):
 class Source:
     """A process of an attempt.
 
-    `ended` is one of `endings.ENDS`, or empty while the process runs. `stuck_ns` is its time without progress at its
-    latest pulse, 0 if that is no longer than its patience.
+    `ended` is an end of `ddpobs.wire.endings`, or empty while the process runs. `stuck_ns` is its time without
+    progress at its latest pulse, 0 if that is no longer than its patience.
     """
 
     source: str

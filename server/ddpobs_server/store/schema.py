@@ -111,8 +111,9 @@ sources = _source_table(
     Column("ended", String(16), nullable=False, default=""),
     _count("stuck_ns"),
     Column("account", Text),
+    _count("ended_ns"),
 )
-"""The module `endings` defines `ended` and `stuck_ns`."""
+"""The module `endings` defines `ended`, `ended_ns` and `stuck_ns`."""
 batches = _source_table(
     "batches",
     _key("seq", BigInteger),

@@ -1,4 +1,7 @@
-"""Ranks that train apart, or would: `apart.py CASE`, with torch's DDP under `ddpobs run`, or with `OURS=1` our own."""
+"""Ranks that train apart, or would: `apart.py CASE`.
+
+The door is `$DOOR`: `ours`, `attach`, or empty for torch's own DDP.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from doors import wait_for_name
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-if os.environ.get("OURS"):
+import ddpobs
+
+DOOR = os.environ.get("DOOR")
+if DOOR == "ours":
     from ddpobs import DistributedDataParallel
 else:
     from torch.nn.parallel import DistributedDataParallel  # type: ignore[assignment]
@@ -42,6 +49,8 @@ def main(case: str) -> None:
     if case == "unfreeze":
         model.backbone.requires_grad_(False)
     ddp: Any = DistributedDataParallel(model)
+    if DOOR == "attach":
+        ddpobs.attach(ddp)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     data = TensorDataset(torch.randn(4 * BATCHES, 16, generator=torch.Generator().manual_seed(rank)))
     for index, (x,) in enumerate(DataLoader(data, batch_size=4)):
@@ -59,6 +68,7 @@ def main(case: str) -> None:
             optimizer.zero_grad()
     total = float(torch.cat([p.detach().flatten().double() for p in model.parameters()]).sum())
     sys.stdout.write(f"SUM {total}\n")
+    wait_for_name()
     dist.destroy_process_group()
 
 

@@ -1,14 +1,24 @@
-"""Digits with a plain training loop, which lacks `sampler.set_epoch(epoch)`."""
+"""Digits with a plain training loop, which lacks `sampler.set_epoch(epoch)`.
+
+With `ours` as an argument it uses our DDP.
+"""
 
 from __future__ import annotations
 
+import sys
+
 import torch
 import torch.distributed as dist
+from digest import report
 from digits import network, pictures
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
+
+if "ours" in sys.argv:
+    from ddpobs import DistributedDataParallel
+else:
+    from torch.nn.parallel import DistributedDataParallel
 
 dist.init_process_group("gloo")
 model = DistributedDataParallel(network())
@@ -20,4 +30,5 @@ for _ in range(3):
         optimizer.zero_grad()
         cross_entropy(model(images), labels).backward()
         optimizer.step()
+report(dist.get_rank(), model)
 dist.destroy_process_group()

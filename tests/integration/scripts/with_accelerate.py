@@ -1,16 +1,18 @@
 """Digits with Accelerate: accumulation over two batches, an evaluation and a checkpoint after each epoch.
 
 With `dispatch` as the first argument, rank 0 reads the data for all ranks; with `shard`, each rank reads its own. The
-second argument is the folder of the checkpoints.
+second argument is the folder of the checkpoints. `COLLECTOR` turns telemetry on in code.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, set_seed
+from digest import report
 from digits import Slow, network, pictures
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader
@@ -29,6 +31,10 @@ model, optimizer, training, evaluation = accelerator.prepare(
     DataLoader(pictures(0, 192), batch_size=16, shuffle=True),
     DataLoader(Slow(1000, 64, seconds=0.8), batch_size=16),
 )
+if "COLLECTOR" in os.environ:
+    from ddpobs import attach
+
+    attach(model, telemetry=os.environ["COLLECTOR"])
 for _ in range(3):
     model.train()
     for images, labels in training:
@@ -45,4 +51,5 @@ for _ in range(3):
             correct += int(answers.sum())
     accelerator.print(f"{correct} of 64 correct")
     accelerator.save_state(folder)
+report(accelerator.process_index, model)
 accelerator.end_training()

@@ -1,11 +1,16 @@
-"""Digits with Lightning, which starts its second rank itself. The argument is the folder of the checkpoints."""
+"""Digits with Lightning, which starts its second rank itself. The argument is the folder of the checkpoints.
+
+`COLLECTOR` turns telemetry on in code.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 
 import lightning
 import torch
+from digest import report
 from digits import Slow, network, pictures
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.nn.functional import cross_entropy
@@ -16,6 +21,12 @@ class Digits(lightning.LightningModule):
     def __init__(self) -> None:
         super().__init__()
         self.network = network()
+
+    def on_fit_start(self) -> None:
+        if "COLLECTOR" in os.environ:
+            from ddpobs import attach
+
+            attach(self.trainer.strategy.model, telemetry=os.environ["COLLECTOR"])
 
     def training_step(self, batch: tuple[torch.Tensor, torch.Tensor], index: int) -> torch.Tensor:
         return cross_entropy(self.network(batch[0]), batch[1])
@@ -37,8 +48,10 @@ trainer = lightning.Trainer(
     logger=False,
     enable_progress_bar=False,
 )
+model = Digits()
 trainer.fit(
-    Digits(),
+    model,
     DataLoader(pictures(0, 192), batch_size=16, shuffle=True),
     DataLoader(Slow(1000, 64, seconds=0.8), batch_size=16),
 )
+report(trainer.global_rank, model)

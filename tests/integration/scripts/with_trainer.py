@@ -12,10 +12,12 @@ import time
 from pathlib import Path
 
 import torch
+from digest import report
 from torch.utils.data import Dataset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, set_seed
 
 torch.set_num_threads(1)
+set_seed(0)
 
 
 class Sources(Dataset):
@@ -33,7 +35,7 @@ class Sources(Dataset):
         return {"input_ids": self._blocks[index], "labels": self._blocks[index]}
 
 
-Trainer(
+trainer = Trainer(
     model=GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=32, n_embd=48, n_layer=2, n_head=2)),
     args=TrainingArguments(
         sys.argv[1],
@@ -52,4 +54,6 @@ Trainer(
     ),
     train_dataset=Sources(Path(argparse.__file__).read_bytes()),
     eval_dataset=Sources(Path(json.__file__).read_bytes()[:1024], pause_s=0.8 / 32),
-).train()
+)
+trainer.train()
+report(trainer.args.process_index, trainer.model)

@@ -27,6 +27,7 @@ def run(
     slower: float = 1.0,
     spread: float = 0.3,
     noise: float = 0.03,
+    power: float = 1.0,
     **recorded: Any,
 ) -> tuple[Evidence, Floats, Floats]:
     """Make a run with lognormal lengths.
@@ -39,6 +40,7 @@ def run(
         slower: Factor of rank 1's own time: another process takes the rest.
         spread: Standard deviation of the logarithm of the lengths.
         noise: That of own time.
+        power: Power of the lengths by which own time grows.
         **recorded: Columns that replace the recorded ones.
 
     Returns:
@@ -47,7 +49,7 @@ def run(
     random = np.random.default_rng(seed)
     tokens = np.rint(TOKENS * np.exp(random.normal(0, spread, (steps, ranks))))
     tokens[:, 1] = np.rint(tokens[:, 1] * longer)
-    wanted_ms = FIXED_MS + MS_PER_TOKEN * tokens
+    wanted_ms = FIXED_MS + MS_PER_TOKEN * TOKENS * (tokens / TOKENS) ** power
     own_ms = wanted_ms * np.exp(random.normal(0, noise, (steps, ranks)))
     delay_ms = np.zeros_like(own_ms)
     delay_ms[:, 1] = (slower - 1) * own_ms[:, 1]
@@ -104,6 +106,14 @@ def test_a_rank_with_longer_samples_has_imbalanced_batches_and_is_no_straggler(r
         assert finding.evidence["excess_ns"] == pytest.approx(late_ns(evidence, by_lengths), rel=0.1)
         assert finding.gain is not None
         assert finding.gain.step_ns > 0.5 * MS * np.median(by_lengths) / ranks
+
+
+@pytest.mark.parametrize("power", [0.7, 0.8, 1.2])
+def test_time_that_does_not_grow_as_a_line_names_no_slow_rank(power: float) -> None:
+    for seed in range(5):
+        evidence, _, _ = run(2, seed=seed, longer=2.0, spread=0.15, power=power)
+        assert straggler(evidence) == []
+        assert [finding.ranks for finding in findings(imbalanced_batches(evidence))] == [[1]]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import httpx
 import pytest
 
 from ddpobs import wire
@@ -229,3 +230,68 @@ def test_the_state_filter_accepts_the_states_of_failures(shared: Collector, run:
     listed = get(shared.url, "/runs", limit=500, state="failed")["runs"]
     assert run in {item["run"] for item in listed}
     assert run not in {item["run"] for item in get(shared.url, "/runs", limit=500, state="hung")["runs"]}
+
+
+def interrupt(wall_s: float, kind: str = "interrupted", **facts: wire.Scalar) -> wire.Event:
+    """An event at a time, with the anchor of `end`."""
+    detail = {"wall_ns": int(wall_s * S), "phase": "backward", **facts}
+    return wire.Event(kind=kind, at_ns=int(wall_s * S), step=9, detail=detail)
+
+
+def end(run: str, seq: int, rank: int, *events: wire.Event) -> wire.Batch:
+    """A batch on a host whose monotonic clock began with its wall clock."""
+    return batch(run, seq, rank, events=list(events), anchor=wire.Anchor(wall_ns=100 * S, monotonic_ns=100 * S))
+
+
+FAILED = {"error": "ValueError", "message": "a bad sample"}
+VICTIM = {"error": "RuntimeError", "message": "Connection closed by peer"}
+
+
+@pytest.mark.parametrize(
+    ("other", "state"),
+    [
+        (interrupt(95, "failed", **VICTIM), "interrupted"),
+        (interrupt(95, "failed", **FAILED), "interrupted"),
+        (interrupt(95, "terminated", signal="SIGTERM"), "interrupted"),
+        (interrupt(95, "died", signal="SIGKILL"), "interrupted"),
+        (interrupt(89, "died"), "interrupted"),  # Seen alive last a second before.
+        (interrupt(89, "died", signal="SIGSEGV"), "failed"),
+        (interrupt(89, "died", oom_kills=1), "failed"),
+        (interrupt(85, "died"), "failed"),
+        (interrupt(85, "failed", **FAILED), "failed"),
+        (interrupt(85, "failed", **VICTIM), "failed"),
+        (interrupt(85, "failed", error="KeyboardInterrupt"), "interrupted"),  # As older clients report it.
+    ],
+)
+def test_the_first_cause_decides_between_an_interrupt_and_a_failure(
+    other: wire.Event, state: str, shared: Collector, run: str
+) -> None:
+    put(shared.url, end(run, 0, 0, interrupt(90)))
+    put(shared.url, end(run, 0, 1, other))
+    assert listed_state(shared.url, run) == state
+    assert attempts(shared.url, run)[0]["outcome"] == state
+    codes = [finding["code"] for finding in findings(shared.url, run)]
+    assert ("crash" in codes) == (state == "failed")
+
+
+def test_a_source_that_trains_again_is_interrupted_no_more(shared: Collector, run: str) -> None:
+    put(shared.url, end(run, 0, 0, interrupt(90)))
+    assert listed_state(shared.url, run) == "interrupted"
+    assert rank_states(shared.url, run) == ["interrupted"]
+    put(shared.url, end(run, 2, 0, interrupt(92, "resumed")))
+    put(shared.url, end(run, 1, 0, interrupt(91)))  # Late, from the spool.
+    assert listed_state(shared.url, run) == "running"
+    put(shared.url, end(run, 3, 0, interrupt(93), interrupt(94, "resumed"), interrupt(95)))
+    assert listed_state(shared.url, run) == "interrupted"
+
+
+@pytest.mark.parametrize(("idle_s", "codes"), [(12, []), (25, ["hang"])])
+def test_a_rank_hangs_only_if_it_did_before_the_interrupt(
+    idle_s: int, codes: list[str], shared: Collector, run: str
+) -> None:
+    facts = {"idle_ns": idle_s * S, "patience_ns": 8 * S, "outcome": "ended", "activity": "bucket", "place": ""}
+    put(shared.url, end(run, 0, 0, interrupt(90)))
+    put(shared.url, end(run, 0, 1, interrupt(100, "stuck", **facts), interrupt(100, "terminated")))
+    assert [finding["code"] for finding in findings(shared.url, run)] == codes
+    assert listed_state(shared.url, run) == "interrupted"
+    assert httpx.get(f"{shared.url}/metrics").status_code == 200

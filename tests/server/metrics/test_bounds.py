@@ -103,6 +103,7 @@ def test_metrics_are_compressed_for_clients_that_accept_gzip(shared: Collector, 
         assert f'run="{run}"'.encode() in (gzip.decompress(raw) if encoding else raw)
 
 
+@pytest.mark.usefixtures("no_time_passes")
 def test_a_scrape_reads_only_the_runs_that_changed(tmp_path: Path) -> None:
     with TestClient(create_app(Settings(database_url=databases.sqlite(tmp_path)))) as http:
 

@@ -24,8 +24,10 @@ from ddpobs import wire
 from tests.databases import Fresh
 from tests.server.batches import ATTEMPT, batch, fingerprint, source_of, spans, steps
 
+pytestmark = pytest.mark.wide
+
 GOLDEN = Path(__file__).resolve().parents[2] / "golden"
-EARLIER = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010")
+EARLIER = ("0001", "0002", "0003", "0004", "0005", "0006", "0007", "0008", "0009", "0010", "0011")
 """Earlier revisions of the schema that an existing database may have."""
 WINDOW = (*(f"{phase}_ns" for phase in wire.PHASES), "comm_ns", "samples", "own_ns", "own_steps")
 

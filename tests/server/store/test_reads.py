@@ -16,7 +16,6 @@ from ddpobs_server.analysis.chrome_trace import EVENTS
 from ddpobs_server.analysis.findings.unused_parameters import LATEST_SETS
 from ddpobs_server.api import runs
 from ddpobs_server.app import create_app
-from ddpobs_server.reports import run_state
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store, column_queries, unused_queries
 from fastapi.testclient import TestClient
@@ -66,10 +65,8 @@ def count_statements(http: TestClient, url: str) -> int:
     return len(executed)
 
 
-def test_the_number_of_statements_grows_with_neither_ranks_nor_runs(
-    fresh: Fresh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_state, "_FRESH_NS", 2**62)  # Otherwise /metrics starts the diagnoses again.
+@pytest.mark.usefixtures("no_time_passes")
+def test_the_number_of_statements_grows_with_neither_ranks_nor_runs(fresh: Fresh, tmp_path: Path) -> None:
     reads = [
         "/diagnostics",
         "/stragglers",
@@ -96,10 +93,8 @@ def test_the_number_of_statements_grows_with_neither_ranks_nor_runs(
     assert max(counts[0].values()) <= 16
 
 
-def test_the_list_of_runs_has_the_worst_finding_of_the_last_diagnosis(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(run_state, "_FRESH_NS", 2**62)  # Otherwise a diagnosis is current for two seconds only.
+@pytest.mark.usefixtures("no_time_passes")
+def test_the_list_of_runs_has_the_worst_finding_of_the_last_diagnosis(tmp_path: Path) -> None:
     with client(sqlite(tmp_path)) as http:
         fill(http, "slow", 3)
         assert http.get("/api/v1/runs").json()["runs"][0]["diagnosis"] is None

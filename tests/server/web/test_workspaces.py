@@ -19,6 +19,8 @@ from tests.collector import running_collector
 from tests.server.batches import assert_problem, batch, path, put, spans, steps
 from tests.server.tenants import bearer, stuck_clients
 
+pytestmark = pytest.mark.wide
+
 SERVER = str(Path(sys.executable).with_name("ddpobs-server"))
 
 

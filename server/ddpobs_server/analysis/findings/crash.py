@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpobs import wire
+from ddpobs.wire.endings import delay_ns, end_of_event
 from ddpobs.wire.hang import ranks_text
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding
@@ -19,7 +20,6 @@ _CONSEQUENCE = re.compile(
     re.IGNORECASE,
 )
 """Texts of errors that a rank raises because another one has gone."""
-_KINDS = ("failed", "died", "terminated")
 _DIED = (
     "Look at the kernel's log on that host (dmesg) for out of memory or a segmentation fault, and at the launcher's "
     "log."
@@ -32,12 +32,13 @@ _CONNECTION = (
 
 @dataclass(frozen=True)
 class End:
-    """How one rank ended."""
+    """How one rank ended; `kind` is an end of `ddpobs.wire.endings`."""
 
     rank: int
     kind: str
     step: int
     detail: dict[str, wire.Scalar]
+    delay_ns: int = 0
 
     @property
     def wall_ns(self) -> int:
@@ -51,6 +52,8 @@ class End:
             return _error(self)
         if self.kind == "terminated":
             return f"terminated by {self.detail.get('signal') or 'a signal'}"
+        if self.kind == "interrupted":
+            return f"interrupted {_place(self)}"
         if _integer(self, "oom_kills") > 0:
             return "killed: its host ran out of memory"
         if self.exit_text:
@@ -77,7 +80,7 @@ class End:
 def crash(evidence: Evidence) -> Judgement:
     """Report the first failure; without one, the connections that broke."""
     ends = ends_of(evidence.events)
-    if not any(end.kind != "terminated" for end in ends):
+    if not any(end.kind != "terminated" for end in ends) or ends[0].kind == "interrupted":
         return []
     first = ends[0]
     victims = sorted({end.rank for end in ends if end.rank != first.rank})
@@ -96,20 +99,33 @@ def crash(evidence: Evidence) -> Judgement:
     ]
 
 
+def interrupt_of(events: Iterable[tuple[int, wire.Event]]) -> End | None:
+    """The interrupt that ended the run; None if none did, or a rank failed or died before."""
+    first = next(iter(ends_of(events)), None)
+    return first if first is not None and first.kind == "interrupted" else None
+
+
 def ends_of(events: Iterable[tuple[int, wire.Event]]) -> list[End]:
-    """The ranks that did not end in order, the first cause first.
+    """The ranks that did not end in order, the first cause first: an interrupt if no rank failed or died before it.
 
     Args:
         events: (rank, event); events of other kinds are left out.
     """
-    events = [(rank, event) for rank, event in events if event.kind in _KINDS]
+    events = list(events)
+    kinds = {id(event): kind for _, event in events if (kind := end_of_event(event)) not in (None, "finished")}
+    events = [(rank, event) for rank, event in events if id(event) in kinds]
     exits = {rank: _exit(event) for rank, event in events if event.kind == "died" and _exit(event)}
     ends = []
     for rank, event in events:
         # Several processes may report a death, and only some of them after the parent has seen its end.
         seen = exits.get(rank, {}) if event.kind == "died" else {}
-        ends.append(End(rank, event.kind, event.step, event.detail | seen))
-    return sorted(ends, key=lambda end: (end.is_consequence, end.wall_ns, end.rank))
+        ends.append(End(rank, kinds[id(event)], event.step, event.detail | seen, delay_ns(event)))
+    ends.sort(key=lambda end: (end.is_consequence, end.wall_ns, end.rank))
+    failures = [end.wall_ns + end.delay_ns for end in ends if end.kind in ("failed", "died")]
+    causes = [end for end in ends if end.kind == "interrupted" and end.wall_ns <= min(failures, default=end.wall_ns)]
+    if causes or not failures:
+        return causes + [end for end in ends if end not in causes]
+    return [end for end in ends if end.kind != "interrupted"] + [end for end in ends if end.kind == "interrupted"]
 
 
 def _exit(event: wire.Event) -> dict[str, wire.Scalar]:
@@ -117,9 +133,7 @@ def _exit(event: wire.Event) -> dict[str, wire.Scalar]:
 
 
 def _title(first: End, victims: list[int]) -> str:
-    rank, step = f"Rank {first.rank}", first.step
-    phase = str(first.detail.get("phase") or "").replace("exposed_comm", "exposed communication")
-    where = f"in {phase} of step {step}" if phase else f"in step {step}"
+    rank, where = f"Rank {first.rank}", _place(first)
     if first.kind == "died":
         sentence = f"{rank} ended without an error {where}: its process was killed, or crashed outside of Python"
         if first.exit_text:
@@ -136,6 +150,11 @@ def _title(first: End, victims: list[int]) -> str:
     if not victims:
         return sentence
     return f"{sentence}. {ranks_text(victims).capitalize()} failed because of it"
+
+
+def _place(end: End) -> str:
+    phase = str(end.detail.get("phase") or "").replace("exposed_comm", "exposed communication")
+    return f"in {phase} of step {end.step}" if phase else f"in step {end.step}"
 
 
 def _error(end: End) -> str:

@@ -9,6 +9,7 @@ from ddpobs import wire
 from ddpobs.wire.hang import Hang, RankState, judge, ranks_text
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.findings.crash import End, interrupt_of
 
 CODES = ("hang",)
 _WAITS = {"bucket", "collective"}
@@ -45,8 +46,8 @@ def rank_states(evidence: Evidence) -> list[RankState]:
 def _present(evidence: Evidence) -> Judgement:
     if not any(pulse.patience_ns for pulse in evidence.pulses.values()):
         return []  # Clients before version 0.1 send no activity.
-    if any(end == "failed" for end in evidence.ended.values()):
-        return []  # A crash: the others wait for the rank that failed.
+    if any(end in ("failed", "interrupted") for end in evidence.ended.values()):
+        return []  # The others wait for the rank that failed or was interrupted.
 
     @cache
     def parameters(module: int, bucket: int) -> tuple[str, ...]:
@@ -90,12 +91,23 @@ def _facts(evidence: Evidence, verdict: Hang) -> dict[str, Any]:
 
 
 def _past(evidence: Evidence) -> Judgement:
-    """Hangs that are over: each rank reports how long it was stuck once it goes on, fails or is terminated."""
-    stuck = [(rank, event) for rank, event in evidence.events if event.kind == "stuck"]
+    """Hangs that are over: each rank reports how long it was stuck once it goes on, fails or is ended by a signal."""
+    interrupt = interrupt_of(evidence.events)
+    stuck = [
+        (rank, event) for rank, event in evidence.events if event.kind == "stuck" and not _began_after(interrupt, event)
+    ]
     ended = [(rank, event) for rank, event in stuck if event.detail.get("outcome") == "ended"]
     went_on = [item for item in stuck if item not in ended]
     findings = [_ended(ended)] if ended else []
     return [*findings, *([_overcome(went_on)] if went_on else [])]
+
+
+def _began_after(interrupt: End | None, event: wire.Event) -> bool:
+    """Whether the rank became stuck only after the run was interrupted: it waited for the interrupted rank."""
+    wall_ns, patience_ns = event.detail.get("wall_ns"), event.detail.get("patience_ns")
+    if interrupt is None or not isinstance(wall_ns, int) or not isinstance(patience_ns, int):
+        return False
+    return wall_ns - _length_ns(event) + patience_ns > interrupt.wall_ns
 
 
 def _ended(stuck: _Stuck) -> Finding:

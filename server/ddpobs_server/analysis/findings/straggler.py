@@ -62,8 +62,9 @@ def straggler(evidence: Evidence) -> Judgement:
     ]
     if _not_judged_reason(evidence):
         return missing
-    if evidence.work_fit is not None:  # Lateness from larger batches is the finding `imbalanced-batches`.
-        evidence = replace(evidence, joined=at_equal_work(evidence.joined, evidence.work_fit))
+    fit = evidence.work_fit
+    if fit is not None:  # Lateness from larger batches is the finding `imbalanced-batches`.
+        evidence = replace(evidence, joined=at_equal_work(evidence.joined, fit))
     run = WholeRun.of(evidence)
     recent_steps = evidence.joined.latest(RECENT_STEPS)
     recent = _straggler_findings(recent_steps, _undisturbed(recent_steps, evidence), evidence.hosts)
@@ -72,6 +73,9 @@ def straggler(evidence: Evidence) -> Judgement:
     recent = [finding for finding in recent if finding.ranks[0] not in in_turn_ranks]
     findings = [extended for finding in recent if (extended := with_extent(finding, run)) is not None]
     findings += past_findings(run, findings, slow_in_turn, evidence.hosts)
+    if fit is not None:
+        error_ns = dict(zip(evidence.joined.ranks.tolist(), fit.error_ns, strict=True))
+        findings = [finding for finding in findings if finding.evidence["excess_ns"] >= error_ns[finding.ranks[0]]]
     if evidence.columns is not None:
         try:
             findings = name_late_buckets(findings, evidence, evidence.columns)

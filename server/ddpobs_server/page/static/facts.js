@@ -38,7 +38,7 @@ export function showRanks(ranks, match, select) {
 
 function activity({ state, goodbye, pulse, last_seen_ns }) {
   if (goodbye) return "finished";
-  if (state === "failed") return `failed (${ago(last_seen_ns)})`;
+  if (state === "failed" || state === "interrupted") return `${state} (${ago(last_seen_ns)})`;
   if (!pulse) return ago(last_seen_ns);
   const bucket = pulse.bucket === null ? "" : `, bucket ${pulse.module > 0 ? `${pulse.module}.` : ""}${pulse.bucket}`;  // null: no bucket was launched yet.
   const stuck = state === "hung" ? `stuck for ${(pulse.idle_ns / 1e9).toFixed(0)} s${pulse.place && ` at ${pulse.place}`}: ` : "";

@@ -8,7 +8,7 @@ import { chooseOther, editLabels, labelsOf } from "./labels.js";
 import { explainViewer, openTrace } from "./perfetto.js";
 import { findingKeys, isEmpty, ofFinding, read, stepRange, write } from "./selection.js";
 
-const LIVE = ["running", "stalled", "hung"], REFRESH_S = { finished: false, lost: 15, failed: 15 };
+const LIVE = ["running", "stalled", "hung"], REFRESH_S = { finished: false, lost: 15, failed: 15, interrupted: 15 };
 const run = decodeURIComponent(location.pathname.split("/").at(-1)), base = `/runs/${encodeURIComponent(run)}`;
 const by = (id) => document.getElementById(id);
 let { selection, wrong } = read(location.search);
@@ -130,7 +130,7 @@ async function show() {
   if (now !== seen) await draw(!isFirst);
   seen = now;
   fill();
-  // Only goodbyes end a run: a stalled run may continue, and a lost or failed run may return under its id.
+  // Only goodbyes end a run: a stalled run may continue, and a lost, failed or interrupted run may return under its id.
   return shownAttempt?.attempt === details.attempt ? REFRESH_S[details.state] : false;
 }
 
