@@ -166,3 +166,8 @@ def test_a_small_delay_is_seen_without_the_time_in_the_run_queue(delay_ms: int) 
     assert finding.evidence["excess_ns"] == pytest.approx(delay_ms * MS, rel=0.1)
     assert (finding.evidence["cause"], finding.evidence["cause_ns"]["preempted"]) == ("own-work", 0)
     assert "without time in the run queue" in finding.title
+
+
+def test_no_other_rank_is_slow_where_the_run_queue_is_counted_too_long() -> None:
+    finding = judged(ranks=2, run_delay_ns=46)  # Of a delay of 40 ms.
+    assert (finding.ranks, finding.evidence["cause"]) == ([1], "preempted")

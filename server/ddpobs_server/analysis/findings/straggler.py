@@ -119,7 +119,8 @@ def _straggler_findings(joined: JoinedSteps, undisturbed: JoinedSteps | None, ho
     """Judge all steps, then the latest steps by themselves, then small delays of every step, then rare long delays.
 
     A small delay of every step may be seen only without the time in the run queue: other processes disturb each step
-    by more. A rank that such a delay explains is described without that time.
+    by more. A rank that such a delay explains is described without that time. Beside a rank that the run queue makes
+    late, no other rank is judged so: it waits for that rank, and the split of that rank's time has an error.
 
     Args:
         joined: The compared steps.
@@ -131,7 +132,9 @@ def _straggler_findings(joined: JoinedSteps, undisturbed: JoinedSteps | None, ho
     recurring = beyond_chance(late.late, recurring_ranks(joined, late))
     small = {}
     if undisturbed is not None:
-        small = _small_delays(undisturbed, lateness(undisturbed), hosts, left_out=True)
+        without_queue = lateness(undisturbed)
+        if not any(_late_by_the_queue(late, without_queue, index) for index in recurring):
+            small = _small_delays(undisturbed, without_queue, hosts, left_out=True)
     findings = []
     for index, chance in recurring.items():
         finding = _finding(joined, late, index, chance, hosts, level_ns=levels_ns.get(index))
@@ -144,6 +147,13 @@ def _straggler_findings(joined: JoinedSteps, undisturbed: JoinedSteps | None, ho
     named_ranks = {finding.ranks[0] for finding in findings}
     findings += [finding for finding in small.values() if finding.ranks[0] not in named_ranks]
     return findings + _seldom_findings(joined, late, {finding.ranks[0] for finding in findings}, hosts)
+
+
+def _late_by_the_queue(late: Lateness, without_queue: Lateness, index: int) -> bool:
+    """Whether time in the run queue is most of the excess of a rank in the steps in which it is late."""
+    rows = late.late[:, index]
+    left_ns, excess_ns = (np.median(judged.excess_ns[rows, index]) for judged in (without_queue, late))
+    return bool(left_ns < excess_ns / 2)
 
 
 def _small_delays(
