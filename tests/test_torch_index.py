@@ -16,8 +16,9 @@ from scripts.torch_index import choose, pinned, why_not
 
 
 @pytest.fixture
-def index(tmp_path: Path) -> Iterator[str]:
-    """The address of a package index with the pages in `tmp_path`."""
+def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a package index with the pages in `tmp_path`, which may answer late on a busy machine."""
+    monkeypatch.setattr(torch_index, "_PROBE_S", 60.0)
     handler = partial(SimpleHTTPRequestHandler, directory=tmp_path)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
