@@ -26,7 +26,7 @@ from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings.imbalanced_batches import imbalanced_batches
 from ddpobs_server.analysis.findings.straggler import straggler
-from ddpobs_server.analysis.joined_steps import join
+from ddpobs_server.analysis.steps.joined_steps import join
 
 from benchmarks.faults.launch import ranks_of
 from benchmarks.faults.slowing import CASES, SLOW

@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ddpobs_server.analysis.compare import RunTimes, compare
-from ddpobs_server.analysis.dependent_mean import dependent_mean
-from ddpobs_server.analysis.joined_steps import Floats
+from ddpobs_server.analysis.comparison.compare import RunTimes, compare
+from ddpobs_server.analysis.statistics.dependent_mean import dependent_mean
+from ddpobs_server.analysis.steps.joined_steps import Floats
 from ddpobs_server.reports.compare import Side, compare_json, read_times
 from ddpobs_server.store import Store
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ddpobs import wire
 from ddpobs.ranks.hang_report import HangReport
-from ddpobs.wire.hang import Hang, ParameterNames
+from ddpobs.shared.hang_verdict import Hang, ParameterNames
 
 _log = logging.getLogger("ddpobs")
 _READ_AFTER = 0.5

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ddpobs import wire
-from ddpobs.wire.hang import Hang, ParameterNames, RankState, judge
+from ddpobs.shared.hang_verdict import Hang, ParameterNames, RankState, judge
 
 JUDGES = 8
 """Ranks that may judge: the lowest of them that still publishes does."""

@@ -19,8 +19,8 @@ from ddpobs.ranks.hang_report import HangReport
 from ddpobs.ranks.run_identity import IdentityExchange, RunIdentity
 from ddpobs.ranks.run_name import run_name
 from ddpobs.ranks.straggler_exchange import Exchange
+from ddpobs.shared.hang_verdict import ParameterNames
 from ddpobs.torch_seam.stores import StoreConnection
-from ddpobs.wire.hang import ParameterNames
 
 _log = logging.getLogger("ddpobs")
 _PROMPT_S = 5.0

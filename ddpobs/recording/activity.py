@@ -23,7 +23,7 @@ from typing import Literal
 
 import torch
 
-from ddpobs.wire.hang import BUFFERS
+from ddpobs.shared.hang_verdict import BUFFERS
 
 Kind = Literal["data", "bucket", "collective", "checkpoint", "compile", "evaluation", "code"]
 

@@ -10,14 +10,14 @@ from typing import Any, Protocol
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.account import RunAccount
+from ddpobs_server.analysis.account.rank_account import Process
+from ddpobs_server.analysis.account.run_account import RunAccount
 from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
-from ddpobs_server.analysis.intervals import StepClock
-from ddpobs_server.analysis.joined_steps import JoinedSteps, index_ranks, join
-from ddpobs_server.analysis.lateness_bins import LatenessBins
-from ddpobs_server.analysis.pipeline import EVENT, Stage, stages_of
-from ddpobs_server.analysis.rank_account import Process
-from ddpobs_server.analysis.work import WorkFit, fit_work
+from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins
+from ddpobs_server.analysis.slow_ranks.work import WorkFit, fit_work
+from ddpobs_server.analysis.steps.intervals import StepClock
+from ddpobs_server.analysis.steps.joined_steps import JoinedSteps, index_ranks, join
+from ddpobs_server.analysis.steps.pipeline import EVENT, Stage, stages_of
 
 MIN_STEPS = 20
 """Fewest steps that most findings are judged by."""

@@ -15,13 +15,25 @@ _FIRST = ("crash", "hang", "not-reduced", "replicas-differ")
 class Gain:
     """Predicted saving per step if the remedy works: time, share of `whole`, and the relative error of both.
 
-    `whole` is `step`, or `run` for the run's wall time.
+    `whole` is `step`, or `run` for the run's wall time. `text` is the saving in words.
     """
 
     step_ns: int
     ratio: float
     error_ratio: float
     whole: Literal["step", "run"] = "step"
+    text: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "text", self._in_words())
+
+    def _in_words(self) -> str:
+        share = f"{100 * self.ratio:.0f}"
+        if self.whole == "run":
+            return f"at most {share} % of the run's wall time"
+        step_ns = self.step_ns / self.ratio if self.ratio else 0.0
+        error = f"{100 * self.ratio * self.error_ratio:.0f}"
+        return f"{self.step_ns / 1e6:.3g} ms of {step_ns / 1e6:.3g} ms a step ({share} ± {error} %)"
 
 
 @dataclass(frozen=True)
@@ -39,31 +51,59 @@ class Interval:
 
 
 @dataclass(frozen=True)
+class Facts:
+    """The figures that a finding rests on. Each kind of finding has a class of its own, which the API publishes."""
+
+
+@dataclass(frozen=True)
 class Finding:
     """One problem of a run, with its place, its evidence, a remedy and the predicted gain.
 
+    Whatever shows a finding prints its parts, in this order: verdict, measure, when, cause, where, remedy, gain.
+
     Attributes:
+        verdict: One fact in at most twelve words, without a full stop: `Rank 1 is slow in backward since step 150`.
+        remedy: What to do, in one or two sentences.
         steps: First and last step that the evidence rests on.
+        measure: The figure with what it is a share of: `30.0 ms more than the other ranks in 89 % of the steps`.
+        when: The steps and their times, where the verdict does not name them.
+        cause: The reason, or `not known, because …`; empty if the verdict is the cause.
+        where: Host, process, and bucket with its first parameters; see `ddpobs.shared.words.format_bucket`.
         intervals: Steps in which the problem held; empty if they are all of `steps`.
     """
 
     code: str
     severity: Severity
-    title: str
+    verdict: str
     remedy: str
     steps: tuple[int, int]
+    measure: str = ""
+    when: str = ""
+    cause: str = ""
+    where: str = ""
     ranks: list[int] = field(default_factory=list)
     buckets: list[int] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
     phase: str | None = None
-    evidence: dict[str, Any] = field(default_factory=dict)
+    evidence: Any = field(default_factory=Facts)
     gain: Gain | None = None
     intervals: tuple[Interval, ...] = ()
+
+    @property
+    def title(self) -> str:
+        """The verdict with measure, time and cause in one line, for what shows only one."""
+        cause = f"cause: {self.cause}" if self.cause else ""
+        reasons = "; ".join(part for part in (self.measure, self.when, cause) if part)
+        return f"{self.verdict}: {reasons}" if reasons else self.verdict
 
     def as_json(self) -> dict[str, Any]:
         """Return the finding in the form of the REST API."""
         intervals = [interval.as_json() for interval in self.intervals or (Interval(*self.steps),)]
-        return asdict(self) | {"steps": list(self.steps), "intervals": intervals}
+        return asdict(self) | {
+            "title": self.title,
+            "steps": list(self.steps),
+            "intervals": intervals,
+        }
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing_extensions import TypedDict
 
 from ddpobs import wire
 from ddpobs.wire.columns import Columns, Range
-from ddpobs_server.analysis.step_bins import SHOWN
+from ddpobs_server.analysis.steps.step_bins import SHOWN
 
 _ALIGNED = ("aligned_ready_ns", "aligned_launched_ns", "aligned_done_ns")
 _STARTED = "started_ns"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import ConfigDict
 from typing_extensions import TypedDict
 
-from ddpobs_server.analysis.compare import Kind, Verdict
+from ddpobs_server.analysis.comparison.compare import Kind, Verdict
 from ddpobs_server.api.schemas import AttemptResponse, FindingResponse
 
 _DESCRIBED = ConfigDict(use_attribute_docstrings=True)

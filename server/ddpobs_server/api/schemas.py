@@ -366,11 +366,19 @@ class StepLevel(Interval):
 
 
 class FindingResponse(TypedDict):
-    """One problem of the run. `steps` are those of the evidence; in `intervals` the problem held."""
+    """One problem of the run. `steps` are those of the evidence; in `intervals` the problem held.
+
+    Show its parts in this order: verdict, measure, when, cause, where, remedy, gain. Empty parts do not apply.
+    """
 
     code: str
     severity: Severity
     title: str
+    verdict: str
+    measure: str
+    when: str
+    cause: str
+    where: str
     remedy: str
     steps: list[int]
     intervals: list[Interval]

@@ -9,7 +9,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource, Range1d
 from bokeh.models.annotations import BoxAnnotation
 
-from ddpobs_server.analysis.bucket_times import BucketTimes
+from ddpobs_server.analysis.communication.bucket_times import BucketTimes
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.picture import Picture, milliseconds, module_bucket, size_text
 from ddpobs_server.figures.theme import COMPUTE, MOVING, WAITING_STYLE, Theme

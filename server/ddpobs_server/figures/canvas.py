@@ -22,7 +22,7 @@ from bokeh.models import (
 from bokeh.models.annotations import BoxAnnotation, Span
 from bokeh.plotting import figure
 
-from ddpobs_server.analysis.joined_steps import Floats
+from ddpobs_server.analysis.steps.joined_steps import Floats
 from ddpobs_server.figures.theme import Theme
 
 FONT = "system-ui, sans-serif"

@@ -16,7 +16,7 @@ from bokeh.models import (
 from bokeh.models.annotations import BoxAnnotation, ColorBar
 from bokeh.plotting import figure
 
-from ddpobs_server.analysis.delay_map import DelayMap
+from ddpobs_server.analysis.slow_ranks.delay_map import DelayMap
 from ddpobs_server.figures.canvas import FONT, steps_plot
 from ddpobs_server.figures.picture import Picture, few_ranks, milliseconds
 from ddpobs_server.figures.selection import RankFilter

@@ -8,7 +8,7 @@ from typing import Literal
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.delay_map import DelayMap
+from ddpobs_server.analysis.slow_ranks.delay_map import DelayMap
 
 Name = Literal["account", "overview", "phases", "ranks", "step", "buckets"]
 Order = Literal["cost", "rank", "host"]

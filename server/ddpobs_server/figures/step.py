@@ -21,7 +21,7 @@ from bokeh.models.annotations import Arrow, NormalHead
 from bokeh.plotting import figure
 
 from ddpobs import wire
-from ddpobs_server.analysis.step_timeline import BucketSpans
+from ddpobs_server.analysis.steps.step_timeline import BucketSpans
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.picture import Picture, few_ranks, milliseconds, module_bucket, size_text
 from ddpobs_server.figures.theme import COMPUTE, MOVING, PHASE_COLORS, PHASE_TITLES, WAITING_STYLE, Theme

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ddpobs_server.analysis.account import AttemptAccount, Launch, Total, account_of
-from ddpobs_server.analysis.account_parts import PARTS, TITLES, group_of, is_productive
-from ddpobs_server.analysis.rank_account import Process
+from ddpobs_server.analysis.account.parts import PARTS, TITLES, group_of, is_productive
+from ddpobs_server.analysis.account.rank_account import Process
+from ddpobs_server.analysis.account.run_account import AttemptAccount, Launch, Total, account_of
 from ddpobs_server.reports.liveness import world_size_of
 from ddpobs_server.store import Attempt, AttemptSummary, Source, Store
 

@@ -10,9 +10,10 @@ import msgspec
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis import compare, compare_facts
-from ddpobs_server.analysis.compare import Change, RunTimes
-from ddpobs_server.analysis.joined_steps import Floats, mean_over_ranks
+from ddpobs_server.analysis.comparison import compare
+from ddpobs_server.analysis.comparison import facts as compare_facts
+from ddpobs_server.analysis.comparison.compare import Change, RunTimes
+from ddpobs_server.analysis.steps.joined_steps import Floats, mean_over_ranks
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
 _STEPS, _STEP_ROWS, _SPAN_ROWS = 4096, 400_000, 200_000

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.account import RunAccount, account_of
+from ddpobs_server.analysis.account.run_account import RunAccount, account_of
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence
 from ddpobs_server.analysis.finding import Finding, Interval, NotJudged, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
-from ddpobs_server.analysis.joined_steps import join
-from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
-from ddpobs_server.analysis.step_levels import step_levels
+from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of
+from ddpobs_server.analysis.steps.joined_steps import join
+from ddpobs_server.analysis.steps.step_levels import step_levels
 from ddpobs_server.reports.account import attempts_within_limits, launches_of, processes_of
 from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
 from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of

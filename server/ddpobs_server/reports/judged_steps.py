@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.intervals import StepClock
-from ddpobs_server.analysis.joined_steps import index_ranks
-from ddpobs_server.analysis.lateness_bins import LatenessBins
-from ddpobs_server.analysis.step_bins import StepBins
+from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins
+from ddpobs_server.analysis.steps.intervals import StepClock
+from ddpobs_server.analysis.steps.joined_steps import index_ranks
+from ddpobs_server.analysis.steps.step_bins import StepBins
 from ddpobs_server.reports import recent_steps
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
 from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_lateness, read_stored_bins, unix_times

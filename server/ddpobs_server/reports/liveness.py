@@ -6,7 +6,7 @@ nothing shows whether the ranks still wait or were killed: the verdict of the la
 
 from __future__ import annotations
 
-from ddpobs.wire.hang import SILENT_NS
+from ddpobs.shared.hang_verdict import SILENT_NS
 from ddpobs_server.store import Source
 
 _AFTER_LAST_NS = 5 * 10**9

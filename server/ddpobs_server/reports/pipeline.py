@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddpobs_server.analysis.pipeline import (
+from ddpobs_server.analysis.steps.pipeline import (
     RankColumns,
     Reduction,
     Stage,

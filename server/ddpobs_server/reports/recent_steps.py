@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.joined_steps import index_ranks, silent_ranks
+from ddpobs_server.analysis.steps.joined_steps import index_ranks, silent_ranks
 from ddpobs_server.store import Source, Store
 
 STEPS, _MIN_STEPS, _ROWS = 2048, 512, 500_000

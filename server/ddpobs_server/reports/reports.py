@@ -15,11 +15,12 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis import chrome_trace, clock_alignment
-from ddpobs_server.analysis.joined_steps import join, mean_over_ranks
-from ddpobs_server.analysis.lateness import lateness_table
-from ddpobs_server.analysis.pipeline import stages_of, within_stages
-from ddpobs_server.analysis.step_bins import SHOWN, StepBins
+from ddpobs_server.analysis.slow_ranks.lateness import lateness_table
+from ddpobs_server.analysis.steps import clock_alignment
+from ddpobs_server.analysis.steps.joined_steps import join, mean_over_ranks
+from ddpobs_server.analysis.steps.pipeline import stages_of, within_stages
+from ddpobs_server.analysis.steps.step_bins import SHOWN, StepBins
+from ddpobs_server.analysis.trace import chrome_trace
 from ddpobs_server.reports.account import account_json
 from ddpobs_server.reports.attempts import AttemptOutcome, attempt_outcomes
 from ddpobs_server.reports.background import BackgroundDiagnoses

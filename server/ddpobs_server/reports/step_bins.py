@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.lateness_bins import LatenessBins
-from ddpobs_server.analysis.step_bins import (
+from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins
+from ddpobs_server.analysis.steps.step_bins import (
     ALL_RANKS,
     COMPARED,
     NAMES,

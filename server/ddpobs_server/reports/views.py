@@ -7,15 +7,15 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis import clock_alignment
-from ddpobs_server.analysis.bucket_times import BucketTimes, bucket_times
-from ddpobs_server.analysis.delay_map import DelayMap, delay_map
-from ddpobs_server.analysis.joined_steps import join
-from ddpobs_server.analysis.lateness import lateness
-from ddpobs_server.analysis.lateness_bins import LatenessBins, bins_of
-from ddpobs_server.analysis.pipeline import stages_of, within_stages
-from ddpobs_server.analysis.step_timeline import BucketSpans, Phases, bucket_spans_of, phases_of
-from ddpobs_server.analysis.transfers import bucket_sizes, transfers
+from ddpobs_server.analysis.communication.bucket_times import BucketTimes, bucket_times
+from ddpobs_server.analysis.communication.transfers import bucket_sizes, transfers
+from ddpobs_server.analysis.slow_ranks.delay_map import DelayMap, delay_map
+from ddpobs_server.analysis.slow_ranks.lateness import lateness
+from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of
+from ddpobs_server.analysis.steps import clock_alignment
+from ddpobs_server.analysis.steps.joined_steps import join
+from ddpobs_server.analysis.steps.pipeline import stages_of, within_stages
+from ddpobs_server.analysis.steps.step_timeline import BucketSpans, Phases, bucket_spans_of, phases_of
 from ddpobs_server.reports.recent_steps import drop_silent_ranks
 from ddpobs_server.reports.step_bins import AttemptBins, read_lateness
 from ddpobs_server.store import Source, Store

@@ -14,8 +14,8 @@ from typing import Any
 from sqlalchemy import Connection, case, func, literal_column, update
 
 from ddpobs import wire
+from ddpobs.shared.hang_verdict import RankState
 from ddpobs.wire.endings import ENDS, RESUMED, delay_ns, end_of_event
-from ddpobs.wire.hang import RankState
 from ddpobs.wire.text import NONCE
 from ddpobs_server.store import schema
 

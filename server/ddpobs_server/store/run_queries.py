@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from sqlalchemy import ColumnElement, Connection, case, false, func, or_, select
 
-from ddpobs.wire.hang import SILENT_NS
+from ddpobs.shared.hang_verdict import SILENT_NS
 from ddpobs_server.store import endings, schema
 from ddpobs_server.store.aggregate_queries import float_sum
 from ddpobs_server.store.rows import Run, RunVersion

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 from ddpobs_server.analysis.evidence import Evidence
-from ddpobs_server.analysis.joined_steps import join
+from ddpobs_server.analysis.steps.joined_steps import join
 
 from ddpobs import wire
 from tests.columns import make_steps

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 from ddpobs_server.analysis.evidence import Evidence
-from ddpobs_server.analysis.joined_steps import join
+from ddpobs_server.analysis.steps.joined_steps import join
 
 from ddpobs import wire
 from tests.columns import make_spans, make_steps

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from ddpobs_server.analysis.account import AttemptAccount, Launch, RunAccount, account_of
-from ddpobs_server.analysis.rank_account import Process
+from ddpobs_server.analysis.account.rank_account import Process
+from ddpobs_server.analysis.account.run_account import AttemptAccount, Launch, RunAccount, account_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -7,9 +7,9 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from ddpobs_server.analysis.chrome_trace import chrome_trace
-from ddpobs_server.analysis.clock_alignment import offsets_ns
-from ddpobs_server.analysis.trace_events import ALL_RANKS, PHASES_TRACK
+from ddpobs_server.analysis.steps.clock_alignment import offsets_ns
+from ddpobs_server.analysis.trace.chrome_trace import chrome_trace
+from ddpobs_server.analysis.trace.events import ALL_RANKS, PHASES_TRACK
 
 from ddpobs import wire
 from ddpobs.wire.fields import MOST_INDEX

@@ -6,7 +6,7 @@ import tracemalloc
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.clock_alignment import align, offsets_ns, steps_to_add
+from ddpobs_server.analysis.steps.clock_alignment import align, offsets_ns, steps_to_add
 
 from ddpobs import wire
 from tests.server.analysis.scenario import spans, steps_of, with_columns

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import pytest
-from ddpobs_server.analysis.compare import Change, Comparison, RunTimes, compare
-from ddpobs_server.analysis.compare_facts import differences, facts_of, findings_that_changed, same_buckets
-from ddpobs_server.analysis.dependent_mean import dependent_mean
+from ddpobs_server.analysis.comparison.compare import Change, Comparison, RunTimes, compare
+from ddpobs_server.analysis.comparison.facts import differences, facts_of, findings_that_changed, same_buckets
+from ddpobs_server.analysis.statistics.dependent_mean import dependent_mean
 
 from ddpobs import wire
 

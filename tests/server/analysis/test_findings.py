@@ -214,7 +214,7 @@ def test_no_loss_is_no_finding() -> None:
 
 def test_the_most_severe_finding_comes_first() -> None:
     findings = [
-        Finding(code=code, severity=severity, title="", remedy="", steps=(0, 0))  # type: ignore[arg-type]
+        Finding(code=code, severity=severity, verdict="", remedy="", steps=(0, 0))  # type: ignore[arg-type]
         for code, severity in (("a", "info"), ("b", "warning"), ("c", "critical"))
     ]
     assert [f.code for f in by_severity(findings)] == ["c", "b", "a"]

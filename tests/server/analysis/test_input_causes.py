@@ -131,7 +131,7 @@ def test_other_time_on_every_rank_has_its_place_and_the_error_of_its_share() -> 
     run = evidence("other", 60, pulse(*places))
     (finding,) = other_bound(run)
     assert isinstance(finding, Finding)
-    assert "60 of 80 looks at it found log.py:7" in finding.title
+    assert "60 of 80 looks at it found log.py:7" in finding.where
     assert finding.gain is not None
     assert finding.gain.step_ns == pytest.approx(0.75 * 62 * MS, rel=0.01)
     assert finding.gain.error_ratio == pytest.approx((0.25 / 0.75 / 80) ** 0.5, rel=0.01)
@@ -144,7 +144,7 @@ def test_other_time_without_a_place_is_no_warning() -> None:
         (finding,) = other_bound(evidence("other", 60, of_rank))
         assert isinstance(finding, Finding)
         assert (finding.severity, finding.gain) == ("info", None)
-        assert reason in finding.title
+        assert reason in finding.where
 
 
 def test_other_time_on_some_ranks_or_below_a_fifth_is_no_finding() -> None:

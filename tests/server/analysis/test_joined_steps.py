@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from ddpobs_server.analysis.joined_steps import join, mean_over_ranks, median_of_others, silent_ranks
+from ddpobs_server.analysis.steps.joined_steps import join, mean_over_ranks, median_of_others, silent_ranks
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.joined_steps import join
-from ddpobs_server.analysis.lateness import cost_shares, gain, lateness, step_weights
+from ddpobs_server.analysis.slow_ranks.lateness import cost_shares, gain, lateness, step_weights
+from ddpobs_server.analysis.steps.joined_steps import join
 
 from ddpobs import wire
 from tests.server.analysis.scenario import MS, columns, noiseless

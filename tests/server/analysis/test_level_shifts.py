@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.level_shifts import level_segments
+from ddpobs_server.analysis.statistics.level_shifts import level_segments
 
 
 @pytest.mark.parametrize("seed", range(20))

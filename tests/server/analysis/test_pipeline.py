@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.joined_steps import join
-from ddpobs_server.analysis.lateness import lateness
-from ddpobs_server.analysis.pipeline import (
+from ddpobs_server.analysis.slow_ranks.lateness import lateness
+from ddpobs_server.analysis.steps.joined_steps import join
+from ddpobs_server.analysis.steps.pipeline import (
     RankColumns,
     Stage,
     expected_bubble,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis import recurrence
-from ddpobs_server.analysis.recurrence import chance_of
+from ddpobs_server.analysis.slow_ranks import recurrence
+from ddpobs_server.analysis.slow_ranks.recurrence import chance_of
 
 
 def test_chance_is_small_for_the_rank_that_is_always_late_and_large_for_the_others() -> None:

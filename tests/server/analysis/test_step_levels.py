@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.change_points import segments
-from ddpobs_server.analysis.step_levels import step_levels
+from ddpobs_server.analysis.statistics.change_points import segments
+from ddpobs_server.analysis.steps.step_levels import step_levels
 
 
 def noisy(

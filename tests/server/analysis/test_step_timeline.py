@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from ddpobs_server.analysis.delay_map import delay_map
-from ddpobs_server.analysis.joined_steps import join
-from ddpobs_server.analysis.lateness_bins import bins_of
-from ddpobs_server.analysis.step_timeline import bucket_spans_of
+from ddpobs_server.analysis.slow_ranks.delay_map import delay_map
+from ddpobs_server.analysis.slow_ranks.lateness_bins import bins_of
+from ddpobs_server.analysis.steps.joined_steps import join
+from ddpobs_server.analysis.steps.step_timeline import bucket_spans_of
 from ddpobs_server.figures.selection import RankFilter
 
 from tests.server.analysis.scenario import MS, columns, noiseless, spans, steps_of

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings.straggler import straggler
-from ddpobs_server.analysis.intervals import StepClock
-from ddpobs_server.analysis.joined_steps import join
-from ddpobs_server.analysis.lateness_bins import bins_of, ideal_ns, loss_shares, lost_ns
+from ddpobs_server.analysis.slow_ranks.lateness_bins import bins_of, ideal_ns, loss_shares, lost_ns
+from ddpobs_server.analysis.steps.intervals import StepClock
+from ddpobs_server.analysis.steps.joined_steps import join
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -10,7 +10,7 @@ from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.imbalanced_batches import imbalanced_batches
 from ddpobs_server.analysis.findings.straggler import straggler
-from ddpobs_server.analysis.work import fit_work
+from ddpobs_server.analysis.slow_ranks.work import fit_work
 
 from ddpobs import wire
 from tests.server.analysis.scenario import MS, Floats, columns, evidence_of, flat, with_columns

@@ -13,8 +13,8 @@ import pytest
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
-from ddpobs_server.analysis.intervals import StepClock
-from ddpobs_server.analysis.trace_events import ALL_RANKS
+from ddpobs_server.analysis.steps.intervals import StepClock
+from ddpobs_server.analysis.trace.events import ALL_RANKS
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.recent_steps import read_recent_steps
 from ddpobs_server.reports.reports import Reports
@@ -391,7 +391,7 @@ def test_some_ranks_give_the_same_late_bucket_as_all(store: Store, monkeypatch: 
     ingest(store, batch(0, 2, layouts=[wire.Layout(module=0, name="m", revision=0, comm="", buckets=buckets)]))
     findings = []
     for ranks in (2, 8):
-        monkeypatch.setattr("ddpobs_server.analysis.late_bucket.MAX_RANKS", ranks)
+        monkeypatch.setattr("ddpobs_server.analysis.slow_ranks.late_bucket.MAX_RANKS", ranks)
         findings.append(Reports(store).diagnostics(RUN, ATTEMPT)["findings"][0])
     named = [(f["ranks"], f["buckets"], f["parameters"], f["evidence"]["module"]) for f in findings]
     assert named == [([2], [0], ["a"], 0)] * 2

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from ddpobs_server.analysis.step_bins import (
+from ddpobs_server.analysis.steps.step_bins import (
     COMPARED,
     TIMES,
     StepBins,

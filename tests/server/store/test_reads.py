@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
-from ddpobs_server.analysis.chrome_trace import EVENTS
 from ddpobs_server.analysis.findings.unused_parameters import LATEST_SETS
+from ddpobs_server.analysis.trace.chrome_trace import EVENTS
 from ddpobs_server.api import runs
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings

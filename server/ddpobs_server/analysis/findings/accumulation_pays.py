@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from ddpobs_server.analysis.communication.step_replay import Replay, exposes_communication, steady_replay_of
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, NotJudged
-from ddpobs_server.analysis.step_replay import Replay, exposes_communication, steady_replay_of
 
 CODES = ("accumulation-pays",)
 BATCHES = 4
@@ -39,7 +39,7 @@ def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
     return Finding(
         code="accumulation-pays",
         severity="info",
-        title=(
+        verdict=(
             f"If gradients are reduced in every {BATCHES}th batch, a batch is predicted to take "
             f"{gain.step_ns / 1e6:.1f} ms less on average ({gain.ratio:.0%} of the step)"
         ),

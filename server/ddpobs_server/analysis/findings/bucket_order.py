@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.arrivals import arrivals
+from ddpobs_server.analysis.communication.arrivals import arrivals
+from ddpobs_server.analysis.communication.step_replay import Replay, exposes_communication, replay_of
 from ddpobs_server.analysis.evidence import MAX_LISTED, ColumnReader, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, severity_of
-from ddpobs_server.analysis.joined_steps import Floats
-from ddpobs_server.analysis.step_replay import Replay, exposes_communication, replay_of
+from ddpobs_server.analysis.steps.joined_steps import Floats
 
 CODES = ("bucket-order",)
 _REMEDY = "Register the modules in the order in which forward uses them."
@@ -65,7 +65,7 @@ def _finding(evidence: Evidence, columns: ColumnReader, replay: Replay, late: wi
     return Finding(
         code="bucket-order",
         severity=severity_of(saving.ratio),
-        title=(
+        verdict=(
             f"Gradients arrive in another order than the buckets: {np.count_nonzero(blocked_ns)} of {len(layout)} "
             f"buckets wait for bucket {launch_order(replay)[worst]}; in the order of arrival a step takes "
             f"{saving.step_ns / 1e6:.1f} ms less ({saving.ratio:.0%} of the step)"

@@ -6,12 +6,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ddpobs_server.analysis import link_model
-from ddpobs_server.analysis.arrivals import arrivals
+from ddpobs_server.analysis.communication import link_model
+from ddpobs_server.analysis.communication.arrivals import arrivals
+from ddpobs_server.analysis.communication.step_replay import (
+    Replay,
+    advice_severity,
+    exposes_communication,
+    steady_replay_of,
+)
 from ddpobs_server.analysis.evidence import ColumnReader, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, NotJudged
-from ddpobs_server.analysis.joined_steps import Floats
-from ddpobs_server.analysis.step_replay import Replay, advice_severity, exposes_communication, steady_replay_of
+from ddpobs_server.analysis.steps.joined_steps import Floats
 
 CODES = ("bucket-size",)
 CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
@@ -70,7 +75,7 @@ def _finding(evidence: Evidence, replay: Replay, cap: float, gains: dict[float, 
     return Finding(
         code="bucket-size",
         severity=advice_severity(gain),
-        title=(
+        verdict=(
             f"With bucket_cap_mb={cap:g}{instead} a step is predicted to take {gain.step_ns / 1e6:.1f} ms less "
             f"({gain.ratio:.0%} of the step)"
         ),

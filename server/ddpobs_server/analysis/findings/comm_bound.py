@@ -11,20 +11,20 @@ from typing import Any
 
 import numpy as np
 
-from ddpobs_server.analysis import link_model
-from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, format_ranks, severity_of
-from ddpobs_server.analysis.joined_steps import Floats
-from ddpobs_server.analysis.lateness import step_weights
-from ddpobs_server.analysis.processors import Shortage, shortage
-from ddpobs_server.analysis.step_replay import (
+from ddpobs_server.analysis.communication import link_model
+from ddpobs_server.analysis.communication.processors import Shortage, shortage
+from ddpobs_server.analysis.communication.step_replay import (
     DISTURBED_SHARE,
     Replay,
     disturbed_share,
     half_precision_gain,
     replay_of,
 )
-from ddpobs_server.analysis.transfers import Transfers
+from ddpobs_server.analysis.communication.transfers import Transfers
+from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
+from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, format_ranks, severity_of
+from ddpobs_server.analysis.slow_ranks.lateness import step_weights
+from ddpobs_server.analysis.steps.joined_steps import Floats
 
 CODES = ("comm-bound",)
 COMM_SHARE = 0.3
@@ -139,7 +139,7 @@ def _finding(evidence: Evidence, times: _Times, replay: Replay | str) -> Finding
     return Finding(
         code="comm-bound",
         severity=severity_of(kind.gain.ratio * in_steps) if kind.gain else "info",
-        title=f"{times.share:.0%} of {whole} is communication that backward does not hide, {kind.sentence}",
+        verdict=f"{times.share:.0%} of {whole} is communication that backward does not hide, {kind.sentence}",
         remedy=_REMEDIES[kind.name],
         steps=evidence.step_range,
         phase="exposed_comm",
@@ -211,7 +211,8 @@ def _unsplit(evidence: Evidence, times: _Times) -> Finding:
     return Finding(
         code="comm-bound",
         severity="info",
-        title=f"{share:.0%} of the steps' time is exposed communication; whether ranks wait for a late rank is unknown",
+        verdict=f"{share:.0%} of the steps' time is exposed communication",
+        cause="not known: whether ranks wait for a late rank cannot be seen",
         remedy=compare_groups if evidence.separate_groups_reason else telemetry_first,
         steps=evidence.step_range,
         phase="exposed_comm",

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged
-from ddpobs_server.analysis.step_replay import (
+from ddpobs_server.analysis.communication.step_replay import (
     Replay,
     advice_severity,
     exposes_communication,
     half_precision_gain,
     steady_replay_of,
 )
+from ddpobs_server.analysis.evidence import Evidence, Judgement
+from ddpobs_server.analysis.finding import Finding, Gain, NotJudged
 
 CODES = ("compression-pays",)
 UNCOMPRESSED = "all_reduce"
@@ -37,7 +37,7 @@ def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
     return Finding(
         code="compression-pays",
         severity=advice_severity(gain),
-        title=(
+        verdict=(
             f"With gradients in half precision ({size_mb / 2:.3g} instead of {size_mb:.3g} MB a step) a step is "
             f"predicted to take {gain.step_ns / 1e6:.1f} ms less ({gain.ratio:.0%} of the step)"
         ),

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpobs import wire
+from ddpobs.shared.words import format_ranks
 from ddpobs.wire.endings import delay_ns, end_of_event
-from ddpobs.wire.hang import ranks_text
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding
 
@@ -88,7 +88,7 @@ def crash(evidence: Evidence) -> Judgement:
         Finding(
             code="crash",
             severity="critical",
-            title=_title(first, victims),
+            verdict=_title(first, victims),
             remedy=_remedy(first),
             steps=(first.step, first.step),
             ranks=[first.rank],
@@ -149,7 +149,7 @@ def _title(first: End, victims: list[int]) -> str:
         sentence = f"{rank} failed first, {where}: {_error(first)}"
     if not victims:
         return sentence
-    return f"{sentence}. {ranks_text(victims).capitalize()} failed because of it"
+    return f"{sentence}. {format_ranks(victims).capitalize()} failed because of it"
 
 
 def _place(end: End) -> str:

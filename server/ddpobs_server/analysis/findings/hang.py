@@ -1,4 +1,4 @@
-"""Finding `hang`: no rank makes progress. The verdict is `ddpobs.wire.hang`'s, which the ranks' own log uses too."""
+"""Finding `hang`: no rank makes progress. The ranks' own log uses the same verdict, `ddpobs.shared.hang_verdict`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from functools import cache
 from typing import Any
 
 from ddpobs import wire
-from ddpobs.wire.hang import Hang, RankState, judge, ranks_text
+from ddpobs.shared.hang_verdict import Hang, RankState, judge
+from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings.crash import End, interrupt_of
@@ -62,7 +63,7 @@ def _present(evidence: Evidence) -> Judgement:
         Finding(
             code="hang",
             severity="critical",
-            title=verdict.title,
+            verdict=verdict.title,
             remedy=verdict.remedy,
             steps=(step, step),
             ranks=verdict.ranks,
@@ -115,7 +116,7 @@ def _ended(stuck: _Stuck) -> Finding:
     return Finding(
         code="hang",
         severity="critical",
-        title=f"The run hung in step {event.step} for {length_ns / 1e9:.0f} s, until it was ended: {location}",
+        verdict=f"The run hung in step {event.step} for {length_ns / 1e9:.0f} s, until it was ended: {location}",
         remedy="Look at the place above. The next run that hangs shows its stacks with `ddpobs stacks`.",
         steps=(event.step, event.step),
         ranks=_ranks(named),
@@ -129,7 +130,7 @@ def _overcome(stuck: _Stuck) -> Finding:
     return Finding(
         code="hang",
         severity="info",
-        title=f"The run stood still for {length_ns / 1e9:.0f} s in step {event.step} and went on: {location}",
+        verdict=f"The run stood still for {length_ns / 1e9:.0f} s in step {event.step} and went on: {location}",
         remedy="Look at the place above if this comes back.",
         steps=(min(steps), max(steps)),
         ranks=_ranks(named),
@@ -144,7 +145,7 @@ def _longest(stuck: _Stuck) -> tuple[_Stuck, int, wire.Event, str]:
     where = f" ({event.detail['place']})" if event.detail.get("place") else ""
     activity = event.detail.get("activity")
     activity = "its own code" if activity == "code" else activity
-    location = f"{ranks_text([rank])} was in {activity}{where}{_waiting(stuck, named)}"
+    location = f"{format_ranks([rank])} was in {activity}{where}{_waiting(stuck, named)}"
     return named, _length_ns(event), event, location
 
 
@@ -157,7 +158,7 @@ def _waiting(stuck: _Stuck, named: _Stuck) -> str:
     collective = (
         "a bucket's reduction" if detail.get("activity") == "bucket" else detail.get("waits_in") or "a collective"
     )
-    return f", while {ranks_text(_ranks(waiting))} waited in {collective}"
+    return f", while {format_ranks(_ranks(waiting))} waited in {collective}"
 
 
 def _ranks(stuck: _Stuck) -> list[int]:

@@ -13,10 +13,10 @@ from ddpobs import wire
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.findings.straggler import MIN_COMPARED_STEPS, RECENT_STEPS
-from ddpobs_server.analysis.joined_steps import JoinedSteps, median_of_others
-from ddpobs_server.analysis.lateness import Lateness, cost_shares, lateness, mean_gain, typical_lateness
-from ddpobs_server.analysis.recurrence import beyond_chance, costly_ranks, recurring_ranks
-from ddpobs_server.analysis.work import WorkFit, at_equal_machines, uneven_constant_work
+from ddpobs_server.analysis.slow_ranks.lateness import Lateness, cost_shares, lateness, mean_gain, typical_lateness
+from ddpobs_server.analysis.slow_ranks.recurrence import beyond_chance, costly_ranks, recurring_ranks
+from ddpobs_server.analysis.slow_ranks.work import WorkFit, at_equal_machines, uneven_constant_work
+from ddpobs_server.analysis.steps.joined_steps import JoinedSteps, median_of_others
 
 CODES = ("imbalanced-batches",)
 _MIN_GAIN = 0.05
@@ -75,7 +75,7 @@ def _finding(
     return Finding(
         code="imbalanced-batches",
         severity=severity_of(lost_share),
-        title=(
+        verdict=(
             f"Rank {rank} is late because of its batches: {ratio:.2f} times the {fit.measure} of the other ranks' take "
             f"{excess_ns / 1e6:.1f} ms more {frequency}, of a step of {step_ns / 1e6:.1f} ms"
         ),
@@ -99,7 +99,7 @@ def _nobody(joined: JoinedSteps, fit: WorkFit, gain: Gain) -> Finding:
     return Finding(
         code="imbalanced-batches",
         severity="info",
-        title=(
+        verdict=(
             f"The ranks wait for the largest batch, of another rank in each step: "
             f"{gain.ratio:.0%} of these steps' time, and no rank is to blame"
         ),

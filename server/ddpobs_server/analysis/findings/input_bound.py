@@ -7,12 +7,12 @@ from collections import Counter
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.code_places import COPIES, Places, places_in
+from ddpobs_server.analysis.causes.code_places import COPIES, Places, places_in
+from ddpobs_server.analysis.causes.input_cause import InputCause, InputUse, cause_of
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged, severity_of
-from ddpobs_server.analysis.input_cause import InputCause, InputUse, cause_of
-from ddpobs_server.analysis.joined_steps import Floats
-from ddpobs_server.analysis.phase_shares import mean_step_ns, phase_shares
+from ddpobs_server.analysis.steps.joined_steps import Floats
+from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
 
 CODES = ("input-bound",)
 DATA_SHARE = 0.3
@@ -93,7 +93,7 @@ def _finding(evidence: Evidence, shares: Floats, share: float, cause: InputCause
     return Finding(
         code="input-bound",
         severity=severity_of(share),
-        title=f"{share:.0%} of the steps' time is spent {activity}" + (f": {cause.words}" if cause.words else ""),
+        verdict=f"{share:.0%} of the steps' time is spent {activity}" + (f": {cause.words}" if cause.words else ""),
         remedy=cause.remedy,
         steps=evidence.step_range,
         phase="other" if copies else "data",

@@ -20,7 +20,7 @@ def epoch_not_set(evidence: Evidence) -> Judgement:
         Finding(
             code="epoch-not-set",
             severity="warning",
-            title=f"Every epoch reads the data in the same order: {sampler} of {dataset} stays at epoch {epoch}",
+            verdict=f"Every epoch reads the data in the same order: {sampler} of {dataset} stays at epoch {epoch}",
             remedy="Call sampler.set_epoch(epoch) before each epoch's loop over the loader.",
             steps=(first.step, max(first.step, evidence.step_range[1])),
             ranks=sorted({rank for rank, _ in records}),

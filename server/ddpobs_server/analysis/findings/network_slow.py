@@ -11,12 +11,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
-from ddpobs_server.analysis import link_model
+from ddpobs_server.analysis.communication import link_model
+from ddpobs_server.analysis.communication.transfers import Transfers, read_transfers
 from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnReader, ColumnsTooLargeError, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, format_ranks, severity_of
-from ddpobs_server.analysis.joined_steps import Floats
-from ddpobs_server.analysis.level_shifts import level_segments
-from ddpobs_server.analysis.transfers import Transfers, read_transfers
+from ddpobs_server.analysis.statistics.level_shifts import level_segments
+from ddpobs_server.analysis.steps.joined_steps import Floats
 
 CODES = ("network-slow",)
 SLOWER = 1.3
@@ -149,7 +149,7 @@ def _finding(evidence: Evidence, interval: _Interval, parts: tuple[Transfers, Tr
     return Finding(
         code="network-slow",
         severity=severity_of(saving.ratio) if saving else "info",
-        title=(
+        verdict=(
             f"The network was slow in steps {steps[0]} to {steps[1]}: {rates[1]:.2g} GB/s instead of {rates[0]:.2g}, "
             f"transfers took {ratio:.1f} times as long"
         ),

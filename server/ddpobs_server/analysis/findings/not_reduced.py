@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddpobs.wire.hang import ranks_text
+from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding
 
@@ -25,7 +25,7 @@ def not_reduced(evidence: Evidence) -> Judgement:
             Finding(
                 code="not-reduced",
                 severity="critical",
-                title=f"The optimizer stepped on gradients that were never reduced, first in step {step}: {shown}. "
+                verdict=f"The optimizer stepped on gradients that were never reduced, first in step {step}: {shown}. "
                 f"{_WHY.get(reason, _WHY['unsynchronised'])}",
                 remedy=_REMEDY.get(reason, _REMEDY["unsynchronised"]),
                 steps=(step, max(event.step for _, event in reported)),
@@ -41,7 +41,8 @@ def not_reduced(evidence: Evidence) -> Judgement:
             Finding(
                 code="not-reduced",
                 severity="critical",
-                title=f"No gradient was ever reduced, in {steps} optimizer steps: {ranks_text(ranks)} trained apart",
+                verdict=f"No gradient was ever reduced: {format_ranks(ranks)} trained apart",
+                measure=f"{steps} optimizer steps",
                 remedy=_REMEDY["never"],
                 steps=(0, 0),
                 ranks=ranks,

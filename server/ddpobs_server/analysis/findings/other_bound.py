@@ -7,10 +7,10 @@ from math import sqrt
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.code_places import Places, places_in
+from ddpobs_server.analysis.causes.code_places import Places, places_in
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, severity_of
-from ddpobs_server.analysis.phase_shares import mean_step_ns, phase_shares
+from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
 
 CODES = ("other-bound",)
 OTHER_SHARE = 0.2
@@ -32,7 +32,8 @@ def other_bound(evidence: Evidence) -> Judgement:
         Finding(
             code="other-bound",
             severity=severity_of(gain.ratio) if gain else "info",
-            title=f"{share:.0%} of the steps' time on every rank is in code outside of all phases: {_where(locations)}",
+            verdict=f"{share:.0%} of every rank's step is in code outside of all phases",
+            where=_where(locations),
             remedy=_remedy(locations),
             steps=evidence.step_range,
             phase="other",

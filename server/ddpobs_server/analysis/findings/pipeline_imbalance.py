@@ -13,7 +13,7 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, format_ranks, severity_of
-from ddpobs_server.analysis.pipeline import StageTimes, expected_bubble, predicted_schedule_ns, stage_times
+from ddpobs_server.analysis.steps.pipeline import StageTimes, expected_bubble, predicted_schedule_ns, stage_times
 
 CODES = ("pipeline-imbalance",)
 EXCESS_SHARE = 0.1
@@ -60,7 +60,7 @@ def _finding(evidence: Evidence, times: Sequence[StageTimes], slow: StageTimes, 
     return Finding(
         code="pipeline-imbalance",
         severity=severity_of((predicted_ns - balanced_ns) / step_ns),
-        title=(
+        verdict=(
             f"{slow.stage.name.capitalize()} holds the pipeline up: {_ms(slow.computing_ns / micro_batches)} of "
             f"computation per micro-batch, {_ms(excess_ns / micro_batches)} ({excess_ns / others_ns:.0%}) more than "
             f"the other stages; {_gain_in_words(move)}"

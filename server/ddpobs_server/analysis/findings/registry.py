@@ -10,7 +10,7 @@
            if len(evidence.joined) < MIN_STEPS:
                return [NotJudged("slow-checkpoint", f"fewer than {MIN_STEPS} steps")]
            ...
-           return [Finding(code="slow-checkpoint", severity=severity_of(share), title=..., remedy=..., steps=...)]
+           return [Finding(code="slow-checkpoint", severity=severity_of(share), verdict=..., remedy=..., steps=...)]
 
    The function is pure: its input is the evidence alone, and the same evidence gives the same answer. It returns an
    empty list if nothing is wrong. It never guesses: with too little evidence it returns `NotJudged`.

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
-from ddpobs.wire.hang import ranks_text
+from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.evidence import MAX_LISTED, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding
 
@@ -84,7 +84,7 @@ def _finding(module: int, step: int, equal_until: int, differences: list[_Differ
     return Finding(
         code="replicas-differ",
         severity="critical",
-        title=f"Replicas differ since {since}: {shown} on {ranks_text(ranks)}, {where}",
+        verdict=f"Replicas differ since {since}: {shown} on {format_ranks(ranks)}, {where}",
         remedy=remedy,
         steps=(max(0, equal_until), step),
         ranks=ranks,

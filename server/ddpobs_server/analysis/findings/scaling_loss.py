@@ -10,8 +10,8 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged
-from ddpobs_server.analysis.joined_steps import Floats, JoinedSteps
-from ddpobs_server.analysis.lateness import step_weights
+from ddpobs_server.analysis.slow_ranks.lateness import step_weights
+from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 CODES = ("scaling-loss",)
 EFFICIENCY = 0.8
@@ -66,7 +66,7 @@ def _finding(evidence: Evidence, times_ns: tuple[float, float, float]) -> Findin
     return Finding(
         code="scaling-loss",
         severity="info",
-        title=(
+        verdict=(
             f"{ranks} ranks do the work of {ranks * efficiency:.1f}: of the time from step to step, {efficiency:.0%} "
             f"is computation, {waiting:.0%} waiting for other ranks and {moving:.0%} communication"
         ),

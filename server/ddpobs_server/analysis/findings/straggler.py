@@ -13,9 +13,8 @@ import numpy as np
 
 from ddpobs_server.analysis.evidence import ColumnsTooLargeError, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged, severity_of
-from ddpobs_server.analysis.joined_steps import JoinedSteps
-from ddpobs_server.analysis.late_bucket import name_late_buckets
-from ddpobs_server.analysis.lateness import (
+from ddpobs_server.analysis.slow_ranks.late_bucket import name_late_buckets
+from ddpobs_server.analysis.slow_ranks.lateness import (
     Lateness,
     causes,
     cost_shares,
@@ -25,12 +24,19 @@ from ddpobs_server.analysis.lateness import (
     step_weights,
     typical_lateness,
 )
-from ddpobs_server.analysis.pipeline import Stage
-from ddpobs_server.analysis.recurrence import beyond_chance, costly_ranks, onset, recurring_ranks, steady_levels
-from ddpobs_server.analysis.slow_in_turn import in_turn
-from ddpobs_server.analysis.slow_rank_cause import with_cause
-from ddpobs_server.analysis.slow_stretches import REMEDIES, WholeRun, past_findings, with_extent
-from ddpobs_server.analysis.work import at_equal_work, without_run_delay
+from ddpobs_server.analysis.slow_ranks.recurrence import (
+    beyond_chance,
+    costly_ranks,
+    onset,
+    recurring_ranks,
+    steady_levels,
+)
+from ddpobs_server.analysis.slow_ranks.slow_in_turn import in_turn
+from ddpobs_server.analysis.slow_ranks.slow_rank_cause import with_cause
+from ddpobs_server.analysis.slow_ranks.slow_stretches import REMEDIES, WholeRun, past_findings, with_extent
+from ddpobs_server.analysis.slow_ranks.work import at_equal_work, without_run_delay
+from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
+from ddpobs_server.analysis.steps.pipeline import Stage
 
 CODES = ("straggler",)
 MIN_COMPARED_STEPS = 32
@@ -88,8 +94,8 @@ def _of_stage(result: Finding | NotJudged, stage: Stage) -> Finding | NotJudged:
     """Name the stage in a result about its replicas."""
     if isinstance(result, NotJudged):
         return replace(result, reason=f"{stage.name}: {result.reason}")
-    title = result.title.replace("the other ranks", f"the other replicas of {stage.name}")
-    return replace(result, title=title, evidence=result.evidence | {"stages": list(stage.held)})
+    verdict = result.verdict.replace("the other ranks", f"the other replicas of {stage.name}")
+    return replace(result, verdict=verdict, evidence=result.evidence | {"stages": list(stage.held)})
 
 
 def _not_judged_reason(evidence: Evidence) -> str:
@@ -164,9 +170,9 @@ def _small_delays(
     for index, level_ns in steady_levels(joined, late).items():
         for chance in beyond_chance(steady_lateness(late, level_ns).late, [index]).values():
             finding = _finding(joined, late, index, chance, hosts, level_ns=level_ns)
-            title = finding.title + " (without time in the run queue)" * left_out
+            verdict = finding.verdict + " (without time in the run queue)" * left_out
             evidence = finding.evidence | {"run_delay_left_out": left_out}
-            findings[index] = replace(finding, severity="info", title=title, evidence=evidence)
+            findings[index] = replace(finding, severity="info", verdict=verdict, evidence=evidence)
     return findings
 
 
@@ -225,7 +231,7 @@ def _finding(
     return Finding(
         code="straggler",
         severity=severity_of(lost_share),
-        title=(
+        verdict=(
             f"Rank {rank} is slow in {phase}: {excess_ns / 1e6:.1f} ms more than the other ranks{in_phase} "
             f"{_frequency(late_share)}{since}, of a step of {step_ns / 1e6:.1f} ms"
         ),

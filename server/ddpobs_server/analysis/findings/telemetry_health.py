@@ -26,7 +26,7 @@ def telemetry_loss(evidence: Evidence) -> Judgement:
         Finding(
             code="telemetry-loss",
             severity="warning" if lost_share > LOST_SHARE else "info",
-            title=f"{dropped} of {emitted} records were dropped and {missing} batches have not arrived",
+            verdict=f"{dropped} of {emitted} records were dropped and {missing} batches have not arrived",
             remedy="Check the collector's load; send the batches left in a spool with `ddpobs push`.",
             steps=evidence.step_range,
             ranks=lossy,
@@ -44,7 +44,7 @@ def clock_skew(evidence: Evidence) -> Judgement:
         Finding(
             code="clock-skew",
             severity="info",
-            title=f"Wall clocks are up to {max(ahead.values()) / 1e9:.0f} s ahead of the collector's",
+            verdict=f"Wall clocks are up to {max(ahead.values()) / 1e9:.0f} s ahead of the collector's",
             remedy="Set the clocks of these hosts, or the collector's. Step times use neither: only dates are wrong.",
             steps=evidence.step_range,
             ranks=sorted(ahead),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ddpobs_server.analysis.account import RunAccount
-from ddpobs_server.analysis.account_parts import START_UP, TITLES, Parts, added, group_of
+from ddpobs_server.analysis.account.parts import START_UP, TITLES, Parts, added, group_of
+from ddpobs_server.analysis.account.rank_account import Process
+from ddpobs_server.analysis.account.run_account import RunAccount
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, Interval, NotJudged, format_ranks, severity_of
-from ddpobs_server.analysis.rank_account import Process
 
 CODES = ("time-outside-steps",)
 OUTSIDE_SHARE = 0.1
@@ -144,7 +144,7 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
     return Finding(
         code="time-outside-steps",
         severity=severity_of(share),
-        title=f"{outside:.0%} of the run's wall time is not in steps: {what}",
+        verdict=f"{outside:.0%} of the run's wall time is not in steps: {what}",
         remedy=f"{remedy}: that gains at most {saved:.0%} of the run's wall time.",
         steps=(min(first for first, _ in held_steps), max(last for _, last in held_steps))
         if held_steps

@@ -53,7 +53,7 @@ def _finding(module: int, in_force: dict[int, list[wire.Unused]], evidence: Evid
     return Finding(
         code="unused-parameters",
         severity="warning" if globally else "info",
-        title=f"{names[0]} gets no gradient {ranks}{steps}"
+        verdict=f"{names[0]} gets no gradient {ranks}{steps}"
         if len(names) == 1
         else f"{len(names)} parameters get no gradient {ranks}{steps}, {names[0]} among them",
         remedy=(
@@ -135,7 +135,7 @@ def find_unused_needless(evidence: Evidence) -> Judgement:
         Finding(
             code="find-unused-needless",
             severity="info",
-            title="find_unused_parameters is on, but every parameter took part in every step",
+            verdict="find_unused_parameters is on, but every parameter took part in every step",
             remedy="Leave find_unused_parameters out: it costs an all-reduce a step, and torch's reducer a graph walk.",
             steps=evidence.step_range,
         )

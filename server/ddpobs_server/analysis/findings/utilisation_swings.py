@@ -9,8 +9,8 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Finding, Gain, NotJudged
-from ddpobs_server.analysis.joined_steps import Floats, JoinedSteps
-from ddpobs_server.analysis.level_shifts import level_segments
+from ddpobs_server.analysis.statistics.level_shifts import level_segments
+from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 CODES = ("utilisation-swings",)
 SWING = 0.2
@@ -158,7 +158,7 @@ def _finding(evidence: Evidence, swing: _Swing, step_ns: Floats) -> Finding:
     return Finding(
         code="utilisation-swings",
         severity="warning" if saving and saving.ratio >= 0.1 else "info",
-        title=(
+        verdict=(
             f"The step time swings by {_size(swing):.0%} of its mean, {every}: {fast_ns / 1e6:.1f} ms in fast steps, "
             f"{slow_ns / 1e6:.1f} ms in slow ones, most of the difference in {phase}"
         ),

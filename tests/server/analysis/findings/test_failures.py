@@ -12,7 +12,7 @@ from ddpobs_server.analysis.findings.crash import crash
 from ddpobs_server.analysis.findings.hang import hang
 from ddpobs_server.analysis.findings.not_reduced import not_reduced
 from ddpobs_server.analysis.findings.replicas_differ import replicas_differ
-from ddpobs_server.analysis.joined_steps import join
+from ddpobs_server.analysis.steps.joined_steps import join
 
 from ddpobs import wire
 
@@ -205,7 +205,7 @@ def test_gradients_that_were_never_reduced_are_named_with_the_reason() -> None:
 def test_a_module_that_never_synchronised_is_named() -> None:
     event = wire.Event(kind="never_synchronised", at_ns=0, detail={"optimizer_steps": 60})
     finding = only(not_reduced(evidence(events=[(0, event), (1, event)])))
-    assert finding.title == "No gradient was ever reduced, in 60 optimizer steps: ranks 0 and 1 trained apart"
+    assert finding.title == "No gradient was ever reduced: ranks 0 and 1 trained apart: 60 optimizer steps"
 
 
 def test_a_crash_and_a_hang_come_before_other_critical_findings_whatever_their_gain() -> None:

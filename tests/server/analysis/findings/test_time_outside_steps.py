@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from ddpobs_server.analysis.account import Launch, account_of
+from ddpobs_server.analysis.account.rank_account import Process
+from ddpobs_server.analysis.account.run_account import Launch, account_of
 from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.time_outside_steps import time_outside_steps
-from ddpobs_server.analysis.rank_account import Process
 
 from ddpobs import wire
 from tests.server.analysis.findings.test_failures import evidence, only

@@ -1,0 +1,380 @@
+"""The verdict on a hang, from the ranks' latest pulses: which rank the others wait for, and in which collective.
+
+The collector and a surviving rank share this file, so that both report the same sentence. A run hangs when no rank
+makes progress. A rank makes progress while it records events, runs new lines of Python, compiles, or writes a
+checkpoint; each pulse carries the time since the rank's last progress and the patience that its own steps justify.
+
+| kind | ranks without a wait | remark |
+|---|---|---|
+| `absent` | some, while others wait in a collective | in data, in its own code, in a lock: the place is in the pulse |
+| `stopped`, `dead` | some send no pulses, or their process is stopped or gone | |
+| `input` | all, each in the data phase | |
+| `mismatch` | none, and the ranks wait in different collectives | one rank skipped a batch or a branch |
+| `link` | none, and all wait in the same collective | the connection between them is cut |
+| `code` | all, outside of data | |
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ddpobs.shared.words import format_ranks
+from ddpobs.wire.fields import UNKNOWN
+from ddpobs.wire.pulse import Pulse
+
+SILENT_NS = 10_000_000_000
+"""A rank without a pulse for this long is silent: its process is stopped, dead or cut off."""
+_LONG_NS = 600_000_000_000
+"""A checkpoint or a compilation counts as progress for at most this long."""
+_NAMED_PARAMETERS = 3
+_WAITS = ("bucket", "collective")
+BUFFERS = "the broadcast of buffers"
+"""Name of the collective in which a DDP module's forward waits."""
+_IN_BACKWARD = ("backward", "exposed_comm")
+_BUSY = ("checkpoint", "compile")
+_ENDED = {"failed": "failed", "interrupted": "been interrupted"}
+
+Kind = Literal["absent", "stopped", "dead", "input", "mismatch", "link", "code"]
+ParameterNames = Callable[[int, int], Sequence[str]]
+"""Names of the parameters of a bucket, by module and bucket index; empty where the layout is not known."""
+
+
+@dataclass(frozen=True)
+class RankState:
+    """One rank as seen by the judge.
+
+    Attributes:
+        rank: Its number.
+        pulse: Its latest pulse, or None before the first one.
+        silent_ns: Time since that pulse arrived, on the judge's clock.
+        ended: How its process ended: `finished`, `interrupted`, `failed`, or empty while it runs.
+        process: State of its process as a rank of the same host sees it: `stopped`, `gone`, or empty where not known.
+    """
+
+    rank: int
+    pulse: Pulse | None
+    silent_ns: int = 0
+    ended: str = ""
+    process: str = ""
+
+    @property
+    def idle_ns(self) -> int:
+        """Time without progress, until now."""
+        return self.silent_ns + (self.pulse.idle_ns if self.pulse else 0)
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the process sends no pulses any more."""
+        return self.process != "" or self.silent_ns > SILENT_NS
+
+    @property
+    def waits(self) -> bool:
+        """Whether the training thread waits in a collective."""
+        return self.pulse is not None and not self.is_silent and not self.ended and self.pulse.activity in _WAITS
+
+    @property
+    def activity_is_own(self) -> bool:
+        """Whether the rank runs its own code, neither a loader's nor a wait."""
+        return self.pulse is not None and not self.is_silent and self.pulse.activity == "code"
+
+    @property
+    def progresses(self) -> bool:
+        """Whether the rank may still bring the run forward by itself."""
+        if self.ended or self.is_silent:
+            return False
+        if self.pulse is None:
+            return True
+        if self.pulse.activity in _BUSY:
+            return self.idle_ns < _LONG_NS
+        return self.idle_ns < self.pulse.patience_ns
+
+
+@dataclass(frozen=True)
+class Hang:
+    """A hang.
+
+    Attributes:
+        kind: As the table of this module.
+        ranks: The ranks that the others wait for; all ranks where each waits for the others.
+        waiting: Ranks that wait in a collective, without `ranks` unless each waits for the others.
+        since_ns: Time since the run's last progress.
+        step: Step in which the waiting ranks are, `UNKNOWN` where none waits.
+        module: Module of the bucket in which they wait, `UNKNOWN` where it is no bucket.
+        bucket: That bucket.
+        phase: Phase of the first of `ranks`, None where it is not known.
+        title: The verdict in one sentence or two.
+        remedy: The next thing to do.
+    """
+
+    kind: Kind
+    ranks: list[int]
+    waiting: list[int]
+    since_ns: int
+    step: int
+    module: int
+    bucket: int
+    phase: str | None
+    title: str
+    remedy: str
+
+
+def judge(states: Sequence[RankState], parameters: ParameterNames = lambda _module, _bucket: ()) -> Hang | None:
+    """Return the hang that the ranks' states show, or None where the run goes on or has ended.
+
+    Args:
+        states: One per rank of the attempt, in any order.
+        parameters: Names of a bucket's parameters.
+    """
+    states = sorted(states, key=lambda state: state.rank)
+    running = [state for state in states if not state.ended]
+    if not running or any(state.progresses for state in states):
+        return None
+    if all(state.is_silent for state in running):
+        return None  # The whole run is lost, not hung: no process is left that could wait.
+    if all(state.activity_is_own for state in running) and all(_synchronised(state) == 0 for state in running):
+        return None  # No rank has trained: the model may only serve.
+    waiting = [state for state in running if state.waits]
+    others = [state for state in states if not state.waits]
+    since_ns = min(state.idle_ns for state in running if not state.is_silent)
+    first = waiting[0].pulse if waiting else None
+    culprit = others[0].pulse if others else None
+    kind, ranks, title, remedy = _verdict(states, waiting, others, since_ns, parameters)
+    in_bucket = first is not None and first.activity == "bucket"
+    return Hang(
+        kind=kind,
+        ranks=ranks,
+        waiting=[state.rank for state in waiting],
+        since_ns=since_ns,
+        step=first.step if first else UNKNOWN,
+        module=first.module if first and in_bucket else UNKNOWN,
+        bucket=first.bucket if first and in_bucket else UNKNOWN,
+        phase=culprit.phase if culprit and kind in {"absent", "input", "code"} else None,
+        title=title,
+        remedy=remedy,
+    )
+
+
+def _verdict(
+    states: Sequence[RankState],
+    waiting: Sequence[RankState],
+    others: Sequence[RankState],
+    since_ns: int,
+    parameters: ParameterNames,
+) -> tuple[Kind, list[int], str, str]:
+    silent = [state for state in others if state.is_silent and not state.ended]
+    if silent:
+        return _silent(silent, waiting, parameters)
+    if not waiting:
+        return _without_waits(states)
+    if others:
+        ranks = [state.rank for state in others]
+        title = f"{_absence(others)}. {_wait(waiting, parameters)}"
+        return "absent", ranks, title, _ABSENT_REMEDY.get(_activity(others[0]), _ABSENT_REMEDY["code"])
+    groups = Counter(_collective(state) for state in waiting)
+    if len(groups) == 1 or _is_one_sequence(waiting):
+        last = min(waiting, key=_reached)
+        title = f"Each rank waits for the others {_in(last, parameters)} for {_seconds(since_ns)}"
+        return "link", [state.rank for state in states], title, _LINK_REMEDY
+    return _mismatch(waiting, groups, parameters)
+
+
+def _silent(
+    silent: Sequence[RankState], waiting: Sequence[RankState], parameters: ParameterNames
+) -> tuple[Kind, list[int], str, str]:
+    ranks = [state.rank for state in silent]
+    gone = [state for state in silent if state.process == "gone"]
+    stopped = [state for state in silent if state.process == "stopped"]
+    if gone:
+        subject, kind, remedy = f"The process of {format_ranks(_ranks(gone))} is gone", "dead", _DEAD_REMEDY
+    elif stopped:
+        subject, kind, remedy = f"The process of {format_ranks(_ranks(stopped))} is stopped", "stopped", _STOPPED_REMEDY
+    else:
+        subject = f"{_capital(format_ranks(ranks))} sent nothing for {_seconds(min(s.silent_ns for s in silent))}"
+        kind, remedy = "stopped", _SILENT_REMEDY
+    last = silent[0].pulse
+    after = f" (last in {_phase(last.phase)} of step {last.step})" if last else ""
+    tail = f". {_wait(waiting, parameters)}" if waiting else ""
+    return kind, ranks, f"{subject}{after}{tail}", remedy  # type: ignore[return-value]
+
+
+def _without_waits(states: Sequence[RankState]) -> tuple[Kind, list[int], str, str]:
+    running = [state for state in states if not state.ended]
+    ranks = _ranks(running)
+    if all(_activity(state) == "data" for state in running):
+        return "input", ranks, f"No rank gets a batch. {_absence(running)}", _ABSENT_REMEDY["data"]
+    return "code", ranks, f"No rank goes on. {_absence(running)}", _ABSENT_REMEDY["code"]
+
+
+def _mismatch(
+    waiting: Sequence[RankState], groups: Counter[tuple[object, ...]], parameters: ParameterNames
+) -> tuple[Kind, list[int], str, str]:
+    """Name the smaller group; of two equal ones the group with fewer synchronised backward passes."""
+    fewest = min(groups.values())
+    candidates = [state for state in waiting if groups[_collective(state)] == fewest]
+    behind = min(_synchronised(state) for state in candidates)
+    odd = [state for state in candidates if _synchronised(state) == behind]
+    odd = [state for state in odd if _collective(state) == _collective(odd[-1])]
+    ranks = _ranks(odd)
+    members: dict[tuple[object, ...], list[RankState]] = {}
+    for state in waiting:
+        members.setdefault(_collective(state), []).append(state)
+    where = "; ".join(
+        f"{format_ranks(_ranks(group))} {_in(group[0], parameters)}{_place(group[0])}" for group in members.values()
+    )
+    passes = {_synchronised(state) for state in waiting}
+    count = ""
+    if len(passes) > 1:
+        count = f". {_capital(format_ranks(ranks))} ran {max(passes) - behind} backward passes fewer than the others"
+        count = count.replace(" 1 backward passes", " 1 backward pass")
+    return "mismatch", ranks, f"The ranks wait in different collectives: {where}{count}", _MISMATCH_REMEDY
+
+
+def _absence(states: Sequence[RankState]) -> str:
+    """Each distinct activity of the ranks that do not wait, with its place."""
+    groups: dict[str, list[RankState]] = {}
+    for state in states:
+        groups.setdefault(_doing(state), []).append(state)
+    parts = []
+    for doing, members in list(groups.items())[:3]:
+        ranks = format_ranks(_ranks(members))
+        verb = "have" if len(members) > 1 else "has"
+        if members[0].ended:
+            parts.append(f"{_capital(ranks)} {verb} {doing}")
+        else:
+            idle_ns = min(state.idle_ns for state in members)
+            parts.append(f"{_capital(ranks)} {verb} been {doing} for {_seconds(idle_ns)}{_place(members[0])}")
+    return ". ".join(parts)
+
+
+def _doing(state: RankState) -> str:
+    if state.ended in _ENDED:
+        return _ENDED[state.ended]
+    if state.ended:
+        return "ended its training"
+    return _DOING.get(_activity(state), _DOING["code"])
+
+
+def _wait(waiting: Sequence[RankState], parameters: ParameterNames) -> str:
+    """A sentence on the ranks that wait, by the collective of the first of them."""
+    verb = "wait" if len(waiting) > 1 else "waits"
+    return f"{_capital(format_ranks(_ranks(waiting)))} {verb} {_in(waiting[0], parameters)}"
+
+
+def _in(state: RankState, parameters: ParameterNames) -> str:
+    pulse = state.pulse
+    assert pulse is not None
+    if pulse.activity != "bucket":
+        relation = "of" if pulse.waits_in == BUFFERS else "after"
+        return f"in {pulse.waits_in or 'a collective'} {relation} step {pulse.step}"
+    if pulse.bucket < 0:
+        return f"in the backward of step {pulse.step}"
+    names = list(parameters(pulse.module, pulse.bucket))
+    shown = ", ".join(names[:_NAMED_PARAMETERS]) + (", …" if len(names) > _NAMED_PARAMETERS else "")
+    return f"in bucket {pulse.bucket} of step {pulse.step}" + (f": {shown}" if names else "")
+
+
+def _place(state: RankState) -> str:
+    return f" ({state.pulse.place})" if state.pulse and state.pulse.place else ""
+
+
+def _collective(state: RankState) -> tuple[object, ...]:
+    """Identity of the collective in which a rank waits: equal on ranks that wait in the same one."""
+    pulse = state.pulse
+    assert pulse is not None
+    if pulse.activity == "bucket":
+        return "bucket", pulse.module, pulse.bucket, pulse.synchronised
+    return "collective", pulse.waits_in, pulse.collectives, pulse.synchronised
+
+
+def _reached(state: RankState) -> tuple[int, bool, int]:
+    """Position of a rank that waits in the run's sequence of collectives."""
+    pulse = state.pulse
+    assert pulse is not None
+    return pulse.synchronised, pulse.activity != "bucket", pulse.bucket if pulse.activity == "bucket" else UNKNOWN
+
+
+def _is_one_sequence(waiting: Sequence[RankState]) -> bool:
+    """Whether some ranks wait for the end of a collective that the other ranks have passed.
+
+    No rank passes a collective before all ranks have entered it. So a rank that has left it proves that the slower
+    ranks take part in it: only its end does not reach them.
+    """
+    first = min(waiting, key=_reached)
+    return all(_has_passed(state, first) for state in waiting if _collective(state) != _collective(first))
+
+
+def _has_passed(state: RankState, first: RankState) -> bool:
+    """Whether a rank has left the collective in which `first` waits."""
+    ahead, behind = state.pulse, first.pulse
+    assert ahead is not None
+    assert behind is not None
+    if behind.activity == "bucket":
+        if ahead.activity == "bucket":  # All buckets of a backward are launched before the wait.
+            is_next = ahead.synchronised == behind.synchronised + 1 and ahead.collectives == behind.collectives
+            return ahead.module == behind.module and (is_next or ahead.synchronised == behind.synchronised)
+        return ahead.synchronised == behind.synchronised and ahead.phase not in _IN_BACKWARD
+    if behind.waits_in == BUFFERS:
+        entered = ahead.buffer_broadcasts == behind.buffer_broadcasts
+    else:
+        entered = ahead.collectives == behind.collectives
+    return entered and ahead.activity == "bucket" and ahead.synchronised == behind.synchronised + 1
+
+
+def _synchronised(state: RankState) -> int:
+    return state.pulse.synchronised if state.pulse else UNKNOWN
+
+
+def _activity(state: RankState) -> str:
+    return state.pulse.activity if state.pulse else ""
+
+
+def _phase(phase: str) -> str:
+    return phase.replace("exposed_comm", "exposed communication")
+
+
+def _ranks(states: Iterable[RankState]) -> list[int]:
+    return [state.rank for state in states]
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _seconds(ns: int) -> str:
+    seconds = ns / 1e9
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min"
+
+
+_DOING = {
+    "data": "in the data loader",
+    "checkpoint": "in a checkpoint",
+    "compile": "in a compilation",
+    "evaluation": "in an evaluation",
+    "code": "in its own code",
+}
+_ABSENT_REMEDY = {
+    "data": "Look at the data loader of that rank: a worker that waits for storage, a sample that never ends, a dead "
+    "worker. The stack shows the line.",
+    "evaluation": "Run the evaluation on every rank, or evaluate the wrapped module (model.module) on that rank alone.",
+    "code": "Look at the line above: a lock, an endless loop, or code that the other ranks do not run. `ddpobs stacks` "
+    "shows every rank's stack.",
+}
+_DEAD_REMEDY = (
+    "Look for the reason of its end: the kernel's out-of-memory log (dmesg), the launcher's log, the exit status. Then "
+    "restart the job; the other ranks cannot go on."
+)
+_STOPPED_REMEDY = "Continue the process (kill -CONT), or find out whether a scheduler or a debugger stopped it."
+_SILENT_REMEDY = "Look at that rank's host: its process is dead or stopped, or the host is off or cut off."
+_LINK_REMEDY = (
+    "Look at the connections between the hosts: a cut link, a firewall, a dropped route. The ranks agree on the "
+    "collective, so the code is not at fault."
+)
+_MISMATCH_REMEDY = (
+    "Make every rank call the same collectives in the same order: the usual causes are a batch or a branch that one "
+    "rank skips, fewer batches on one rank (use join), and a collective inside `if rank == 0`."
+)

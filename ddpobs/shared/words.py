@@ -1,0 +1,48 @@
+"""Words for ranks, buckets and findings: whatever prints them, prints them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_NAMED_RANKS = 8
+MAX_NAMED_PARAMETERS = 3
+LABELS = {
+    "measure": "measure",
+    "when": "when",
+    "cause": "cause",
+    "where": "where",
+    "remedy": "do",
+    "gain": "saves",
+}
+"""The parts of a finding below its verdict, in their order, and the label of each."""
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words: `rank 1`, `ranks 0, 2 and 3`, `ranks 0, 1, … and 57 more`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > MAX_NAMED_RANKS:
+        return f"ranks {', '.join(map(str, ranks[:MAX_NAMED_RANKS]))} and {len(ranks) - MAX_NAMED_RANKS} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def bucket_name(module: int, bucket: int) -> str:
+    """A bucket as `MODULE.BUCKET`."""
+    return f"{module}.{bucket}"
+
+
+def format_bucket(module: int, bucket: int, parameters: Sequence[str] = ()) -> str:
+    """A bucket and its first parameters: `bucket 0.2: decoder.4.weight, decoder.4.bias, …`."""
+    name = f"bucket {bucket_name(module, bucket)}"
+    if not parameters:
+        return name
+    more = ", …" if len(parameters) > MAX_NAMED_PARAMETERS else ""
+    return f"{name}: {', '.join(parameters[:MAX_NAMED_PARAMETERS])}{more}"
+
+
+def finding_lines(finding: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The parts of a finding of the REST API below its verdict, each with its label; empty parts are left out."""
+    gain = finding.get("gain")
+    parts = {**finding, "gain": gain["text"] if gain else ""}
+    return [(label, parts[part]) for part, label in LABELS.items() if parts.get(part)]

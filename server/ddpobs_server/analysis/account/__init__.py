@@ -1,0 +1,1 @@
+"""Where the run's wall time went."""

@@ -1,0 +1,148 @@
+"""The account of one rank: the parts of its processes, and its waits for a rank that is outside of its steps."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ddpobs import wire
+from ddpobs_server.analysis.account.parts import PARTS, Parts, added
+
+_OUTSIDE_KINDS = {
+    "evaluation": "evaluation",
+    "checkpoint": "checkpoint",
+    "after_checkpoint": "checkpoint",
+    "waiting": "waiting",
+}
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of an attempt.
+
+    Attributes:
+        rank: Its rank.
+        account: Its latest account; None if none arrived.
+        wall_offset_ns: Its wall clock less its monotonic clock.
+        stuck_ns: Time without progress at its latest pulse, 0 if it goes on.
+        failed: It ended in another way than in order, so its last step did not end.
+        reason: Why there is no account; empty if there is one.
+    """
+
+    rank: int
+    account: wire.Account | None
+    wall_offset_ns: int = 0
+    stuck_ns: int = 0
+    failed: bool = False
+    reason: str = ""
+
+    @property
+    def began_ns(self) -> int:
+        """Start of the process on its wall clock, or of its imports if that is not known."""
+        assert self.account is not None
+        account = self.account
+        return self.wall_offset_ns + (account.imported_ns if account.started_ns is None else account.started_ns)
+
+    @property
+    def ready_ns(self) -> int:
+        """Time at which its module was ready, on its wall clock."""
+        assert self.account is not None
+        return self.wall_offset_ns + self.account.ready_ns
+
+    @property
+    def until_ns(self) -> int:
+        """End of its account on its wall clock."""
+        assert self.account is not None
+        return max(self.began_ns, self.wall_offset_ns + self.account.until_ns)
+
+
+def parts_of_rank(processes: Sequence[Process], window_ns: int, kept_steps: int | None) -> Parts:
+    """Return the parts of one rank, which add up to the attempt's wall time."""
+    parts = added(_process(process, kept_steps) for process in processes)
+    return _fitted(parts, window_ns, "idle")
+
+
+def _process(process: Process, kept_steps: int | None) -> Parts:
+    """Return the parts of one process, which add up to the time from its start to the end of its account."""
+    account = process.account
+    assert account is not None
+    parts = _start_up(account) | _steps(account)
+    if kept_steps is not None and account.steps > kept_steps:
+        parts |= _repeated(parts, (account.steps - kept_steps) / account.steps)
+    for outside in account.outside:
+        kind = _OUTSIDE_KINDS[outside.kind]
+        parts[kind] = parts.get(kind, 0) + outside.total_ns
+    parts["unexplained"], parts["unrecorded"] = account.between_ns, account.unrecorded_ns
+    parts["stuck"] = min(process.stuck_ns, account.open_step_ns)
+    last_step_ns = account.open_step_ns - parts["stuck"]
+    if kept_steps is not None:
+        parts["repeated_steps"] = parts.get("repeated_steps", 0) + last_step_ns
+    else:
+        parts["unfinished_step" if process.failed else "open_step"] = last_step_ns
+    remainder = "finish" if account.finished else "unexplained"
+    return _fitted(parts, process.until_ns - process.began_ns, remainder)
+
+
+def _start_up(account: wire.Account) -> Parts:
+    """Return the parts of the start-up that are no part of the steps, and the first batch."""
+    began_ns = account.imported_ns if account.started_ns is None else account.started_ns
+    return {
+        "import": max(0, account.imported_ns - began_ns),
+        "model": max(0, account.ready_ns - account.imported_ns),
+        "prepare": account.prepare_ns,
+        "first_batch": account.first_batch_ns,
+    }
+
+
+def _steps(account: wire.Account) -> Parts:
+    """Return the phases without the first batch and without compilation, which ran in forward or in backward."""
+    parts = dict(zip(wire.PHASES, account.phases_ns, strict=True))
+    parts["data"] = max(0, parts["data"] - account.first_batch_ns)
+    compile_ns = account.compile_ns
+    for phase in ("forward", "backward", "other"):
+        taken_ns = min(compile_ns, parts[phase])
+        parts[phase] -= taken_ns
+        compile_ns -= taken_ns
+    parts["compile"] = account.compile_ns - compile_ns
+    return parts
+
+
+def _repeated(parts: Parts, share: float) -> Parts:
+    """Move a share of each phase to the steps that were repeated."""
+    moved = {phase: int(parts[phase] * share) for phase in wire.PHASES}
+    return {phase: parts[phase] - moved[phase] for phase in wire.PHASES} | {"repeated_steps": sum(moved.values())}
+
+
+def _fitted(parts: Mapping[str, int], wall_ns: int, remainder: str) -> Parts:
+    """Return parts that add up to the wall time: `rest` gets a remainder, and the last parts lose an excess."""
+    fitted: Parts = {}
+    left_ns = max(0, wall_ns)
+    for part in PARTS:
+        fitted[part] = min(max(0, parts.get(part, 0)), left_ns)
+        left_ns -= fitted[part]
+    fitted[remainder] += left_ns
+    return {part: ns for part, ns in fitted.items() if ns}
+
+
+def attribute_waits(by_rank: dict[int, Parts]) -> None:
+    """Move waits for a rank that is outside of its steps out of the other ranks' exposed communication.
+
+    In synchronous training all ranks take the same time. If a rank spends more outside of its steps than another, the
+    other waits for it, at a collective between steps or in its next step. The wait is at most the difference outside of
+    steps, and at most the difference in exposed communication.
+    """
+    if len(by_rank) < 2:
+        return
+    outside = {rank: _outside_ns(parts) for rank, parts in by_rank.items()}
+    last = max(outside, key=lambda rank: (outside[rank], -rank))
+    base_ns = by_rank[last].get("exposed_comm", 0)
+    for rank, parts in by_rank.items():
+        exposed_ns = parts.get("exposed_comm", 0)
+        wait_ns = min(outside[last] - outside[rank], exposed_ns - base_ns)
+        if wait_ns > 0:
+            parts["exposed_comm"] = exposed_ns - wait_ns
+            parts["waiting_in_steps"] = wait_ns
+
+
+def _outside_ns(parts: Parts) -> int:
+    return sum(parts.get(part, 0) for part in ("evaluation", "checkpoint", "waiting", "unexplained"))

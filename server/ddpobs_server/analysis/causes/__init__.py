@@ -1,0 +1,1 @@
+"""Causes that several findings name."""

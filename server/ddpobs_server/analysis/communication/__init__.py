@@ -1,0 +1,1 @@
+"""What the all-reduces take, and what other buckets or links would take."""

@@ -1,0 +1,133 @@
+"""What-if: the exposed communication of a typical step with other buckets, bytes, or order.
+
+A parameter is ready when its slowest rank is. Buckets are filled in order, and one bucket moves at a time, in the time
+that the run's own link takes. The replay of the run's own buckets against its measurement gives the error.
+
+Source: dPRO (arXiv 2205.02473) replays a step from its own trace; here only its communication.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ddpobs_server.analysis.communication import link_model
+from ddpobs_server.analysis.communication.link_model import LinkModel
+from ddpobs_server.analysis.communication.transfers import Transfers, read_transfers
+from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnsTooLargeError, Evidence
+from ddpobs_server.analysis.finding import Gain, Severity, severity_of
+from ddpobs_server.analysis.steps.joined_steps import Floats
+
+MIN_GAIN = 0.03
+"""Least predicted saving, as a share of the step, that is reported."""
+DISTURBED_SHARE = 0.5
+"""Share of the transfers' time beyond their fastest tenth above which the link does not explain them."""
+HALF_PRECISION = 0.5
+CAST_NS = 0.5
+"""Time per byte of casting a gradient on a processor there and back: an assumption, to the disadvantage of the gain."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A typical step, and its replay.
+
+    Attributes:
+        transfers: The measured transfers.
+        model: The run's own link.
+        ready_ns: Readiness of each bucket on its slowest rank, in launch order, shape [buckets].
+        sizes: Bytes, same shape.
+        now_ns: Replayed exposed time.
+        error_ns: Difference between the replayed and the measured exposed time.
+        step_ns: Typical step.
+    """
+
+    transfers: Transfers
+    model: LinkModel
+    ready_ns: Floats
+    sizes: Floats
+    now_ns: float
+    error_ns: float
+    step_ns: float
+
+    def gain(self, ready_ns: Floats, sizes: Floats, extra_ns: float = 0.0) -> Gain | None:
+        """Return the gain of other buckets; None unless it is at least `MIN_GAIN` of the step after its error.
+
+        Args:
+            ready_ns: Readiness of each bucket in launch order.
+            sizes: Their bytes.
+            extra_ns: Time that the change itself costs.
+        """
+        return self.saving(self.now_ns - link_model.exposed_ns(ready_ns, sizes, self.model) - extra_ns, self.error_ns)
+
+    def saving(self, saved_ns: float, error_ns: float, least: float = MIN_GAIN) -> Gain | None:
+        """Return a gain; None unless it is at least the share `least` of the step after its error."""
+        if saved_ns - error_ns < least * self.step_ns:
+            return None
+        return Gain(round(saved_ns), round(saved_ns / self.step_ns, 4), round(error_ns / saved_ns, 4))
+
+
+def replay_of(evidence: Evidence) -> Replay | str:
+    """Return the replay of the latest steps, or why there is none."""
+    if "replay" not in evidence.shared:
+        evidence.shared["replay"] = _replay(evidence)
+    result: Replay | str = evidence.shared["replay"]
+    return result
+
+
+def _replay(evidence: Evidence) -> Replay | str:
+    if evidence.columns is None:
+        return "bucket spans are not available"
+    try:
+        transfers = read_transfers(evidence, evidence.columns, np.arange(len(evidence.joined))).latest_layout
+    except ColumnsTooLargeError as error:
+        return str(error)
+    if transfers.steps < MIN_STEPS:
+        return f"only {transfers.steps} of the {MIN_STEPS} steps that a judgement needs have bucket spans of all ranks"
+    model = link_model.fit_transfers(transfers)
+    ready_ns, sizes = link_model.typical_step(transfers)
+    now_ns = link_model.exposed_ns(ready_ns, sizes, model)
+    error_ns = abs(now_ns - float(np.median(transfers.exposed_by_step_ns)))
+    return Replay(transfers, model, ready_ns, sizes, now_ns, error_ns, float(np.median(evidence.joined.step_ns)))
+
+
+def disturbed_share(times_ns: Floats) -> float:
+    """Return the part of the steps' mean time that goes beyond the time of their fastest tenth.
+
+    A link takes equally long for the same bytes. A process that waits for a processor does not.
+    """
+    mean_ns = float(np.minimum(times_ns, 4 * np.median(times_ns)).mean())
+    return 1 - float(np.quantile(times_ns, 0.1)) / max(1.0, mean_ns)
+
+
+def steady_replay_of(evidence: Evidence) -> Replay | str:
+    """Return the replay of the latest steps if the link explains the transfers, or why there is none."""
+    replay = replay_of(evidence)
+    if isinstance(replay, str):
+        return replay
+    disturbed = disturbed_share(replay.transfers.exposed_by_step_ns)
+    if disturbed > DISTURBED_SHARE:
+        times = f"{1 / (1 - disturbed):.0f}"
+        return f"transfers take {times} times as long as their fastest tenth, so the link alone does not explain them"
+    return replay
+
+
+def half_precision_gain(evidence: Evidence, replay: Replay) -> Gain | None:
+    """Return the gain of half the bytes, less the time of the casts on a processor."""
+    on_processor = any(hello.device == "cpu" for hello in evidence.hellos.values())
+    cast_ns = CAST_NS * float(replay.sizes.sum()) if on_processor else 0.0
+    return replay.gain(replay.ready_ns, HALF_PRECISION * replay.sizes, cast_ns)
+
+
+def exposes_communication(evidence: Evidence) -> bool:
+    """Whether the least exposed time over the ranks is above `MIN_GAIN` of the step: else no bucket can gain that."""
+    joined = evidence.joined
+    if len(joined.ranks) < 2 or len(joined) < MIN_STEPS or evidence.absent_ranks or evidence.separate_groups_reason:
+        return False
+    exposed_ns = float(np.median(joined.exposed_ns.min(axis=1)))
+    return exposed_ns > MIN_GAIN * float(np.median(joined.step_ns))
+
+
+def advice_severity(gain: Gain) -> Severity:
+    """Return the severity of a possible gain: at most a warning, because nothing is wrong with the run."""
+    return "info" if severity_of(gain.ratio) == "info" else "warning"

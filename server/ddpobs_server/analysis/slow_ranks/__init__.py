@@ -1,0 +1,1 @@
+"""Which rank is slow, in which phase, since when and why."""

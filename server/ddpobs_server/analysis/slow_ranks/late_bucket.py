@@ -1,0 +1,187 @@
+"""Find the bucket in which a slow rank's backward falls behind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from ddpobs import wire
+from ddpobs_server.analysis.evidence import MAX_LISTED, ColumnReader, Evidence
+from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.slow_ranks.lateness import lateness
+from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
+
+MAX_STEPS, MAX_RANKS = 200, 8
+"""Latest steps, and ranks (the slow rank and some others), in which the bucket is looked for."""
+_USER = wire.COMM_KINDS.index("user")
+_BUCKET_BITS = 20
+"""Bits that hold the index of any bucket."""
+
+
+def name_late_buckets(findings: list[Finding], evidence: Evidence, columns: ColumnReader) -> list[Finding]:
+    """Add the late bucket and its parameters to stragglers with a slow backward, at most `MAX_RANKS` of them.
+
+    Raises:
+        ColumnsTooLargeError: The spans have too many rows.
+    """
+    slow = [finding for finding in findings if finding.phase == "backward"][:MAX_RANKS]
+    layouts = {(layout.module, layout.revision): layout for layout in (columns.layouts() if slow else [])}
+    if not layouts:
+        return findings
+    return [
+        _name_late_bucket(finding, evidence, columns, layouts) if finding in slow else finding for finding in findings
+    ]
+
+
+def _name_late_bucket(
+    finding: Finding, evidence: Evidence, columns: ColumnReader, layouts: dict[tuple[int, int], wire.Layout]
+) -> Finding:
+    rank = finding.ranks[0]
+    row_rank, spans = _late_spans(finding, evidence, columns)
+    if not len(row_rank) or _meets_between_buckets(rank, spans.select(row_rank == rank), columns):
+        return finding
+    began = backward_began_ns((evidence.rank, evidence.steps), (row_rank, spans))
+    excess_ns = min(finding.evidence["excess_ns"], finding.evidence["phase_excess_ns"]["backward"])
+    return _with_bucket(finding, late_bucket(rank, row_rank, spans, began, excess_ns), layouts)
+
+
+def _late_spans(finding: Finding, evidence: Evidence, columns: ColumnReader) -> tuple[wire.Ints, wire.Spans]:
+    """Read the spans of the slow rank and some others, for the latest steps in which the rank was late."""
+    slow, joined = finding.ranks[0], evidence.joined
+    latest = joined.between(*finding.steps).latest(MAX_STEPS)
+    late = late_collectives(latest, slow, finding.steps[0], finding.evidence["excess_ns"])
+    selected = np.isin(evidence.rank, comparison_ranks(slow, joined.ranks)) & np.isin(evidence.steps.collective, late)
+    row_rank, step = evidence.rank[selected], evidence.steps.step[selected]
+    # With uneven inputs the ranks' step numbers part: ranks with the same range of steps are read together.
+    ranges: dict[tuple[int, int], list[int]] = {}
+    for rank in np.unique(row_rank).tolist():
+        numbers = step[row_rank == rank]
+        ranges.setdefault((int(numbers.min()), int(numbers.max())), []).append(rank)
+    parts = [columns.spans(ranks, first, last) for (first, last), ranks in ranges.items()]
+    if not parts:
+        return row_rank, wire.Spans.from_table(np.zeros((len(wire.Spans.names), 0), np.int64))
+    span_rank, spans = np.concatenate([ranks for ranks, _ in parts]), wire.Spans.concat([rows for _, rows in parts])
+    width = int(joined.ranks.max()) + 1
+    is_late = np.isin(spans.step * width + span_rank, step * width + row_rank)
+    return span_rank[is_late], spans.select(is_late)
+
+
+def comparison_ranks(slow: int, ranks: wire.Ints) -> list[int]:
+    """Return a slow rank and up to seven others, spread evenly over the world."""
+    other_ranks = ranks[ranks != slow]
+    chosen = np.linspace(0, len(other_ranks) - 1, min(len(other_ranks), MAX_RANKS - 1)).astype(np.int64)
+    return [slow, *other_ranks[chosen].tolist()]
+
+
+def late_collectives(joined: JoinedSteps, rank: int, first: int, typical_ns: float) -> wire.Ints:
+    """Return the collectives of the steps from `first` on in which a rank was late by at least half of `typical_ns`."""
+    index = int(np.searchsorted(joined.ranks, rank))
+    is_typical = lateness(joined).excess_ns[:, index] >= 0.5 * typical_ns
+    return joined.collective[is_typical & (joined.step >= first)]
+
+
+def _meets_between_buckets(rank: int, spans: wire.Spans, columns: ColumnReader) -> bool:
+    """Whether a rank waits for a user's collective between two buckets of a step, as with SyncBatchNorm.
+
+    The other ranks' waits for a late rank are then part of their spans, so no bucket stands out.
+    """
+    steps, index = np.unique(spans.step, return_inverse=True)
+    if not len(steps):
+        return False
+    first, last = np.full(len(steps), spans.ready_ns.max()), np.full(len(steps), spans.ready_ns.min())
+    np.minimum.at(first, index, spans.ready_ns)
+    np.maximum.at(last, index, spans.ready_ns)
+    comms = columns.comms(rank, int(steps[0]), int(steps[-1]))
+    comms = comms.select((comms.kind == _USER) & np.isin(comms.step, steps))
+    row = np.searchsorted(steps, comms.step)
+    return bool(((comms.launched_ns > first[row]) & (comms.launched_ns < last[row])).any())
+
+
+def backward_began_ns(steps: tuple[wire.Ints, wire.Steps], spans: tuple[wire.Ints, wire.Spans]) -> wire.Ints:
+    """Return the start of backward: the step's last readiness minus its backward phase.
+
+    It is defined for steps with one micro-step.
+
+    Args:
+        steps: Rank of each row, and columns, sorted by step and rank.
+        spans: The same, or rank by rank; of all modules of a step, not empty.
+
+    Returns:
+        Start for each span, on its rank's clock. It is `wire.UNKNOWN` if the step is not in `steps` or has several
+        micro-steps.
+    """
+    (step_rank, step), (span_rank, span) = steps, spans
+    origin, final = span.step.min(), span.step.max()
+    usable = np.flatnonzero((step.micro_steps == 1) & (step.step >= origin) & (step.step <= final))
+    width = max(int(span_rank.max()), int(step_rank.max(initial=0))) + 1
+    keys = (step.step[usable] - origin) * width + step_rank[usable]
+    span_keys = (span.step - origin) * width + span_rank
+    begins = np.flatnonzero(np.diff(span_keys, prepend=span_keys[0] - 1))
+    last_ready = np.maximum.reduceat(span.ready_ns, begins)
+    row = np.searchsorted(keys, span_keys[begins], "right") - 1
+    has_step = row >= 0
+    has_step[has_step] = keys[row[has_step]] == span_keys[begins][has_step]
+    began = np.full(len(begins), wire.UNKNOWN, np.int64)
+    began[has_step] = last_ready[has_step] - step.backward_ns[usable][row[has_step]]
+    return np.repeat(began, np.diff(begins, append=len(span_keys)))
+
+
+def late_bucket(
+    rank: int, row_rank: wire.Ints, spans: wire.Spans, began_ns: wire.Ints, excess_ns: float
+) -> tuple[int, int, int] | None:
+    """Return the bucket in which at least half of a slow rank's excess arises.
+
+    The compute span of a bucket begins at the previous bucket's readiness, in any module, so a lag shows only where it
+    arises. Of several buckets the one with the largest total lag is returned: one late step may be a spike anywhere.
+
+    Args:
+        rank: The slow rank.
+        row_rank: Rank of each span.
+        spans: Spans of the steps in which the rank was late, of all modules.
+        began_ns: Start of backward for each span, on that rank's clock; `wire.UNKNOWN` if unknown.
+        excess_ns: Time that the rank takes longer than the others in such a step.
+
+    Returns:
+        Module, layout revision and bucket index; None if the lag grows evenly or the ranks' buckets do not match.
+    """
+    order = np.lexsort((spans.ready_ns, row_rank, spans.step))
+    order = order[began_ns[order] >= 0]
+    sorted_rank, rows = row_rank[order], spans.select(order)
+    is_first = (np.diff(rows.step, prepend=-1) != 0) | (np.diff(sorted_rank, prepend=-1) != 0)
+    compute_ns = rows.ready_ns - np.where(is_first, began_ns[order], np.roll(rows.ready_ns, 1))
+    revisions, revision_index = np.unique(rows.revision, return_inverse=True)
+    layout = rows.module * len(revisions) + revision_index
+    keys = layout << _BUCKET_BITS | rows.bucket
+    _, example_rows, key_index = np.unique(keys, return_index=True, return_inverse=True)
+    medians, counts = _group_medians(2 * key_index + (sorted_rank == rank), compute_ns, 2 * len(example_rows))
+    lag_ns = medians[1::2] - medians[::2]
+    comparable = ~np.isnan(lag_ns)
+    columns = (lag_ns * counts[1::2], lag_ns, example_rows)
+    lags = zip(*(values[comparable].tolist() for values in columns), strict=True)
+    _, largest_ns, row = max(lags, key=lambda lag: lag[:2], default=(0.0, 0.0, 0))
+    if largest_ns < max(1.0, 0.5 * excess_ns):
+        return None
+    return int(rows.module[row]), int(rows.revision[row]), int(rows.bucket[row])
+
+
+def _group_medians(group: wire.Ints, values: wire.Ints, groups: int) -> tuple[Floats, wire.Ints]:
+    """Return each group's median (NaN if the group is empty) and its number of values; both of shape [groups]."""
+    counts = np.bincount(group, minlength=groups)
+    begins, filled = np.cumsum(counts) - counts, counts > 0
+    values = values[np.lexsort((values, group))]
+    medians = np.full(groups, np.nan)
+    medians[filled] = (values[(begins + (counts - 1) // 2)[filled]] + values[(begins + counts // 2)[filled]]) / 2
+    return medians, counts
+
+
+def _with_bucket(
+    finding: Finding, bucket_key: tuple[int, int, int] | None, layouts: dict[tuple[int, int], wire.Layout]
+) -> Finding:
+    """Return the finding with this bucket and its parameters, if the bucket is in a layout."""
+    layout = layouts.get(bucket_key[:2]) if bucket_key else None
+    if bucket_key is None or layout is None or bucket_key[2] >= len(layout.buckets):
+        return finding
+    names = [parameter.name for parameter in layout.buckets[bucket_key[2]].parameters]
+    details = finding.evidence | {"module": layout.module}
+    return replace(finding, buckets=[bucket_key[2]], parameters=names[:MAX_LISTED], evidence=details)

@@ -1,0 +1,1 @@
+"""Steps joined over ranks, in bins, with their clocks and levels."""

@@ -1,0 +1,1 @@
+"""Steps as a Chrome trace."""

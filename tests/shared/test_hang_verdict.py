@@ -1,0 +1,144 @@
+"""The verdict on a hang, from pulses made by hand; the runs that hang by real means are in tests/integration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ddpobs import wire
+from ddpobs.shared.hang_verdict import BUFFERS, Hang, RankState, judge
+
+S = 10**9
+
+
+def state(rank: int, activity: str = "code", *, idle_s: float = 12, silent_s: float = 0, **facts: Any) -> RankState:
+    ended, process = facts.pop("ended", ""), facts.pop("process", "")
+    fields: dict[str, Any] = {
+        "phase": "other",
+        "step": 12,
+        "synchronised": 12,
+        "collectives": 0,
+        "place": "train.py:30",
+    }
+    pulse = wire.Pulse(
+        at_ns=0,
+        idle_ns=int(idle_s * S),
+        patience_ns=8 * S,
+        activity=activity,
+        **(fields | facts),  # type: ignore[arg-type]
+    )
+    return RankState(rank, pulse, int(silent_s * S), ended, process)
+
+
+def bucket(rank: int, number: int = 2, **facts: Any) -> RankState:
+    return state(rank, "bucket", **({"phase": "backward", "module": 0, "bucket": number} | facts))
+
+
+def verdict(*states: RankState) -> Hang:
+    hang = judge(states, lambda _module, _bucket: ["decoder.4.weight", "decoder.4.bias", "head.weight", "head.bias"])
+    assert hang is not None
+    return hang
+
+
+def test_a_rank_in_its_data_loader_is_named_with_its_line_and_the_others_with_their_bucket() -> None:
+    hang = verdict(bucket(0), state(1, "data", idle_s=14, place="train.py:57 → dataset.py:31 __getitem__"), bucket(2))
+    assert (hang.kind, hang.ranks, hang.waiting, hang.bucket, hang.step) == ("absent", [1], [0, 2], 2, 12)
+    assert hang.title == (
+        "Rank 1 has been in the data loader for 14 s (train.py:57 → dataset.py:31 __getitem__). "
+        "Ranks 0 and 2 wait in bucket 2 of step 12: decoder.4.weight, decoder.4.bias, head.weight, …"
+    )
+
+
+def test_a_run_of_which_one_rank_goes_on_does_not_hang() -> None:
+    assert judge([bucket(0), state(1, "code", idle_s=3)]) is None
+
+
+def test_a_checkpoint_and_a_compilation_are_progress() -> None:
+    for activity in ("checkpoint", "compile"):
+        assert judge([state(0, activity, idle_s=200), state(1, "collective", waits_in="barrier", idle_s=200)]) is None
+
+
+def test_a_rank_without_a_pulse_yet_may_still_start() -> None:
+    assert judge([bucket(0), RankState(1, None)]) is None
+
+
+def test_a_rank_that_sends_nothing_is_named() -> None:
+    hang = verdict(bucket(0), state(1, "code", idle_s=0, silent_s=13))
+    assert (hang.kind, hang.ranks) == ("stopped", [1])
+    assert hang.title.startswith("Rank 1 sent nothing for 13 s (last in other of step 12). Rank 0 waits in bucket 2")
+
+
+def test_a_stopped_and_a_dead_process_are_told_apart_by_a_rank_of_the_same_host() -> None:
+    assert verdict(bucket(0), state(1, idle_s=9, process="stopped")).kind == "stopped"
+    assert verdict(bucket(0), state(1, idle_s=9, process="gone")).kind == "dead"
+
+
+def test_a_rank_that_ended_its_training_leaves_the_others_waiting() -> None:
+    hang = verdict(bucket(0), state(1, ended="finished"))
+    assert (hang.kind, hang.ranks) == ("absent", [1])
+    assert hang.title.startswith("Rank 1 has ended its training. Rank 0 waits in bucket 2")
+
+
+def test_ranks_in_the_same_collective_wait_for_the_link() -> None:
+    hang = verdict(bucket(0), bucket(1), bucket(2))
+    assert (hang.kind, hang.ranks) == ("link", [0, 1, 2])
+
+
+def test_a_rank_with_one_backward_fewer_is_the_odd_one_of_two() -> None:
+    hang = verdict(
+        bucket(0, synchronised=20), state(1, "collective", waits_in="barrier", collectives=1, synchronised=19)
+    )
+    assert (hang.kind, hang.ranks) == ("mismatch", [1])
+    assert "rank 1 in barrier after step 12 (train.py:30)" in hang.title
+    assert hang.title.endswith("Rank 1 ran 1 backward pass fewer than the others")
+
+
+def test_the_smaller_group_of_a_mismatch_is_named() -> None:
+    hang = verdict(
+        bucket(0), bucket(1), state(2, "collective", waits_in="all_reduce", collectives=1, synchronised=11), bucket(3)
+    )
+    assert (hang.kind, hang.ranks, hang.waiting) == ("mismatch", [2], [0, 1, 2, 3])
+
+
+def test_a_rank_that_has_passed_the_others_collective_shows_a_cut_link() -> None:
+    for ahead in (
+        bucket(0, 3, synchronised=20),
+        bucket(0, 0, synchronised=21, collectives=5, buffer_broadcasts=21),
+        state(0, "collective", waits_in=BUFFERS, buffer_broadcasts=21, synchronised=20),
+        state(0, "collective", waits_in="all_reduce", collectives=6, synchronised=20),
+    ):
+        hang = verdict(ahead, bucket(1, 2, synchronised=20, collectives=5, buffer_broadcasts=20))
+        assert (hang.kind, hang.ranks) == ("link", [0, 1])
+        assert "in bucket 2 of step 12" in hang.title
+    ahead = bucket(0, synchronised=20, collectives=5, buffer_broadcasts=20)
+    for behind in (
+        state(1, "collective", waits_in="all_reduce", collectives=5, synchronised=19),
+        state(1, "collective", waits_in=BUFFERS, buffer_broadcasts=20, synchronised=19),
+    ):
+        assert verdict(ahead, behind).kind == "link"
+
+
+def test_a_rank_in_an_evaluation_of_its_own_is_mismatched() -> None:
+    training = bucket(0, synchronised=20, buffer_broadcasts=20)
+    alone = state(1, "collective", waits_in=BUFFERS, buffer_broadcasts=21, synchronised=19)
+    hang = verdict(training, alone)
+    assert (hang.kind, hang.ranks) == ("mismatch", [1])
+
+
+def test_a_collective_inside_a_backward_does_not_prove_that_the_backward_ended() -> None:
+    inside = state(1, "collective", waits_in="all_reduce", collectives=1, synchronised=20, phase="backward")
+    assert verdict(bucket(0, synchronised=20), inside).kind == "mismatch"
+
+
+def test_a_model_that_only_serves_does_not_hang() -> None:
+    assert judge([state(0, synchronised=0), state(1, synchronised=0)]) is None
+    assert verdict(state(0, synchronised=1), state(1, synchronised=1)).kind == "code"
+
+
+def test_no_rank_with_a_batch_is_an_input_hang() -> None:
+    hang = verdict(state(0, "data", phase="data"), state(1, "data", phase="data"))
+    assert (hang.kind, hang.ranks, hang.phase) == ("input", [0, 1], "data")
+
+
+def test_a_run_that_ended_or_is_lost_as_a_whole_does_not_hang() -> None:
+    assert judge([state(0, ended="finished"), state(1, ended="finished")]) is None
+    assert judge([state(0, silent_s=40), state(1, silent_s=40)]) is None
