@@ -91,7 +91,10 @@ def evidence_of(spool: Path) -> Evidence:
 
 def verdict(findings: list[Finding]) -> set[tuple[str, str | None]]:
     """Return code and cause of each finding; another rank than the slow one makes the code wrong."""
-    return {(f.code if f.ranks == [SLOW] else f"{f.code} of another rank", f.evidence.get("cause")) for f in findings}
+    return {
+        (f.code if f.ranks == [SLOW] else f"{f.code} of another rank", f.as_json()["evidence"].get("cause"))
+        for f in findings
+    }
 
 
 def table(results: dict[str, list[dict[str, Any]]]) -> str:
@@ -132,7 +135,7 @@ def main() -> None:
                     "right": named == RIGHT[case],
                     "verdict": sorted(map(str, named)),
                     "titles": [finding.title for finding in findings],
-                    "evidence": [finding.evidence for finding in findings],
+                    "evidence": [finding.as_json()["evidence"] for finding in findings],
                 }
             )
             print(f"{case} ({runs[-1]['disturbance']}): {runs[-1]['titles'] or 'no rank named'}", flush=True)

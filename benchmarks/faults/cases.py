@@ -25,7 +25,7 @@ class Case:
     Attributes:
         name: Argument of `hanging.py`.
         kind: Kind of the hang.
-        sentence: Beginning of the verdict; a star stands for any text.
+        sentence: Part of the finding's title; a star stands for any text.
         environ: Environment of the ranks.
         ranks: Ranks that the others wait for; None for all.
         cuts: Links of rank 1 that the fault takes down.
@@ -42,8 +42,8 @@ class Case:
         """The sentence for a number of ranks: 2 or 4."""
         two = world_size == 2
         text = self.sentence.format(
-            others="Rank 0 waits" if two else "Ranks 0, 2 and 3 wait",
-            all="Ranks 0 and 1" if two else "Ranks 0, 1, 2 and 3",
+            others="rank 0 waits" if two else "ranks 0, 2 and 3 wait",
+            all="ranks 0 and 1" if two else "ranks 0, 1, 2 and 3",
         )
         return re.compile(".*".join(map(re.escape, text.split("*"))))
 
@@ -89,29 +89,29 @@ CASES = {
     "loader": Case(
         "loader",
         "absent",
-        "Rank 1 has been in the data loader for * s (*hanging.py:* __getitem__). {others} in bucket 0",
+        "rank 1 has been in the data loader for * s (*hanging.py:* __getitem__); {others} in bucket 0.0",
     ),
     "loader-worker": Case(
         "loader",
         "absent",
-        "Rank 1 has been in the data loader for * s (*hanging.py:*). {others} in bucket 0 of step",
+        "rank 1 has been in the data loader for * s (*hanging.py:*); {others} in bucket 0.0 of step",
         {"WORKERS": "1"},
     ),
     "fewer-batches": Case(
         "fewer-batches",
         "absent",
-        "Rank 1 has been in its own code for * s (*hanging.py:* main). {others} in bucket 0 of step 40: 5.",
+        "rank 1 has been in its own code for * s (*hanging.py:* main); {others} in bucket 0.0 of step 40",
     ),
     "skip-batch": Case(
         "skip-batch",
         "absent",
-        "Rank 1 has been in its own code for * s (*hanging.py:* main). {others} in bucket 0 of step 59",
+        "rank 1 has been in its own code for * s (*hanging.py:* main); {others} in bucket 0.0 of step 59",
         {"STEPS": "60"},
     ),
     "evaluate-alone": Case(
         "evaluate-alone",
         "mismatch",
-        "different collectives: *rank 1 in the broadcast of buffers of step 40 (*evaluate). Rank 1 ran",
+        "different collectives: *rank 1 in the broadcast of buffers of step 40 (*evaluate); rank 1 ran",
     ),
     "extra-all-reduce": Case(
         "extra-all-reduce", "mismatch", "different collectives: *rank 1 in all_reduce after step 40 (*at_fault)"
@@ -119,22 +119,26 @@ CASES = {
     "lock": Case(
         "lock",
         "absent",
-        "Rank 1 has been in its own code for * s (*hanging.py:* wait_for_a_lock). {others} in bucket 0 of step 40",
+        "rank 1 has been in its own code for * s (*hanging.py:* wait_for_a_lock); {others} in bucket 0.0 of step 40",
     ),
-    "stop": Case("stop", "stopped", "The process of rank 1 is stopped (last in * of step *). {others} in bucket"),
+    "stop": Case("stop", "stopped", "the process of rank 1 is stopped (last in * of step *); {others} in bucket"),
     "cut-link": Case(
-        "cut-link", "link", "Each rank waits for the others in bucket * for * s", ranks=None, cuts=(INTERFACE,)
+        "cut-link",
+        "link",
+        "no progress for * s; cause: each rank waits for the others in bucket",
+        ranks=None,
+        cuts=(INTERFACE,),
     ),
     "cut-host": Case(
         "cut-host",
         "stopped",
-        "Rank 1 sent nothing for * s (last in * of step *). {others} in bucket",
+        "rank 1 sent nothing for * s (last in * of step *); {others} in bucket",
         cuts=(INTERFACE, MANAGEMENT),
     ),
     "all-in-data": Case(
         "all-in-data",
         "input",
-        "No rank gets a batch. {all} have been in the data loader for * s (*__getitem__)",
+        "no rank gets a batch; {all} have been in the data loader for * s (*__getitem__)",
         ranks=None,
     ),
 }

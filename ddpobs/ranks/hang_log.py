@@ -77,7 +77,7 @@ class HangLog:
                     self._report = HangReport(self._connect(), self._rank, self._world_size)
                 self._show(self._report.judge(self._parameters) if self._stands_still else None)
         except dist.DistNetworkError:
-            _log.info("ddpobs: the ranks' store is gone, and with it the verdict on hangs")
+            _log.info("ddpobs: rendezvous store closed: hang detection off")
         except Exception:
             _log.exception("ddpobs: telemetry failed in the verdict on hangs; training goes on")
 
@@ -90,5 +90,5 @@ class HangLog:
         else:
             if self._logged is None:
                 self._since = time.monotonic() - hang.since_ns / 1e9
-            _log.warning("ddpobs: %s. %s", hang.title, hang.remedy)
+            _log.warning("ddpobs: %s", hang.line)
         self._logged = verdict

@@ -1,6 +1,6 @@
 """The verdict on a hang, from the ranks' latest pulses: which rank the others wait for, and in which collective.
 
-The collector and a surviving rank share this file, so that both report the same sentence. A run hangs when no rank
+The collector and a surviving rank share this file, so that both report the same words. A run hangs when no rank
 makes progress. A rank makes progress while it records events, runs new lines of Python, compiles, or writes a
 checkpoint; each pulse carries the time since the rank's last progress and the patience that its own steps justify.
 
@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddpobs.shared.words import format_ranks
+from ddpobs.shared.words import bucket_name, format_bucket, format_ranks
 from ddpobs.wire.fields import UNKNOWN
 from ddpobs.wire.pulse import Pulse
 
@@ -29,7 +29,6 @@ SILENT_NS = 10_000_000_000
 """A rank without a pulse for this long is silent: its process is stopped, dead or cut off."""
 _LONG_NS = 600_000_000_000
 """A checkpoint or a compilation counts as progress for at most this long."""
-_NAMED_PARAMETERS = 3
 _WAITS = ("bucket", "collective")
 BUFFERS = "the broadcast of buffers"
 """Name of the collective in which a DDP module's forward waits."""
@@ -105,7 +104,10 @@ class Hang:
         module: Module of the bucket in which they wait, `UNKNOWN` where it is no bucket.
         bucket: That bucket.
         phase: Phase of the first of `ranks`, None where it is not known.
-        title: The verdict in one sentence or two.
+        verdict: What happens, and in which step.
+        measure: Time without progress.
+        cause: What each rank does.
+        where: The bucket in which ranks wait, with its first parameters; empty where it is no bucket.
         remedy: The next thing to do.
     """
 
@@ -117,8 +119,17 @@ class Hang:
     module: int
     bucket: int
     phase: str | None
-    title: str
+    verdict: str
+    measure: str
+    cause: str
+    where: str
     remedy: str
+
+    @property
+    def line(self) -> str:
+        """All parts in one line, for a log."""
+        where = f" ({self.where})" if self.where else ""
+        return f"{self.verdict}: {self.measure}; cause: {self.cause}{where}. {self.remedy}"
 
 
 def judge(states: Sequence[RankState], parameters: ParameterNames = lambda _module, _bucket: ()) -> Hang | None:
@@ -141,76 +152,72 @@ def judge(states: Sequence[RankState], parameters: ParameterNames = lambda _modu
     since_ns = min(state.idle_ns for state in running if not state.is_silent)
     first = waiting[0].pulse if waiting else None
     culprit = others[0].pulse if others else None
-    kind, ranks, title, remedy = _verdict(states, waiting, others, since_ns, parameters)
+    kind, ranks, cause, remedy = _verdict(states, waiting, others)
     in_bucket = first is not None and first.activity == "bucket"
+    step = first.step if first else UNKNOWN
+    latest_step = max((state.pulse.step for state in running if state.pulse), default=UNKNOWN)
+    shown_step = step if step != UNKNOWN else latest_step
     return Hang(
         kind=kind,
         ranks=ranks,
         waiting=[state.rank for state in waiting],
         since_ns=since_ns,
-        step=first.step if first else UNKNOWN,
+        step=step,
         module=first.module if first and in_bucket else UNKNOWN,
         bucket=first.bucket if first and in_bucket else UNKNOWN,
         phase=culprit.phase if culprit and kind in {"absent", "input", "code"} else None,
-        title=title,
+        verdict="The run hangs" + (f" in step {shown_step}" if shown_step >= 0 else ""),
+        measure=f"no progress for {_seconds(since_ns)}",
+        cause=cause,
+        where=_bucket(first, parameters) if first and in_bucket else "",
         remedy=remedy,
     )
 
 
 def _verdict(
-    states: Sequence[RankState],
-    waiting: Sequence[RankState],
-    others: Sequence[RankState],
-    since_ns: int,
-    parameters: ParameterNames,
+    states: Sequence[RankState], waiting: Sequence[RankState], others: Sequence[RankState]
 ) -> tuple[Kind, list[int], str, str]:
+    """The kind, the ranks that the others wait for, the cause, and the remedy."""
     silent = [state for state in others if state.is_silent and not state.ended]
     if silent:
-        return _silent(silent, waiting, parameters)
+        return _silent(silent, waiting)
     if not waiting:
         return _without_waits(states)
     if others:
-        ranks = [state.rank for state in others]
-        title = f"{_absence(others)}. {_wait(waiting, parameters)}"
-        return "absent", ranks, title, _ABSENT_REMEDY.get(_activity(others[0]), _ABSENT_REMEDY["code"])
+        cause = f"{_absence(others)}; {_wait(waiting)}"
+        return "absent", _ranks(others), cause, _ABSENT_REMEDY.get(_activity(others[0]), _ABSENT_REMEDY["code"])
     groups = Counter(_collective(state) for state in waiting)
     if len(groups) == 1 or _is_one_sequence(waiting):
-        last = min(waiting, key=_reached)
-        title = f"Each rank waits for the others {_in(last, parameters)} for {_seconds(since_ns)}"
-        return "link", [state.rank for state in states], title, _LINK_REMEDY
-    return _mismatch(waiting, groups, parameters)
+        cause = f"each rank waits for the others {_in(min(waiting, key=_reached))}"
+        return "link", _ranks(states), cause, _LINK_REMEDY
+    return _mismatch(waiting, groups)
 
 
-def _silent(
-    silent: Sequence[RankState], waiting: Sequence[RankState], parameters: ParameterNames
-) -> tuple[Kind, list[int], str, str]:
-    ranks = [state.rank for state in silent]
+def _silent(silent: Sequence[RankState], waiting: Sequence[RankState]) -> tuple[Kind, list[int], str, str]:
     gone = [state for state in silent if state.process == "gone"]
     stopped = [state for state in silent if state.process == "stopped"]
+    kind: Kind = "dead" if gone else "stopped"
     if gone:
-        subject, kind, remedy = f"The process of {format_ranks(_ranks(gone))} is gone", "dead", _DEAD_REMEDY
+        cause, remedy = f"the process of {format_ranks(_ranks(gone))} is gone", _DEAD_REMEDY
     elif stopped:
-        subject, kind, remedy = f"The process of {format_ranks(_ranks(stopped))} is stopped", "stopped", _STOPPED_REMEDY
+        cause, remedy = f"the process of {format_ranks(_ranks(stopped))} is stopped", _STOPPED_REMEDY
     else:
-        subject = f"{_capital(format_ranks(ranks))} sent nothing for {_seconds(min(s.silent_ns for s in silent))}"
-        kind, remedy = "stopped", _SILENT_REMEDY
+        silent_ns = min(state.silent_ns for state in silent)
+        cause, remedy = f"{format_ranks(_ranks(silent))} sent nothing for {_seconds(silent_ns)}", _SILENT_REMEDY
     last = silent[0].pulse
     after = f" (last in {_phase(last.phase)} of step {last.step})" if last else ""
-    tail = f". {_wait(waiting, parameters)}" if waiting else ""
-    return kind, ranks, f"{subject}{after}{tail}", remedy  # type: ignore[return-value]
+    tail = f"; {_wait(waiting)}" if waiting else ""
+    return kind, _ranks(silent), f"{cause}{after}{tail}", remedy
 
 
 def _without_waits(states: Sequence[RankState]) -> tuple[Kind, list[int], str, str]:
     running = [state for state in states if not state.ended]
-    ranks = _ranks(running)
     if all(_activity(state) == "data" for state in running):
-        return "input", ranks, f"No rank gets a batch. {_absence(running)}", _ABSENT_REMEDY["data"]
-    return "code", ranks, f"No rank goes on. {_absence(running)}", _ABSENT_REMEDY["code"]
+        return "input", _ranks(running), f"no rank gets a batch; {_absence(running)}", _ABSENT_REMEDY["data"]
+    return "code", _ranks(running), _absence(running), _ABSENT_REMEDY["code"]
 
 
-def _mismatch(
-    waiting: Sequence[RankState], groups: Counter[tuple[object, ...]], parameters: ParameterNames
-) -> tuple[Kind, list[int], str, str]:
+def _mismatch(waiting: Sequence[RankState], groups: Counter[tuple[object, ...]]) -> tuple[Kind, list[int], str, str]:
     """Name the smaller group; of two equal ones the group with fewer synchronised backward passes."""
     fewest = min(groups.values())
     candidates = [state for state in waiting if groups[_collective(state)] == fewest]
@@ -221,15 +228,11 @@ def _mismatch(
     members: dict[tuple[object, ...], list[RankState]] = {}
     for state in waiting:
         members.setdefault(_collective(state), []).append(state)
-    where = "; ".join(
-        f"{format_ranks(_ranks(group))} {_in(group[0], parameters)}{_place(group[0])}" for group in members.values()
-    )
-    passes = {_synchronised(state) for state in waiting}
-    count = ""
-    if len(passes) > 1:
-        count = f". {_capital(format_ranks(ranks))} ran {max(passes) - behind} backward passes fewer than the others"
-        count = count.replace(" 1 backward passes", " 1 backward pass")
-    return "mismatch", ranks, f"The ranks wait in different collectives: {where}{count}", _MISMATCH_REMEDY
+    places = ", ".join(f"{format_ranks(_ranks(group))} {_in(group[0])}{_place(group[0])}" for group in members.values())
+    fewer = max(_synchronised(state) for state in waiting) - behind
+    passes = "backward pass" if fewer == 1 else "backward passes"
+    count = f"; {format_ranks(ranks)} ran {fewer} {passes} fewer than the others" if fewer else ""
+    return "mismatch", ranks, f"the ranks wait in different collectives: {places}{count}", _MISMATCH_REMEDY
 
 
 def _absence(states: Sequence[RankState]) -> str:
@@ -242,11 +245,11 @@ def _absence(states: Sequence[RankState]) -> str:
         ranks = format_ranks(_ranks(members))
         verb = "have" if len(members) > 1 else "has"
         if members[0].ended:
-            parts.append(f"{_capital(ranks)} {verb} {doing}")
+            parts.append(f"{ranks} {verb} {doing}")
         else:
             idle_ns = min(state.idle_ns for state in members)
-            parts.append(f"{_capital(ranks)} {verb} been {doing} for {_seconds(idle_ns)}{_place(members[0])}")
-    return ". ".join(parts)
+            parts.append(f"{ranks} {verb} been {doing} for {_seconds(idle_ns)}{_place(members[0])}")
+    return "; ".join(parts)
 
 
 def _doing(state: RankState) -> str:
@@ -257,13 +260,13 @@ def _doing(state: RankState) -> str:
     return _DOING.get(_activity(state), _DOING["code"])
 
 
-def _wait(waiting: Sequence[RankState], parameters: ParameterNames) -> str:
-    """A sentence on the ranks that wait, by the collective of the first of them."""
+def _wait(waiting: Sequence[RankState]) -> str:
+    """The ranks that wait, by the collective of the first of them."""
     verb = "wait" if len(waiting) > 1 else "waits"
-    return f"{_capital(format_ranks(_ranks(waiting)))} {verb} {_in(waiting[0], parameters)}"
+    return f"{format_ranks(_ranks(waiting))} {verb} {_in(waiting[0])}"
 
 
-def _in(state: RankState, parameters: ParameterNames) -> str:
+def _in(state: RankState) -> str:
     pulse = state.pulse
     assert pulse is not None
     if pulse.activity != "bucket":
@@ -271,9 +274,13 @@ def _in(state: RankState, parameters: ParameterNames) -> str:
         return f"in {pulse.waits_in or 'a collective'} {relation} step {pulse.step}"
     if pulse.bucket < 0:
         return f"in the backward of step {pulse.step}"
-    names = list(parameters(pulse.module, pulse.bucket))
-    shown = ", ".join(names[:_NAMED_PARAMETERS]) + (", …" if len(names) > _NAMED_PARAMETERS else "")
-    return f"in bucket {pulse.bucket} of step {pulse.step}" + (f": {shown}" if names else "")
+    return f"in bucket {bucket_name(pulse.module, pulse.bucket)} of step {pulse.step}"
+
+
+def _bucket(pulse: Pulse, parameters: ParameterNames) -> str:
+    """The bucket with its first parameters; empty where these are not known."""
+    names = list(parameters(pulse.module, pulse.bucket)) if pulse.bucket >= 0 else []
+    return format_bucket(pulse.module, pulse.bucket, names) if names else ""
 
 
 def _place(state: RankState) -> str:
@@ -337,10 +344,6 @@ def _phase(phase: str) -> str:
 
 def _ranks(states: Iterable[RankState]) -> list[int]:
     return [state.rank for state in states]
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
 
 
 def _seconds(ns: int) -> str:

@@ -144,7 +144,7 @@ def fingerprints_of(sent: Sent) -> list[wire.Fingerprint]:
 
 def findings_by_module(by_rank: Sequence[Sequence[wire.Fingerprint]]) -> dict[int, Any]:
     samples = [(rank, sample) for rank, samples in enumerate(by_rank) for sample in samples]
-    return {finding.evidence["module"]: finding for finding in replicas_differ(evidence(fingerprints=samples))}
+    return {finding.evidence.module: finding for finding in replicas_differ(evidence(fingerprints=samples))}
 
 
 @pytest.mark.parametrize(("kind", "seed"), [("ours", 1), ("torch", 2)])
@@ -159,9 +159,9 @@ def test_every_flipped_bit_is_named_with_its_rank_and_place(kind: str, seed: int
         assert finding is not None, flip
         assert (finding.ranks, finding.parameters) == ([flip.rank], [name]), (flip, finding)
         parts = {"state": "parameters"}.get(flip.place, flip.place)
-        assert finding.evidence[f"differing_{parts}"] == [name], (flip, finding)
+        assert getattr(finding.evidence, f"differing_{parts}") == [name], (flip, finding)
         if flip.place != "gradients":
-            assert "gradients" not in finding.evidence["parts"]
+            assert "gradients" not in finding.evidence.parts
     assert findings == {}
 
 
@@ -290,7 +290,7 @@ def test_replicas_of_horovods_optimizer_are_compared() -> None:
     assert [sample.synchronised for sample in alike[0]] == [0, 1, 2]
     assert findings_by_module(alike) == {}
     finding = findings_by_module(run_ranks(train_with_horovod, 2, True))[0]
-    assert (finding.parameters, finding.evidence["parts"], finding.steps[1]) == (["1.bias"], ["parameters"], 2)
+    assert (finding.parameters, finding.evidence.parts, finding.steps[1]) == (["1.bias"], ["parameters"], 2)
 
 
 def train_in_groups(rank: int, world_size: int) -> int:

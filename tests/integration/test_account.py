@@ -38,7 +38,7 @@ def test_the_time_outside_of_steps_is_accounted_for(  # noqa: PLR0917 - the fact
     assert parts[rank][part] >= 20 * 0.25e9 * 0.9
     assert account["goodput"] < 0.5
     findings = {finding["code"]: finding for finding in get(url, f"/runs/{run}/diagnostics")["findings"]}
-    assert sentence in findings["time-outside-steps"]["title"]
+    assert sentence in findings["time-outside-steps"]["cause"]
 
 
 def test_the_account_of_two_attempts_has_the_start_the_restart_and_the_repeated_steps(url: str, tmp_path: Path) -> None:

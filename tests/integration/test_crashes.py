@@ -149,7 +149,8 @@ def test_the_hang_of_a_run_that_a_signal_ended_stays_the_first_finding(number: i
         assert get(running.url, "/runs/crash")["state"] == state
         finding = get(running.url, "/runs/crash/diagnostics")["findings"][0]
         assert (finding["code"], finding["severity"], finding["ranks"]) == ("hang", "critical", [1])
-        assert "until it was ended: rank 1 was in data" in finding["title"]
+        assert "until it was ended" in finding["verdict"]
+        assert finding["cause"].startswith("rank 1 was in data")
 
 
 def test_push_recovers_ranks_that_were_all_killed_while_the_collector_was_away(tmp_path: Path) -> None:

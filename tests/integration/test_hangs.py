@@ -48,6 +48,8 @@ def test_a_hang_is_named_with_its_rank_and_place(name: str, world_size: int, url
         finding = wait_for(lambda: hang_of(url, run), ranks)
         assert (finding["evidence"]["kind"], finding["ranks"]) == (case.kind, case.culprits(world_size)), finding
         assert case.pattern(world_size).search(finding["title"]), finding
+        if name == "fewer-batches":
+            assert "bucket 0.0: 5." in finding["where"]
         if name in ACTIVITIES:
             assert finding["evidence"]["activities"][str(finding["ranks"][0])] == ACTIVITIES[name]
         wait_for(lambda: get(url, f"/runs/{run}")["state"] == "hung", ranks)

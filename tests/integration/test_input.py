@@ -60,7 +60,7 @@ def findings_of(evidence: Evidence) -> list[Finding]:
 def test_slow_input_has_its_cause_and_remedy(case: str, cause: str, words: str, tmp_path: Path) -> None:
     (finding,) = findings_of(evidence_from(case, tmp_path))
     assert finding.code == "input-bound"
-    assert finding.evidence["cause"] == cause, finding
+    assert finding.evidence.cause == cause, finding
     assert words in finding.title + finding.remedy
     assert "of the steps' time" in finding.title
 

@@ -92,7 +92,7 @@ def test_a_rank_of_another_host_whose_key_stays_the_same_is_silent(store: Any, m
     hang = ranks[0].judge()
     assert hang is not None
     assert hang.kind == "stopped"
-    assert hang.title.startswith("Rank 1 sent nothing for 8 s")
+    assert hang.cause.startswith("rank 1 sent nothing for 8 s")
 
 
 def test_the_next_rank_judges_where_rank_0_has_ended(store: Any) -> None:
@@ -101,7 +101,7 @@ def test_the_next_rank_judges_where_rank_0_has_ended(store: Any) -> None:
     ranks[1].publish(pulse())
     hang = ranks[1].judge()
     assert hang is not None
-    assert hang.title.startswith("Rank 0 has ended its training. Rank 1 waits in bucket 1 of step 4")
+    assert hang.cause.startswith("rank 0 has ended its training; rank 1 waits in bucket 0.1 of step 4")
 
 
 def test_this_process_runs() -> None:

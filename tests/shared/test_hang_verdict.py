@@ -42,10 +42,13 @@ def verdict(*states: RankState) -> Hang:
 def test_a_rank_in_its_data_loader_is_named_with_its_line_and_the_others_with_their_bucket() -> None:
     hang = verdict(bucket(0), state(1, "data", idle_s=14, place="train.py:57 → dataset.py:31 __getitem__"), bucket(2))
     assert (hang.kind, hang.ranks, hang.waiting, hang.bucket, hang.step) == ("absent", [1], [0, 2], 2, 12)
-    assert hang.title == (
-        "Rank 1 has been in the data loader for 14 s (train.py:57 → dataset.py:31 __getitem__). "
-        "Ranks 0 and 2 wait in bucket 2 of step 12: decoder.4.weight, decoder.4.bias, head.weight, …"
+    assert (hang.verdict, hang.measure) == ("The run hangs in step 12", "no progress for 12 s")
+    assert hang.cause == (
+        "rank 1 has been in the data loader for 14 s (train.py:57 → dataset.py:31 __getitem__); "
+        "ranks 0 and 2 wait in bucket 0.2 of step 12"
     )
+    assert hang.where == "bucket 0.2: decoder.4.weight, decoder.4.bias, head.weight, …"
+    assert hang.line == f"{hang.verdict}: {hang.measure}; cause: {hang.cause} ({hang.where}). {hang.remedy}"
 
 
 def test_a_run_of_which_one_rank_goes_on_does_not_hang() -> None:
@@ -64,7 +67,7 @@ def test_a_rank_without_a_pulse_yet_may_still_start() -> None:
 def test_a_rank_that_sends_nothing_is_named() -> None:
     hang = verdict(bucket(0), state(1, "code", idle_s=0, silent_s=13))
     assert (hang.kind, hang.ranks) == ("stopped", [1])
-    assert hang.title.startswith("Rank 1 sent nothing for 13 s (last in other of step 12). Rank 0 waits in bucket 2")
+    assert hang.cause.startswith("rank 1 sent nothing for 13 s (last in other of step 12); rank 0 waits in bucket 0.2")
 
 
 def test_a_stopped_and_a_dead_process_are_told_apart_by_a_rank_of_the_same_host() -> None:
@@ -75,7 +78,7 @@ def test_a_stopped_and_a_dead_process_are_told_apart_by_a_rank_of_the_same_host(
 def test_a_rank_that_ended_its_training_leaves_the_others_waiting() -> None:
     hang = verdict(bucket(0), state(1, ended="finished"))
     assert (hang.kind, hang.ranks) == ("absent", [1])
-    assert hang.title.startswith("Rank 1 has ended its training. Rank 0 waits in bucket 2")
+    assert hang.cause.startswith("rank 1 has ended its training; rank 0 waits in bucket 0.2")
 
 
 def test_ranks_in_the_same_collective_wait_for_the_link() -> None:
@@ -88,8 +91,8 @@ def test_a_rank_with_one_backward_fewer_is_the_odd_one_of_two() -> None:
         bucket(0, synchronised=20), state(1, "collective", waits_in="barrier", collectives=1, synchronised=19)
     )
     assert (hang.kind, hang.ranks) == ("mismatch", [1])
-    assert "rank 1 in barrier after step 12 (train.py:30)" in hang.title
-    assert hang.title.endswith("Rank 1 ran 1 backward pass fewer than the others")
+    assert "rank 1 in barrier after step 12 (train.py:30)" in hang.cause
+    assert hang.cause.endswith("rank 1 ran 1 backward pass fewer than the others")
 
 
 def test_the_smaller_group_of_a_mismatch_is_named() -> None:
@@ -108,7 +111,7 @@ def test_a_rank_that_has_passed_the_others_collective_shows_a_cut_link() -> None
     ):
         hang = verdict(ahead, bucket(1, 2, synchronised=20, collectives=5, buffer_broadcasts=20))
         assert (hang.kind, hang.ranks) == ("link", [0, 1])
-        assert "in bucket 2 of step 12" in hang.title
+        assert "in bucket 0.2 of step 12" in hang.cause
     ahead = bucket(0, synchronised=20, collectives=5, buffer_broadcasts=20)
     for behind in (
         state(1, "collective", waits_in="all_reduce", collectives=5, synchronised=19),

@@ -10,9 +10,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.account.rank_account import Process
 from ddpobs_server.analysis.account.run_account import RunAccount
-from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
+from ddpobs_server.analysis.finding import Finding, NotJudged, first_names
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins
 from ddpobs_server.analysis.slow_ranks.work import WorkFit, fit_work
 from ddpobs_server.analysis.steps.intervals import StepClock
@@ -154,6 +155,12 @@ class Evidence:
     def absence_reasons(self) -> list[str]:
         """A sentence for each reason of `absences` that applies."""
         return [reason.format(format_ranks(ranks)) for reason, ranks in self.absences.items() if ranks]
+
+    def where(self, ranks: Sequence[int], *places: str) -> str:
+        """The hosts of these ranks, and further places, in words: `host node1, bucket 0.2: head.weight`."""
+        hosts = sorted({self.hosts[rank] for rank in ranks if rank in self.hosts})
+        shown = [f"host{'s' * (len(hosts) > 1)} {first_names(hosts)}"] if hosts else []
+        return ", ".join([*shown, *filter(None, places)])
 
     @cached_property
     def stages(self) -> list[Stage]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
+
+from ddpobs.shared.words import MAX_NAMED_PARAMETERS
 
 Severity = Literal["info", "warning", "critical"]
 _ORDER = {"critical": 0, "warning": 1, "info": 2}
@@ -117,11 +120,6 @@ class NotJudged:
         return f"{self.code}: {self.reason}"
 
 
-def format_ranks(ranks: list[int]) -> str:
-    """Format ranks for a sentence; a long list is cut after 20 ranks."""
-    return ", ".join(map(str, ranks[:20])) + (", ..." if len(ranks) > 20 else "")
-
-
 def by_severity(findings: list[Finding]) -> list[Finding]:
     """Sort findings, the most severe first; within a severity crashes and hangs, then the largest gain first."""
 
@@ -138,3 +136,24 @@ def severity_of(share: float) -> Severity:
     if share >= 0.25:
         return "critical"
     return "warning" if share >= 0.1 else "info"
+
+
+def advice_severity(gain: Gain) -> Severity:
+    """Return the severity of a possible gain: at most a warning, because nothing is wrong with the run."""
+    return "info" if severity_of(gain.ratio) == "info" else "warning"
+
+
+def percent(share: float) -> str:
+    """A share in words: `41 %`."""
+    return f"{100 * share:.0f} %"
+
+
+def milliseconds(time_ns: float) -> str:
+    """A time in words: `30.0 ms`."""
+    return f"{time_ns / 1e6:.1f} ms"
+
+
+def first_names(names: Sequence[str], count: int | None = None) -> str:
+    """The first of `count` names: `a.weight, a.bias, b.weight and 7 more`."""
+    more = (count if count is not None else len(names)) - MAX_NAMED_PARAMETERS
+    return ", ".join(names[:MAX_NAMED_PARAMETERS]) + (f" and {more} more" if more > 0 else "")

@@ -49,7 +49,7 @@ def render_present(run: Run, state: RunState, diagnosis: Mapping[str, Any] | Non
     if diagnosis and diagnosis["goodput"] is not None:
         _add(lines, "goodput_ratio", [(run.name, diagnosis["goodput"])])
         _add(lines, "time_share_ratio", [(group, run.name, share) for group, share in diagnosis["time_shares"].items()])
-    hang = next((f for f in findings if f["code"] == "hang" and "places" in f["evidence"]), None)  # Not one that ended.
+    hang = next((f for f in findings if f["code"] == "hang" and f["evidence"]["places"]), None)  # Not one that ended.
     if hang is not None:
         _add(lines, "hang_info", [(_escape(_place(hang), _PLACE_CHARACTERS), _rank_list(hang), run.name, 1)])
     return _encode(lines)

@@ -26,9 +26,9 @@ from ddpobs_server.store import Source, Store, TooManyRowsError
 _EDGE_ROWS = 40_000
 """Most rows of steps that are read around a change point."""
 _ALL_SILENT = "no rank sends any more: the processes were killed, stand still all at once, or are cut off"
-_NO_BATCH = "no batch has arrived from rank {}"
-_NO_STEP = "no step has ended on rank {}"
-_OLD_STEPS = "no recent step has arrived from rank {}: its last ones are far behind those of the other ranks"
+_NO_BATCH = "no batch has arrived from {}"
+_NO_STEP = "no step has ended on {}"
+_OLD_STEPS = "no recent step has arrived from {}: its last ones are far behind those of the other ranks"
 
 
 class Diagnosis:

@@ -38,7 +38,7 @@ def evidence(phase: str, ms: float, of_rank: wire.Pulse | None, ranks: int = 2) 
 def input_finding(*code: wire.CodePlace, **counts: Any) -> Finding:
     (finding,) = input_bound(evidence("data", 95, pulse(*code, **counts)))
     assert isinstance(finding, Finding)
-    assert finding.title.startswith("58% of the steps' time")
+    assert finding.verdict == "Waiting for data takes 58 % of the steps' time"
     return finding
 
 
@@ -61,7 +61,7 @@ def test_each_cause_has_its_bounds_of_the_gain(
     counts: dict[str, Any], cause: str, gain_ms: tuple[float, float]
 ) -> None:
     finding = input_finding(**(WORKERS | counts))
-    assert finding.evidence["cause"] == cause
+    assert finding.evidence.cause == cause
     assert finding.gain is not None
     least, most = (finding.gain.step_ns * (1 + sign * finding.gain.error_ratio) / MS for sign in (-1, 1))
     assert (least, most) == pytest.approx(gain_ms, rel=0.03)
@@ -70,7 +70,7 @@ def test_each_cause_has_its_bounds_of_the_gain(
 def test_the_number_of_workers_follows_from_the_rest_of_the_step() -> None:
     # Two workers prepare a batch in 2 x 173 ms; the rest of a step takes 73 ms.
     finding = input_finding(**(WORKERS | {"workers": 2}))
-    assert finding.evidence["needed_workers"] == 5
+    assert finding.evidence.needed_workers == 5
     assert "num_workers=5" in finding.remedy
     assert "processors" not in finding.remedy
 
@@ -90,7 +90,7 @@ def test_a_new_iterator_in_each_step_is_not_cured_by_more_workers() -> None:
 
 def test_an_own_loader_is_stated_with_its_place() -> None:
     finding = input_finding(place_with(iterates=True, calls="sleep"))
-    assert finding.evidence["cause"] == "own-loader"
+    assert finding.evidence.cause == "own-loader"
     assert "train.py:9 (sleep)" in finding.title
     assert "pinned" not in finding.remedy
     assert "pinned" in input_finding(place_with(iterates=True, calls="to")).remedy
@@ -105,7 +105,7 @@ def test_without_counts_and_looks_the_cause_is_not_known(of_rank: wire.Pulse | N
     finding, missing = input_bound(evidence("data", 95, of_rank))
     assert isinstance(finding, Finding)
     assert isinstance(missing, NotJudged)
-    assert finding.evidence["cause"] == "unknown"
+    assert finding.evidence.cause == "unknown"
     assert finding.gain is None
 
 
@@ -121,7 +121,7 @@ def test_copies_on_every_rank_are_input_bound_and_not_other_bound() -> None:
     run = evidence("other", 60, pulse(copies))
     (finding,) = input_bound(run)
     assert isinstance(finding, Finding)
-    assert (finding.evidence["cause"], finding.phase, finding.gain) == ("copy", "other", None)
+    assert (finding.evidence.cause, finding.phase, finding.gain) == ("copy", "other", None)
     assert "non_blocking" in finding.remedy
     assert other_bound(run) == []
 
@@ -131,7 +131,7 @@ def test_other_time_on_every_rank_has_its_place_and_the_error_of_its_share() -> 
     run = evidence("other", 60, pulse(*places))
     (finding,) = other_bound(run)
     assert isinstance(finding, Finding)
-    assert "60 of 80 looks at it found log.py:7" in finding.where
+    assert finding.cause == "log.py:7, found by 60 of 80 looks"
     assert finding.gain is not None
     assert finding.gain.step_ns == pytest.approx(0.75 * 62 * MS, rel=0.01)
     assert finding.gain.error_ratio == pytest.approx((0.25 / 0.75 / 80) ** 0.5, rel=0.01)
@@ -144,7 +144,7 @@ def test_other_time_without_a_place_is_no_warning() -> None:
         (finding,) = other_bound(evidence("other", 60, of_rank))
         assert isinstance(finding, Finding)
         assert (finding.severity, finding.gain) == ("info", None)
-        assert reason in finding.where
+        assert reason in finding.cause
 
 
 def test_other_time_on_some_ranks_or_below_a_fifth_is_no_finding() -> None:

@@ -103,7 +103,7 @@ def test_a_rank_with_longer_samples_has_imbalanced_batches_and_is_no_straggler(r
         assert straggler(evidence) == []
         (finding,) = findings(imbalanced_batches(evidence))
         assert finding.ranks == [1]
-        assert finding.evidence["excess_ns"] == pytest.approx(late_ns(evidence, by_lengths), rel=0.1)
+        assert finding.evidence.excess_ns == pytest.approx(late_ns(evidence, by_lengths), rel=0.1)
         assert finding.gain is not None
         assert finding.gain.step_ns > 0.5 * MS * np.median(by_lengths) / ranks
 
@@ -134,7 +134,7 @@ def test_longer_samples_and_a_busy_neighbour_are_split_within_a_tenth(ranks: int
         assert (slow.ranks, imbalanced.ranks) == ([1], [1])
         assert slow.evidence["cause"] == "preempted"
         assert slow.evidence["excess_ns"] == pytest.approx(late_ns(evidence, by_machine), rel=0.1)
-        assert imbalanced.evidence["excess_ns"] == pytest.approx(late_ns(evidence, by_lengths), rel=0.1)
+        assert imbalanced.evidence.excess_ns == pytest.approx(late_ns(evidence, by_lengths), rel=0.1)
 
 
 def test_batches_of_one_size_each_cannot_be_told_from_a_slow_machine() -> None:

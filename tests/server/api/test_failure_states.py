@@ -54,7 +54,7 @@ def test_a_run_has_failed_once_a_rank_fails_although_other_ranks_still_send(shar
     assert rank_states(url, run) == ["running", "failed"]
     crash = findings(url, run)[0]
     assert crash["code"] == "crash"
-    assert crash["title"].startswith("Rank 1 failed first, in forward of step 6: ValueError: a bad sample")
+    assert (crash["verdict"], crash["cause"]) == ("Rank 1 failed in forward of step 6", "ValueError: a bad sample")
     (attempt,) = attempts(url, run)
     assert (attempt["outcome"], attempt["reason"], attempt["first_rank"]) == ("failed", "ValueError: a bad sample", 1)
     assert 0 < attempt["began_ns"] <= attempt["ended_ns"]
@@ -84,7 +84,8 @@ def test_a_run_hangs_until_a_rank_goes_on_and_the_hang_stays_in_its_history(shar
     hang = findings(url, run)[0]
     assert (hang["code"], hang["ranks"], hang["parameters"]) == ("hang", [1], ["stem.weight"])
     blocked_at = (
-        r"Rank 1 has been in the data loader for \d+ s \(train.py:5 → dataset.py:31\)\. Rank 0 waits in bucket 1 "
+        r"The run hangs in step \d+: no progress for \d+ s; cause: rank 1 has been in the data loader for \d+ s "
+        r"\(train.py:5 → dataset.py:31\); rank 0 waits in bucket 0.1 "
     )
     assert re.match(blocked_at, hang["title"])
     assert hang["evidence"]["stacks"]["1"] == ["train.py:5 main", "dataset.py:31"]
@@ -122,7 +123,7 @@ def test_a_rank_that_ended_before_the_others_hangs_them(shared: Collector, run: 
     put(shared.url, batch(run, 0, 1, pulse=pulse("bucket", 12)))
     assert listed_state(shared.url, run) == "hung"
     assert rank_states(shared.url, run) == ["finished", "hung"]
-    assert findings(shared.url, run)[0]["title"].startswith("Rank 0 has ended its training. Rank 1 waits in bucket 0")
+    assert findings(shared.url, run)[0]["cause"].startswith("rank 0 has ended its training; rank 1 waits in bucket 0.0")
 
 
 @pytest.mark.parametrize("reporter", [1, 0], ids=["under its own identity", "by a neighbour"])

@@ -64,7 +64,7 @@ def test_a_rank_that_stops_sending_is_named_by_a_run_whose_other_rank_waits(stor
     clock.ns += 14 * S
     (hang,) = hangs(reports)
     assert (hang["ranks"], hang["evidence"]["kind"]) == ([1], "stopped")
-    assert hang["title"].startswith("Rank 1 sent nothing for 14 s")
+    assert hang["cause"].startswith("rank 1 sent nothing for 14 s")
     assert state_of_run(the_run(store), Settings(), clock()) == "hung"
 
 
@@ -74,7 +74,7 @@ def test_a_rank_without_any_batch_is_named_if_the_others_wait(store: Store) -> N
         arrive(store, 2 * seq, seq, 0, pulse=pulse("collective", 2 * seq, waits_in="barrier"))
     clock.ns += 14 * S
     (hang,) = hangs(Reports(store, Settings(), clock))
-    assert hang["title"] == "Rank 1 sent nothing for 14 s. Rank 0 waits in barrier after step 7"
+    assert hang["cause"] == "rank 1 sent nothing for 14 s; rank 0 waits in barrier after step 7"
 
 
 def test_a_hang_that_ended_in_silence_keeps_its_verdict_in_a_lost_run(store: Store) -> None:

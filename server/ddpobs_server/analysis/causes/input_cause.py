@@ -14,7 +14,7 @@ from typing import Any
 
 from ddpobs import wire
 from ddpobs_server.analysis.causes.code_places import Places
-from ddpobs_server.analysis.finding import Gain
+from ddpobs_server.analysis.finding import Gain, percent
 
 _MOST = 0.5
 """Least share of the time that a cause explains."""
@@ -140,7 +140,7 @@ def _slow_collate(use: InputUse) -> InputCause | None:
     most_ns = share * use.data_ns
     return InputCause(
         "slow-collate",
-        f"collate_fn takes {share:.0%} of that time, in the training process",
+        f"collate_fn takes {percent(share)} of that time, in the training process",
         "Make collate_fn cheaper (stack tensors once), or let worker processes call it: num_workers=1 and more.",
         (min(most_ns, use.rest_ns), most_ns),
         {"collating_share": round(share, 4)},
@@ -161,7 +161,7 @@ def _slow_worker(use: InputUse) -> InputCause | None:
     most_ns = share * use.share_of_input("fetching_ns") * use.data_ns
     return InputCause(
         "slow-worker",
-        f"{share:.0%} of the waiting for batches is for worker {worker}, while the other workers' batches have come",
+        f"{percent(share)} of the waiting for batches is for worker {worker}, while the others' batches have come",
         f"Look at the samples that worker {worker} reads (its shard, its files); balance them over workers. "
         "in_order=False lets training take the batches that are there.",
         (most_ns * (1 - 1 / use.workers), most_ns),

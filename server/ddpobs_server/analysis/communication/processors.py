@@ -11,6 +11,7 @@ from typing import Any
 
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import Evidence
+from ddpobs_server.analysis.finding import percent
 
 _MOST_PROCESSORS = 4096
 _DELAYED_SHARE = 0.1
@@ -42,7 +43,7 @@ def shortage(evidence: Evidence) -> Shortage | str:
         return max(lacking, key=lambda result: result.facts["threads_per_processor"])
     delayed = delayed_share(evidence)
     if delayed is not None and delayed > _DELAYED_SHARE:
-        sentence = f"ranks wait for a processor in {delayed:.0%} of the steps' time"
+        sentence = f"ranks wait for a processor in {percent(delayed)} of the steps' time"
         return Shortage({"run_delay_share": round(delayed, 4), "threads_per_processor": 0.0}, sentence)
     unknown = [result for result in by_host if result]
     if unknown or not by_host:

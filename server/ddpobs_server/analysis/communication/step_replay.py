@@ -16,7 +16,7 @@ from ddpobs_server.analysis.communication import link_model
 from ddpobs_server.analysis.communication.link_model import LinkModel
 from ddpobs_server.analysis.communication.transfers import Transfers, read_transfers
 from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnsTooLargeError, Evidence
-from ddpobs_server.analysis.finding import Gain, Severity, severity_of
+from ddpobs_server.analysis.finding import Gain
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 MIN_GAIN = 0.03
@@ -126,8 +126,3 @@ def exposes_communication(evidence: Evidence) -> bool:
         return False
     exposed_ns = float(np.median(joined.exposed_ns.min(axis=1)))
     return exposed_ns > MIN_GAIN * float(np.median(joined.step_ns))
-
-
-def advice_severity(gain: Gain) -> Severity:
-    """Return the severity of a possible gain: at most a warning, because nothing is wrong with the run."""
-    return "info" if severity_of(gain.ratio) == "info" else "warning"

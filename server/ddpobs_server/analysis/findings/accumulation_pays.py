@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ddpobs_server.analysis.communication.step_replay import Replay, exposes_communication, steady_replay_of
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds
 
 CODES = ("accumulation-pays",)
 BATCHES = 4
 """Batches whose gradients are added before they are reduced."""
 MIN_GAIN = 0.1
 """Least predicted saving, as a share of the step. Accumulation changes the batch size, so a small gain is no advice."""
+
+
+@dataclass(frozen=True)
+class AccumulationPaysFacts(Facts):
+    """Exposed communication of the replayed step, and the predicted saving by number of batches."""
+
+    batches: int
+    exposed_ns: int
+    replay_error_ns: int
+    saved_ns_by_batches: dict[str, int]
+
+
+FACTS = (AccumulationPaysFacts,)
 
 
 def accumulation_pays(evidence: Evidence) -> Judgement:
@@ -39,10 +54,9 @@ def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
     return Finding(
         code="accumulation-pays",
         severity="info",
-        verdict=(
-            f"If gradients are reduced in every {BATCHES}th batch, a batch is predicted to take "
-            f"{gain.step_ns / 1e6:.1f} ms less on average ({gain.ratio:.0%} of the step)"
-        ),
+        verdict=f"Reducing gradients every {BATCHES}th batch would save time",
+        measure=f"{BATCHES - 1} of {BATCHES} batches without communication",
+        cause=f"backward does not hide {milliseconds(replay.now_ns)} of communication a step",
         remedy=(
             f"Accumulate {BATCHES} batches: {BATCHES - 1} of them under no_sync. The optimizer then sees "
             f"{BATCHES} times the batch size, so the learning rate may need a change."
@@ -50,12 +64,12 @@ def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
         steps=evidence.step_range,
         phase="exposed_comm",
         gain=gain,
-        evidence={
-            "batches": BATCHES,
-            "exposed_ns": round(replay.now_ns),
-            "replay_error_ns": round(replay.error_ns),
-            "saved_ns_by_batches": {
+        evidence=AccumulationPaysFacts(
+            batches=BATCHES,
+            exposed_ns=round(replay.now_ns),
+            replay_error_ns=round(replay.error_ns),
+            saved_ns_by_batches={
                 str(batches): other.step_ns for batches in (2, 4, 8, 16) if (other := _gain(replay, batches))
             },
-        },
+        ),
     )

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.words import format_bucket
 from ddpobs_server.analysis.communication.arrivals import arrivals
 from ddpobs_server.analysis.communication.step_replay import Replay, exposes_communication, replay_of
 from ddpobs_server.analysis.evidence import MAX_LISTED, ColumnReader, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 CODES = ("bucket-order",)
@@ -17,6 +20,20 @@ _NOT_REBUILT = (
     " With find_unused_parameters=True buckets keep the order of registration: switch it off if no parameter is "
     "unused, or pass static_graph=True if the graph never changes."
 )
+
+
+@dataclass(frozen=True)
+class BucketOrderFacts(Facts):
+    """Readiness of the buckets in a typical step, the time that each is blocked, and the error of the replay."""
+
+    ready_ns: list[int]
+    blocked_ns: list[int]
+    exposed_ns: int
+    find_unused_parameters: bool
+    replay_error_ns: int
+
+
+FACTS = (BucketOrderFacts,)
 
 
 def bucket_order(evidence: Evidence) -> Judgement:
@@ -57,32 +74,34 @@ def _gain(evidence: Evidence, columns: ColumnReader, replay: Replay) -> Gain | N
 
 def _finding(evidence: Evidence, columns: ColumnReader, replay: Replay, late: wire.Ints, saving: Gain) -> Finding:
     buckets = launch_order(replay)[late]
-    layout = max(columns.layouts(), key=lambda one: one.revision).buckets
-    names = [parameter.name for bucket in buckets.tolist() for parameter in layout[bucket].parameters]
+    layout = max(columns.layouts(), key=lambda one: one.revision)
+    names = [parameter.name for bucket in buckets.tolist() for parameter in layout.buckets[bucket].parameters]
     blocked_ns = np.maximum.accumulate(replay.ready_ns) - replay.ready_ns
-    worst = int(late[np.argmax(replay.ready_ns[late])])
+    worst = int(launch_order(replay)[late[np.argmax(replay.ready_ns[late])]])
+    worst_names = [parameter.name for parameter in layout.buckets[worst].parameters]
     is_flagged = bool(evidence.settings.get("find_unused_parameters"))
     return Finding(
         code="bucket-order",
         severity=severity_of(saving.ratio),
-        verdict=(
-            f"Gradients arrive in another order than the buckets: {np.count_nonzero(blocked_ns)} of {len(layout)} "
-            f"buckets wait for bucket {launch_order(replay)[worst]}; in the order of arrival a step takes "
-            f"{saving.step_ns / 1e6:.1f} ms less ({saving.ratio:.0%} of the step)"
-        ),
+        verdict="Gradients arrive in another order than their buckets",
+        measure=f"{np.count_nonzero(blocked_ns)} of {len(layout.buckets)} buckets wait for an earlier one",
+        cause="find_unused_parameters=True keeps buckets in the order of registration"
+        if is_flagged
+        else "not known: the order of registration is not recorded",
+        where=format_bucket(layout.module, worst, worst_names),
         remedy=_REMEDY + (_NOT_REBUILT if is_flagged else ""),
         steps=evidence.step_range,
         phase="exposed_comm",
         buckets=buckets.tolist(),
         parameters=names[:MAX_LISTED],
         gain=saving,
-        evidence={
-            "ready_ns": [round(ns) for ns in replay.ready_ns.tolist()],
-            "blocked_ns": [round(ns) for ns in blocked_ns.tolist()],
-            "exposed_ns": round(replay.now_ns),
-            "find_unused_parameters": is_flagged,
-            "replay_error_ns": round(replay.error_ns),
-        },
+        evidence=BucketOrderFacts(
+            ready_ns=[round(ns) for ns in replay.ready_ns.tolist()],
+            blocked_ns=[round(ns) for ns in blocked_ns.tolist()],
+            exposed_ns=round(replay.now_ns),
+            find_unused_parameters=is_flagged,
+            replay_error_ns=round(replay.error_ns),
+        ),
     )
 
 

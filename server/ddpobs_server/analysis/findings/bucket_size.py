@@ -3,24 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
+from ddpobs import wire
 from ddpobs_server.analysis.communication import link_model
 from ddpobs_server.analysis.communication.arrivals import arrivals
 from ddpobs_server.analysis.communication.step_replay import (
     Replay,
-    advice_severity,
     exposes_communication,
     steady_replay_of,
 )
 from ddpobs_server.analysis.evidence import ColumnReader, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity, milliseconds
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 CODES = ("bucket-size",)
 CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 """Limits that are replayed; 25 is DDP's default."""
+
+
+@dataclass(frozen=True)
+class BucketSizeFacts(Facts):
+    """The present limit and sizes, the replayed exposed communication, and the predicted saving by limit."""
+
+    bucket_cap_mb: wire.Scalar | None
+    bucket_bytes: list[int]
+    exposed_ns: int
+    replay_error_ns: int
+    saved_ns_by_cap_mb: dict[str, int]
+
+
+FACTS = (BucketSizeFacts,)
 
 
 def bucket_size(evidence: Evidence) -> Judgement:
@@ -71,23 +86,22 @@ def _is_within(replay: Replay, sizes: Floats) -> bool:
 
 def _finding(evidence: Evidence, replay: Replay, cap: float, gains: dict[float, Gain]) -> Finding:
     present, gain = evidence.settings.get("bucket_cap_mb"), gains[cap]
-    instead = f" instead of {present:g}" if isinstance(present, int | float) else ""
+    instead = f"instead of {present:g}, " if isinstance(present, int | float) else ""
     return Finding(
         code="bucket-size",
         severity=advice_severity(gain),
-        verdict=(
-            f"With bucket_cap_mb={cap:g}{instead} a step is predicted to take {gain.step_ns / 1e6:.1f} ms less "
-            f"({gain.ratio:.0%} of the step)"
-        ),
+        verdict=f"bucket_cap_mb={cap:g} would make steps faster",
+        measure=f"{instead}with {len(replay.sizes)} buckets now",
+        cause=f"backward does not hide {milliseconds(replay.now_ns)} of communication a step",
         remedy=f"Set bucket_cap_mb={cap:g}, and compare the step time of some hundred steps.",
         steps=evidence.step_range,
         phase="exposed_comm",
         gain=gain,
-        evidence={
-            "bucket_cap_mb": present,
-            "bucket_bytes": [round(size) for size in replay.sizes.tolist()],
-            "exposed_ns": round(replay.now_ns),
-            "replay_error_ns": round(replay.error_ns),
-            "saved_ns_by_cap_mb": {f"{tried:g}": gain.step_ns for tried, gain in gains.items()},
-        },
+        evidence=BucketSizeFacts(
+            bucket_cap_mb=present,
+            bucket_bytes=[round(size) for size in replay.sizes.tolist()],
+            exposed_ns=round(replay.now_ns),
+            replay_error_ns=round(replay.error_ns),
+            saved_ns_by_cap_mb={f"{tried:g}": gain.step_ns for tried, gain in gains.items()},
+        ),
     )

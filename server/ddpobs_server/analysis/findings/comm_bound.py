@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.communication import link_model
 from ddpobs_server.analysis.communication.processors import Shortage, shortage
 from ddpobs_server.analysis.communication.step_replay import (
@@ -22,7 +23,7 @@ from ddpobs_server.analysis.communication.step_replay import (
 )
 from ddpobs_server.analysis.communication.transfers import Transfers
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, format_ranks, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, percent, severity_of
 from ddpobs_server.analysis.slow_ranks.lateness import step_weights
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
@@ -43,6 +44,54 @@ _REMEDIES = {
 
 
 @dataclass(frozen=True)
+class CommBoundFacts(Facts):
+    """Means a step, and the link's figures; None where waiting or the transfers are not known.
+
+    Attributes:
+        kind: `bandwidth`, `latency`, `processor` or `outside`.
+        not_known_because: Why the kind is not known.
+        exposed_share: Share of exposed communication in the steps' time, with waiting.
+        exposed_ns: The same as time.
+        steps_used: Number of steps.
+        waiting_ns: Its part that is waiting for late ranks.
+        moving_ns: The rest.
+        steps_share_of_time: Share of the examined time that is in steps.
+        bytes_a_step: Sum of the gradients' sizes.
+        messages_a_step: Number of all-reduces.
+        message_bytes: Smallest, median and largest of them.
+        bytes_per_s: Bytes over the time in which they moved.
+        bus_bytes_per_s: What each rank sends in a ring.
+        alpha_ns: Latency of one all-reduce.
+        beta_bytes_per_s: Bandwidth without latency.
+        replay_error_ratio: Error of the replayed exposed time.
+        disturbed_share: Share of the transfers' time beyond their fastest tenth.
+        processors: What the ranks lack, or the reason why nothing is known to lack.
+    """
+
+    kind: str | None
+    not_known_because: str | None
+    exposed_share: float
+    exposed_ns: int
+    steps_used: int
+    waiting_ns: int | None = None
+    moving_ns: int | None = None
+    steps_share_of_time: float | None = None
+    bytes_a_step: int | None = None
+    messages_a_step: float | None = None
+    message_bytes: list[int] | None = None
+    bytes_per_s: int | None = None
+    bus_bytes_per_s: int | None = None
+    alpha_ns: int | None = None
+    beta_bytes_per_s: int | None = None
+    replay_error_ratio: float | None = None
+    disturbed_share: float | None = None
+    processors: dict[str, Any] | str | None = None
+
+
+FACTS = (CommBoundFacts,)
+
+
+@dataclass(frozen=True)
 class _Times:
     """Weighted means over the steps, in ns: exposed over all ranks, its part without waiting, and wall time."""
 
@@ -60,7 +109,7 @@ class _Kind:
     """Cause of the exposed communication; `reason` is set if it is not known."""
 
     name: str
-    sentence: str
+    words: str
     gain: Gain | None = None
     reason: str = ""
 
@@ -88,7 +137,7 @@ def _unsplit_reasons(evidence: Evidence) -> list[str]:
     if evidence.separate_groups_reason:
         return [f"waiting cannot be separated from moving: {evidence.separate_groups_reason}"]
     if evidence.absent_ranks:
-        return [f"waiting cannot be separated from moving without rank {format_ranks(evidence.absent_ranks)}"]
+        return [f"waiting cannot be separated from moving without {format_ranks(evidence.absent_ranks)}"]
     return []
 
 
@@ -110,22 +159,22 @@ def mean_times(evidence: Evidence) -> _Times:
 def _kind(evidence: Evidence, replay: Replay | str) -> _Kind:
     """Return the cause: the disturbance of the transfers, their bytes, or their number."""
     if isinstance(replay, str):
-        return _Kind("unknown", f"for a cause that is not known, because {replay}", reason=replay)
+        return _Kind("unknown", f"not known: {replay}", reason=replay)
     transfers, model = replay.transfers, replay.model
     exposed_ns = transfers.exposed_by_step_ns
     if float(np.median(exposed_ns)) < 0.5 * float(np.median(evidence.joined.exposed_ns.min(axis=1))):
-        return _Kind("outside", "most of it in other collectives than the gradients' all-reduces")
+        return _Kind("outside", "most of it is in other collectives than the gradients' all-reduces")
     disturbed = disturbed_share(exposed_ns)
     if disturbed > DISTURBED_SHARE:
         lack = shortage(evidence)
         if isinstance(lack, Shortage):
-            return _Kind("processor", f"and {lack.sentence}")
+            return _Kind("processor", lack.sentence)
         reason = f"transfers take {1 / (1 - disturbed):.0f} times as long as their fastest tenth, and {lack}"
-        return _Kind("unknown", f"for a cause that is not known, because {reason}", reason=reason)
+        return _Kind("unknown", f"not known: {reason}", reason=reason)
     count = len(transfers) / transfers.steps
     if model.beta_ns * transfers.bytes_a_step >= model.alpha_ns * count:
-        sentence = f"the time that {_bytes(transfers.bytes_a_step)} take at {transfers.bytes_per_ns:.2g} GB/s"
-        return _Kind("bandwidth", sentence, half_precision_gain(evidence, replay))
+        words = f"the bytes of {_bytes(transfers.bytes_a_step)} a step at {transfers.bytes_per_ns:.2g} GB/s"
+        return _Kind("bandwidth", words, half_precision_gain(evidence, replay))
     merged = link_model.merge(replay.ready_ns, replay.sizes, _DEFAULT_CAP_BYTES)
     return _Kind("latency", f"the latency of {_buckets(count, transfers)}", replay.gain(*merged))
 
@@ -133,29 +182,33 @@ def _kind(evidence: Evidence, replay: Replay | str) -> _Kind:
 def _finding(evidence: Evidence, times: _Times, replay: Replay | str) -> Finding:
     kind = _kind(evidence, replay)
     in_steps = steps_share(evidence)
-    whole = (
-        "the steps' time" if in_steps > 0.5 else f"the steps' time (the steps are {in_steps:.0%} of the time examined)"
-    )
     return Finding(
         code="comm-bound",
         severity=severity_of(kind.gain.ratio * in_steps) if kind.gain else "info",
-        verdict=f"{times.share:.0%} of {whole} is communication that backward does not hide, {kind.sentence}",
+        verdict=_verdict(times.share),
+        measure=f"{milliseconds(times.moving_ns)} a step, without waiting for late ranks",
+        when="" if in_steps > 0.5 else f"the steps are {percent(in_steps)} of the time examined",
+        cause=kind.words,
         remedy=_REMEDIES[kind.name],
         steps=evidence.step_range,
         phase="exposed_comm",
         gain=kind.gain,
-        evidence={
-            "kind": None if kind.reason else kind.name,
-            "not_known_because": kind.reason or None,
-            "exposed_share": round(times.exposed_ns / times.wall_ns, 4),
-            "exposed_ns": round(times.exposed_ns),
-            "waiting_ns": round(times.exposed_ns - times.moving_ns),
-            "moving_ns": round(times.moving_ns),
-            "steps_share_of_time": round(in_steps, 4),
-            "steps_used": len(evidence.joined),
+        evidence=CommBoundFacts(
+            kind=None if kind.reason else kind.name,
+            not_known_because=kind.reason or None,
+            exposed_share=round(times.exposed_ns / times.wall_ns, 4),
+            exposed_ns=round(times.exposed_ns),
+            waiting_ns=round(times.exposed_ns - times.moving_ns),
+            moving_ns=round(times.moving_ns),
+            steps_share_of_time=round(in_steps, 4),
+            steps_used=len(evidence.joined),
             **({} if isinstance(replay, str) else _link_facts(evidence, replay)),
-        },
+        ),
     )
+
+
+def _verdict(share: float) -> str:
+    return f"Exposed communication takes {percent(share)} of the steps' time"
 
 
 def _link_facts(evidence: Evidence, replay: Replay) -> dict[str, Any]:
@@ -202,23 +255,26 @@ def _bytes(size: float) -> str:
 
 def _unsplit(evidence: Evidence, times: _Times) -> Finding:
     """Return a finding that claims neither waiting nor moving: waiting for an unseen rank looks like moving bytes."""
-    compare_groups = "Look at each process group by itself: waits across groups are not recorded."
-    telemetry_first = (
-        f"Get the telemetry of rank {format_ranks(evidence.absent_ranks)} first: waiting for a rank without "
-        "telemetry looks like moving bytes."
-    )
+    if evidence.separate_groups_reason:
+        remedy = "Look at each process group by itself: waits across groups are not recorded."
+    else:
+        absent = format_ranks(evidence.absent_ranks)
+        remedy = f"Get the telemetry of {absent} first: waiting for a rank without telemetry looks like moving bytes."
     share = times.exposed_ns / times.wall_ns
     return Finding(
         code="comm-bound",
         severity="info",
-        verdict=f"{share:.0%} of the steps' time is exposed communication",
+        verdict=_verdict(share),
+        measure=f"{milliseconds(times.exposed_ns)} a step, with waiting",
         cause="not known: whether ranks wait for a late rank cannot be seen",
-        remedy=compare_groups if evidence.separate_groups_reason else telemetry_first,
+        remedy=remedy,
         steps=evidence.step_range,
         phase="exposed_comm",
-        evidence={
-            "exposed_share": round(share, 4),
-            "exposed_ns": round(times.exposed_ns),
-            "steps_used": len(evidence.joined),
-        },
+        evidence=CommBoundFacts(
+            kind=None,
+            not_known_because="whether ranks wait for a late rank cannot be seen",
+            exposed_share=round(share, 4),
+            exposed_ns=round(times.exposed_ns),
+            steps_used=len(evidence.joined),
+        ),
     )

@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ddpobs_server.analysis.communication.step_replay import (
     Replay,
-    advice_severity,
     exposes_communication,
     half_precision_gain,
     steady_replay_of,
 )
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity, milliseconds
 
 CODES = ("compression-pays",)
 UNCOMPRESSED = "all_reduce"
 _WIDE = ("float32", "float64")
+
+
+@dataclass(frozen=True)
+class CompressionPaysFacts(Facts):
+    """Bytes and exposed communication of the replayed step, and the error of the replay."""
+
+    bytes_a_step: int
+    bytes_per_s: int
+    exposed_ns: int
+    replay_error_ns: int
+
+
+FACTS = (CompressionPaysFacts,)
 
 
 def compression_pays(evidence: Evidence) -> Judgement:
@@ -37,10 +51,9 @@ def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
     return Finding(
         code="compression-pays",
         severity=advice_severity(gain),
-        verdict=(
-            f"With gradients in half precision ({size_mb / 2:.3g} instead of {size_mb:.3g} MB a step) a step is "
-            f"predicted to take {gain.step_ns / 1e6:.1f} ms less ({gain.ratio:.0%} of the step)"
-        ),
+        verdict="Gradients in half precision would make steps faster",
+        measure=f"{size_mb / 2:.3g} instead of {size_mb:.3g} MB a step",
+        cause=f"backward does not hide {milliseconds(replay.now_ns)} of communication a step",
         remedy=(
             "Pass comm='bf16', or register torch's bf16_compress_hook, and compare the loss of a short run: half "
             "precision rounds the gradients."
@@ -48,10 +61,10 @@ def _finding(evidence: Evidence, replay: Replay, gain: Gain) -> Finding:
         steps=evidence.step_range,
         phase="exposed_comm",
         gain=gain,
-        evidence={
-            "bytes_a_step": round(float(replay.sizes.sum())),
-            "bytes_per_s": round(replay.transfers.bytes_per_ns * 1e9),
-            "exposed_ns": round(replay.now_ns),
-            "replay_error_ns": round(replay.error_ns),
-        },
+        evidence=CompressionPaysFacts(
+            bytes_a_step=round(float(replay.sizes.sum())),
+            bytes_per_s=round(replay.transfers.bytes_per_ns * 1e9),
+            exposed_ns=round(replay.now_ns),
+            replay_error_ns=round(replay.error_ns),
+        ),
     )

@@ -5,13 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from ddpobs import wire
-from ddpobs.shared.words import format_ranks
+from ddpobs.shared.words import format_bucket, format_ranks
 from ddpobs.wire.endings import delay_ns, end_of_event
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.finding import Facts, Finding
 
 CODES = ("crash",)
 _CONSEQUENCE = re.compile(
@@ -28,6 +27,23 @@ _TERMINATED = "Look at the launcher's and the scheduler's log, or at the user wh
 _CONNECTION = (
     "Look at the connection between the hosts, and at ranks without telemetry: one of them may have ended first."
 )
+
+
+@dataclass(frozen=True)
+class CrashFacts(Facts):
+    """The first failure: its kind of `ddpobs.wire.endings`, its error, and the end of each rank that followed."""
+
+    kind: str
+    error: wire.Scalar | None
+    signal: wire.Scalar | None
+    exit_status: wire.Scalar | None
+    traceback: wire.Scalar | None
+    host: str | None
+    module: int
+    victims: dict[int, str]
+
+
+FACTS = (CrashFacts,)
 
 
 @dataclass(frozen=True)
@@ -84,15 +100,19 @@ def crash(evidence: Evidence) -> Judgement:
         return []
     first = ends[0]
     victims = sorted({end.rank for end in ends if end.rank != first.rank})
+    module, bucket = _integer(first, "module"), _integer(first, "bucket")
     return [
         Finding(
             code="crash",
             severity="critical",
-            verdict=_title(first, victims),
+            verdict=f"Rank {first.rank} {_end(first)} {_place(first)}",
+            measure=f"{format_ranks(victims)} failed because of it" if victims else "",
+            cause=_cause(first),
+            where=evidence.where([first.rank], format_bucket(max(0, module), bucket) if bucket != wire.UNKNOWN else ""),
             remedy=_remedy(first),
             steps=(first.step, first.step),
             ranks=[first.rank],
-            buckets=[bucket] if (bucket := _integer(first, "bucket")) != wire.UNKNOWN else [],
+            buckets=[bucket] if bucket != wire.UNKNOWN else [],
             phase=str(first.detail["phase"]) if first.detail.get("phase") in wire.PHASES else None,
             evidence=_facts(evidence, first, victims, ends),
         )
@@ -132,24 +152,27 @@ def _exit(event: wire.Event) -> dict[str, wire.Scalar]:
     return {name: event.detail[name] for name in ("signal", "exit_status") if name in event.detail}
 
 
-def _title(first: End, victims: list[int]) -> str:
-    rank, where = f"Rank {first.rank}", _place(first)
+def _end(first: End) -> str:
+    if first.kind == "terminated":
+        return "was terminated"
     if first.kind == "died":
-        sentence = f"{rank} ended without an error {where}: its process was killed, or crashed outside of Python"
-        if first.exit_text:
-            verb = "was " if first.exit_text.startswith("killed") else ""
-            sentence = f"{rank} {verb}{first.exit_text} {where}"
-        if _integer(first, "oom_kills") > 0:
-            sentence = f"{rank} was killed {where}: its host ran out of memory"
-    elif first.kind == "terminated":
-        sentence = f"{rank} was {first.reason} {where}"
-    elif first.is_consequence:
-        sentence = f"{rank} lost its connection {where}: {_error(first)}. No rank reported an error of its own"
-    else:
-        sentence = f"{rank} failed first, {where}: {_error(first)}"
-    if not victims:
-        return sentence
-    return f"{sentence}. {format_ranks(victims).capitalize()} failed because of it"
+        is_killed = first.detail.get("signal") or _integer(first, "oom_kills") > 0
+        return "was killed" if is_killed else "ended without an error"
+    return "lost its connection" if first.is_consequence else "failed"
+
+
+def _cause(first: End) -> str:
+    if first.kind == "terminated":
+        return str(first.detail.get("signal") or "a signal")
+    if first.kind != "died":
+        unknown = "not known: no rank reported an error of its own, this one " if first.is_consequence else ""
+        return f"{unknown}{_error(first)}"
+    if _integer(first, "oom_kills") > 0:
+        return "its host ran out of memory"
+    if signal := first.detail.get("signal"):
+        return str(signal)
+    status = first.detail.get("exit_status")
+    return f"exit status {status}" if status is not None else "not known: it was killed, or crashed outside of Python"
 
 
 def _place(end: End) -> str:
@@ -173,17 +196,17 @@ def _remedy(first: End) -> str:
     return "Correct the error that the traceback shows. The other ranks' errors are consequences of it."
 
 
-def _facts(evidence: Evidence, first: End, victims: list[int], ends: list[End]) -> dict[str, Any]:
-    return {
-        "kind": first.kind,
-        "error": first.detail.get("error"),
-        "signal": first.detail.get("signal"),
-        "exit_status": first.detail.get("exit_status"),
-        "traceback": first.detail.get("traceback"),
-        "host": evidence.hosts.get(first.rank),
-        "module": _integer(first, "module"),
-        "victims": {end.rank: _error(end) if end.kind == "failed" else end.kind for end in ends if end.rank in victims},
-    }
+def _facts(evidence: Evidence, first: End, victims: list[int], ends: list[End]) -> CrashFacts:
+    return CrashFacts(
+        kind=first.kind,
+        error=first.detail.get("error"),
+        signal=first.detail.get("signal"),
+        exit_status=first.detail.get("exit_status"),
+        traceback=first.detail.get("traceback"),
+        host=evidence.hosts.get(first.rank),
+        module=_integer(first, "module"),
+        victims={end.rank: _error(end) if end.kind == "failed" else end.kind for end in ends if end.rank in victims},
+    )
 
 
 def _integer(end: End, name: str) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
 
 from ddpobs import wire
 from ddpobs.shared.hang_verdict import Hang, RankState, judge
 from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.finding import Facts, Finding
 from ddpobs_server.analysis.findings.crash import End, interrupt_of
 
 CODES = ("hang",)
@@ -17,6 +17,40 @@ _WAITS = {"bucket", "collective"}
 _Stuck = list[tuple[int, wire.Event]]
 _STACKS = 8
 """Most ranks whose stacks the evidence lists."""
+
+
+@dataclass(frozen=True)
+class HangFacts(Facts):
+    """A hang; one that is over has its length alone.
+
+    Attributes:
+        kind: As the table of `ddpobs.shared.hang_verdict`; `over` and `ended` are past.
+        since_ns: Time since the run's last progress.
+        waiting: Ranks that wait in a collective.
+        module: Module of the bucket in which they wait, `UNKNOWN` where it is no bucket.
+        hosts: Host by rank.
+        activities: What each rank does.
+        in_step: Step in which each rank is.
+        places: Place in the code by rank.
+        stacks: Stack by rank.
+        length_ns: Time without progress of the longest hang that is past.
+        times: Reports of hangs that are over.
+    """
+
+    kind: str
+    since_ns: int | None = None
+    waiting: list[int] = field(default_factory=list)
+    module: int | None = None
+    hosts: dict[int, str] = field(default_factory=dict)
+    activities: dict[int, str] = field(default_factory=dict)
+    in_step: dict[int, int] = field(default_factory=dict)
+    places: dict[int, str] = field(default_factory=dict)
+    stacks: dict[int, list[str]] = field(default_factory=dict)
+    length_ns: int | None = None
+    times: int | None = None
+
+
+FACTS = (HangFacts,)
 
 
 def hang(evidence: Evidence) -> Judgement:
@@ -63,7 +97,10 @@ def _present(evidence: Evidence) -> Judgement:
         Finding(
             code="hang",
             severity="critical",
-            verdict=verdict.title,
+            verdict=verdict.verdict,
+            measure=verdict.measure,
+            cause=verdict.cause,
+            where=evidence.where(verdict.ranks, verdict.where),
             remedy=verdict.remedy,
             steps=(step, step),
             ranks=verdict.ranks,
@@ -75,20 +112,20 @@ def _present(evidence: Evidence) -> Judgement:
     ]
 
 
-def _facts(evidence: Evidence, verdict: Hang) -> dict[str, Any]:
+def _facts(evidence: Evidence, verdict: Hang) -> HangFacts:
     pulses = evidence.pulses
     shown = [*verdict.ranks, *(rank for rank in verdict.waiting if rank not in verdict.ranks)][:_STACKS]
-    return {
-        "kind": verdict.kind,
-        "since_ns": verdict.since_ns,
-        "waiting": verdict.waiting,
-        "module": verdict.module,
-        "hosts": {rank: evidence.hosts[rank] for rank in verdict.ranks if rank in evidence.hosts},
-        "activities": {rank: pulse.activity for rank, pulse in pulses.items()},
-        "in_step": {rank: pulse.step for rank, pulse in pulses.items()},
-        "places": {rank: pulses[rank].place for rank in shown if rank in pulses},
-        "stacks": {rank: pulses[rank].stack for rank in shown if rank in pulses},
-    }
+    return HangFacts(
+        kind=verdict.kind,
+        since_ns=verdict.since_ns,
+        waiting=verdict.waiting,
+        module=verdict.module,
+        hosts={rank: evidence.hosts[rank] for rank in verdict.ranks if rank in evidence.hosts},
+        activities={rank: pulse.activity for rank, pulse in pulses.items()},
+        in_step={rank: pulse.step for rank, pulse in pulses.items()},
+        places={rank: pulses[rank].place for rank in shown if rank in pulses},
+        stacks={rank: list(pulses[rank].stack) for rank in shown if rank in pulses},
+    )
 
 
 def _past(evidence: Evidence) -> Judgement:
@@ -99,8 +136,7 @@ def _past(evidence: Evidence) -> Judgement:
     ]
     ended = [(rank, event) for rank, event in stuck if event.detail.get("outcome") == "ended"]
     went_on = [item for item in stuck if item not in ended]
-    findings = [_ended(ended)] if ended else []
-    return [*findings, *([_overcome(went_on)] if went_on else [])]
+    return [_longest(part, evidence, is_over=part is went_on) for part in (ended, went_on) if part]
 
 
 def _began_after(interrupt: End | None, event: wire.Event) -> bool:
@@ -111,42 +147,31 @@ def _began_after(interrupt: End | None, event: wire.Event) -> bool:
     return wall_ns - _length_ns(event) + patience_ns > interrupt.wall_ns
 
 
-def _ended(stuck: _Stuck) -> Finding:
-    named, length_ns, event, location = _longest(stuck)
-    return Finding(
-        code="hang",
-        severity="critical",
-        verdict=f"The run hung in step {event.step} for {length_ns / 1e9:.0f} s, until it was ended: {location}",
-        remedy="Look at the place above. The next run that hangs shows its stacks with `ddpobs stacks`.",
-        steps=(event.step, event.step),
-        ranks=_ranks(named),
-        evidence={"kind": "ended", "length_ns": length_ns},
-    )
-
-
-def _overcome(stuck: _Stuck) -> Finding:
-    named, length_ns, event, location = _longest(stuck)
-    steps = [stuck_event.step for _, stuck_event in named]
-    return Finding(
-        code="hang",
-        severity="info",
-        verdict=f"The run stood still for {length_ns / 1e9:.0f} s in step {event.step} and went on: {location}",
-        remedy="Look at the place above if this comes back.",
-        steps=(min(steps), max(steps)),
-        ranks=_ranks(named),
-        evidence={"kind": "over", "length_ns": length_ns, "times": len(steps)},
-    )
-
-
-def _longest(stuck: _Stuck) -> tuple[_Stuck, int, wire.Event, str]:
-    """The ranks that did not wait for others, and the longest hang's length, event and place."""
+def _longest(stuck: _Stuck, evidence: Evidence, *, is_over: bool) -> Finding:
+    """The longest of these hangs, with the ranks that did not wait for others."""
     named = [(rank, event) for rank, event in stuck if event.detail.get("activity") not in _WAITS] or stuck
     rank, event = max(named, key=lambda item: _length_ns(item[1]))
-    where = f" ({event.detail['place']})" if event.detail.get("place") else ""
+    steps = [stuck_event.step for _, stuck_event in named] if is_over else [event.step]
+    place = f" ({event.detail['place']})" if event.detail.get("place") else ""
     activity = event.detail.get("activity")
     activity = "its own code" if activity == "code" else activity
-    location = f"{format_ranks([rank])} was in {activity}{where}{_waiting(stuck, named)}"
-    return named, _length_ns(event), event, location
+    step = f"step {event.step}"
+    return Finding(
+        code="hang",
+        severity="info" if is_over else "critical",
+        verdict=f"The run stood still in {step} and went on"
+        if is_over
+        else f"The run hung in {step} until it was ended",
+        measure=f"no progress for {_length_ns(event) / 1e9:.0f} s",
+        cause=f"{format_ranks([rank])} was in {activity}{place}{_waiting(stuck, named)}",
+        where=evidence.where(_ranks(named)),
+        remedy="Look at the line above. The next run that hangs shows its stacks with `ddpobs stacks`.",
+        steps=(min(steps), max(steps)),
+        ranks=_ranks(named),
+        evidence=HangFacts(
+            kind="over" if is_over else "ended", length_ns=_length_ns(event), times=len(steps) if is_over else None
+        ),
+    )
 
 
 def _waiting(stuck: _Stuck, named: _Stuck) -> str:

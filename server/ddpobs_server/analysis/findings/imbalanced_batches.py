@@ -5,13 +5,14 @@ Own time is split into work and machine in `work.py`. The finding `straggler` ju
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, percent, severity_of
 from ddpobs_server.analysis.findings.straggler import MIN_COMPARED_STEPS, RECENT_STEPS
 from ddpobs_server.analysis.slow_ranks.lateness import Lateness, cost_shares, lateness, mean_gain, typical_lateness
 from ddpobs_server.analysis.slow_ranks.recurrence import beyond_chance, costly_ranks, recurring_ranks
@@ -28,6 +29,38 @@ _REMEDY = (
 )
 
 
+@dataclass(frozen=True)
+class ImbalancedBatchesFacts(Facts):
+    """The line of own time over work, and of each rank its work; the rank's own figures are None if none is late.
+
+    Attributes:
+        measure: Measure of work.
+        ns_per_unit: Own time per unit of it.
+        work: Median work by rank.
+        machine_excess_ns: Excess of each rank's median own time at equal work.
+        steps_used: Number of steps.
+        step_ns: Median step.
+        excess_ns: Median delay of the rank in the steps in which it is late.
+        late_share: Share of these steps.
+        lost_share: Share of the steps' time that the rank costs.
+        chance: Probability of so many late steps by chance.
+    """
+
+    measure: str
+    ns_per_unit: float
+    work: dict[str, float]
+    machine_excess_ns: dict[str, int]
+    steps_used: int
+    step_ns: int
+    excess_ns: int | None = None
+    late_share: float | None = None
+    lost_share: float | None = None
+    chance: float | None = None
+
+
+FACTS = (ImbalancedBatchesFacts,)
+
+
 def imbalanced_batches(evidence: Evidence) -> Judgement:
     """Return a finding for each rank with larger batches, or one without a rank if batches are uneven by chance."""
     joined = evidence.joined.latest(RECENT_STEPS)
@@ -42,7 +75,7 @@ def imbalanced_batches(evidence: Evidence) -> Judgement:
     by_work = at_equal_machines(joined, fit)
     late = lateness(by_work)
     gain = _bucketing_gain(joined, fit)
-    shared: dict[str, Any] = {"fit": fit, "gain": gain, "facts": _fit_evidence(joined, fit)}
+    shared: dict[str, Any] = {"fit": fit, "gain": gain, "facts": _fit_facts(joined, fit), "evidence": evidence}
     chances = beyond_chance(late.late, recurring_ranks(by_work, late))
     findings = [_finding(by_work, late, index, chance, **shared) for index, chance in chances.items()]
     for index, chance in beyond_chance(late.cost_ns, sorted({*costly_ranks(by_work, late)} - {*chances})).items():
@@ -63,7 +96,15 @@ def _bucketing_gain(joined: JoinedSteps, fit: WorkFit) -> Gain:
 
 
 def _finding(
-    by_work: JoinedSteps, late: Lateness, index: int, chance: float, *, fit: WorkFit, gain: Gain, facts: dict[str, Any]
+    by_work: JoinedSteps,
+    late: Lateness,
+    index: int,
+    chance: float,
+    *,
+    evidence: Evidence,
+    fit: WorkFit,
+    gain: Gain,
+    facts: dict[str, Any],
 ) -> Finding:
     rank, rows = int(by_work.ranks[index]), np.flatnonzero(late.late[:, index])
     excess_ns, step_ns = float(np.median(late.excess_ns[rows, index])), float(np.median(by_work.step_ns))
@@ -71,26 +112,26 @@ def _finding(
     work = np.median(fit.work, axis=0)
     ratio = work[index] / np.median(np.delete(work, index))
     late_share = len(rows) / len(by_work)
-    frequency = "in every step" if late_share > 0.98 else f"in {late_share:.0%} of the steps"
+    frequency = "in every step" if late_share > 0.98 else f"in {percent(late_share)} of the steps"
     return Finding(
         code="imbalanced-batches",
         severity=severity_of(lost_share),
-        verdict=(
-            f"Rank {rank} is late because of its batches: {ratio:.2f} times the {fit.measure} of the other ranks' take "
-            f"{excess_ns / 1e6:.1f} ms more {frequency}, of a step of {step_ns / 1e6:.1f} ms"
-        ),
+        verdict=f"Rank {rank} is late because of its batches",
+        measure=f"{milliseconds(excess_ns)} more {frequency}, of a step of {milliseconds(step_ns)}",
+        cause=f"its batches have {ratio:.2f} times the {fit.measure} of the other ranks' batches",
+        where=evidence.where([rank]),
         remedy=_REMEDY,
         steps=(int(by_work.step[0]), int(by_work.step[-1])),
         ranks=[rank],
         phase=_phase(fit),
-        evidence={
-            "excess_ns": round(excess_ns),
-            "step_ns": round(step_ns),
-            "late_share": round(late_share, 4),
-            "lost_share": round(lost_share, 4),
-            "chance": round(chance, 4),
+        evidence=ImbalancedBatchesFacts(
+            step_ns=round(step_ns),
+            excess_ns=round(excess_ns),
+            late_share=round(late_share, 4),
+            lost_share=round(lost_share, 4),
+            chance=round(chance, 4),
             **facts,
-        },
+        ),
         gain=gain,
     )
 
@@ -99,19 +140,18 @@ def _nobody(joined: JoinedSteps, fit: WorkFit, gain: Gain) -> Finding:
     return Finding(
         code="imbalanced-batches",
         severity="info",
-        verdict=(
-            f"The ranks wait for the largest batch, of another rank in each step: "
-            f"{gain.ratio:.0%} of these steps' time, and no rank is to blame"
-        ),
+        verdict="The ranks wait for the largest batch",
+        measure=f"{percent(gain.ratio)} of the steps' time",
+        cause="batches are uneven by chance: another rank has the largest in each step",
         remedy=_REMEDY,
         steps=(int(joined.step[0]), int(joined.step[-1])),
         phase=_phase(fit),
-        evidence={"step_ns": round(float(np.median(joined.step_ns))), **_fit_evidence(joined, fit)},
+        evidence=ImbalancedBatchesFacts(step_ns=round(float(np.median(joined.step_ns))), **_fit_facts(joined, fit)),
         gain=gain,
     )
 
 
-def _fit_evidence(joined: JoinedSteps, fit: WorkFit) -> dict[str, Any]:
+def _fit_facts(joined: JoinedSteps, fit: WorkFit) -> dict[str, Any]:
     """Return the line, and of each rank the median work and the excess of its median own time at equal work."""
     ranks, equal_ns = joined.ranks.tolist(), np.median(joined.own_ns - fit.extra_ns, axis=0)
     machine_ns = equal_ns - median_of_others(equal_ns[None])[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from ddpobs import wire
 from ddpobs_server.analysis.causes.code_places import COPIES, Places, places_in
 from ddpobs_server.analysis.causes.input_cause import InputCause, InputUse, cause_of
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, NotJudged, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, NotJudged, milliseconds, percent, severity_of
 from ddpobs_server.analysis.steps.joined_steps import Floats
 from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
 
@@ -21,6 +22,46 @@ COPY_SHARE = 0.2
 """Largest share of copies in the phase `other` that is no finding."""
 _DATA, _EXPOSED, _OTHER = map(wire.PHASES.index, ("data", "exposed_comm", "other"))
 _PIN = "Set pin_memory=True on the loader and copy with non_blocking=True; convert types after the copy, on the device."
+
+
+@dataclass(frozen=True)
+class InputBoundFacts(Facts):
+    """The cause, the shares of the phases, and the counts that the cause rests on; the others are None.
+
+    Attributes:
+        cause: Name of the cause; `unknown` if there is none.
+        shares: Share of each phase.
+        places: Places of the code, with the looks that found each.
+        looks: All looks in the phase.
+        batches: Batches that the loaders served.
+        iterators: Iterators of the loaders.
+        starting_share: Share of starting and closing iterators in the loaders' time.
+        collating_share: Share of `collate_fn` in it.
+        worker: Number of the slow worker.
+        alone_share: Share of the waiting that is for it alone.
+        workers: Workers of a rank's loader, the fewest of all ranks.
+        needed_workers: Workers that would keep up.
+        batch_ns: Time that a batch takes of a worker.
+        processors: Processors for each rank.
+    """
+
+    cause: str
+    shares: dict[str, float]
+    places: list[dict[str, object]] | None = None
+    looks: int | None = None
+    batches: int | None = None
+    iterators: int | None = None
+    starting_share: float | None = None
+    collating_share: float | None = None
+    worker: int | None = None
+    alone_share: float | None = None
+    workers: int | None = None
+    needed_workers: int | None = None
+    batch_ns: int | None = None
+    processors: int | None = None
+
+
+FACTS = (InputBoundFacts,)
 
 
 def input_bound(evidence: Evidence) -> Judgement:
@@ -59,7 +100,12 @@ def _data_findings(evidence: Evidence, shares: Floats, pace: float) -> Judgement
     cause = cause_of(use)
     if cause is None:
         return [
-            _finding(evidence, shares, share, InputCause("unknown", "", _UNKNOWN_REMEDY)),
+            _finding(
+                evidence,
+                shares,
+                share,
+                InputCause("unknown", "not known: no rank has reported its use of loaders", _UNKNOWN_REMEDY),
+            ),
             NotJudged("input-bound", "the cause is not known: no rank has reported its use of loaders"),
         ]
     return [_finding(evidence, shares, share, cause, step_ns)]
@@ -89,18 +135,21 @@ def _copy_cause(locations: Places) -> InputCause:
 
 def _finding(evidence: Evidence, shares: Floats, share: float, cause: InputCause, step_ns: float = 0.0) -> Finding:
     copies = cause.name == "copy"
-    activity = "copying or converting batches" if copies else "waiting for data"
+    activity = "Copying or converting batches" if copies else "Waiting for data"
+    mean_ns = mean_step_ns(evidence.rank, evidence.steps)
     return Finding(
         code="input-bound",
         severity=severity_of(share),
-        verdict=f"{share:.0%} of the steps' time is spent {activity}" + (f": {cause.words}" if cause.words else ""),
+        verdict=f"{activity} takes {percent(share)} of the steps' time",
+        measure=f"{milliseconds(share * mean_ns)} of {milliseconds(mean_ns)} a step",
+        cause=cause.words,
         remedy=cause.remedy,
         steps=evidence.step_range,
         phase="other" if copies else "data",
-        evidence={
-            "cause": cause.name,
-            "shares": {p: round(float(s), 4) for p, s in zip(wire.PHASES, shares, strict=True)},
+        evidence=InputBoundFacts(
+            cause=cause.name,
+            shares={p: round(float(s), 4) for p, s in zip(wire.PHASES, shares, strict=True)},
             **cause.evidence,
-        },
+        ),
         gain=cause.gain(step_ns) if step_ns else None,
     )

@@ -2,10 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ddpobs import wire
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.finding import Facts, Finding
 
 CODES = ("epoch-not-set",)
+
+
+@dataclass(frozen=True)
+class EpochNotSetFacts(Facts):
+    """Classes of the sampler and of its dataset, and the epoch at which the sampler stays."""
+
+    sampler: wire.Scalar
+    dataset: wire.Scalar
+    epoch: wire.Scalar
+
+
+FACTS = (EpochNotSetFacts,)
 
 
 def epoch_not_set(evidence: Evidence) -> Judgement:
@@ -20,10 +35,11 @@ def epoch_not_set(evidence: Evidence) -> Judgement:
         Finding(
             code="epoch-not-set",
             severity="warning",
-            verdict=f"Every epoch reads the data in the same order: {sampler} of {dataset} stays at epoch {epoch}",
+            verdict="Every epoch reads the data in the same order",
+            cause=f"{sampler} of {dataset} stays at epoch {epoch}",
             remedy="Call sampler.set_epoch(epoch) before each epoch's loop over the loader.",
             steps=(first.step, max(first.step, evidence.step_range[1])),
             ranks=sorted({rank for rank, _ in records}),
-            evidence={"sampler": sampler, "dataset": dataset, "epoch": epoch},
+            evidence=EpochNotSetFacts(sampler, dataset, epoch),
         )
     ]

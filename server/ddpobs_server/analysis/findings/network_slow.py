@@ -11,10 +11,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
+from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.communication import link_model
 from ddpobs_server.analysis.communication.transfers import Transfers, read_transfers
 from ddpobs_server.analysis.evidence import MIN_STEPS, ColumnReader, ColumnsTooLargeError, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, format_ranks, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, severity_of
 from ddpobs_server.analysis.statistics.level_shifts import level_segments
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
@@ -29,6 +30,22 @@ _REMEDY = (
     "Look at the hosts' links in these steps: errors and speed of the interfaces (ethtool -S), other traffic, a "
     "switch. The ranks arrived together, and their computation did not slow down."
 )
+
+
+@dataclass(frozen=True)
+class NetworkSlowFacts(Facts):
+    """Transfers in the slow steps, and in the earlier steps that show the run's own link."""
+
+    bytes_per_s: int
+    earlier_bytes_per_s: int
+    earlier_steps: list[int]
+    ratio: float
+    bytes_a_step: int
+    waiting_ns: int
+    steps_used: int
+
+
+FACTS = (NetworkSlowFacts,)
 
 
 @dataclass(frozen=True)
@@ -72,7 +89,7 @@ def _other_cause(evidence: Evidence, interval: _Interval, comm_ns: npt.NDArray[n
     if _is_one_host(evidence):
         return "all ranks are on one host: they cross no network"
     slowed = _ranks_that_compute_slower(evidence, interval, comm_ns)
-    return f"so did the computation of rank {format_ranks(slowed)}" if slowed else ""
+    return f"so did the computation of {format_ranks(slowed)}" if slowed else ""
 
 
 def _least_comm_ns(evidence: Evidence) -> Floats | None:
@@ -149,23 +166,23 @@ def _finding(evidence: Evidence, interval: _Interval, parts: tuple[Transfers, Tr
     return Finding(
         code="network-slow",
         severity=severity_of(saving.ratio) if saving else "info",
-        verdict=(
-            f"The network was slow in steps {steps[0]} to {steps[1]}: {rates[1]:.2g} GB/s instead of {rates[0]:.2g}, "
-            f"transfers took {ratio:.1f} times as long"
-        ),
+        verdict=f"The network was slow in steps {steps[0]} to {steps[1]}",
+        measure=f"{rates[1]:.2g} GB/s instead of {rates[0]:.2g}; transfers took {ratio:.1f} times as long",
+        cause="not known: no rank arrived late, and no computation slowed down",
+        where=evidence.where(joined.ranks.tolist()),
         remedy=_REMEDY,
         steps=steps,
         phase="exposed_comm",
         gain=saving,
-        evidence={
-            "bytes_per_s": round(rates[1] * 1e9),
-            "earlier_bytes_per_s": round(rates[0] * 1e9),
-            "earlier_steps": [int(joined.step[interval.reference[0]]), int(joined.step[interval.reference[1] - 1])],
-            "ratio": round(ratio, 2),
-            "bytes_a_step": round(parts[1].bytes_a_step),
-            "waiting_ns": round(float(np.median(parts[1].by_step(parts[1].waiting_ns.mean(axis=1))))),
-            "steps_used": _length(interval.slow),
-        },
+        evidence=NetworkSlowFacts(
+            bytes_per_s=round(rates[1] * 1e9),
+            earlier_bytes_per_s=round(rates[0] * 1e9),
+            earlier_steps=[int(joined.step[interval.reference[0]]), int(joined.step[interval.reference[1] - 1])],
+            ratio=round(ratio, 2),
+            bytes_a_step=round(parts[1].bytes_a_step),
+            waiting_ns=round(float(np.median(parts[1].by_step(parts[1].waiting_ns.mean(axis=1))))),
+            steps_used=_length(interval.slow),
+        ),
     )
 
 

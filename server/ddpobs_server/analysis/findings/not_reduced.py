@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.finding import Facts, Finding, first_names
 
 CODES = ("not-reduced",)
-_SHOWN = 3
+
+
+@dataclass(frozen=True)
+class NotReducedFacts(Facts):
+    """Why gradients were not reduced, of how many parameters, or in how many steps of the optimizer."""
+
+    reason: str
+    count: int | None = None
+    optimizer_steps: int | None = None
+
+
+FACTS = (NotReducedFacts,)
 
 
 def not_reduced(evidence: Evidence) -> Judgement:
@@ -19,19 +32,22 @@ def not_reduced(evidence: Evidence) -> Judgement:
         reported = [(rank, event) for rank, event in found if event.detail.get("reason") == reason]
         names = [name for name in str(reported[0][1].detail.get("parameters") or "").split(", ") if name]
         count = max(int(event.detail.get("count") or 0) for _, event in reported)
-        shown = ", ".join(names[:_SHOWN]) + (f" and {count - _SHOWN} more" if count > _SHOWN else "")
         step = min(event.step for _, event in reported)
+        ranks = sorted({rank for rank, _ in reported})
         findings.append(
             Finding(
                 code="not-reduced",
                 severity="critical",
-                verdict=f"The optimizer stepped on gradients that were never reduced, first in step {step}: {shown}. "
-                f"{_WHY.get(reason, _WHY['unsynchronised'])}",
+                verdict="The optimizer stepped on gradients that were never reduced",
+                measure=f"{count} parameter{'s' * (count != 1)}",
+                when=f"first in step {step}",
+                cause=_WHY.get(reason, _WHY["unsynchronised"]),
+                where=evidence.where(ranks, first_names(names, count)),
                 remedy=_REMEDY.get(reason, _REMEDY["unsynchronised"]),
                 steps=(step, max(event.step for _, event in reported)),
-                ranks=sorted({rank for rank, _ in reported}),
+                ranks=ranks,
                 parameters=names,
-                evidence={"reason": reason, "count": count},
+                evidence=NotReducedFacts(reason, count=count),
             )
         )
     if never and not found:
@@ -41,21 +57,23 @@ def not_reduced(evidence: Evidence) -> Judgement:
             Finding(
                 code="not-reduced",
                 severity="critical",
-                verdict=f"No gradient was ever reduced: {format_ranks(ranks)} trained apart",
-                measure=f"{steps} optimizer steps",
+                verdict="No gradient was ever reduced",
+                measure=f"{steps} optimizer steps, each rank for itself",
+                cause="not known: the wrapped module was not called, or no_sync was always on",
+                where=evidence.where(ranks, format_ranks(ranks)),
                 remedy=_REMEDY["never"],
                 steps=(0, 0),
                 ranks=ranks,
-                evidence={"reason": "never", "optimizer_steps": steps},
+                evidence=NotReducedFacts("never", optimizer_steps=steps),
             )
         )
     return findings
 
 
 _WHY = {
-    "unsynchronised": "The last backward before the step ran without synchronisation.",
-    "bypassed": "The forward did not go through the DistributedDataParallel module.",
-    "unfrozen": "These parameters required no gradient when the module was wrapped.",
+    "unsynchronised": "the last backward before the step ran without synchronisation",
+    "bypassed": "the forward did not go through the DistributedDataParallel module",
+    "unfrozen": "these parameters required no gradient when the module was wrapped",
 }
 _REMEDY = {
     "unsynchronised": "Leave no_sync for the last micro-batch before the optimizer's step: the condition is often off "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from math import sqrt
 
 import numpy as np
@@ -9,14 +10,25 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.causes.code_places import Places, places_in
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, percent, severity_of
 from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
 
 CODES = ("other-bound",)
 OTHER_SHARE = 0.2
 """Largest share of the phase `other`, without copies, that is no finding."""
 _OTHER = wire.PHASES.index("other")
-_NO_PLACE = "its place is not known, because"
+
+
+@dataclass(frozen=True)
+class OtherBoundFacts(Facts):
+    """Share of the phase in the steps, all looks in it, and the most frequent places with their looks."""
+
+    share: float
+    looks: int
+    places: list[dict[str, object]]
+
+
+FACTS = (OtherBoundFacts,)
 
 
 def other_bound(evidence: Evidence) -> Judgement:
@@ -27,29 +39,31 @@ def other_bound(evidence: Evidence) -> Judgement:
     share = float(phase_shares(evidence.rank, evidence.steps)[:, _OTHER].min()) * (1 - locations.copy_share)
     if share <= OTHER_SHARE:
         return []
-    gain = _gain(locations, share, mean_step_ns(evidence.rank, evidence.steps))
+    step_ns = mean_step_ns(evidence.rank, evidence.steps)
+    gain = _gain(locations, share, step_ns)
     return [
         Finding(
             code="other-bound",
             severity=severity_of(gain.ratio) if gain else "info",
-            verdict=f"{share:.0%} of every rank's step is in code outside of all phases",
-            where=_where(locations),
+            verdict=f"Code outside of all phases takes {percent(share)} of every step",
+            measure=f"{milliseconds(share * step_ns)} of {milliseconds(step_ns)} a step on every rank",
+            cause=_cause(locations),
             remedy=_remedy(locations),
             steps=evidence.step_range,
             phase="other",
-            evidence={"share": round(share, 4), "looks": locations.in_phase, "places": locations.listed()},
+            evidence=OtherBoundFacts(round(share, 4), locations.in_phase, locations.listed()),
             gain=gain,
         )
     ]
 
 
-def _where(locations: Places) -> str:
+def _cause(locations: Places) -> str:
     if not locations.is_judged:
-        return f"{_NO_PLACE} only {locations.in_phase} looks found it"
+        return f"not known: only {locations.in_phase} looks found that code"
     location, looks = locations.looks.most_common(1)[0]
     if not location.text:
-        return f"{_NO_PLACE} texts are not sent (DDPOBS_TRACEBACK=0)"
-    return f"{looks} of {locations.in_phase} looks at it found {location}"
+        return "not known: places of code are not sent (DDPOBS_TRACEBACK=0)"
+    return f"{location}, found by {looks} of {locations.in_phase} looks"
 
 
 def _remedy(locations: Places) -> str:

@@ -6,13 +6,15 @@ It names the stage, its excess per micro-batch, and the saving if one of its lay
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged, format_ranks, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, percent, severity_of
 from ddpobs_server.analysis.steps.pipeline import StageTimes, expected_bubble, predicted_schedule_ns, stage_times
 
 CODES = ("pipeline-imbalance",)
@@ -21,6 +23,36 @@ EXCESS_SHARE = 0.1
 MIN_SAVING = 0.03
 """Least share of the step that equal stages would save."""
 _MAX_LISTED = 20
+
+
+@dataclass(frozen=True)
+class StageFacts:
+    """Times of one stage a step, and the first of its ranks."""
+
+    stages: list[int]
+    ranks: list[int]
+    computing_ns: int
+    wait_ns: int
+    bubble: float
+
+
+@dataclass(frozen=True)
+class PipelineImbalanceFacts(Facts):
+    """Times of the stages and of the schedule; the move of a layer is None if the layers are not known."""
+
+    stages: list[StageFacts]
+    expected_bubble: float | None
+    micro_batches: int
+    layers: int | None
+    moved_to: list[int] | None
+    balanced_saves_ns: int
+    schedule_ns: int
+    predicted_schedule_ns: int
+    step_ns: int
+    steps_used: int
+
+
+FACTS = (PipelineImbalanceFacts,)
 
 
 class _Move(NamedTuple):
@@ -44,42 +76,45 @@ def pipeline_imbalance(evidence: Evidence) -> Judgement:
     if slow.computing_ns <= (1 + EXCESS_SHARE) * others_ns:
         return []
     finding = _finding(evidence, times, slow, others_ns)
-    return [finding] if finding.evidence["balanced_saves_ns"] >= MIN_SAVING * finding.evidence["step_ns"] else []
+    return [] if finding is None else [finding]
 
 
-def _finding(evidence: Evidence, times: Sequence[StageTimes], slow: StageTimes, others_ns: float) -> Finding:
+def _finding(evidence: Evidence, times: Sequence[StageTimes], slow: StageTimes, others_ns: float) -> Finding | None:
+    """Return the finding; None if equal stages would not pay."""
     micro_batches, slots = slow.stage.micro_batches, len(slow.stage.held) * slow.stage.micro_batches
     computing_ns = [own.computing_ns for own in times]
     predicted_ns = predicted_schedule_ns(computing_ns, slots)
     balanced_ns = predicted_schedule_ns([float(np.mean(computing_ns))] * len(times), slots)
     move = _best_move(evidence, times, slow, slots)
     step_ns = float(np.median([own.step_ns for own in times]))
+    if predicted_ns - balanced_ns < MIN_SAVING * step_ns:
+        return None
     measured_ns = float(np.median([own.schedule_ns for own in times]))
     excess_ns = slow.computing_ns - others_ns
     expected = expected_bubble([own.stage for own in times])
     return Finding(
         code="pipeline-imbalance",
         severity=severity_of((predicted_ns - balanced_ns) / step_ns),
-        verdict=(
-            f"{slow.stage.name.capitalize()} holds the pipeline up: {_ms(slow.computing_ns / micro_batches)} of "
-            f"computation per micro-batch, {_ms(excess_ns / micro_batches)} ({excess_ns / others_ns:.0%}) more than "
-            f"the other stages; {_gain_in_words(move)}"
-        ),
+        verdict=f"The pipeline waits for {slow.stage.name}",
+        measure=f"{milliseconds(slow.computing_ns / micro_batches)} of computation per micro-batch, "
+        f"{milliseconds(excess_ns / micro_batches)} ({percent(excess_ns / others_ns)}) more than the other stages",
+        cause="its layers compute longer than those of the other stages",
+        where=evidence.where(slow.stage.ranks, format_ranks(slow.stage.ranks)),
         remedy=_remedy(slow, move),
         steps=evidence.step_range,
         ranks=list(slow.stage.ranks),
-        evidence={
-            "stages": [_facts(own) for own in times],
-            "expected_bubble": None if expected is None else round(expected, 4),
-            "micro_batches": micro_batches,
-            "layers": None if move is None else move.layers,
-            "moved_to": None if move is None else list(move.to.stage.held),
-            "balanced_saves_ns": round(predicted_ns - balanced_ns),
-            "schedule_ns": round(measured_ns),
-            "predicted_schedule_ns": round(predicted_ns),
-            "step_ns": round(step_ns),
-            "steps_used": min(own.steps for own in times),
-        },
+        evidence=PipelineImbalanceFacts(
+            stages=[_facts(own) for own in times],
+            expected_bubble=None if expected is None else round(expected, 4),
+            micro_batches=micro_batches,
+            layers=None if move is None else move.layers,
+            moved_to=None if move is None else list(move.to.stage.held),
+            balanced_saves_ns=round(predicted_ns - balanced_ns),
+            schedule_ns=round(measured_ns),
+            predicted_schedule_ns=round(predicted_ns),
+            step_ns=round(step_ns),
+            steps_used=min(own.steps for own in times),
+        ),
         gain=None if move is None or move.saved_ns <= 0 else _gain(move, step_ns, abs(predicted_ns - measured_ns)),
     )
 
@@ -128,25 +163,14 @@ def layer_of(parameter: str) -> str:
     return ".".join(parts[: numbers[0] + 1] if numbers else parts[:-1])
 
 
-def _gain_in_words(move: _Move | None) -> str:
-    if move is None:
-        return "its layers are not known"
-    if move.saved_ns <= 0:
-        return f"moving one of its {move.layers} layers to {move.to.stage.name} would save nothing"
-    return f"moving one of its {move.layers} layers to {move.to.stage.name} would save {_ms(move.saved_ns)} a step"
-
-
-def _ms(time_ns: float) -> str:
-    return f"{time_ns / 1e6:.1f} ms"
-
-
 def _remedy(slow: StageTimes, move: _Move | None) -> str:
-    if move is None or move.saved_ns <= 0:
-        return (
-            f"Divide {slow.stage.name} (ranks {format_ranks(list(slow.stage.ranks))}) into smaller layers, and give "
-            "all stages equal computation."
-        )
-    return f"Move a layer from {slow.stage.name} to {move.to.stage.name}, and measure again."
+    divide = f"Divide {slow.stage.name} into smaller layers, and give all stages equal computation"
+    if move is None:
+        return f"{divide}: its layers are not known."
+    one = f"one of its {move.layers} layers"
+    if move.saved_ns <= 0:
+        return f"{divide}: to move {one} to {move.to.stage.name} would save nothing."
+    return f"Move {one} to {move.to.stage.name}, and measure again."
 
 
 def _gain(move: _Move, step_ns: float, error_ns: float) -> Gain:
@@ -158,11 +182,11 @@ def _gain(move: _Move, step_ns: float, error_ns: float) -> Gain:
     )
 
 
-def _facts(own: StageTimes) -> dict[str, Any]:
-    return {
-        "stages": list(own.stage.held),
-        "ranks": list(own.stage.ranks)[:_MAX_LISTED],
-        "computing_ns": round(own.computing_ns),
-        "wait_ns": round(own.receive_wait_ns + own.send_wait_ns),
-        "bubble": round(own.bubble, 4),
-    }
+def _facts(own: StageTimes) -> StageFacts:
+    return StageFacts(
+        stages=list(own.stage.held),
+        ranks=list(own.stage.ranks)[:_MAX_LISTED],
+        computing_ns=round(own.computing_ns),
+        wait_ns=round(own.receive_wait_ns + own.send_wait_ns),
+        bubble=round(own.bubble, 4),
+    )

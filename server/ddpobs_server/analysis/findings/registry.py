@@ -1,16 +1,23 @@
 """The list of all findings, and the guide for adding another.
 
-1. Write `findings/NAME.py`; no other file changes. It declares `CODES`, the codes of its findings, and for each code a
-   function of that name with underscores. The function takes an `Evidence` and returns a `Judgement`: a list of
-   `Finding`, and a `NotJudged` for each question that the evidence cannot answer.
+1. Write `findings/NAME.py`; no other file changes. It declares `CODES`, the codes of its findings, `FACTS`, the classes
+   of their evidence, and for each code a function of that name with underscores. The function takes an `Evidence` and
+   returns a `Judgement`: a list of `Finding`, and a `NotJudged` for each question that the evidence cannot answer.
 
        CODES = ("slow-checkpoint",)
+
+       @dataclass(frozen=True)
+       class SlowCheckpointFacts(Facts):
+           saving_ns: int
+
+       FACTS = (SlowCheckpointFacts,)
 
        def slow_checkpoint(evidence: Evidence) -> Judgement:
            if len(evidence.joined) < MIN_STEPS:
                return [NotJudged("slow-checkpoint", f"fewer than {MIN_STEPS} steps")]
            ...
-           return [Finding(code="slow-checkpoint", severity=severity_of(share), verdict=..., remedy=..., steps=...)]
+           return [Finding(code="slow-checkpoint", severity=severity_of(share), verdict=..., measure=...,
+                           cause=..., remedy=..., steps=..., evidence=SlowCheckpointFacts(...))]
 
    The function is pure: its input is the evidence alone, and the same evidence gives the same answer. It returns an
    empty list if nothing is wrong. It never guesses: with too little evidence it returns `NotJudged`.
@@ -32,6 +39,7 @@ from pkgutil import iter_modules
 
 from ddpobs_server.analysis import findings
 from ddpobs_server.analysis.evidence import Evidence, Judgement
+from ddpobs_server.analysis.finding import Facts
 
 MODULES = tuple(
     import_module(f"{findings.__name__}.{module.name}")
@@ -42,3 +50,5 @@ FINDINGS: tuple[Callable[[Evidence], Judgement], ...] = tuple(
     getattr(module, code.replace("-", "_")) for module in MODULES for code in module.CODES
 )
 """All finding functions, file by file."""
+FACTS: tuple[type[Facts], ...] = tuple(facts for module in MODULES for facts in getattr(module, "FACTS", ()))
+"""Classes of the findings' evidence, file by file."""

@@ -11,10 +11,25 @@ import numpy.typing as npt
 from ddpobs import wire
 from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.evidence import MAX_LISTED, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.finding import Facts, Finding, first_names
 
 CODES = ("replicas-differ",)
 _PARTS = ("gradients", "parameters", "buffers")
+
+
+@dataclass(frozen=True)
+class ReplicasDifferFacts(Facts):
+    """The parts that differ, the names in each, and the last sampled step in which all agreed, or `UNKNOWN`."""
+
+    module: int
+    equal_until: int
+    parts: list[str]
+    differing_gradients: list[str] | None = None
+    differing_parameters: list[str] | None = None
+    differing_buffers: list[str] | None = None
+
+
+FACTS = (ReplicasDifferFacts,)
 
 
 @dataclass(frozen=True)
@@ -39,7 +54,7 @@ def replicas_differ(evidence: Evidence) -> Judgement:
                 continue
             differences = [d for part in _PARTS if (d := _difference(ranks, part)) is not None]
             if differences:
-                findings.append(_finding(module, step, equal_until, differences))
+                findings.append(_finding(evidence, module, (equal_until, step), differences))
                 break
             equal_until = step
     return findings
@@ -67,34 +82,36 @@ def _majority(hashes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return np.array(columns, np.int64)
 
 
-def _finding(module: int, step: int, equal_until: int, differences: list[_Difference]) -> Finding:
+def _finding(evidence: Evidence, module: int, steps: tuple[int, int], differences: list[_Difference]) -> Finding:
+    equal_until, step = steps
     names = list(dict.fromkeys(name for difference in differences for name in difference.names))
     ranks = sorted({rank for difference in differences for rank in difference.ranks})
     parts = {difference.part for difference in differences}
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    since = (
-        f"after step {equal_until}, at the latest in step {step}" if equal_until >= 0 else f"in step {step} or before"
-    )
+    since = f"after step {equal_until}, at the latest in step {step}" if equal_until >= 0 else f"step {step} or before"
     if "gradients" in parts:
-        where, remedy = "before the optimizer: the reduced gradients differ", _REDUCTION
+        cause, remedy = "the reduced gradients differ, before the optimizer", _REDUCTION
     elif "parameters" in parts:
-        where, remedy = "after the reduction: gradients agree, parameters differ", _OPTIMIZER
+        cause, remedy = "after the reduction: gradients agree, parameters differ", _OPTIMIZER
     else:
-        where, remedy = "in the buffers alone", _BUFFERS
+        cause, remedy = "the buffers alone differ", _BUFFERS
     return Finding(
         code="replicas-differ",
         severity="critical",
-        verdict=f"Replicas differ since {since}: {shown} on {format_ranks(ranks)}, {where}",
+        verdict="The ranks' replicas of the model differ",
+        measure=f"{len(names)} tensor{'s' * (len(names) != 1)} on {format_ranks(ranks)}",
+        when=f"since {since}",
+        cause=cause,
+        where=evidence.where(ranks, first_names(names)),
         remedy=remedy,
         steps=(max(0, equal_until), step),
         ranks=ranks,
         parameters=names[:MAX_LISTED],
-        evidence={
-            "module": module,
-            "equal_until": equal_until,
-            "parts": sorted(parts),
+        evidence=ReplicasDifferFacts(
+            module=module,
+            equal_until=equal_until,
+            parts=sorted(parts),
             **{f"differing_{difference.part}": difference.names[:MAX_LISTED] for difference in differences},
-        },
+        ),
     )
 
 

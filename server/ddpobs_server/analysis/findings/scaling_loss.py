@@ -5,17 +5,36 @@ It sums up losses that other findings explain, so it is always `info`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, NotJudged
+from ddpobs_server.analysis.finding import Facts, Finding, NotJudged, percent
 from ddpobs_server.analysis.slow_ranks.lateness import step_weights
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 CODES = ("scaling-loss",)
 EFFICIENCY = 0.8
 """Least efficiency that is no finding."""
+
+
+@dataclass(frozen=True)
+class ScalingLossFacts(Facts):
+    """Mean times from step to step: as measured, without communication and uneven ranks, and the parts of the loss."""
+
+    efficiency: float
+    slowdown: float
+    step_ns: int
+    ideal_step_ns: int
+    waiting_ns: int
+    moving_ns: int
+    rank_seconds_lost: float
+    steps_used: int
+
+
+FACTS = (ScalingLossFacts,)
 
 
 def scaling_loss(evidence: Evidence) -> Judgement:
@@ -66,21 +85,20 @@ def _finding(evidence: Evidence, times_ns: tuple[float, float, float]) -> Findin
     return Finding(
         code="scaling-loss",
         severity="info",
-        verdict=(
-            f"{ranks} ranks do the work of {ranks * efficiency:.1f}: of the time from step to step, {efficiency:.0%} "
-            f"is computation, {waiting:.0%} waiting for other ranks and {moving:.0%} communication"
-        ),
+        verdict=f"{ranks} ranks do the work of {ranks * efficiency:.1f}",
+        measure=f"{percent(efficiency)} of the time from step to step is computation",
+        cause=f"{percent(waiting)} of it is waiting for other ranks, {percent(moving)} communication",
         remedy="See the findings about communication and stragglers: they name the causes of these shares.",
         steps=evidence.step_range,
         phase="exposed_comm",
-        evidence={
-            "efficiency": round(efficiency, 4),
-            "slowdown": round(total_ns / max(1.0, ideal_ns), 4),
-            "step_ns": round(total_ns),
-            "ideal_step_ns": round(ideal_ns),
-            "waiting_ns": round(waiting_ns),
-            "moving_ns": round(max(0.0, total_ns - ideal_ns - waiting_ns)),
-            "rank_seconds_lost": round((1 - efficiency) * ranks * float(evidence.joined.window_ns.sum()) / 1e9, 1),
-            "steps_used": int(evidence.joined.has_successor.sum()),
-        },
+        evidence=ScalingLossFacts(
+            efficiency=round(efficiency, 4),
+            slowdown=round(total_ns / max(1.0, ideal_ns), 4),
+            step_ns=round(total_ns),
+            ideal_step_ns=round(ideal_ns),
+            waiting_ns=round(waiting_ns),
+            moving_ns=round(max(0.0, total_ns - ideal_ns - waiting_ns)),
+            rank_seconds_lost=round((1 - efficiency) * ranks * float(evidence.joined.window_ns.sum()) / 1e9, 1),
+            steps_used=int(evidence.joined.has_successor.sum()),
+        ),
     )

@@ -2,13 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding
+from ddpobs_server.analysis.finding import Facts, Finding
 
 CODES = ("telemetry-loss", "clock-skew")
 LOST_SHARE = 0.01
 """Share of lost records, or of missing batches of ranks that ended, above which other findings may be wrong."""
 _MAX_AHEAD_NS = 60 * 10**9
+
+
+@dataclass(frozen=True)
+class TelemetryLossFacts(Facts):
+    """Dropped records and missing batches by rank."""
+
+    dropped: dict[int, int]
+    missing_batches: dict[int, int]
+
+
+@dataclass(frozen=True)
+class ClockSkewFacts(Facts):
+    """How far each rank's wall clock is ahead of the collector's."""
+
+    ahead_ns: dict[int, int]
+
+
+FACTS = (TelemetryLossFacts, ClockSkewFacts)
 
 
 def telemetry_loss(evidence: Evidence) -> Judgement:
@@ -26,11 +47,14 @@ def telemetry_loss(evidence: Evidence) -> Judgement:
         Finding(
             code="telemetry-loss",
             severity="warning" if lost_share > LOST_SHARE else "info",
-            verdict=f"{dropped} of {emitted} records were dropped and {missing} batches have not arrived",
+            verdict="Telemetry is incomplete",
+            measure=f"{dropped} of {emitted} records were dropped, {missing} batches have not arrived",
+            cause="not known: the ranks count what is lost, not why",
+            where=evidence.where(lossy, format_ranks(lossy)),
             remedy="Check the collector's load; send the batches left in a spool with `ddpobs push`.",
             steps=evidence.step_range,
             ranks=lossy,
-            evidence={"dropped": evidence.dropped, "missing_batches": evidence.missing_batches},
+            evidence=TelemetryLossFacts(evidence.dropped, evidence.missing_batches),
         )
     ]
 
@@ -44,10 +68,13 @@ def clock_skew(evidence: Evidence) -> Judgement:
         Finding(
             code="clock-skew",
             severity="info",
-            verdict=f"Wall clocks are up to {max(ahead.values()) / 1e9:.0f} s ahead of the collector's",
+            verdict="Wall clocks are ahead of the collector's",
+            measure=f"up to {max(ahead.values()) / 1e9:.0f} s",
+            cause="not known: either clock may be wrong",
+            where=evidence.where(sorted(ahead), format_ranks(sorted(ahead))),
             remedy="Set the clocks of these hosts, or the collector's. Step times use neither: only dates are wrong.",
             steps=evidence.step_range,
             ranks=sorted(ahead),
-            evidence={"ahead_ns": ahead},
+            evidence=ClockSkewFacts(ahead),
         )
     ]

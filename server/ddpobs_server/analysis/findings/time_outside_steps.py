@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
+from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.account.parts import START_UP, TITLES, Parts, added, group_of
 from ddpobs_server.analysis.account.rank_account import Process
 from ddpobs_server.analysis.account.run_account import RunAccount
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, Interval, NotJudged, format_ranks, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, Interval, NotJudged, percent, severity_of
 
 CODES = ("time-outside-steps",)
 OUTSIDE_SHARE = 0.1
@@ -19,6 +21,20 @@ _ORDINARY_NS = 60 * 10**9
 _LEAST_NS = 10**9
 _WAITS = ("waiting", "waiting_in_steps")
 _MAX_INTERVALS = 32
+
+
+@dataclass(frozen=True)
+class TimeOutsideStepsFacts(Facts):
+    """The account of the run: times a rank, and the share and the title of each part."""
+
+    wall_ns: int
+    lost_ns: int
+    goodput: float | None
+    shares_of_run: dict[str, float]
+    titles: dict[str, str]
+
+
+FACTS = (TimeOutsideStepsFacts,)
 
 
 class _Cause(NamedTuple):
@@ -87,7 +103,7 @@ def time_outside_steps(evidence: Evidence) -> Judgement:
         for rank, reason in reasons.items():
             by_reason.setdefault(reason, []).append(rank)
         missing = [
-            NotJudged("time-outside-steps", f"not known for rank {format_ranks(ranks)}, because {reason}")
+            NotJudged("time-outside-steps", f"not known for {format_ranks(ranks)}, because {reason}")
             for reason, ranks in by_reason.items()
         ]
     if sum(attempt.steps for attempt in account.attempts) < MIN_STEPS:
@@ -133,7 +149,7 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
             remedy += ", or divide the work over all ranks"
         lost_ns = losses[main] + waits_ns
     else:
-        what = f"rank {format_ranks(ranks)} waits at collectives for {waiting_ns / wall_ns:.0%} of the run"
+        what = _subject(ranks, ("waits at collectives", "wait at collectives"), waiting_ns / wall_ns)
         remedy = "Find out which rank arrives late at the collectives between steps"
         lost_ns = waits_ns
     saved = lost_ns / account.rank_ns
@@ -144,19 +160,22 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
     return Finding(
         code="time-outside-steps",
         severity=severity_of(share),
-        verdict=f"{outside:.0%} of the run's wall time is not in steps: {what}",
-        remedy=f"{remedy}: that gains at most {saved:.0%} of the run's wall time.",
+        verdict=f"{percent(outside)} of the run's wall time is outside of steps",
+        measure=f"{outside * wall_ns / 1e9:.3g} of {wall_ns / 1e9:.3g} s on a rank",
+        cause=what,
+        where=evidence.where(ranks),
+        remedy=f"{remedy}.",
         steps=(min(first for first, _ in held_steps), max(last for _, last in held_steps))
         if held_steps
         else evidence.step_range,
         ranks=ranks,
-        evidence={
-            "wall_ns": round(wall_ns),
-            "lost_ns": round(lost_ns / _ranks(account)),
-            "goodput": None if account.goodput is None else round(account.goodput, 4),
-            "shares_of_run": {part: round(account.share(part), 4) for part in account.parts},
-            "titles": {part: TITLES[part] for part in account.parts},
-        },
+        evidence=TimeOutsideStepsFacts(
+            wall_ns=round(wall_ns),
+            lost_ns=round(lost_ns / _ranks(account)),
+            goodput=None if account.goodput is None else round(account.goodput, 4),
+            shares_of_run={part: round(account.share(part), 4) for part in account.parts},
+            titles={part: TITLES[part] for part in account.parts},
+        ),
         gain=Gain(round(lost_ns / _ranks(account) / steps), round(saved, 4), 1.0, whole="run"),
         intervals=tuple(
             Interval(bounds["from"], bounds["to"], bounds["began_ns"], bounds["ended_ns"]) for bounds in intervals
@@ -165,17 +184,14 @@ def _finding(evidence: Evidence, account: RunAccount, losses: dict[_Cause, int],
 
 
 def _sentence(cause: _Cause, ranks: list[int], count: int, share: float, *, waits: bool) -> str:
-    one, several = cause.does
     if len(ranks) == count and count > 1:
-        return f"all ranks {several} for {share:.0%} of the run"
-    remaining_ranks = count - len(ranks)
-    waiting_ranks = (
-        f" while {'the other rank waits' if remaining_ranks == 1 else 'the other ranks wait'}"
-        if remaining_ranks and waits
-        else ""
-    )
-    subject = f"rank {format_ranks(ranks)} {one if len(ranks) == 1 else several}"
-    return f"{subject} for {share:.0%} of the run{waiting_ranks}"
+        return f"all ranks {cause.does[1]} for {percent(share)} of the run"
+    others = "the other rank waits" if count - len(ranks) == 1 else "the other ranks wait"
+    return _subject(ranks, cause.does, share) + (f" while {others}" if waits and count > len(ranks) else "")
+
+
+def _subject(ranks: list[int], does: tuple[str, str], share: float) -> str:
+    return f"{format_ranks(ranks)} {does[len(ranks) > 1]} for {percent(share)} of the run"
 
 
 def _by_rank(account: RunAccount) -> dict[int, Parts]:

@@ -2,18 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from itertools import pairwise
 
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.words import format_ranks
 from ddpobs_server.analysis.evidence import MAX_LISTED, MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, NotJudged, format_ranks
+from ddpobs_server.analysis.finding import Facts, Finding, NotJudged, first_names
 
 Names = frozenset[str]
 CODES = ("unused-parameters", "find-unused-needless")
 LATEST_SETS = 8
 """Latest unused sets of each rank and module: enough to separate a set that stays from sets that alternate."""
+
+
+@dataclass(frozen=True)
+class UnusedParametersFacts(Facts):
+    """Parameters of one module: how many some rank leaves out, and the names of two kinds of them.
+
+    Attributes:
+        module: The module.
+        globally: Names that every rank leaves out in every backward.
+        locally: Number of names that some rank leaves out.
+        sometimes: Names that a rank leaves out in some steps only.
+    """
+
+    module: int
+    globally: list[str]
+    locally: int
+    sometimes: list[str]
+
+
+@dataclass(frozen=True)
+class FindUnusedNeedlessFacts(Facts):
+    """The steps that were looked through."""
+
+    steps_used: int
+
+
+FACTS = (UnusedParametersFacts, FindUnusedNeedlessFacts)
 
 
 def unused_parameters(evidence: Evidence) -> Judgement:
@@ -48,14 +77,16 @@ def _finding(module: int, in_force: dict[int, list[wire.Unused]], evidence: Evid
     names = sorted(nothing.union(*ever.values()))
     sometimes = sorted(nothing.union(*(ever[rank_sets] - always[rank_sets] for rank_sets in distinct)))
     same_everywhere = all_ranks and all(len(rank_names) == len(names) for rank_names in ever.values())
-    ranks = "on every rank" if same_everywhere else f"on rank {format_ranks(sorted(sets))}"
+    ranks = "every rank" if same_everywhere else format_ranks(sorted(sets))
     steps = " in some steps" if len(sometimes) == len(names) else ""
+    subject = "1 parameter gets" if len(names) == 1 else f"{len(names)} parameters get"
     return Finding(
         code="unused-parameters",
         severity="warning" if globally else "info",
-        verdict=f"{names[0]} gets no gradient {ranks}{steps}"
-        if len(names) == 1
-        else f"{len(names)} parameters get no gradient {ranks}{steps}, {names[0]} among them",
+        verdict=f"{subject} no gradient{steps}",
+        measure=f"{len(globally)} of them in no step on any rank" if globally else "",
+        cause=f"the loss on {ranks} does not depend on {'it' if len(names) == 1 else 'them'}",
+        where=first_names(names),
         remedy=(
             "Freeze or remove the parameters that no rank uses: they are reduced for nothing."
             if globally
@@ -68,12 +99,12 @@ def _finding(module: int, in_force: dict[int, list[wire.Unused]], evidence: Evid
         ),
         ranks=sorted(sets),
         parameters=names[:MAX_LISTED],
-        evidence={
-            "module": module,
-            "globally": sorted(globally)[:MAX_LISTED],
-            "locally": len(names),
-            "sometimes": sometimes[:MAX_LISTED],
-        },
+        evidence=UnusedParametersFacts(
+            module=module,
+            globally=sorted(globally)[:MAX_LISTED],
+            locally=len(names),
+            sometimes=sometimes[:MAX_LISTED],
+        ),
     )
 
 
@@ -131,13 +162,16 @@ def find_unused_needless(evidence: Evidence) -> Judgement:
         return [NotJudged("find-unused-needless", reason)]
     if any(record.locally for _, record in evidence.unused):
         return []
+    steps = len(np.unique(evidence.steps.step))
     return [
         Finding(
             code="find-unused-needless",
             severity="info",
-            verdict="find_unused_parameters is on, but every parameter took part in every step",
+            verdict="find_unused_parameters is on without need",
+            measure=f"every parameter took part in all {steps} steps",
             remedy="Leave find_unused_parameters out: it costs an all-reduce a step, and torch's reducer a graph walk.",
             steps=evidence.step_range,
+            evidence=FindUnusedNeedlessFacts(steps),
         )
     ]
 
@@ -148,5 +182,5 @@ def _not_judged_reason(evidence: Evidence) -> str:
     if any(evidence.dropped.values()) or evidence.has_gaps:
         return "records were dropped or have not arrived; an unused set may be among them"
     if evidence.absent_ranks:
-        return f"no steps of rank {format_ranks(evidence.absent_ranks)} can be compared"
+        return f"no steps of {format_ranks(evidence.absent_ranks)} can be compared"
     return ""

@@ -8,7 +8,7 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Finding, Gain, NotJudged
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity, milliseconds, percent
 from ddpobs_server.analysis.statistics.level_shifts import level_segments
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
@@ -30,6 +30,22 @@ _REMEDIES = {
 _COMPUTATION = (
     "Check for inputs that change in length with this period, clocks that throttle, other programs on the hosts."
 )
+
+
+@dataclass(frozen=True)
+class UtilisationSwingsFacts(Facts):
+    """The swing as a share of the mean step, its period if it has one, and the phase's share of the difference."""
+
+    swing: float
+    period_steps: int | None
+    fast_step_ns: int
+    slow_step_ns: int
+    slow_share: float
+    phase_share: float
+    steps_used: int
+
+
+FACTS = (UtilisationSwingsFacts,)
 
 
 @dataclass(frozen=True)
@@ -153,28 +169,27 @@ def _between_levels(step_ns: Floats) -> _Swing | None:
 def _finding(evidence: Evidence, swing: _Swing, step_ns: Floats) -> Finding:
     phase, phase_share = _phase(evidence.joined, swing, step_ns)
     fast_ns, slow_ns = np.quantile(swing.profile_ns, [0.1, 0.9])
-    every = f"every {swing.period} steps" if swing.period else "without a fixed period"
+    every = f"every {swing.period} steps" if swing.period else "without a period"
     saving = _gain(step_ns, swing) if swing.period else None
     return Finding(
         code="utilisation-swings",
-        severity="warning" if saving and saving.ratio >= 0.1 else "info",
-        verdict=(
-            f"The step time swings by {_size(swing):.0%} of its mean, {every}: {fast_ns / 1e6:.1f} ms in fast steps, "
-            f"{slow_ns / 1e6:.1f} ms in slow ones, most of the difference in {phase}"
-        ),
+        severity=advice_severity(saving) if saving else "info",
+        verdict=f"The step time swings by {percent(_size(swing))} {every}",
+        measure=f"{milliseconds(fast_ns)} in fast steps, {milliseconds(slow_ns)} in slow ones",
+        cause=f"not known: {percent(phase_share)} of the difference is in {phase.replace('_', ' ')}",
         remedy=_REMEDIES.get(phase, _COMPUTATION),
         steps=evidence.step_range,
         phase=phase,
         gain=saving,
-        evidence={
-            "swing": round(_size(swing), 4),
-            "period_steps": swing.period or None,
-            "fast_step_ns": round(float(fast_ns)),
-            "slow_step_ns": round(float(slow_ns)),
-            "slow_share": round(float(swing.slow.mean()), 4),
-            "phase_share": round(phase_share, 4),
-            "steps_used": len(step_ns),
-        },
+        evidence=UtilisationSwingsFacts(
+            swing=round(_size(swing), 4),
+            period_steps=swing.period or None,
+            fast_step_ns=round(float(fast_ns)),
+            slow_step_ns=round(float(slow_ns)),
+            slow_share=round(float(swing.slow.mean()), 4),
+            phase_share=round(phase_share, 4),
+            steps_used=len(step_ns),
+        ),
     )
 
 

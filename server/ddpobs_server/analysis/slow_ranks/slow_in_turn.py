@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.finding import Finding, Gain, format_ranks, severity_of
+from ddpobs.shared.words import format_ranks
+from ddpobs_server.analysis.finding import Finding, Gain, severity_of
 from ddpobs_server.analysis.slow_ranks.slow_stretches import WholeRun
 from ddpobs_server.analysis.slow_ranks.turns import Moving, Turn, find_moving, find_turns, moving_bins, turn_losses_ns
 from ddpobs_server.analysis.steps.intervals import describe, format_seconds
@@ -112,7 +113,7 @@ def _turns_finding(run: WholeRun, recent: Any, turns: list[Turn]) -> Finding:
         code="straggler",
         severity=severity_of(total / time_ns),
         verdict=(
-            f"Ranks {format_ranks(ranks)} are slow in turn: {', '.join(parts)}; {format_seconds(total)} lost "
+            f"{format_ranks(ranks).capitalize()} are slow in turn: {', '.join(parts)}; {format_seconds(total)} lost "
             f"{describe(intervals)}, {total / time_ns:.0%} of these steps' time"
         ),
         remedy=_TURNS,

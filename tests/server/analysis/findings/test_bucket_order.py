@@ -42,7 +42,7 @@ def test_the_gain_is_what_the_run_in_the_order_of_arrival_saves() -> None:
 def test_the_buckets_that_others_wait_for_are_named_with_their_parameters() -> None:
     finding = only(bucket_order(run(REVERSED).evidence(**FACTS)))
     assert (finding.buckets, finding.parameters) == ([0, 1, 2], ["p0", "p1", "p2"])
-    assert "3 of 4 buckets wait for bucket 0" in finding.title
+    assert (finding.measure, finding.where) == ("3 of 4 buckets wait for an earlier one", "bucket 0.0: p0")
 
 
 @pytest.mark.parametrize("flag", [True, False])

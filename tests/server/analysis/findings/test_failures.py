@@ -54,17 +54,18 @@ def test_a_hang_names_rank_phase_bucket_parameters_and_stacks() -> None:
     finding = only(hang(evidence(pulses=pulses, columns=Layouts(), hosts={1: "node-b"})))
     assert (finding.severity, finding.ranks, finding.phase, finding.buckets) == ("critical", [1], "data", [0])
     assert finding.parameters == ["head.weight"]
-    assert finding.title.endswith("Rank 0 waits in bucket 0 of step 7: head.weight")
+    assert finding.cause.endswith("rank 0 waits in bucket 0.0 of step 7")
+    assert finding.where == "host node-b, bucket 0.0: head.weight"
     facts = finding.evidence
-    assert (facts["kind"], facts["activities"], facts["hosts"]) == ("absent", {0: "bucket", 1: "data"}, {1: "node-b"})
-    assert facts["stacks"][1] == ["a.py:3 f"]
+    assert (facts.kind, facts.activities, facts.hosts) == ("absent", {0: "bucket", 1: "data"}, {1: "node-b"})
+    assert facts.stacks[1] == ["a.py:3 f"]
 
 
 def test_a_rank_that_went_silent_and_a_stopped_neighbour_are_told_apart() -> None:
     pulses = {0: pulse("bucket"), 1: pulse("code", idle_ns=0)}
-    assert only(hang(evidence(pulses=pulses, silent_ns={1: 11 * S}))).evidence["kind"] == "stopped"
+    assert only(hang(evidence(pulses=pulses, silent_ns={1: 11 * S}))).evidence.kind == "stopped"
     pulses[0] = pulse("bucket", processes={"1": "gone"})
-    assert only(hang(evidence(pulses=pulses))).evidence["kind"] == "dead"
+    assert only(hang(evidence(pulses=pulses))).evidence.kind == "dead"
 
 
 def test_runs_that_go_on_have_crashed_or_run_an_older_client_do_not_hang() -> None:
@@ -82,9 +83,13 @@ def stuck(rank: int, activity: str, idle_s: int) -> tuple[int, wire.Event]:
 
 def test_a_hang_that_is_over_stays_with_its_length() -> None:
     finding = only(hang(evidence(events=[stuck(0, "bucket", 30), stuck(1, "data", 23)])))
-    assert (finding.severity, finding.ranks, finding.evidence["length_ns"]) == ("info", [1], 23 * S)
-    assert finding.title.startswith("The run stood still for 23 s in step 9 and went on: rank 1 was in data (a.py:3), ")
-    assert finding.title.endswith(", while rank 0 waited in a bucket's reduction")
+    assert (finding.severity, finding.ranks, finding.evidence.length_ns) == ("info", [1], 23 * S)
+    assert (finding.verdict, finding.measure) == (
+        "The run stood still in step 9 and went on",
+        "no progress for 23 s",
+    )
+    assert finding.cause == "rank 1 was in data (a.py:3), while rank 0 waited in a bucket's reduction"
+    assert finding.evidence.places == finding.evidence.stacks == {}
 
 
 def test_a_hang_that_ended_with_the_run_stays_critical() -> None:
@@ -93,10 +98,8 @@ def test_a_hang_that_ended_with_the_run_stays_critical() -> None:
         event.detail["outcome"] = "ended"
     finding = only(hang(evidence(events=events)))
     assert (finding.severity, finding.ranks) == ("critical", [1])
-    assert finding.title.startswith(
-        "The run hung in step 9 for 50 s, until it was ended: rank 1 was in its own code (a.py"
-    )
-    assert finding.title.endswith(", while rank 0 waited in a bucket's reduction")
+    assert (finding.verdict, finding.measure) == ("The run hung in step 9 until it was ended", "no progress for 50 s")
+    assert finding.cause == "rank 1 was in its own code (a.py:3), while rank 0 waited in a bucket's reduction"
 
 
 def failed(rank: int, error: str, message: str, wall_s: int, **facts: Any) -> tuple[int, wire.Event]:
@@ -107,27 +110,30 @@ def failed(rank: int, error: str, message: str, wall_s: int, **facts: Any) -> tu
 def test_the_rank_with_an_error_of_its_own_failed_first_also_with_a_late_clock() -> None:
     victim = failed(0, "RuntimeError", "[gloo] Connection closed by peer [127.0.0.1]:4711", 5)
     finding = only(crash(evidence(events=[victim, failed(1, "ValueError", "a bad sample\nmore", 6)])))
-    assert (
-        finding.title
-        == "Rank 1 failed first, in forward of step 6: ValueError: a bad sample. Rank 0 failed because of it"
-    )
-    assert (finding.ranks, finding.phase, finding.evidence["victims"].keys()) == ([1], "forward", {0})
+    assert (finding.verdict, finding.cause) == ("Rank 1 failed in forward of step 6", "ValueError: a bad sample")
+    assert finding.measure == "rank 0 failed because of it"
+    assert (finding.ranks, finding.phase, finding.evidence.victims.keys()) == ([1], "forward", {0})
 
 
 def test_a_process_that_died_without_a_word_comes_before_its_victims() -> None:
     died = (1, wire.Event(kind="died", at_ns=0, step=8, detail={"wall_ns": 9 * S, "phase": "backward", "bucket": 2}))
     victim = failed(0, "RuntimeError", "Connection reset by peer", 5)
     finding = only(crash(evidence(events=[victim, died])))
-    assert finding.title.startswith("Rank 1 ended without an error in backward of step 8: its process was killed")
+    assert finding.verdict == "Rank 1 ended without an error in backward of step 8"
+    assert finding.cause.startswith("not known: it was killed")
+    assert finding.where == "bucket 0.2"
     assert finding.buckets == [2]
 
 
 @pytest.mark.parametrize(
     ("facts", "title"),
     [
-        ({"signal": "SIGSEGV"}, "Rank 1 was killed by SIGSEGV in backward of step 8"),
-        ({"exit_status": 3}, "Rank 1 ended with exit status 3 and without an error in backward of step 8"),
-        ({"signal": "SIGKILL", "oom_kills": 1}, "Rank 1 was killed in backward of step 8: its host ran out of memory"),
+        ({"signal": "SIGSEGV"}, "Rank 1 was killed in backward of step 8: cause: SIGSEGV"),
+        ({"exit_status": 3}, "Rank 1 ended without an error in backward of step 8: cause: exit status 3"),
+        (
+            {"signal": "SIGKILL", "oom_kills": 1},
+            "Rank 1 was killed in backward of step 8: cause: its host ran out of memory",
+        ),
     ],
 )
 def test_the_exit_that_any_report_of_a_death_has_is_named(facts: dict[str, str | int], title: str) -> None:
@@ -140,7 +146,7 @@ def test_the_exit_that_any_report_of_a_death_has_is_named(facts: dict[str, str |
 
 def test_broken_connections_alone_name_no_culprit_and_a_terminated_run_did_not_crash() -> None:
     finding = only(crash(evidence(events=[failed(0, "DistBackendError", "timed out", 5)])))
-    assert "No rank reported an error of its own" in finding.title
+    assert "no rank reported an error of its own" in finding.cause
     terminated = (0, wire.Event(kind="terminated", at_ns=0, step=6, detail={"signal": "SIGTERM"}))
     assert crash(evidence(events=[terminated])) == []
 
@@ -149,7 +155,8 @@ def test_a_single_rank_that_was_terminated_is_named_with_its_signal() -> None:
     detail = {"wall_ns": 4 * S, "phase": "forward", "signal": "SIGTERM"}
     terminated = (1, wire.Event(kind="terminated", at_ns=0, step=6, detail=detail))
     finding = only(crash(evidence(events=[failed(0, "RuntimeError", "Connection closed by peer", 5), terminated])))
-    assert finding.title == "Rank 1 was terminated by SIGTERM in forward of step 6. Rank 0 failed because of it"
+    assert (finding.verdict, finding.cause) == ("Rank 1 was terminated in forward of step 6", "SIGTERM")
+    assert finding.measure == "rank 0 failed because of it"
     assert "signal" in finding.remedy
 
 
@@ -173,16 +180,16 @@ def test_a_parameter_that_differs_after_the_optimizer_is_named_with_its_ranks_an
     samples += [(rank, fingerprint(1000, [1, 2], [3, 9 if rank == 1 else 4], [5])) for rank in range(3)]
     finding = only(replicas_differ(evidence(fingerprints=samples)))
     assert (finding.ranks, finding.parameters, finding.steps) == ([1], ["a.bias"], (0, 1000))
-    assert finding.evidence["parts"] == ["parameters"]
-    assert "gradients agree, parameters differ" in finding.title
+    assert finding.evidence.parts == ["parameters"]
+    assert "gradients agree, parameters differ" in finding.cause
 
 
 def test_gradients_that_differ_point_before_the_optimizer_and_buffers_to_themselves() -> None:
     differing = [(rank, fingerprint(0, [1 + rank, 2], [3 + rank, 4], [5])) for rank in range(2)]
-    assert "before the optimizer" in only(replicas_differ(evidence(fingerprints=differing))).title
+    assert "before the optimizer" in only(replicas_differ(evidence(fingerprints=differing))).cause
     buffers = [(rank, fingerprint(0, [1, 2], [3, 4], [5 + rank])) for rank in range(2)]
     finding = only(replicas_differ(evidence(fingerprints=buffers)))
-    assert (finding.parameters, finding.evidence["parts"]) == (["bn.mean"], ["buffers"])
+    assert (finding.parameters, finding.evidence.parts) == (["bn.mean"], ["buffers"])
 
 
 def test_equal_replicas_and_a_single_rank_raise_nothing() -> None:
@@ -194,18 +201,19 @@ def test_gradients_that_were_never_reduced_are_named_with_the_reason() -> None:
     detail = {"reason": "bypassed", "parameters": "l.weight, l.bias", "count": 2, "module": 0}
     events = [(rank, wire.Event(kind="not_reduced", at_ns=0, step=3, detail=detail)) for rank in range(2)]
     finding = only(not_reduced(evidence(events=events)))
-    assert (finding.ranks, finding.parameters, finding.evidence["reason"]) == (
+    assert (finding.ranks, finding.parameters, finding.evidence.reason) == (
         [0, 1],
         ["l.weight", "l.bias"],
         "bypassed",
     )
-    assert "did not go through the DistributedDataParallel module" in finding.title
+    assert "did not go through the DistributedDataParallel module" in finding.cause
 
 
 def test_a_module_that_never_synchronised_is_named() -> None:
     event = wire.Event(kind="never_synchronised", at_ns=0, detail={"optimizer_steps": 60})
     finding = only(not_reduced(evidence(events=[(0, event), (1, event)])))
-    assert finding.title == "No gradient was ever reduced: ranks 0 and 1 trained apart: 60 optimizer steps"
+    assert (finding.verdict, finding.where) == ("No gradient was ever reduced", "ranks 0 and 1")
+    assert finding.measure == "60 optimizer steps, each rank for itself"
 
 
 def test_a_crash_and_a_hang_come_before_other_critical_findings_whatever_their_gain() -> None:

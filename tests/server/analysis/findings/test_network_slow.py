@@ -35,8 +35,8 @@ def test_a_link_that_slows_down_is_named_with_its_interval_and_bandwidth() -> No
     finding = only(network_slow(slow_between(100, 160).evidence(**TWO_HOSTS)))
     assert finding.steps[0] == pytest.approx(100, abs=8)
     assert finding.steps[1] == pytest.approx(159, abs=8)
-    assert finding.evidence["ratio"] == pytest.approx(3.0, rel=0.1)
-    assert finding.evidence["bytes_per_s"] == pytest.approx(finding.evidence["earlier_bytes_per_s"] / 3, rel=0.1)
+    assert finding.evidence.ratio == pytest.approx(3.0, rel=0.1)
+    assert finding.evidence.bytes_per_s == pytest.approx(finding.evidence.earlier_bytes_per_s / 3, rel=0.1)
     assert finding.severity == "critical"
     assert "instead of 0.12" in finding.title
 
@@ -81,7 +81,7 @@ def test_a_link_is_not_blamed_if_the_computation_slowed_down_as_well() -> None:
     late[100:160] = 10.0
     (result,) = network_slow(slow_between(100, 160, late_ms=late).evidence(**TWO_HOSTS))
     assert isinstance(result, NotJudged)
-    assert "so did the computation of rank 0, 1" in str(result)
+    assert "so did the computation of ranks 0 and 1" in str(result)
 
 
 @pytest.mark.parametrize(

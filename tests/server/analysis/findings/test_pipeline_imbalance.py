@@ -33,13 +33,12 @@ def test_the_stage_that_computes_longest_is_named_with_the_gain_of_moving_a_laye
     (finding,) = pipeline_imbalance(evidence_of([16, 16, 48, 48], columns=reader(module0=2, module2=6)))
     assert isinstance(finding, Finding)
     assert finding.ranks == [2, 3]
-    assert finding.title == (
-        "Stage 1 holds the pipeline up: 12.0 ms of computation per micro-batch, 8.0 ms (200%) more than the other "
-        "stages; moving one of its 6 layers to stage 0 would save 6.0 ms a step"
-    )
+    assert (finding.verdict, finding.where) == ("The pipeline waits for stage 1", "ranks 2 and 3")
+    assert finding.measure == ("12.0 ms of computation per micro-batch, 8.0 ms (200 %) more than the other stages")
+    assert finding.remedy == "Move one of its 6 layers to stage 0, and measure again."
     assert finding.gain is not None
     assert (finding.gain.step_ns, finding.gain.error_ratio) == (6 * MS, 0)
-    assert finding.evidence["balanced_saves_ns"] == 12 * MS
+    assert finding.evidence.balanced_saves_ns == 12 * MS
     assert finding.severity == "warning"
 
 
@@ -47,15 +46,15 @@ def test_a_stage_of_one_large_layer_is_to_be_divided() -> None:
     (finding,) = pipeline_imbalance(evidence_of([16, 16, 48, 48], columns=reader(module0=2, module2=1)))
     assert isinstance(finding, Finding)
     assert finding.gain is None
-    assert "would save nothing" in finding.title
-    assert finding.remedy.startswith("Divide stage 1 (ranks 2, 3)")
+    assert "would save nothing" in finding.remedy
+    assert finding.remedy.startswith("Divide stage 1 into smaller layers")
 
 
 def test_without_layouts_the_gain_is_not_claimed() -> None:
     (finding,) = pipeline_imbalance(evidence_of([16, 16, 48, 48]))
     assert isinstance(finding, Finding)
     assert finding.gain is None
-    assert "layers are not known" in finding.title
+    assert "layers are not known" in finding.remedy
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,6 @@ def test_larger_buckets_are_predicted_to_save_the_latency_that_they_save() -> No
     merged = replace(MANY, sizes=[sum(MANY.sizes)], ready_ms=MANY.ready_ms[-1:])
     assert saved_ns(finding) == pytest.approx(step_ns(MANY) - step_ns(merged), rel=0.02)
     assert "instead of 0.05" in finding.title
-    assert "of the step" in finding.title
 
 
 def test_smaller_buckets_are_predicted_from_the_arrival_of_the_parameters() -> None:
@@ -69,7 +68,7 @@ def test_smaller_buckets_are_predicted_from_the_arrival_of_the_parameters() -> N
     finding = only(bucket_size(with_layout(run.evidence(**FACTS), buckets=buckets)))
     apart = Run(sizes=[2 * MB, 2 * MB, 2 * MB, MB], ready_ms=[0.0, 20.0, 40.0, 60.0])
     assert saved_ns(finding) == pytest.approx(step_ns(run) - step_ns(apart), rel=0.05)
-    assert "bucket_cap_mb=1 a step" in finding.title
+    assert finding.verdict == "bucket_cap_mb=1 would make steps faster"
 
 
 def test_half_of_the_bytes_are_predicted_to_save_what_they_save() -> None:
@@ -78,7 +77,6 @@ def test_half_of_the_bytes_are_predicted_to_save_what_they_save() -> None:
     casts_ns = 0.5 * sum(BYTES.sizes)
     assert saved_ns(finding) == pytest.approx(step_ns(BYTES) - step_ns(halved) - casts_ns, rel=0.02)
     assert finding.severity == "warning"
-    assert "of the step" in finding.title
 
 
 @pytest.mark.parametrize("changes", [{"comm": "bf16"}, {"comm": "powersgd:4"}])
@@ -95,7 +93,6 @@ def test_three_of_four_batches_save_their_exposed_communication() -> None:
     finding = only(accumulation_pays(BYTES.evidence(**FACTS)))
     assert saved_ns(finding) == pytest.approx(0.75 * (step_ns(BYTES) - 20e6), rel=0.02)
     assert finding.severity == "info"
-    assert "of the step" in finding.title
 
 
 def test_steps_that_accumulate_already_are_not_judged() -> None:

@@ -24,11 +24,15 @@ def test_the_parts_of_the_loss_add_up_to_the_step() -> None:
     late = np.zeros((60, 4))
     late[:, 3] = 20.0
     finding = only(scaling_loss(Run([MB], [20.0], ranks=4, late_ms=late).evidence()))
-    parts = {name: finding.evidence[name] / 1e6 for name in ("step_ns", "ideal_step_ns", "waiting_ns", "moving_ns")}
+    parts = {
+        name: getattr(finding.evidence, name) / 1e6 for name in ("step_ns", "ideal_step_ns", "waiting_ns", "moving_ns")
+    }
     assert parts == pytest.approx({"step_ns": 58.1, "ideal_step_ns": 30, "waiting_ns": 20, "moving_ns": 8.1}, rel=0.01)
-    assert finding.evidence["efficiency"] == pytest.approx(30 / 58.1, rel=0.01)
-    assert finding.evidence["slowdown"] == pytest.approx(58.1 / 30, rel=0.01)
-    assert "4 ranks do the work of 2.1: of the time from step to step, 52% is computation, 34% waiting" in finding.title
+    assert finding.evidence.efficiency == pytest.approx(30 / 58.1, rel=0.01)
+    assert finding.evidence.slowdown == pytest.approx(58.1 / 30, rel=0.01)
+    assert finding.verdict == "4 ranks do the work of 2.1"
+    assert finding.measure == "52 % of the time from step to step is computation"
+    assert finding.cause.startswith("34 % of it is waiting for other ranks")
 
 
 def test_it_only_sums_up_and_is_never_more_than_information() -> None:

@@ -35,9 +35,9 @@ def only(judgement: Judgement) -> Finding:
 @pytest.mark.parametrize("seed", range(3))
 def test_a_periodic_swing_is_named_with_its_period_phase_and_size(half: int, seed: int) -> None:
     finding = only(utilisation_swings(run(noisy(square(200, half, 20.0, 40.0), seed)).evidence()))
-    assert (finding.evidence["period_steps"], finding.phase) == (2 * half, "data")
+    assert (finding.evidence.period_steps, finding.phase) == (2 * half, "data")
     # Steps of 35 and 55 ms.
-    assert finding.evidence["swing"] == pytest.approx(20 / 45, rel=0.25)
+    assert finding.evidence.swing == pytest.approx(20 / 45, rel=0.25)
     assert finding.severity == "warning"
     assert finding.gain is not None
     assert finding.gain.step_ns == pytest.approx(10e6, rel=0.35)
@@ -48,8 +48,8 @@ def test_lasting_levels_without_a_period_are_a_swing_without_a_gain() -> None:
     for first, end in ((30, 60), (110, 200), (230, 250), (320, 390)):
         gap[first:end] = 45.0
     finding = only(utilisation_swings(run(noisy(gap, share=0.05)).evidence()))
-    assert (finding.evidence["period_steps"], finding.severity, finding.gain) == (None, "info", None)
-    assert "without a fixed period" in finding.title
+    assert (finding.evidence.period_steps, finding.severity, finding.gain) == (None, "info", None)
+    assert "without a period" in finding.title
 
 
 def test_ranks_that_are_slow_in_turn_are_no_swing() -> None:
