@@ -9,9 +9,10 @@ import numpy as np
 from bokeh.models import ColumnDataSource, Range1d
 from bokeh.models.annotations import BoxAnnotation
 
+from ddpobs.shared.words import bucket_name
 from ddpobs_server.analysis.communication.bucket_times import BucketTimes
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
-from ddpobs_server.figures.picture import Picture, milliseconds, module_bucket, size_text
+from ddpobs_server.figures.picture import Picture, milliseconds, size_text
 from ddpobs_server.figures.theme import COMPUTE, MOVING, WAITING_STYLE, Theme
 
 NAME, TITLE = "buckets", "Buckets"
@@ -34,7 +35,7 @@ def buckets(times: BucketTimes | None, names: Mapping[tuple[int, int, int], tupl
     comm_ns = times.wait_ns + times.move_ns
     rows = np.sort(np.argsort(-np.maximum(comm_ns, times.compute_ns), kind="stable")[:_MOST])
     labels = [
-        module_bucket(module, bucket) for module, bucket in zip(times.module[rows], times.bucket[rows], strict=True)
+        bucket_name(module, bucket) for module, bucket in zip(times.module[rows], times.bucket[rows], strict=True)
     ]
     keys = zip(times.module[rows].tolist(), times.revision[rows].tolist(), times.bucket[rows].tolist(), strict=True)
     index = np.arange(len(rows))

@@ -48,7 +48,7 @@ def test_a_step_shows_compute_waiting_and_moving_apart(browser: Any, url: str) -
     # One arrow from the late rank's second row to the end of the other rank's wait.
     arrow = [column(visit, "step", "arrows", name) for name in ("late", "rank", "from", "from_ms", "to_ms")]
     assert [value for (value,) in arrow] == [1, 0, 1.775, pytest.approx(56), pytest.approx(56)]
-    assert "The longest wait is rank 0's at bucket 0: 30 ms for rank 1." in summary(visit, "step-figure")
+    assert "The longest wait is rank 0's at bucket 0.0: 30 ms for rank 1." in summary(visit, "step-figure")
     assert visit.page.locator("#step").input_value() == "7"
 
 

@@ -260,7 +260,7 @@ def test_neither_waiting_nor_moving_is_claimed_if_the_slow_rank_may_be_unseen(un
     assert (finding.severity, finding.evidence.exposed_share) == ("info", pytest.approx(0.4))
     assert finding.evidence.waiting_ns is finding.evidence.moving_ns is None
     assert "ompress" not in finding.remedy
-    assert ("rank 4, 7" in finding.remedy) == ("absences" in unseen)
+    assert ("ranks 4 and 7" in finding.remedy) == ("absences" in unseen)
 
 
 def test_too_few_steps_are_not_judged() -> None:
