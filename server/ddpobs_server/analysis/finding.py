@@ -95,8 +95,9 @@ class Finding:
     @property
     def title(self) -> str:
         """The verdict with measure, time and cause in one line, for what shows only one."""
-        cause = f"cause: {self.cause}" if self.cause else ""
-        reasons = "; ".join(part for part in (self.measure, self.when, cause) if part)
+        reasons = "; ".join(filter(None, (self.measure, self.when)))
+        if self.cause:
+            reasons = f"{reasons}; cause: {self.cause}" if reasons else self.cause
         return f"{self.verdict}: {reasons}" if reasons else self.verdict
 
     def as_json(self) -> dict[str, Any]:

@@ -128,11 +128,11 @@ def test_a_process_that_died_without_a_word_comes_before_its_victims() -> None:
 @pytest.mark.parametrize(
     ("facts", "title"),
     [
-        ({"signal": "SIGSEGV"}, "Rank 1 was killed in backward of step 8: cause: SIGSEGV"),
-        ({"exit_status": 3}, "Rank 1 ended without an error in backward of step 8: cause: exit status 3"),
+        ({"signal": "SIGSEGV"}, "Rank 1 was killed in backward of step 8: SIGSEGV"),
+        ({"exit_status": 3}, "Rank 1 ended without an error in backward of step 8: exit status 3"),
         (
             {"signal": "SIGKILL", "oom_kills": 1},
-            "Rank 1 was killed in backward of step 8: cause: its host ran out of memory",
+            "Rank 1 was killed in backward of step 8: its host ran out of memory",
         ),
     ],
 )
