@@ -15,6 +15,8 @@ from ddpobs import wire
 _UNITS = {"ns": "nanoseconds", "bytes": "bytes", "permille": "parts of a thousand", "mhz": "MHz"}
 _OF_WIRE = "Wire"
 """Prefix of the schemas of batches, whose fields their docstrings describe."""
+_OF_EVIDENCE = "Facts"
+"""Suffix of the schemas of a finding's evidence, whose fields their docstrings describe."""
 
 _BY_NAME = {
     "activity": "Last recorded activity, such as `bucket` or `data`.",
@@ -243,6 +245,10 @@ _NULL = {
 """Condition of null in a schema's fields whose description has none."""
 
 
+def _null_condition(schema: str) -> str | None:
+    return "where it does not apply" if schema.endswith(_OF_EVIDENCE) else _NULL.get(schema)
+
+
 def describe(document: dict[str, Any]) -> None:
     """Add a description to each field that has none."""
     schemas = document["components"]["schemas"]
@@ -251,13 +257,15 @@ def describe(document: dict[str, Any]) -> None:
         if schema.startswith(_OF_WIRE):
             texts = {name: text.replace("`UNKNOWN`", "-1") for name, text in attributes.items()}
         else:
-            texts = _BY_NAME | _COLUMNS.get(schema, {})
+            texts = _BY_NAME | _COLUMNS.get(schema, {}) | attributes
         if summary:
             definition["description"] = summary
         for name, field in definition.get("properties", {}).items():
             if text := field.get("description") or _OF_SCHEMA.get((schema, name)) or texts.get(name):
                 remark = (
-                    _NULL.get(schema) if {"type": "null"} in field.get("anyOf", ()) and "null" not in text else None
+                    _null_condition(schema)
+                    if {"type": "null"} in field.get("anyOf", ()) and "null" not in text
+                    else None
                 )
                 field["description"] = _with_unit(name, f"{text.rstrip('.')}; null {remark}" if remark else text)
 

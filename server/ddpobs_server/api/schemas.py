@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Union
 
 from typing_extensions import TypedDict  # Before Python 3.12 pydantic accepts only these.
 
 from ddpobs.wire.states import RankState, RunState
-from ddpobs_server.analysis.finding import Gain, Severity
+from ddpobs_server.analysis.finding import Facts, Gain, Severity
+from ddpobs_server.analysis.findings.registry import FACTS
 from ddpobs_server.api.columns import SpanColumns, StepColumns
 from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.store import Attempt
 from ddpobs_server.web.workspace_usage import Usage
+
+if TYPE_CHECKING:
+    EvidenceFacts = Facts
+else:
+    EvidenceFacts = Union[FACTS]  # noqa: UP007 - a tuple of classes
 
 _Facts = dict[str, str | int | float | bool | None]
 _Phases = dict[str, int]
@@ -386,7 +392,7 @@ class FindingResponse(TypedDict):
     buckets: list[int]
     parameters: list[str]
     phase: str | None
-    evidence: dict[str, Any]
+    evidence: EvidenceFacts
     gain: Gain | None
 
 

@@ -102,9 +102,10 @@ def test_the_slow_rank_is_named_from_stored_batches(store: Store) -> None:
     assert (diagnosis["run"], diagnosis["attempt"], diagnosis["steps_seen"]) == (RUN, ATTEMPT, 60)
     straggler = next(f for f in diagnosis["findings"] if f["code"] == "straggler")
     assert (straggler["ranks"], straggler["phase"], straggler["evidence"]["host"]) == ([2], "data", "node")
-    fields = "code severity title ranks buckets parameters phase steps evidence remedy gain intervals"
+    fields = "code severity title verdict measure when cause where remedy gain "
+    fields += "ranks buckets parameters phase steps evidence intervals"
     assert set(straggler) == set(fields.split())
-    assert set(straggler["gain"]) == {"step_ns", "ratio", "error_ratio", "whole"}
+    assert set(straggler["gain"]) == {"step_ns", "ratio", "error_ratio", "whole", "text"}
 
 
 def test_a_balanced_run_has_no_findings_and_nothing_missing(store: Store) -> None:

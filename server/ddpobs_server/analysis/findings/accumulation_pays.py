@@ -19,7 +19,14 @@ MIN_GAIN = 0.1
 
 @dataclass(frozen=True)
 class AccumulationPaysFacts(Facts):
-    """Exposed communication of the replayed step, and the predicted saving by number of batches."""
+    """The replayed step, and what accumulation saves.
+
+    Attributes:
+        batches: Batches a step for which the gain is predicted.
+        exposed_ns: Replayed exposed communication of a step.
+        replay_error_ns: Error of the replay.
+        saved_ns_by_batches: Predicted saving of a batch in nanoseconds, by batches a step.
+    """
 
     batches: int
     exposed_ns: int

@@ -24,7 +24,15 @@ _NOT_REBUILT = (
 
 @dataclass(frozen=True)
 class BucketOrderFacts(Facts):
-    """Readiness of the buckets in a typical step, the time that each is blocked, and the error of the replay."""
+    """Readiness of the buckets in a typical step.
+
+    Attributes:
+        ready_ns: Readiness of each bucket since the step's first, in launch order.
+        blocked_ns: Time that each bucket waits for those before it.
+        exposed_ns: Replayed exposed communication of a step.
+        find_unused_parameters: Whether the flag is on.
+        replay_error_ns: Error of the replay.
+    """
 
     ready_ns: list[int]
     blocked_ns: list[int]

@@ -26,7 +26,15 @@ CAPS_MB = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 200.0)
 
 @dataclass(frozen=True)
 class BucketSizeFacts(Facts):
-    """The present limit and sizes, the replayed exposed communication, and the predicted saving by limit."""
+    """The present buckets, and what other limits save.
+
+    Attributes:
+        bucket_cap_mb: The present limit in MB.
+        bucket_bytes: Sizes of the present buckets, in launch order.
+        exposed_ns: Replayed exposed communication of a step.
+        replay_error_ns: Error of the replay.
+        saved_ns_by_cap_mb: Predicted saving of a step in nanoseconds, by limit in MB.
+    """
 
     bucket_cap_mb: wire.Scalar | None
     bucket_bytes: list[int]

@@ -59,11 +59,11 @@ class CommBoundFacts(Facts):
         bytes_a_step: Sum of the gradients' sizes.
         messages_a_step: Number of all-reduces.
         message_bytes: Smallest, median and largest of them.
-        bytes_per_s: Bytes over the time in which they moved.
-        bus_bytes_per_s: What each rank sends in a ring.
+        bytes_per_s: Bytes a second while they moved.
+        bus_bytes_per_s: Bytes a second that each rank sends in a ring.
         alpha_ns: Latency of one all-reduce.
-        beta_bytes_per_s: Bandwidth without latency.
-        replay_error_ratio: Error of the replayed exposed time.
+        beta_bytes_per_s: Bytes a second without latency.
+        replay_error_ratio: Relative error of the replayed exposed time.
         disturbed_share: Share of the transfers' time beyond their fastest tenth.
         processors: What the ranks lack, or the reason why nothing is known to lack.
     """

@@ -20,7 +20,14 @@ _WIDE = ("float32", "float64")
 
 @dataclass(frozen=True)
 class CompressionPaysFacts(Facts):
-    """Bytes and exposed communication of the replayed step, and the error of the replay."""
+    """The gradients, and the replayed step.
+
+    Attributes:
+        bytes_a_step: Bytes of the gradients.
+        bytes_per_s: Bytes a second while they moved.
+        exposed_ns: Replayed exposed communication of a step.
+        replay_error_ns: Error of the replay.
+    """
 
     bytes_a_step: int
     bytes_per_s: int

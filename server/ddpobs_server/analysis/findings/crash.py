@@ -31,7 +31,18 @@ _CONNECTION = (
 
 @dataclass(frozen=True)
 class CrashFacts(Facts):
-    """The first failure: its kind of `ddpobs.wire.endings`, its error, and the end of each rank that followed."""
+    """The first failure, and the ranks that followed.
+
+    Attributes:
+        kind: `failed`, `died` or `terminated`.
+        error: Class of its exception.
+        signal: Signal that ended its process.
+        exit_status: Exit status of its process.
+        traceback: Last lines of its traceback.
+        host: Its host.
+        module: Module of the bucket launched last; -1 if it is not known.
+        victims: Error or end of each rank that failed because of it.
+    """
 
     kind: str
     error: wire.Scalar | None

@@ -13,7 +13,13 @@ CODES = ("epoch-not-set",)
 
 @dataclass(frozen=True)
 class EpochNotSetFacts(Facts):
-    """Classes of the sampler and of its dataset, and the epoch at which the sampler stays."""
+    """The sampler that repeats its order.
+
+    Attributes:
+        sampler: Class of the sampler.
+        dataset: Class of its dataset.
+        epoch: Epoch at which it stays.
+    """
 
     sampler: wire.Scalar
     dataset: wire.Scalar

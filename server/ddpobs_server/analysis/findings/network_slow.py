@@ -34,7 +34,17 @@ _REMEDY = (
 
 @dataclass(frozen=True)
 class NetworkSlowFacts(Facts):
-    """Transfers in the slow steps, and in the earlier steps that show the run's own link."""
+    """Transfers in the slow steps, and in the earlier steps that show the run's own link.
+
+    Attributes:
+        bytes_per_s: Bytes a second in the slow steps.
+        earlier_bytes_per_s: Bytes a second in the earlier steps.
+        earlier_steps: First and last of the earlier steps.
+        ratio: Relative time of the transfers: measured over expected, median.
+        bytes_a_step: Bytes of the gradients.
+        waiting_ns: Median wait for the last rank in a slow step.
+        steps_used: Number of slow steps.
+    """
 
     bytes_per_s: int
     earlier_bytes_per_s: int

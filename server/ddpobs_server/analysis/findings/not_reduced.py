@@ -13,7 +13,13 @@ CODES = ("not-reduced",)
 
 @dataclass(frozen=True)
 class NotReducedFacts(Facts):
-    """Why gradients were not reduced, of how many parameters, or in how many steps of the optimizer."""
+    """Gradients that each rank applied by itself.
+
+    Attributes:
+        reason: `unsynchronised`, `bypassed`, `unfrozen` or `never`.
+        count: Number of parameters.
+        optimizer_steps: Steps of the optimizer without any reduction.
+    """
 
     reason: str
     count: int | None = None

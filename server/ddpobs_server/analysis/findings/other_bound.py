@@ -21,7 +21,13 @@ _OTHER = wire.PHASES.index("other")
 
 @dataclass(frozen=True)
 class OtherBoundFacts(Facts):
-    """Share of the phase in the steps, all looks in it, and the most frequent places with their looks."""
+    """The phase `other`, and its code.
+
+    Attributes:
+        share: Lowest share of the phase over the ranks, without copies.
+        looks: Looks that found the phase.
+        places: Most frequent places, each with its looks.
+    """
 
     share: float
     looks: int

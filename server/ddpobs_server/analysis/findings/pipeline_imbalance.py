@@ -27,7 +27,15 @@ _MAX_LISTED = 20
 
 @dataclass(frozen=True)
 class StageFacts:
-    """Times of one stage a step, and the first of its ranks."""
+    """Times of one stage in a step.
+
+    Attributes:
+        stages: Indices of the stages on these ranks.
+        ranks: The first of the ranks.
+        computing_ns: Forward and backward of all micro-batches.
+        wait_ns: Waits for messages.
+        bubble: Share of the waits in the schedule's step.
+    """
 
     stages: list[int]
     ranks: list[int]
@@ -38,7 +46,20 @@ class StageFacts:
 
 @dataclass(frozen=True)
 class PipelineImbalanceFacts(Facts):
-    """Times of the stages and of the schedule; the move of a layer is None if the layers are not known."""
+    """Times of the stages and of the schedule.
+
+    Attributes:
+        stages: Times of each stage.
+        expected_bubble: Bubble of equal stages; null for schedules without a formula.
+        micro_batches: Micro-batches of a step.
+        layers: Layers of the slow stage.
+        moved_to: Stages that would take one of them.
+        balanced_saves_ns: Saving of a step if all stages computed equally long.
+        schedule_ns: Measured step of the schedule.
+        predicted_schedule_ns: The same as predicted.
+        step_ns: Median step.
+        steps_used: Number of steps.
+    """
 
     stages: list[StageFacts]
     expected_bubble: float | None

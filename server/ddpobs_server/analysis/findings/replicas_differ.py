@@ -19,7 +19,16 @@ _PARTS = ("gradients", "parameters", "buffers")
 
 @dataclass(frozen=True)
 class ReplicasDifferFacts(Facts):
-    """The parts that differ, the names in each, and the last sampled step in which all agreed, or `UNKNOWN`."""
+    """What differs between the replicas of a module.
+
+    Attributes:
+        module: Number of the module.
+        equal_until: Last sampled step in which all agreed; -1 without one.
+        parts: Parts that differ: gradients, parameters or buffers.
+        differing_gradients: Names of gradients that differ.
+        differing_parameters: Names of parameters that differ.
+        differing_buffers: Names of buffers that differ.
+    """
 
     module: int
     equal_until: int

@@ -22,7 +22,18 @@ EFFICIENCY = 0.8
 
 @dataclass(frozen=True)
 class ScalingLossFacts(Facts):
-    """Mean times from step to step: as measured, without communication and uneven ranks, and the parts of the loss."""
+    """Mean times from one synchronisation to the next.
+
+    Attributes:
+        efficiency: Ideal step over the measured one.
+        slowdown: Measured step over the ideal one.
+        step_ns: Mean step.
+        ideal_step_ns: Step without communication and uneven ranks.
+        waiting_ns: Part that is waiting for other ranks.
+        moving_ns: Part that is communication.
+        rank_seconds_lost: Time lost by all ranks together, in seconds.
+        steps_used: Number of steps.
+    """
 
     efficiency: float
     slowdown: float

@@ -16,7 +16,12 @@ _MAX_AHEAD_NS = 60 * 10**9
 
 @dataclass(frozen=True)
 class TelemetryLossFacts(Facts):
-    """Dropped records and missing batches by rank."""
+    """Telemetry that did not arrive.
+
+    Attributes:
+        dropped: Dropped records by rank.
+        missing_batches: Missing batches by rank.
+    """
 
     dropped: dict[int, int]
     missing_batches: dict[int, int]
@@ -24,7 +29,11 @@ class TelemetryLossFacts(Facts):
 
 @dataclass(frozen=True)
 class ClockSkewFacts(Facts):
-    """How far each rank's wall clock is ahead of the collector's."""
+    """Wall clocks that are ahead.
+
+    Attributes:
+        ahead_ns: Time by which a rank's clock is ahead of the collector's, by rank.
+    """
 
     ahead_ns: dict[int, int]
 

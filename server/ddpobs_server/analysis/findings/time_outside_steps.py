@@ -25,7 +25,15 @@ _MAX_INTERVALS = 32
 
 @dataclass(frozen=True)
 class TimeOutsideStepsFacts(Facts):
-    """The account of the run: times a rank, and the share and the title of each part."""
+    """The account of the run's wall time.
+
+    Attributes:
+        wall_ns: Wall time of a rank.
+        lost_ns: Time of a rank that the cause takes.
+        goodput: Share of the wall time in steps that no restart repeated.
+        shares_of_run: Share of each part.
+        titles: Title of each part.
+    """
 
     wall_ns: int
     lost_ns: int

@@ -37,7 +37,11 @@ class UnusedParametersFacts(Facts):
 
 @dataclass(frozen=True)
 class FindUnusedNeedlessFacts(Facts):
-    """The steps that were looked through."""
+    """What was looked through.
+
+    Attributes:
+        steps_used: Number of steps.
+    """
 
     steps_used: int
 

@@ -34,7 +34,17 @@ _COMPUTATION = (
 
 @dataclass(frozen=True)
 class UtilisationSwingsFacts(Facts):
-    """The swing as a share of the mean step, its period if it has one, and the phase's share of the difference."""
+    """How the step time swings.
+
+    Attributes:
+        swing: Difference between the slow and the fast tenth, as a share of the mean step.
+        period_steps: Steps from one slow stretch to the next.
+        fast_step_ns: Step time of the fast tenth.
+        slow_step_ns: Step time of the slow tenth.
+        slow_share: Share of slow steps.
+        phase_share: Share of the difference that is in the finding's phase.
+        steps_used: Number of steps.
+    """
 
     swing: float
     period_steps: int | None
