@@ -84,7 +84,8 @@ def _page(run: str, parts: Sequence[str], nonce: str, dark: bool = False) -> str
 
 
 def _finding(finding: Mapping[str, Any]) -> str:
-    evidence = {name.replace("_", " "): json.dumps(value) for name, value in finding["evidence"].items()}
+    facts = {name: value for name, value in finding["evidence"].items() if value is not None}
+    evidence = {name.replace("_", " "): json.dumps(value) for name, value in facts.items()}
     gain = finding["gain"]
     text = "" if gain is None else f"<p><b>Gain:</b> {gain['ratio']:.0%} of the {gain['whole']}.</p>"
     return (

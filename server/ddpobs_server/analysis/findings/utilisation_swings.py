@@ -181,12 +181,13 @@ def _finding(evidence: Evidence, swing: _Swing, step_ns: Floats) -> Finding:
     fast_ns, slow_ns = np.quantile(swing.profile_ns, [0.1, 0.9])
     every = f"every {swing.period} steps" if swing.period else "without a period"
     saving = _gain(step_ns, swing) if swing.period else None
+    named = phase.replace("exposed_comm", "exposed communication")
     return Finding(
         code="utilisation-swings",
         severity=advice_severity(saving) if saving else "info",
         verdict=f"The step time swings by {percent(_size(swing))} {every}",
         measure=f"{milliseconds(fast_ns)} in fast steps, {milliseconds(slow_ns)} in slow ones",
-        cause=f"not known: {percent(phase_share)} of the difference is in {phase.replace('_', ' ')}",
+        cause=f"not known: {percent(phase_share)} of the difference is in {named}",
         remedy=_REMEDIES.get(phase, _COMPUTATION),
         steps=evidence.step_range,
         phase=phase,

@@ -26,7 +26,7 @@ function card(finding, key, isChosen, open, select) {
   const title = element("button", { type: "button", class: "finding-title", "aria-pressed": String(isChosen), "data-key": `title ${key}` }, finding.title);
   title.addEventListener("click", () => select(finding, key));
   const details = element("details", { "data-key": key }, element("summary", { "data-key": `summary ${key}` }, `Evidence, ${stepsText(...finding.steps)}`),
-    element("dl", {}, ...Object.entries(finding.evidence).flatMap(([name, value]) => [element("dt", {}, words(name)), element("dd", {}, readable(name, value))])));
+    element("dl", {}, ...Object.entries(finding.evidence).filter(([, value]) => value !== null).flatMap(([name, value]) => [element("dt", {}, words(name)), element("dd", {}, readable(name, value))])));
   details.toggleAttribute("open", open.has(key));
   return element("article", { class: `finding ${finding.severity}${isChosen ? " chosen" : ""}`, "data-finding": key },
     element("span", { class: "badge" }, `${finding.severity} · ${finding.code}`), gain(finding),
