@@ -119,7 +119,7 @@ def crash(evidence: Evidence) -> Judgement:
             verdict=f"Rank {first.rank} {_end(first)} {_place(first)}",
             measure=f"{format_ranks(victims)} failed because of it" if victims else "",
             cause=_cause(first),
-            where=evidence.where([first.rank], format_bucket(max(0, module), bucket) if bucket != wire.UNKNOWN else ""),
+            where=evidence.where([first.rank], _bucket(module, bucket)),
             remedy=_remedy(first),
             steps=(first.step, first.step),
             ranks=[first.rank],
@@ -161,6 +161,12 @@ def ends_of(events: Iterable[tuple[int, wire.Event]]) -> list[End]:
 
 def _exit(event: wire.Event) -> dict[str, wire.Scalar]:
     return {name: event.detail[name] for name in ("signal", "exit_status") if name in event.detail}
+
+
+def _bucket(module: int, bucket: int) -> str:
+    if bucket == wire.UNKNOWN:
+        return ""
+    return format_bucket(module, bucket) if module != wire.UNKNOWN else f"bucket {bucket} of a module that is not known"
 
 
 def _end(first: End) -> str:

@@ -119,7 +119,7 @@ def _finding(evidence: Evidence, times: Sequence[StageTimes], slow: StageTimes, 
         verdict=f"The pipeline waits for {slow.stage.name}",
         measure=f"{milliseconds(slow.computing_ns / micro_batches)} of computation per micro-batch, "
         f"{milliseconds(excess_ns / micro_batches)} ({percent(excess_ns / others_ns)}) more than the other stages",
-        cause="its layers compute longer than those of the other stages",
+        cause="not known: more layers and a slower device look alike",
         where=evidence.where(slow.stage.ranks, format_ranks(slow.stage.ranks)),
         remedy=_remedy(slow, move),
         steps=evidence.step_range,

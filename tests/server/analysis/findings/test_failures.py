@@ -116,7 +116,12 @@ def test_the_rank_with_an_error_of_its_own_failed_first_also_with_a_late_clock()
 
 
 def test_a_process_that_died_without_a_word_comes_before_its_victims() -> None:
-    died = (1, wire.Event(kind="died", at_ns=0, step=8, detail={"wall_ns": 9 * S, "phase": "backward", "bucket": 2}))
+    died = (
+        1,
+        wire.Event(
+            kind="died", at_ns=0, step=8, detail={"wall_ns": 9 * S, "phase": "backward", "module": 0, "bucket": 2}
+        ),
+    )
     victim = failed(0, "RuntimeError", "Connection reset by peer", 5)
     finding = only(crash(evidence(events=[victim, died])))
     assert finding.verdict == "Rank 1 ended without an error in backward of step 8"
