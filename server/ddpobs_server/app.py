@@ -37,7 +37,8 @@ from ddpobs_server.operations.limit_usage import LimitUsage
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings, unknown_settings
-from ddpobs_server.store import Store, database_lock
+from ddpobs_server.store import Store
+from ddpobs_server.store.database import database_lock
 from ddpobs_server.web import listening, problems, security_headers, serving
 from ddpobs_server.web.auth import Authenticator
 from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol

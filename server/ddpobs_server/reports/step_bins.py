@@ -23,7 +23,7 @@ from ddpobs_server.analysis.steps.step_bins import (
     over_ranks,
 )
 from ddpobs_server.store import Source, Store
-from ddpobs_server.store.step_bins import BIN_STEPS, BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS, width
+from ddpobs_server.store.sums.step_bins import BIN_STEPS, BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS, width
 
 _READ_ROWS = 2**16
 """Rows of steps that are read at once."""

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import ingest
+from ddpobs_server.store.writing import ingest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ddpobs import wire

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from ddpobs_server.operations import commands
-from ddpobs_server.store import Store, engine
+from ddpobs_server.store import Store
+from ddpobs_server.store.database import engine
 from typer.testing import CliRunner
 
 SERVER = str(Path(sys.executable).with_name("ddpobs-server"))

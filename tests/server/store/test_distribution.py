@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Store, UnusableError, compaction, schema
+from ddpobs_server.store import Store, UnusableError, schema
+from ddpobs_server.store.upkeep import compaction
 from prometheus_client import CollectorRegistry
 from sqlalchemy.exc import SQLAlchemyError
 

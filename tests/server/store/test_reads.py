@@ -17,7 +17,8 @@ from ddpobs_server.analysis.trace.chrome_trace import EVENTS
 from ddpobs_server.api import runs
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Store, column_queries, unused_queries
+from ddpobs_server.store import Arrival, Store
+from ddpobs_server.store.queries import column_queries, unused_queries
 from fastapi.testclient import TestClient
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families

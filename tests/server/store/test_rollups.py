@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ddpobs_server.store import irregular_bucket_sums, rollups
+from ddpobs_server.store.sums import irregular_bucket_sums, rollups
 from hypothesis import given
 from hypothesis import strategies as st
 

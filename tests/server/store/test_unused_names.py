@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ddpobs_server.store import Arrival, Store, unused_names
+from ddpobs_server.store import Arrival, Store
+from ddpobs_server.store.sums import unused_names
 from sqlalchemy import event
 
 from ddpobs import wire

@@ -8,7 +8,7 @@ from typing import Any
 from sqlalchemy import Dialect, Table, bindparam, case, func, or_, select, text
 
 from ddpobs_server.store import endings, schema
-from ddpobs_server.store.sql import compiled, insert
+from ddpobs_server.store.database.sql import compiled, insert
 
 
 @cache

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from sqlalchemy import Engine
 
-from ddpobs_server.store import migration, schema
-from ddpobs_server.store.database_errors import UnusableError
+from ddpobs_server.store import schema
+from ddpobs_server.store.database import migration
+from ddpobs_server.store.database.database_errors import UnusableError
 
 
 def statements() -> list[str]:

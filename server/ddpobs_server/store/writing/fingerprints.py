@@ -16,7 +16,7 @@ from sqlalchemy import CTE, Connection, func, select, tuple_
 
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.aggregate_queries import sources_of_attempt
+from ddpobs_server.store.queries.aggregate_queries import sources_of_attempt
 
 KEPT = 64
 """Latest samples of each source and module that stay, besides the first."""

@@ -18,7 +18,7 @@ from sqlalchemy import Connection, bindparam, literal_column, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.sql import compiled
+from ddpobs_server.store.database.sql import compiled
 
 BIN_STEPS, FACTOR, LEVELS = schema.ROLLUP_STEPS, 4, 8
 BLOCK_RANKS, OVER_RANKS = 32, -1

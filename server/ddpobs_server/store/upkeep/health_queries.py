@@ -8,8 +8,8 @@ from sqlalchemy.exc import DatabaseError
 from sqlalchemy.schema import CreateTable
 
 from ddpobs import wire
-from ddpobs_server.store import ingest
-from ddpobs_server.store.database_errors import LostDatabaseError
+from ddpobs_server.store.database.database_errors import LostDatabaseError
+from ddpobs_server.store.writing import ingest
 
 _TRIED = Table("ddpobs_tried", MetaData(), Column("run_id", String(1), primary_key=True))
 

@@ -9,9 +9,12 @@ import msgspec
 from sqlalchemy import Connection, Row, case, func, null, select
 
 from ddpobs import wire
-from ddpobs_server.store import aggregate_queries, bucket_sums, endings, layout_queries, schema, unused_queries
-from ddpobs_server.store.aggregate_queries import float_sum, sources_of_attempt
+from ddpobs_server.store import endings, schema
+from ddpobs_server.store.database.sql import float_sum
+from ddpobs_server.store.queries import aggregate_queries, layout_queries, unused_queries
+from ddpobs_server.store.queries.aggregate_queries import sources_of_attempt
 from ddpobs_server.store.rows import Attempt, AttemptSummary, BucketRollup, Rollup, Source
+from ddpobs_server.store.sums import bucket_sums
 
 _END_EVENTS, _END_EVENT_BYTES = 10_000, 8_000_000
 """Most events that `end_events` returns, and their most bytes: a traceback may have 16,384 characters."""

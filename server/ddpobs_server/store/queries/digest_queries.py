@@ -10,7 +10,7 @@ from sqlalchemy import ColumnElement, Connection, Subquery, func, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.aggregate_queries import float_sum
+from ddpobs_server.store.database.sql import float_sum
 from ddpobs_server.store.schema import ROLLUP_STEPS
 
 PARTS = 32

@@ -11,8 +11,9 @@ import msgspec
 from sqlalchemy import Connection
 
 from ddpobs import wire
-from ddpobs_server.store import endings, fingerprints, ingest_sql, schema
-from ddpobs_server.store.sql import execute_many, insert_many
+from ddpobs_server.store import endings, schema
+from ddpobs_server.store.database.sql import execute_many, insert_many
+from ddpobs_server.store.writing import fingerprints, ingest_sql
 
 
 def write(connection: Connection, batches: Sequence[wire.Batch]) -> Counter[str]:

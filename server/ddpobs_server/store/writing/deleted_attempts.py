@@ -5,7 +5,7 @@ from __future__ import annotations
 from sqlalchemy import Connection, select
 
 from ddpobs_server.store import schema
-from ddpobs_server.store.sql import insert
+from ddpobs_server.store.database.sql import insert
 
 _d, _a = schema.deleted_attempts.c, schema.attempts.c
 

@@ -14,7 +14,7 @@ from sqlalchemy import CTE, Connection, case, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
-from ddpobs_server.store.aggregate_queries import float_sum
+from ddpobs_server.store.database.sql import float_sum
 from ddpobs_server.store.rows import Run
 
 NAMES = ("steps", "comm_ns", *(f"{phase}_ns" for phase in wire.PHASES))

@@ -22,18 +22,10 @@ import zstandard
 from sqlalchemy import Connection, Table, case, select, update
 
 from ddpobs import wire
-from ddpobs_server.store import (
-    bucket_sums,
-    chunks,
-    deleted_attempts,
-    endings,
-    ingest_sql,
-    records,
-    rollups,
-    schema,
-    step_bins,
-)
-from ddpobs_server.store.sql import compiled, execute_many, insert_many
+from ddpobs_server.store import chunks, endings, schema
+from ddpobs_server.store.database.sql import compiled, execute_many, insert_many
+from ddpobs_server.store.sums import bucket_sums, rollups, step_bins
+from ddpobs_server.store.writing import deleted_attempts, ingest_sql, records
 
 _MERGED = ("steps", "comms")
 """Kinds of which all batches of a transaction share a chunk."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.store import bucket_sums
+from ddpobs_server.store.sums import bucket_sums
 
 BucketSums = dict[tuple[int, int, int], bucket_sums.Table]
 """By batch, module and revision."""

@@ -8,15 +8,10 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, Engine, Exists, Table, exists, func, select, tuple_
 
-from ddpobs_server.store import (
-    aggregate_queries,
-    database_errors,
-    deleted_attempts,
-    fingerprints,
-    schema,
-    unused_queries,
-    workspace_queries,
-)
+from ddpobs_server.store import schema
+from ddpobs_server.store.database import database_errors
+from ddpobs_server.store.queries import aggregate_queries, unused_queries, workspace_queries
+from ddpobs_server.store.writing import deleted_attempts, fingerprints
 
 _CHUNKS, _PAGES = 5000, 8192
 """Most chunks removed and pages returned at once: ingest gets its turns, and SQLite's log stays small."""

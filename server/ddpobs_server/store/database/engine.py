@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import Engine, create_engine, event
 
-from ddpobs_server.store import database_errors
+from ddpobs_server.store.database import database_errors
 
 _BUSY_S = 30
 """Seconds for which a connection to SQLite waits for a lock."""

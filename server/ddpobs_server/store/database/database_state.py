@@ -11,8 +11,8 @@ from typing import Any
 from sqlalchemy import Engine, event
 from sqlalchemy.engine import ExceptionContext
 
-from ddpobs_server.store import database_errors
-from ddpobs_server.store.database_errors import LostDatabaseError
+from ddpobs_server.store.database import database_errors
+from ddpobs_server.store.database.database_errors import LostDatabaseError
 
 _SUFFIXES = ("", "-wal", "-shm")
 """The file, its write-ahead log and the log's index: a commit needs all three until the next checkpoint."""

@@ -1,4 +1,4 @@
-"""Statements compiled once to SQL for the driver: SQLAlchemy takes longer to compile a statement than to run it."""
+"""Statements as the drivers take them: compiled once, since SQLAlchemy takes longer to compile one than to run it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from functools import cache
 from operator import itemgetter
 from typing import Any
 
-from sqlalchemy import Connection, Dialect, Insert, Select, Table, Update
+from sqlalchemy import Connection, Dialect, Double, Insert, Select, Table, Update, cast, func
 from sqlalchemy.dialects import postgresql, sqlite
 
 
@@ -40,3 +40,8 @@ def execute_many(connection: Connection, statement: Insert, rows: list[dict[str,
     sql, names = compiled(statement, connection.dialect, tuple(rows[0]))
     values = itemgetter(*names) if names else dict
     return connection.exec_driver_sql(sql, list(map(values, rows))).rowcount
+
+
+def float_sum(column: Any) -> Any:
+    """A sum in floating point, which absurd values cannot overflow: SQLite raises if a sum of integers overflows."""
+    return func.sum(cast(column, Double))

@@ -13,10 +13,10 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs.wire.columns import Columns
-from ddpobs_server.store import irregular_bucket_sums
-from ddpobs_server.store.bucket_sums import add_tables, build_table
-from ddpobs_server.store.irregular_bucket_sums import BucketSums, changes
 from ddpobs_server.store.schema import ROLLUP_STEPS, STEP_BOUNDS_S
+from ddpobs_server.store.sums import irregular_bucket_sums
+from ddpobs_server.store.sums.bucket_sums import add_tables, build_table
+from ddpobs_server.store.sums.irregular_bucket_sums import BucketSums, changes
 
 Sums = dict[str, list[int]]
 """Columns of sums by name; the column `batch` has the batch of each row."""

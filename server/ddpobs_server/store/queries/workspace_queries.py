@@ -8,8 +8,8 @@ import msgspec
 from sqlalchemy import Connection, func, select
 
 from ddpobs_server.store import schema
+from ddpobs_server.store.database.sql import insert
 from ddpobs_server.store.rows import WorkspaceUsage
-from ddpobs_server.store.sql import insert
 
 
 def stored_limits(connection: Connection) -> dict[str, dict[str, Any]]:

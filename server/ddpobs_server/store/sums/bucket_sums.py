@@ -19,8 +19,8 @@ from sqlalchemy import CTE, Connection, Dialect, and_, bindparam, or_, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
+from ddpobs_server.store.database.sql import compiled, insert
 from ddpobs_server.store.rows import BucketRollup
-from ddpobs_server.store.sql import compiled, insert
 
 SUMS = ("steps", "compute_ns", "comm_ns", "exposed_ns")
 Table = npt.NDArray[np.float64]

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ddpobs_server.store.database_errors import UnusableError
+from ddpobs_server.store.database.database_errors import UnusableError
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, Engine, func, inspect, select
 
-from ddpobs_server.store.database_errors import UnusableError
+from ddpobs_server.store.database.database_errors import UnusableError
 
 _log = logging.getLogger(__name__)
-_MIGRATIONS = Path(__file__).parent / "migrations"
+_MIGRATIONS = Path(__file__).parents[1] / "migrations"
 _LOCK = 0xDD90B5
 """Advisory lock held during the migration of a PostgreSQL database."""
 _INCREMENTAL = 2

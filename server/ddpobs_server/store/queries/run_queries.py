@@ -9,9 +9,9 @@ from sqlalchemy import ColumnElement, Connection, case, false, func, or_, select
 
 from ddpobs.shared.hang_verdict import SILENT_NS
 from ddpobs_server.store import endings, schema
-from ddpobs_server.store.aggregate_queries import float_sum
+from ddpobs_server.store.database.sql import float_sum
+from ddpobs_server.store.queries.run_labels import decoded_tags
 from ddpobs_server.store.rows import Run, RunVersion
-from ddpobs_server.store.run_labels import decoded_tags
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 
 _r, _s = schema.runs.c, schema.sources.c

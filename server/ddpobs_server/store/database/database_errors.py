@@ -18,7 +18,7 @@ from sqlalchemy.exc import TimeoutError as NoConnectionError
 from sqlalchemy.pool import PoolProxiedConnection, QueuePool
 from typing_extensions import override
 
-from ddpobs_server.store import database_access
+from ddpobs_server.store.database import database_access
 
 _PASSING = frozenset(
     {

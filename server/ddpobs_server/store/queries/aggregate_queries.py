@@ -6,10 +6,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import msgspec
-from sqlalchemy import CTE, ColumnElement, Connection, Double, and_, case, cast, func, select
+from sqlalchemy import CTE, ColumnElement, Connection, and_, case, func, select
 
 from ddpobs import wire
 from ddpobs_server.store import schema
+from ddpobs_server.store.database.sql import float_sum
 from ddpobs_server.store.rows import PeerTotal, Rollup
 
 _r, _s = schema.runs.c, schema.sources.c
@@ -22,11 +23,6 @@ ENDS = ("failed", "died", "terminated", "interrupted")
 """Kinds of events that are read first if there are too many."""
 _REPEATED, _REPEATS = ("stuck", "not_reduced"), 64
 """Kinds of events of which a diagnosis reads the first of each source, and how many."""
-
-
-def float_sum(column: Any) -> Any:
-    """A sum in floating point, which absurd values cannot overflow: SQLite raises if a sum of integers overflows."""
-    return func.sum(cast(column, Double))
 
 
 def sources_of_attempt(run: str, attempt: str) -> CTE:
