@@ -22,7 +22,7 @@ from typing_extensions import override
 
 import ddpobs
 from ddpobs_server import api, metrics, page, signals
-from ddpobs_server.api.field_descriptions import describe
+from ddpobs_server.api.openapi import describe
 from ddpobs_server.figures.pictures import Pictures
 from ddpobs_server.ingest import route, series_ledger, upload
 from ddpobs_server.ingest.admission import Admission

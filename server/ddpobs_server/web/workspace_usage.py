@@ -28,7 +28,17 @@ _LIMITS = ("max_runs", "max_series", "keep_gb", "batches_per_s", "mb_per_s", "re
 
 
 class Usage(TypedDict):
-    """Usage of a workspace; `refused` counts batches by the problem's title."""
+    """Usage of a workspace; `refused` counts batches by the problem's title.
+
+    Attributes:
+        runs: Number of stored runs.
+        series: Time series of the metrics.
+        stored_bytes: Size of the stored data, in bytes.
+        under_way_bytes: Size of the batches that are arriving, in bytes.
+        waiting_batches: Batches that wait to be stored.
+        reads: Reads in progress.
+        refused: Refused batches, by problem.
+    """
 
     runs: int
     series: int

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
-from ddpobs_server.api import schemas
+from ddpobs_server.api import diagnosis, ranks, runs
+from ddpobs_server.api.layout import Bucket
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
 from hypothesis import HealthCheck, given, settings
@@ -77,7 +78,7 @@ def test_every_rest_route_is_in_the_guide() -> None:
 
 def test_every_field_of_a_rank_and_a_run_is_in_the_guide() -> None:
     guide = (ROOT / "docs" / "rest.md").read_text()
-    for schema in (schemas.Rank, schemas.RunDetails, schemas.ListedRun, schemas.Stragglers, schemas.Bucket):
+    for schema in (ranks.Rank, runs.RunDetails, runs.ListedRun, diagnosis.Stragglers, Bucket):
         missing = [name for name in schema.__annotations__ if f'"{name}"' not in guide]
         assert missing == [], schema.__name__
 

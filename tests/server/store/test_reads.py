@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from ddpobs_server.analysis.findings.unused_parameters import LATEST_SETS
 from ddpobs_server.analysis.trace.chrome_trace import EVENTS
-from ddpobs_server.api import runs
+from ddpobs_server.api import columns
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store
@@ -210,7 +210,7 @@ def test_a_silent_rank_does_not_hold_the_cache_back(store: Store) -> None:
 
 
 def test_pages_hold_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_PAGE_ROWS", 50)
+    monkeypatch.setattr(columns, "_PAGE_ROWS", 50)
     with client(sqlite(tmp_path)) as http:
         fill(http, "run", 3, count=70)
         for kind, rows in (("steps", 70 * 3), ("spans", 70 * 6), ("steps", 70)):
