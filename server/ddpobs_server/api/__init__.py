@@ -9,7 +9,6 @@ from ddpobs_server.api import (
     account_route,
     columns,
     compare,
-    concurrency,
     diagnosis,
     figures,
     health,
@@ -40,7 +39,6 @@ def install(app: FastAPI) -> None:
     """Add the routes."""
     app.add_middleware(_HeadAsGet)
     app.add_middleware(ChunkedResponses)
-    concurrency.install(app)
     for module in (
         health,
         runs,

@@ -12,10 +12,12 @@ from typing_extensions import TypedDict
 from ddpobs import wire
 from ddpobs.wire.columns import Columns, Range
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
-from ddpobs_server.api.deps import ModuleQuery, RankQuery, ReportsDep, RunDep, StepRangeDep, StoreDep
+from ddpobs_server.api.deps import ModuleQuery, RankQuery, RunDep, StepRangeDep, StoreDep
 from ddpobs_server.api.fields import AttemptResponse, NextStep, doc
 from ddpobs_server.api.openapi import attributes_of
 from ddpobs_server.api.responses import columns_response
+from ddpobs_server.reports.columns import RunColumns
+from ddpobs_server.reports.timeline import RunTimeline
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=ConcurrencyLimitedRoute)
 
@@ -109,7 +111,6 @@ def get_steps(
     run: RunDep,
     steps: StepRangeDep,
     store: StoreDep,
-    reports: ReportsDep,
     rank: RankQuery = None,
     mean: Annotated[bool, Query(description="Wall time and phases only, the mean over the ranks.")] = False,
     points: Annotated[int | None, Query(ge=1, le=10_000, description="Bins instead of steps, at most as many.")] = None,
@@ -117,14 +118,16 @@ def get_steps(
     """Steps in columns, sorted by step and rank; `next` is the first step that did not fit into this response.
 
     With `points` the run, or `from` to `to`, is divided into bins: minimum, median and maximum of the wall time and the
-    phases of each rank. With `mean` too, the minimum, the median of the medians and the maximum over the ranks.
+    phases of each rank. With `mean` too, the minimum, the median of the medians and the maximum over the ranks. Bins of
+    stored runs begin at multiples of 64 steps; `next` is set if ranks times bins are more than 25,000.
     """
     attempt, first, last = steps.attempt, steps.first, steps.last
+    columns_of = RunColumns(store, run.run, attempt)
     if points is not None:
-        bins = reports.step_bins(run.run, attempt, (first, last), points, rank, mean=mean)
+        bins = columns_of.step_bins((first, last), points, rank, mean=mean)
         return columns_response(run.name, attempt, *bins)
     if mean:
-        return columns_response(run.name, attempt, *reports.mean_steps(run.run, attempt, first, last))
+        return columns_response(run.name, attempt, *columns_of.mean_steps(first, last))
     end = store.page_end("steps", run.run, attempt, rank=rank, first=first, last=last, rows=_PAGE_ROWS)
     ranks, columns = store.steps(run.run, attempt, rank, first, last if end is None else end)
     next_step = None if end is None else end + 1
@@ -136,7 +139,6 @@ def get_spans(
     run: RunDep,
     steps: StepRangeDep,
     store: StoreDep,
-    reports: ReportsDep,
     rank: RankQuery = None,
     module: ModuleQuery = None,
 ) -> Response:
@@ -144,5 +146,7 @@ def get_spans(
     attempt, first, last = steps.attempt, steps.first, steps.last
     # Aligning one rank's spans needs the other ranks' spans too, so the page is counted over all ranks.
     end = store.page_end("spans", run.run, attempt, first=first, last=last, rows=_PAGE_ROWS)
-    columns = reports.aligned_spans(run.run, attempt, rank, first, last if end is None else end, module=module)
+    columns = RunTimeline(store, run.run, attempt).aligned_spans(
+        rank, first, last if end is None else end, module=module
+    )
     return columns_response(run.name, attempt, with_null(columns, wire.Spans), None if end is None else end + 1)

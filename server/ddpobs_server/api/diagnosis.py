@@ -8,11 +8,12 @@ from fastapi import APIRouter, Response
 from typing_extensions import TypedDict
 
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
-from ddpobs_server.api.deps import ReportsDep, RunDep, StepRangeDep
+from ddpobs_server.api.deps import ReportsDep, RunDep, StepRangeDep, StoreDep
 from ddpobs_server.api.fields import AttemptResponse, Goodput, Missing, NextStep, PhaseTimes, RankId, doc
 from ddpobs_server.api.findings import FindingResponse, StepLevel
 from ddpobs_server.api.responses import json_response
-from ddpobs_server.reports.reports import TooManyStepsError
+from ddpobs_server.reports.columns import RunColumns
+from ddpobs_server.reports.timeline import RunTimeline, TooManyStepsError
 from ddpobs_server.web.problems import Problem
 
 router = APIRouter(prefix="/api/v1/runs/{run}", tags=["diagnosis"], route_class=ConcurrencyLimitedRoute)
@@ -69,12 +70,14 @@ class Trace(TypedDict):
 
 
 @router.get("/stragglers", response_model=Stragglers)
-def get_stragglers(run: RunDep, steps: StepRangeDep, reports: ReportsDep) -> Response:
+def get_stragglers(run: RunDep, steps: StepRangeDep, store: StoreDep) -> Response:
     """Own time of each rank in each step, its excess over the other ranks' median, and the last rank with its delay.
 
     Without `from` and `to`: the latest steps. `next` is the first step that did not fit into this response.
     """
-    return json_response(reports.stragglers(run.run, steps.attempt, steps.first, steps.last) | {"run": run.name})
+    return json_response(
+        RunColumns(store, run.run, steps.attempt).stragglers(steps.first, steps.last) | {"run": run.name}
+    )
 
 
 @router.get("/diagnostics", response_model=Diagnostics)
@@ -88,7 +91,7 @@ def get_diagnostics(run: RunDep, steps: StepRangeDep, reports: ReportsDep) -> Re
 
 
 @router.get("/trace", response_model=Trace)
-def get_trace(run: RunDep, steps: StepRangeDep, reports: ReportsDep) -> Response:
+def get_trace(run: RunDep, steps: StepRangeDep, store: StoreDep) -> Response:
     """Steps as a Chrome trace with all ranks on one clock, for Perfetto or chrome://tracing.
 
     Without `from` and `to`: the latest 50 steps. A trace holds about 100,000 events, or one step.
@@ -96,7 +99,7 @@ def get_trace(run: RunDep, steps: StepRangeDep, reports: ReportsDep) -> Response
     has fewer steps instead.
     """
     try:
-        return json_response(reports.trace(run.run, steps.attempt, steps.first, steps.last))
+        return json_response(RunTimeline(store, run.run, steps.attempt).trace(steps.first, steps.last))
     except TooManyStepsError as error:
         fits = f"at most {error.fits_until} for a trace from step {steps.first} on"
         detail = f"to: expected {fits}, got {steps.last}; request fewer steps"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Response
 from fastapi.responses import HTMLResponse
 from typing_extensions import TypedDict
 
@@ -18,6 +18,7 @@ from ddpobs_server.figures.report_policy import report_policy, utc
 from ddpobs_server.figures.selection import Name, Order, Selection
 from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.web.security_headers import POLICY
+from ddpobs_server.web.services import ServicesDep
 
 router = APIRouter(prefix="/api/v1/runs/{run}", tags=["figures"], route_class=ConcurrencyLimitedRoute)
 
@@ -44,8 +45,8 @@ class Figure(AttemptResponse):
     shown: Annotated[dict[str, Any], doc("Steps, ranks and step that are drawn.")]
 
 
-def _pictures(request: Request) -> Pictures:
-    return request.app.state.pictures  # type: ignore[no-any-return]
+def _pictures(services: ServicesDep) -> Pictures:
+    return services.pictures
 
 
 PicturesDep = Annotated[Pictures, Depends(_pictures)]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Request, Response
+from fastapi import APIRouter, Response
 from typing_extensions import TypedDict
 
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import Reader
 from ddpobs_server.api.fields import doc
 from ddpobs_server.api.responses import json_response
-from ddpobs_server.web.workspace_usage import Usage, WorkspaceUsages
+from ddpobs_server.web.services import ServicesDep
+from ddpobs_server.web.workspace_usage import Usage
 
 router = APIRouter(prefix="/api/v1", tags=["workspaces"], route_class=ConcurrencyLimitedRoute)
 
@@ -46,10 +47,9 @@ class Workspaces(TypedDict):
 
 
 @router.get("/workspaces", response_model=Workspaces)
-def list_workspaces(caller: Reader, request: Request) -> Response:
+def list_workspaces(caller: Reader, services: ServicesDep) -> Response:
     """Limits and usage of the caller's workspace. A token of the default workspace with the scope admin lists all."""
-    usages: WorkspaceUsages = request.app.state.workspace_usage
-    rows = usages.visible_to(caller)
+    rows = services.usages.visible_to(caller)
     return json_response(
         {
             "workspaces": [

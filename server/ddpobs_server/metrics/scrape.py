@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ddpobs_server.metrics.families import Families, Render, headers
-from ddpobs_server.metrics.runs import render_present, render_runs
+from ddpobs_server.metrics.metric import Families, Render
+from ddpobs_server.metrics.run_metrics import headers, render_present, render_runs
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.settings import Settings

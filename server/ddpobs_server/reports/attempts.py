@@ -23,7 +23,8 @@ class AttemptOutcome:
     Attributes:
         attempt: Id of the attempt: 16 hexadecimal digits.
         ordinal: Number of the attempt, from 0.
-        outcome: How the attempt went.
+        outcome: How the attempt went. `killed`: all ranks have ended, some by SIGTERM. `superseded`: a later attempt
+            began, and this one sent no end.
         reason: The reason in one line; empty if the attempt runs or finished.
         first_rank: Rank that failed, died, was terminated or interrupted first; None if none did.
         began_ns: Arrival of the attempt's first batch, as Unix time, in nanoseconds.

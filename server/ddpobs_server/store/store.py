@@ -31,7 +31,7 @@ from ddpobs_server.store.queries import (
 )
 from ddpobs_server.store.rows import Aggregates, LayoutOutline, Run, RunVersion
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
-from ddpobs_server.store.sums import bucket_sums, step_bins
+from ddpobs_server.store.sums import bucket_sums, stored_bins
 from ddpobs_server.store.sums.phase_totals import PhaseTotals
 from ddpobs_server.store.sums.unused_names import UnusedNames
 from ddpobs_server.store.upkeep import compaction, health_queries, removal
@@ -264,10 +264,10 @@ class Store:
     page_end = _reads(column_queries.page_end)
     estimate_rows = _reads(column_queries.estimate_rows)
 
-    read_step_bins = _reads(step_bins.step_bins)
-    step_bin_states = _reads(step_bins.step_bin_states)
-    write_step_bins = _writes(step_bins.write_step_bins)
-    keep_step_bin = _writes(step_bins.keep_step_bin)
+    read_step_bins = _reads(stored_bins.step_bins)
+    step_bin_states = _reads(stored_bins.step_bin_states)
+    write_step_bins = _writes(stored_bins.write_step_bins)
+    keep_step_bin = _writes(stored_bins.keep_step_bin)
     runs_with_columns = _reads(run_queries.with_columns)
     workspace_limits = _reads(workspace_queries.stored_limits)
     set_workspace_limits = _writes(workspace_queries.store_limits)

@@ -245,7 +245,7 @@ def test_the_refusal_of_a_long_trace_names_the_last_step_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events_a_step = 3 * (EVENTS["steps"] + 2 * EVENTS["spans"])
-    monkeypatch.setattr("ddpobs_server.reports.reports._TRACE_EVENTS", 10 * events_a_step)
+    monkeypatch.setattr("ddpobs_server.reports.timeline._TRACE_EVENTS", 10 * events_a_step)
     with client(sqlite(tmp_path)) as http:
         fill(http, "run", 3)
         refused = http.get("/api/v1/runs/run/trace", params={"from": 5, "to": 39})
@@ -356,14 +356,14 @@ def test_batches_are_acknowledged_while_more_reads_wait_than_threads_exist(tmp_p
             assert (
                 await http.put(path(sent_batch), content=wire.encode(sent_batch), headers=headers)
             ).status_code == 201
-            read = app.state.store.steps
+            read = app.state.services.store.steps
 
             def slow(*arguments: Any) -> Any:
                 began.release()
                 assert release.wait(60)
                 return read(*arguments)
 
-            app.state.store.steps = slow
+            app.state.services.store.steps = slow
             reads = [asyncio.create_task(http.get("/api/v1/runs/run/steps")) for _ in range(60)]
             while not began.acquire(blocking=False):
                 await asyncio.sleep(0.01)

@@ -24,7 +24,7 @@ from sqlalchemy import Connection, Table, case, select, update
 from ddpobs import wire
 from ddpobs_server.store import chunks, endings, schema
 from ddpobs_server.store.database.sql import compiled, execute_many, insert_many
-from ddpobs_server.store.sums import bucket_sums, rollups, step_bins
+from ddpobs_server.store.sums import bucket_sums, rollups, stored_bins
 from ddpobs_server.store.writing import deleted_attempts, ingest_sql, records
 
 _MERGED = ("steps", "comms")
@@ -294,7 +294,7 @@ def _count_record_bytes(connection: Connection, growth: Mapping[str, int]) -> No
 
 def _write_sums(connection: Connection, arrivals: Sequence[Arrival], steps: Sequence[Joined]) -> Counter[str]:
     """Add to the sums. Returns the growth of the packed sums of buckets in bytes, by run."""
-    step_bins.mark_stale(connection, (_extent(batch) for group in steps for batch in group.batches))
+    stored_bins.mark_stale(connection, (_extent(batch) for group in steps for batch in group.batches))
     _add(connection, schema.rollups, [(g.batches, rollups.step_windows(g.record, g.batch)) for g in steps])
     _add(connection, schema.step_histogram, [(g.batches, rollups.step_durations(g.record, g.batch)) for g in steps])
     with_peers = [arrival.batch for arrival in arrivals if arrival.batch.peers]
