@@ -86,8 +86,8 @@ def get_diagnostics(run: RunDep, steps: StepRangeDep, reports: ReportsDep) -> Re
 
     `from` and `to` judge a part of the run. `intervals` are the steps in which a finding held, with Unix times.
     """
-    answer = reports.diagnostics_between(run.run, steps.attempt, steps.first, steps.last)
-    return json_response(answer | {"run": run.name})
+    diagnosis = reports.diagnostics_between(run.run, steps.attempt, steps.first, steps.last)
+    return json_response(diagnosis | {"run": run.name})
 
 
 @router.get("/trace", response_model=Trace)

@@ -22,7 +22,7 @@ from ddpobs_server.api.fields import (
     StepNumber,
     doc,
 )
-from ddpobs_server.api.responses import json_response, within_answer
+from ddpobs_server.api.responses import json_response, within_response
 from ddpobs_server.store import BucketRollup, LayoutOutline
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=ConcurrencyLimitedRoute)
@@ -149,14 +149,14 @@ def get_unused(
     attempt: AttemptDep,
     store: StoreDep,
     module: ModuleQuery = None,
-    limit: Annotated[int, Query(ge=1, le=10_000, description="Most sets of an answer.")] = 1000,
+    limit: Annotated[int, Query(ge=1, le=10_000, description="Maximum sets of a response.")] = 1000,
 ) -> Response:
     """Names of unused parameters at each change of the set: each rank's latest sets, by rank, the oldest first.
 
-    `left_out` counts the sets within `limit` whose names did not fit into the answer.
+    `left_out` counts the sets within `limit` whose names did not fit into the response.
     """
     stored, left_out = store.unused(run.run, attempt, module, limit)
-    fitting, beyond = within_answer(stored)
+    fitting, beyond = within_response(stored)
     unused = [{"rank": rank, **msgspec.structs.asdict(record)} for rank, record in fitting]
     return json_response({"run": run.name, "attempt": attempt, "unused": unused, "left_out": left_out + beyond})
 

@@ -32,7 +32,7 @@ _SCRAPES, _WAIT_S = 2, 5.0
 Scrapes do not take the reads' slots, so slow reads do not delay them.
 """
 _UNSENT_SCRAPES = 4
-"""Large answers that are sent; each may take 64 MB, and more clients than that are rare."""
+"""Large responses that are sent; each may take 64 MB, and more clients than that are rare."""
 _GZIP_LEVEL = 1
 """The lines repeat so much that higher levels save little and cost several times as long."""
 
@@ -67,10 +67,14 @@ class Scrapes:
         self.slots, self.places = FairSlots(_SCRAPES, share), FairSlots(_UNSENT_SCRAPES, share)
         self.seconds = Gauge("ddpobs_server_scrape_seconds", "Duration of the last scrape.", registry=registry)
         self.failures = Counter(
-            "ddpobs_server_scrape_failures", "Scrapes answered with 503: the runs could not be read.", registry=registry
+            "ddpobs_server_scrape_failures",
+            "Scrapes that ended with 503: the runs could not be read.",
+            registry=registry,
         )
         self.runs_left_out = Counter(
-            "ddpobs_server_scrape_runs_left_out", "Runs that did not fit into an answer of /metrics.", registry=registry
+            "ddpobs_server_scrape_runs_left_out",
+            "Runs that did not fit into a response of /metrics.",
+            registry=registry,
         )
 
 
@@ -132,7 +136,7 @@ async def _render_runs(services: Services, workspace: str, render: Render) -> by
     """The metrics of the runs.
 
     Raises:
-        Problem: 503 if they cannot be read. An answer without runs would keep `up` at 1 and resolve their alerts.
+        Problem: 503 if they cannot be read. A response without runs would keep `up` at 1 and resolve their alerts.
     """
     if not services.health.database_answers:
         raise _failure(services, str(services.health.problem))

@@ -124,7 +124,7 @@ class Authenticator:
         try:
             tokens = self._settings.file_tokens()
         except ValueError as error:
-            _log.warning("the former tokens stay in use: %s", error)
+            _log.warning("%s; the tokens that it held before stay valid until the file is correct", error)
             return
         if tokens:
             self._file_digests = list(map(_digest, tokens))

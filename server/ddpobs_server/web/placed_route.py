@@ -73,7 +73,7 @@ class _PlacedSend:
             finally:
                 _small_unread_bytes -= size
         elif self._places.waiting() >= _MAX_WAITING:
-            detail = "large answers that clients read slowly occupy all places; read faster, or try again"
+            detail = "large responses that clients read slowly occupy all places; read faster, or try again"
             response = problems.problem_response(
                 self._request, Problem(503, "Too many large answers", detail, {"Retry-After": "2"})
             )

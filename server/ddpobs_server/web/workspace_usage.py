@@ -1,4 +1,4 @@
-"""Usage of each workspace, beside its limits: for metrics and the REST answer."""
+"""Usage of each workspace, beside its limits: for metrics and the REST response."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ def test_a_port_occupied_after_it_was_bound_ends_the_server_with_1() -> None:
     )
     exit_code, lines = serve("--port", "0", command=(sys.executable, "-c", code))
     assert exit_code == 1
-    assert "cannot listen: Address already in use" in "".join(lines)
+    assert ": Address already in use; end that process, or choose another --port" in "".join(lines)
 
 
 def test_an_unknown_setting_causes_a_warning(occupied_port: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -380,7 +380,7 @@ def test_steps_with_too_many_rows_are_reported_in_missing(store: Store, monkeypa
     fill(store, 60, (Slow(1, "data", 60),))
     copies = select(store.steps(RUN, ATTEMPT, 0, 59, 59)[1], np.zeros(500, np.int64))
     ingest(store, batch(0, 2, steps=copies))
-    monkeypatch.setattr("ddpobs_server.store.queries.column_queries._MOST_BYTES", 50_000)
+    monkeypatch.setattr("ddpobs_server.store.queries.column_queries._MAX_BYTES", 50_000)
     diagnosis = Reports(store).diagnostics(RUN, ATTEMPT)
     assert any(reason.startswith("steps: ") for reason in diagnosis["missing"])
     assert diagnosis["findings"] == []

@@ -326,7 +326,7 @@ def test_a_step_of_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.
     with client(sqlite(tmp_path)) as http:
         fill(http, "run", 3)
         assert http.get(f"/api/v1/runs/run/{read}").status_code == 200
-        monkeypatch.setattr(column_queries, "_MOST_BYTES", 300)
+        monkeypatch.setattr(column_queries, "_MAX_BYTES", 300)
         refused = http.get(f"/api/v1/runs/run/{read}")
         assert (refused.status_code, refused.json()["title"]) == (422, "Too many rows")
         assert http.get("/api/v1/runs/run/diagnostics").status_code == 200

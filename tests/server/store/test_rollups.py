@@ -47,7 +47,7 @@ def test_sums_by_bucket_equal_those_of_a_loop_over_rows(least: int, batches: lis
                 previous = ready
 
     result: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    with patch.object(rollups, "_LEAST_ROWS", least):
+    with patch.object(rollups, "_MIN_ROWS", least):
         sums = rollups.sum_buckets(*rollups.join([_spans(batch_rows) for batch_rows in batches]), [None] * len(batches))
     for key, table in sums.items():
         assert (np.diff(table[0]) > 0).all()

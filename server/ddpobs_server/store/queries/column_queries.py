@@ -1,6 +1,6 @@
 """Columns of steps, spans and comms, read from chunks.
 
-Chunks are selected by run, attempt, kind and steps; of each, only the requested rows are kept. An answer holds about
+Chunks are selected by run, attempt, kind and steps; of each, only the requested rows are kept. A response holds about
 100,000 rows and whole steps; `page_end` computes from the chunks' step ranges where the next page begins.
 """
 
@@ -21,11 +21,11 @@ from ddpobs_server.store import chunks, schema
 
 _PAGE_CHUNKS = 20_000
 """Most chunks in a page."""
-_MOST_BYTES = 200_000_000
+_MAX_BYTES = 200_000_000
 """Most memory for the columns of a read, before they are sorted."""
 _SAMPLES_A_BATCH = 64
 """Samples of a batch that are looked for."""
-_MOST_SAMPLES = 256
+_MAX_SAMPLES = 256
 _NONE = np.zeros(0, np.int64)
 _Columns = TypeVar("_Columns", bound=Columns)
 _Result_co = TypeVar("_Result_co", bound=Columns, covariant=True)
@@ -37,7 +37,7 @@ class TooManyRowsError(ValueError):
     """The requested steps have more rows than a read may return."""
 
     def __init__(self) -> None:
-        super().__init__(f"these steps have more rows than one read takes: {_MOST_BYTES} bytes of columns")
+        super().__init__(f"these steps have more rows than one read takes: {_MAX_BYTES} bytes of columns")
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def readiness(
         c.first_step >= first,
         c.last_step <= last,
     )
-    rows = connection.execute(statement.order_by(c.last_step.desc()).limit(_MOST_SAMPLES))
+    rows = connection.execute(statement.order_by(c.last_step.desc()).limit(_MAX_SAMPLES))
     return [(row.rank, wire.unpack(zstandard.decompress(row.payload), wire.Readiness)) for row in rows]
 
 
@@ -135,7 +135,7 @@ def _read(connection: Connection, kind: type[_Columns], query: ColumnQuery) -> t
         # Drop the other rows at once: a chunk may hold a hundred steps if a single step is requested.
         parts.append(columns if matches.all() else {field: values[matches] for field, values in columns.items()})
         size_bytes += sum(values.nbytes for values in parts[-1].values())
-        if size_bytes > _MOST_BYTES:
+        if size_bytes > _MAX_BYTES:
             raise TooManyRowsError
 
     def concatenated(name: str) -> wire.Ints:

@@ -16,7 +16,7 @@ from ddpobs_server.store import schema
 from ddpobs_server.store.rows import LayoutOutline
 
 ANSWER_BYTES = 16_000_000
-"""Most bytes of layouts in an answer. A batch may be as large, so the first layout always fits."""
+"""Maximum bytes of layouts in a response. A batch may be as large, so the first layout always fits."""
 _GROUP, _BUFFERED = 64, 4
 """Layouts that a statement looks up, and that the driver buffers: each may have 16 MB."""
 _CACHED_BUCKETS = 1_000_000

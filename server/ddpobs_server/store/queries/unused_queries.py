@@ -1,4 +1,4 @@
-"""Unused sets: their names within a budget of bytes, for diagnoses and answers."""
+"""Unused sets: their names within a budget of bytes, for diagnoses and responses."""
 
 from __future__ import annotations
 

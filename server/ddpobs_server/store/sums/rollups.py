@@ -23,7 +23,7 @@ Sums = dict[str, list[int]]
 _C = TypeVar("_C", bound=Columns)
 _IDENTITY = slice(wire.Spans.names.index("module"), wire.Spans.names.index("bucket") + 1)
 """Columns of spans that identify a bucket: module, revision and bucket."""
-_LEAST_ROWS = 64
+_MIN_ROWS = 64
 """Fewest rows per module in a grid. Fewer rows are faster to sort together with others."""
 _READY, _LAUNCHED, _DONE = map(wire.Spans.names.index, ("ready_ns", "launched_ns", "done_ns"))
 
@@ -203,7 +203,7 @@ def _split_grids(spans: wire.Spans, starts: wire.Ints) -> tuple[list[tuple[Any, 
         _, example, pattern, counts = np.unique(
             keys.view(f"V{keys.strides[0]}").ravel(), return_index=True, return_inverse=True, return_counts=True
         )
-        for index in np.flatnonzero(counts * width >= _LEAST_ROWS).tolist():
+        for index in np.flatnonzero(counts * width >= _MIN_ROWS).tolist():
             if _pays(identity[:, step_starts[example[index]] + offset], int(counts[index])):
                 rows = (step_starts[pattern == index][:, None] + offset).ravel()
                 grids.append((rows, width))
@@ -213,7 +213,7 @@ def _split_grids(spans: wire.Spans, starts: wire.Ints) -> tuple[list[tuple[Any, 
 
 def _pays(identity: wire.Ints, steps: int) -> bool:
     """Whether `steps` steps with these buckets have enough rows to outweigh the work for each module."""
-    return bool(identity.shape[1] * steps >= _LEAST_ROWS * len(_module_begins(identity)))
+    return bool(identity.shape[1] * steps >= _MIN_ROWS * len(_module_begins(identity)))
 
 
 def _module_begins(identity: wire.Ints) -> list[int]:

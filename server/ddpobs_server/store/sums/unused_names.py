@@ -22,7 +22,7 @@ _GROUP = 16
 """Sets that a statement looks up: each may have 16 MB."""
 _RUN_BYTES, _READ_BYTES = 32_000_000, 64_000_000
 """Bytes after which no further set of a run is read, and after which a read leaves the rest to the next one."""
-_MOST_NAMES = 200_000
+_MAX_NAMES = 200_000
 """Sets with more names are not read: their number is all that counts."""
 _CACHED_HASHES, _CACHED_SETS = 2_000_000, 100_000
 """Most hashes and sets in the cache."""
@@ -81,7 +81,7 @@ class UnusedNames:
 
     def _hashes(self, connection: Connection, sets: Sequence[_Set], reader: _Reader) -> dict[_Key, _Hashes]:
         """The hashes of a run's sets, of those that fit. Without the lock during reads: another scrape may go on."""
-        named = [row.key for row in sets if 0 < row.names <= _MOST_NAMES]
+        named = [row.key for row in sets if 0 < row.names <= _MAX_NAMES]
         with self._lock:
             hashed = {key: self._cache[key] for key in named if key in self._cache}
             for key in hashed:
