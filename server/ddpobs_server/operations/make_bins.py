@@ -85,7 +85,7 @@ def _make(attempt: AttemptBins, numbers: list[int], states: dict[int, tuple[bool
     for number in removed_in_part:
         attempt.store.keep_step_bin(attempt.run, attempt.attempt, number)
     whole_bins = [number for number in numbers if number not in removed_in_part]
-    _write(attempt, 0, whole_bins, bins_of_steps(rank, steps, BIN_STEPS), rows)
+    write_bins(attempt, 0, whole_bins, bins_of_steps(rank, steps, BIN_STEPS), rows)
 
 
 def _is_complete(number: int, present: dict[int, tuple[bool, int]]) -> bool:
@@ -96,10 +96,10 @@ def _merge(attempt: AttemptBins, level: int, numbers: list[int]) -> None:
     children = attempt.read(level - 1, (numbers[0] * FACTOR, (numbers[-1] + 1) * FACTOR - 1), Shown())
     bins = merged_bins(children, FACTOR)
     rows = {number: int(bins.column("steps")[bins.number == number].sum()) for number in numbers}
-    _write(attempt, level, numbers, bins, rows)
+    write_bins(attempt, level, numbers, bins, rows)
 
 
-def _write(attempt: AttemptBins, level: int, numbers: list[int], bins: StepBins, rows: dict[int, int]) -> None:
+def write_bins(attempt: AttemptBins, level: int, numbers: list[int], bins: StepBins, rows: dict[int, int]) -> None:
     """Replace bins of a level. Few ranks are stored in the block over all ranks, instead of a row over them."""
     block = bins.column("rank") // BLOCK_RANKS
 

@@ -17,7 +17,7 @@ from ddpobs_server.analysis.steps.step_bins import (
     merged_bins,
     over_ranks,
 )
-from ddpobs_server.operations.make_bins import update_step_bins
+from ddpobs_server.operations.make_bins import update_step_bins, write_bins
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.reports import judged_steps, read_bins, recent_steps
 from ddpobs_server.reports.columns import RunColumns
@@ -207,7 +207,7 @@ def test_a_deleted_run_has_no_bins_and_an_update_does_not_bring_them_back(store:
     bins = AttemptBins(store, RUN, ATTEMPT)
     kept = bins.read(0, (0, 3), Shown())
     store.delete(RUN)
-    bins.write(0, [0, 1, 2, 3], kept, dict.fromkeys(range(4), 1))
+    write_bins(bins, 0, [0, 1, 2, 3], kept, dict.fromkeys(range(4), 1))
     assert store.step_bin_states(RUN, ATTEMPT) == {}
 
 
