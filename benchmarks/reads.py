@@ -26,7 +26,8 @@ import httpx
 import msgspec
 import numpy as np
 from ddpobs_server.operations import bench
-from ddpobs_server.reports.step_bins import AttemptBins, update_step_bins
+from ddpobs_server.operations.make_bins import update_step_bins
+from ddpobs_server.reports.read_bins import AttemptBins
 from ddpobs_server.store import Arrival, Store
 from sqlalchemy import Engine, create_engine, text
 

@@ -24,7 +24,7 @@ import numpy as np
 from ddpobs_server.analysis.steps.step_bins import NAMES, TIMES, StepBins, merged_bins, over_ranks
 from ddpobs_server.operations import bench
 from ddpobs_server.store import Store
-from ddpobs_server.store.step_bins import BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS, width
+from ddpobs_server.store.sums.stored_bins import BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS, width
 
 from benchmarks import reads
 from ddpobs import wire

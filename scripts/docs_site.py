@@ -59,27 +59,36 @@ def _parameters(command: Any) -> Iterator[tuple[list[str], str]]:
 
 
 def field_reference() -> str:
-    """The answer of each route, and the objects in the answers, with their fields, as Markdown."""
+    """Each route with its parameters and its response, and the objects in the responses, as Markdown."""
     document = create_app(Settings()).openapi()  # type: ignore[call-arg]
     schemas: dict[str, Any] = document["components"]["schemas"]
     routes, names = [], []
     for path, operations in document["paths"].items():
         for method, operation in operations.items():
-            content = operation["responses"].get("200", {}).get("content", {})
-            if name := _reference(content.get("application/json", {}).get("schema", {})):
-                names.append(name)
-                head = [f"## {method.upper()} `{path}`", "", operation.get("description", "")]
-                routes.append("\n".join([*head, "", *_table(schemas[name])]))
-    answers = set(names)
+            response = operation["responses"].get("200", {}).get("content", {}).get("application/json", {})
+            name = _reference(response.get("schema", {}))
+            names += [name] if name else []
+            parts = [f"## {method.upper()} `{path}`", operation.get("description", ""), *_queries(operation)]
+            routes.append("\n\n".join([*parts, "\n".join(_table(schemas.get(name, {})))]).rstrip())
+    responses = set(names)
     for name in names:  # Grows in the loop.
         names.extend(used for used in _used(schemas[name]) if used not in names)
-    objects = [f"## {name}\n\n" + "\n".join(_table(schemas[name])) for name in sorted(set(names) - answers)]
+    objects = [f"## {name}\n\n" + "\n".join(_table(schemas[name])) for name in sorted(set(names) - responses)]
     return "\n\n".join([*routes, *objects])
+
+
+def _queries(operation: dict[str, Any]) -> list[str]:
+    """The table of an operation's query parameters, if it has any."""
+    queries = [each for each in operation.get("parameters", []) if each["in"] == "query"]
+    rows = [f"| `{each['name']}=` | {_cell(each['description'])} |" for each in queries]
+    return ["\n".join(["| parameter | meaning |", "|---|---|", *rows])] if rows else []
 
 
 def _table(schema: dict[str, Any]) -> list[str]:
     fields = schema.get("properties", {}).items()
     rows = [f"| `{name}` | {_type(field)} | {_cell(field.get('description', ''))} |" for name, field in fields]
+    if not rows:
+        return []
     return ["| field | type | meaning |", "|---|---|---|", *rows]
 
 
@@ -104,6 +113,8 @@ def _type(schema: dict[str, Any]) -> str:
         return name
     if "anyOf" in schema:
         return " or ".join(_type(each) for each in schema["anyOf"])
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"])
     if schema.get("type") == "array":
         return f"list of {_type(schema.get('items', {}))}"
     return str(schema.get("type", "any"))

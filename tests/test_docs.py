@@ -14,7 +14,7 @@ from ddpobs_server import app
 from ddpobs_server.api import concurrency
 from ddpobs_server.operations import retention
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import fingerprints
+from ddpobs_server.store.writing import fingerprints
 from typer.main import get_command
 
 import ddpobs.horovod

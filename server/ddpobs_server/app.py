@@ -22,7 +22,8 @@ from typing_extensions import override
 
 import ddpobs
 from ddpobs_server import api, metrics, page, signals
-from ddpobs_server.api.field_descriptions import describe
+from ddpobs_server.api import concurrency
+from ddpobs_server.api.openapi import describe
 from ddpobs_server.figures.pictures import Pictures
 from ddpobs_server.ingest import route, series_ledger, upload
 from ddpobs_server.ingest.admission import Admission
@@ -37,12 +38,14 @@ from ddpobs_server.operations.limit_usage import LimitUsage
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.settings import Settings, unknown_settings
-from ddpobs_server.store import Store, database_lock
+from ddpobs_server.store import Store
+from ddpobs_server.store.database import database_lock
 from ddpobs_server.web import listening, problems, security_headers, serving
 from ddpobs_server.web.auth import Authenticator
 from ddpobs_server.web.bounded_protocol import BoundedHttpProtocol
 from ddpobs_server.web.query_parameters import refuse_unknown
 from ddpobs_server.web.root_path import RootPath
+from ddpobs_server.web.services import Services, keep_services
 from ddpobs_server.web.workspace_limits import Rates, WorkspaceLimits
 from ddpobs_server.web.workspace_usage import WorkspaceUsages
 
@@ -76,14 +79,16 @@ class _Collector(FastAPI):
 
 def create_app(settings: Settings) -> FastAPI:
     """Create the application. The database is opened when the application starts."""
+    registry = CollectorRegistry()
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        await _open(app.state)
-        lag = asyncio.create_task(app.state.health_monitor.measure_lag())
+        services = await _open(settings, registry)
+        keep_services(app, services)
+        lag = asyncio.create_task(services.health.measure_lag())
         yield
         lag.cancel()
-        _close(app.state)
+        _close(services)
 
     app = _Collector(
         title="ddpobs collector",
@@ -99,51 +104,62 @@ def create_app(settings: Settings) -> FastAPI:
     )
     app.openapi_version = "3.0.3"  # The newest version that the bundled Swagger UI renders.
     app.state.settings = settings
-    app.state.registry = CollectorRegistry()
-    problems.install(app)
+    problems.install(app, registry)
     for package in (api, route, metrics, page):
         package.install(app)
     return app
 
 
-async def _open(state: Any) -> None:
-    """Open the database and start the background threads; `state` is the application's."""
-    settings, registry = state.settings, state.registry
-    state.store = store = Store(
+async def _open(settings: Settings, registry: CollectorRegistry) -> Services:
+    """Open the database and start the background threads."""
+    store = Store(
         settings.database_url,
         keep_free_bytes=int(settings.keep_free_mb * 1e6),
         prepare_threshold=settings.statement_threshold,
     )
     store.migrate()
-    state.authenticator = Authenticator(settings, store)
-    state.reports = Reports(store, settings)
-    state.pictures = Pictures(store, state.reports, settings)
-    state.run_renderer = RunRenderer(settings, store, state.reports)
-    state.workspace_limits = limits = WorkspaceLimits(settings, store)
+    reports = Reports(store, settings)
+    limits = WorkspaceLimits(settings, store)
     await run_in_threadpool(limits.start)
-    state.rates = Rates(limits)
-    state.series = SeriesLedger(settings, limits, store)
-    state.writer = Writer(store, settings.queue_batches, limits, state.series, registry)
-    state.writer.start()
-    state.admission = Admission(settings, limits, store)
-    state.large_batch_limiter = CapacityLimiter(1)
-    state.memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), limits, registry)
-    state.workspace_usage = WorkspaceUsages(state)
-    state.retention = RetentionJob(settings, store, registry)
-    state.retention.start()
+    series = SeriesLedger(settings, limits, store)
+    writer = Writer(store, settings.queue_batches, limits, series, registry)
+    writer.start()
+    memory_budget = IngestMemoryBudget(int(settings.max_under_way_mb * 1e6), limits, registry)
+    retention = RetentionJob(settings, store, registry)
+    retention.start()
     usage = LimitUsage(settings, limits, store, registry)
-    usage.watch("queue_batches", state.writer.used_ratio)
-    usage.watch("max_under_way_mb", state.memory_budget.used_ratio)
+    usage.watch("queue_batches", writer.used_ratio)
+    usage.watch("max_under_way_mb", memory_budget.used_ratio)
     for limit in series_ledger.LIMITS:
-        usage.watch(limit, partial(state.series.used_ratio, limit))
-    state.health_monitor = HealthMonitor(store, registry, usage.measure, settings.public_url)
-    await run_in_threadpool(state.health_monitor.start)
+        usage.watch(limit, partial(series.used_ratio, limit))
+    health = HealthMonitor(store, registry, usage.measure, settings.public_url)
+    await run_in_threadpool(health.start)
+    slots = concurrency.slots(limits.share)
+    return Services(
+        settings=settings,
+        store=store,
+        authenticator=Authenticator(settings, store),
+        limits=limits,
+        rates=Rates(limits),
+        usages=WorkspaceUsages(store, limits, series=series, memory_budget=memory_budget, writer=writer, slots=slots),
+        read_slots=slots[0],
+        response_slots=slots[1],
+        reports=reports,
+        pictures=Pictures(store, reports, settings),
+        scrapes=metrics.Scrapes(RunRenderer(settings, store, reports), registry, limits.share),
+        writer=writer,
+        admission=Admission(settings, limits, store),
+        memory_budget=memory_budget,
+        large_batches=CapacityLimiter(1),
+        health=health,
+        retention=retention,
+    )
 
 
-def _close(state: Any) -> None:
-    threads = (state.workspace_limits, state.health_monitor, state.retention, state.writer, state.reports)
+def _close(services: Services) -> None:
+    threads = (services.limits, services.health, services.retention, services.writer, services.reports)
     serving.close(_CLOSE_S, *(thread.close for thread in threads))
-    serving.close(_STORE_S, state.store.close)
+    serving.close(_STORE_S, services.store.close)
     _log.info("collector stopped: all accepted batches are written")
 
 

@@ -55,7 +55,9 @@ class Settings(BaseSettings):
     max_runs: int = Field(10_000, gt=0, description="Runs of a workspace.")
     max_run_series: int = Field(500_000, gt=0, description="Series that a run has in /metrics.")
     max_series: int = Field(1_000_000, gt=0, description="Series that a workspace's active runs have in /metrics.")
-    min_pace_kb_s: float = Field(8, gt=0, description="Slowest pace of a body and of the reader of an answer, in kB/s.")
+    min_pace_kb_s: float = Field(
+        8, gt=0, description="Slowest pace of a body and of the reader of a response, in kB/s."
+    )
     workspace_share: float = Field(
         0.5, gt=0, le=1, description="Largest part of shared memory and places for a workspace, if there are several."
     )

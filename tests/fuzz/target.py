@@ -58,7 +58,9 @@ def check(data: bytes) -> None:
 
 def store_and_read(batch: wire.Batch) -> None:
     """Store an accepted batch, and run every kind of read on it."""
+    from ddpobs_server.reports.columns import RunColumns
     from ddpobs_server.reports.reports import Reports
+    from ddpobs_server.reports.timeline import RunTimeline
     from ddpobs_server.store import Arrival, Store
 
     from ddpobs import wire
@@ -81,7 +83,11 @@ def store_and_read(batch: wire.Batch) -> None:
         read(*key)
     store.bucket_rollups(*key, 100)
     store.aggregates(since_ns=0)
-    answers = (reports.diagnostics(*key), reports.stragglers(*key, None, None), reports.trace(*key, None, None))
+    answers = (
+        reports.diagnostics(*key),
+        RunColumns(store, *key).stragglers(None, None),
+        RunTimeline(store, *key).trace(None, None),
+    )
     json.dumps(msgspec.to_builtins(answers), allow_nan=False)
     store.delete(batch.run)
 

@@ -15,8 +15,7 @@ from prometheus_client import CollectorRegistry
 
 def empty_app() -> FastAPI:
     app = FastAPI(openapi_url=None)
-    app.state.registry = CollectorRegistry()
-    problems.install(app)
+    problems.install(app, CollectorRegistry())
     return app
 
 

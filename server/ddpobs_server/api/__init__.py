@@ -5,7 +5,20 @@ from __future__ import annotations
 from fastapi import FastAPI
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ddpobs_server.api import compare, concurrency, diagnosis, figures, health, labels, runs, workspaces
+from ddpobs_server.api import (
+    account_route,
+    columns,
+    compare,
+    diagnosis,
+    figures,
+    health,
+    labels,
+    layout,
+    pipeline_route,
+    ranks,
+    runs,
+    workspaces,
+)
 from ddpobs_server.web.chunked_responses import ChunkedResponses
 
 
@@ -26,6 +39,18 @@ def install(app: FastAPI) -> None:
     """Add the routes."""
     app.add_middleware(_HeadAsGet)
     app.add_middleware(ChunkedResponses)
-    concurrency.install(app)
-    for module in (health, runs, labels, diagnosis, compare, figures, workspaces):
+    for module in (
+        health,
+        runs,
+        labels,
+        ranks,
+        layout,
+        columns,
+        diagnosis,
+        account_route,
+        pipeline_route,
+        compare,
+        figures,
+        workspaces,
+    ):
         app.include_router(module.router)

@@ -12,31 +12,31 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import FastAPI, Request, Response
+from fastapi import Request, Response
 from typing_extensions import override
 
 from ddpobs_server.web.auth import refresh_tokens_for, workspace_of
 from ddpobs_server.web.fair_slots import FairSlots
 from ddpobs_server.web.placed_route import PlacedRoute
+from ddpobs_server.web.services import Services, services_of
 
 _READS, _UNSENT_RESPONSES = 4, 16
 """Reads computed at the same time, and large responses that are sent; each takes 16 MB or more."""
 
 
-def install(app: FastAPI) -> None:
-    """Create the slots."""
-
-    def share(workspace: str) -> float:
-        return float(app.state.workspace_limits.share(workspace))
-
-    app.state.read_slots = FairSlots(_READS, share)
-    app.state.response_slots = FairSlots(_UNSENT_RESPONSES, share)
+def slots(share: Callable[[str], float]) -> tuple[FairSlots, FairSlots]:
+    """Create the places of reads and of large responses; `share` is a workspace's part of them."""
+    return FairSlots(_READS, share), FairSlots(_UNSENT_RESPONSES, share)
 
 
 class ConcurrencyLimitedRoute(PlacedRoute):
     """A route that holds one of four read slots while its response is computed; it waits on the event loop."""
 
-    places = "response_slots"
+    @staticmethod
+    @override
+    def places(services: Services) -> FairSlots:
+        """Return the places of large responses."""
+        return services.response_slots
 
     @override
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -47,7 +47,7 @@ class ConcurrencyLimitedRoute(PlacedRoute):
             await refresh_tokens_for(request)
             if (workspace := workspace_of(request)) is None:
                 return await handle(request)
-            async with request.app.state.read_slots.place(workspace):
+            async with services_of(request).read_slots.place(workspace):
                 return await handle(request)
 
         return handle_in_slot

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from fastapi import Depends, Path, Query, Request
+from fastapi import Depends, Path, Query
 
 from ddpobs.wire.text import NONCE, RUN_ID
 from ddpobs_server.reports.reports import Reports
@@ -13,18 +13,19 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
 from ddpobs_server.web.auth import Caller, needs
 from ddpobs_server.web.problems import Problem
+from ddpobs_server.web.services import ServicesDep
 
 
-def _store(request: Request) -> Store:
-    return request.app.state.store  # type: ignore[no-any-return]
+def _store(services: ServicesDep) -> Store:
+    return services.store
 
 
-def _reports(request: Request) -> Reports:
-    return request.app.state.reports  # type: ignore[no-any-return]
+def _reports(services: ServicesDep) -> Reports:
+    return services.reports
 
 
-def _settings(request: Request) -> Settings:
-    return request.app.state.settings  # type: ignore[no-any-return]
+def _settings(services: ServicesDep) -> Settings:
+    return services.settings
 
 
 StoreDep = Annotated[Store, Depends(_store)]

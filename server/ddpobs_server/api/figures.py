@@ -3,26 +3,50 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
+from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Response
 from fastapi.responses import HTMLResponse
+from typing_extensions import TypedDict
 
-from ddpobs_server.api import schemas
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
 from ddpobs_server.api.deps import AttemptDep, RankQuery, RunDep, SettingsDep, StepRangeDep, StoreDep
+from ddpobs_server.api.fields import AttemptResponse, Title, doc
 from ddpobs_server.api.responses import json_response
 from ddpobs_server.figures.pictures import Pictures
 from ddpobs_server.figures.report_policy import report_policy, utc
 from ddpobs_server.figures.selection import Name, Order, Selection
 from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.web.security_headers import POLICY
+from ddpobs_server.web.services import ServicesDep
 
 router = APIRouter(prefix="/api/v1/runs/{run}", tags=["figures"], route_class=ConcurrencyLimitedRoute)
 
 
-def _pictures(request: Request) -> Pictures:
-    return request.app.state.pictures  # type: ignore[no-any-return]
+class FigureTable(TypedDict):
+    """The content of a figure as text, at most 100 rows."""
+
+    columns: Annotated[list[str], doc("Titles of the columns.")]
+    rows: Annotated[list[list[str | int]], doc("Rows of the table.")]
+
+
+class Figure(AttemptResponse):
+    """A figure. `item` is a BokehJS item, null if there is nothing to draw; `summary` says what it shows, or why not.
+
+    `shown` has the steps, the ranks and the step that are drawn.
+    """
+
+    figure: Annotated[str, doc("Name of the figure.")]
+    title: Title
+    summary: Annotated[str, doc("The content of the figure in words, or the reason for its absence.")]
+    item: Annotated[dict[str, Any] | None, doc("The figure for BokehJS; null if there is nothing to draw.")]
+    height: Annotated[int, doc("Height of the figure in pixels; 0 if there is nothing to draw.")]
+    table: Annotated[FigureTable, doc("The content of the figure as text.")]
+    shown: Annotated[dict[str, Any], doc("Steps, ranks and step that are drawn.")]
+
+
+def _pictures(services: ServicesDep) -> Pictures:
+    return services.pictures
 
 
 PicturesDep = Annotated[Pictures, Depends(_pictures)]
@@ -56,7 +80,7 @@ def get_figure_page(
     return _html_file(html, nonce)
 
 
-@router.get("/figures/{figure}", response_model=schemas.Figure)
+@router.get("/figures/{figure}", response_model=Figure)
 def get_figure(
     figure: FigureName, run: RunDep, attempt: AttemptDep, selection: SelectionDep, pictures: PicturesDep
 ) -> Response:

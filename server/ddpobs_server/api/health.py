@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Request
+from fastapi import APIRouter
 
-from ddpobs_server.api.deps import StoreDep
 from ddpobs_server.store import LostDatabaseError
 from ddpobs_server.web.problems import Problem
+from ddpobs_server.web.services import ServicesDep
 
 router = APIRouter(tags=["health"])
 
@@ -18,15 +18,15 @@ async def healthz() -> dict[str, str]:
 
 
 @router.get("/readyz")
-def readyz(request: Request, store: StoreDep) -> dict[str, str]:
+def readyz(services: ServicesDep) -> dict[str, str]:
     """Acknowledged batches will be found: the database accepts batches, and the writer thread is alive."""
-    if not request.app.state.writer.alive:
+    if not services.writer.alive:
         detail = "the writer thread has ended: see the collector's log for the reason, and restart the collector"
         raise Problem(503, "Not ready", detail)
-    if (reason := request.app.state.health_monitor.problem) is not None:
+    if (reason := services.health.problem) is not None:
         raise Problem(503, "Not ready", f"{reason}: see the collector's log for the reason")
     try:
-        store.ready()
+        services.store.ready()
     except LostDatabaseError as error:
         detail = "the database's file was removed, replaced or damaged: see the collector's log for the remedy"
         raise Problem(503, "Not ready", detail) from error

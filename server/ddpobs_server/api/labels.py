@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.concurrency import run_in_threadpool
+from typing_extensions import TypedDict
 
 from ddpobs.wire.text import MOST_TAGS, NOTE_CHARACTERS, TAG_CHARACTERS, clean_tags
-from ddpobs_server.api import schemas
 from ddpobs_server.api.deps import Labeller, RunDep, StoreDep
+from ddpobs_server.api.fields import RunName, doc
 from ddpobs_server.reports.digests import labels_of, trained_labels
 from ddpobs_server.web.problems import Problem
 
@@ -45,13 +46,26 @@ _BODY: dict[str, Any] = {
 }
 
 
+class Labels(TypedDict):
+    """Tags and a note: those that a person set, else those of the training."""
+
+    tags: Annotated[list[str], doc("Words by which the run is found.")]
+    note: Annotated[str, doc("Note about the run, for people.")]
+
+
+class LabelsResponse(Labels):
+    """The labels of a run after a change."""
+
+    run: RunName
+
+
 class _Change(msgspec.Struct, forbid_unknown_fields=True):
     tags: list[str] | msgspec.UnsetType = msgspec.UNSET
     note: str | msgspec.UnsetType = msgspec.UNSET
 
 
 @router.patch("/runs/{run}", openapi_extra={"requestBody": _BODY})
-async def set_labels(request: Request, run: RunDep, _caller: Labeller, store: StoreDep) -> schemas.LabelsResponse:
+async def set_labels(request: Request, run: RunDep, _caller: Labeller, store: StoreDep) -> LabelsResponse:
     """Replace a run's tags, its note, or both; a field that is left out stays. They may also be set by the training."""
     change = _decoded(await _body(request))
     tags = None if change.tags is msgspec.UNSET else change.tags

@@ -9,8 +9,8 @@ from fastapi import Response
 
 from ddpobs import wire
 
-_ANSWER_CHARACTERS = 16_000_000
-"""Most characters of names in an answer."""
+_MAX_CHARACTERS = 16_000_000
+"""Maximum characters of names in a response."""
 
 
 def json_response(body: dict[str, Any]) -> Response:
@@ -23,12 +23,12 @@ def columns_response(run: str, attempt: str, columns: dict[str, wire.Ints], next
     return json_response({"run": run, "attempt": attempt, "columns": columns, "next": next_step})
 
 
-def within_answer(sets: list[tuple[int, wire.Unused]]) -> tuple[list[tuple[int, wire.Unused]], int]:
-    """The latest unused sets that fit into an answer, and the number of the others.
+def within_response(sets: list[tuple[int, wire.Unused]]) -> tuple[list[tuple[int, wire.Unused]], int]:
+    """The latest unused sets that fit into a response, and the number of the others.
 
-    In memory most ranks' sets share their names, in an answer each set repeats them.
+    In memory most ranks' sets share their names, in a response each set repeats them.
     """
-    remaining = _ANSWER_CHARACTERS
+    remaining = _MAX_CHARACTERS
     sizes: dict[int, int] = {}
     fitting: set[int] = set()
     for index in sorted(range(len(sets)), key=lambda index: -sets[index][1].step):

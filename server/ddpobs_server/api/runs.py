@@ -1,49 +1,124 @@
-"""Routes of runs, ranks, layouts and columns."""
+"""Routes of runs: the list, one run, its attempts, and its deletion."""
 
 from __future__ import annotations
 
 import base64
 import re
 import time
-from typing import Annotated, Any, cast
+from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Query, Response
+from typing_extensions import TypedDict
 
-from ddpobs import wire
 from ddpobs.wire.states import RunState
-from ddpobs_server.api import schemas
-from ddpobs_server.api.columns import with_null
+from ddpobs_server.analysis.finding import Severity
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
-from ddpobs_server.api.deps import (
-    Admin,
-    AttemptDep,
-    ModuleQuery,
-    RankQuery,
-    Reader,
-    ReportsDep,
-    RunDep,
-    SettingsDep,
-    StepRangeDep,
-    StoreDep,
+from ddpobs_server.api.deps import Admin, Reader, ReportsDep, RunDep, SettingsDep, StoreDep
+from ddpobs_server.api.fields import (
+    AttemptResponse,
+    Dropped,
+    Emitted,
+    Facts,
+    Goodput,
+    HostName,
+    LastSeenNs,
+    RunName,
+    StepCount,
+    WorldSize,
+    doc,
 )
-from ddpobs_server.api.responses import columns_response, json_response, within_answer
+from ddpobs_server.api.findings import Gain
+from ddpobs_server.api.labels import Labels
+from ddpobs_server.api.layout import Module
+from ddpobs_server.reports.attempts import AttemptOutcome
 from ddpobs_server.reports.digests import RunDigest, labels_of, trained_labels
 from ddpobs_server.reports.reports import Reports
-from ddpobs_server.reports.run_state import state_of_rank, state_of_run
+from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import BucketRollup, LayoutOutline, Rollup, Run, Source
+from ddpobs_server.store import Attempt, Run
 from ddpobs_server.web.problems import Problem
 
 router = APIRouter(prefix="/api/v1", tags=["runs"], route_class=ConcurrencyLimitedRoute)
 
-_PAGE_ROWS = 100_000
-"""Approximate number of rows of columns in one response."""
 _CURSOR = re.compile(r"([1-8]?\d{1,18})/([A-Za-z0-9._/-]{1,128})", re.ASCII)
-_MAX_BUCKETS = 50_000
-"""Most buckets in an answer: of all modules and revisions."""
-_SOURCE_FIELDS = tuple(schemas.SourceFields.__annotations__)
-_HELLO_FIELDS = tuple(schemas.ProcessFields.__annotations__)
+
+
+class RunSummary(AttemptResponse):
+    """A run, with the sums over its latest attempt."""
+
+    state: Annotated[RunState, doc("State.")]
+    created_ns: Annotated[int, doc("Arrival of the run's first batch, as Unix time, in nanoseconds.")]
+    last_seen_ns: LastSeenNs
+    world_size: WorldSize
+    ranks: Annotated[int, doc("Number of ranks that have reported.")]
+    steps: StepCount
+    emitted: Emitted
+    dropped: Dropped
+
+
+class LastDiagnosis(TypedDict):
+    """The worst finding, and counts; `current` is true if it is up to date."""
+
+    worst: Annotated[str | None, doc("Title of the worst finding; null without one.")]
+    severity: Annotated[Severity | None, doc("How severe the finding is; null without a finding.")]
+    code: Annotated[str | None, doc("Code of the finding; null without a finding.")]
+    gain: Annotated[Gain | None, doc("Predicted saving if the remedy works; null if it is not known.")]
+    goodput: Goodput
+    findings: Annotated[int, doc("Number of findings.")]
+    missing: Annotated[int, doc("Number of findings that could not be judged.")]
+    current: Annotated[bool, doc("Whether the diagnosis is up to date.")]
+
+
+class ListedRun(RunSummary, Labels):
+    """A run in a list; `diagnosis` is null until the run's diagnostics are first requested.
+
+    `duration_ns` lasts from the first to the last batch. `step_times_ns` are means of at most 32 parts of the run.
+    """
+
+    diagnosis: Annotated[LastDiagnosis | None, doc("The last diagnosis; null before the first.")]
+    duration_ns: Annotated[int, doc("Time from the first to the last batch, in nanoseconds.")]
+    step_ns: Annotated[int | None, doc("Median of `step_times_ns`, in nanoseconds; null without steps.")]
+    steps_per_s: Annotated[float | None, doc("Steps a second at the end of the run; null without steps.")]
+    step_times_ns: Annotated[
+        list[int], doc("Mean step time of at most 32 parts of the run, oldest first, in nanoseconds.")
+    ]
+    host: HostName
+
+
+class RunPage(TypedDict):
+    """`next` is the next page's cursor."""
+
+    runs: Annotated[list[ListedRun], doc("The runs.")]
+    next: Annotated[str | None, doc("Where the next page begins; null at the end.")]
+
+
+class Hello(TypedDict):
+    """Facts that a rank's process sent at its start."""
+
+    host: HostName
+    pid: Annotated[int, doc("Number of the process on its host.")]
+    device: Annotated[str, doc("Device of the rank's model.")]
+    backend: Annotated[str, doc("Backend of the process group.")]
+    versions: Annotated[dict[str, str], doc("Versions by name of the program.")]
+    settings: Annotated[Facts, doc("Settings by name.")]
+
+
+class Attempts(TypedDict):
+    """The run's attempts, oldest first."""
+
+    run: RunName
+    attempts: Annotated[list[AttemptOutcome], doc("The run's attempts, oldest first.")]
+
+
+class RunDetails(RunSummary, Labels):
+    """One run."""
+
+    attempts: Annotated[list[Attempt], doc("The run's attempts, oldest first.")]
+    hello: Annotated[
+        Hello | None, doc("Facts that the lowest rank's process sent at its start; null until they arrive.")
+    ]
+    modules: Annotated[list[Module], doc("The DDP modules of the process.")]
 
 
 @router.get("/runs")
@@ -58,7 +133,7 @@ def list_runs(
     seen_after_ns: Annotated[
         int, Query(ge=0, le=2**62, description="Only runs with a batch after this Unix time, in ns.")
     ] = 0,
-) -> schemas.RunPage:
+) -> RunPage:
     """Runs, newest first by their creation, so that no run moves between pages.
 
     `next` is the cursor of the next page; `state` filters within a page. With `seen_after_ns` a list that is known
@@ -79,7 +154,7 @@ def list_runs(
 
 
 @router.get("/runs/{run}")
-def get_run(run: RunDep, store: StoreDep, settings: SettingsDep) -> schemas.RunDetails:
+def get_run(run: RunDep, store: StoreDep, settings: SettingsDep) -> RunDetails:
     """One run, with its attempts, its modules and the hello of its lowest rank."""
     sources = store.sources(run.run, run.attempt)
     hello = next((source.hello for source in sources if source.hello), None)
@@ -96,7 +171,7 @@ def get_run(run: RunDep, store: StoreDep, settings: SettingsDep) -> schemas.RunD
 
 
 @router.get("/runs/{run}/attempts")
-def get_attempts(run: RunDep, reports: ReportsDep) -> schemas.Attempts:
+def get_attempts(run: RunDep, reports: ReportsDep) -> Attempts:
     """Each attempt with its outcome, the reason, the first rank to fail and its times, oldest first."""
     return {"run": run.name, "attempts": reports.attempts(run)}
 
@@ -108,127 +183,7 @@ def delete_run(run: RunDep, _admin: Admin, store: StoreDep) -> Response:
     return Response(status_code=204)
 
 
-@router.get("/runs/{run}/ranks")
-def get_ranks(run: RunDep, attempt: AttemptDep, store: StoreDep, settings: SettingsDep) -> schemas.Ranks:
-    """Each rank's process, state, counts, mean phases and last pulse."""
-    rollups = {rollup.rank: rollup for rollup in store.rollups(run.run, attempt)}
-    ranks = [_rank_json(source, rollups.get(source.rank), settings) for source in store.sources(run.run, attempt)]
-    return {"run": run.name, "attempt": attempt, "ranks": ranks}
-
-
-@router.get("/runs/{run}/layout", response_model=schemas.Layouts)
-def get_layout(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> Response:
-    """Parameters of each bucket, by module and revision.
-
-    `left_out` counts the layouts that did not fit into 16 MB; request them with `module`.
-    """
-    stored, left_out = store.layouts(run.run, attempt, module)
-    layouts = [
-        {
-            "module": layout.module,
-            "name": layout.name,
-            "revision": layout.revision,
-            "comm": layout.comm,
-            "buckets": [
-                {"bucket": index, **msgspec.structs.asdict(bucket)} for index, bucket in enumerate(layout.buckets)
-            ],
-        }
-        for layout in stored
-    ]
-    return json_response({"run": run.name, "attempt": attempt, "layouts": layouts, "left_out": left_out})
-
-
-@router.get("/runs/{run}/steps", response_model=schemas.StepPage)
-def get_steps(
-    run: RunDep,
-    steps: StepRangeDep,
-    store: StoreDep,
-    reports: ReportsDep,
-    rank: RankQuery = None,
-    mean: Annotated[bool, Query(description="Wall time and phases only, the mean over the ranks.")] = False,
-    points: Annotated[int | None, Query(ge=1, le=10_000, description="Bins instead of steps, at most as many.")] = None,
-) -> Response:
-    """Steps in columns, sorted by step and rank; `next` is the first step that did not fit into this response.
-
-    With `points` the run, or `from` to `to`, is divided into bins: minimum, median and maximum of the wall time and the
-    phases of each rank. With `mean` too, the minimum, the median of the medians and the maximum over the ranks.
-    """
-    attempt, first, last = steps.attempt, steps.first, steps.last
-    if points is not None:
-        bins = reports.step_bins(run.run, attempt, (first, last), points, rank, mean=mean)
-        return columns_response(run.name, attempt, *bins)
-    if mean:
-        return columns_response(run.name, attempt, *reports.mean_steps(run.run, attempt, first, last))
-    end = store.page_end("steps", run.run, attempt, rank=rank, first=first, last=last, rows=_PAGE_ROWS)
-    ranks, columns = store.steps(run.run, attempt, rank, first, last if end is None else end)
-    next_step = None if end is None else end + 1
-    return columns_response(run.name, attempt, with_null({"rank": ranks} | columns.by_name(), wire.Steps), next_step)
-
-
-@router.get("/runs/{run}/spans", response_model=schemas.SpanPage)
-def get_spans(
-    run: RunDep,
-    steps: StepRangeDep,
-    store: StoreDep,
-    reports: ReportsDep,
-    rank: RankQuery = None,
-    module: ModuleQuery = None,
-) -> Response:
-    """Bucket spans in columns, sorted by step and rank, also on one rank's clock (`aligned_…`); `next` as in steps."""
-    attempt, first, last = steps.attempt, steps.first, steps.last
-    # Aligning one rank's spans needs the other ranks' spans too, so the page is counted over all ranks.
-    end = store.page_end("spans", run.run, attempt, first=first, last=last, rows=_PAGE_ROWS)
-    columns = reports.aligned_spans(run.run, attempt, rank, first, last if end is None else end, module=module)
-    return columns_response(run.name, attempt, with_null(columns, wire.Spans), None if end is None else end + 1)
-
-
-@router.get("/runs/{run}/buckets", response_model=schemas.Buckets)
-def get_buckets(run: RunDep, attempt: AttemptDep, store: StoreDep, module: ModuleQuery = None) -> Response:
-    """Mean times of each bucket over all ranks and steps; `complete` is false if there are more than 50,000 buckets."""
-    outlines = {(outline.module, outline.revision): outline for outline in store.layout_outlines(run.run, attempt)}
-    rows, is_short = store.bucket_rollups(run.run, attempt, _MAX_BUCKETS)
-    buckets = [
-        _bucket_json(row, outlines.get((row.module, row.revision))) for row in rows if module in (None, row.module)
-    ]
-    return json_response({"run": run.name, "attempt": attempt, "buckets": buckets, "complete": not is_short})
-
-
-@router.get("/runs/{run}/unused", response_model=schemas.UnusedSets)
-def get_unused(
-    run: RunDep,
-    attempt: AttemptDep,
-    store: StoreDep,
-    module: ModuleQuery = None,
-    limit: Annotated[int, Query(ge=1, le=10_000, description="Most sets of an answer.")] = 1000,
-) -> Response:
-    """Names of unused parameters at each change of the set: each rank's latest sets, by rank, the oldest first.
-
-    `left_out` counts the sets within `limit` whose names did not fit into the answer.
-    """
-    stored, left_out = store.unused(run.run, attempt, module, limit)
-    fitting, beyond = within_answer(stored)
-    unused = [{"rank": rank, **msgspec.structs.asdict(record)} for rank, record in fitting]
-    return json_response({"run": run.name, "attempt": attempt, "unused": unused, "left_out": left_out + beyond})
-
-
-def _bucket_json(row: BucketRollup, outline: LayoutOutline | None) -> schemas.Bucket:
-    if outline is not None and row.bucket >= len(outline.dtypes):
-        outline = None
-    return {
-        "module": row.module,
-        "revision": row.revision,
-        "bucket": row.bucket,
-        "size_bytes": int(outline.size_bytes[row.bucket]) if outline else None,
-        "dtype": outline.dtypes[row.bucket] if outline else None,
-        "parameters": int(outline.parameters[row.bucket]) if outline else None,
-        "steps": row.steps,
-        "compute_ns": row.compute_ns // row.steps,
-        "comm_ns": row.comm_ns // row.steps,
-        "exposed_ns": row.exposed_ns // row.steps,
-    }
-
-
-def _run_json(run: Run, settings: Settings) -> schemas.RunSummary:
+def _run_json(run: Run, settings: Settings) -> RunSummary:
     return {
         "run": run.name,
         "state": state_of_run(run, settings, time.time_ns()),
@@ -243,7 +198,7 @@ def _run_json(run: Run, settings: Settings) -> schemas.RunSummary:
     }
 
 
-def _listed_run(run: Run, digest: RunDigest, reports: Reports, settings: Settings) -> schemas.ListedRun:
+def _listed_run(run: Run, digest: RunDigest, reports: Reports, settings: Settings) -> ListedRun:
     tags, note = labels_of(run, (digest.tags, digest.note))
     return {
         **_run_json(run, settings),
@@ -258,30 +213,7 @@ def _listed_run(run: Run, digest: RunDigest, reports: Reports, settings: Setting
     }
 
 
-def _rank_json(source: Source, rollup: Rollup | None, settings: Settings) -> schemas.Rank:
-    computed: schemas.RankFields = {
-        "state": state_of_rank(source, settings, time.time_ns()),
-        "steps": rollup.steps if rollup else 0,
-        "clock_ahead_ns": source.anchor.wall_ns - source.last_seen_ns,
-        "phases_ns": {phase: total // rollup.steps for phase, total in rollup.phases_ns.items()} if rollup else None,
-        "own_ns": rollup.own_ns // rollup.own_steps if rollup and rollup.own_steps else None,
-        "pulse": None if source.pulse is None else _without_unknown(msgspec.to_builtins(source.pulse)),
-    }
-    stored = {name: getattr(source, name) for name in _SOURCE_FIELDS}
-    process = {name: getattr(source.hello, name, None) for name in _HELLO_FIELDS}
-    return cast(schemas.Rank, stored | process | computed)
-
-
-def _without_unknown(pulse: dict[str, Any]) -> Any:
-    """Return a pulse with null for each number that is unknown on the wire."""
-    machine = pulse["machine"]
-    if machine is not None:
-        machine = {name: None if value == wire.UNKNOWN else value for name, value in machine.items()}
-    indexes = {name: None if pulse[name] == wire.UNKNOWN else pulse[name] for name in ("module", "bucket")}
-    return pulse | indexes | {"machine": machine}
-
-
-def _diagnosis_json(reports: Reports, run: Run) -> schemas.LastDiagnosis | None:
+def _diagnosis_json(reports: Reports, run: Run) -> LastDiagnosis | None:
     diagnosis, current = reports.last_diagnosis(run)
     if diagnosis is None:
         return None

@@ -8,6 +8,7 @@ from ddpobs_server.figures import account, buckets, overview, phases, ranks, ste
 from ddpobs_server.figures.picture import Picture
 from ddpobs_server.figures.selection import Name, RankFilter, Selection
 from ddpobs_server.figures.theme import Theme, theme
+from ddpobs_server.reports.columns import RunColumns
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.views import RunViews
 from ddpobs_server.store import Store
@@ -44,13 +45,15 @@ class Maker:
         return account.account(self._reports.account(views.run, views.attempt), _theme(selection))
 
     def _overview(self, views: RunViews, selection: Selection) -> Picture:
-        bins, _ = self._reports.step_bins(views.run, views.attempt, (None, None), _BINS, None, mean=True)
+        bins, _ = RunColumns(views.store, views.run, views.attempt).step_bins((None, None), _BINS, None, mean=True)
         findings = self._reports.diagnostics_for_marks(views.run, views.attempt)["findings"]
         return overview.overview(bins, findings, _theme(selection))
 
     def _phases(self, views: RunViews, selection: Selection) -> Picture:
         bounds, rank = (selection.first, selection.last), selection.rank
-        bins, _ = self._reports.step_bins(views.run, views.attempt, bounds, _PHASE_BINS, rank, mean=rank is None)
+        bins, _ = RunColumns(views.store, views.run, views.attempt).step_bins(
+            bounds, _PHASE_BINS, rank, mean=rank is None
+        )
         return phases.phases(bins, rank, _theme(selection))
 
     def _ranks(self, views: RunViews, selection: Selection) -> Picture:

@@ -119,5 +119,5 @@ def _beyond_limit(field: str, expected: str, value: int, setting: str = "") -> P
 
 
 def _too_many(records: str, count: int, limit: int, setting: str) -> Problem:
-    detail = f"a batch may have at most {limit} {records} (DDPOBS_SERVER_{setting}), got {count}"
+    detail = f"a batch may have at most {limit} {records} (DDPOBS_SERVER_{setting}), got {count}: raise the setting"
     return Problem(413, "Batch too large", detail)

@@ -21,6 +21,7 @@ from ddpobs_server.store import DeletedRunError, Outcome, UnavailableError, Unst
 from ddpobs_server.web import problems
 from ddpobs_server.web.auth import BEARER, Caller, needs
 from ddpobs_server.web.problems import Problem
+from ddpobs_server.web.services import Services, services_of
 
 _LARGE_BYTES = 1_000_000
 _RETRYABLE = (400, 408, 429, 503)
@@ -59,13 +60,13 @@ async def put_batch(request: Request) -> Response:
     """Store one batch and acknowledge it after its commit. The same body under the same key is stored once."""
     received_ns = time.time_ns()
     caller = await _authorize_ingest(request)
-    state = request.app.state
+    services = services_of(request)
     try:
-        await state.rates.wait_to_send(caller.workspace)
-        key, outcome = await _store_batch(request, caller, received_ns)
+        await services.rates.wait_to_send(caller.workspace)
+        key, outcome = await _store_batch(request, services, caller, received_ns)
     except Problem as problem:
-        state.writer.batches.labels("busy" if problem.status in _RETRYABLE else "refused").inc()
-        state.workspace_usage.count_refusal(caller.workspace, problem)
+        services.writer.batches.labels("busy" if problem.status in _RETRYABLE else "refused").inc()
+        services.usages.count_refusal(caller.workspace, problem)
         raise
     except DeletedRunError as error:
         raise Problem(410, "Run deleted", str(error)) from None
@@ -78,29 +79,30 @@ async def put_batch(request: Request) -> Response:
     return Response(wire.pack_json(acknowledgement), 200 if repeated else 201, media_type=wire.JSON)
 
 
-async def _store_batch(request: Request, caller: Caller, received_ns: int) -> tuple[dict[str, str], Outcome]:
+async def _store_batch(
+    request: Request, services: Services, caller: Caller, received_ns: int
+) -> tuple[dict[str, str], Outcome]:
     """Return the batch's key and the outcome of its commit."""
-    state = request.app.state
-    with state.memory_budget.reserve(caller.workspace) as reservation:
+    with services.memory_budget.reserve(caller.workspace) as reservation:
         key, (content_type, encoding) = upload.batch_key(request.path_params), upload.content_format(request)
         run = caller.key(key["run"])
-        body = await read_body(request, reservation, state.settings)
-        state.rates.count_bytes(caller.workspace, len(body))
-        received = Upload(run, key, body, content_type, encoding, received_ns, state.settings)
+        body = await read_body(request, reservation, services.settings)
+        services.rates.count_bytes(caller.workspace, len(body))
+        received = Upload(run, key, body, content_type, encoding, received_ns, services.settings)
         reservation.add(decoded_bytes(received.plain_bytes))
-        await _admit(request.app, caller.workspace, run, key["source"])
+        await _admit(services, caller.workspace, run, key["source"])
         if received.plain_bytes > _LARGE_BYTES:
-            await _decode(received, state.large_batch_limiter)
-        outcome = await state.writer.submit(received, caller.workspace)
-        state.admission.remember(run, key["source"])
+            await _decode(received, services.large_batches)
+        outcome = await services.writer.submit(received, caller.workspace)
+        services.admission.remember(run, key["source"])
     return key, outcome
 
 
-async def _admit(app: FastAPI, workspace: str, run: str, source: str) -> None:
+async def _admit(services: Services, workspace: str, run: str, source: str) -> None:
     try:
-        await app.state.admission.check(workspace, run, source)
+        await services.admission.check(workspace, run, source)
     except UnavailableError:  # The writer counts its own failures, and this batch never reaches it.
-        app.state.writer.batches.labels("failed").inc()
+        services.writer.batches.labels("failed").inc()
         raise
 
 

@@ -6,21 +6,24 @@ import asyncio
 import gzip
 import logging
 import time
-from typing import Annotated, Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Literal
 
 from fastapi import APIRouter, Depends, FastAPI, Query, Request, Response
 from fastapi.concurrency import run_in_threadpool
 from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.exposition import choose_encoder
+from typing_extensions import override
 
-from ddpobs_server.metrics.families import END, Render
-from ddpobs_server.metrics.scrape import Scrape
+from ddpobs_server.metrics.metric import END, Render
+from ddpobs_server.metrics.scrape import RunRenderer, Scrape
 from ddpobs_server.web.auth import Caller, needs
 from ddpobs_server.web.fair_slots import FairSlots
 from ddpobs_server.web.placed_route import PlacedRoute
 from ddpobs_server.web.problems import Problem
+from ddpobs_server.web.services import Services, ServicesDep
 from ddpobs_server.web.workspace_limits import Limits
-from ddpobs_server.web.workspace_usage import Usage, UsageMetrics, WorkspaceUsages
+from ddpobs_server.web.workspace_usage import Usage, UsageMetrics
 
 _log = logging.getLogger(__name__)
 _SCRAPES, _WAIT_S = 2, 5.0
@@ -29,13 +32,17 @@ _SCRAPES, _WAIT_S = 2, 5.0
 Scrapes do not take the reads' slots, so slow reads do not delay them.
 """
 _UNSENT_SCRAPES = 4
-"""Large answers that are sent; each may take 64 MB, and more clients than that are rare."""
+"""Large responses that are sent; each may take 64 MB, and more clients than that are rare."""
 _GZIP_LEVEL = 1
 """The lines repeat so much that higher levels save little and cost several times as long."""
 
 
 class _ScrapeRoute(PlacedRoute):
-    places = "scrape_places"
+    @staticmethod
+    @override
+    def places(services: Services) -> FairSlots:
+        """Return the places of large scrapes."""
+        return services.scrapes.places
 
 
 router = APIRouter(tags=["metrics"], route_class=_ScrapeRoute)
@@ -44,20 +51,31 @@ router = APIRouter(tags=["metrics"], route_class=_ScrapeRoute)
 def install(app: FastAPI) -> None:
     """Add `/metrics`."""
     app.include_router(router)
-    registry = app.state.registry
 
-    def share(workspace: str) -> float:
-        return float(app.state.workspace_limits.share(workspace))
 
-    app.state.scrape_slots = FairSlots(_SCRAPES, share)
-    app.state.scrape_places = FairSlots(_UNSENT_SCRAPES, share)
-    app.state.scrape_seconds = Gauge("ddpobs_server_scrape_seconds", "Duration of the last scrape.", registry=registry)
-    app.state.scrape_failures = Counter(
-        "ddpobs_server_scrape_failures", "Scrapes answered with 503: the runs could not be read.", registry=registry
-    )
-    app.state.runs_left_out = Counter(
-        "ddpobs_server_scrape_runs_left_out", "Runs that did not fit into an answer of /metrics.", registry=registry
-    )
+class Scrapes:
+    """The places of scrapes, and the metrics about them.
+
+    Args:
+        renderer: Renders the runs.
+        registry: The collector's own metrics.
+        share: A workspace's part of the places.
+    """
+
+    def __init__(self, renderer: RunRenderer, registry: CollectorRegistry, share: Callable[[str], float]) -> None:
+        self.renderer, self.registry = renderer, registry
+        self.slots, self.places = FairSlots(_SCRAPES, share), FairSlots(_UNSENT_SCRAPES, share)
+        self.seconds = Gauge("ddpobs_server_scrape_seconds", "Duration of the last scrape.", registry=registry)
+        self.failures = Counter(
+            "ddpobs_server_scrape_failures",
+            "Scrapes that ended with 503: the runs could not be read.",
+            registry=registry,
+        )
+        self.runs_left_out = Counter(
+            "ddpobs_server_scrape_runs_left_out",
+            "Runs that did not fit into a response of /metrics.",
+            registry=registry,
+        )
 
 
 OnlyQuery = Annotated[
@@ -68,15 +86,17 @@ OnlyQuery = Annotated[
 
 @router.get("/metrics", response_class=Response)
 async def get_metrics(
-    request: Request, caller: Annotated[Caller, Depends(needs("read"))], only: OnlyQuery = None
+    request: Request,
+    services: ServicesDep,
+    caller: Annotated[Caller, Depends(needs("read"))],
+    only: OnlyQuery = None,
 ) -> Response:
     """The collector's own metrics and the metrics of the caller's runs."""
     began = time.monotonic()
-    state = request.app.state
     render, content_type = choose_encoder(request.headers.get("Accept", ""))
-    body = b"" if only == "collector" else await _render_runs(state, caller.workspace, render)
-    state.scrape_seconds.set(time.monotonic() - began)
-    body += await run_in_threadpool(_render_own, state, caller, render, only)
+    body = b"" if only == "collector" else await _render_runs(services, caller.workspace, render)
+    services.scrapes.seconds.set(time.monotonic() - began)
+    body += await run_in_threadpool(_render_own, services, caller, render, only)
     headers = {"Content-Type": content_type, "Vary": "Accept, Accept-Encoding"}
     if _accepts_gzip(request.headers.get("Accept-Encoding", "")):
         headers["Content-Encoding"] = "gzip"
@@ -84,21 +104,20 @@ async def get_metrics(
     return Response(body, headers=headers)
 
 
-def _render_own(state: Any, caller: Caller, render: Render, only: str | None) -> bytes:
+def _render_own(services: Services, caller: Caller, render: Render, only: str | None) -> bytes:
     """The collector's own metrics, and the usage of the workspaces that the caller may see."""
     if only == "runs":
         return render(CollectorRegistry())
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(UsageMetrics(_usage(state, caller)))
-    return render(registry).removesuffix(END) + render(state.registry)
+    registry.register(UsageMetrics(_usage(services, caller)))
+    return render(registry).removesuffix(END) + render(services.scrapes.registry)
 
 
-def _usage(state: Any, caller: Caller) -> dict[str, tuple[Limits, Usage]]:
+def _usage(services: Services, caller: Caller) -> dict[str, tuple[Limits, Usage]]:
     """Usage by workspace; empty without a database, so that the collector's own metrics remain readable."""
-    if state.health_monitor.database_answers:
+    if services.health.database_answers:
         try:
-            usages: WorkspaceUsages = state.workspace_usage
-            return usages.visible_to(caller)
+            return services.usages.visible_to(caller)
         except Exception as error:
             _log.error("the usage of workspaces cannot be read: %s: %s", type(error).__name__, error)
     return {}
@@ -113,30 +132,30 @@ def _accepts_gzip(accept_encoding: str) -> bool:
     return False
 
 
-async def _render_runs(state: Any, workspace: str, render: Render) -> bytes:
+async def _render_runs(services: Services, workspace: str, render: Render) -> bytes:
     """The metrics of the runs.
 
     Raises:
-        Problem: 503 if they cannot be read. An answer without runs would keep `up` at 1 and resolve their alerts.
+        Problem: 503 if they cannot be read. A response without runs would keep `up` at 1 and resolve their alerts.
     """
-    if not state.health_monitor.database_answers:
-        raise _failure(state, str(state.health_monitor.problem))
+    if not services.health.database_answers:
+        raise _failure(services, str(services.health.problem))
     try:
         async with asyncio.timeout(_WAIT_S):
-            await state.scrape_slots.acquire(workspace)
+            await services.scrapes.slots.acquire(workspace)
         try:
-            scrape: Scrape = await run_in_threadpool(state.run_renderer.render, workspace, render)
+            scrape: Scrape = await run_in_threadpool(services.scrapes.renderer.render, workspace, render)
             if scrape.left_out:
-                state.runs_left_out.inc(scrape.left_out)
+                services.scrapes.runs_left_out.inc(scrape.left_out)
             return scrape.text
         finally:
-            state.scrape_slots.release(workspace)
+            services.scrapes.slots.release(workspace)
     except Exception as error:
-        raise _failure(state, f"{type(error).__name__}: {error}") from error
+        raise _failure(services, f"{type(error).__name__}: {error}") from error
 
 
-def _failure(state: Any, reason: str) -> Problem:
-    state.scrape_failures.inc()
+def _failure(services: Services, reason: str) -> Problem:
+    services.scrapes.failures.inc()
     _log.error("the runs' metrics cannot be read: %s", reason)
     detail = "the runs' metrics cannot be read: see the collector's log; ?only=collector returns the collector's own"
     return Problem(503, "Scrape failed", detail, {"Retry-After": "5"})

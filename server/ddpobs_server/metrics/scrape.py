@@ -9,15 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ddpobs_server.metrics.families import Families, Render, headers
-from ddpobs_server.metrics.runs import render_present, render_runs
+from ddpobs_server.metrics.metric import Families, Render
+from ddpobs_server.metrics.run_metrics import headers, render_present, render_runs
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, RunVersion, Store
 
 SCRAPE_BYTES = 64_000_000
-"""Most bytes of an answer; further runs are left out and counted."""
+"""Maximum bytes of a response; further runs are left out and counted."""
 _CACHED_BYTES = 192_000_000
 """Most bytes of rendered runs of all workspaces that are kept."""
 _LAST_SCRAPES_NS = 60_000_000_000
@@ -32,7 +32,7 @@ class _Rendered:
 
 
 class Scrape(NamedTuple):
-    """An answer without its end, and the number of runs that did not fit."""
+    """A response without its end, and the number of runs that did not fit."""
 
     text: bytes
     left_out: int
@@ -106,7 +106,7 @@ def _size(families: Families) -> int:
 
 
 def _fitting(active: Sequence[Run], families: Mapping[str, Families]) -> list[Run]:
-    """The runs whose texts fit into an answer, in order."""
+    """The runs whose texts fit into a response, in order."""
     fitting, remaining = [], SCRAPE_BYTES
     for run in active:
         if run.run in families:

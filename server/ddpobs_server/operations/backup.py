@@ -8,7 +8,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from ddpobs_server.settings import printable_url, sqlite_file
-from ddpobs_server.store import database_lock
+from ddpobs_server.store.database import database_lock
 
 
 class BackupError(Exception):

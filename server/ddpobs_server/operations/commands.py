@@ -19,7 +19,8 @@ from typing_extensions import override
 
 from ddpobs_server.operations import backup, self_check
 from ddpobs_server.settings import Settings, unknown_settings
-from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token, UnavailableError, UnusableError, database_access
+from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token, UnavailableError, UnusableError
+from ddpobs_server.store.database import database_access
 from ddpobs_server.web.auth import SCOPES, new_token
 from ddpobs_server.web.workspace_limits import Limits, effective_limits
 
@@ -144,7 +145,7 @@ def rotate_token(
     store = _open_existing(settings)
     former = next((token for token in store.tokens() if token.token_id == token_id and token.works(now_ns)), None)
     if former is None:
-        print_error(f"no token {token_id} that works in {settings.database}")
+        print_error(f"no valid token {token_id} in {settings.database}: `ddpobs-server token list` shows them")
         raise typer.Exit(1)
     secret, token = new_token(former.name, former.workspace, list(former.scopes), expires_ns)
     store.add_token(token)
@@ -165,7 +166,7 @@ def revoke_token(
     revoked = store.revoke_token(token_id, time.time_ns())
     store.close()
     if not revoked:
-        print_error(f"no token {token_id} that works in {settings.database}")
+        print_error(f"no valid token {token_id} in {settings.database}: `ddpobs-server token list` shows them")
         raise typer.Exit(1)
     print_error(f"revoked {token_id} in {settings.database}")
 

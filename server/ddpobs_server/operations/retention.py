@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from ddpobs_server.operations.clock_guard import ClockGuard
-from ddpobs_server.reports.step_bins import AttemptBins, update_step_bins
+from ddpobs_server.operations.make_bins import update_step_bins
+from ddpobs_server.reports.read_bins import AttemptBins
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Store
 from ddpobs_server.web.workspace_limits import Limits, effective_limits

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Literal
 
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Store, database_access
+from ddpobs_server.store import Store
+from ddpobs_server.store.database import database_access
 from ddpobs_server.web import listening
 
 _FREE_BYTES, _FREE_RATIO = 10**9, 0.02

@@ -21,16 +21,17 @@ class AttemptOutcome:
     """An attempt of a run. Times are the collector's wall clock.
 
     Attributes:
-        attempt: Its id.
-        ordinal: Its number, from 0.
-        outcome: How it went.
-        reason: Why, in a line; empty if it runs or finished.
+        attempt: Id of the attempt: 16 hexadecimal digits.
+        ordinal: Number of the attempt, from 0.
+        outcome: How the attempt went. `killed`: all ranks have ended, some by SIGTERM. `superseded`: a later attempt
+            began, and this one sent no end.
+        reason: The reason in one line; empty if the attempt runs or finished.
         first_rank: Rank that failed, died, was terminated or interrupted first; None if none did.
-        began_ns: Arrival of its first batch.
-        ended_ns: Arrival of its last batch; None while it runs.
-        world_size: Number of ranks.
-        ranks: Sources that sent batches.
-        steps: Steps until its last one.
+        began_ns: Arrival of the attempt's first batch, as Unix time, in nanoseconds.
+        ended_ns: Arrival of its last batch, as Unix time, in nanoseconds; None while it runs.
+        world_size: Number of ranks that the training has.
+        ranks: Number of ranks that have reported.
+        steps: Number of steps.
     """
 
     attempt: str

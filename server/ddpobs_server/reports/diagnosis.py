@@ -17,10 +17,10 @@ from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of
 from ddpobs_server.analysis.steps.joined_steps import join
 from ddpobs_server.analysis.steps.step_levels import step_levels
-from ddpobs_server.reports.account import attempts_within_limits, launches_of, processes_of
+from ddpobs_server.reports.account_json import attempts_within_limits, launches_of, processes_of
 from ddpobs_server.reports.judged_steps import JudgedSteps, read_judged_steps
 from ddpobs_server.reports.liveness import all_silent, ends, silent_ns, world_size_of
-from ddpobs_server.reports.step_bins import AttemptBins, read_lateness
+from ddpobs_server.reports.read_bins import AttemptBins, read_lateness
 from ddpobs_server.store import Source, Store, TooManyRowsError
 
 _EDGE_ROWS = 40_000

@@ -12,8 +12,8 @@ from ddpobs_server.analysis.steps.intervals import StepClock
 from ddpobs_server.analysis.steps.joined_steps import index_ranks
 from ddpobs_server.analysis.steps.step_bins import StepBins
 from ddpobs_server.reports import recent_steps
+from ddpobs_server.reports.read_bins import AttemptBins, Shown, read_lateness, read_stored_bins, unix_times
 from ddpobs_server.reports.recent_steps import drop_silent_ranks, read_recent_steps
-from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_lateness, read_stored_bins, unix_times
 from ddpobs_server.store import Source, Store
 
 WHOLE_ROWS = 150_000

@@ -16,10 +16,10 @@ from ddpobs_server.analysis.steps import clock_alignment
 from ddpobs_server.analysis.steps.joined_steps import join
 from ddpobs_server.analysis.steps.pipeline import stages_of, within_stages
 from ddpobs_server.analysis.steps.step_timeline import BucketSpans, Phases, bucket_spans_of, phases_of
+from ddpobs_server.reports.read_bins import AttemptBins, read_lateness
 from ddpobs_server.reports.recent_steps import drop_silent_ranks
-from ddpobs_server.reports.step_bins import AttemptBins, read_lateness
 from ddpobs_server.store import Source, Store
-from ddpobs_server.store.step_bins import BIN_STEPS
+from ddpobs_server.store.sums.stored_bins import BIN_STEPS
 
 _COLUMN_ROWS = 400_000
 """Rows of steps up to which the delays are computed from columns."""

@@ -5,9 +5,8 @@ Every query covers a single run, or joins and sums each of several runs by its `
 
 from __future__ import annotations
 
-from ddpobs_server.store.column_queries import TooManyRowsError
-from ddpobs_server.store.database_errors import LostDatabaseError, UnavailableError, UnusableError
-from ddpobs_server.store.ingest import Arrival, DeletedRunError, Outcome, UnstorableBatchError
+from ddpobs_server.store.database.database_errors import LostDatabaseError, UnavailableError, UnusableError
+from ddpobs_server.store.queries.column_queries import TooManyRowsError
 from ddpobs_server.store.rows import (
     Aggregates,
     Attempt,
@@ -24,6 +23,7 @@ from ddpobs_server.store.rows import (
 )
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
 from ddpobs_server.store.store import Store
+from ddpobs_server.store.writing.ingest import Arrival, DeletedRunError, Outcome, UnstorableBatchError
 
 __all__ = [
     "DEFAULT_WORKSPACE",

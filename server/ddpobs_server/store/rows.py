@@ -113,7 +113,13 @@ class WorkspaceUsage:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A launch of a run; `ordinal` counts from 0 in the order of first arrival."""
+    """A launch of a run; `ordinal` counts from 0 in the order of first arrival.
+
+    Attributes:
+        attempt: Id of the attempt: 16 hexadecimal digits.
+        ordinal: Number of the attempt, from 0.
+        first_seen_ns: Arrival of the attempt's first batch, as Unix time, in nanoseconds.
+    """
 
     attempt: str
     ordinal: int

@@ -15,35 +15,28 @@ from typing import Concatenate, ParamSpec, TypeVar
 from sqlalchemy import CTE, Connection, Engine
 from sqlalchemy.exc import DataError
 
-from ddpobs_server.store import (
+from ddpobs_server.store.database import distribution, engine, migration
+from ddpobs_server.store.database.database_errors import UnavailableError
+from ddpobs_server.store.database.database_state import DatabaseState
+from ddpobs_server.store.queries import (
     aggregate_queries,
     attempt_queries,
-    bucket_sums,
     column_queries,
-    compaction,
-    deleted_attempts,
     digest_queries,
-    distribution,
-    engine,
-    fingerprints,
-    health_queries,
-    ingest,
     layout_queries,
-    migration,
-    removal,
     run_labels,
     run_queries,
-    step_bins,
     token_queries,
     workspace_queries,
 )
-from ddpobs_server.store.database_errors import UnavailableError
-from ddpobs_server.store.database_state import DatabaseState
-from ddpobs_server.store.ingest import Arrival, Outcome, UnstorableBatchError
-from ddpobs_server.store.phase_totals import PhaseTotals
 from ddpobs_server.store.rows import Aggregates, LayoutOutline, Run, RunVersion
 from ddpobs_server.store.schema import DEFAULT_WORKSPACE
-from ddpobs_server.store.unused_names import UnusedNames
+from ddpobs_server.store.sums import bucket_sums, stored_bins
+from ddpobs_server.store.sums.phase_totals import PhaseTotals
+from ddpobs_server.store.sums.unused_names import UnusedNames
+from ddpobs_server.store.upkeep import compaction, health_queries, removal
+from ddpobs_server.store.writing import deleted_attempts, fingerprints, ingest
+from ddpobs_server.store.writing.ingest import Arrival, Outcome, UnstorableBatchError
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -271,10 +264,10 @@ class Store:
     page_end = _reads(column_queries.page_end)
     estimate_rows = _reads(column_queries.estimate_rows)
 
-    read_step_bins = _reads(step_bins.step_bins)
-    step_bin_states = _reads(step_bins.step_bin_states)
-    write_step_bins = _writes(step_bins.write_step_bins)
-    keep_step_bin = _writes(step_bins.keep_step_bin)
+    read_step_bins = _reads(stored_bins.step_bins)
+    step_bin_states = _reads(stored_bins.step_bin_states)
+    write_step_bins = _writes(stored_bins.write_step_bins)
+    keep_step_bin = _writes(stored_bins.keep_step_bin)
     runs_with_columns = _reads(run_queries.with_columns)
     workspace_limits = _reads(workspace_queries.stored_limits)
     set_workspace_limits = _writes(workspace_queries.store_limits)

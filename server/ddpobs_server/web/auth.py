@@ -29,6 +29,7 @@ from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import DEFAULT_WORKSPACE, Store, Token
 from ddpobs_server.web.problems import Problem
+from ddpobs_server.web.services import services_of
 
 _log = logging.getLogger(__name__)
 SCOPES = ("ingest", "read", "admin")
@@ -123,7 +124,7 @@ class Authenticator:
         try:
             tokens = self._settings.file_tokens()
         except ValueError as error:
-            _log.warning("the former tokens stay in use: %s", error)
+            _log.warning("%s; the tokens that it held before stay valid until the file is correct", error)
             return
         if tokens:
             self._file_digests = list(map(_digest, tokens))
@@ -245,13 +246,12 @@ async def refresh_tokens_for(request: Request) -> None:
     """
     if not getattr(request.state, "tokens_refreshed", False):
         request.state.tokens_refreshed = True
-        await request.app.state.authenticator.refresh_if_stale(*_credentials(request))
+        await services_of(request).authenticator.refresh_if_stale(*_credentials(request))
 
 
 def workspace_of(request: Request) -> str | None:
     """Workspace that a request's places count for; None if its token is missing or wrong. Refuses nothing."""
-    authenticator: Authenticator = request.app.state.authenticator
-    return authenticator.workspace(_credentials(request)[0])
+    return services_of(request).authenticator.workspace(_credentials(request)[0])
 
 
 def _credentials(request: Request) -> tuple[str, str]:
@@ -269,10 +269,10 @@ def needs(scope: str) -> Callable[[Request], Awaitable[Caller]]:
     async def authorize(
         request: Request, _documented: Annotated[HTTPAuthorizationCredentials | None, Depends(BEARER)] = None
     ) -> Caller:
-        authenticator: Authenticator = request.app.state.authenticator
+        authenticator = services_of(request).authenticator
         await refresh_tokens_for(request)
         if authenticator.allows_anonymous:
-            _check_host(request.headers.get("Host", ""), tuple(request.app.state.settings.hosts))
+            _check_host(request.headers.get("Host", ""), tuple(services_of(request).settings.hosts))
         caller = authenticator.caller(*_credentials(request))
         if scope not in caller.scopes:
             scopes = ", ".join(sorted(caller.scopes))

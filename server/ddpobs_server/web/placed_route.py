@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from abc import abstractmethod
+from typing import Any
 
 from fastapi import Request
 from fastapi.routing import APIRoute
@@ -13,6 +14,7 @@ from ddpobs_server.web import problems
 from ddpobs_server.web.auth import refresh_tokens_for, workspace_of
 from ddpobs_server.web.fair_slots import FairSlots
 from ddpobs_server.web.problems import Problem
+from ddpobs_server.web.services import Services, services_of
 
 SMALL_BYTES, SMALL_TOTAL_BYTES = 2**16, 2**25
 """Size of a response that is sent without a place, and most bytes of such responses that are unread."""
@@ -27,8 +29,10 @@ class PlacedRoute(APIRoute):
     Slow readers of large responses therefore never delay a small one.
     """
 
-    places: ClassVar[str]
-    """Name of the `FairSlots` in the application's state."""
+    @staticmethod
+    @abstractmethod
+    def places(services: Services) -> FairSlots:
+        """Return the places of this kind of route."""
 
     @override
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -40,11 +44,11 @@ class PlacedRoute(APIRoute):
             await super().handle(scope, receive, send)
             return
         try:
-            await request.app.state.rates.wait_to_read(workspace)
+            await services_of(request).rates.wait_to_read(workspace)
         except Problem as problem:
             await problems.problem_response(request, problem)(scope, receive, send)
             return
-        places: FairSlots = getattr(request.app.state, self.places)
+        places = self.places(services_of(request))
         await super().handle(scope, receive, _PlacedSend(request, receive, send, places, workspace).send)
 
 
@@ -69,7 +73,7 @@ class _PlacedSend:
             finally:
                 _small_unread_bytes -= size
         elif self._places.waiting() >= _MAX_WAITING:
-            detail = "large answers that clients read slowly occupy all places; read faster, or try again"
+            detail = "large responses that clients read slowly occupy all places; read faster, or try again"
             response = problems.problem_response(
                 self._request, Problem(503, "Too many large answers", detail, {"Retry-After": "2"})
             )

@@ -11,7 +11,7 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response
-from prometheus_client import Counter
+from prometheus_client import CollectorRegistry, Counter
 from starlette.exceptions import HTTPException
 
 from ddpobs_server.store import LostDatabaseError, TooManyRowsError, UnavailableError
@@ -91,13 +91,13 @@ _LOST = Problem(
 )
 
 
-def install(app: FastAPI) -> None:
+def install(app: FastAPI, registry: CollectorRegistry) -> None:
     """Turn every error of the application into a problem response that is logged and counted."""
     app.state.problem_counter = Counter(
         "ddpobs_server_problems",
         "Requests that were refused or failed, by status and title of the problem; a PUT is a batch.",
         ["method", "status", "problem"],
-        registry=app.state.registry,
+        registry=registry,
     )
     for status, title in _BATCH_PROBLEMS:
         app.state.problem_counter.labels("PUT", status, title)

@@ -8,7 +8,7 @@ from fastapi.routing import APIRoute
 
 from ddpobs_server.web.problems import Problem
 
-_MOST_NAMED = 5
+_MAX_NAMED = 5
 _names_by_route: dict[int, frozenset[str]] = {}
 """Names by the id of the route, which lives as long as its application."""
 
@@ -27,7 +27,7 @@ def refuse_unknown(request: Request) -> None:
         accepted = _names_by_route.setdefault(id(route), frozenset(_names(route.dependant)))
     unknown = sorted(set(request.query_params) - accepted)
     if unknown:
-        names = ", ".join(name[:64] for name in unknown[:_MOST_NAMED])
+        names = ", ".join(name[:64] for name in unknown[:_MAX_NAMED])
         expected = f"expected one of {', '.join(sorted(accepted))}" if accepted else "expected none"
         detail = f"query: {expected}, got {names}"
         raise Problem(422, "Unknown parameter", detail, field=f"query.{unknown[0][:64]}")

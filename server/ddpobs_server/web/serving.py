@@ -69,7 +69,8 @@ class _Server(uvicorn.Server):
             for bound in sockets or []:
                 bound.listen(self.config.backlog)
         except OSError as error:  # Another process began to listen after the sockets were bound.
-            _log.error("cannot listen: %s", error.strerror)
+            address = self._url(bound.getsockname())
+            _log.error("cannot listen on %s: %s; end that process, or choose another --port", address, error.strerror)
             sys.exit(1)
         await super().startup(sockets)
         gc.collect()
@@ -119,7 +120,7 @@ def close(within_s: float, *callbacks: Callable[[], None]) -> None:
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
         if thread.is_alive():
-            _log.warning("%s did not end within %g s", thread.name, within_s)
+            _log.warning("shutdown: %s did not end within %g s; the process ends without it", thread.name, within_s)
 
 
 def _retain_freed_memory() -> None:

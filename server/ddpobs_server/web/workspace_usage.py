@@ -1,20 +1,26 @@
-"""Usage of each workspace, beside its limits: for metrics and the REST answer."""
+"""Usage of each workspace, beside its limits: for metrics and the REST response."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from typing_extensions import TypedDict, override
 
-from ddpobs_server.store import DEFAULT_WORKSPACE
+from ddpobs_server.store import DEFAULT_WORKSPACE, Store
 from ddpobs_server.store import WorkspaceUsage as StoredUsage
 from ddpobs_server.web.auth import Caller
+from ddpobs_server.web.fair_slots import FairSlots
 from ddpobs_server.web.problems import Problem
-from ddpobs_server.web.workspace_limits import Limits
+from ddpobs_server.web.workspace_limits import Limits, WorkspaceLimits
+
+if TYPE_CHECKING:
+    from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
+    from ddpobs_server.ingest.series_ledger import SeriesLedger
+    from ddpobs_server.ingest.writer import Writer
 
 _GAUGES: dict[str, str] = {
     "runs": "Stored runs of a workspace.",
@@ -22,13 +28,23 @@ _GAUGES: dict[str, str] = {
     "stored_bytes": "Stored bytes of a workspace: chunks, layouts, unused sets, events and bucket sums.",
     "under_way_bytes": "Memory of a workspace's batches from arrival to commit.",
     "waiting_batches": "Batches of a workspace that wait for the writer.",
-    "reads": "Reads of a workspace that are computed, and large answers that are sent.",
+    "reads": "Reads of a workspace that are computed, and large responses that are sent.",
 }
 _LIMITS = ("max_runs", "max_series", "keep_gb", "batches_per_s", "mb_per_s", "reads_per_s", "keep_runs_days", "share")
 
 
 class Usage(TypedDict):
-    """Usage of a workspace; `refused` counts batches by the problem's title."""
+    """Usage of a workspace; `refused` counts batches by the problem's title.
+
+    Attributes:
+        runs: Number of stored runs.
+        series: Time series of the metrics.
+        stored_bytes: Size of the stored data, in bytes.
+        under_way_bytes: Size of the batches that are arriving, in bytes.
+        waiting_batches: Batches that wait to be stored.
+        reads: Reads in progress.
+        refused: Refused batches, by problem.
+    """
 
     runs: int
     series: int
@@ -43,11 +59,26 @@ class WorkspaceUsages:
     """Reads the usage from the parts that enforce the limits.
 
     Args:
-        state: The application's, with its store and slots.
+        store: Holds the stored runs.
+        limits: The limits.
+        series: Counts the series of active runs.
+        memory_budget: Counts the bytes under way.
+        writer: Its queue holds the batches that wait.
+        slots: Places of reads and of their responses.
     """
 
-    def __init__(self, state: Any) -> None:
-        self._state = state
+    def __init__(
+        self,
+        store: Store,
+        limits: WorkspaceLimits,
+        *,
+        series: SeriesLedger,
+        memory_budget: IngestMemoryBudget,
+        writer: Writer,
+        slots: Sequence[FairSlots],
+    ) -> None:
+        self._store, self._limits, self._series = store, limits, series
+        self._memory_budget, self._writer, self._slots = memory_budget, writer, slots
         self._refused: dict[str, Counter[str]] = {}
 
     def count_refusal(self, workspace: str, problem: Problem) -> None:
@@ -56,24 +87,23 @@ class WorkspaceUsages:
 
     def visible_to(self, caller: Caller) -> dict[str, tuple[Limits, Usage]]:
         """Limits and usage of the caller's workspace. Administrators of the default workspace see all workspaces."""
-        stored = self._state.store.workspace_usage()
+        stored = self._store.workspace_usage()
         sees_all = caller.workspace == DEFAULT_WORKSPACE and "admin" in caller.scopes
         names = {caller.workspace, *(stored if sees_all else ()), *(self._refused if sees_all else ())}
-        series = self._state.series.series()
+        series = self._series.series()
         return {
-            name: (self._state.workspace_limits.of(name), self._usage(name, stored.get(name), series.get(name, 0)))
+            name: (self._limits.of(name), self._usage(name, stored.get(name), series.get(name, 0)))
             for name in sorted(names)
         }
 
     def _usage(self, name: str, stored: StoredUsage | None, series: int) -> Usage:
-        state = self._state
         return {
             "runs": stored.runs if stored else 0,
             "series": series,
             "stored_bytes": stored.size_bytes if stored else 0,
-            "under_way_bytes": state.memory_budget.in_use.get(name, 0),
-            "waiting_batches": state.writer.queue.size_of(name),
-            "reads": state.read_slots.in_use.get(name, 0) + state.response_slots.in_use.get(name, 0),
+            "under_way_bytes": self._memory_budget.in_use.get(name, 0),
+            "waiting_batches": self._writer.queue.size_of(name),
+            "reads": sum(slots.in_use.get(name, 0) for slots in self._slots),
             "refused": dict(self._refused.get(name, {})),
         }
 

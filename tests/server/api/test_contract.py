@@ -1,4 +1,4 @@
-"""Every route of the OpenAPI document with valid and invalid requests, and its entry in docs/rest.md."""
+"""Every route of the OpenAPI document with valid and invalid requests, and its entry in the reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import requests
 import schemathesis
-from ddpobs_server.api import schemas
+from ddpobs_server.api import diagnosis, ranks, runs
+from ddpobs_server.api.layout import Bucket
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
 from hypothesis import HealthCheck, given, settings
@@ -24,6 +25,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from scripts import docs_site
 from tests.collector import Collector
 from tests.server.batches import batch, hello, layout, put, spans, steps
 
@@ -57,29 +59,33 @@ def test_every_response_and_json_body_has_a_schema_and_every_reference_resolves(
     assert names == set(described["components"]["schemas"])
 
 
-def test_every_rest_route_is_in_the_guide() -> None:
-    guide = (ROOT / "docs" / "rest.md").read_text()
-    lines = guide.splitlines()
+def test_every_rest_route_is_in_the_reference_with_its_parameters() -> None:
+    sections = re.split(r"^## ", docs_site.field_reference(), flags=re.MULTILINE)
     for path, operations in create_app(Settings()).openapi()["paths"].items():
-        route = path.removeprefix("/api/v1")
-        if route == path or "put" in operations:  # Health, metrics and ingest are in other guides.
-            continue
         for method, operation in operations.items():
-            rows = [line for line in lines if re.search(rf"`(GET |DELETE /api/v1)?{re.escape(route)}(\?[^`]*)?`", line)]
-            if method == "delete":
-                rows = [line for line in rows if "`DELETE " in line]
-            assert rows, f"docs/rest.md does not name {method.upper()} {path}"
-            general = guide.partition("\n| GET |")[0]
-            for parameter in operation.get("parameters", []):
-                name = f"{parameter['name']}="
-                assert parameter["in"] == "path" or any(name in text for text in [general, *rows]), (path, name)
+            (section,) = [text for text in sections if text.startswith(f"{method.upper()} `{path}`\n")]
+            queries = [each["name"] for each in operation.get("parameters", []) if each["in"] == "query"]
+            assert [name for name in queries if f"\n| `{name}=` | " not in section] == [], path
 
 
-def test_every_field_of_a_rank_and_a_run_is_in_the_guide() -> None:
-    guide = (ROOT / "docs" / "rest.md").read_text()
-    for schema in (schemas.Rank, schemas.RunDetails, schemas.ListedRun, schemas.Stragglers, schemas.Bucket):
-        missing = [name for name in schema.__annotations__ if f'"{name}"' not in guide]
+def test_every_field_of_a_rank_and_a_run_is_in_the_reference() -> None:
+    reference = docs_site.field_reference()
+    for schema in (ranks.Rank, runs.RunDetails, runs.ListedRun, diagnosis.Stragglers, Bucket):
+        missing = [name for name in schema.__annotations__ if f"| `{name}` | " not in reference]
         assert missing == [], schema.__name__
+
+
+def test_the_guides_examples_use_routes_and_parameters_that_exist() -> None:
+    guide = (ROOT / "docs" / "rest.md").read_text()
+    paths = create_app(Settings()).openapi()["paths"]
+    examples = re.findall(r"curl -s ([^|\n]*)\$DDPOBS(/[\w/.-]+)(?:\?([^\"' ]+))?", guide)
+    assert len(examples) > 10
+    for options, path, query in examples:
+        route = re.sub(r"^(/runs/)[A-Z]+", r"\1{run}", f"{path}")
+        method = (re.search(r"-X (\w+)", options) or ["", "get"])[1].lower()
+        operation = paths[f"/api/v1{route}"][method]
+        known = {each["name"] for each in operation.get("parameters", [])}
+        assert {part.partition("=")[0] for part in query.split("&") if part} <= known, path
 
 
 @pytest.mark.parametrize("mode", GenerationMode, ids=lambda mode: mode.value)

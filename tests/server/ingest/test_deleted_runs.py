@@ -9,7 +9,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from ddpobs_server.store import Arrival, DeletedRunError, Store, removal
+from ddpobs_server.store import Arrival, DeletedRunError, Store
+from ddpobs_server.store.upkeep import removal
 
 from tests.collector import Collector, collector
 from tests.server.batches import assert_problem, batch, get, put, steps

@@ -22,7 +22,9 @@ from ddpobs_server.ingest.series_ledger import SeriesLedger
 from ddpobs_server.ingest.upload import Upload
 from ddpobs_server.ingest.writer import Writer
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Outcome, Store, UnstorableBatchError, ingest, removal
+from ddpobs_server.store import Arrival, Outcome, Store, UnstorableBatchError
+from ddpobs_server.store.upkeep import removal
+from ddpobs_server.store.writing import ingest
 from ddpobs_server.web.workspace_limits import WorkspaceLimits
 from prometheus_client import CollectorRegistry
 

@@ -9,7 +9,7 @@ from unittest.mock import Mock
 
 import httpx
 import numpy as np
-from ddpobs_server.metrics.runs import render_present
+from ddpobs_server.metrics.run_metrics import render_present
 
 from ddpobs import wire
 from tests.collector import Collector, collector

@@ -14,7 +14,7 @@ import httpx
 import pytest
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import ingest
+from ddpobs_server.store.writing import ingest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ddpobs import wire
@@ -149,7 +149,7 @@ def test_a_collector_without_its_writer_is_not_ready(tmp_path: Path) -> None:
     with served(app) as address:
         url = f"http://{address[0]}:{address[1]}/readyz"
         assert httpx.get(url).status_code == 200
-        app.state.writer.close()
+        app.state.services.writer.close()
         assert "the writer thread has ended" in assert_problem(httpx.get(url), 503)["detail"]
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 from ddpobs_server.operations import commands
-from ddpobs_server.store import Store, engine
+from ddpobs_server.store import Store
+from ddpobs_server.store.database import engine
 from typer.testing import CliRunner
 
 SERVER = str(Path(sys.executable).with_name("ddpobs-server"))
@@ -146,7 +147,7 @@ def test_a_port_occupied_after_it_was_bound_ends_the_server_with_1() -> None:
     )
     exit_code, lines = serve("--port", "0", command=(sys.executable, "-c", code))
     assert exit_code == 1
-    assert "cannot listen: Address already in use" in "".join(lines)
+    assert ": Address already in use; end that process, or choose another --port" in "".join(lines)
 
 
 def test_an_unknown_setting_causes_a_warning(occupied_port: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from ddpobs_server.operations import bench, commands, self_check
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Store, database_access
+from ddpobs_server.store import Arrival, Store
+from ddpobs_server.store.database import database_access
 from typer.testing import CliRunner
 
 from tests import databases

@@ -11,7 +11,8 @@ from pathlib import Path
 import httpx
 import pytest
 from ddpobs_server.operations import commands
-from ddpobs_server.store import LostDatabaseError, Store, database_errors, database_lock
+from ddpobs_server.store import LostDatabaseError, Store
+from ddpobs_server.store.database import database_errors, database_lock
 from typer.testing import CliRunner
 
 from tests import databases

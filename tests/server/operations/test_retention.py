@@ -13,7 +13,10 @@ import numpy as np
 import pytest
 from ddpobs_server.operations.retention import RetentionJob
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Store, compaction, engine, removal, schema, unused_queries
+from ddpobs_server.store import Arrival, Store, schema
+from ddpobs_server.store.database import engine
+from ddpobs_server.store.queries import unused_queries
+from ddpobs_server.store.upkeep import compaction, removal
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, func, select, text
 

@@ -15,9 +15,11 @@ from ddpobs_server.analysis.finding import Finding, by_severity
 from ddpobs_server.analysis.findings.registry import FINDINGS
 from ddpobs_server.analysis.steps.intervals import StepClock
 from ddpobs_server.analysis.trace.events import ALL_RANKS
+from ddpobs_server.reports.columns import RunColumns
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.recent_steps import read_recent_steps
 from ddpobs_server.reports.reports import Reports
+from ddpobs_server.reports.timeline import RunTimeline
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
@@ -92,7 +94,7 @@ def fill_parted(store: Store, count: int, behind: int) -> None:
 
 
 def traced(store: Store, first: int, last: int) -> list[Any]:
-    events: list[Any] = msgspec.to_builtins(Reports(store).trace(RUN, ATTEMPT, first, last)["traceEvents"])
+    events: list[Any] = msgspec.to_builtins(RunTimeline(store, RUN, ATTEMPT).trace(first, last)["traceEvents"])
     return events
 
 
@@ -127,12 +129,12 @@ def test_a_run_without_steps_is_not_judged(store: Store) -> None:
     diagnosis = Reports(store).diagnostics(RUN, ATTEMPT)
     assert (diagnosis["findings"], diagnosis["steps_seen"]) == ([], 0)
     assert any(reason.startswith("straggler") for reason in diagnosis["missing"])
-    assert Reports(store).stragglers(RUN, ATTEMPT, None, None)["steps"] == []
+    assert RunColumns(store, RUN, ATTEMPT).stragglers(None, None)["steps"] == []
 
 
 def test_the_straggler_table_has_a_row_per_step_and_a_column_per_rank(store: Store) -> None:
     fill(store, 60, (Slow(0, "backward", 60),))
-    table = Reports(store).stragglers(RUN, ATTEMPT, 10, 29)
+    table = RunColumns(store, RUN, ATTEMPT).stragglers(10, 29)
     assert table["steps"] == list(range(10, 30))
     assert table["ranks"] == [0, 1, 2]
     assert np.array(table["own_ns"]).shape == (20, RANKS)
@@ -148,18 +150,18 @@ def test_the_straggler_table_has_a_row_per_step_and_a_column_per_rank(store: Sto
 def test_a_single_rank_has_no_excess(store: Store) -> None:
     rank_steps = columns(own_times(20, 1, seed=1))[1]
     ingest(store, batch(0, 0, steps=rank_steps))
-    table = Reports(store).stragglers(RUN, ATTEMPT, None, None)
+    table = RunColumns(store, RUN, ATTEMPT).stragglers(None, None)
     assert np.array(table["own_ns"]).min() > 0
     assert table["excess_ns"] == [[0]] * len(table["steps"])
 
 
 def test_spans_of_one_rank_come_aligned_with_all_ranks(store: Store) -> None:
     fill(store, 40)
-    rank_spans = Reports(store).aligned_spans(RUN, ATTEMPT, 2, 5, 6)
+    rank_spans = RunTimeline(store, RUN, ATTEMPT).aligned_spans(2, 5, 6)
     assert set(rank_spans["rank"].tolist()) == {2}
     assert rank_spans["step"].tolist() == [5, 5, 6, 6]
     assert np.abs(rank_spans["done_ns"] - rank_spans["aligned_done_ns"] - 2 * HOUR).max() == 0
-    assert len(Reports(store).aligned_spans(RUN, ATTEMPT, None, 5, 6, module=1)["step"]) == 0
+    assert len(RunTimeline(store, RUN, ATTEMPT).aligned_spans(None, 5, 6, module=1)["step"]) == 0
 
 
 def test_the_trace_holds_the_requested_steps_of_every_rank(store: Store) -> None:
@@ -172,9 +174,8 @@ def test_the_trace_holds_the_requested_steps_of_every_rank(store: Store) -> None
 @pytest.mark.parametrize("behind", [1, 6])
 def test_a_step_is_aligned_like_all_steps_if_the_ranks_numbers_have_parted(store: Store, behind: int) -> None:
     fill_parted(store, 40, behind)
-    reports = Reports(store)
     for first, last in ((None, None), (20, 20), (behind, behind)):
-        spans = reports.aligned_spans(RUN, ATTEMPT, None, first, last)
+        spans = RunTimeline(store, RUN, ATTEMPT).aligned_spans(None, first, last)
         assert set((spans["done_ns"] - spans["aligned_done_ns"])[spans["rank"] == 1].tolist()) == {HOUR}
         if first is not None:
             assert set(spans["step"].tolist()) == {first}
@@ -196,8 +197,8 @@ def test_a_step_is_returned_if_ranks_have_parted_too_far_to_align(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill_parted(store, 40, 6)
-    monkeypatch.setattr("ddpobs_server.reports.reports._CLOCK_ROWS", 10)
-    assert Reports(store).aligned_spans(RUN, ATTEMPT, None, 20, 20)["step"].tolist() == [20] * 4
+    monkeypatch.setattr("ddpobs_server.reports.timeline._CLOCK_ROWS", 10)
+    assert RunTimeline(store, RUN, ATTEMPT).aligned_spans(None, 20, 20)["step"].tolist() == [20] * 4
 
 
 def test_an_answer_is_cached_until_the_next_commit(store: Store) -> None:
@@ -271,7 +272,7 @@ def test_waiting_for_a_silent_rank_is_not_reported_as_moving_bytes(store: Store,
     assert "rank 2" in findings["comm-bound"]["remedy"]
     assert reason in missing["straggler"]
     assert "rank 2" in missing["comm-bound"]
-    assert Reports(store).stragglers(RUN, ATTEMPT, None, None)["ranks"] == [0, 1]
+    assert RunColumns(store, RUN, ATTEMPT).stragglers(None, None)["ranks"] == [0, 1]
 
 
 def test_a_rank_whose_batch_is_still_to_come_is_compared(store: Store) -> None:
@@ -380,7 +381,7 @@ def test_steps_with_too_many_rows_are_reported_in_missing(store: Store, monkeypa
     fill(store, 60, (Slow(1, "data", 60),))
     copies = select(store.steps(RUN, ATTEMPT, 0, 59, 59)[1], np.zeros(500, np.int64))
     ingest(store, batch(0, 2, steps=copies))
-    monkeypatch.setattr("ddpobs_server.store.column_queries._MOST_BYTES", 50_000)
+    monkeypatch.setattr("ddpobs_server.store.queries.column_queries._MAX_BYTES", 50_000)
     diagnosis = Reports(store).diagnostics(RUN, ATTEMPT)
     assert any(reason.startswith("steps: ") for reason in diagnosis["missing"])
     assert diagnosis["findings"] == []

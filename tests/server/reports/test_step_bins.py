@@ -17,10 +17,12 @@ from ddpobs_server.analysis.steps.step_bins import (
     merged_bins,
     over_ranks,
 )
+from ddpobs_server.operations.make_bins import update_step_bins, write_bins
 from ddpobs_server.operations.retention import RetentionJob
-from ddpobs_server.reports import judged_steps, recent_steps, step_bins
+from ddpobs_server.reports import judged_steps, read_bins, recent_steps
+from ddpobs_server.reports.columns import RunColumns
+from ddpobs_server.reports.read_bins import AttemptBins, Shown, read_step_bins
 from ddpobs_server.reports.reports import Reports
-from ddpobs_server.reports.step_bins import AttemptBins, Shown, read_step_bins, update_step_bins
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store
 from prometheus_client import CollectorRegistry
@@ -89,7 +91,7 @@ def assert_holds(bins: StepBins, rank: wire.Ints, steps: wire.Steps) -> None:
 @pytest.fixture(autouse=True)
 def bins_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read even few steps from bins."""
-    monkeypatch.setattr(step_bins, "_COLUMN_ROWS", 0)
+    monkeypatch.setattr(read_bins, "_COLUMN_ROWS", 0)
 
 
 def test_the_least_the_median_and_the_most_of_each_bin_are_those_of_its_steps() -> None:
@@ -167,7 +169,7 @@ def test_bins_of_a_running_attempt_end_where_the_slowest_rank_is_and_columns_sho
     send(store, *rows, goodbye=False)
     update(store)
     assert set(store.step_bin_states(RUN, ATTEMPT)) == {0, 1, 2}
-    monkeypatch.setattr(step_bins, "_COLUMN_ROWS", 500)
+    monkeypatch.setattr(read_bins, "_COLUMN_ROWS", 500)
     assert_holds(read(store, 399, 5), *rows)
     assert read(store, 399, 5).column("steps").sum() == 600
 
@@ -205,7 +207,7 @@ def test_a_deleted_run_has_no_bins_and_an_update_does_not_bring_them_back(store:
     bins = AttemptBins(store, RUN, ATTEMPT)
     kept = bins.read(0, (0, 3), Shown())
     store.delete(RUN)
-    bins.write(0, [0, 1, 2, 3], kept, dict.fromkeys(range(4), 1))
+    write_bins(bins, 0, [0, 1, 2, 3], kept, dict.fromkeys(range(4), 1))
     assert store.step_bin_states(RUN, ATTEMPT) == {}
 
 
@@ -257,10 +259,10 @@ def test_bins_that_do_not_fit_into_an_answer_continue_at_its_next_step(
 ) -> None:
     send(store, *noisy(1000, 2))
     update(store)
-    monkeypatch.setattr("ddpobs_server.reports.reports._BIN_ROWS", 8)
+    monkeypatch.setattr("ddpobs_server.reports.columns._BIN_ROWS", 8)
     firsts, begin = [], 0
     while begin is not None:
-        columns_of, begin = Reports(store).step_bins(RUN, ATTEMPT, (begin, None), 10, None, mean=False)
+        columns_of, begin = RunColumns(store, RUN, ATTEMPT).step_bins((begin, None), 10, None, mean=False)
         assert len(columns_of["first"]) <= 8
         firsts += columns_of["first"][columns_of["rank"] == 0].tolist()
     assert firsts == sorted(set(firsts))

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ddpobs_server.store import Arrival, Store, compaction, schema
+from ddpobs_server.store import Arrival, Store, schema
+from ddpobs_server.store.upkeep import compaction
 from sqlalchemy import create_engine, select, text
 
 from ddpobs import wire

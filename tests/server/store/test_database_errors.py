@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ddpobs_server.store import Store, UnavailableError, database_errors, removal
+from ddpobs_server.store import Store, UnavailableError
+from ddpobs_server.store.database import database_errors
+from ddpobs_server.store.upkeep import removal
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.exc import DatabaseError, DBAPIError
 

@@ -6,7 +6,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from ddpobs_server.store import Arrival, Store, fingerprints, schema
+from ddpobs_server.store import Arrival, Store, schema
+from ddpobs_server.store.writing import fingerprints
 from sqlalchemy import select
 
 from ddpobs import wire

@@ -17,7 +17,8 @@ import zstandard
 from alembic import command
 from alembic.config import Config
 from alembic.operations import Operations
-from ddpobs_server.store import Arrival, BucketRollup, Outcome, Store, engine, migration, schema
+from ddpobs_server.store import Arrival, BucketRollup, Outcome, Store, schema
+from ddpobs_server.store.database import engine, migration
 from sqlalchemy import Connection, create_engine, select, text
 
 from ddpobs import wire

@@ -18,7 +18,8 @@ import httpx
 import psycopg
 import pytest
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Store, UnavailableError, database_errors
+from ddpobs_server.store import Store, UnavailableError
+from ddpobs_server.store.database import database_errors
 from psycopg import errors
 from sqlalchemy import make_url
 

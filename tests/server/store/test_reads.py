@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 from ddpobs_server.analysis.findings.unused_parameters import LATEST_SETS
 from ddpobs_server.analysis.trace.chrome_trace import EVENTS
-from ddpobs_server.api import runs
+from ddpobs_server.api import columns
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
-from ddpobs_server.store import Arrival, Store, column_queries, unused_queries
+from ddpobs_server.store import Arrival, Store
+from ddpobs_server.store.queries import column_queries, unused_queries
 from fastapi.testclient import TestClient
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
@@ -209,7 +210,7 @@ def test_a_silent_rank_does_not_hold_the_cache_back(store: Store) -> None:
 
 
 def test_pages_hold_every_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runs, "_PAGE_ROWS", 50)
+    monkeypatch.setattr(columns, "_PAGE_ROWS", 50)
     with client(sqlite(tmp_path)) as http:
         fill(http, "run", 3, count=70)
         for kind, rows in (("steps", 70 * 3), ("spans", 70 * 6), ("steps", 70)):
@@ -244,7 +245,7 @@ def test_the_refusal_of_a_long_trace_names_the_last_step_that_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     events_a_step = 3 * (EVENTS["steps"] + 2 * EVENTS["spans"])
-    monkeypatch.setattr("ddpobs_server.reports.reports._TRACE_EVENTS", 10 * events_a_step)
+    monkeypatch.setattr("ddpobs_server.reports.timeline._TRACE_EVENTS", 10 * events_a_step)
     with client(sqlite(tmp_path)) as http:
         fill(http, "run", 3)
         refused = http.get("/api/v1/runs/run/trace", params={"from": 5, "to": 39})
@@ -325,7 +326,7 @@ def test_a_step_of_too_many_rows_is_refused(tmp_path: Path, monkeypatch: pytest.
     with client(sqlite(tmp_path)) as http:
         fill(http, "run", 3)
         assert http.get(f"/api/v1/runs/run/{read}").status_code == 200
-        monkeypatch.setattr(column_queries, "_MOST_BYTES", 300)
+        monkeypatch.setattr(column_queries, "_MAX_BYTES", 300)
         refused = http.get(f"/api/v1/runs/run/{read}")
         assert (refused.status_code, refused.json()["title"]) == (422, "Too many rows")
         assert http.get("/api/v1/runs/run/diagnostics").status_code == 200
@@ -355,14 +356,14 @@ def test_batches_are_acknowledged_while_more_reads_wait_than_threads_exist(tmp_p
             assert (
                 await http.put(path(sent_batch), content=wire.encode(sent_batch), headers=headers)
             ).status_code == 201
-            read = app.state.store.steps
+            read = app.state.services.store.steps
 
             def slow(*arguments: Any) -> Any:
                 began.release()
                 assert release.wait(60)
                 return read(*arguments)
 
-            app.state.store.steps = slow
+            app.state.services.store.steps = slow
             reads = [asyncio.create_task(http.get("/api/v1/runs/run/steps")) for _ in range(60)]
             while not began.acquire(blocking=False):
                 await asyncio.sleep(0.01)

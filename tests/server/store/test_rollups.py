@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from ddpobs_server.store import irregular_bucket_sums, rollups
+from ddpobs_server.store.sums import irregular_bucket_sums, rollups
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,7 +47,7 @@ def test_sums_by_bucket_equal_those_of_a_loop_over_rows(least: int, batches: lis
                 previous = ready
 
     result: dict[tuple[int, ...], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
-    with patch.object(rollups, "_LEAST_ROWS", least):
+    with patch.object(rollups, "_MIN_ROWS", least):
         sums = rollups.sum_buckets(*rollups.join([_spans(batch_rows) for batch_rows in batches]), [None] * len(batches))
     for key, table in sums.items():
         assert (np.diff(table[0]) > 0).all()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from ddpobs_server.store import Arrival, Store, unused_names
+from ddpobs_server.store import Arrival, Store
+from ddpobs_server.store.sums import unused_names
 from sqlalchemy import event
 
 from ddpobs import wire
@@ -92,7 +93,7 @@ def test_the_cache_stays_small(store: Store, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_names_of_very_long_sets_are_not_read(
     store: Store, bodies_read: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unused_names, "_MOST_NAMES", 2)
+    monkeypatch.setattr(unused_names, "_MAX_NAMES", 2)
     arrive(store, 0, "a", "b", "c")
     assert (count(store), bodies_read) == (3, [])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from alembic import command
-from ddpobs_server.store import migration
+from ddpobs_server.store.database import migration
 from sqlalchemy import create_engine
 
 from tests.collector import Collector, collector

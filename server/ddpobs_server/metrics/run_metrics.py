@@ -1,0 +1,220 @@
+"""The metrics of runs: a row each, from the store's rollups or from what is current."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
+from ddpobs.wire import OWN_PHASES, PHASES
+from ddpobs.wire.states import RunState
+from ddpobs_server.metrics.metric import Families, Metric, Render, escape, gauge, histogram
+from ddpobs_server.metrics.run_totals import RunTotals, totals_by_run
+from ddpobs_server.store import Aggregates, Run
+from ddpobs_server.store.schema import STEP_BOUNDS_S
+
+_EXPOSED = 2 + PHASES.index("exposed_comm")
+_BOUNDS = (*map(str, STEP_BOUNDS_S), "+Inf")
+_PLACE_CHARACTERS, _MAX_RANKS = 160, 8
+"""Longest place, and maximum ranks, in a label."""
+_MAX_FINDINGS = 10
+"""Findings of a run that have a series each: the most severe ones."""
+_Rows = Iterator[tuple[object, ...]]
+
+
+@dataclass(frozen=True)
+class Present:
+    """What changes without a commit: a run's state, and its last diagnosis, None before the first."""
+
+    state: RunState
+    diagnosis: Mapping[str, Any] | None
+
+    @property
+    def findings(self) -> Sequence[Any]:
+        """The findings, the most severe first."""
+        return self.diagnosis["findings"] if self.diagnosis else ()
+
+
+def _seconds(index: int) -> Callable[[RunTotals], _Rows]:
+    return lambda run: ((rank, row[index] / 1e9) for rank, row in run.phases.items())
+
+
+def _peer_seconds(name: str) -> Callable[[RunTotals], _Rows]:
+    return lambda run: ((peer.rank, getattr(peer, name) / 1e9) for peer in run.peers)
+
+
+def _bucket_seconds(name: str) -> Callable[[RunTotals], _Rows]:
+    return lambda run: ((bucket.label, getattr(bucket, name) / 1e9) for bucket in run.buckets)
+
+
+def _steps(run: RunTotals) -> Iterator[tuple[int, int, int]]:
+    """Each rank's last step and its time, which is zero until the first step."""
+    return ((rank, step, at_ns) for rank, step, at_ns, _ in run.last_seen if at_ns)
+
+
+def _phase_seconds(run: RunTotals) -> _Rows:
+    for index, phase in enumerate(PHASES):
+        yield from ((phase, rank, row[2 + index] / 1e9) for rank, row in run.phases.items())
+
+
+def _straggler_steps(run: RunTotals) -> _Rows:
+    for peer in run.peers:
+        yield from ((phase, peer.rank, peer.straggler_steps[phase]) for phase in OWN_PHASES)
+
+
+def _info(run: RunTotals) -> _Rows:
+    backend, device, torch = map(escape, run.facts)
+    yield run.run.attempt, backend, device, torch, run.run.world_size, 1
+
+
+def _durations(run: RunTotals) -> _Rows:
+    counts = list(accumulate(run.histogram or [0] * len(_BOUNDS)))
+    for bound, count in zip(_BOUNDS, counts, strict=True):
+        yield "_bucket", f'le="{bound}",', float(count)
+    yield "_count", "", float(counts[-1])
+    yield "_sum", "", sum(sum(phases_ns) for _, _, *phases_ns in run.phases.values()) / 1e9
+
+
+def _finding_counts(present: Present) -> _Rows:
+    counts = Counter((finding["code"], finding["severity"]) for finding in present.findings)
+    yield from ((code, severity, count) for (code, severity), count in counts.items())
+
+
+def _gains(present: Present) -> _Rows:
+    """Labels and gain of each finding; of findings with the same labels, the largest gain."""
+    gains: dict[tuple[object, ...], float] = {}
+    for finding in present.findings[:_MAX_FINDINGS]:
+        labels = (finding["code"], finding["phase"] or "", _rank_list(finding), finding["severity"])
+        gain = finding["gain"]["ratio"] if finding["gain"] else 0.0
+        gains[labels] = max(gain, gains.get(labels, 0.0))
+    yield from ((*labels, gain) for labels, gain in gains.items())
+
+
+def _goodput(present: Present) -> _Rows:
+    if present.diagnosis and present.diagnosis["goodput"] is not None:
+        yield (present.diagnosis["goodput"],)
+
+
+def _time_shares(present: Present) -> _Rows:
+    if present.diagnosis and present.diagnosis["goodput"] is not None:
+        yield from present.diagnosis["time_shares"].items()
+
+
+def _hang(present: Present) -> _Rows:
+    hang = next((f for f in present.findings if f["code"] == "hang" and f["evidence"]["places"]), None)
+    if hang is not None:  # Not one that ended.
+        yield escape(_place(hang), _PLACE_CHARACTERS), _rank_list(hang), 1
+
+
+def _rank_list(finding: Any) -> str:
+    """The ranks of a finding: `1`, `0, 2`; a long list is cut."""
+    ranks, left_out = finding["ranks"], len(finding["ranks"]) - _MAX_RANKS
+    return ", ".join(map(str, ranks[:_MAX_RANKS])) + (f" and {left_out} more" if left_out > 0 else "")
+
+
+def _place(hang: Any) -> str:
+    """Place of the first of these ranks: lines of Python, else its phase, else the kind of hang."""
+    locations = hang["evidence"]["places"]
+    location = next((locations[rank] for rank in hang["ranks"] if locations.get(rank)), "")
+    return str(location or hang["phase"] or hang["evidence"]["kind"])
+
+
+_COMPARED = "Steps in which the ranks were compared; delay, waiting and lateness are counted over these."
+_FINDING = ("code", "phase", "ranks", "severity")
+_RANK, _BUCKET = ("rank",), ("bucket",)
+STORED: tuple[Metric[RunTotals], ...] = (
+    Metric("steps", "Steps finished.", _RANK, lambda run: ((rank, row[0]) for rank, row in run.phases.items())),
+    Metric(
+        "phase_seconds",
+        "Time by phase; the phases of a step add up to its wall time.",
+        ("phase", "rank"),
+        _phase_seconds,
+    ),
+    Metric("comm_seconds", "Time with communication in progress.", _RANK, _seconds(1)),
+    Metric("comm_exposed_seconds", "Communication that backward did not hide.", _RANK, _seconds(_EXPOSED)),
+    Metric("comm_wait_seconds", "Time spent waiting for the last rank.", _RANK, _peer_seconds("wait_ns")),
+    Metric("allreduce_bytes", "Bytes of gradient buckets reduced.", _RANK, lambda run: run.reduced_bytes),
+    Metric(
+        "bucket_ready_seconds",
+        "From the previous bucket's readiness to this one's.",
+        _BUCKET,
+        _bucket_seconds("compute_ns"),
+    ),
+    Metric("bucket_comm_seconds", "From launch to completion.", _BUCKET, _bucket_seconds("comm_ns")),
+    Metric(
+        "bucket_exposed_seconds",
+        "Communication after the step's last gradient.",
+        _BUCKET,
+        _bucket_seconds("exposed_ns"),
+    ),
+    Metric("compared_steps", _COMPARED, _RANK, lambda run: ((peer.rank, peer.steps) for peer in run.peers)),
+    Metric("rank_delay_seconds", "Delay that this rank caused while it was last.", _RANK, _peer_seconds("delay_ns")),
+    Metric(
+        "straggler_steps",
+        "Steps in which this rank was last by more than a tenth of the step.",
+        ("phase", "rank"),
+        _straggler_steps,
+    ),
+    Metric(
+        "telemetry_dropped",
+        "Records lost before they reached the collector.",
+        _RANK,
+        lambda run: ((rank, dropped) for rank, _, _, dropped in run.last_seen),
+    ),
+    gauge("run_info", "1; the run's facts are labels.", ("attempt", "backend", "device", "torch", "world_size"), _info),
+    gauge(
+        "bucket_bytes",
+        "Size of a bucket.",
+        _BUCKET,
+        lambda run: ((bucket.label, bucket.size_bytes) for bucket in run.buckets),
+    ),
+    gauge("unused_parameters", "Parameters without a gradient on some rank.", (), lambda run: [(run.unused,)]),
+    gauge("last_step", "Number of the last step.", _RANK, lambda run: ((rank, step) for rank, step, _ in _steps(run))),
+    gauge(
+        "last_step_timestamp_seconds",
+        "Time at which the collector received the last step, Unix time.",
+        _RANK,
+        lambda run: ((rank, at_ns / 1e9) for rank, _, at_ns in _steps(run)),
+    ),
+    histogram("step_duration_seconds", "Wall time of steps, all ranks.", _durations),
+)
+PRESENT: tuple[Metric[Present], ...] = (
+    gauge("findings", "Findings by code and severity.", ("code", "severity"), _finding_counts),
+    gauge(
+        "finding_gain_ratio",
+        "Gain that a finding predicts, as a share of the step or run; 0 if none.",
+        _FINDING,
+        _gains,
+    ),
+    gauge("goodput_ratio", "Time in steps that no restart repeated, as a share of the run's wall time.", (), _goodput),
+    gauge("time_share_ratio", "Share of a group of the account in the run's wall time.", ("group",), _time_shares),
+    gauge("run_state", "1; the run's state is a label.", ("state",), lambda present: [(present.state, 1)]),
+    gauge(
+        "hang_info",
+        "1 while the run hangs; the ranks that the others wait for and their place are labels.",
+        ("place", "ranks"),
+        _hang,
+    ),
+)
+
+
+def render_runs(totals: Aggregates) -> dict[str, Families]:
+    """Lines of each changed run, by run and metric."""
+    runs = totals_by_run(totals)
+    return {run.run.run: {metric.name: metric.lines(run.run.name, run) for metric in STORED} for run in runs}
+
+
+def render_present(run: Run, state: RunState, diagnosis: Mapping[str, Any] | None) -> Families:
+    """Lines that change without a commit: a run's state, its findings, its goodput, and the place of its hang."""
+    present = Present(state, diagnosis)
+    return {metric.name: metric.lines(run.name, present) for metric in PRESENT}
+
+
+@cache
+def headers(render: Render) -> dict[str, bytes]:
+    """Help and type of each metric in the requested format, in the order of the response."""
+    metrics: tuple[Metric[Any], ...] = (*STORED, *PRESENT)
+    return {metric.name: metric.header(render) for metric in metrics}

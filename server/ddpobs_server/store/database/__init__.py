@@ -1,0 +1,1 @@
+"""The database itself: connections, locks, errors, migrations and the form of its statements."""

@@ -1,0 +1,82 @@
+"""Schema migrations, run by Alembic; a lock lets collectors migrate one at a time."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from alembic import command
+from alembic.config import Config
+from alembic.runtime.migration import MigrationContext
+from alembic.script import ScriptDirectory
+from sqlalchemy import Connection, Engine, func, inspect, select
+
+from ddpobs_server.store.database.database_errors import UnusableError
+
+_log = logging.getLogger(__name__)
+_MIGRATIONS = Path(__file__).parents[1] / "migrations"
+_LOCK = 0xDD90B5
+"""Advisory lock held during the migration of a PostgreSQL database."""
+_INCREMENTAL = 2
+
+
+def migrate(engine: Engine) -> None:
+    """Upgrade the schema from any earlier revision to this version's.
+
+    Raises:
+        UnusableError: A newer version created the schema, or the file holds other tables.
+    """
+    with engine.begin() as connection:
+        # Another collector may start at the same time. An interrupted migration must leave no trace.
+        if engine.dialect.name == "postgresql":
+            connection.execute(select(func.pg_advisory_xact_lock(_LOCK)))
+        else:
+            connection.exec_driver_sql("BEGIN IMMEDIATE")  # Python's driver opens no transaction for CREATE TABLE.
+        revision = _revision(connection)
+        if revision is not None and revision not in earlier_revisions():
+            raise UnusableError(f"the schema is at {revision}, which a newer version made: upgrade this one")
+        config = _alembic()
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+        head = _revision(connection)
+    if revision not in (None, head):
+        _log.info("database schema upgraded from %s to %s", revision, head)
+    if engine.dialect.name == "sqlite":
+        _enable_incremental_vacuum(engine)
+
+
+def revisions(engine: Engine) -> tuple[str | None, str | None]:
+    """Schema revision of the database, and this version's.
+
+    Raises:
+        UnusableError: The file holds other tables.
+    """
+    with engine.connect() as connection:
+        current = _revision(connection)
+    return current, ScriptDirectory.from_config(_alembic()).get_current_head()
+
+
+def _revision(connection: Connection) -> str | None:
+    current = MigrationContext.configure(connection).get_current_revision()
+    if current is None and connection.dialect.name == "sqlite" and (tables := inspect(connection).get_table_names()):
+        raise UnusableError(f"the file holds tables of another program ({', '.join(tables[:3])}): name another file")
+    return current
+
+
+def earlier_revisions() -> set[str]:
+    """Schema revisions that this version can upgrade, including its own."""
+    return {script.revision for script in ScriptDirectory.from_config(_alembic()).walk_revisions()}
+
+
+def _enable_incremental_vacuum(engine: Engine) -> None:
+    """Rewrite a file of the first version once: in its form a file never returns free space."""
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        if connection.exec_driver_sql("PRAGMA auto_vacuum").scalar_one() != _INCREMENTAL:
+            connection.exec_driver_sql("PRAGMA auto_vacuum=INCREMENTAL")
+            connection.exec_driver_sql("VACUUM")
+
+
+def _alembic() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS))
+    return config

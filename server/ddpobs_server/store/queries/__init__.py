@@ -1,0 +1,1 @@
+"""Reads: rows and columns of runs, attempts and workspaces, and the small writes beside them."""

@@ -1,0 +1,191 @@
+"""Sums and rows of many runs' sources, each read in a single statement, however many runs and ranks there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+from sqlalchemy import CTE, ColumnElement, Connection, and_, case, func, select
+
+from ddpobs import wire
+from ddpobs_server.store import schema
+from ddpobs_server.store.database.sql import float_sum
+from ddpobs_server.store.rows import PeerTotal, Rollup
+
+_r, _s = schema.runs.c, schema.sources.c
+_SOURCE = (_s.run_id, _s.source, _s.rank)
+_EVENTS = 10_000
+"""Most events in a diagnosis. A limit is needed because clients choose the kinds."""
+_EVENT_BYTES = 8_000_000
+"""Most bytes of events in a diagnosis: each may have 16,384 characters."""
+ENDS = ("failed", "died", "terminated", "interrupted")
+"""Kinds of events that are read first if there are too many."""
+_REPEATED, _REPEATS = ("stuck", "not_reduced"), 64
+"""Kinds of events of which a diagnosis reads the first of each source, and how many."""
+
+
+def sources_of_attempt(run: str, attempt: str) -> CTE:
+    """Sources of an attempt of a run."""
+    return _materialized(select(*_SOURCE).where(_s.run_id == run, _s.attempt == attempt))
+
+
+def sources_of_latest(conditions: Sequence[ColumnElement[bool]]) -> CTE:
+    """Sources of the latest attempts of the runs that meet the conditions."""
+    latest = (_r.run_id == _s.run_id) & (_r.attempt == _s.attempt)
+    return _materialized(select(*_SOURCE).join(schema.runs, latest).where(*conditions))
+
+
+def _materialized(sources: Any) -> CTE:
+    """Read the sources first, then their rows by key. Otherwise SQLite looks up the source of every row."""
+    cte: CTE = sources.cte("reporting").prefix_with("MATERIALIZED")
+    return cte
+
+
+def rollups(connection: Connection, sources: CTE) -> list[tuple[str, Rollup]]:
+    """(run, sums) by rank."""
+    phases = [f"{phase}_ns" for phase in wire.PHASES]
+    names = ("steps", "wall_ns", "comm_ns", "samples", "own_ns", "own_steps")
+    result = []
+    for run, rank, *row in _sums(connection, schema.rollups, (*names, *phases), sources, rank=True):
+        values = [int(value) for value in row]
+        plain = dict(zip(names, values, strict=False))
+        by_phase = dict(zip(wire.PHASES, values[len(names) :], strict=True))
+        result.append((run, Rollup(rank=rank, phases_ns=by_phase, **plain)))
+    return result
+
+
+def peer_totals(connection: Connection, sources: CTE) -> list[tuple[str, PeerTotal]]:
+    """(run, straggler statistics) by the rank that they describe."""
+    names = ("steps", "delay_ns", "wait_ns")
+    columns = (*names, *(f"straggler_{phase}" for phase in wire.OWN_PHASES))
+    result = []
+    for run, rank, *row in _sums(connection, schema.peer_totals, columns, sources, rank=False, key=("rank",)):
+        values = [int(value) for value in row]
+        plain = dict(zip(names, values, strict=False))
+        by_phase = dict(zip(wire.OWN_PHASES, values[len(names) :], strict=True))
+        result.append((run, PeerTotal(rank=rank, straggler_steps=by_phase, **plain)))
+    return result
+
+
+def histograms(connection: Connection, sources: CTE) -> dict[str, list[int]]:
+    """Steps of all ranks in each bin of `schema.STEP_BOUNDS_S` and above the last, not cumulated, by run."""
+    counts: dict[str, list[int]] = {}
+    for run, bound, steps in _sums(connection, schema.step_histogram, ("steps",), sources, rank=False, key=("bound",)):
+        counts.setdefault(run, [0] * (len(schema.STEP_BOUNDS_S) + 1))[bound] = int(steps)
+    return counts
+
+
+def last_seen(connection: Connection, sources: CTE) -> list[tuple[str, int, int, int, int]]:
+    """(run, rank, last step, its arrival, records dropped) of each rank; step and arrival are 0 without a step."""
+    keys = (sources.c.run_id, sources.c.rank)
+    query = (
+        select(*keys, func.max(_s.last_step), func.max(_s.last_step_seen_ns), float_sum(_s.dropped))
+        .join(*_by_source(schema.sources, sources))
+        .group_by(*keys)
+    )
+    rows = connection.execute(query)
+    return [(run, rank, step, seen_ns, int(dropped)) for run, rank, step, seen_ns, dropped in rows]
+
+
+class _RunFacts(msgspec.Struct):
+    """The part of a hello that metrics show. The rest is skipped."""
+
+    backend: str
+    device: str
+    versions: dict[str, str]
+
+
+def facts(connection: Connection, sources: CTE) -> dict[str, tuple[str, str, str]]:
+    """Backend, device and version of torch of the lowest rank that sent a hello, by run."""
+    numbered = (
+        select(_s.run_id, _s.source, _number(_s.run_id, order_by=sources.c.rank))
+        .join(sources, (sources.c.run_id == _s.run_id) & (sources.c.source == _s.source))
+        .where(_s.hello.is_not(None))
+        .subquery()
+    )
+    n = numbered.c
+    query = select(_s.run_id, _s.hello).join(
+        numbered, (n.run_id == _s.run_id) & (n.source == _s.source) & (n.number == 1)
+    )
+    decode = msgspec.json.Decoder(_RunFacts).decode
+    by_run = {}
+    for run, hello in connection.execute(query.execution_options(yield_per=64)):
+        record = decode(hello)
+        by_run[run] = (record.backend, record.device, record.versions.get("torch", ""))
+    return by_run
+
+
+def events(connection: Connection, sources: CTE) -> list[tuple[str, int, wire.Event]]:
+    """(run, rank, event): the first of each source and kind, of some kinds a few, in the order of sending.
+
+    The rank of an event `died` is the one that it reports.
+    """
+    c = schema.events.c
+    numbered = (
+        select(sources.c.run_id, sources.c.source, sources.c.rank, c.seq, c.position, c.kind, event_number())
+        .join(*_by_source(schema.events, sources))
+        .subquery()
+    )
+    n = numbered.c
+    is_end = case((n.kind.in_(ENDS) | n.kind.startswith("died:"), 0), else_=1)
+    same = [n[name] == c[name] for name in ("run_id", "source", "seq", "position")]
+    query = select(n.run_id, n.rank, n.seq, n.position, c.body).join(schema.events, and_(*same))
+    query = query.where(is_read(n.kind, n.number))
+    query = query.order_by(is_end, n.number, n.run_id, n.rank, n.seq, n.position).limit(_EVENTS)
+    rows = within_bytes(connection.execute(query.execution_options(yield_per=64)), _EVENT_BYTES)
+    result = []
+    for run, rank, *_, body in sorted(rows):
+        event = msgspec.json.decode(body, type=wire.Event)
+        result.append((run, rank_of(event, rank), event))
+    return result
+
+
+def within_bytes(rows: Iterable[Any], limit_bytes: int) -> Iterator[Any]:
+    """The first rows whose texts, in the last column, fit together into a number of bytes."""
+    remaining = limit_bytes
+    for row in rows:
+        remaining -= len(row[-1])
+        if remaining < 0:
+            return
+        yield row
+
+
+def rank_of(event: wire.Event, sender: int) -> int:
+    """Rank that an event is about: the sender's, or the rank whose death it reports."""
+    rank = event.detail.get("rank")
+    return rank if event.kind == "died" and type(rank) is int else sender
+
+
+def is_read(kind: Any, number: Any) -> Any:
+    """SQL: whether a diagnosis reads an event of this kind and `event_number`."""
+    return number <= case((kind.in_(_REPEATED), _REPEATS), else_=1)
+
+
+def event_number() -> Any:
+    """Number of an event among those of its source and kind, 1 for the first."""
+    c = schema.events.c
+    first = (c.seq, c.position)
+    return func.row_number().over(partition_by=(c.run_id, c.source, c.kind), order_by=first).label("number")
+
+
+def _number(*columns: Any, order_by: Any) -> Any:
+    return func.row_number().over(partition_by=columns, order_by=order_by).label("number")
+
+
+def _sums(
+    connection: Connection, table: Any, names: Iterable[str], sources: CTE, *, rank: bool, key: tuple[str, ...] = ()
+) -> Iterable[Any]:
+    keys = [sources.c.run_id, *([sources.c.rank] if rank else []), *(table.c[name] for name in key)]
+    query = (
+        select(*keys, *(float_sum(table.c[name]) for name in names))
+        .join(*_by_source(table, sources))
+        .group_by(*reversed(keys))  # SQLite sorts faster by a number than by a run.
+        .order_by(*keys)
+    )
+    return connection.execute(query)
+
+
+def _by_source(table: Any, sources: CTE) -> tuple[Any, ColumnElement[bool]]:
+    """Target and condition of the join of a table with its sources."""
+    return table, (table.c.run_id == sources.c.run_id) & (table.c.source == sources.c.source)

@@ -1,0 +1,149 @@
+"""Runs of a workspace, and counts of runs and sources. Each read is a single statement, however many runs there are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from sqlalchemy import ColumnElement, Connection, case, false, func, or_, select
+
+from ddpobs.shared.hang_verdict import SILENT_NS
+from ddpobs_server.store import endings, schema
+from ddpobs_server.store.database.sql import float_sum
+from ddpobs_server.store.queries.run_labels import decoded_tags
+from ddpobs_server.store.rows import Run, RunVersion
+from ddpobs_server.store.schema import DEFAULT_WORKSPACE
+
+_r, _s = schema.runs.c, schema.sources.c
+Conditions = list[ColumnElement[bool]]
+
+
+def active(workspace: str, since_ns: int, until_ns: int) -> Conditions:
+    """Conditions for a workspace's runs with their last batch in that time."""
+    return [_r.workspace == workspace, _r.last_seen_ns.between(since_ns, until_ns)]
+
+
+def named(run_keys: list[str]) -> Conditions:
+    """Condition for the runs with these keys."""
+    return [_r.run_id.in_(run_keys)]
+
+
+def where(connection: Connection, conditions: Conditions, limit: int | None = None) -> list[Run]:
+    """Runs that meet the conditions, newest first, each with the sums over its latest attempt's sources."""
+    p = select(schema.runs).where(*conditions).order_by(_r.created_ns.desc(), _r.run_id).limit(limit).subquery().c
+    stepped = _s.last_step_seen_ns > 0
+    # A source without a step counts from its first arrival.
+    active_ns = case((stepped, _s.last_step_seen_ns), else_=_s.first_seen_ns)
+    plain = (p.run_id, p.attempt, p.tags, p.note, p.created_ns, p.last_seen_ns, p.commits)
+    is_running = _s.ended == ""
+    query = (
+        select(
+            *plain,
+            func.coalesce(func.max(_s.world_size), 0),
+            func.count(_s.source),
+            func.coalesce(func.max(case((stepped, _s.last_step + 1), else_=0)), 0),
+            func.coalesce(float_sum(_s.emitted), 0),
+            func.coalesce(float_sum(_s.dropped), 0),
+            func.coalesce(func.max(active_ns), 0),
+            *endings.counts(),
+            endings.count_where((_s.stuck_ns > 0) & is_running),
+            endings.count_where((_s.stuck_ns == 0) & is_running & (_s.last_seen_ns >= p.last_seen_ns - SILENT_NS)),
+        )
+        .outerjoin(schema.sources, (_s.run_id == p.run_id) & (_s.attempt == p.attempt))
+        .group_by(*plain)
+        .order_by(p.created_ns.desc(), p.run_id)
+    )
+    return [
+        replace(Run(*row[:2], *map(int, row[4:])), tags=decoded_tags(row.tags), note=row.note)
+        for row in connection.execute(query)
+    ]
+
+
+def runs(
+    connection: Connection,
+    limit: int,
+    cursor: tuple[int, str] | None = None,
+    workspace: str = DEFAULT_WORKSPACE,
+    seen_after_ns: int = 0,
+) -> list[Run]:
+    """A workspace's runs, newest first.
+
+    Args:
+        connection: To the database.
+        limit: Most runs returned.
+        cursor: (created_ns, run) of the previous page's last run.
+        workspace: The workspace.
+        seen_after_ns: Only runs with a batch after this time.
+    """
+    conditions = [_r.workspace == workspace]
+    if seen_after_ns:
+        conditions.append(_r.last_seen_ns > seen_after_ns)
+    if cursor is not None:
+        created_ns, run_id = cursor
+        conditions.append((_r.created_ns < created_ns) | ((_r.created_ns == created_ns) & (_r.run_id > run_id)))
+    return where(connection, conditions, limit)
+
+
+def run(connection: Connection, run: str) -> Run | None:
+    """The run; None if it does not exist."""
+    return next(iter(where(connection, [_r.run_id == run])), None)
+
+
+def version(connection: Connection, run: str) -> RunVersion:
+    """The key for a cache of a run's reports; zeros without the run."""
+    running = select(_s.source).where(_s.run_id == run, _s.attempt == _r.attempt, _s.ended == "")
+    query = select(_r.created_ns, _r.commits, _r.last_seen_ns, ~running.correlate(schema.runs).exists())
+    row = connection.execute(query.where(_r.run_id == run)).one_or_none()
+    return RunVersion(row[0], row[1], row[2], is_over=bool(row[3])) if row else RunVersion(0, 0, 0, is_over=True)
+
+
+def count_runs(connection: Connection, workspace: str) -> int:
+    """Number of runs in a workspace."""
+    return connection.execute(select(func.count()).where(_r.workspace == workspace)).scalar_one()
+
+
+def has_runs(connection: Connection) -> bool:
+    """Whether there is any run."""
+    return connection.execute(select(_r.run_id).limit(1)).first() is not None
+
+
+def runs_by_workspace(connection: Connection) -> dict[str, int]:
+    """Number of runs in each workspace."""
+    return {row[0]: row[1] for row in connection.execute(select(_r.workspace, func.count()).group_by(_r.workspace))}
+
+
+def most_sources(connection: Connection, since_ns: int) -> tuple[str, int]:
+    """The run with the most sources among those with a batch since a time; an empty name and 0 without any."""
+    count = func.count(_s.source)
+    joined = select(_r.run_id, count).join(schema.sources, _s.run_id == _r.run_id)
+    query = joined.where(_r.last_seen_ns > since_ns).group_by(_r.run_id).order_by(count.desc()).limit(1)
+    row = connection.execute(query).first()
+    return (row[0], row[1]) if row is not None else ("", 0)
+
+
+def silent_runs_share(connection: Connection, before_ns: Mapping[str, int]) -> float:
+    """Share of all runs without a batch since their workspace's time."""
+    is_silent = [(_r.workspace == workspace) & (_r.last_seen_ns < limit) for workspace, limit in before_ns.items()]
+    silent = endings.count_where(or_(false(), *is_silent))
+    row = connection.execute(select(silent, func.count()).select_from(schema.runs)).one()
+    return float(row[0]) / max(1.0, float(row[1]))
+
+
+def silent_bytes_share(connection: Connection, before_ns: int) -> float:
+    """Share of the columns' bytes that belongs to runs without a batch since a time."""
+    silent = func.coalesce(func.sum(case((_r.last_seen_ns < before_ns, _r.chunk_bytes), else_=0)), 0)
+    row = connection.execute(select(silent, func.coalesce(func.sum(_r.chunk_bytes), 0))).one()
+    return float(row[0]) / max(1.0, float(row[1]))
+
+
+def count_sources(connection: Connection, run: str, source: str) -> tuple[int, bool]:
+    """Number of a run's sources, and whether `source` is among them."""
+    matches = func.coalesce(func.sum(case((_s.source == source, 1), else_=0)), 0)
+    row = connection.execute(select(func.count(), matches).where(_s.run_id == run)).one()
+    return row[0], bool(row[1])
+
+
+def with_columns(connection: Connection) -> list[tuple[str, int]]:
+    """(run, commits) of the runs that have columns, those with the latest batch first."""
+    query = select(_r.run_id, _r.commits).where(_r.chunk_bytes > 0).order_by(_r.last_seen_ns.desc())
+    return [(run, commits) for run, commits in connection.execute(query)]

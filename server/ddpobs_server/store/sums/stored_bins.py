@@ -1,0 +1,152 @@
+"""Bins of steps that are kept with a run: a table of whole numbers for each bin, level, and block of ranks.
+
+A bin of level 0 has `BIN_STEPS` steps, a bin of the next level four times as many. Block `OVER_RANKS` has a row over
+all ranks; other blocks have the rows of 32 ranks. If one block has all ranks, its rows are in `OVER_RANKS` instead.
+
+Bins outlive the columns that they were computed from. A batch whose steps are in a bin already marks that bin as stale,
+in the batch's own transaction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+import zstandard
+from sqlalchemy import Connection, bindparam, literal_column, select
+
+from ddpobs import wire
+from ddpobs_server.store import schema
+from ddpobs_server.store.database.sql import compiled
+
+BIN_STEPS, FACTOR, LEVELS = schema.ROLLUP_STEPS, 4, 8
+BLOCK_RANKS, OVER_RANKS = 32, -1
+_c = schema.step_bins.c
+
+
+def width(level: int) -> int:
+    """Steps of a bin."""
+    return int(BIN_STEPS * FACTOR**level)
+
+
+def step_bin_states(connection: Connection, run: str, attempt: str, level: int = 0) -> dict[int, tuple[bool, int]]:
+    """Whether each bin of a level is stale, and its number of rows."""
+    query = select(_c.bin, _c.stale, _c.rows).where(
+        _c.run_id == run, _c.attempt == attempt, _c.level == level, _c.block == OVER_RANKS
+    )
+    return {number: (bool(stale), rows) for number, stale, rows in connection.execute(query)}
+
+
+def step_bins(
+    connection: Connection,
+    run: str,
+    attempt: str,
+    level: int,
+    numbers: tuple[int, int],
+    *,
+    blocks: Sequence[int] | None,
+    columns: Sequence[int] | None = None,
+) -> tuple[wire.Ints, wire.Ints]:
+    """Columns of the bins from the first to the last of `numbers`; None for all columns, or all blocks.
+
+    Returns:
+        Bin of each row, and the table with a column for each row, sorted by bin and block.
+    """
+    conditions = [_c.run_id == run, _c.attempt == attempt, _c.level == level, _c.bin.between(*numbers)]
+    if blocks is not None:
+        conditions.append(_c.block.in_(blocks))
+    query = select(_c.bin, _c.columns, _c.payload).where(*conditions, _c.rows > 0).order_by(_c.bin, _c.block)
+    decompress = zstandard.ZstdDecompressor().decompress
+    lengths, tables = [], []
+    for number, count, payload in connection.execute(query):
+        planes = np.frombuffer(decompress(payload), np.uint8).reshape(8, count, -1)
+        planes = planes if columns is None else planes[:, columns]
+        lengths.append((number, planes.shape[2]))
+        tables.append(planes)
+    if not tables:
+        return np.zeros(0, np.int64), np.zeros((0, 0), np.int64)
+    table = np.ascontiguousarray(np.moveaxis(np.concatenate(tables, axis=2), 0, 2)).view(np.dtype("<i8"))[:, :, 0]
+    bins, counts = np.array(lengths, np.int64).T
+    return np.repeat(bins, counts), table.astype(np.int64, copy=False)
+
+
+def write_step_bins(
+    connection: Connection,
+    run: str,
+    attempt: str,
+    level: int,
+    rows: Iterable[tuple[int, int, int, wire.Ints]],
+) -> None:
+    """Replace bins.
+
+    Args:
+        connection: In a transaction.
+        run: The run.
+        attempt: Its attempt.
+        level: Level of the bins.
+        rows: Bin, block, number of steps' rows in the bin, and the table.
+    """
+    runs = schema.runs.c
+    # Lock the run's own row first, as ingest and a deletion do. A deleted run stays deleted.
+    unchanged = schema.runs.update().where(runs.run_id == run).values(chunk_bytes=runs.chunk_bytes)
+    if not connection.execute(unchanged).rowcount:
+        return
+    key = {"run_id": run, "attempt": attempt, "level": level}
+    compress = zstandard.ZstdCompressor(3).compress
+    new: list[dict[str, Any]] = [
+        {
+            **key,
+            "bin": number,
+            "block": block,
+            "rows": count,
+            "stale": 0,
+            "columns": len(table),
+            "payload": compress(_planes(table)),
+        }
+        for number, block, count, table in rows
+    ]
+    if not new:
+        return
+    numbers = {row["bin"] for row in new}
+    connection.execute(
+        schema.step_bins.delete().where(_c.run_id == run, _c.attempt == attempt, _c.level == level, _c.bin.in_(numbers))
+    )
+    connection.execute(schema.step_bins.insert(), new)
+
+
+def keep_step_bin(connection: Connection, run: str, attempt: str, number: int) -> None:
+    """Mark a bin of level 0 as current: the columns that would make it anew are removed."""
+    connection.execute(
+        schema.step_bins.update()
+        .where(_c.run_id == run, _c.attempt == attempt, _c.level == 0, _c.bin == number)
+        .values(stale=0)
+    )
+
+
+def mark_stale(connection: Connection, ranges: Iterable[tuple[str, str, int, int]]) -> None:
+    """Mark the bins as stale that hold some of these steps: (run, attempt, first step, last step)."""
+    keys = sorted({(run, attempt, first // BIN_STEPS, last // BIN_STEPS) for run, attempt, first, last in ranges})
+    if keys:
+        sql, order = compiled(_MARK_STALE, connection.dialect)
+        rows = [dict(zip(("the_run", "the_attempt", "low", "high"), key, strict=True)) for key in keys]
+        values = [tuple(row[name] for name in order) for row in rows] if order else rows
+        connection.exec_driver_sql(sql, values)
+
+
+def _planes(table: wire.Ints) -> bytes:
+    """Bytes of a table by position: the high bytes vary less than the low bytes."""
+    return np.moveaxis(np.ascontiguousarray(table).view(np.uint8).reshape(*table.shape, 8), 2, 0).tobytes()
+
+
+_MARK_STALE = (
+    schema.step_bins.update()
+    .where(
+        _c.run_id == bindparam("the_run"),
+        _c.attempt == bindparam("the_attempt"),
+        _c.level == literal_column("0"),
+        _c.bin.between(bindparam("low"), bindparam("high")),
+        _c.stale == literal_column("0"),
+    )
+    .values(stale=literal_column("1"))
+)

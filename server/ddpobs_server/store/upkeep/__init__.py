@@ -1,0 +1,1 @@
+"""Upkeep of the tables: removal, compaction and checks."""

@@ -1,0 +1,1 @@
+"""The way of a batch into the tables."""

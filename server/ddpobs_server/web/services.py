@@ -1,0 +1,69 @@
+"""The parts of a running collector, for its routes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+from anyio import CapacityLimiter
+from fastapi import Depends, FastAPI, Request
+
+from ddpobs_server.settings import Settings
+from ddpobs_server.store import Store
+from ddpobs_server.web.fair_slots import FairSlots
+
+if TYPE_CHECKING:  # Only their types: a route asks for the parts that it knows.
+    from ddpobs_server.figures.pictures import Pictures
+    from ddpobs_server.ingest.admission import Admission
+    from ddpobs_server.ingest.memory_budget import IngestMemoryBudget
+    from ddpobs_server.ingest.writer import Writer
+    from ddpobs_server.metrics import Scrapes
+    from ddpobs_server.operations.health_monitor import HealthMonitor
+    from ddpobs_server.operations.retention import RetentionJob
+    from ddpobs_server.reports.reports import Reports
+    from ddpobs_server.web.auth import Authenticator
+    from ddpobs_server.web.workspace_limits import Rates, WorkspaceLimits
+    from ddpobs_server.web.workspace_usage import WorkspaceUsages
+
+
+@dataclass(frozen=True)
+class Services:
+    """The parts, which `app` makes when the application starts and closes when it ends.
+
+    Attributes:
+        read_slots: Places of reads that are computed.
+        response_slots: Places of large responses that are sent.
+        large_batches: Lets one large batch at a time be decoded.
+    """
+
+    settings: Settings
+    store: Store
+    authenticator: Authenticator
+    limits: WorkspaceLimits
+    rates: Rates
+    usages: WorkspaceUsages
+    read_slots: FairSlots
+    response_slots: FairSlots
+    reports: Reports
+    pictures: Pictures
+    scrapes: Scrapes
+    writer: Writer
+    admission: Admission
+    memory_budget: IngestMemoryBudget
+    large_batches: CapacityLimiter
+    health: HealthMonitor
+    retention: RetentionJob
+
+
+def keep_services(app: FastAPI, services: Services) -> None:
+    """Give the application's routes their services."""
+    app.state.services = services
+
+
+def services_of(request: Request) -> Services:
+    """Return the services of the application that a request is for."""
+    services: Services = request.app.state.services
+    return services
+
+
+ServicesDep = Annotated[Services, Depends(services_of)]
