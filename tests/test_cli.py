@@ -82,20 +82,16 @@ ACCOUNT = {
 }
 
 
-def test_report_prints_finding_and_remedy_with_control_characters_escaped() -> None:
+def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() -> None:
     finding = {
         "severity": "warning",
-        "title": "rank 3 is slow at \x1b[2Ja\nb é",
-        "ranks": [3],
-        "buckets": [2],
-        "parameters": [f"layer.{number}" for number in range(11)],
-        "steps": [1, 9],
-        "intervals": [
-            {"from": 2, "to": 4, "began_ns": 1_700_000_000 * 10**9, "ended_ns": 1_700_000_003 * 10**9},
-            *[{"from": 6, "to": 9, "began_ns": 1_700_000_000 * 10**9, "ended_ns": 1_700_100_000 * 10**9}] * 3,
-        ],
-        "remedy": "look",
-        "gain": {"step_ns": 12_750_000, "ratio": 0.25, "error_ratio": 0.02, "whole": "step"},
+        "verdict": "rank 3 is slow at \x1b[2Ja\nb é",
+        "measure": "12.8 ms more than the other ranks",
+        "when": "steps 2 to 4 (2023-11-14 22:13:20 to 22:13:23 UTC)",
+        "cause": "",
+        "where": "node-7; bucket 0.2: layer.0, layer.1, layer.2, …",
+        "remedy": "look\n",
+        "gain": {"text": "12.8 ms of 51 ms a step (25 ± 1 %)"},
     }
     diagnostics = {"run": "r", "steps_seen": 9, "findings": [finding], "missing": ["epochs: none seen"]}
     answers = {"/api/v1/runs/r/diagnostics": diagnostics, "/api/v1/runs/r/account": ACCOUNT}
@@ -108,14 +104,11 @@ def test_report_prints_finding_and_remedy_with_control_characters_escaped() -> N
         "  checkpoints      75% of the run\n"
         "  steps: forward   25% of the run\n\n"
         "warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
-        "  where: steps 1 to 9, rank 3, bucket 2\n"
-        "  when: steps 2 to 4, 2023-11-14 22:13:20 to 22:13:23 UTC\n"
-        "  when: steps 6 to 9, 2023-11-14 22:13:20 to 2023-11-16 02:00:00 UTC\n"
-        "  when: steps 6 to 9, 2023-11-14 22:13:20 to 2023-11-16 02:00:00 UTC\n"
-        "  when: and 1 more\n"
-        "  parameters: layer.0, layer.1, layer.2, layer.3, layer.4, layer.5, layer.6, layer.7 and 3 more\n"
-        "  do: look\n"
-        "  gain: 12.8 ms a step, 25% of it (± 0.5%)\n\n"
+        "  measure 12.8 ms more than the other ranks\n"
+        "  when    steps 2 to 4 (2023-11-14 22:13:20 to 22:13:23 UTC)\n"
+        "  where   node-7; bucket 0.2: layer.0, layer.1, layer.2, …\n"
+        "  do      look\\n\n"
+        "  saves   12.8 ms of 51 ms a step (25 ± 1 %)\n\n"
         "not judged: epochs: none seen\n"
     )
 
@@ -245,7 +238,7 @@ def test_watch_prints_each_change_and_ends_with_the_run(end: str, code: int, mon
     def reply(path: str) -> Reply:
         answers: dict[str, object] = {
             "/api/v1/runs/r/ranks": {"ranks": []},
-            "/api/v1/runs/r/diagnostics": {"findings": [{"title": "slow\n"}]},
+            "/api/v1/runs/r/diagnostics": {"findings": [{"verdict": "slow\n"}]},
         }
         if path not in answers:
             state, steps = states.pop(0)

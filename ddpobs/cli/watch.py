@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddpobs.cli.app import BAD_STATE, CollectorOption, RunArgument, ask, chosen_run, main, settings
+from ddpobs.shared.words import finding_heading, finding_lines, labelled
 from ddpobs.wire import OWN_PHASES, printable
 from ddpobs.wire.states import OVER
 
@@ -72,7 +73,7 @@ class _Look:
     @property
     def line(self) -> str:
         """State, steps and worst finding."""
-        worst = self.findings[0]["title"] if self.findings else "no finding"
+        worst = self.findings[0]["verdict"] if self.findings else "no finding"
         return printable(f"{self.run['run']}: {self.state}, step {self.steps}{self._rate}: {worst}")
 
     @property
@@ -100,8 +101,8 @@ class _Look:
         lines = []
         for finding in self.findings[:_MAX_FINDINGS]:
             style = _STYLES[finding["severity"]]
-            lines.append(f"[{style}]{finding['severity']}[/]: {escape(printable(finding['title']))}")
-            lines.append(f"  do: {escape(printable(finding['remedy']))}")
+            lines.append(f"[{style}]{escape(printable(finding_heading(finding)))}[/]")
+            lines += [escape(printable(f"  {labelled(label, text)}")) for label, text in finding_lines(finding)]
         return Group(table, *map(Text.from_markup, lines or ["no finding"]))
 
 

@@ -21,6 +21,7 @@ from ddpobs.client.columns import Columns, html_table
 from ddpobs.client.figure import FIGURES, LEGEND_COLUMNS, Figure
 from ddpobs.client.reader import change, page_address, read, read_file
 from ddpobs.config import TelemetryConfig, from_environment
+from ddpobs.shared.words import finding_heading, finding_lines
 
 _MOST_POINTS = "10000"
 
@@ -67,8 +68,7 @@ class Findings(list[dict[str, Any]]):
     """Findings as the collector's JSON has them, the most severe first."""
 
     def _repr_html_(self) -> str:
-        rows = [(finding["severity"], finding["title"], finding["remedy"]) for finding in self]
-        return html_table(("severity", "finding", "remedy"), rows) if rows else "<p>no findings</p>"
+        return "".join(map(_finding_html, self)) or "<p>no findings</p>"
 
 
 class Account(dict[str, Any]):
@@ -225,6 +225,11 @@ class Run:
 
     def _read(self, path: str, query: Mapping[str, str] | None = None) -> Any:
         return read(self._config, f"/runs/{self.name}{path}", query)
+
+
+def _finding_html(finding: Mapping[str, Any]) -> str:
+    lines = [f"{label}: {escape(text)}" for label, text in finding_lines(finding)]
+    return "<p>" + "<br>".join([f"<b>{escape(finding_heading(finding))}</b>", *lines]) + "</p>"
 
 
 def _joined(pages: Iterator[Columns]) -> Columns:

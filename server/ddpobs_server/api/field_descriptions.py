@@ -199,7 +199,7 @@ _BY_NAME = {
     "workspace": "Name of the workspace.",
     "workspaces": "The workspaces.",
     "world_size": "Number of ranks that the training has.",
-    "worst": "Title of the worst finding; null without one.",
+    "worst": "Verdict of the worst finding; null without one.",
 }
 _OF_SCHEMA = {
     ("Bucket", "parameters"): "Number of parameters",

@@ -92,7 +92,7 @@ def _mark_findings(
     later = sum(interval["from"] >= end for finding in findings for interval in finding["intervals"])
     data: dict[str, list[Any]] = {
         "finding": [index for index, _, _ in marks],
-        "title": [finding["title"] for _, finding, _ in marks],
+        "verdict": [finding["verdict"] for _, finding, _ in marks],
         "severity": [finding["severity"] for _, finding, _ in marks],
         "color": [theme.severity[finding["severity"]] for _, finding, _ in marks],
         "from": [interval["from"] for _, _, interval in marks],
@@ -106,7 +106,7 @@ def _mark_findings(
     shaded = [row for row, (_, finding, _) in enumerate(marks) if finding["ranks"]]
     shades = ColumnDataSource({name: [data[name][row] for row in shaded] for name in ("from", "right", "color")})
     add_quads(plot, shades, ("from", "right", top, 0.0), color="color", alpha=0.12, line_color=None)
-    add_hover(plot, [strip], ("finding", "@severity: @title"), ("steps", "@from{0,0} to @to{0,0}"))
+    add_hover(plot, [strip], ("finding", "@severity: @verdict"), ("steps", "@from{0,0} to @to{0,0}"))
     return _counted(len(marks), "marked", "") + _counted(later, "after these steps", " " if marks else "")
 
 
