@@ -51,12 +51,13 @@ def box(
     """
     inner = min(_MAX_COLUMNS, max(_MIN_COLUMNS, columns)) - 4
     heading, parts, severity = _finding(diagnosis) if diagnosis["findings"] else _no_finding(diagnosis)
-    heading = _wrapped(heading, inner)
     rows = [row for label, text in parts for row in _part_rows(label, text, inner)]
     rows += [*_bar(account["parts"], inner), printable(address)[:inner]]
     framed = [f"│ {row:{inner}} │" for row in rows]
     code = _COLOURS.get(severity) if colour else None
-    headed = [f"│ \x1b[{code}m{row:{inner}}\x1b[0m │" if code else f"│ {row:{inner}} │" for row in heading]
+    headed = [
+        f"│ \x1b[{code}m{row:{inner}}\x1b[0m │" if code else f"│ {row:{inner}} │" for row in _wrapped(heading, inner)
+    ]
     title = " ddpobs: interrupted " if state == "interrupted" else " ddpobs "
     return [f"┌─{title}{'─' * (inner + 1 - len(title))}┐", *headed, *framed, f"└{'─' * (inner + 2)}┘"]
 
