@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpobs.client.columns import Columns, html_table
-from ddpobs.client.figure import FIGURES, LEGEND_COLUMNS, Figure
+from ddpobs.client.figure import LEGEND_COLUMNS, Figure
 from ddpobs.client.reader import change, page_address, read, read_file
 from ddpobs.config import TelemetryConfig, from_environment
 from ddpobs.shared.words import finding_heading, finding_lines
@@ -86,9 +86,6 @@ class Run:
         config: Address and token of the collector.
         name: Name of the run.
     """
-
-    figures = FIGURES
-    """Names of the figures that `figure` returns."""
 
     def __init__(self, config: TelemetryConfig, name: str) -> None:
         self._config, self.name = config, name
@@ -170,6 +167,11 @@ class Run:
             parts.append(Columns(document["columns"]))
             start = document["next"]
         return _joined(iter(parts))
+
+    @property
+    def figures(self) -> list[str]:
+        """Names of the figures that `figure` returns, in the order of the page."""
+        return [figure["figure"] for figure in read(self._config, "/figures").document["figures"]]
 
     def figure(
         self,

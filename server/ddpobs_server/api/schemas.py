@@ -464,6 +464,20 @@ class Diagnostics(AttemptResponse):
     time_shares: dict[str, float]
 
 
+class FigureKind(TypedDict):
+    """A figure that a run has, and the query parameters that select what it shows."""
+
+    figure: str
+    title: str
+    selection: list[str]
+
+
+class Figures(TypedDict):
+    """All figures, in the order of the page."""
+
+    figures: list[FigureKind]
+
+
 class FigureTable(TypedDict):
     """The content of a figure as text, at most 100 rows."""
 

@@ -37,6 +37,7 @@ CALLS = {
     "read": [
         ("GET", "/api/v1/runs"),
         ("GET", "/api/v1/workspaces"),
+        ("GET", "/api/v1/figures"),
         ("GET", "/metrics"),
         *(
             ("GET", f"/api/v1/runs/a-run{route}")

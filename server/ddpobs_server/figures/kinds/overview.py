@@ -10,16 +10,25 @@ from bokeh.models import ColumnDataSource, Range1d
 
 from ddpobs import wire
 from ddpobs_server.figures.canvas import add_hover, add_quads, mark_longer, steps_plot
+from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds
-from ddpobs_server.figures.theme import SPREAD, Theme
+from ddpobs_server.figures.selection import Selection
+from ddpobs_server.figures.theme import SPREAD, Theme, theme_of
 
 NAME, TITLE = "overview", "The run at a glance"
+PLACE, SELECTION = 2, ()
+_MAX_BINS = 400
 _MAX_MEDIANS = 6.0
 """A step with an upload may last as long as thousands: the axis ends here, and longer steps are marked at its end."""
-_MOST_INTERVALS = 200
+_MAX_INTERVALS = 200
 LANES = ("critical", "warning", "info")
 _LANE = 0.05
 """Height of a lane of findings above the axis, as a share of it; there is one for each severity."""
+
+
+def make(data: FigureData, selection: Selection) -> Picture:
+    """Draw the whole run, whatever is selected."""
+    return overview(data.step_bins((None, None), _MAX_BINS, None), data.findings(), theme_of(selection))
 
 
 def overview(columns: Mapping[str, wire.Ints], findings: Sequence[Mapping[str, Any]], theme: Theme) -> Picture:
@@ -88,7 +97,7 @@ def _mark_findings(
         for index, finding in enumerate(findings)
         for interval in finding["intervals"]
         if interval["to"] >= first and interval["from"] < end
-    ][:_MOST_INTERVALS]
+    ][:_MAX_INTERVALS]
     later = sum(interval["from"] >= end for finding in findings for interval in finding["intervals"])
     data: dict[str, list[Any]] = {
         "finding": [index for index, _, _ in marks],

@@ -9,12 +9,22 @@ from bokeh.models import ColumnDataSource, Range1d
 
 from ddpobs import wire
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, mark_longer, steps_plot
+from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds
-from ddpobs_server.figures.theme import PHASE_COLORS, PHASE_TITLES, Theme
+from ddpobs_server.figures.selection import Selection
+from ddpobs_server.figures.theme import PHASE_COLORS, PHASE_TITLES, Theme, theme_of
 
 NAME, TITLE = "phases", "Step time by phase"
+PLACE, SELECTION = 3, ("from", "to", "rank")
+_MAX_BINS = 250
 _MAX_MEDIANS = 3.0
 """The axis ends at this many median steps; longer steps are marked at its end."""
+
+
+def make(data: FigureData, selection: Selection) -> Picture:
+    """Draw the selected steps of the selected rank."""
+    bins = data.step_bins((selection.first, selection.last), _MAX_BINS, selection.rank)
+    return phases(bins, selection.rank, theme_of(selection))
 
 
 def phases(columns: Mapping[str, wire.Ints], rank: int | None, theme: Theme) -> Picture:

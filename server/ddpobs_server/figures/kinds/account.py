@@ -10,10 +10,13 @@ from bokeh.models import ColumnDataSource, PrintfTickFormatter, Range1d
 
 from ddpobs import wire
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
+from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds
-from ddpobs_server.figures.theme import PHASE_COLORS, PHASE_TITLES, Theme
+from ddpobs_server.figures.selection import Selection
+from ddpobs_server.figures.theme import PHASE_COLORS, PHASE_TITLES, Theme, theme_of
 
 NAME, TITLE = "account", "Where the time went"
+PLACE, SELECTION = 1, ()
 GROUPS = {
     "start_up": ("start-up", "#cc79a7", " "),
     "steps": ("steps", "", " "),
@@ -23,6 +26,11 @@ GROUPS = {
     "not_known": ("not known", "#c9d0d8", "right_diagonal_line"),
 }
 """Title, colour and hatch of each group of parts, in the order of the bar."""
+
+
+def make(data: FigureData, selection: Selection) -> Picture:
+    """Draw the account of the whole run."""
+    return account(data.account(), theme_of(selection))
 
 
 def account(answer: Mapping[str, Any], theme: Theme) -> Picture:

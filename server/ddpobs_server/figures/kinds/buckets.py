@@ -11,14 +11,22 @@ from bokeh.models.annotations import BoxAnnotation
 
 from ddpobs_server.analysis.communication.bucket_times import BucketTimes
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
+from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds, module_bucket, size_text
-from ddpobs_server.figures.theme import COMPUTE, MOVING, WAITING_STYLE, Theme
+from ddpobs_server.figures.selection import Selection
+from ddpobs_server.figures.theme import COMPUTE, MOVING, WAITING_STYLE, Theme, theme_of
 
 NAME, TITLE = "buckets", "Buckets"
-_MOST = 100
-"""Most buckets that are drawn: those that take the longest."""
+PLACE, SELECTION = 6, ("from", "to")
+_MAX_BUCKETS = 100
+"""Buckets that are drawn: those that take the longest."""
 BAR = "bucket"
 """Name of the mark of the selected bucket."""
+
+
+def make(data: FigureData, selection: Selection) -> Picture:
+    """Draw the buckets of the selected steps."""
+    return buckets(data.views.buckets(selection.first, selection.last), data.buckets(), theme_of(selection))
 
 
 def buckets(times: BucketTimes | None, names: Mapping[tuple[int, int, int], tuple[int, str]], theme: Theme) -> Picture:
@@ -32,7 +40,7 @@ def buckets(times: BucketTimes | None, names: Mapping[tuple[int, int, int], tupl
     if times is None or not len(times):
         return Picture(NAME, TITLE, "No spans of buckets are stored in this range.")
     comm_ns = times.wait_ns + times.move_ns
-    rows = np.sort(np.argsort(-np.maximum(comm_ns, times.compute_ns), kind="stable")[:_MOST])
+    rows = np.sort(np.argsort(-np.maximum(comm_ns, times.compute_ns), kind="stable")[:_MAX_BUCKETS])
     labels = [
         module_bucket(module, bucket) for module, bucket in zip(times.module[rows], times.bucket[rows], strict=True)
     ]
