@@ -52,7 +52,7 @@ CALLS = {
     "admin": [("DELETE", "/api/v1/runs/a-run")],
     "": [
         *(("GET", where) for where in ("/healthz", "/readyz", "/", "/runs/a-run", "/docs", "/openapi.json")),
-        *(("GET", where) for where in ("/static/style.css", "/swagger/swagger-ui.css", "/compare")),
+        *(("GET", where) for where in ("/static/style.css", "/swagger/swagger-ui.css", "/compare", "/help/crash")),
         *(("GET", where) for where in ("/bokeh/bokeh.min.js", "/figures/none.js", "/perfetto/index.html")),
     ],
 }
