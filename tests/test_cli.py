@@ -100,9 +100,9 @@ def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() 
     assert completed.stdout == (
         "run r: warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
         "9 steps seen, 1 finding\n"
-        "wall time: 90 s; goodput 25% of the run; 0.0375 gpu-hours lost (cost 0.11)\n"
-        "  checkpoints      75% of the run\n"
-        "  steps: forward   25% of the run\n\n"
+        "wall time: 90 s; goodput 25 % of the run; 0.0375 gpu-hours lost (cost 0.11)\n"
+        "  checkpoints      75 % of the run\n"
+        "  steps: forward   25 % of the run\n\n"
         "warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
         "  measure 12.8 ms more than the other ranks\n"
         "  when    steps 2 to 4 (2023-11-14 22:13:20 to 22:13:23 UTC)\n"

@@ -27,7 +27,7 @@ from ddpobs.cli.app import (
 from ddpobs.client.reader import read, read_file
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
-from ddpobs.shared.words import finding_heading, finding_lines, labelled
+from ddpobs.shared.words import finding_heading, finding_lines, labelled, percent
 from ddpobs.wire import printable
 
 _MIN_SHARE, _MAX_PARTS = 0.01, 8
@@ -129,7 +129,7 @@ def _account_lines(account: dict[str, Any]) -> list[str]:
     """Return the run's wall time and goodput, and its largest parts with their share of the run."""
     if account["wall_ns"] is None:
         return ["wall time: not known, because no rank has sent an account"]
-    goodput = "not known" if account["goodput"] is None else f"{account['goodput']:.0%}"
+    goodput = "not known" if account["goodput"] is None else percent(account["goodput"])
     lost = f"{account['lost_hours']:.3g} {account['unit']}s lost"
     if account["lost_cost"] is not None:
         lost += f" (cost {account['lost_cost']:.2f})"
@@ -137,7 +137,7 @@ def _account_lines(account: dict[str, Any]) -> list[str]:
     parts = sorted(account["parts"], key=lambda part: -part["share"])
     shown = [part for part in parts if part["share"] >= _MIN_SHARE][:_MAX_PARTS]
     width = max((len(part["title"]) for part in shown), default=0)
-    lines += [f"  {part['title']:{width}}  {part['share']:4.0%} of the run" for part in shown]
+    lines += [f"  {part['title']:{width}}  {percent(part['share']):>5} of the run" for part in shown]
     return lines
 
 
@@ -146,14 +146,14 @@ def _pipeline_lines(pipeline: dict[str, Any] | None) -> list[str]:
     if pipeline is None:
         return []
     expected = pipeline["expected_bubble"]
-    formula = "" if expected is None else f"; with equal stages the bubble is {expected:.1%}"
+    formula = "" if expected is None else f"; with equal stages the bubble is {percent(expected, 1)}"
     lines = [f"pipeline: {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches a step{formula}"]
     for stage in pipeline["by_rank"]:
         line = f"  stage {_list(stage['stages'])} (rank {_list(stage['ranks'])}): "
         line += f"{stage['computing_ns'] / 1e6:.1f} ms of {stage['schedule_ns'] / 1e6:.1f} ms computing, "
-        line += f"bubble {stage['bubble']:.1%}"
+        line += f"bubble {percent(stage['bubble'], 1)}"
         if stage["reduce_overlap"] is not None:
-            line += f", {stage['reduce_overlap']:.0%} of the all-reduce overlapped"
+            line += f", {percent(stage['reduce_overlap'])} of the all-reduce overlapped"
         lines.append(printable(line))
     return lines
 

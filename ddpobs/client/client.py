@@ -21,7 +21,7 @@ from ddpobs.client.columns import Columns, html_table
 from ddpobs.client.figure import LEGEND_COLUMNS, Figure
 from ddpobs.client.reader import change, page_address, read, read_file
 from ddpobs.config import TelemetryConfig, from_environment
-from ddpobs.shared.words import finding_heading, finding_lines
+from ddpobs.shared.words import finding_heading, finding_lines, percent
 
 _MOST_POINTS = "10000"
 
@@ -75,7 +75,7 @@ class Account(dict[str, Any]):
     """Where the run's wall time went, as the collector's JSON has it."""
 
     def _repr_html_(self) -> str:
-        rows = [(part["title"], f"{part['share']:.1%}") for part in self["parts"] if part["share"]]
+        rows = [(part["title"], percent(part["share"], 1)) for part in self["parts"] if part["share"]]
         return html_table(("part", "share"), rows)
 
 

@@ -42,6 +42,11 @@ def format_bucket(module: int, bucket: int, parameters: Sequence[str] = ()) -> s
     return f"{name}: {', '.join(parameters[:MAX_NAMED_PARAMETERS])}{more}"
 
 
+def percent(share: float, digits: int = 0) -> str:
+    """A share as a percentage: `37 %`."""
+    return f"{100 * share:.{digits}f} %"
+
+
 def finding_heading(finding: Mapping[str, Any]) -> str:
     """Severity and verdict of a finding of the REST API: `critical: Rank 1 is slow in backward`."""
     return f"{finding['severity']}: {finding['verdict']}"

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
-from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled
+from ddpobs.shared.words import LABEL_COLUMNS, finding_heading, finding_lines, labelled, percent
 from ddpobs.wire import printable
 
 MAX_PART_ROWS = 4
@@ -101,7 +101,8 @@ def _bar(parts: Sequence[Mapping[str, Any]], inner: int) -> list[str]:
     for most in range(min(_MAX_NAMED_PARTS, len(ordered)), 0, -1):
         rest = sum(share for _, share in ordered[most:])
         named = [*ordered[:most], *([("rest", rest)] if rest else [])]
-        legend = "  ".join(f"{sign} {title} {share:.0%}" for sign, (title, share) in zip(_SIGNS, named, strict=False))
+        entries = zip(_SIGNS, named, strict=False)
+        legend = "  ".join(f"{sign} {title} {percent(share)}" for sign, (title, share) in entries)
         if len(legend) <= inner - LABEL_COLUMNS:
             ends = [round(end * _BAR_CELLS) for end in accumulate(share for _, share in named)]
             cells = "".join(sign * (end - begin) for sign, begin, end in zip(_SIGNS, [0, *ends], ends, strict=False))

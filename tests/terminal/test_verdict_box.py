@@ -45,7 +45,7 @@ def test_the_box_has_the_parts_of_the_worst_finding_phases_and_address() -> None
         "do      Look.",
         "saves   14 ms of 46 ms a step (31 ± 1 %)",
         "time    " + "█" * 20 + "▓" * 10 + "▒" * 10,
-        "        █ backward 50%  ▓ forward 25%  ▒ start-up 25%",
+        "        █ backward 50 %  ▓ forward 25 %  ▒ start-up 25 %",
         ADDRESS,
     ]
 

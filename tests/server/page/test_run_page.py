@@ -12,6 +12,7 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from ddpobs import wire
+from ddpobs.shared.words import LABELS, finding_lines
 from tests.server import batches
 from tests.server.analysis.scenario import with_columns
 from tests.server.browsing import EVIL, MS, STEPS, Visit, batch, click, column, drawn, mark, paused_visit, put, settle
@@ -34,6 +35,23 @@ def test_the_figures_show_the_slow_rank(browser: Any, url: str) -> None:
     assert visit.page.locator("#processes tbody tr").count() == 2
     assert visit.errors == []
     assert all(address.startswith(url) for address in visit.requests)
+
+
+def test_the_card_of_a_finding_has_its_parts_in_the_order_of_all_views(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    labels = visit.page.locator(".finding.critical .parts dt").all_inner_texts()
+    assert labels == [label for label in LABELS.values() if label in labels]
+    assert {"do", "saves"} <= set(labels)
+    assert re.search(r"saves\s+\d", visit.page.locator(".finding.critical").inner_text())
+    assert visit.page.get_by_role("img", name="critical").count() == 1
+    visit.page.get_by_role("button", name="show in the figures").first.click()
+    settle(visit)
+    assert visit.page.locator(".finding.chosen").count() == 1
+    assert "finding=straggler-1" in visit.page.url
+    assert visit.page.locator("#selection").bounding_box()["y"] < 100
+    finding = {part: f"the {part}" for part in reversed(LABELS)} | {"gain": {"text": "31 %"}, "when": ""}
+    lines = "async (finding) => (await import('/static/finding_parts.js')).findingLines(finding)"
+    assert visit.page.evaluate(lines, finding) == [list(line) for line in finding_lines(finding)]
 
 
 def test_a_step_shows_compute_waiting_and_moving_apart(browser: Any, url: str) -> None:

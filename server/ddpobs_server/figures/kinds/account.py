@@ -9,6 +9,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource, PrintfTickFormatter, Range1d
 
 from ddpobs import wire
+from ddpobs.shared.words import percent
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds
@@ -69,13 +70,13 @@ def account(answer: Mapping[str, Any], theme: Theme) -> Picture:
     goodput = (
         ""
         if answer["goodput"] is None
-        else f"{answer['goodput']:.1%} went into steps that no restart repeated (goodput). "
+        else f"{percent(answer['goodput'], 1)} went into steps that no restart repeated (goodput). "
     )
     lost = f"Lost: {answer['lost_hours']:.3g} {answer['unit']}s."
     if answer["lost_cost"] is not None:
         lost += f" At the set price that is {answer['lost_cost']:,.2f}."
     rows = [
-        (p["title"], f"{p['share']:.1%}", milliseconds(p["rank_ns"]))
+        (p["title"], percent(p["share"], 1), milliseconds(p["rank_ns"]))
         for p in sorted(parts, key=lambda p: -p["rank_ns"])
     ]
     return Picture(NAME, TITLE, f"{wall}{goodput}{lost}", plot, ("part", "share", "time of all ranks"), rows)

@@ -8,6 +8,7 @@ import numpy as np
 from bokeh.models import ColumnDataSource, Range1d
 
 from ddpobs import wire
+from ddpobs.shared.words import percent
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, mark_longer, steps_plot
 from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds
@@ -65,7 +66,7 @@ def phases(columns: Mapping[str, wire.Ints], rank: int | None, theme: Theme) -> 
     add_legend(plot, theme)
     shares = {phase: float(values.sum()) / max(1e-9, float(total.sum())) for phase, values in medians.items()}
     parts = ", ".join(
-        f"{PHASE_TITLES[phase]} {share:.0%}"
+        f"{PHASE_TITLES[phase]} {percent(share)}"
         for phase, share in sorted(shares.items(), key=lambda item: -item[1])
         if share >= 0.005
     )

@@ -16,6 +16,7 @@ from bokeh.models import (
 from bokeh.models.annotations import BoxAnnotation, ColorBar
 from bokeh.plotting import figure
 
+from ddpobs.shared.words import percent
 from ddpobs_server.analysis.slow_ranks.delay_map import DelayMap
 from ddpobs_server.figures.canvas import FONT, steps_plot
 from ddpobs_server.figures.figure_data import FigureData
@@ -71,7 +72,7 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
     if table.cost_ns[worst] > 0:
         summary += (
             f"Rank {table.ranks[worst]} cost the others most: {milliseconds(table.cost_ns[worst])} a step, late in "
-            f"{table.late_share[worst]:.0%} of the steps."
+            f"{percent(table.late_share[worst])} of the steps."
         )
     else:
         summary += "No rank was late by a tenth of a step."
@@ -80,7 +81,7 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
     if absent:
         summary += f" No steps to compare of rank {few_ranks(absent)}."
     values = [
-        (rank, shown.hosts.get(rank, ""), milliseconds(cost), f"{share:.1%}")
+        (rank, shown.hosts.get(rank, ""), milliseconds(cost), percent(share, 1))
         for rank, cost, share in zip(table.ranks.tolist(), table.cost_ns, table.late_share, strict=True)
     ]
     facts = {"first": int(table.first[0]), "last": int(table.last[-1]), "ranks": table.ranks.tolist(), "window": WINDOW}

@@ -11,6 +11,7 @@ const CLOCK = new Intl.DateTimeFormat(undefined, {
   timeZoneName: "short",
 });
 const MAX_DRIFT_MS = 2000;
+const MIN_SECONDS_MS = 10_000;
 const collector = { ahead_ms: 0 }; // The collector's clock minus this computer's, to the second.
 
 // The time on the collector's clock, in ms.
@@ -37,9 +38,11 @@ export function ago(ns) {
   return new Date(ns / 1e6).toISOString().slice(0, 16).replace("T", " ") + " UTC";
 }
 
+// A time of a step in ms; a long one in s.
 export function ms(ns) {
   if (ns === null || ns === undefined) return "–";
   const value = ns / 1e6;
+  if (value >= MIN_SECONDS_MS) return `${(value / 1000).toFixed(1)} s`;
   return `${value >= 100 ? value.toFixed(0) : value >= 1 ? value.toFixed(1) : value.toFixed(3)} ms`;
 }
 
