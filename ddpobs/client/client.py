@@ -23,7 +23,7 @@ from ddpobs.client.reader import change, page_address, read, read_file
 from ddpobs.config import TelemetryConfig, from_environment
 from ddpobs.shared.words import finding_heading, finding_lines, percent
 
-_MOST_POINTS = "10000"
+_MAX_POINTS = "10000"
 
 
 class Client:
@@ -162,7 +162,7 @@ class Run:
         start: int | None = first or 0
         parts = []
         while start is not None:
-            query = _query(rank=rank, first=start, last=last) | {"points": _MOST_POINTS}
+            query = _query(rank=rank, first=start, last=last) | {"points": _MAX_POINTS}
             document = self._read("/steps", query).document
             parts.append(Columns(document["columns"]))
             start = document["next"]
