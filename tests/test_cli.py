@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import ddpobs as package
@@ -250,6 +252,23 @@ def test_watch_prints_each_change_and_ends_with_the_run(end: str, code: int, mon
     first, last = done.stdout.splitlines()
     assert (done.exit_code, first) == (code, "r: running, step 3: slow\\n")
     assert last.startswith(f"r: {end}, step 5, ")
+
+
+def test_watch_shows_the_parts_of_the_worst_finding_and_the_verdicts_of_the_next_ones() -> None:
+    findings = [
+        {"severity": "critical", "verdict": "Rank 3 is [slow]", "cause": "its host", "remedy": "Look.", "gain": None},
+        {"severity": "info", "verdict": "Data is late", "remedy": "Add workers.", "gain": None},
+    ]
+    look = watching._Look(0.0).refreshed({"run": "r", "state": "running", "steps": 3}, [], findings)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(look.screen())
+    shown = [line.rstrip() for line in console.export_text().splitlines()]
+    assert shown[-4:] == [
+        "critical: Rank 3 is [slow]",
+        "  cause   its host",
+        "  do      Look.",
+        "info: Data is late",
+    ]
 
 
 def test_the_version_is_printed() -> None:

@@ -81,7 +81,7 @@ class _Look:
         return "" if self.rate is None else f", {self.rate:.1f} steps/s"
 
     def screen(self) -> RenderableType:
-        """The ranks as a table, with the findings below."""
+        """The ranks as a table, with the parts of the worst finding and the verdicts of the next ones below."""
         from rich.console import Group
         from rich.markup import escape
         from rich.table import Table
@@ -98,11 +98,10 @@ class _Look:
             table.add_row(*map(escape, _cells(rank)), style="bold" if is_slowest else "")
         if len(self.ranks) > _MAX_RANKS:
             table.caption = f"the {_MAX_RANKS} ranks with the longest own time of {len(self.ranks)}"
-        lines = []
-        for finding in self.findings[:_MAX_FINDINGS]:
-            style = _STYLES[finding["severity"]]
-            lines.append(f"[{style}]{escape(printable(finding_heading(finding)))}[/]")
-            lines += [escape(printable(f"  {labelled(label, text)}")) for label, text in finding_lines(finding)]
+        findings = self.findings[:_MAX_FINDINGS]
+        lines = [f"[{_STYLES[each['severity']]}]{escape(printable(finding_heading(each)))}[/]" for each in findings]
+        worst = finding_lines(findings[0]) if findings else []
+        lines[1:1] = [escape(printable(f"  {labelled(label, text)}")) for label, text in worst]
         return Group(table, *map(Text.from_markup, lines or ["no finding"]))
 
 

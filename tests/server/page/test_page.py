@@ -40,7 +40,8 @@ def test_on_a_phone_the_pages_fit_its_width(browser: Any, url: str) -> None:
     settle(visit)
     for width in (390, 320):
         visit.page.set_viewport_size({"width": width, "height": 844})
-        visit.page.wait_for_function(f"document.documentElement.scrollWidth === {width}")  # Charts follow later.
+        while visit.page.evaluate("document.documentElement.scrollWidth") != width:  # Charts follow later.
+            visit.page.wait_for_timeout(50)
 
 
 def test_the_list_requests_no_diagnosis_that_it_already_has(browser: Any, tmp_path: Path) -> None:
