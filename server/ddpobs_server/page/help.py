@@ -1,4 +1,4 @@
-"""The help on a finding: its page in `docs/findings/`, which the wheel has as `page/help/`."""
+"""The help on a finding: its page in `docs/findings/`, which the wheel has as `page/help_pages/`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 
 _PAGE = Path(__file__).parent
-_PACKAGED, _SOURCE = _PAGE / "help", _PAGE.parents[2] / "docs" / "findings"
+_PACKAGED, _SOURCE = _PAGE / "help_pages", _PAGE.parents[2] / "docs" / "findings"
 FOLDER = _PACKAGED if _PACKAGED.exists() else _SOURCE
 _OTHER_HELP = re.compile(r"\]\(([\w-]+)\.md(?:#[^)]*)?\)")
 _OUTSIDE = re.compile(r"\[([^\]]+)\]\(\.\./[^)]*\)")
