@@ -405,7 +405,7 @@ def test_stacks_prints_place_and_stack_of_each_rank() -> None:
         completed = ddpobs("stacks", "a-run", "--collector", server.url)
     no_stack = "  no stack: a rank sends it once it is stuck"
     assert completed.stdout.splitlines() == [
-        "rank 0: bucket 2, step 40, no progress for 0 s",
+        "rank 0: bucket 0.2, step 40, no progress for 0 s",
         no_stack,
         "rank 1 on node7: data, step 40, no progress for 14 s (train.py:57 → dataset.py:31 __getitem__)",
         "  train.py:57 <module>",

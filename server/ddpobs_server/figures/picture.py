@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +10,6 @@ from bokeh.models import Plot
 
 TABLE_ROWS = 100
 """Most rows of a picture's table."""
-_NAMED_RANKS = 12
 
 
 @dataclass(frozen=True)
@@ -64,14 +62,3 @@ def size_text(size_bytes: float) -> str:
         if size_bytes < limit:
             return f"{size_bytes / size:.3g} {unit}"
     return f"{size_bytes / 1e9:.3g} GB"
-
-
-def module_bucket(module: int, bucket: int) -> str:
-    """Name a bucket as the findings do: with its module if that is not the first."""
-    return f"{module}.{bucket}" if module else str(bucket)
-
-
-def few_ranks(ranks: Sequence[int]) -> str:
-    """Name ranks in a sentence; a long list is cut."""
-    more = len(ranks) - _NAMED_RANKS
-    return ", ".join(map(str, ranks[:_NAMED_RANKS])) + (f" and {more} more" if more > 0 else "")

@@ -70,7 +70,7 @@ def test_a_run_without_steps_is_shown_as_not_judged(browser: Any, tmp_path: Path
     ("pulse", "text"),
     [
         (wire.Pulse(at_ns=0, phase="other", step=3), "other, step 3 ("),
-        (wire.Pulse(at_ns=0, phase="exposed_comm", step=3, module=0, bucket=2), "exposed comm, step 3, bucket 2 ("),
+        (wire.Pulse(at_ns=0, phase="exposed_comm", step=3, module=0, bucket=2), "exposed comm, step 3, bucket 0.2 ("),
         (wire.Pulse(at_ns=0, phase="backward", step=3, module=1, bucket=0), "backward, step 3, bucket 1.0 ("),
     ],
 )

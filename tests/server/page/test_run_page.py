@@ -66,7 +66,7 @@ def test_a_step_shows_compute_waiting_and_moving_apart(browser: Any, url: str) -
     # One arrow from the late rank's second row to the end of the other rank's wait.
     arrow = [column(visit, "step", "arrows", name) for name in ("late", "rank", "from", "from_ms", "to_ms")]
     assert [value for (value,) in arrow] == [1, 0, 1.775, pytest.approx(56), pytest.approx(56)]
-    assert "The longest wait is rank 0's at bucket 0: 30 ms for rank 1." in summary(visit, "step")
+    assert "The longest wait is rank 0's at bucket 0.0: 30 ms for rank 1." in summary(visit, "step")
     assert visit.page.locator("#step").input_value() == "7"
 
 
@@ -94,13 +94,14 @@ def test_a_click_on_a_finding_selects_it_and_its_link_restores_the_view(browser:
     visit = drawn(browser, f"{url}/runs/picture")
     visit.page.get_by_role("button", name="Rank 1 is slow in backward").click()
     settle(visit)
-    assert visit.page.url == f"{url}/runs/picture?steps=1-{STEPS - 1}&rank=1&bucket=0&finding=straggler-1"
+    assert visit.page.url == f"{url}/runs/picture?steps=1-{STEPS - 1}&rank=1&bucket=0.0&finding=straggler-1"
     assert summary(visit, "phases").startswith("Steps 1 to 59 of rank 1: 70 ms a step; backward 7")
     assert mark(visit, "overview", "selection") == [1, STEPS, None]
     other = drawn(browser, visit.page.url)
     assert other.page.locator(".finding.chosen").count() == 1
     assert other.page.locator("#rank").input_value() == "1"
     assert other.page.locator("#bucket-facts li").inner_text() == "head.weight (1)"
+    assert drawn(browser, f"{url}/runs/picture?bucket=1").page.locator("#bucket").input_value() == "0.1"
     assert other.page.get_by_role("button", name="Rank 1 is slow").get_attribute("aria-pressed") == "true"
     visit.page.go_back()
     visit.page.wait_for_url(f"{url}/runs/picture")

@@ -11,10 +11,11 @@ from bokeh.models.annotations import BoxAnnotation
 from bokeh.plotting import figure
 
 from ddpobs import wire
+from ddpobs.shared.words import bucket_name
 from ddpobs_server.analysis.communication.bucket_times import BucketTimes
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.figure_data import Buckets, FigureData
-from ddpobs_server.figures.picture import Picture, milliseconds, module_bucket, size_text
+from ddpobs_server.figures.picture import Picture, milliseconds, size_text
 from ddpobs_server.figures.selection import Selection
 from ddpobs_server.figures.theme import COMPUTE, MOVING, WAITING_STYLE, Theme, theme_of
 
@@ -80,7 +81,7 @@ def _bars(times: BucketTimes, names: Buckets, rows: wire.Ints) -> dict[str, Any]
         "left": index + 0.1,
         "middle": index + 0.5,
         "right": index + 0.9,
-        "label": [module_bucket(*place) for place in zip(module, bucket, strict=True)],
+        "label": [bucket_name(*place) for place in zip(module, bucket, strict=True)],
         "module": times.module[rows],
         "number": times.bucket[rows],
         "parameters": [names.get(key, (0, ""))[1] for key in zip(module, revision, bucket, strict=True)],

@@ -16,11 +16,11 @@ from bokeh.models import (
 from bokeh.models.annotations import BoxAnnotation, ColorBar
 from bokeh.plotting import figure
 
-from ddpobs.shared.words import percent
+from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.slow_ranks.delay_map import DelayMap
 from ddpobs_server.figures.canvas import FONT, steps_plot
 from ddpobs_server.figures.figure_data import FigureData
-from ddpobs_server.figures.picture import Picture, few_ranks, milliseconds
+from ddpobs_server.figures.picture import Picture, milliseconds
 from ddpobs_server.figures.selection import RankFilter, Selection
 from ddpobs_server.figures.theme import Theme, theme_of
 
@@ -79,7 +79,7 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
     if (longest_ms := float(table.delay_ns.max()) / 1e6) > 1.25 * scale_ms:
         summary += f" Longer delays than {scale_ms:.3g} ms have the same colour; the longest is {longest_ms:.3g} ms."
     if absent:
-        summary += f" No steps to compare of rank {few_ranks(absent)}."
+        summary += f" No steps to compare of {format_ranks(absent)}."
     values = [
         (rank, shown.hosts.get(rank, ""), milliseconds(cost), percent(share, 1))
         for rank, cost, share in zip(table.ranks.tolist(), table.cost_ns, table.late_share, strict=True)

@@ -20,10 +20,11 @@ from bokeh.models.annotations import Arrow, NormalHead
 from bokeh.plotting import figure
 
 from ddpobs import wire
+from ddpobs.shared.words import bucket_name, format_ranks
 from ddpobs_server.analysis.steps.step_timeline import BucketSpans
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
 from ddpobs_server.figures.figure_data import Buckets, FigureData
-from ddpobs_server.figures.picture import Picture, few_ranks, milliseconds, module_bucket, size_text
+from ddpobs_server.figures.picture import Picture, milliseconds, size_text
 from ddpobs_server.figures.selection import RankFilter, Selection
 from ddpobs_server.figures.theme import COMPUTE, MOVING, PHASE_COLORS, PHASE_TITLES, WAITING_STYLE, Theme, theme_of
 from ddpobs_server.reports.views import StepTimeline
@@ -96,7 +97,7 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
     summary += _longest_wait(timeline)
     absent = sorted(set(ranks) - present)
     if absent:
-        summary += f" No data of rank {few_ranks(absent)}."
+        summary += f" No data of {format_ranks(absent)}."
     rows = [(rank, *(milliseconds(phase_ns) for phase_ns in _phase_sums(timeline, rank))) for rank in drawn]
     facts = {"step": timeline.step, "ranks": drawn, "late_rank": late_rank}
     return Picture(NAME, TITLE, summary, plot, ("rank", *PHASE_TITLES.values()), rows, facts)
@@ -161,7 +162,7 @@ def _draw_spans(plot: figure, timeline: StepTimeline, rows_of: Rows, buckets: Bu
     late_ranks, waits = spans.rank[spans.late_rows()[rows]].tolist(), spans.waiting_ns[rows] >= _MIN_WAIT_NS
     late = [f" for rank {rank}" if is_wait else "" for rank, is_wait in zip(late_ranks, waits.tolist(), strict=True)]
     shared: dict[str, Any] = {
-        "bucket": [module_bucket(module, bucket) for module, _, bucket in keys],
+        "bucket": [bucket_name(module, bucket) for module, _, bucket in keys],
         "module": spans.module[rows],
         "number": spans.bucket[rows],
         "size": [size_text(size) if size else "unknown size" for size, _ in facts],
@@ -233,7 +234,7 @@ def _longest_wait(timeline: StepTimeline) -> str:
     row = int(np.argmax(spans.waiting_ns)) if len(spans.rank) else 0
     if not len(spans.rank) or spans.waiting_ns[row] < _MIN_WAIT_NS:
         return ""
-    name, late = module_bucket(int(spans.module[row]), int(spans.bucket[row])), spans.rank[spans.late_rows()[row]]
+    name, late = bucket_name(int(spans.module[row]), int(spans.bucket[row])), spans.rank[spans.late_rows()[row]]
     wait = milliseconds(spans.waiting_ns[row])
     return f" The longest wait is rank {spans.rank[row]}'s at bucket {name}: {wait} for rank {late}."
 

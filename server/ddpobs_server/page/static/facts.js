@@ -50,7 +50,7 @@ function activity({ state, goodbye, pulse, last_seen_ns }) {
   if (state === "failed" || state === "interrupted") return `${state} (${ago(last_seen_ns)})`;
   if (!pulse) return ago(last_seen_ns);
   // The bucket is null before the first launch.
-  const bucket = pulse.bucket === null ? "" : `, bucket ${pulse.module > 0 ? `${pulse.module}.` : ""}${pulse.bucket}`;
+  const bucket = pulse.bucket === null ? "" : `, bucket ${pulse.module ?? 0}.${pulse.bucket}`;
   const place = pulse.place && ` at ${pulse.place}`;
   const stuck = state === "hung" ? `stuck for ${(pulse.idle_ns / 1e9).toFixed(0)} s${place}: ` : "";
   return `${stuck}${pulse.phase.replace("_", " ")}, step ${pulse.step}${bucket} (${ago(last_seen_ns)})`;
@@ -123,7 +123,7 @@ export function showSettings({ hello }) {
 
 // The parameters of the selected bucket, with its size.
 export function showBucket(layouts, choice) {
-  const [module, bucket] = choice?.includes(".") ? choice.split(".").map(Number) : [0, Number(choice)];
+  const [module, bucket] = (choice ?? "").split(".").map(Number);
   const buckets = layouts.findLast((layout) => layout.module === module)?.buckets;
   const layout = choice ? buckets?.[bucket] : undefined;
   byId("bucket-facts").hidden = !layout;
@@ -154,7 +154,5 @@ function sizeText(bytes) {
 // The buckets that can be selected: those of each module's latest layout.
 export function bucketNames(layouts) {
   const latest = new Map(layouts.map((layout) => [layout.module, layout]));
-  return [...latest.values()].flatMap(({ module, buckets }) =>
-    buckets.map((_, index) => (module ? `${module}.${index}` : String(index))),
-  );
+  return [...latest.values()].flatMap(({ module, buckets }) => buckets.map((_, index) => `${module}.${index}`));
 }

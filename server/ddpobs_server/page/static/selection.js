@@ -16,9 +16,14 @@ export function read(search) {
     const value = query.get(name);
     if (!value) continue;
     if (VALID[name] && !VALID[name].test(value)) wrong.push(name);
-    else selection[name] = value;
+    else selection[name] = name === "bucket" ? bucketName(value) : value;
   }
   return { selection, wrong };
+}
+
+// A bucket as MODULE.BUCKET; one without its module is the first module's.
+function bucketName(text) {
+  return text.includes(".") ? text : `0.${text}`;
 }
 
 // Put the selection into the address, as a new entry of the history or in place of the last.
@@ -52,7 +57,7 @@ export function ofFinding(finding, key) {
     finding: key,
     steps: last > first ? `${first}-${last}` : "",
     rank: finding.ranks.length === 1 ? String(finding.ranks[0]) : "",
-    bucket: finding.buckets.length ? String(finding.buckets[0]) : "",
+    bucket: finding.buckets.length ? `${finding.evidence.module ?? 0}.${finding.buckets[0]}` : "",
     step: last === first ? String(first) : "",
   };
 }
