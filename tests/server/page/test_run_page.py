@@ -101,6 +101,8 @@ def test_a_click_on_a_finding_selects_it_and_its_link_restores_the_view(browser:
     assert other.page.locator(".finding.chosen").count() == 1
     assert other.page.locator("#rank").input_value() == "1"
     assert other.page.locator("#bucket-facts li").inner_text() == "head.weight (1)"
+    named = drawn(browser, f"{url}/runs/picture?finding=straggler-1")
+    assert (named.page.url, named.errors) == (visit.page.url, [])
     assert drawn(browser, f"{url}/runs/picture?bucket=1").page.locator("#bucket").input_value() == "0.1"
     assert other.page.get_by_role("button", name="Rank 1 is slow").get_attribute("aria-pressed") == "true"
     visit.page.go_back()

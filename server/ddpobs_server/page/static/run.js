@@ -11,7 +11,7 @@ import { refresh, runOnce } from "./refresh.js";
 import { buildFigures, drawFigures, markSelection } from "./run_figures.js";
 import { fillForm, followButtons, followForm, offerBuckets, showLabels, showWrong } from "./run_form.js";
 import { address, isOrdinal, selectedAttempt, state } from "./run_state.js";
-import { findingKeys, ofFinding, read, write } from "./selection.js";
+import { changed, findingKeys, ofFinding, read, write } from "./selection.js";
 
 const LIVE_REFRESH_S = 5;
 // Only goodbyes end a run: a stalled run may continue, and a lost, failed or interrupted run may return under its id.
@@ -27,8 +27,7 @@ function draw(isRefresh) {
 
 // Change the selection: the address, the findings, the figures.
 async function choose(change, replace = false) {
-  const next = Object.entries({ ...state.selection, ...change }).filter(([, value]) => value);
-  state.selection = Object.fromEntries(next);
+  state.selection = changed(state.selection, change);
   write(state.selection, replace);
   notice("");
   if (state.diagnosis) showDiagnosis();
@@ -89,8 +88,8 @@ async function begin() {
   const { selection, diagnosis, keys } = state;
   const finding = diagnosis.findings[keys.indexOf(selection.finding)];
   if (finding && !selection.steps && !selection.rank && !selection.step) {
-    Object.assign(selection, ofFinding(finding, selection.finding));
-    write(selection, true);
+    state.selection = changed(selection, ofFinding(finding, selection.finding));
+    write(state.selection, true);
   }
   showWrong();
 }

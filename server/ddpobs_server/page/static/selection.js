@@ -36,6 +36,11 @@ export function write(selection, replace) {
     history[replace ? "replaceState" : "pushState"](null, "", address);
 }
 
+// A selection after a change; an empty part selects nothing.
+export function changed(selection, change) {
+  return Object.fromEntries(Object.entries({ ...selection, ...change }).filter(([, value]) => value));
+}
+
 // First and last step of a selection; null if it selects none.
 export function stepRange({ steps }) {
   const match = steps && STEPS.exec(steps);
