@@ -25,12 +25,14 @@ check:
 	$(RUN)/ruff check .
 	$(RUN)/mypy
 	$(RUN)/lint-imports
+	@scripts/javascript.sh check
 	$(RUN)/python -m mkdocs build
 
 format:
 	@scripts/setup.sh test
 	$(RUN)/ruff format .
 	$(RUN)/ruff check --fix .
+	@scripts/javascript.sh format
 
 # The site is written to build/site.
 docs:

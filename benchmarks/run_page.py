@@ -55,7 +55,8 @@ def visit(browser: Any, address: str) -> dict[str, float]:
 
 
 def _title(url: str) -> str:
-    return url.partition(f"/runs/{whole_run.RUN}")[2].partition("?")[0].lstrip("/") or "the run"
+    path = url.partition("/api/v1/")[2].partition("?")[0]
+    return path.removeprefix(f"runs/{whole_run.RUN}").lstrip("/") or "the run"
 
 
 def measure(url: str, folder: Path, shape: reads.Shape, times: int) -> tuple[list[dict[str, float]], float]:

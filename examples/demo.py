@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import urlopen
 
+from ddpobs.shared.words import finding_heading, finding_lines, labelled
+
 HERE = Path(__file__).resolve().parent
 FOLDER = HERE.parent / ".demo"
 RUN = time.strftime("demo-%Y%m%d-%H%M%S")
@@ -96,12 +98,9 @@ def _findings(url: str) -> dict[str, Any]:
 def _print_findings(diagnosis: dict[str, Any]) -> None:
     print(f"\nfindings of run {RUN}, over {diagnosis['steps_seen']} steps")
     for finding in diagnosis["findings"]:
-        gain = finding["gain"]
-        print(f"\n  [{finding['severity']}] {finding['title']}")
-        print(textwrap.fill(finding["remedy"], 110, initial_indent="    what to do: ", subsequent_indent="    "))
-        if gain:
-            error = gain["error_ratio"] * gain["ratio"]
-            print(f"    gain: {gain['ratio']:.0%} of every step (± {error:.1%})")
+        print(f"\n  {finding_heading(finding)}")
+        for label, text in finding_lines(finding):
+            print(textwrap.fill(labelled(label, text), 110, initial_indent="    ", subsequent_indent=" " * 12))
     for missing in diagnosis["missing"]:
         print(f"\n  not judged: {missing}")
 

@@ -37,7 +37,7 @@ def main() -> int:
         page = browser.new_page(viewport={"width": 1200, "height": 900})
         page.goto(options.url)
         page.locator("#view[aria-busy=false]").wait_for(timeout=60_000)
-        box = page.locator("#step-figure").bounding_box()
+        box = page.locator("#figure-step").bounding_box()
         assert box is not None
         clip: Any = {"x": 0.0, "y": 0.0, "width": 1200.0, "height": box["y"] + box["height"] + 16}
         page.screenshot(path=options.picture, full_page=True, clip=clip)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 import ddpobs as package
@@ -82,20 +84,16 @@ ACCOUNT = {
 }
 
 
-def test_report_prints_finding_and_remedy_with_control_characters_escaped() -> None:
+def test_report_prints_the_parts_of_a_finding_with_control_characters_escaped() -> None:
     finding = {
         "severity": "warning",
-        "title": "rank 3 is slow at \x1b[2Ja\nb é",
-        "ranks": [3],
-        "buckets": [2],
-        "parameters": [f"layer.{number}" for number in range(11)],
-        "steps": [1, 9],
-        "intervals": [
-            {"from": 2, "to": 4, "began_ns": 1_700_000_000 * 10**9, "ended_ns": 1_700_000_003 * 10**9},
-            *[{"from": 6, "to": 9, "began_ns": 1_700_000_000 * 10**9, "ended_ns": 1_700_100_000 * 10**9}] * 3,
-        ],
-        "remedy": "look",
-        "gain": {"step_ns": 12_750_000, "ratio": 0.25, "error_ratio": 0.02, "whole": "step"},
+        "verdict": "rank 3 is slow at \x1b[2Ja\nb é",
+        "measure": "12.8 ms more than the other ranks",
+        "when": "steps 2 to 4 (2023-11-14 22:13:20 to 22:13:23 UTC)",
+        "cause": "",
+        "where": "node-7; bucket 0.2: layer.0, layer.1, layer.2, …",
+        "remedy": "look\n",
+        "gain": {"text": "12.8 ms of 51 ms a step (25 ± 1 %)"},
     }
     diagnostics = {"run": "r", "steps_seen": 9, "findings": [finding], "missing": ["epochs: none seen"]}
     answers = {"/api/v1/runs/r/diagnostics": diagnostics, "/api/v1/runs/r/account": ACCOUNT}
@@ -104,18 +102,15 @@ def test_report_prints_finding_and_remedy_with_control_characters_escaped() -> N
     assert completed.stdout == (
         "run r: warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
         "9 steps seen, 1 finding\n"
-        "wall time: 90 s; goodput 25% of the run; 0.0375 gpu-hours lost (cost 0.11)\n"
-        "  checkpoints      75% of the run\n"
-        "  steps: forward   25% of the run\n\n"
+        "wall time: 90 s; goodput 25 % of the run; 0.0375 gpu-hours lost (cost 0.11)\n"
+        "  checkpoints      75 % of the run\n"
+        "  steps: forward   25 % of the run\n\n"
         "warning: rank 3 is slow at \\x1b[2Ja\\nb é\n"
-        "  where: steps 1 to 9, rank 3, bucket 2\n"
-        "  when: steps 2 to 4, 2023-11-14 22:13:20 to 22:13:23 UTC\n"
-        "  when: steps 6 to 9, 2023-11-14 22:13:20 to 2023-11-16 02:00:00 UTC\n"
-        "  when: steps 6 to 9, 2023-11-14 22:13:20 to 2023-11-16 02:00:00 UTC\n"
-        "  when: and 1 more\n"
-        "  parameters: layer.0, layer.1, layer.2, layer.3, layer.4, layer.5, layer.6, layer.7 and 3 more\n"
-        "  do: look\n"
-        "  gain: 12.8 ms a step, 25% of it (± 0.5%)\n\n"
+        "  measure 12.8 ms more than the other ranks\n"
+        "  when    steps 2 to 4 (2023-11-14 22:13:20 to 22:13:23 UTC)\n"
+        "  where   node-7; bucket 0.2: layer.0, layer.1, layer.2, …\n"
+        "  do      look\\n\n"
+        "  saves   12.8 ms of 51 ms a step (25 ± 1 %)\n\n"
         "not judged: epochs: none seen\n"
     )
 
@@ -245,7 +240,7 @@ def test_watch_prints_each_change_and_ends_with_the_run(end: str, code: int, mon
     def reply(path: str) -> Reply:
         answers: dict[str, object] = {
             "/api/v1/runs/r/ranks": {"ranks": []},
-            "/api/v1/runs/r/diagnostics": {"findings": [{"title": "slow\n"}]},
+            "/api/v1/runs/r/diagnostics": {"findings": [{"verdict": "slow\n"}]},
         }
         if path not in answers:
             state, steps = states.pop(0)
@@ -257,6 +252,23 @@ def test_watch_prints_each_change_and_ends_with_the_run(end: str, code: int, mon
     first, last = done.stdout.splitlines()
     assert (done.exit_code, first) == (code, "r: running, step 3: slow\\n")
     assert last.startswith(f"r: {end}, step 5, ")
+
+
+def test_watch_shows_the_parts_of_the_worst_finding_and_the_verdicts_of_the_next_ones() -> None:
+    findings = [
+        {"severity": "critical", "verdict": "Rank 3 is [slow]", "cause": "its host", "remedy": "Look.", "gain": None},
+        {"severity": "info", "verdict": "Data is late", "remedy": "Add workers.", "gain": None},
+    ]
+    look = watching._Look(0.0).refreshed({"run": "r", "state": "running", "steps": 3}, [], findings)
+    console = Console(width=100, record=True, file=io.StringIO())
+    console.print(look.screen())
+    shown = [line.rstrip() for line in console.export_text().splitlines()]
+    assert shown[-4:] == [
+        "critical: Rank 3 is [slow]",
+        "  cause   its host",
+        "  do      Look.",
+        "info: Data is late",
+    ]
 
 
 def test_the_version_is_printed() -> None:
@@ -393,7 +405,7 @@ def test_stacks_prints_place_and_stack_of_each_rank() -> None:
         completed = ddpobs("stacks", "a-run", "--collector", server.url)
     no_stack = "  no stack: a rank sends it once it is stuck"
     assert completed.stdout.splitlines() == [
-        "rank 0: bucket 2, step 40, no progress for 0 s",
+        "rank 0: bucket 0.2, step 40, no progress for 0 s",
         no_stack,
         "rank 1 on node7: data, step 40, no progress for 14 s (train.py:57 → dataset.py:31 __getitem__)",
         "  train.py:57 <module>",

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from ddpobs.cli.app import BAD_STATE, WRONG_USE, CollectorOption, ask, chosen_run, complete_run, fail, main, settings
+from ddpobs.shared.words import finding_heading
 from ddpobs.wire import printable
 
 _UNDECIDED = 4
@@ -72,7 +73,7 @@ def _comparison_lines(answer: dict[str, Any]) -> list[str]:
         lines.append(f"disturbed: ranks had no processor for {delays} ms of a step: other programs may be the cause")
     lines += [f"differs: {row['name']}: {row['a']} -> {row['b']}" for row in answer["differences"]]
     for kind in ("came", "went"):
-        lines += [f"{kind}: {finding['severity']}: {finding['title']}" for finding in answer["findings"][kind]]
+        lines += [f"{kind}: {finding_heading(finding)}" for finding in answer["findings"][kind]]
     return lines
 
 

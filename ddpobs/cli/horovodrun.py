@@ -45,8 +45,12 @@ def horovodrun(
         float | None,
         typer.Option("--stall-check-warning-time-seconds", help="Time without progress that counts as a hang."),
     ] = None,
-    no_stall_check: Annotated[bool, typer.Option("--no-stall-check", help="No effect; the log has why.")] = False,
-    autotune: Annotated[bool, typer.Option("--autotune", help="No effect; the log has why.")] = False,
+    no_stall_check: Annotated[
+        bool, typer.Option("--no-stall-check", help="No effect: only telemetry reports hangs.")
+    ] = False,
+    autotune: Annotated[
+        bool, typer.Option("--autotune", help="No effect: `ddpobs report` estimates other bucket sizes.")
+    ] = False,
     reset_limit: Annotated[
         int | None, typer.Option("--reset-limit", min=0, help="Restarts after a failure, torchrun's --max-restarts.")
     ] = None,

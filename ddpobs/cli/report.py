@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from enum import StrEnum
 from http import HTTPStatus
 from pathlib import Path
@@ -28,13 +27,12 @@ from ddpobs.cli.app import (
 from ddpobs.client.reader import read, read_file
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import CollectorError
+from ddpobs.shared.words import finding_heading, finding_lines, labelled, percent
 from ddpobs.wire import printable
 
-_SHOWN_SHARE, _SHOWN_PARTS = 0.01, 8
-_MAX_INTERVALS = 3
-"""Most intervals of a finding that are printed."""
+_MIN_SHARE, _MAX_PARTS = 0.01, 8
 _MAX_NAMES = 8
-"""Most ranks, buckets or parameters in a line."""
+"""Stages or ranks in a line."""
 
 
 class Severity(StrEnum):
@@ -109,7 +107,7 @@ def _pipeline(config: TelemetryConfig, run: str) -> dict[str, Any] | None:
 
 def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[str, Any] | None, interrupt: str) -> None:
     findings = diagnosis["findings"]
-    worst = _heading(findings[0]) if findings else "no finding"
+    worst = finding_heading(findings[0]) if findings else "no finding"
     typer.echo(printable(f"run {diagnosis['run']}: {worst}"))
     typer.echo(f"{diagnosis['steps_seen']} steps seen, {len(findings)} finding{'s' * (len(findings) != 1)}")
     if interrupt:
@@ -117,32 +115,29 @@ def _print(diagnosis: dict[str, Any], account: dict[str, Any], pipeline: dict[st
     for line in [*_account_lines(account), *_pipeline_lines(pipeline)]:
         typer.echo(line)
     for finding in findings:
-        blank, title, *lines = map(printable, _lines(finding))
-        for line in (blank, coloured(title, finding["severity"]), *lines):
-            typer.echo(line)
+        typer.echo()
+        typer.echo(coloured(printable(finding_heading(finding)), finding["severity"]))
+        for label, text in finding_lines(finding):
+            typer.echo(printable(f"  {labelled(label, text)}"))
     if diagnosis["missing"]:
         typer.echo()
     for missing in diagnosis["missing"]:
         typer.echo(printable(f"not judged: {missing}"))
 
 
-def _heading(finding: dict[str, Any]) -> str:
-    return f"{finding['severity']}: {finding['title']}"
-
-
 def _account_lines(account: dict[str, Any]) -> list[str]:
     """Return the run's wall time and goodput, and its largest parts with their share of the run."""
     if account["wall_ns"] is None:
         return ["wall time: not known, because no rank has sent an account"]
-    goodput = "not known" if account["goodput"] is None else f"{account['goodput']:.0%}"
+    goodput = "not known" if account["goodput"] is None else percent(account["goodput"])
     lost = f"{account['lost_hours']:.3g} {account['unit']}s lost"
     if account["lost_cost"] is not None:
         lost += f" (cost {account['lost_cost']:.2f})"
     lines = [f"wall time: {account['wall_ns'] / 1e9:.0f} s; goodput {goodput} of the run; {lost}"]
     parts = sorted(account["parts"], key=lambda part: -part["share"])
-    shown = [part for part in parts if part["share"] >= _SHOWN_SHARE][:_SHOWN_PARTS]
+    shown = [part for part in parts if part["share"] >= _MIN_SHARE][:_MAX_PARTS]
     width = max((len(part["title"]) for part in shown), default=0)
-    lines += [f"  {part['title']:{width}}  {part['share']:4.0%} of the run" for part in shown]
+    lines += [f"  {part['title']:{width}}  {percent(part['share']):>5} of the run" for part in shown]
     return lines
 
 
@@ -151,44 +146,16 @@ def _pipeline_lines(pipeline: dict[str, Any] | None) -> list[str]:
     if pipeline is None:
         return []
     expected = pipeline["expected_bubble"]
-    formula = "" if expected is None else f"; with equal stages the bubble is {expected:.1%}"
+    formula = "" if expected is None else f"; with equal stages the bubble is {percent(expected, 1)}"
     lines = [f"pipeline: {pipeline['schedule']}, {pipeline['micro_batches']} micro-batches a step{formula}"]
     for stage in pipeline["by_rank"]:
         line = f"  stage {_list(stage['stages'])} (rank {_list(stage['ranks'])}): "
         line += f"{stage['computing_ns'] / 1e6:.1f} ms of {stage['schedule_ns'] / 1e6:.1f} ms computing, "
-        line += f"bubble {stage['bubble']:.1%}"
+        line += f"bubble {percent(stage['bubble'], 1)}"
         if stage["reduce_overlap"] is not None:
-            line += f", {stage['reduce_overlap']:.0%} of the all-reduce overlapped"
+            line += f", {percent(stage['reduce_overlap'])} of the all-reduce overlapped"
         lines.append(printable(line))
     return lines
-
-
-def _lines(finding: dict[str, Any]) -> list[str]:
-    first, last = finding["steps"]
-    location = [f"steps {first} to {last}"]
-    location += [f"{kind} {_list(finding[f'{kind}s'])}" for kind in ("rank", "bucket") if finding[f"{kind}s"]]
-    lines = ["", _heading(finding), f"  where: {', '.join(location)}"]
-    intervals = [interval for interval in finding.get("intervals", []) if interval["began_ns"] is not None]
-    lines += [f"  when: {_interval(interval)}" for interval in intervals[:_MAX_INTERVALS]]
-    if len(intervals) > _MAX_INTERVALS:
-        lines.append(f"  when: and {len(intervals) - _MAX_INTERVALS} more")
-    if finding["parameters"]:
-        lines.append(f"  parameters: {_list(finding['parameters'])}")
-    lines.append(f"  do: {finding['remedy']}")
-    if gain := finding["gain"]:
-        if gain["whole"] == "run":
-            lines.append(f"  gain: at most {gain['ratio']:.0%} of the run's wall time")
-        else:
-            error = gain["ratio"] * gain["error_ratio"]
-            lines.append(f"  gain: {gain['step_ns'] / 1e6:.1f} ms a step, {gain['ratio']:.0%} of it (± {error:.1%})")
-    return lines
-
-
-def _interval(interval: dict[str, int]) -> str:
-    """Return the steps of an interval, and their times of day in UTC."""
-    began, ended = (datetime.fromtimestamp(interval[f"{end}_ns"] / 1e9, UTC) for end in ("began", "ended"))
-    until = f"{ended:%H:%M:%S}" if began.date() == ended.date() else f"{ended:%Y-%m-%d %H:%M:%S}"
-    return f"steps {interval['from']} to {interval['to']}, {began:%Y-%m-%d %H:%M:%S} to {until} UTC"
 
 
 def _list(values: Sequence[object]) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import typer
 
 from ddpobs.cli.app import CollectorOption, RunArgument, ask, chosen_run, main, settings
+from ddpobs.shared.words import bucket_name
 from ddpobs.wire import printable
 
 
@@ -28,7 +29,7 @@ def _stack_lines(rank: dict[str, Any]) -> list[str]:
         return [f"{title}: no pulse yet"]
     activity = " ".join(filter(None, [pulse.get("activity") or pulse["phase"], pulse.get("waits_in")]))
     if pulse.get("activity") == "bucket" and pulse["bucket"] not in (None, -1):  # Older collectors send -1.
-        activity += f" {pulse['bucket']}"
+        activity += f" {bucket_name(pulse.get('module') or 0, pulse['bucket'])}"
     title += f": {activity}, step {pulse['step']}, no progress for {pulse.get('idle_ns', 0) / 1e9:.0f} s"
     if place := pulse.get("place"):
         title += f" ({place})"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddpobs.cli.app import BAD_STATE, CollectorOption, RunArgument, ask, chosen_run, main, settings
+from ddpobs.shared.words import finding_heading, finding_lines, labelled
 from ddpobs.wire import OWN_PHASES, printable
 from ddpobs.wire.states import OVER
 
@@ -72,7 +73,7 @@ class _Look:
     @property
     def line(self) -> str:
         """State, steps and worst finding."""
-        worst = self.findings[0]["title"] if self.findings else "no finding"
+        worst = self.findings[0]["verdict"] if self.findings else "no finding"
         return printable(f"{self.run['run']}: {self.state}, step {self.steps}{self._rate}: {worst}")
 
     @property
@@ -80,7 +81,7 @@ class _Look:
         return "" if self.rate is None else f", {self.rate:.1f} steps/s"
 
     def screen(self) -> RenderableType:
-        """The ranks as a table, with the findings below."""
+        """The ranks as a table, with the parts of the worst finding and the verdicts of the next ones below."""
         from rich.console import Group
         from rich.markup import escape
         from rich.table import Table
@@ -97,11 +98,10 @@ class _Look:
             table.add_row(*map(escape, _cells(rank)), style="bold" if is_slowest else "")
         if len(self.ranks) > _MAX_RANKS:
             table.caption = f"the {_MAX_RANKS} ranks with the longest own time of {len(self.ranks)}"
-        lines = []
-        for finding in self.findings[:_MAX_FINDINGS]:
-            style = _STYLES[finding["severity"]]
-            lines.append(f"[{style}]{finding['severity']}[/]: {escape(printable(finding['title']))}")
-            lines.append(f"  do: {escape(printable(finding['remedy']))}")
+        findings = self.findings[:_MAX_FINDINGS]
+        lines = [f"[{_STYLES[each['severity']]}]{escape(printable(finding_heading(each)))}[/]" for each in findings]
+        worst = finding_lines(findings[0]) if findings else []
+        lines[1:1] = [escape(printable(f"  {labelled(label, text)}")) for label, text in worst]
         return Group(table, *map(Text.from_markup, lines or ["no finding"]))
 
 

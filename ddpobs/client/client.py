@@ -18,11 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ddpobs.client.columns import Columns, html_table
-from ddpobs.client.figure import FIGURES, LEGEND_COLUMNS, Figure
+from ddpobs.client.figure import LEGEND_COLUMNS, Figure
 from ddpobs.client.reader import change, page_address, read, read_file
 from ddpobs.config import TelemetryConfig, from_environment
+from ddpobs.shared.words import finding_heading, finding_lines, percent
 
-_MOST_POINTS = "10000"
+_MAX_POINTS = "10000"
 
 
 class Client:
@@ -67,15 +68,14 @@ class Findings(list[dict[str, Any]]):
     """Findings as the collector's JSON has them, the most severe first."""
 
     def _repr_html_(self) -> str:
-        rows = [(finding["severity"], finding["title"], finding["remedy"]) for finding in self]
-        return html_table(("severity", "finding", "remedy"), rows) if rows else "<p>no findings</p>"
+        return "".join(map(_finding_html, self)) or "<p>no findings</p>"
 
 
 class Account(dict[str, Any]):
     """Where the run's wall time went, as the collector's JSON has it."""
 
     def _repr_html_(self) -> str:
-        rows = [(part["title"], f"{part['share']:.1%}") for part in self["parts"] if part["share"]]
+        rows = [(part["title"], percent(part["share"], 1)) for part in self["parts"] if part["share"]]
         return html_table(("part", "share"), rows)
 
 
@@ -86,9 +86,6 @@ class Run:
         config: Address and token of the collector.
         name: Name of the run.
     """
-
-    figures = FIGURES
-    """Names of the figures that `figure` returns."""
 
     def __init__(self, config: TelemetryConfig, name: str) -> None:
         self._config, self.name = config, name
@@ -165,11 +162,16 @@ class Run:
         start: int | None = first or 0
         parts = []
         while start is not None:
-            query = _query(rank=rank, first=start, last=last) | {"points": _MOST_POINTS}
+            query = _query(rank=rank, first=start, last=last) | {"points": _MAX_POINTS}
             document = self._read("/steps", query).document
             parts.append(Columns(document["columns"]))
             start = document["next"]
         return _joined(iter(parts))
+
+    @property
+    def figures(self) -> list[str]:
+        """Names of the figures that `figure` returns, in the order of the page."""
+        return [figure["figure"] for figure in read(self._config, "/figures").document["figures"]]
 
     def figure(
         self,
@@ -225,6 +227,11 @@ class Run:
 
     def _read(self, path: str, query: Mapping[str, str] | None = None) -> Any:
         return read(self._config, f"/runs/{self.name}{path}", query)
+
+
+def _finding_html(finding: Mapping[str, Any]) -> str:
+    lines = [f"{label}: {escape(text)}" for label, text in finding_lines(finding)]
+    return "<p>" + "<br>".join([f"<b>{escape(finding_heading(finding))}</b>", *lines]) + "</p>"
 
 
 def _joined(pages: Iterator[Columns]) -> Columns:

@@ -8,8 +8,6 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-FIGURES = ("account", "overview", "phases", "ranks", "step", "buckets")
-"""Names of the figures, in the order of the page."""
 LEGEND_COLUMNS = 4
 """Columns of a legend that are as wide as a notebook's cell."""
 _TEXT_PX = 160

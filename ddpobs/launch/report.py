@@ -18,6 +18,7 @@ from ddpobs.export.spool import Encoded, Spool
 from ddpobs.recording.dead_places import Place, places_of_the_dead
 from ddpobs.recording.place_file import process_space
 from ddpobs.recovery import encoded
+from ddpobs.shared.words import format_bucket
 
 _TRIES = 3
 
@@ -75,7 +76,7 @@ def _send(sender: Sender, batch: Encoded) -> Answer:
 def line(config: TelemetryConfig, killed: list[Place], answer: Answer) -> str:
     """A line for the terminal: the rank that ended first with its place, and where the report is."""
     first = killed[0]
-    bucket = f", bucket {first.bucket}" if first.bucket >= 0 else ""
+    bucket = f", {format_bucket(first.module, first.bucket)}" if first.bucket >= 0 else ""
     where = f"in {first.phase.replace('exposed_comm', 'exposed communication')} of step {first.step}{bucket}"
     others = f"; then {len(killed) - 1} more" if len(killed) > 1 else ""
     if answer.outcome is Outcome.FORBIDDEN:

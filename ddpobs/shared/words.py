@@ -16,6 +16,7 @@ LABELS = {
     "gain": "saves",
 }
 """The parts of a finding below its verdict, in their order, and the label of each."""
+LABEL_COLUMNS = 1 + max(map(len, LABELS.values()))
 
 
 def format_ranks(ranks: Sequence[int]) -> str:
@@ -41,8 +42,28 @@ def format_bucket(module: int, bucket: int, parameters: Sequence[str] = ()) -> s
     return f"{name}: {', '.join(parameters[:MAX_NAMED_PARAMETERS])}{more}"
 
 
-def finding_lines(finding: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The parts of a finding of the REST API below its verdict, each with its label; empty parts are left out."""
+def percent(share: float, digits: int = 0) -> str:
+    """A share as a percentage: `37 %`."""
+    return f"{100 * share:.{digits}f} %"
+
+
+def finding_heading(finding: Mapping[str, Any]) -> str:
+    """Severity and verdict of a finding of the REST API: `critical: Rank 1 is slow in backward`."""
+    return f"{finding['severity']}: {finding['verdict']}"
+
+
+def finding_parts(finding: Mapping[str, Any]) -> dict[str, str]:
+    """The parts of a finding of the REST API below its verdict, by name and in their order, without the empty ones."""
     gain = finding.get("gain")
     parts = {**finding, "gain": gain["text"] if gain else ""}
-    return [(label, parts[part]) for part, label in LABELS.items() if parts.get(part)]
+    return {part: parts[part] for part in LABELS if parts.get(part)}
+
+
+def finding_lines(finding: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The same parts, each with its label."""
+    return [(LABELS[part], text) for part, text in finding_parts(finding).items()]
+
+
+def labelled(label: str, text: str) -> str:
+    """A line of a terminal, with the label in a column of its own."""
+    return f"{label:{LABEL_COLUMNS}}{text}"

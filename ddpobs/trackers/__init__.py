@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any
 
 from ddpobs.client.client import Run
+from ddpobs.shared.words import finding_lines
 from ddpobs.trackers.otel import opentelemetry
 
 __all__ = ["mlflow", "opentelemetry", "summary", "tensorboard", "wandb"]
@@ -37,9 +38,15 @@ def summary(run: Run) -> tuple[dict[str, float], str]:
         **{f"findings/{severity}": counts[severity] for severity in _SEVERITIES},
         **{f"share/{part['part']}": part["share"] for part in account["parts"]},
     }
-    lines = [f"- **{finding['severity']}**: {finding['title']}. {finding['remedy']}" for finding in findings]
-    text = "\n".join([f"[{run.name}]({run.address})", "", *(lines or ["no findings"])])
+    lines = [line for finding in findings for line in _as_markdown(finding)] or ["no findings"]
+    text = "\n".join([f"[{run.name}]({run.address})", "", *lines])
     return {f"ddpobs/{name}": float(value) for name, value in numbers.items() if value is not None}, text
+
+
+def _as_markdown(finding: dict[str, Any]) -> list[str]:
+    """The verdict as an item of a list, with its parts as items below; TensorBoard demands four spaces."""
+    parts = [f"    - {label}: {text}" for label, text in finding_lines(finding)]
+    return [f"- **{finding['severity']}**: {finding['verdict']}", *parts]
 
 
 def tensorboard(run: Run | None, writer: Any, step: int | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import ddpobs
 from ddpobs.client.client import Run
+from ddpobs.shared.words import finding_parts
 from ddpobs.wire import PHASES
 
 
@@ -35,7 +36,7 @@ def opentelemetry(
     )
     for finding in run.findings(first, last):
         times = [interval["began_ns"] for interval in finding["intervals"] if interval["began_ns"] is not None]
-        root.add_event(finding["title"], _attributes(finding), timestamp=min(times, default=ended_ns))
+        root.add_event(finding["verdict"], _attributes(finding), timestamp=min(times, default=ended_ns))
     context = trace.set_span_in_context(root)
     rows = {name: steps[name].tolist() for name in steps}
     for row in range(steps.rows):
@@ -52,5 +53,5 @@ def opentelemetry(
 
 
 def _attributes(finding: dict[str, Any]) -> dict[str, Any]:
-    attributes = {name: finding[name] for name in ("code", "severity", "remedy", "ranks", "buckets", "parameters")}
-    return {f"ddpobs.{name}": value for name, value in attributes.items()}
+    facts = {name: finding[name] for name in ("code", "severity", "ranks", "buckets", "parameters")}
+    return {f"ddpobs.{name}": value for name, value in (facts | finding_parts(finding)).items()}

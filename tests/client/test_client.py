@@ -80,8 +80,8 @@ def test_a_notebook_shows_escaped_tables_of_the_first_rows() -> None:
     page = Columns({"step": list(range(40))})._repr_html_()
     assert page.count("<tr>") == 1 + 10
     assert page.endswith("<p>40 rows</p>")
-    finding = {"severity": "info", "title": "<script>", "remedy": "a & b"}
-    assert "<td>&lt;script&gt;</td><td>a &amp; b</td>" in Findings([finding])._repr_html_()
+    finding = {"severity": "info", "verdict": "<script>", "remedy": "a & b", "gain": None}
+    assert Findings([finding])._repr_html_() == "<p><b>info: &lt;script&gt;</b><br>do: a &amp; b</p>"
     assert Findings()._repr_html_() == "<p>no findings</p>"
     account = Account(parts=[{"title": "forward", "share": 0.5}, {"title": "never", "share": 0.0}])
     assert account._repr_html_().count("<tr>") == 2

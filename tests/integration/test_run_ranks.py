@@ -83,7 +83,7 @@ def test_killed_ranks_are_reported_in_the_order_of_their_ends_and_once(tmp_path:
         assert process.returncode == 0
         assert deaths(seen) == [("died", 1, "backward", 41, 3), ("died", 0, "backward", 40, 3)]
         assert errors.splitlines() == [
-            f"ddpobs: rank 1 ended without an error in backward of step 41, bucket 3; then 1 more: {seen.url}/runs/r"
+            f"ddpobs: rank 1 ended without an error in backward of step 41, bucket 0.3; then 1 more: {seen.url}/runs/r"
         ]
         with started(END_IN_ORDER, seen.url, tmp_path) as process:
             assert process.communicate(timeout=60) == ("", "")

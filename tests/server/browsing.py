@@ -171,7 +171,7 @@ def mark(visit: Visit, figure: str, name: str) -> list[float | None] | None:
 
 def click(visit: Visit, figure: str, x: float, y: float) -> None:
     """Click on a figure at a position of its axes, and wait for the figures."""
-    place = visit.page.locator(f"#{figure} canvas").first
+    place = visit.page.locator(f"#figure-{figure} canvas").first
     place.scroll_into_view_if_needed()
     box = place.bounding_box()
     inside: list[float] = visit.page.evaluate(
@@ -180,7 +180,7 @@ def click(visit: Visit, figure: str, x: float, y: float) -> None:
           const { frame } = Bokeh.index[document.roots()[0].id];
           return [frame.x_scale.compute(x), frame.y_scale.compute(y)];
         }""",
-        [figure.removesuffix("-figure"), x, y],
+        [figure, x, y],
     )
     visit.page.mouse.click(box["x"] + inside[0], box["y"] + inside[1])
     settle(visit)

@@ -27,13 +27,15 @@ BEGAN_NS = 1_700_000_000 * 10**9
 FINDING = {
     "code": "straggler",
     "severity": "critical",
-    "title": "Rank 1 is slow",
+    "verdict": "Rank 1 is slow",
+    "measure": "",
+    "cause": "its processor",
     "remedy": "Look.",
     "ranks": [1],
     "buckets": [],
     "parameters": [],
     "intervals": [{"began_ns": BEGAN_NS + 5}],
-    "gain": {"ratio": 0.25},
+    "gain": {"ratio": 0.25, "text": "25 % of a step"},
 }
 STEPS: dict[str, list[int]] = {
     "first": [0, 1],
@@ -90,7 +92,9 @@ def test_the_summary_has_numbers_and_findings_with_a_link(run: Run) -> None:
         "ddpobs/findings/info": 0.0,
         "ddpobs/share/forward": 0.125,
     }
-    assert text == f"[r]({run.address})\n\n- **critical**: Rank 1 is slow. Look."
+    assert text == f"[r]({run.address})\n\n- **critical**: Rank 1 is slow" + (
+        "\n    - cause: its processor\n    - do: Look.\n    - saves: 25 % of a step"
+    )
 
 
 def test_tensorboard_shows_numbers_and_findings(run: Run, tmp_path: Path) -> None:
@@ -112,6 +116,10 @@ def test_opentelemetry_gets_steps_as_spans_and_findings_as_events(run: Run) -> N
     root = next(span for span in spans if not span.parent_span_id)
     assert (root.name, root.start_time_unix_nano, root.end_time_unix_nano) == ("r", BEGAN_NS, BEGAN_NS + 30)
     assert [(event.name, event.time_unix_nano) for event in root.events] == [("Rank 1 is slow", BEGAN_NS + 5)]
+    facts = {attribute.key: attribute.value.string_value for attribute in root.events[0].attributes}
+    assert facts["ddpobs.cause"] == "its processor"
+    assert facts["ddpobs.gain"] == "25 % of a step"
+    assert "ddpobs.measure" not in facts
     children = [span for span in spans if span.parent_span_id == root.span_id]
     assert [(span.name, span.end_time_unix_nano - span.start_time_unix_nano) for span in children] == [
         ("step 0", 10),

@@ -25,7 +25,7 @@ class Gain:
     ratio: float
     error_ratio: float
     whole: Literal["step", "run"] = "step"
-    text: str = field(init=False)
+    text: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "text", self._in_words())

@@ -10,17 +10,32 @@ from fastapi.responses import HTMLResponse
 from typing_extensions import TypedDict
 
 from ddpobs_server.api.concurrency import ConcurrencyLimitedRoute
-from ddpobs_server.api.deps import AttemptDep, RankQuery, RunDep, SettingsDep, StepRangeDep, StoreDep
+from ddpobs_server.api.deps import AttemptDep, RankQuery, Reader, RunDep, SettingsDep, StepRangeDep, StoreDep
 from ddpobs_server.api.fields import AttemptResponse, Title, doc
 from ddpobs_server.api.responses import json_response
 from ddpobs_server.figures.pictures import Pictures
+from ddpobs_server.figures.registry import NAMES, figure_kinds
 from ddpobs_server.figures.report_policy import report_policy, utc
-from ddpobs_server.figures.selection import Name, Order, Selection
+from ddpobs_server.figures.selection import Order, Selection
 from ddpobs_server.reports.run_state import state_of_run
 from ddpobs_server.web.security_headers import POLICY
 from ddpobs_server.web.services import ServicesDep
 
-router = APIRouter(prefix="/api/v1/runs/{run}", tags=["figures"], route_class=ConcurrencyLimitedRoute)
+router = APIRouter(prefix="/api/v1", tags=["figures"], route_class=ConcurrencyLimitedRoute)
+
+
+class FigureKind(TypedDict):
+    """A figure that a run has, and the query parameters that select what it shows."""
+
+    figure: Annotated[str, doc("Name of the figure.")]
+    title: Title
+    selection: Annotated[list[str], doc("Query parameters that select what the figure shows.")]
+
+
+class Figures(TypedDict):
+    """All figures, in the order of the page."""
+
+    figures: Annotated[list[FigureKind], doc("The figures, in the order of the page.")]
 
 
 class FigureTable(TypedDict):
@@ -66,12 +81,22 @@ def _selection(
     return Selection(steps.first, steps.last, rank, step, match, order, dark, legend)
 
 
-FigureName = Annotated[Name, Path(description="Name of the figure.")]
+FigureName = Annotated[
+    str, Path(description="Name of the figure.", pattern=f"^({'|'.join(NAMES)})$", json_schema_extra={"enum": [*NAMES]})
+]
 SelectionDep = Annotated[Selection, Depends(_selection)]
 
 
+@router.get("/figures", response_model=Figures)
+def get_figures(_caller: Reader) -> Response:
+    """The figures of a run, in the order of its page, with the query parameters that select what each shows."""
+    kinds = figure_kinds().values()
+    known = [{"figure": kind.name, "title": kind.title, "selection": kind.selection} for kind in kinds]
+    return json_response({"figures": known})
+
+
 # Before the route of JSON, whose path matches this one as well.
-@router.get("/figures/{figure}.html", response_class=HTMLResponse)
+@router.get("/runs/{run}/figures/{figure}.html", response_class=HTMLResponse)
 def get_figure_page(
     figure: FigureName, run: RunDep, attempt: AttemptDep, selection: SelectionDep, pictures: PicturesDep
 ) -> HTMLResponse:
@@ -80,21 +105,19 @@ def get_figure_page(
     return _html_file(html, nonce)
 
 
-@router.get("/figures/{figure}", response_model=Figure)
+@router.get("/runs/{run}/figures/{figure}", response_model=Figure)
 def get_figure(
     figure: FigureName, run: RunDep, attempt: AttemptDep, selection: SelectionDep, pictures: PicturesDep
 ) -> Response:
     """A figure of an attempt: `item` is for BokehJS, `summary` and `table` are its content as text.
 
-    `account`: where the time went. `overview`: step time of the whole run, with the steps of findings. `phases`: step
-    time by phase. `ranks`: delay that each rank caused. `step`: a step of all ranks on one clock. `buckets`: compute,
-    waiting and moving of each bucket.
+    `/figures` lists the names.
     """
     picture = pictures.picture(run.run, attempt, figure, selection)
     return json_response({"run": run.name, "attempt": attempt, **picture})
 
 
-@router.get("/report.html", response_class=HTMLResponse)
+@router.get("/runs/{run}/report.html", response_class=HTMLResponse)
 def get_report(
     run: RunDep, attempt: AttemptDep, store: StoreDep, settings: SettingsDep, pictures: PicturesDep
 ) -> HTMLResponse:

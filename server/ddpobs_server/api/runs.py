@@ -141,7 +141,7 @@ def list_runs(
 
     Step times and rate of a live run may be those of five seconds ago.
 
-    `diagnosis` is the result of the last request for diagnostics, with the title of the worst finding. `current` is
+    `diagnosis` is the result of the last request for diagnostics, with the verdict of the worst finding. `current` is
     true if no batch arrived since, and the run is over or lost, or the result is younger than two seconds.
     """
     page = store.runs(limit, _from_cursor(cursor), caller.workspace, seen_after_ns)
@@ -220,7 +220,7 @@ def _diagnosis_json(reports: Reports, run: Run) -> LastDiagnosis | None:
     findings, missing = diagnosis["findings"], diagnosis["missing"]
     worst = findings[0] if findings else {}
     return {
-        "worst": worst.get("title"),
+        "worst": worst.get("verdict"),
         "severity": worst.get("severity"),
         "code": worst.get("code"),
         "gain": worst.get("gain"),

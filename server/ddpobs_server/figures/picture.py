@@ -19,8 +19,8 @@ class Picture:
     Attributes:
         name: Its name in the REST API.
         title: Heading.
-        summary: One or two sentences that say what is to be seen.
-        plot: The drawing; None if there is nothing to draw, and `summary` says why.
+        summary: What is to be seen, in one or two sentences.
+        plot: The drawing; None if there is nothing to draw, and `summary` has the reason.
         columns: Heads of the table behind the picture.
         rows: Its rows, at most `TABLE_ROWS`.
         shown: Steps, ranks and step that are drawn.

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
-from ddpobs_server.figures.selection import Name, Selection
+from ddpobs_server.figures.figure_data import FigureData
+from ddpobs_server.figures.registry import figure_kinds
+from ddpobs_server.figures.selection import Selection
 from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.run_state import report_version
@@ -19,7 +21,7 @@ from ddpobs_server.store import Store
 
 _REPORT_LEGEND = 6
 """Columns of a legend that are as wide as a report."""
-_CACHED = 32
+_MAX_CACHED = 32
 """Pictures in memory: about 100 kB each."""
 
 
@@ -37,20 +39,19 @@ class Pictures:
         self, store: Store, reports: Reports, settings: Settings, now_ns: Callable[[], int] = time.time_ns
     ) -> None:
         self._store, self._reports, self._settings, self._now_ns = store, reports, settings, now_ns
-        self._cache: Cache[dict[str, Any]] = Cache(_CACHED)
+        self._cache: Cache[dict[str, Any]] = Cache(_MAX_CACHED)
 
-    def picture(self, run: str, attempt: str, name: Name, selection: Selection) -> dict[str, Any]:
+    def picture(self, run: str, attempt: str, name: str, selection: Selection) -> dict[str, Any]:
         """Return a picture of an attempt in the form of the REST API."""
-        from ddpobs_server.figures.making import Maker
 
         def make() -> dict[str, Any]:
-            maker = Maker(self._store, self._reports)
-            return maker.make(RunViews(self._store, run, attempt), name, selection).as_json()
+            data = FigureData(RunViews(self._store, run, attempt), self._reports)
+            return figure_kinds()[name].make(data, selection).as_json()
 
         version = report_version(self._store.version(run), self._settings, self._now_ns())
         return self._cache.get((run, attempt, name, selection), version, make)
 
-    def page(self, run: str, attempt: str, name: Name, selection: Selection) -> tuple[str, str]:
+    def page(self, run: str, attempt: str, name: str, selection: Selection) -> tuple[str, str]:
         """Return a page with one picture that needs no other file, and the nonce of its scripts."""
         from ddpobs_server.figures.report_page import figure_page
 
@@ -68,5 +69,5 @@ class Pictures:
         from ddpobs_server.figures.report_page import report_page
 
         diagnosis = self._reports.diagnostics(run, attempt)
-        pictures = [self.picture(run, attempt, name, Selection(legend=_REPORT_LEGEND)) for name in get_args(Name)]
+        pictures = [self.picture(run, attempt, name, Selection(legend=_REPORT_LEGEND)) for name in figure_kinds()]
         return report_page(run.rpartition("/")[2], facts, diagnosis, pictures, settings)

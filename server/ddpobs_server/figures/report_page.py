@@ -12,8 +12,10 @@ from typing import Any
 import msgspec
 from bokeh.resources import Resources
 
+from ddpobs.shared.words import finding_lines
 from ddpobs_server.figures.report_policy import report_policy, utc
 
+_MAX_INTERVALS = 3
 _STATIC = Path(__file__).parent / "static"
 _START = """
 for (const place of document.querySelectorAll("[data-item]")) {
@@ -84,25 +86,26 @@ def _page(run: str, parts: Sequence[str], nonce: str, dark: bool = False) -> str
 
 
 def _finding(finding: Mapping[str, Any]) -> str:
-    facts = {name: value for name, value in finding["evidence"].items() if value is not None}
-    evidence = {name.replace("_", " "): json.dumps(value) for name, value in facts.items()}
-    gain = finding["gain"]
-    text = "" if gain is None else f"<p><b>Gain:</b> {gain['ratio']:.0%} of the {gain['whole']}.</p>"
+    evidence = {name.replace("_", " "): json.dumps(value) for name, value in finding["evidence"].items()}
     return (
         f'<article class="{escape(finding["severity"])}"><p class="code">{escape(finding["severity"])} · '
-        f"{escape(finding['code'])}</p><h2>{escape(finding['title'])}</h2>{_times(finding['intervals'])}"
-        f"<p><b>Do:</b> {escape(finding['remedy'])}</p>{text}"
-        f"<details><summary>Evidence</summary>{_list(evidence)}</details></article>"
+        f"{escape(finding['code'])}</p><h2>{escape(finding['verdict'])}</h2>{_list(dict(finding_lines(finding)))}"
+        f"<details><summary>Evidence</summary>{_list({'steps': _times(finding['intervals'])} | evidence)}</details>"
+        "</article>"
     )
 
 
 def _times(intervals: Sequence[Mapping[str, Any]]) -> str:
     lines = [
-        f"steps {interval['from']:,} to {interval['to']:,}: {utc(interval['began_ns'])} to {utc(interval['ended_ns'])}"
-        for interval in intervals[:3]
-        if interval["began_ns"] is not None and interval["ended_ns"] is not None
+        f"{interval['from']:,} to {interval['to']:,}{_between(interval)}" for interval in intervals[:_MAX_INTERVALS]
     ]
-    return f"<p>{'; '.join(lines)}</p>" if lines else ""
+    more = [f"and {len(intervals) - _MAX_INTERVALS} more"] if len(intervals) > _MAX_INTERVALS else []
+    return "\n".join([*lines, *more])
+
+
+def _between(interval: Mapping[str, Any]) -> str:
+    began_ns, ended_ns = interval["began_ns"], interval["ended_ns"]
+    return "" if began_ns is None or ended_ns is None else f", {utc(began_ns)} to {utc(ended_ns)}"
 
 
 def _picture(picture: Mapping[str, Any], nonce: str) -> str:

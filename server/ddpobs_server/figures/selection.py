@@ -10,7 +10,6 @@ import numpy as np
 from ddpobs import wire
 from ddpobs_server.analysis.slow_ranks.delay_map import DelayMap
 
-Name = Literal["account", "overview", "phases", "ranks", "step", "buckets"]
 Order = Literal["cost", "rank", "host"]
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from bokeh.palettes import Magma256
 
+from ddpobs_server.figures.selection import Selection
+
 PHASE_COLORS = {
     "data": "#e69f00",
     "forward": "#56b4e9",
@@ -76,6 +78,6 @@ DARK = Theme(
 )
 
 
-def theme(*, dark: bool, legend_columns: int) -> Theme:
-    """Return the colours of a dark or a light page, and the width of its legends."""
-    return replace(DARK if dark else LIGHT, legend_columns=legend_columns)
+def theme_of(selection: Selection) -> Theme:
+    """Return the colours of the reader's page, and the width of its legends."""
+    return replace(DARK if selection.dark else LIGHT, legend_columns=selection.legend)

@@ -1,4 +1,4 @@
-"""The web page: a list of runs, a view of one run, and two runs compared.
+"""The web page: a list of runs, a view of one run, two runs compared, and the help on findings.
 
 It draws the data of the REST API and loads all its files from the collector.
 """
@@ -18,7 +18,9 @@ from fastapi.responses import FileResponse, HTMLResponse
 from starlette.staticfiles import StaticFiles
 from swagger_ui_bundle import swagger_ui_path
 
+from ddpobs_server.page.help import help_page
 from ddpobs_server.page.trace_viewer import TraceViewer, viewer_folder
+from ddpobs_server.web.problems import Problem
 from ddpobs_server.web.security_headers import HEADERS, POLICY
 
 _STATIC = Path(__file__).parent / "static"
@@ -48,6 +50,13 @@ def install(app: FastAPI) -> None:
         nonce = secrets.token_urlsafe(16)
         page = run_page.replace("{nonce}", nonce)
         return HTMLResponse(page, headers={POLICY: with_styles(nonce)})
+
+    @app.get("/help/{code}", include_in_schema=False)
+    def _help_page(code: str) -> HTMLResponse:
+        page = help_page(code)
+        if page is None:
+            raise Problem(404, "Unknown finding", f"there is no help on {code}")
+        return HTMLResponse(page)
 
     missing = (_STATIC / "missing.html").read_text().replace("{root}", app.state.settings.root_path)
     app.state.missing_page = missing  # Problems are answered before any page.

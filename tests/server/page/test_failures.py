@@ -64,10 +64,10 @@ def test_the_page_of_a_run_that_hangs_shows_place_and_stack(browser: Any, url: s
     stack = visit.page.locator("#findings pre").inner_text()
     assert stack.splitlines() == ["Rank 1:", "  train.py:5 main", f"  data.py:31 {EVIL}"]
     cell = visit.page.locator("#processes td.hung").nth(1).inner_text()
-    assert cell.startswith(f"stuck for 14 s at data.py:31 {EVIL}: data, step 7, bucket 0 (")
+    assert cell.startswith(f"stuck for 14 s at data.py:31 {EVIL}: data, step 7, bucket 0.0 (")
     assert visit.page.locator("#attempts tbody tr").count() == 1
     settle(visit)
-    assert visit.page.locator("#overview .summary").inner_text().endswith("One finding is after these steps.")
+    assert visit.page.locator("#figure-overview .summary").inner_text().endswith("One finding is after these steps.")
     assert visit.errors == []
     assert visit.page.title() == "hung · ddpobs"
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import httpx
 import pytest
-from ddpobs_server.figures.selection import Name
+from ddpobs_server.figures.registry import NAMES
 
 from ddpobs import Client
-from ddpobs.client.figure import FIGURES
 from ddpobs.errors import CollectorError
 from tests.server.browsing import Visit
 
@@ -38,10 +37,12 @@ def test_a_figure_is_drawn_in_a_notebook_without_the_collector(browser: Any, url
 
 
 def test_each_figure_is_one_page_and_can_be_saved(url: str, tmp_path: Path) -> None:
-    assert get_args(Name) == FIGURES
     run = Client(url).run("picture")
-    for name in FIGURES:
+    assert run.figures == ["account", "overview", "phases", "ranks", "step", "buckets"]
+    assert set(run.figures) == set(NAMES)
+    for name in run.figures:
         figure = run.figure(name, rank=1, first=10, last=19, match="0-1", order="rank", dark=True)
+        assert figure.name == name
         assert figure.title
         assert figure.summary
     figure = run.figure("phases", rank=1, first=10, last=19)

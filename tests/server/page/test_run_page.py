@@ -12,13 +12,14 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 
 from ddpobs import wire
+from ddpobs.shared.words import LABELS, finding_lines
 from tests.server import batches
 from tests.server.analysis.scenario import with_columns
 from tests.server.browsing import EVIL, MS, STEPS, Visit, batch, click, column, drawn, mark, paused_visit, put, settle
 
 
 def summary(visit: Visit, figure: str) -> str:
-    return str(visit.page.locator(f"#{figure} .summary").inner_text())
+    return str(visit.page.locator(f"#figure-{figure} .summary").inner_text())
 
 
 def test_the_figures_show_the_slow_rank(browser: Any, url: str) -> None:
@@ -29,11 +30,28 @@ def test_the_figures_show_the_slow_rank(browser: Any, url: str) -> None:
     )
     assert column(visit, "ranks", "cells", "delay") == pytest.approx([30.0] * (STEPS - 1) + [0.0] * (STEPS - 1))
     assert column(visit, "phases", "bins", "backward") == [35.0] * STEPS
-    assert "Rank 1 was last, 30 ms after" in summary(visit, "step-figure")
-    assert column(visit, "overview", "findings", "title")[0].startswith("Rank 1 is slow")
+    assert "Rank 1 was last, 30 ms after" in summary(visit, "step")
+    assert column(visit, "overview", "findings", "verdict")[0].startswith("Rank 1 is slow")
     assert visit.page.locator("#processes tbody tr").count() == 2
     assert visit.errors == []
     assert all(address.startswith(url) for address in visit.requests)
+
+
+def test_the_card_of_a_finding_has_its_parts_in_the_order_of_all_views(browser: Any, url: str) -> None:
+    visit = drawn(browser, f"{url}/runs/picture")
+    labels = visit.page.locator(".finding.critical .parts dt").all_inner_texts()
+    assert labels == [label for label in LABELS.values() if label in labels]
+    assert {"do", "saves"} <= set(labels)
+    assert re.search(r"saves\s+\d", visit.page.locator(".finding.critical").inner_text())
+    assert visit.page.get_by_role("img", name="critical").count() == 1
+    visit.page.get_by_role("button", name="show in the figures").first.click()
+    settle(visit)
+    assert visit.page.locator(".finding.chosen").count() == 1
+    assert "finding=straggler-1" in visit.page.url
+    assert visit.page.locator("#selection").bounding_box()["y"] < 100
+    finding = {part: f"the {part}" for part in reversed(LABELS)} | {"gain": {"text": "31 %"}, "when": ""}
+    lines = "async (finding) => (await import('/static/finding_parts.js')).findingLines(finding)"
+    assert visit.page.evaluate(lines, finding) == [list(line) for line in finding_lines(finding)]
 
 
 def test_a_step_shows_compute_waiting_and_moving_apart(browser: Any, url: str) -> None:
@@ -48,7 +66,7 @@ def test_a_step_shows_compute_waiting_and_moving_apart(browser: Any, url: str) -
     # One arrow from the late rank's second row to the end of the other rank's wait.
     arrow = [column(visit, "step", "arrows", name) for name in ("late", "rank", "from", "from_ms", "to_ms")]
     assert [value for (value,) in arrow] == [1, 0, 1.775, pytest.approx(56), pytest.approx(56)]
-    assert "The longest wait is rank 0's at bucket 0.0: 30 ms for rank 1." in summary(visit, "step-figure")
+    assert "The longest wait is rank 0's at bucket 0.0: 30 ms for rank 1." in summary(visit, "step")
     assert visit.page.locator("#step").input_value() == "7"
 
 
@@ -76,17 +94,20 @@ def test_a_click_on_a_finding_selects_it_and_its_link_restores_the_view(browser:
     visit = drawn(browser, f"{url}/runs/picture")
     visit.page.get_by_role("button", name="Rank 1 is slow in backward").click()
     settle(visit)
-    assert visit.page.url == f"{url}/runs/picture?steps=1-{STEPS - 1}&rank=1&bucket=0&finding=straggler-1"
+    assert visit.page.url == f"{url}/runs/picture?steps=1-{STEPS - 1}&rank=1&bucket=0.0&finding=straggler-1"
     assert summary(visit, "phases").startswith("Steps 1 to 59 of rank 1: 70 ms a step; backward 7")
     assert mark(visit, "overview", "selection") == [1, STEPS, None]
     other = drawn(browser, visit.page.url)
     assert other.page.locator(".finding.chosen").count() == 1
     assert other.page.locator("#rank").input_value() == "1"
     assert other.page.locator("#bucket-facts li").inner_text() == "head.weight (1)"
+    named = drawn(browser, f"{url}/runs/picture?finding=straggler-1")
+    assert (named.page.url, named.errors) == (visit.page.url, [])
+    assert drawn(browser, f"{url}/runs/picture?bucket=1").page.locator("#bucket").input_value() == "0.1"
     assert other.page.get_by_role("button", name="Rank 1 is slow").get_attribute("aria-pressed") == "true"
     visit.page.go_back()
     visit.page.wait_for_url(f"{url}/runs/picture")
-    visit.page.locator("#phases .summary").get_by_text("of all ranks").wait_for()
+    visit.page.locator("#figure-phases .summary").get_by_text("of all ranks").wait_for()
     assert visit.errors == []
 
 
@@ -94,7 +115,7 @@ def test_a_click_on_a_figure_selects_its_rank_and_step(browser: Any, url: str) -
     visit = drawn(browser, f"{url}/runs/picture")
     click(visit, "ranks", 20.5, 1)
     assert visit.page.url.endswith("?rank=0&step=20")
-    assert summary(visit, "step-figure").startswith("Step 20: 2 of 2 ranks")
+    assert summary(visit, "step").startswith("Step 20: 2 of 2 ranks")
     assert mark(visit, "phases", "step") == [None, None, 20.5]
     visit.page.get_by_role("button", name="Later step").click()
     settle(visit)
@@ -111,7 +132,7 @@ def test_of_many_ranks_each_can_be_found(browser: Any, url: str) -> None:
         put(url, msgspec.structs.replace(batch("many", rank, slow=rank == slow, host="node"), world_size=many))
     visit = drawn(browser, f"{url}/runs/many")
     assert column(visit, "ranks", "cells", "rank")[0] == slow
-    assert f": 64 of {many} ranks (the slowest first)" in summary(visit, "step-figure")
+    assert f": 64 of {many} ranks (the slowest first)" in summary(visit, "step")
     assert slow in column(visit, "step", "compute", "rank")
     visit.page.locator("#rows").select_option("1")
     visit.page.locator("#match").fill("5, 90-99")
@@ -135,7 +156,7 @@ def test_ranks_whose_step_numbers_are_far_apart_are_compared_and_drawn(browser: 
         put(url, shifted(msgspec.structs.replace(batch("uneven", rank, rank == 2, "node"), world_size=3), offset))
     visit = drawn(browser, f"{url}/runs/uneven")
     assert set(column(visit, "ranks", "cells", "rank")) == {0, 1, 2}
-    assert summary(visit, "step-figure").endswith("No data of rank 1.")
+    assert summary(visit, "step").endswith("No data of rank 1.")
     visit.page.locator("#rank").fill("1")
     visit.page.locator("#rank").press("Enter")
     visit.page.get_by_text("Steps 500 to 559 of rank 1").wait_for()
@@ -148,7 +169,7 @@ def test_a_rank_without_steps_is_named_where_it_is_missing(browser: Any, url: st
     put(url, batches.batch("two", rank=2, world_size=3, attempt="a" * 16))
     visit = drawn(browser, f"{url}/runs/two")
     assert summary(visit, "ranks").endswith("No steps to compare of rank 2.")
-    assert summary(visit, "step-figure").endswith("No data of rank 2.")
+    assert summary(visit, "step").endswith("No data of rank 2.")
 
 
 def test_one_rank_is_compared_with_none(browser: Any, url: str) -> None:
@@ -209,10 +230,10 @@ def test_a_failed_request_is_shown_in_its_figure(browser: Any, url: str) -> None
     refused = {"status": 422, "json": {"title": "Too many rows", "detail": "request fewer steps"}}
     visit.page.route("**/figures/step?*", lambda route: route.fulfill(**refused))
     visit.page.get_by_role("button", name="Later step").click()
-    visit.page.locator("#step-figure").get_by_text("request fewer steps").wait_for()
+    visit.page.locator("#figure-step").get_by_text("request fewer steps").wait_for()
     settle(visit)
-    assert visit.page.locator("#step-figure canvas").count() == 0
-    assert visit.page.locator("#buckets canvas").count() > 0
+    assert visit.page.locator("#figure-step canvas").count() == 0
+    assert visit.page.locator("#figure-buckets canvas").count() > 0
 
 
 def test_a_malformed_part_of_the_address_is_named(browser: Any, url: str) -> None:

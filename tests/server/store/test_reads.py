@@ -102,11 +102,11 @@ def test_the_list_of_runs_has_the_worst_finding_of_the_last_diagnosis(tmp_path: 
         worst = http.get("/api/v1/runs/slow/diagnostics").json()["findings"][0]
         diagnosis = http.get("/api/v1/runs").json()["runs"][0]["diagnosis"]
         assert {name: diagnosis[name] for name in ("worst", "severity", "code", "gain", "current")} == {
-            "worst": worst["title"], "current": True, **{name: worst[name] for name in ("severity", "code", "gain")}
+            "worst": worst["verdict"], "current": True, **{name: worst[name] for name in ("severity", "code", "gain")}
         }  # fmt: skip
         put(http, batch("slow", seq=9))
         diagnosis = http.get("/api/v1/runs").json()["runs"][0]["diagnosis"]
-        assert (diagnosis["worst"], diagnosis["current"]) == (worst["title"], False)
+        assert (diagnosis["worst"], diagnosis["current"]) == (worst["verdict"], False)
 
 
 @pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])

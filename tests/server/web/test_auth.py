@@ -37,6 +37,7 @@ CALLS = {
     "read": [
         ("GET", "/api/v1/runs"),
         ("GET", "/api/v1/workspaces"),
+        ("GET", "/api/v1/figures"),
         ("GET", "/metrics"),
         *(
             ("GET", f"/api/v1/runs/a-run{route}")
@@ -51,7 +52,7 @@ CALLS = {
     "admin": [("DELETE", "/api/v1/runs/a-run")],
     "": [
         *(("GET", where) for where in ("/healthz", "/readyz", "/", "/runs/a-run", "/docs", "/openapi.json")),
-        *(("GET", where) for where in ("/static/style.css", "/swagger/swagger-ui.css", "/compare")),
+        *(("GET", where) for where in ("/static/style.css", "/swagger/swagger-ui.css", "/compare", "/help/crash")),
         *(("GET", where) for where in ("/bokeh/bokeh.min.js", "/figures/none.js", "/perfetto/index.html")),
     ],
 }

@@ -1,111 +1,158 @@
 // Facts of a run as text: its state, its ranks, attempts, settings and unused parameters.
 
-import { ago, element, ms } from "./api.js";
+import { byId, element, factRows } from "./elements.js";
+import { ago, clock, ms, short } from "./times.js";
 
-const SHOWN_ATTEMPTS = 50, SHOWN_RANKS = 2000, SHOWN_NAMES = 20;
-const CLOCK = new Intl.DateTimeFormat(undefined, { year: "numeric", month: "2-digit", day: "2-digit", hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23", timeZoneName: "short" });
-const by = (id) => document.getElementById(id);
+const MAX_ATTEMPTS = 50;
+const MAX_RANKS = 2000;
+const MAX_NAMES = 20;
+const MAX_PARAMETERS = 500;
 
-// A time of day in the reader's zone, with the zone.
-export function clock(ns) {
-  return CLOCK.format(new Date(ns / 1e6));
-}
+const cell = (content, attributes = {}) => element("td", attributes, content);
+const number = (content) => cell(content, { class: "n" });
 
 export function showFacts(details, shown, attempts, ranks) {
-  const isLatest = !shown || shown.attempt === details.attempt, counts = isLatest ? details : shown;
+  const isLatest = !shown || shown.attempt === details.attempt;
+  const counts = isLatest ? details : shown;
   const state = isLatest ? details.state : shown.outcome;
   const hosts = new Set(ranks.map(({ host }) => host).filter(Boolean)).size;
-  const number = shown ? shown.ordinal + 1 : attempts.length;
   const ended = shown && shown.ended_ns !== null ? clock(shown.ended_ns) : "now";
   const facts = [
-    `${counts.ranks} of ${counts.world_size} ranks${hosts ? ` on ${hosts} ${hosts === 1 ? "host" : "hosts"}` : ""}`,
-    `${counts.steps} steps`, `attempt ${number} of ${attempts.length}`, details.modules.map(({ name }) => name).join(", "),
-    shown ? `${clock(shown.began_ns)} to ${ended}` : "", `last seen ${ago(counts.last_seen_ns ?? counts.ended_ns)}`];
-  by("facts").replaceChildren(element("span", { class: `state ${state}` }, state), ` · ${facts.filter(Boolean).join(" · ")}`);
+    `${counts.ranks} of ${counts.world_size} ranks${hosts ? ` on ${counted(hosts, "host")}` : ""}`,
+    `${counts.steps} steps`,
+    `attempt ${shown ? shown.ordinal + 1 : attempts.length} of ${attempts.length}`,
+    details.modules.map(({ name }) => name).join(", "),
+    shown ? `${clock(shown.began_ns)} to ${ended}` : "",
+    `last seen ${ago(counts.last_seen_ns ?? counts.ended_ns)}`,
+  ];
+  const text = ` · ${facts.filter(Boolean).join(" · ")}`;
+  byId("facts").replaceChildren(element("span", { class: `state ${state}` }, state), text);
 }
 
 export function showRanks(ranks, match, select) {
-  const shown = ranks.filter(match).slice(0, SHOWN_RANKS);
-  by("rank-list").replaceChildren(...ranks.slice(0, SHOWN_RANKS).map(({ rank }) => element("option", { value: rank })));
-  by("processes").tBodies[0].replaceChildren(...shown.map((row) => {
-    const button = element("button", { type: "button", class: "link" }, String(row.rank));
-    button.addEventListener("click", () => select(row.rank));
-    return element("tr", {}, element("td", { class: "n" }, button), element("td", {}, row.host || "–"), element("td", {}, row.device || "–"),
-      element("td", { class: "n" }, String(row.steps)), element("td", { class: "n" }, ms(row.own_ns)),
-      element("td", { class: row.state }, activity(row)), element("td", { class: "n" }, String(row.dropped)));
-  }));
+  const options = ranks.slice(0, MAX_RANKS).map(({ rank }) => element("option", { value: rank }));
+  byId("rank-list").replaceChildren(...options);
+  const rows = ranks.filter(match).slice(0, MAX_RANKS);
+  byId("processes").tBodies[0].replaceChildren(...rows.map((row) => rankRow(row, select)));
+}
+
+function rankRow(row, select) {
+  const button = element("button", { type: "button", class: "link" }, String(row.rank));
+  button.addEventListener("click", () => select(row.rank));
+  const place = [cell(row.host || "–"), cell(row.device || "–")];
+  const counts = [number(String(row.steps)), number(ms(row.own_ns))];
+  const now = cell(activity(row), { class: row.state });
+  return element("tr", {}, number(button), ...place, ...counts, now, number(String(row.dropped)));
 }
 
 function activity({ state, goodbye, pulse, last_seen_ns }) {
   if (goodbye) return "finished";
   if (state === "failed" || state === "interrupted") return `${state} (${ago(last_seen_ns)})`;
   if (!pulse) return ago(last_seen_ns);
-  const bucket = pulse.bucket === null ? "" : `, bucket ${pulse.module > 0 ? `${pulse.module}.` : ""}${pulse.bucket}`;  // null: no bucket was launched yet.
-  const stuck = state === "hung" ? `stuck for ${(pulse.idle_ns / 1e9).toFixed(0)} s${pulse.place && ` at ${pulse.place}`}: ` : "";
+  // The bucket is null before the first launch.
+  const bucket = pulse.bucket === null ? "" : `, bucket ${pulse.module ?? 0}.${pulse.bucket}`;
+  const place = pulse.place && ` at ${pulse.place}`;
+  const stuck = state === "hung" ? `stuck for ${(pulse.idle_ns / 1e9).toFixed(0)} s${place}: ` : "";
   return `${stuck}${pulse.phase.replace("_", " ")}, step ${pulse.step}${bucket} (${ago(last_seen_ns)})`;
 }
 
 // The list of attempts, unless there is only one and it gave no reason to look.
 export function showAttempts(attempts, shown, latest) {
-  by("attempts").hidden = attempts.length < 2 && !attempts.some(({ reason }) => reason);
-  by("attempts").querySelector("tbody").replaceChildren(...attempts.toReversed().slice(0, SHOWN_ATTEMPTS).map((row) => {
-    const link = element("a", { href: row.attempt === latest ? location.pathname : `?attempt=${row.ordinal + 1}` }, `attempt ${row.ordinal + 1}`);
-    if (row === shown) link.setAttribute("aria-current", "true");
-    const first = row.first_rank === null ? "" : `rank ${row.first_rank}: `;
-    return element("tr", {}, element("td", {}, link),
-      element("td", {}, element("span", { class: `state ${row.outcome}` }, row.outcome)), element("td", {}, first + row.reason),
-      element("td", { class: "n" }, String(row.steps)), element("td", { class: "muted" }, clock(row.began_ns)),
-      element("td", { class: "muted" }, row.ended_ns === null ? "–" : clock(row.ended_ns)));
-  }));
+  byId("attempts").hidden = attempts.length < 2 && !attempts.some(({ reason }) => reason);
+  const rows = attempts.toReversed().slice(0, MAX_ATTEMPTS);
+  const nodes = rows.map((row) => attemptRow(row, row === shown, row.attempt === latest));
+  byId("attempts")
+    .querySelector("tbody")
+    .replaceChildren(...nodes);
+}
+
+function attemptRow(row, isShown, isLatest) {
+  const href = isLatest ? location.pathname : `?attempt=${row.ordinal + 1}`;
+  const link = element("a", { href }, `attempt ${row.ordinal + 1}`);
+  if (isShown) link.setAttribute("aria-current", "true");
+  const outcome = element("span", { class: `state ${row.outcome}` }, row.outcome);
+  const ended = row.ended_ns === null ? "–" : clock(row.ended_ns);
+  const times = [clock(row.began_ns), ended].map((text) => cell(text, { class: "muted" }));
+  return element("tr", {}, cell(link), cell(outcome), cell(reasonOf(row)), number(String(row.steps)), ...times);
+}
+
+function reasonOf({ first_rank, reason }) {
+  return (first_rank === null ? "" : `rank ${first_rank}: `) + reason;
 }
 
 // How the attempt before the shown one ended, and whether there is a later one.
 export function showRestart(attempts, shown) {
-  const index = attempts.indexOf(shown), before = attempts[index - 1], lines = [];
-  if (before) lines.push(`This attempt is a restart: attempt ${before.ordinal + 1} ${before.outcome}${before.reason ? ` (${before.first_rank === null ? "" : `rank ${before.first_rank}: `}${before.reason})` : ""} after ${before.steps} steps.`);
-  if (index >= 0 && index < attempts.length - 1) lines.push(`A later attempt exists: ${attempts.length} is the latest.`);
-  by("restarted").hidden = lines.length === 0;
-  by("restarted").textContent = lines.join(" ");
+  const index = attempts.indexOf(shown);
+  const before = attempts[index - 1];
+  const lines = [];
+  if (before) {
+    const reason = before.reason ? ` (${reasonOf(before)})` : "";
+    const end = `attempt ${before.ordinal + 1} ${before.outcome}${reason} after ${before.steps} steps`;
+    lines.push(`This attempt is a restart: ${end}.`);
+  }
+  if (index >= 0 && index < attempts.length - 1)
+    lines.push(`A later attempt exists: ${attempts.length} is the latest.`);
+  byId("restarted").hidden = lines.length === 0;
+  byId("restarted").textContent = lines.join(" ");
 }
 
 export function showUnused({ unused }) {
   const latest = new Map(unused.map((set) => [`${set.rank}/${set.module}`, set]));
   const sets = [...latest.values()].filter((set) => set.locally.length);
-  by("unused").hidden = sets.length === 0;
-  by("unused").querySelector("ul").replaceChildren(...sets.map((set) => element("li", {}, `rank ${set.rank}, since step ${set.step}: ${set.locally.slice(0, SHOWN_NAMES).join(", ")}${set.locally.length > SHOWN_NAMES ? ` and ${set.locally.length - SHOWN_NAMES} more` : ""}`)));
+  byId("unused").hidden = sets.length === 0;
+  const lines = sets.map(({ rank, step, locally }) => `rank ${rank}, since step ${step}: ${listed(locally)}`);
+  byId("unused")
+    .querySelector("ul")
+    .replaceChildren(...lines.map((line) => element("li", {}, line)));
+}
+
+function listed(names) {
+  const more = names.length > MAX_NAMES ? ` and ${names.length - MAX_NAMES} more` : "";
+  return names.slice(0, MAX_NAMES).join(", ") + more;
 }
 
 export function showSettings({ hello }) {
-  by("settings").hidden = !hello;
+  byId("settings").hidden = !hello;
   if (!hello) return;
   const facts = { backend: hello.backend, device: hello.device, ...hello.versions, ...hello.settings };
-  by("settings").querySelector("dl").replaceChildren(...Object.entries(facts).flatMap(([name, value]) => [element("dt", {}, name.replaceAll("_", " ")), element("dd", {}, typeof value === "number" && !Number.isInteger(value) ? String(+value.toPrecision(4)) : String(value))]));
+  const rows = Object.entries(facts).map(([name, value]) => [name.replaceAll("_", " "), short(value)]);
+  byId("settings")
+    .querySelector("dl")
+    .replaceChildren(...factRows(rows));
 }
 
 // The parameters of the selected bucket, with its size.
 export function showBucket(layouts, choice) {
-  const [module, bucket] = choice?.includes(".") ? choice.split(".").map(Number) : [0, Number(choice)];
-  const own = layouts.filter((layout) => layout.module === module), layout = own.at(-1)?.buckets[bucket];
-  by("bucket-facts").hidden = !choice || !layout;
-  if (!choice || !layout) return;
+  const [module, bucket] = (choice ?? "").split(".").map(Number);
+  const buckets = layouts.findLast((layout) => layout.module === module)?.buckets;
+  const layout = choice ? buckets?.[bucket] : undefined;
+  byId("bucket-facts").hidden = !layout;
+  if (!layout) return;
   const elements = layout.parameters.reduce((sum, { size }) => sum + size, 0);
-  by("bucket-facts").replaceChildren(
+  const content = `${counted(layout.parameters.length, "parameter")} with ${counted(elements, "element")}`;
+  const order = `number ${bucket + 1} of ${buckets.length} in the order of launch`;
+  const names = layout.parameters.slice(0, MAX_PARAMETERS);
+  const lines = names.map(({ name, size }) => element("li", {}, `${name} (${size.toLocaleString()})`));
+  const region = { class: "scroll", tabindex: "0", role: "region", "aria-label": `Parameters of bucket ${choice}` };
+  byId("bucket-facts").replaceChildren(
     element("h3", {}, `Bucket ${choice}`),
-    element("p", {}, `${sizeText(layout.size_bytes)} ${layout.dtype}, ${counted(layout.parameters.length, "parameter")} with ${counted(elements, "element")}, number ${bucket + 1} of ${own.at(-1).buckets.length} in the order of launch`),
-    element("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": `Parameters of bucket ${choice}` }, element("ul", {}, ...layout.parameters.slice(0, 500).map(({ name, size }) => element("li", {}, `${name} (${size.toLocaleString()})`)))));
+    element("p", {}, `${sizeText(layout.size_bytes)} ${layout.dtype}, ${content}, ${order}`),
+    element("div", region, element("ul", {}, ...lines)),
+  );
 }
 
-function counted(number, noun) {
-  return `${number.toLocaleString()} ${noun}${number === 1 ? "" : "s"}`;
+function counted(count, noun) {
+  return `${count.toLocaleString()} ${noun}${count === 1 ? "" : "s"}`;
 }
 
 function sizeText(bytes) {
-  const [unit, size] = [["GB", 1e9], ["MB", 1e6], ["kB", 1e3]].find(([, least]) => bytes >= least) ?? ["B", 1];
+  const units = { GB: 1e9, MB: 1e6, kB: 1e3 };
+  const [unit, size] = Object.entries(units).find(([, least]) => bytes >= least) ?? ["B", 1];
   return `${+(bytes / size).toPrecision(3)} ${unit}`;
 }
 
 // The buckets that can be selected: those of each module's latest layout.
 export function bucketNames(layouts) {
   const latest = new Map(layouts.map((layout) => [layout.module, layout]));
-  return [...latest.values()].flatMap(({ module, buckets }) => buckets.map((_, index) => (module ? `${module}.${index}` : String(index))));
+  return [...latest.values()].flatMap(({ module, buckets }) => buckets.map((_, index) => `${module}.${index}`));
 }

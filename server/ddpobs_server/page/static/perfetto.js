@@ -1,9 +1,11 @@
 // Opens a trace in the Perfetto UI that the collector serves, in a tab of its own.
 
-import { element, getBytes, root } from "./api.js";
-import { dialog } from "./labels.js";
+import { getBytes, root } from "./api.js";
+import { dialog } from "./dialog.js";
+import { element } from "./elements.js";
 
-const PING_MS = 100, GIVE_UP_MS = 120_000;
+const PING_MS = 100;
+const GIVE_UP_MS = 120_000;
 
 // Call it in a click: otherwise the browser does not open a tab. Returns after the trace was handed over.
 export async function openTrace(path, title) {
@@ -27,7 +29,9 @@ function ready(ui) {
       removeEventListener("message", answer);
       settle(value);
     };
-    const answer = ({ data, source, origin }) => data === "PONG" && source === ui && origin === location.origin && end(resolve);
+    const answer = ({ data, source, origin }) => {
+      if (data === "PONG" && source === ui && origin === location.origin) end(resolve);
+    };
     const timer = setInterval(() => {
       if (ui.closed || Date.now() > until) end(reject, new Error("The trace viewer did not start"));
       else ui.postMessage("PING", location.origin);
@@ -38,9 +42,12 @@ function ready(ui) {
 
 // Without the UI beside the collector nothing is sent anywhere: say what to install, and offer the file.
 export function explainViewer(download) {
+  const install = "To open steps here, install it there, and start the collector again:";
+  const save = "Or save the trace, and open the file at https://ui.perfetto.dev, which reads it in the browser.";
   const content = [
-    element("p", {}, "The Perfetto UI is not installed beside this collector. To open steps here, install it there, and start the collector again:"),
+    element("p", {}, `The Perfetto UI is not installed beside this collector. ${install}`),
     element("pre", {}, "pip install 'ddpobs[perfetto]'"),
-    element("p", {}, "Or save the trace, and open the file at https://ui.perfetto.dev, which reads it in the browser.")];
+    element("p", {}, save),
+  ];
   dialog("The trace viewer is not installed", content, "Save the trace")(async () => download.click());
 }

@@ -1,19 +1,29 @@
 // The selection of the run's page. It is in the address, so that a link shows the same view.
 
 const NAMES = ["attempt", "steps", "rank", "step", "bucket", "finding", "match", "order"];
-const STEPS = /^\s*(\d{1,15})\s*(?:-\s*(\d{1,15})\s*)?$/, NUMBER = /^\d{1,15}$/, BUCKET = /^\d{1,7}(\.\d{1,7})?$/;
+const STEPS = /^\s*(\d{1,15})\s*(?:-\s*(\d{1,15})\s*)?$/;
+const NUMBER = /^\d{1,15}$/;
+const BUCKET = /^\d{1,7}(\.\d{1,7})?$/;
+const MAX_KEY_RANKS = 4;
 const VALID = { steps: STEPS, rank: NUMBER, step: NUMBER, bucket: BUCKET, order: /^(cost|rank|host)$/ };
 
 // The selection of this address; a malformed part is left out, and named in `wrong`.
 export function read(search) {
-  const query = new URLSearchParams(search), selection = {}, wrong = [];
+  const query = new URLSearchParams(search);
+  const selection = {};
+  const wrong = [];
   for (const name of NAMES) {
     const value = query.get(name);
     if (!value) continue;
     if (VALID[name] && !VALID[name].test(value)) wrong.push(name);
-    else selection[name] = value;
+    else selection[name] = name === "bucket" ? bucketName(value) : value;
   }
   return { selection, wrong };
+}
+
+// A bucket as MODULE.BUCKET; one without its module is the first module's.
+function bucketName(text) {
+  return text.includes(".") ? text : `0.${text}`;
 }
 
 // Put the selection into the address, as a new entry of the history or in place of the last.
@@ -22,7 +32,13 @@ export function write(selection, replace) {
   for (const name of NAMES) if (selection[name]) query.set(name, selection[name]);
   const search = query.toString();
   const address = location.pathname + (search && `?${search}`);
-  if (address !== location.pathname + location.search) history[replace ? "replaceState" : "pushState"](null, "", address);
+  if (address !== location.pathname + location.search)
+    history[replace ? "replaceState" : "pushState"](null, "", address);
+}
+
+// A selection after a change; an empty part selects nothing.
+export function changed(selection, change) {
+  return Object.fromEntries(Object.entries({ ...selection, ...change }).filter(([, value]) => value));
 }
 
 // First and last step of a selection; null if it selects none.
@@ -40,13 +56,14 @@ export function isEmpty(selection) {
 
 // The selection of a finding: its steps, its rank and its bucket.
 export function ofFinding(finding, key) {
-  const interval = finding.intervals.at(-1), steps = interval ? [interval.from, interval.to] : finding.steps;
+  const interval = finding.intervals.at(-1);
+  const [first, last] = interval ? [interval.from, interval.to] : finding.steps;
   return {
     finding: key,
-    steps: steps[1] > steps[0] ? `${steps[0]}-${steps[1]}` : "",
+    steps: last > first ? `${first}-${last}` : "",
     rank: finding.ranks.length === 1 ? String(finding.ranks[0]) : "",
-    bucket: finding.buckets.length ? String(finding.buckets[0]) : "",
-    step: steps[1] === steps[0] ? String(steps[0]) : "",
+    bucket: finding.buckets.length ? `${finding.evidence.module ?? 0}.${finding.buckets[0]}` : "",
+    step: last === first ? String(first) : "",
   };
 }
 
@@ -54,7 +71,8 @@ export function ofFinding(finding, key) {
 export function findingKeys(findings) {
   const counts = new Map();
   return findings.map(({ code, ranks }) => {
-    const key = [code, ...ranks.slice(0, 4)].join("-"), count = (counts.get(key) ?? 0) + 1;
+    const key = [code, ...ranks.slice(0, MAX_KEY_RANKS)].join("-");
+    const count = (counts.get(key) ?? 0) + 1;
     counts.set(key, count);
     return count > 1 ? `${key}.${count}` : key;
   });

@@ -1,7 +1,9 @@
 // The token of this tab, and the form that asks for one.
 
+import { element } from "./elements.js";
+
 const TOKEN = "ddpobs-token";
-let entering = null;
+const state = { entering: null };
 
 export function currentToken() {
   return sessionStorage.getItem(TOKEN);
@@ -9,29 +11,23 @@ export function currentToken() {
 
 // Replace the refused token; return whether there is another one. All requests that wait share one form.
 export async function replaceToken(refused, reason, scope) {
-  if (currentToken() !== refused) return true;  // Entered while this request was in progress.
-  entering ??= enter(refused, reason, scope).finally(() => (entering = null));
-  return entering;
+  if (currentToken() !== refused) return true; // Entered while this request was in progress.
+  state.entering ??= enter(refused, reason, scope).finally(() => (state.entering = null));
+  return state.entering;
 }
 
 // A token that may not read is of no use; one that may only read stays if no other is entered.
 async function enter(refused, reason, scope) {
   if (scope === "read") sessionStorage.removeItem(TOKEN);
-  const token = await form(refused ? reason : "", `This collector needs a token with the scope ${scope}:`);
+  const token = await ask(refused ? reason : "", `This collector needs a token with the scope ${scope}:`);
   if (token) sessionStorage.setItem(TOKEN, token);
   return Boolean(token);
 }
 
-function form(reason, label) {
-  const dialog = build("dialog", { id: "token-form", "aria-labelledby": "token-title" });
-  const input = build("input", { type: "password", autocomplete: "current-password", required: "", id: "token-input" });
-  const why = build("p", { class: "problem" }, reason);
-  why.hidden = !reason;
-  dialog.append(build("form", {},
-    build("h2", { id: "token-title" }, "Token"), why,
-    build("label", { for: "token-input" }, label), input,
-    build("p", { class: "muted" }, "It stays in this tab only. An operator creates one with: ddpobs-server token create"),
-    build("div", { class: "row" }, build("button", { type: "submit", class: "main" }, "Use this token"), build("button", { type: "button", value: "cancel" }, "Cancel"))));
+function ask(reason, label) {
+  const attributes = { type: "password", autocomplete: "current-password", required: "", id: "token-input" };
+  const input = element("input", attributes);
+  const dialog = element("dialog", { id: "token-form", "aria-labelledby": "token-title" }, form(reason, label, input));
   document.body.append(dialog);
   return new Promise((resolve) => {
     const end = (token) => {
@@ -48,9 +44,19 @@ function form(reason, label) {
   });
 }
 
-function build(tag, attributes, ...children) {
-  const node = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
-  node.append(...children);
-  return node;
+function form(reason, label, input) {
+  const problem = element("p", { class: "problem" }, reason);
+  problem.hidden = !reason;
+  const hint = "It stays in this tab only. An operator creates one with: ddpobs-server token create";
+  const use = element("button", { type: "submit", class: "main" }, "Use this token");
+  const cancel = element("button", { type: "button", value: "cancel" }, "Cancel");
+  const heading = element("h2", { id: "token-title" }, "Token");
+  const content = [heading, problem, element("label", { for: input.id }, label), input];
+  return element(
+    "form",
+    {},
+    ...content,
+    element("p", { class: "muted" }, hint),
+    element("div", { class: "row" }, use, cancel),
+  );
 }

@@ -16,23 +16,36 @@ from bokeh.models import (
 from bokeh.models.annotations import BoxAnnotation, ColorBar
 from bokeh.plotting import figure
 
-from ddpobs.shared.words import format_ranks
+from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.slow_ranks.delay_map import DelayMap
 from ddpobs_server.figures.canvas import FONT, steps_plot
+from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds
-from ddpobs_server.figures.selection import RankFilter
-from ddpobs_server.figures.theme import Theme
+from ddpobs_server.figures.selection import RankFilter, Selection
+from ddpobs_server.figures.theme import Theme, theme_of
 
 NAME, TITLE = "ranks", "Delay that each rank caused"
-MOST_RANKS = 1024
+PLACE, SELECTION = 4, ("from", "to", "match", "order")
+_MAX_INTERVALS = 300
+"""Intervals of steps into which the delays are summed."""
+MAX_RANKS = 1024
 WINDOW = 64
 """Rows that are seen at first: more would be too thin to be seen."""
-_MOST_COLUMNS = 400
-"""Most columns of the picture."""
+_MAX_COLUMNS = 400
+"""Columns of the picture."""
 ROW = "rank"
 """Name of the mark of the selected rank."""
-_LEAST_MS = 0.1
+_MIN_SCALE_MS = 0.1
 """The scale ends at least here, so that noise does not look like a delay."""
+
+
+def make(data: FigureData, selection: Selection) -> Picture:
+    """Draw the selected steps of the ranks that match."""
+    delays = data.views.delays(selection.first, selection.last, _MAX_INTERVALS)
+    hosts = data.hosts()
+    compared = set() if delays is None else set(delays.ranks.tolist())
+    shown = RankFilter(selection.match, selection.order, hosts)
+    return ranks(delays, shown, sorted(hosts.keys() - compared), theme_of(selection))
 
 
 def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], theme: Theme) -> Picture:
@@ -46,7 +59,7 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
     """
     if delays is None:
         return Picture(NAME, TITLE, "No step yet in which the ranks can be compared.")
-    rows = shown.rows(delays)[:MOST_RANKS]
+    rows = shown.rows(delays)[:MAX_RANKS]
     if not len(rows):
         return Picture(NAME, TITLE, f"No rank or host matches {shown.text!r}.")
     table = delays.select(rows)
@@ -59,7 +72,7 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
     if table.cost_ns[worst] > 0:
         summary += (
             f"Rank {table.ranks[worst]} cost the others most: {milliseconds(table.cost_ns[worst])} a step, late in "
-            f"{table.late_share[worst]:.0%} of the steps."
+            f"{percent(table.late_share[worst])} of the steps."
         )
     else:
         summary += "No rank was late by a tenth of a step."
@@ -68,7 +81,7 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
     if absent:
         summary += f" No steps to compare of {format_ranks(absent)}."
     values = [
-        (rank, shown.hosts.get(rank, ""), milliseconds(cost), f"{share:.1%}")
+        (rank, shown.hosts.get(rank, ""), milliseconds(cost), percent(share, 1))
         for rank, cost, share in zip(table.ranks.tolist(), table.cost_ns, table.late_share, strict=True)
     ]
     facts = {"first": int(table.first[0]), "last": int(table.last[-1]), "ranks": table.ranks.tolist(), "window": WINDOW}
@@ -78,7 +91,7 @@ def ranks(delays: DelayMap | None, shown: RankFilter, absent: Sequence[int], the
 def _scale_ms(table: DelayMap) -> float:
     """Return the end of the colour scale: a few spikes must not make all other delays pale."""
     delay_ms = table.delay_ns / 1e6
-    return max(_LEAST_MS, float(np.quantile(delay_ms, 0.995)), float(delay_ms.max()) / 4)
+    return max(_MIN_SCALE_MS, float(np.quantile(delay_ms, 0.995)), float(delay_ms.max()) / 4)
 
 
 def _draw(table: DelayMap, scale_ms: float, theme: Theme) -> figure:
@@ -93,7 +106,7 @@ def _draw(table: DelayMap, scale_ms: float, theme: Theme) -> figure:
     )
     delay_ms = table.delay_ns / 1e6
     mapper = LinearColorMapper(palette=theme.cost, low=0, high=scale_ms)
-    width = (end - first) / min(end - first, _MOST_COLUMNS)
+    width = (end - first) / min(end - first, _MAX_COLUMNS)
     middles = first + (np.arange(round((end - first) / width)) + 0.5) * width
     bins = np.searchsorted(table.first, middles, side="right") - 1
     cells = delay_ms[bins].T.astype(np.float32)

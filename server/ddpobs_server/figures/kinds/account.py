@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from bokeh.models import ColumnDataSource, PrintfTickFormatter, Range1d
+from bokeh.plotting import figure
 
 from ddpobs import wire
+from ddpobs.shared.words import percent
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
+from ddpobs_server.figures.figure_data import FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds
-from ddpobs_server.figures.theme import PHASE_COLORS, PHASE_TITLES, Theme
+from ddpobs_server.figures.selection import Selection
+from ddpobs_server.figures.theme import PHASE_COLORS, PHASE_TITLES, Theme, theme_of
 
 NAME, TITLE = "account", "Where the time went"
+PLACE, SELECTION = 1, ()
 GROUPS = {
     "start_up": ("start-up", "#cc79a7", " "),
     "steps": ("steps", "", " "),
@@ -25,18 +30,40 @@ GROUPS = {
 """Title, colour and hatch of each group of parts, in the order of the bar."""
 
 
+def make(data: FigureData, selection: Selection) -> Picture:
+    """Draw the account of the whole run."""
+    return account(data.account(), theme_of(selection))
+
+
 def account(answer: Mapping[str, Any], theme: Theme) -> Picture:
     """Draw the parts of an account, in the form of the REST API."""
     parts = [part for group in GROUPS for part in answer["parts"] if part["group"] == group and part["rank_ns"] > 0]
     if not parts:
         return Picture(NAME, TITLE, "No time is accounted for yet.")
+    by_size = sorted(parts, key=lambda part: -part["rank_ns"])
+    rows = [(part["title"], percent(part["share"], 1), milliseconds(part["rank_ns"])) for part in by_size]
+    return Picture(NAME, TITLE, _summary(answer), _draw(parts, theme), ("part", "share", "time of all ranks"), rows)
+
+
+def _summary(answer: Mapping[str, Any]) -> str:
+    wall = "" if answer["wall_ns"] is None else f"Of {milliseconds(answer['wall_ns'])} wall time, "
+    goodput = ""
+    if answer["goodput"] is not None:
+        goodput = f"{percent(answer['goodput'], 1)} went into steps that no restart repeated (goodput). "
+    lost = f"Lost: {answer['lost_hours']:.3g} {answer['unit']}s."
+    if answer["lost_cost"] is not None:
+        lost += f" At the set price that is {answer['lost_cost']:,.2f}."
+    return f"{wall}{goodput}{lost}"
+
+
+def _draw(parts: Sequence[Mapping[str, Any]], theme: Theme) -> figure:
     plot = base_plot(NAME, theme, 130, x_range=Range1d(start=0, end=100), y_range=Range1d(start=0, end=1))
     plot.toolbar_location, plot.yaxis.visible = None, False
     plot.grid.grid_line_color = None
     plot.xaxis.axis_label = "% of the ranks' wall time"
     plot.xaxis.formatter = PrintfTickFormatter(format="%.6g %%")
     left, glyphs = 0.0, []
-    for label in dict.fromkeys(_style(part)[0] for part in parts):
+    for label, color, hatch in dict.fromkeys(map(_style, parts)):
         own = [part for part in parts if _style(part)[0] == label]
         shares = np.array([100 * part["share"] for part in own])
         ends = left + np.cumsum(shares)
@@ -48,29 +75,13 @@ def account(answer: Mapping[str, Any], theme: Theme) -> Picture:
             "share": shares,
             "time": [milliseconds(part["rank_ns"]) for part in own],
         }
-        _, color, hatch = _style(own[0])
         style = {"fill_color": color, "hatch_pattern": hatch, "hatch_color": theme.ink, "hatch_alpha": 0.35}
-        sides = ("left", "right", 1.0, 0.1)
-        glyphs.append(
-            add_quads(plot, ColumnDataSource(data), sides, legend_label=label, line_color=theme.paper, **style)
-        )
+        style |= {"legend_label": label, "line_color": theme.paper}
+        glyphs.append(add_quads(plot, ColumnDataSource(data), ("left", "right", 1.0, 0.1), **style))
     add_hover(plot, glyphs, ("part", "@title"), ("share", "@share{0.0} %"), ("time of all ranks", "@time"))
     add_legend(plot, theme)
     plot.legend.click_policy = "none"
-    wall = "" if answer["wall_ns"] is None else f"Of {milliseconds(answer['wall_ns'])} wall time, "
-    goodput = (
-        ""
-        if answer["goodput"] is None
-        else f"{answer['goodput']:.1%} went into steps that no restart repeated (goodput). "
-    )
-    lost = f"Lost: {answer['lost_hours']:.3g} {answer['unit']}s."
-    if answer["lost_cost"] is not None:
-        lost += f" At the set price that is {answer['lost_cost']:,.2f}."
-    rows = [
-        (p["title"], f"{p['share']:.1%}", milliseconds(p["rank_ns"]))
-        for p in sorted(parts, key=lambda p: -p["rank_ns"])
-    ]
-    return Picture(NAME, TITLE, f"{wall}{goodput}{lost}", plot, ("part", "share", "time of all ranks"), rows)
+    return plot
 
 
 def _style(part: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -24,16 +23,18 @@ from ddpobs import wire
 from ddpobs.shared.words import bucket_name, format_ranks
 from ddpobs_server.analysis.steps.step_timeline import BucketSpans
 from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
+from ddpobs_server.figures.figure_data import Buckets, FigureData
 from ddpobs_server.figures.picture import Picture, milliseconds, size_text
-from ddpobs_server.figures.theme import COMPUTE, MOVING, PHASE_COLORS, PHASE_TITLES, WAITING_STYLE, Theme
+from ddpobs_server.figures.selection import RankFilter, Selection
+from ddpobs_server.figures.theme import COMPUTE, MOVING, PHASE_COLORS, PHASE_TITLES, WAITING_STYLE, Theme, theme_of
 from ddpobs_server.reports.views import StepTimeline
 
 NAME, TITLE = "step", "One step"
-_MOST_SPANS, _MOST_RANKS = 8000, 64
-"""Most buckets and ranks that are drawn."""
-_MOST_ARROWS, _LEAST_SHARE, _LEAST_LONGEST = 200, 0.02, 0.25
-"""Most arrows; least wait that has one: as a share of the step, and of the step's longest wait."""
-_LEAST_WAIT_NS = 1_000
+PLACE, SELECTION = 5, ("from", "to", "rank", "step", "match")
+_MAX_SPANS, _MAX_RANKS, _MAX_ARROWS = 8000, 64, 200
+_MIN_STEP_SHARE, _MIN_LONGEST_SHARE = 0.02, 0.25
+"""The shortest wait that has an arrow: as a share of the step, and of the step's longest wait."""
+_MIN_WAIT_NS = 1_000
 """A shorter wait is below the noise of the clocks' alignment."""
 _NARROW_COLUMNS = 3
 """Columns of the legend of a picture that has room for a few times below its axis."""
@@ -44,8 +45,17 @@ _LANES = {"phase": (0.05, 0.3), "compute": (0.35, 0.6), "comm": (0.65, 0.9)}
 Rows = tuple[dict[int, int], int]
 """Row of each drawn rank, and the time at the left end of the axis."""
 _SIDES = ("left", "right", "top", "bottom")
-Buckets = Mapping[tuple[int, int, int], tuple[int, str]]
-"""Size in bytes and names of parameters, by module, revision and bucket."""
+
+
+def make(data: FigureData, selection: Selection) -> Picture:
+    """Draw the selected step, or one of the selected steps, with the selected rank on top."""
+    timeline = data.views.timeline(selection.step, selection.first, selection.last)
+    hosts = data.hosts()
+    shown = RankFilter(selection.match, "rank", hosts)
+    known = [rank for rank in dict.fromkeys([*timeline.by_own_time, *sorted(hosts)]) if shown.includes(rank)]
+    if selection.rank in known:
+        known = [selection.rank, *(rank for rank in known if rank != selection.rank)]
+    return step(timeline, known, data.buckets(), theme_of(selection))
 
 
 def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Theme) -> Picture:
@@ -62,7 +72,7 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
         return Picture(NAME, TITLE, f"No data of step {timeline.step:,} is stored.", shown={"step": timeline.step})
     matching = [rank for rank in ranks if rank in present]
     a_rank = max(1, len(timeline.spans.rank) // max(1, len(set(timeline.spans.rank.tolist()))))
-    drawn = matching[: max(2, min(_MOST_RANKS, _MOST_SPANS // a_rank))]
+    drawn = matching[: max(2, min(_MAX_RANKS, _MAX_SPANS // a_rank))]
     if not drawn:
         return Picture(
             NAME, TITLE, f"No matching rank has data of step {timeline.step:,}.", shown={"step": timeline.step}
@@ -83,7 +93,7 @@ def step(timeline: StepTimeline, ranks: list[int], buckets: Buckets, theme: Them
     late_rank = timeline.by_own_time[0] if timeline.by_own_time else None
     if late_rank is not None:
         delay = f"was last, {milliseconds(timeline.delay_ns)} after the others' median."
-        summary += f" Rank {late_rank} {delay}" if timeline.delay_ns >= _LEAST_WAIT_NS else " No rank was late."
+        summary += f" Rank {late_rank} {delay}" if timeline.delay_ns >= _MIN_WAIT_NS else " No rank was late."
     summary += _longest_wait(timeline)
     absent = sorted(set(ranks) - present)
     if absent:
@@ -149,7 +159,7 @@ def _draw_spans(plot: figure, timeline: StepTimeline, rows_of: Rows, buckets: Bu
         zip(spans.module[rows].tolist(), spans.revision[rows].tolist(), spans.bucket[rows].tolist(), strict=True)
     )
     facts = [buckets.get(key, (0, "")) for key in keys]
-    late_ranks, waits = spans.rank[spans.late_rows()[rows]].tolist(), spans.waiting_ns[rows] >= _LEAST_WAIT_NS
+    late_ranks, waits = spans.rank[spans.late_rows()[rows]].tolist(), spans.waiting_ns[rows] >= _MIN_WAIT_NS
     late = [f" for rank {rank}" if is_wait else "" for rank, is_wait in zip(late_ranks, waits.tolist(), strict=True)]
     shared: dict[str, Any] = {
         "bucket": [bucket_name(module, bucket) for module, _, bucket in keys],
@@ -189,10 +199,10 @@ def _draw_spans(plot: figure, timeline: StepTimeline, rows_of: Rows, buckets: Bu
 def _draw_arrows(plot: figure, spans: BucketSpans, rows_of: Rows, end_ms: float, theme: Theme) -> None:
     """Draw an arrow from the rank that arrived last to each rank that waited for it, where its wait ends."""
     (row, origin), late, waiting_ns = rows_of, spans.late_rows(), spans.waiting_ns
-    least_ns = max(end_ms * 1e6 * _LEAST_SHARE, float(waiting_ns.max(initial=0)) * _LEAST_LONGEST)
+    least_ns = max(end_ms * 1e6 * _MIN_STEP_SHARE, float(waiting_ns.max(initial=0)) * _MIN_LONGEST_SHARE)
     is_drawn = np.isin(spans.rank, list(row)) & np.isin(spans.rank[late], list(row))
-    waits = np.flatnonzero(is_drawn & (waiting_ns >= max(_LEAST_WAIT_NS, least_ns)))
-    waits = waits[np.argsort(-waiting_ns[waits], kind="stable")[:_MOST_ARROWS]]
+    waits = np.flatnonzero(is_drawn & (waiting_ns >= max(_MIN_WAIT_NS, least_ns)))
+    waits = waits[np.argsort(-waiting_ns[waits], kind="stable")[:_MAX_ARROWS]]
     late = late[waits]
     if not len(waits):
         return
@@ -222,7 +232,7 @@ def _longest_wait(timeline: StepTimeline) -> str:
     """Return a sentence about the longest wait."""
     spans = timeline.spans
     row = int(np.argmax(spans.waiting_ns)) if len(spans.rank) else 0
-    if not len(spans.rank) or spans.waiting_ns[row] < _LEAST_WAIT_NS:
+    if not len(spans.rank) or spans.waiting_ns[row] < _MIN_WAIT_NS:
         return ""
     name, late = bucket_name(int(spans.module[row]), int(spans.bucket[row])), spans.rank[spans.late_rows()[row]]
     wait = milliseconds(spans.waiting_ns[row])

@@ -1,0 +1,129 @@
+"""The buckets: compute, waiting for the last rank, and moving, each against the fit of the run's link."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from bokeh.models import ColumnDataSource, Range1d
+from bokeh.models.annotations import BoxAnnotation
+from bokeh.plotting import figure
+
+from ddpobs import wire
+from ddpobs.shared.words import bucket_name
+from ddpobs_server.analysis.communication.bucket_times import BucketTimes
+from ddpobs_server.figures.canvas import add_hover, add_legend, add_quads, base_plot
+from ddpobs_server.figures.figure_data import Buckets, FigureData
+from ddpobs_server.figures.picture import Picture, milliseconds, size_text
+from ddpobs_server.figures.selection import Selection
+from ddpobs_server.figures.theme import COMPUTE, MOVING, WAITING_STYLE, Theme, theme_of
+
+NAME, TITLE = "buckets", "Buckets"
+PLACE, SELECTION = 6, ("from", "to")
+_MAX_BUCKETS = 100
+"""Buckets that are drawn: those that take the longest."""
+_MAX_TICKS = 40
+BAR = "bucket"
+"""Name of the mark of the selected bucket."""
+_STYLES: tuple[tuple[tuple[str, str, str, str | float], dict[str, Any]], ...] = (
+    (("left", "middle", "compute", 0), {"fill_color": COMPUTE, "legend_label": "gradient computation"}),
+    (("middle", "right", "move", 0), {"fill_color": MOVING, "legend_label": "all-reduce: moving"}),
+    (("middle", "right", "end", "move"), WAITING_STYLE | {"legend_label": "all-reduce: waiting"}),
+)
+_TOOLTIPS = (
+    ("bucket", "@label, @size"),
+    ("parameters", "@parameters"),
+    ("compute", "@compute{0,0.000} ms"),
+    ("waiting", "@wait{0,0.000} ms"),
+    ("moving", "@move{0,0.000} ms"),
+    ("by the fit", "@fitted{0,0.000} ms"),
+    ("bandwidth", "@bandwidth{0,0.000} GB/s"),
+)
+
+
+def make(data: FigureData, selection: Selection) -> Picture:
+    """Draw the buckets of the selected steps."""
+    return buckets(data.views.buckets(selection.first, selection.last), data.buckets(), theme_of(selection))
+
+
+def buckets(times: BucketTimes | None, names: Buckets, theme: Theme) -> Picture:
+    """Draw the mean times of the buckets.
+
+    Args:
+        times: Of all buckets; None if no spans are stored.
+        names: Size in bytes and names of parameters, by module, revision and bucket.
+        theme: Colours.
+    """
+    if times is None or not len(times):
+        return Picture(NAME, TITLE, "No spans of buckets are stored in this range.")
+    longest_ns = np.maximum(times.wait_ns + times.move_ns, times.compute_ns)
+    drawn = np.sort(np.argsort(-longest_ns, kind="stable")[:_MAX_BUCKETS])
+    bars = _bars(times, names, drawn)
+    columns = ("label", "size", "compute", "wait", "move", "fitted", "bandwidth")
+    rows = [
+        (label, size, *(milliseconds(ms * 1e6) for ms in values), f"{bandwidth:.3g} GB/s")
+        for label, size, *values, bandwidth in zip(*(bars[name] for name in columns), strict=True)
+    ]
+    heads = ("bucket", "size", "compute", "waiting", "moving", "by the fit", "bandwidth")
+    shown = {"first": times.first, "last": times.last}
+    return Picture(NAME, TITLE, _summary(times, bars), _draw(bars, theme), heads, rows, shown)
+
+
+def _bars(times: BucketTimes, names: Buckets, rows: wire.Ints) -> dict[str, Any]:
+    """Return facts of the drawn buckets, with times in milliseconds, and the sides of their bars."""
+    module, revision, bucket = (values[rows].tolist() for values in (times.module, times.revision, times.bucket))
+    wait, move, compute, fitted = (
+        values[rows] / 1e6 for values in (times.wait_ns, times.move_ns, times.compute_ns, times.fitted_ns)
+    )
+    index = np.arange(len(rows))
+    return {
+        "left": index + 0.1,
+        "middle": index + 0.5,
+        "right": index + 0.9,
+        "label": [bucket_name(*place) for place in zip(module, bucket, strict=True)],
+        "module": times.module[rows],
+        "number": times.bucket[rows],
+        "parameters": [names.get(key, (0, ""))[1] for key in zip(module, revision, bucket, strict=True)],
+        "size": [size_text(size) for size in times.size_bytes[rows].tolist()],
+        "compute": compute,
+        "wait": wait,
+        "move": move,
+        "end": wait + move,
+        "fitted": fitted,
+        "bandwidth": np.where(move > 0, times.size_bytes[rows] / np.maximum(1.0, times.move_ns[rows]), 0.0),
+    }
+
+
+def _summary(times: BucketTimes, bars: Mapping[str, Any]) -> str:
+    count, worst = len(bars["label"]), int(np.argmax(bars["end"]))
+    wait, move = (milliseconds(bars[name][worst] * 1e6) for name in ("wait", "move"))
+    return (
+        f"Means over all ranks in steps {times.first:,} to {times.last:,}: {len(times):,} buckets"
+        f"{f', the {count} that take the longest are drawn' if count < len(times) else ''}. Bucket "
+        f"{bars['label'][worst]} communicates longest: it waits {wait} for the last rank and moves {move}."
+    )
+
+
+def _draw(bars: dict[str, Any], theme: Theme) -> figure:
+    count = len(bars["label"])
+    top = 1.08 * max(1e-6, *(float(bars[name].max()) for name in ("end", "compute", "fitted")))
+    x_range, y_range = Range1d(start=0, end=count, bounds=(0, count)), Range1d(start=0, end=top)
+    plot = base_plot(NAME, theme, 240, x_range=x_range, y_range=y_range)
+    plot.toolbar_location = None
+    source = ColumnDataSource(bars, name="bars")
+    glyphs = [
+        add_quads(plot, source, sides, line_color=theme.paper, line_width=0.5, **style) for sides, style in _STYLES
+    ]
+    if bars["fitted"].any():
+        style: dict[str, Any] = {"color": theme.ink, "line_width": 2, "legend_label": "moving, by the fit"}
+        plot.segment("middle", "fitted", "right", "fitted", source=source, **style)
+    add_hover(plot, glyphs, *_TOOLTIPS)
+    ticks = np.arange(count)[:: -(-count // _MAX_TICKS)].tolist()
+    plot.xaxis.ticker = [index + 0.5 for index in ticks]
+    plot.xaxis.major_label_overrides = {index + 0.5: bars["label"][index] for index in ticks}
+    plot.xaxis.axis_label = "bucket, in the order of their launch"
+    plot.xgrid.grid_line_color = None
+    plot.add_layout(BoxAnnotation(name=BAR, visible=False, fill_alpha=0, line_color=theme.ink, line_width=2))
+    add_legend(plot, theme)
+    return plot

@@ -1,0 +1,83 @@
+// The rows of two compared runs: each change with its interval, and whether it is a difference.
+
+import { element, svg } from "./elements.js";
+import { ms } from "./times.js";
+
+const WIDTH = 220;
+const HEIGHT = 22;
+const DOT = 3.5;
+const MIN_AXIS = 0.02;
+const MAX_AXIS = 2;
+const KINDS = { compute: "computation", comm: "communication" };
+const WORDS = { slower: "slower", faster: "faster", same: "no difference seen", "too-few": "not judged" };
+
+export function isOfBucket({ kind }) {
+  return kind in KINDS;
+}
+
+export function percent(ratio) {
+  if (ratio === null) return "–";
+  return (ratio > 0 ? "+" : ratio < 0 ? "−" : "") + size(ratio);
+}
+
+export function size(ratio) {
+  const value = Math.abs(100 * ratio);
+  return `${value.toFixed(value < 10 ? 1 : 0)} %`;
+}
+
+export function range({ low_ratio, high_ratio }) {
+  return low_ratio === null ? "–" : `${percent(low_ratio)} to ${percent(high_ratio)}`;
+}
+
+export function phaseTitle(phase) {
+  return phase === "exposed_comm" ? "exposed communication" : phase;
+}
+
+// The rows of a table, with one axis for all: the largest end of an interval.
+export function changeRows(changes) {
+  const ends = changes
+    .filter(isJudged)
+    .flatMap(({ low_ratio, high_ratio }) => [Math.abs(low_ratio), Math.abs(high_ratio)]);
+  const axis = Math.min(MAX_AXIS, Math.max(MIN_AXIS, ...ends));
+  return changes.map((change) => row(change, axis));
+}
+
+function isJudged({ verdict, change_ratio }) {
+  return verdict !== "too-few" && change_ratio !== null;
+}
+
+function row(change, axis) {
+  const { kind, name, verdict, smallest_ratio } = change;
+  const number = (text) => element("td", { class: "n" }, text);
+  const swatch = kind === "phase" ? [element("span", { class: `swatch ${name}` })] : [];
+  const title = (kind === "phase" ? phaseTitle(name) : name) + (KINDS[kind] ? `, ${KINDS[kind]}` : "");
+  const seen = verdict === "same" && smallest_ratio !== null ? ` (${size(smallest_ratio)} would have been)` : "";
+  const ends = element("span", { class: "muted" }, verdict === "too-few" ? "" : range(change));
+  return element(
+    "tr",
+    kind === "step" ? { class: "main" } : {},
+    element("td", {}, ...swatch, title),
+    ...[ms(change.a_ns), ms(change.b_ns), percent(change.change_ratio)].map(number),
+    element("td", {}, interval(change, axis), ends),
+    element("td", { class: `verdict ${verdict}` }, WORDS[verdict] + seen),
+  );
+}
+
+// The interval of a change on an axis from -`most` to `most`.
+function interval(change, most) {
+  if (!isJudged(change)) return element("span", { class: "muted" }, "–");
+  const { change_ratio, low_ratio, high_ratio, smallest_ratio } = change;
+  const share = (ratio) => (Math.max(-most, Math.min(most, ratio)) + most) / (2 * most);
+  const x = (ratio) => DOT + share(ratio) * (WIDTH - 2 * DOT);
+  const band = { x: x(-smallest_ratio), width: x(smallest_ratio) - x(-smallest_ratio) };
+  const [x1, x2, middle] = [x(low_ratio), Math.max(x(high_ratio), x(low_ratio) + 2), HEIGHT / 2];
+  const frame = { class: "interval", viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", "aria-label": range(change) };
+  return svg(
+    "svg",
+    frame,
+    svg("rect", { class: "unseen", y: 2, height: HEIGHT - 4, ...band }),
+    svg("line", { class: "zero", x1: x(0), x2: x(0), y1: 0, y2: HEIGHT }),
+    svg("line", { class: `bar ${change.verdict}`, x1, x2, y1: middle, y2: middle }),
+    svg("circle", { cx: x(change_ratio), cy: middle, r: DOT }),
+  );
+}

@@ -1,0 +1,33 @@
+// Builders of elements whose content is text only: names come from clients, and are never set as HTML.
+
+export const byId = (id) => document.getElementById(id);
+
+export function element(tag, attributes = {}, ...children) {
+  return fill(document.createElement(tag), attributes, children);
+}
+
+export function svg(tag, attributes = {}, ...children) {
+  return fill(document.createElementNS("http://www.w3.org/2000/svg", tag), attributes, children);
+}
+
+// The rows of a list of facts; facts are pairs of a name and a text.
+export function factRows(facts) {
+  return facts.flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]);
+}
+
+// Replace the content of a node, unless it is the same: focus and text selection stay then.
+export function renew(node, fresh) {
+  if (!node.firstElementChild?.isEqualNode(fresh)) node.replaceChildren(fresh);
+}
+
+export function notice(text) {
+  const box = byId("notice");
+  box.textContent = text || "";
+  box.hidden = !text;
+}
+
+function fill(node, attributes, children) {
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  node.append(...children);
+  return node;
+}

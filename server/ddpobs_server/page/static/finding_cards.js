@@ -1,0 +1,81 @@
+// The findings of a run, first on its page. A click on one selects its steps, rank and bucket.
+
+import { root } from "./api.js";
+import { element, factRows, renew } from "./elements.js";
+import { evidence, stacks, stepsText } from "./evidence.js";
+import { findingLines, severityMark } from "./finding_parts.js";
+
+export function showFindings(section, { findings, missing, steps_seen }, keys, chosen, select) {
+  const open = new Set([...section.querySelectorAll("details[open]")].map((details) => details.dataset.key));
+  const cards = findings.map((finding, index) => card(finding, keys[index], keys[index] === chosen, open, select));
+  if (!cards.length) cards.push(nothing(steps_seen));
+  if (missing.length) cards.push(notJudged(missing, open));
+  const focused = section.contains(document.activeElement) ? document.activeElement.dataset.key : null;
+  renew(section, element("div", {}, ...cards));
+  if (focused) section.querySelector(`[data-key="${CSS.escape(focused)}"]`)?.focus();
+}
+
+function card(finding, key, isChosen, open, select) {
+  const classes = `finding ${finding.severity}${isChosen ? " chosen" : ""}`;
+  const choose = () => select(finding, key);
+  const lines = element("dl", { class: "parts" }, ...factRows(findingLines(finding)));
+  return element(
+    "article",
+    { class: classes, "data-finding": key },
+    element(
+      "div",
+      { class: "verdict" },
+      severityMark(finding.severity),
+      heading(finding, key, isChosen, choose),
+      help(finding),
+    ),
+    lines,
+    ...stacks(finding),
+    element("div", { class: "row" }, details(finding, key, open), show(key, isChosen, choose)),
+  );
+}
+
+function heading(finding, key, isChosen, choose) {
+  const attributes = { type: "button", class: "finding-title", "aria-pressed": isChosen, "data-key": `title ${key}` };
+  const title = element("button", attributes, finding.verdict);
+  title.addEventListener("click", choose);
+  return element("h2", {}, title);
+}
+
+function help({ code }) {
+  const attributes = { class: "code", href: `${root}/help/${code}`, target: "_blank", "aria-label": `help on ${code}` };
+  return element("a", attributes, `${code} ↗`);
+}
+
+function details(finding, key, open) {
+  const summary = element("summary", { "data-key": `summary ${key}` }, `Evidence, ${stepsText(...finding.steps)}`);
+  const node = element("details", { "data-key": key }, summary, evidence(finding));
+  node.toggleAttribute("open", open.has(key));
+  return node;
+}
+
+function show(key, isChosen, choose) {
+  const button = element(
+    "button",
+    { type: "button", class: "quiet", "data-key": `show ${key}` },
+    "show in the figures ↓",
+  );
+  button.addEventListener("click", () => {
+    if (!isChosen) choose();
+    document.getElementById("selection").scrollIntoView({ block: "start" });
+  });
+  return button;
+}
+
+function nothing(steps) {
+  const text = steps ? `Nothing found up to step ${steps - 1}.` : "No step to judge yet.";
+  return element("article", { class: "finding" }, element("h2", {}, text));
+}
+
+function notJudged(missing, open) {
+  const reasons = missing.map((reason) => element("li", {}, reason));
+  const summary = element("summary", {}, `${missing.length} not judged yet`);
+  const node = element("details", { "data-key": "missing" }, summary, element("ul", {}, ...reasons));
+  node.open = open.has("missing");
+  return node;
+}

@@ -1,0 +1,132 @@
+// The form with the selection, and the buttons and links of the run's page.
+
+import { change, get, root, saveWithToken } from "./api.js";
+import { byId, element, renew } from "./elements.js";
+import { showBucket, showRanks } from "./facts.js";
+import { chooseOther, editLabels, labelsOf } from "./labels.js";
+import { explainViewer, openTrace } from "./perfetto.js";
+import { runOnce } from "./refresh.js";
+import { shown } from "./run_figures.js";
+import { address, state } from "./run_state.js";
+import { isEmpty, stepRange } from "./selection.js";
+
+const LIVE = ["running", "stalled", "hung"];
+const MAX_TRACE_STEPS = 50;
+const COPIED_MS = 2000;
+
+// Show the selection in the form, and what depends on it beside the figures.
+export function fillForm(choose) {
+  const { selection } = state;
+  const { step } = shown("step");
+  const values = {
+    steps: selection.steps,
+    rank: selection.rank,
+    bucket: selection.bucket,
+    match: selection.match,
+    step,
+  };
+  for (const [id, value] of Object.entries(values)) {
+    if (document.activeElement !== byId(id)) byId(id).value = value ?? "";
+  }
+  byId("order").value = selection.order ?? "cost";
+  byId("clear").hidden = isEmpty(selection);
+  byId("clear").textContent = isLive() ? "Follow the run" : "Clear the selection";
+  fillLinks(step ?? 0);
+  showBucket(state.layouts, selection.bucket);
+  const drawn = new Set(shown("ranks").ranks ?? []);
+  const isShown = ({ rank }) => !selection.match || drawn.has(rank);
+  showRanks(state.ranks, isShown, (rank) => choose({ rank: String(rank) }));
+}
+
+function isLive() {
+  const { details, shownAttempt } = state;
+  return details && LIVE.includes(details.state) && (!shownAttempt || shownAttempt.attempt === details.attempt);
+}
+
+function fillLinks(step) {
+  const range = stepRange(state.selection);
+  const steps = range && range[1] - range[0] < MAX_TRACE_STEPS ? { from: range[0], to: range[1] } : {};
+  byId("trace").href = `${root}/api/v1${address("trace", steps)}`;
+  byId("open-trace").href = `${root}/api/v1${address("trace", { from: step, to: step })}`;
+  byId("report").href = `${root}/api/v1${address("report.html")}`;
+}
+
+export function offerBuckets(names) {
+  const options = names.map((name) => element("option", { value: name }, name));
+  byId("bucket").replaceChildren(element("option", { value: "" }, "–"), ...options);
+}
+
+export function showLabels() {
+  byId("edit").hidden = byId("compare").hidden = false;
+  renew(byId("labels"), element("span", { class: "labels" }, ...labelsOf(state.details)));
+}
+
+// Name the parts of the address that are left out.
+export function showWrong() {
+  byId("wrong").hidden = state.wrong.length === 0;
+  byId("wrong").textContent = `The address has a malformed ${state.wrong.join(", ")}, which is left out.`;
+}
+
+export function followForm(choose) {
+  byId("selection").addEventListener("submit", (event) => {
+    event.preventDefault();
+    choose(entered());
+  });
+  byId("bucket").addEventListener("change", () => choose({ bucket: byId("bucket").value }));
+  const nothing = { steps: "", rank: "", step: "", bucket: "", finding: "" };
+  byId("clear").addEventListener("click", () => choose(nothing));
+  byId("match").addEventListener("change", () => choose({ match: byId("match").value.trim() }, true));
+  byId("order").addEventListener("change", () => choose({ order: byId("order").value }, true));
+  const move = (steps) => () => choose({ step: String(Math.max(0, (shown("step").step ?? 0) + steps)) });
+  byId("previous").addEventListener("click", move(-1));
+  byId("next").addEventListener("click", move(1));
+}
+
+// The selection that the form holds. A step that the figure chose is no selection.
+function entered() {
+  const { selection } = state;
+  const steps = byId("steps").value.trim();
+  const step = byId("step").value === String(shown("step").step) ? (selection.step ?? "") : byId("step").value;
+  return {
+    steps: steps.replaceAll(" ", ""),
+    rank: byId("rank").value,
+    step,
+    bucket: byId("bucket").value,
+    finding: selection.steps === steps ? selection.finding : "",
+  };
+}
+
+export function followButtons() {
+  saveWithToken(byId("trace"), "trace.json");
+  saveWithToken(byId("open-trace"), "trace.json");
+  saveWithToken(byId("report"), "report.html");
+  byId("edit").addEventListener("click", () => editLabels(state.details, saveLabels));
+  byId("compare").addEventListener("click", () => runOnce(compare));
+  byId("perfetto").addEventListener("click", showTrace);
+  byId("copy").addEventListener("click", copyLink);
+}
+
+async function saveLabels(labels) {
+  Object.assign(state.details, await change("PATCH", state.base, labels, "ingest"));
+  showLabels();
+}
+
+async function compare() {
+  const { runs } = await get("/runs?limit=500");
+  const own = runs.find((known) => known.run === state.run) ?? { run: state.run, tags: [], created_ns: Infinity };
+  chooseOther(own, runs, (other) => {
+    location.href = `../compare?${new URLSearchParams({ a: other, b: state.run })}`;
+  });
+}
+
+function showTrace() {
+  if (byId("perfetto").dataset.installed === "no") return explainViewer(byId("open-trace"));
+  const step = shown("step").step ?? 0;
+  return runOnce(() => openTrace(address("trace", { from: step, to: step }), `${state.run}: step ${step}`));
+}
+
+async function copyLink() {
+  await navigator.clipboard.writeText(location.href);
+  byId("copy").textContent = "copied";
+  setTimeout(() => (byId("copy").textContent = "copy link"), COPIED_MS);
+}
