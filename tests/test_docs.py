@@ -19,8 +19,11 @@ from typer.main import get_command
 
 import ddpobs.horovod
 from ddpobs import TelemetryConfig, cli
+from ddpobs.recording.failure import describe
+from tests import conftest
 
 ROOT = Path(__file__).resolve().parents[1]
+OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
@@ -190,6 +193,36 @@ def test_files_and_folders_that_a_document_names_exist() -> None:
     names = set(re.findall(r"`((?:ddpobs|server|tests|docs|benchmarks|dashboards|deploy|examples)/[\w/.-]+)`", texts))
     assert len(names) > 20
     assert {name for name in names if not (ROOT / name).exists()} == set()
+
+
+def test_every_path_in_the_guides_for_changes_exists() -> None:
+    paths = re.findall(r"`([\w.]+(?:/[\w./-]+|\.(?:md|yml)))`", (ROOT / "CONTRIBUTING.md").read_text())
+    assert len(paths) > 25
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+
+
+def test_the_list_of_a_batchs_content_has_the_source_lines_that_a_traceback_sends() -> None:
+    try:
+        raise ValueError
+    except ValueError as error:
+        by_default, without = (describe(error, texts) for texts in (TelemetryConfig().traceback, False))
+    assert "raise ValueError" in str(by_default["traceback"])
+    assert set(without) == {"error"}
+    content = OPERATIONS.partition("**Content of a batch.**")[2].partition("\n\n")[0]
+    assert "lines of source code" in content
+    assert "`DDPOBS_TRACEBACK=0`" in content
+
+
+def test_tables_are_whole() -> None:
+    """A row after a blank line begins no table, unless a line of dashes follows it."""
+    for document in DOCUMENTS:
+        text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
+        firsts = re.findall(r"(?:^|\n\n)(\|.*\n.*)", text)
+        assert [first for first in firsts if not re.search(r"\n\|[-|: ]+\|$", first)] == [], document.name
+
+
+def test_files_that_tests_start_first_exist() -> None:
+    assert [path for path in conftest.FIRST if not (ROOT / path).exists()] == []
 
 
 def test_links_into_another_document_name_one_of_its_headings() -> None:
