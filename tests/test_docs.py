@@ -23,7 +23,7 @@ from ddpobs.recording.failure import describe
 from tests import conftest
 
 ROOT = Path(__file__).resolve().parents[1]
-OPERATIONS = (ROOT / "docs" / "operations.md").read_text()
+OPERATIONS = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "operations").glob("*.md")))
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 
 
@@ -46,9 +46,9 @@ def test_the_table_of_settings_has_every_variable_of_the_training_side_once() ->
     assert sorted(documented) == sorted(variables)
 
 
-def table_rows(page: str) -> list[list[str]]:
-    """Cells of each row of the tables of a page, without bold and code marks."""
-    lines = (ROOT / "docs" / page).read_text().splitlines()
+def table_rows(text: str) -> list[list[str]]:
+    """Cells of each row of the tables of a page's text, without bold marks."""
+    lines = text.splitlines()
     return [[cell.strip(" *") for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines if line.startswith("|")]
 
 
@@ -64,10 +64,10 @@ def as_documented(default: object) -> set[str]:
 
 
 def test_the_documented_defaults_of_the_collector_are_those_of_the_code() -> None:
-    rows = table_rows("operations.md")
+    rows = table_rows(OPERATIONS)
     wrong = []
     for name, field in Settings.model_fields.items():
-        found = [row for row in rows if any(f"`{name.upper()}`" in cell for cell in row[:2])]
+        found = [row for row in rows if any(f"`DDPOBS_SERVER_{name.upper()}`" in cell for cell in row[:2])]
         defaults = {
             part.strip(" *") for row in found for cell in row[:2] for part in re.split(r", (?!\d{3}\b)|,(?= )", cell)
         }
@@ -77,7 +77,7 @@ def test_the_documented_defaults_of_the_collector_are_those_of_the_code() -> Non
 
 
 def test_the_documented_default_retention_is_that_of_the_code() -> None:
-    kept = {row[0]: row[1] for row in table_rows("operations.md") if len(row) == 2}
+    kept = {row[0]: row[1] for row in table_rows(OPERATIONS) if len(row) == 2}
     settings = Settings.model_fields
     assert [settings[name].default for name in ("keep_spans_days", "keep_runs_days", "keep_gb")] == [None] * 3
     assert (kept["spans, steps, events"], kept["runs"][:8]) == ("for ever", "for ever")
@@ -88,7 +88,9 @@ def test_the_documented_default_retention_is_that_of_the_code() -> None:
 
 def test_the_documented_defaults_of_the_training_side_are_those_of_the_code() -> None:
     documented = {
-        row[0].strip("`").removeprefix("DDPOBS_").lower(): row[2] for row in table_rows("settings.md") if len(row) == 3
+        row[0].strip("`").removeprefix("DDPOBS_").lower(): row[2]
+        for row in table_rows((ROOT / "docs" / "settings.md").read_text())
+        if len(row) == 3
     }
     code = {field.name: field.default for field in fields(TelemetryConfig)}
     assert {name for name in code if documented.get(name) not in as_documented(code[name])} == {
@@ -99,16 +101,16 @@ def test_the_documented_defaults_of_the_training_side_are_those_of_the_code() ->
 
 
 def test_the_bounds_of_the_collectors_memory_add_up_to_the_stated_sum() -> None:
-    section = (ROOT / "docs" / "operations.md").read_text().partition("## Memory\n")[2].partition("\n## ")[0]
+    section = OPERATIONS.partition("## Memory\n")[2].partition("\n## ")[0]
     (stated_gb,) = re.findall(r"Their sum is (\d+) GB", section)
     parts = {
         row[0]: int(row[1].replace(",", ""))
-        for row in table_rows("operations.md")
+        for row in table_rows(OPERATIONS)
         if row[-1].replace(",", "").isdecimal() and row[0] in section and len(row) == 2
     }
     assert round(sum(parts.values()) / 1000) == int(stated_gb)
     assert (
-        parts["batches from arrival to commit (`MAX_UNDER_WAY_MB`)"]
+        parts["batches from arrival to commit (`DDPOBS_SERVER_MAX_UNDER_WAY_MB`)"]
         == Settings.model_fields["max_under_way_mb"].default
     )
     assert f"reads that are computed ({concurrency._READS}) or unread ({concurrency._UNSENT_RESPONSES} and" in section
@@ -149,16 +151,15 @@ def test_programs_and_targets_that_a_document_names_exist() -> None:
 
 
 def test_the_readme_is_short() -> None:
-    assert len((ROOT / "README.md").read_text().split()) < 1000
+    assert len((ROOT / "README.md").read_text().split()) < 600
 
 
 def test_the_operators_guide_has_every_setting_command_and_alert_of_the_collector() -> None:
-    guide = (ROOT / "docs" / "operations.md").read_text()
     rules = yaml.safe_load((ROOT / "dashboards" / "prometheus" / "alerts.yml").read_text())["groups"]
-    required = [rf"`(DDPOBS_SERVER_)?{name.upper()}`" for name in Settings.model_fields]
+    required = [rf"`DDPOBS_SERVER_{name.upper()}`" for name in Settings.model_fields]
     required += [f"`{rule['alert']}`" for group in rules for rule in group["rules"]]
     required += [f"ddpobs-server {command}" for command in get_command(app.cli).commands if command != "serve"]  # type: ignore[attr-defined]
-    assert [pattern for pattern in required if not re.search(pattern, guide)] == []
+    assert [pattern for pattern in required if not re.search(pattern, OPERATIONS)] == []
 
 
 def test_the_terminal_page_has_every_command_with_each_of_its_options() -> None:
@@ -179,13 +180,6 @@ def test_the_horovod_table_has_every_public_name() -> None:
     table = (ROOT / "docs" / "horovod.md").read_text().partition("## What runs")[2].partition("\n## ")[0]
     documented = set(re.findall(r"\w+", table)) | {f"grouped_{name}" for name in re.findall(r"allreduce\w*", table)}
     assert set(ddpobs.horovod.__all__) - documented == set()
-
-
-def test_the_operators_guide_links_to_each_of_its_headings() -> None:
-    guide = (ROOT / "docs" / "operations.md").read_text()
-    headings = re.findall(r"^## (.+)$", guide, re.MULTILINE)
-    anchors = {re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-") for heading in headings}
-    assert set(re.findall(r"\]\(#([\w-]+)\)", guide)) == anchors
 
 
 def test_files_and_folders_that_a_document_names_exist() -> None:
