@@ -18,6 +18,7 @@ from ddpobs_server.store import fingerprints
 from typer.main import get_command
 
 import ddpobs.horovod
+from benchmarks import measured
 from ddpobs import TelemetryConfig, cli
 from ddpobs.recording.failure import describe
 from tests import conftest
@@ -213,6 +214,13 @@ def test_tables_are_whole() -> None:
         text = re.sub(r"^```.*?^```", "", document.read_text(), flags=re.M | re.S)
         firsts = re.findall(r"(?:^|\n\n)(\|.*\n.*)", text)
         assert [first for first in firsts if not re.search(r"\n\|[-|: ]+\|$", first)] == [], document.name
+
+
+@pytest.mark.parametrize("page", measured.PAGES, ids=lambda page: page.stem)
+def test_the_tables_of_the_measurements_are_those_of_the_newest_results(page: Path) -> None:
+    text = page.read_text()
+    assert text.count("<!-- table: ") > 2
+    assert measured.filled(text) == text
 
 
 def test_files_that_tests_start_first_exist() -> None:
