@@ -126,11 +126,16 @@ def _grown(row: dict[str, Any]) -> list[str]:
     return [" → ".join(map(str, row[name])) for name in ("threads", "open_files")]
 
 
+_PART = "figures/"
+"""In the name of a value that is a part of another."""
+
+
 def _medians(benchmark: str) -> Callable[[], str]:
     def table() -> str:
         found = newest(benchmark)
         if "median_ms" in found:
-            rows = [[name, f"{value:,.0f}"] for name, value in found["median_ms"].items() if not name.endswith(", kB")]
+            values = {name: value for name, value in found["median_ms"].items() if _PART not in name}
+            rows = [[name, f"{value:,.0f}"] for name, value in values.items() if not name.endswith(", kB")]
         else:
             rows = [[name, f"{value['median_ms']:,.0f}"] for name, value in found.items() if "median_ms" in value]
         return rows_of(["", "median, ms"], rows)
