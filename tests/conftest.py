@@ -17,25 +17,25 @@ from hypothesis import settings
 
 from tests import databases, leftovers
 
+ROOT = Path(__file__).resolve().parents[1]
 FIRST = (
-    "test_faults.py",
-    "test_hangs.py",
-    "test_crashes.py",
-    "test_training.py",
-    "test_hang_log.py",
-    "test_collector.py",
-    "test_apart.py",
-    "test_tokens.py",
-    "test_comm_life.py",
-    "test_delivery.py",
-    "test_connections.py",
-    "test_frameworks.py",
-    "test_page.py",
-    "test_run_command.py",
-    "test_page_requests.py",
-    "test_equal_to_torch.py",
-    "test_attach.py",
-    "test_comm.py",
+    "tests/integration/test_faults.py",
+    "tests/integration/test_hangs.py",
+    "tests/integration/test_crashes.py",
+    "tests/benchmarks/test_training.py",
+    "tests/integration/test_hang_log.py",
+    "tests/benchmarks/test_collector.py",
+    "tests/integration/test_apart.py",
+    "tests/distributed/test_comm_life.py",
+    "tests/export/test_delivery.py",
+    "tests/server/web/test_connections.py",
+    "tests/integration/test_frameworks.py",
+    "tests/server/page/test_page.py",
+    "tests/integration/test_run_command.py",
+    "tests/server/page/test_page_requests.py",
+    "tests/distributed/test_equal_to_torch.py",
+    "tests/distributed/test_attach.py",
+    "tests/distributed/test_comm.py",
 )
 """The longest files, which start first if files run in parallel.
 
@@ -100,5 +100,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("alone") and "integration" not in item.path.parts:
             raise pytest.UsageError(f"{item.nodeid}: `make test` runs tests marked alone in tests/integration only")
-    order = {name: index for index, name in enumerate(FIRST)}
-    items.sort(key=lambda item: order.get(item.path.name, len(order)))
+    order = {ROOT / path: index for index, path in enumerate(FIRST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))

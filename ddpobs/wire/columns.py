@@ -40,6 +40,8 @@ class _AddedLater:
 def added_later(default: int) -> Any:
     """Declare a column that older clients do not send and older chunks do not hold.
 
+    `CONTRIBUTING.md` has the steps to add a column.
+
     Args:
         default: Value of each row of a record without the column.
     """

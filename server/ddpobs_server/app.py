@@ -194,7 +194,7 @@ def serve(
 ) -> None:
     """Run the collector until SIGTERM or Ctrl-C. Accepted batches are written before it ends.
 
-    Each option is also an environment variable DDPOBS_SERVER_NAME; docs/operations.md lists all settings.
+    Each option is also an environment variable DDPOBS_SERVER_NAME; docs/operations/install.md lists all settings.
     """
     settings = Settings(**{name: value for name, value in locals().items() if value is not None})
     logs.configure(settings.log_level, settings.log_format)

@@ -25,7 +25,7 @@ _DRIVERS = ("sqlite", "postgresql+psycopg")
 
 
 class Settings(BaseSettings):
-    """All settings of the collector; `docs/operations.md` describes them."""
+    """All settings of the collector; `docs/operations/` describes them."""
 
     model_config = SettingsConfigDict(env_prefix=_PREFIX, frozen=True, allow_inf_nan=False)
 

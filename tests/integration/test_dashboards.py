@@ -275,7 +275,7 @@ def test_rules_and_alerts_pass_promtools_tests() -> None:
 def test_the_guides_scrapes_are_valid_and_have_a_token_and_the_job_name_of_the_alerts(
     tmp_path: Path,
 ) -> None:
-    guide = (ROOT / "docs" / "operations.md").read_text()
+    guide = (ROOT / "docs" / "operations" / "monitoring.md").read_text()
     (snippet,) = re.findall(r"^    global: .*\n    scrape_configs:\n(?:     .*\n)+", guide, re.MULTILINE)
     (tmp_path / "prometheus.yml").write_text(textwrap.dedent(snippet))
     command = [need("promtool", "prometheus"), "check", "config", "--syntax-only", tmp_path / "prometheus.yml"]

@@ -293,8 +293,8 @@ def test_a_wall_clock_that_is_ahead_becomes_a_finding(small: Collector, run: str
 
 
 def test_every_limit_is_documented_with_its_default() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
-    documented = dict(re.findall(r"^\| `([A-Z_]+)` \| ([\d,]+)", text, re.MULTILINE))
+    text = (Path(__file__).parents[3] / "docs" / "operations" / "limits.md").read_text()
+    documented = dict(re.findall(r"^\| `DDPOBS_SERVER_([A-Z_]+)` \| ([\d,]+)", text, re.MULTILINE))
     defaults = {name: Settings.model_fields[name].default for name in (*LIMITS, "max_runs", "queue_batches")}
     in_guide = {name.lower(): float(value.replace(",", "")) for name, value in documented.items()}
     assert {name: in_guide.get(name) for name in defaults} == defaults

@@ -153,7 +153,7 @@ def peak_mb(pid: int) -> float:
 
 
 def test_reads_of_large_records_stay_within_their_bytes(tmp_path: Path) -> None:
-    (stated_mb,) = re.findall(r"below (\d+) MB in a test", (ROOT / "docs" / "operations.md").read_text())
+    (stated_mb,) = re.findall(r"below (\d+) MB in a test", (ROOT / "docs" / "operations" / "limits.md").read_text())
     with collector(tmp_path) as running:
         url = running.url
         for rank in range(30):
