@@ -75,7 +75,7 @@ def test_a_refusal_is_shown_and_ends_the_refreshes(browser: Any, url: str, statu
 def test_names_of_clients_are_shown_as_text_only(browser: Any, url: str) -> None:
     visit = Visit(browser, f"{url}/runs/picture")
     visit.page.locator("#unused li").get_by_text("<img").wait_for()
-    visit.page.get_by_role("heading", name=f"{EVIL} of {EVIL}").wait_for()
+    visit.page.locator("#findings").get_by_text(f"{EVIL} of {EVIL}").wait_for()
     visit.page.locator("#processes td").get_by_text(EVIL).first.wait_for()
     assert visit.page.locator("img").count() == 0
     assert "owned" not in visit.page.title()
