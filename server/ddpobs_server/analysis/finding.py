@@ -144,11 +144,6 @@ def advice_severity(gain: Gain) -> Severity:
     return "info" if severity_of(gain.ratio) == "info" else "warning"
 
 
-def percent(share: float) -> str:
-    """A share in words: `41 %`."""
-    return f"{100 * share:.0f} %"
-
-
 def milliseconds(time_ns: float) -> str:
     """A time in words: `30.0 ms`."""
     return f"{time_ns / 1e6:.1f} ms"

@@ -13,8 +13,9 @@ from math import ceil
 from typing import Any
 
 from ddpobs import wire
+from ddpobs.shared.words import percent
 from ddpobs_server.analysis.causes.code_places import Places
-from ddpobs_server.analysis.finding import Gain, percent
+from ddpobs_server.analysis.finding import Gain
 
 _MOST = 0.5
 """Least share of the time that a cause explains."""

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpobs import wire
+from ddpobs.shared.words import percent
 from ddpobs_server.analysis.evidence import Evidence
-from ddpobs_server.analysis.finding import percent
 
 _MOST_PROCESSORS = 4096
 _DELAYED_SHARE = 0.1

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ddpobs.shared.words import format_ranks
+from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.communication import link_model
 from ddpobs_server.analysis.communication.processors import Shortage, shortage
 from ddpobs_server.analysis.communication.step_replay import (
@@ -23,7 +23,7 @@ from ddpobs_server.analysis.communication.step_replay import (
 )
 from ddpobs_server.analysis.communication.transfers import Transfers
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, percent, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, severity_of
 from ddpobs_server.analysis.slow_ranks.lateness import step_weights
 from ddpobs_server.analysis.steps.joined_steps import Floats
 

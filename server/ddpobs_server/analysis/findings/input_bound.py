@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.words import percent
 from ddpobs_server.analysis.causes.code_places import COPIES, Places, places_in
 from ddpobs_server.analysis.causes.input_cause import InputCause, InputUse, cause_of
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, NotJudged, milliseconds, percent, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, NotJudged, milliseconds, severity_of
 from ddpobs_server.analysis.steps.joined_steps import Floats
 from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
 

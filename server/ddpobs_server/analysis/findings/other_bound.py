@@ -8,9 +8,10 @@ from math import sqrt
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.words import percent
 from ddpobs_server.analysis.causes.code_places import Places, places_in
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, percent, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, severity_of
 from ddpobs_server.analysis.steps.phase_shares import mean_step_ns, phase_shares
 
 CODES = ("other-bound",)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import numpy as np
 
 from ddpobs import wire
-from ddpobs.shared.words import format_ranks
+from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, percent, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, severity_of
 from ddpobs_server.analysis.steps.pipeline import StageTimes, expected_bubble, predicted_schedule_ns, stage_times
 
 CODES = ("pipeline-imbalance",)

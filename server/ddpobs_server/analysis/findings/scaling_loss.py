@@ -10,8 +10,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.words import percent
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, NotJudged, percent
+from ddpobs_server.analysis.finding import Facts, Finding, NotJudged
 from ddpobs_server.analysis.slow_ranks.lateness import step_weights
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 

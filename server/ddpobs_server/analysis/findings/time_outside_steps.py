@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ddpobs.shared.words import format_ranks
+from ddpobs.shared.words import format_ranks, percent
 from ddpobs_server.analysis.account.parts import START_UP, TITLES, Parts, added, group_of
 from ddpobs_server.analysis.account.rank_account import Process
 from ddpobs_server.analysis.account.run_account import RunAccount
 from ddpobs_server.analysis.evidence import MIN_STEPS, Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, Interval, NotJudged, percent, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, Interval, NotJudged, severity_of
 
 CODES = ("time-outside-steps",)
 OUTSIDE_SHARE = 0.1

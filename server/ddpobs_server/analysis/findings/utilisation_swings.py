@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.words import percent
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity, milliseconds, percent
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, advice_severity, milliseconds
 from ddpobs_server.analysis.statistics.level_shifts import level_segments
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
