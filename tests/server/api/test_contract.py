@@ -78,7 +78,7 @@ def test_every_field_of_a_rank_and_a_run_is_in_the_reference() -> None:
 def test_the_guides_examples_use_routes_and_parameters_that_exist() -> None:
     guide = (ROOT / "docs" / "rest.md").read_text()
     paths = create_app(Settings()).openapi()["paths"]
-    examples = re.findall(r"curl -s ([^|\n]*)\$DDPOBS(/[\w/.-]+)(?:\?([^\"' ]+))?", guide)
+    examples = re.findall(r"curl -s ([^|\n]*)http://collector:8321/api/v1(/[\w/.-]+)(?:\?([^\"' ]+))?", guide)
     assert len(examples) > 10
     for options, path, query in examples:
         route = re.sub(r"^(/runs/)[A-Z]+", r"\1{run}", f"{path}")
