@@ -47,8 +47,6 @@ debian_packages() {
 if [ "$target" = test ]; then
     if command -v apt-get >/dev/null; then
         debian_packages prometheus prometheus-alertmanager chromium docker-compose iproute2 nginx-light openssl pgbouncer
-        # Node.js from elsewhere brings its own npm, which Debian's package would conflict with.
-        command -v npm >/dev/null || debian_packages npm
     else
         echo "This is not Debian or Ubuntu: install prometheus and chromium yourself, or their tests are skipped." >&2
     fi
