@@ -33,6 +33,8 @@ _WAITS = ("bucket", "collective")
 BUFFERS = "the broadcast of buffers"
 """Name of the collective in which a DDP module's forward waits."""
 _IN_BACKWARD = ("backward", "exposed_comm")
+_NAMED = 2
+"""Most ranks that the headline of twelve words names."""
 _BUSY = ("checkpoint", "compile")
 _ENDED = {"failed": "failed", "interrupted": "been interrupted"}
 
@@ -104,7 +106,7 @@ class Hang:
         module: Module of the bucket in which they wait, `UNKNOWN` where it is no bucket.
         bucket: That bucket.
         phase: Phase of the first of `ranks`, None where it is not known.
-        verdict: What happens, and in which step.
+        verdict: What happens, in which step, and for which ranks the others wait.
         measure: Time without progress.
         cause: What each rank does.
         where: The bucket in which ranks wait, with its first parameters; empty where it is no bucket.
@@ -166,12 +168,19 @@ def judge(states: Sequence[RankState], parameters: ParameterNames = lambda _modu
         module=first.module if first and in_bucket else UNKNOWN,
         bucket=first.bucket if first and in_bucket else UNKNOWN,
         phase=culprit.phase if culprit and kind in {"absent", "input", "code"} else None,
-        verdict="The run hangs" + (f" in step {shown_step}" if shown_step >= 0 else ""),
+        verdict=_headline(shown_step, ranks if waiting and others else []),
         measure=f"no progress for {_seconds(since_ns)}",
         cause=cause,
         where=_bucket(first, parameters) if first and in_bucket else "",
         remedy=remedy,
     )
+
+
+def _headline(step: int, missing: list[int]) -> str:
+    hangs = "The run hangs" + (f" in step {step}" if step >= 0 else "")
+    if not missing:
+        return hangs
+    return f"{hangs}, waiting for {format_ranks(missing) if len(missing) <= _NAMED else f'{len(missing)} ranks'}"
 
 
 def _verdict(

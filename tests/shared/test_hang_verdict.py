@@ -42,13 +42,20 @@ def verdict(*states: RankState) -> Hang:
 def test_a_rank_in_its_data_loader_is_named_with_its_line_and_the_others_with_their_bucket() -> None:
     hang = verdict(bucket(0), state(1, "data", idle_s=14, place="train.py:57 → dataset.py:31 __getitem__"), bucket(2))
     assert (hang.kind, hang.ranks, hang.waiting, hang.bucket, hang.step) == ("absent", [1], [0, 2], 2, 12)
-    assert (hang.verdict, hang.measure) == ("The run hangs in step 12", "no progress for 12 s")
+    assert (hang.verdict, hang.measure) == ("The run hangs in step 12, waiting for rank 1", "no progress for 12 s")
     assert hang.cause == (
         "rank 1 has been in the data loader for 14 s (train.py:57 → dataset.py:31 __getitem__); "
         "ranks 0 and 2 wait in bucket 0.2 of step 12"
     )
     assert hang.where == "bucket 0.2: decoder.4.weight, decoder.4.bias, head.weight, …"
     assert hang.line == f"{hang.verdict}: {hang.measure}; cause: {hang.cause} ({hang.where}). {hang.remedy}"
+
+
+def test_a_headline_has_twelve_words_however_many_ranks_are_missing() -> None:
+    for missing, named in (([1, 2], "ranks 1 and 2"), ([1, 2, 3], "3 ranks")):
+        hang = verdict(bucket(0), *(state(rank, "data", idle_s=14) for rank in missing))
+        assert hang.verdict == f"The run hangs in step 12, waiting for {named}"
+        assert len(hang.verdict.split()) <= 12
 
 
 def test_a_run_of_which_one_rank_goes_on_does_not_hang() -> None:

@@ -84,7 +84,8 @@ def test_a_run_hangs_until_a_rank_goes_on_and_the_hang_stays_in_its_history(shar
     hang = findings(url, run)[0]
     assert (hang["code"], hang["ranks"], hang["parameters"]) == ("hang", [1], ["stem.weight"])
     blocked_at = (
-        r"The run hangs in step \d+: no progress for \d+ s; cause: rank 1 has been in the data loader for \d+ s "
+        r"The run hangs in step \d+, waiting for rank 1: no progress for \d+ s; "
+        r"cause: rank 1 has been in the data loader for \d+ s "
         r"\(train.py:5 → dataset.py:31\); rank 0 waits in bucket 0.1 "
     )
     assert re.match(blocked_at, hang["title"])
