@@ -33,12 +33,12 @@ def compare(
     """
     config, limit = settings(collector), _share("--fail-over", fail_over or "3%")
     first, second = chosen_run(config, run_a), chosen_run(config, run_b)
-    answer = ask(config, f"/runs/{first}/compare", {"with": second, "limit": str(limit)}).document
-    for line in _comparison_lines(answer):
+    response = ask(config, f"/runs/{first}/compare", {"with": second, "limit": str(limit)}).document
+    for line in _comparison_lines(response):
         typer.echo(printable(line))
     if fail_over is None:
         return
-    verdict, code = _limit_verdict(answer)
+    verdict, code = _limit_verdict(response)
     typer.echo(verdict)
     if code:
         raise typer.Exit(code)
@@ -55,25 +55,25 @@ def _share(option: str, text: str) -> float:
     return share
 
 
-def _comparison_lines(answer: dict[str, Any]) -> list[str]:
-    a, b = answer["a"], answer["b"]
+def _comparison_lines(response: dict[str, Any]) -> list[str]:
+    a, b = response["a"], response["b"]
     lines = [f"{a['run']} -> {b['run']}: {a['steps']} and {b['steps']} steps"]
-    if answer["too_few"]:
-        lines.append(f"not judged: {answer['too_few']}")
-    buckets = [change for change in answer["changes"] if change["kind"] in _KINDS]
-    shown = [change for change in answer["changes"] if change["kind"] not in _KINDS]
+    if response["too_few"]:
+        lines.append(f"not judged: {response['too_few']}")
+    buckets = [change for change in response["changes"] if change["kind"] in _KINDS]
+    shown = [change for change in response["changes"] if change["kind"] not in _KINDS]
     shown += [change for change in buckets if change["verdict"] in ("slower", "faster")]
     names = [change["name"] + _KINDS.get(change["kind"], "") for change in shown]
     width = max(map(len, names), default=0)
     lines += [f"  {name:{width}}  {_change_text(change)}" for name, change in zip(names, shown, strict=True)]
     if buckets:
         lines.append(f"  {len(buckets) // 2} buckets compared; those that changed are listed")
-    if answer["disturbed"]:
+    if response["disturbed"]:
         delays = " and ".join(f"{run['run_delay_ns'] / 1e6:.1f}" for run in (a, b))
         lines.append(f"disturbed: ranks had no processor for {delays} ms of a step: other programs may be the cause")
-    lines += [f"differs: {row['name']}: {row['a']} -> {row['b']}" for row in answer["differences"]]
+    lines += [f"differs: {row['name']}: {row['a']} -> {row['b']}" for row in response["differences"]]
     for kind in ("came", "went"):
-        lines += [f"{kind}: {finding_heading(finding)}" for finding in answer["findings"][kind]]
+        lines += [f"{kind}: {finding_heading(finding)}" for finding in response["findings"][kind]]
     return lines
 
 
@@ -88,10 +88,10 @@ def _change_text(change: dict[str, Any]) -> str:
     return f"{times}  {ratios} {change['verdict']}{seen}"
 
 
-def _limit_verdict(answer: dict[str, Any]) -> tuple[str, int]:
+def _limit_verdict(response: dict[str, Any]) -> tuple[str, int]:
     """Return a sentence on the limit, and the exit code."""
-    limit, names = f"{100 * answer['limit']['ratio']:.3g} %", answer["limit"]["exceeded"]
-    if not answer["limit"]["decided"]:
+    limit, names = f"{100 * response['limit']['ratio']:.3g} %", response["limit"]["exceeded"]
+    if not response["limit"]["decided"]:
         return f"limit {limit}: not decided", _UNDECIDED
     if names:
         return f"limit {limit}: exceeded by {', '.join(names)}", BAD_STATE

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddpobs import wire
+from ddpobs_server.analysis.finding import first_names
 from ddpobs_server.reports.columns import RunColumns
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.views import RunViews
 
 Buckets = Mapping[tuple[int, int, int], tuple[int, str]]
 """Size in bytes and names of parameters, by module, revision and bucket."""
-_MAX_NAMED_PARAMETERS = 4
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,10 @@ class FigureData:
     def buckets(self) -> Buckets:
         """Return size and names of each bucket's parameters."""
         return {
-            (layout.module, layout.revision, index): (bucket.size_bytes, _names([p.name for p in bucket.parameters]))
+            (layout.module, layout.revision, index): (
+                bucket.size_bytes,
+                first_names([p.name for p in bucket.parameters]),
+            )
             for layout in self.views.layouts()
             for index, bucket in enumerate(layout.buckets)
         }
-
-
-def _names(names: list[str]) -> str:
-    more = len(names) - _MAX_NAMED_PARAMETERS
-    return ", ".join(names[:_MAX_NAMED_PARAMETERS]) + (f" and {more} more" if more > 0 else "")

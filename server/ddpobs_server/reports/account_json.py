@@ -1,4 +1,4 @@
-"""The account of a run: its attempts' processes from the store, and the answer with hours and costs."""
+"""The account of a run: its attempts' processes from the store, and the response with hours and costs."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class RunColumns:
 
         In a pipeline these are compared within each stage.
 
-        Without `first` and `last` the latest steps are used. Otherwise the answer holds as many steps from `first` on
-        as fit, and `next` is the first step of the next answer.
+        Without `first` and `last` the latest steps are used. Otherwise the response holds as many steps from `first` on
+        as fit, and `next` is the first step of the next response.
         """
         end = None
         if first is None and last is None:
@@ -87,7 +87,7 @@ class RunColumns:
     ) -> tuple[dict[str, wire.Ints], int | None]:
         """Return at most `points` bins of steps: each rank's, one rank's, or over all ranks.
 
-        If ranks times bins do not fit into an answer, it has the first bins; the second result is the next step then.
+        If ranks times bins do not fit into a response, it has the first bins; the second result is the next step then.
         """
         sources = self.store.sources(self.run, self.attempt)
         highest = max((source.last_step for source in sources), default=0)

@@ -1,4 +1,4 @@
-"""The comparison of two runs: their latest steps and spans from the store, and the answer."""
+"""The comparison of two runs: their latest steps and spans from the store, and the response."""
 
 from __future__ import annotations
 

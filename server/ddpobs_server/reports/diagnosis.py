@@ -1,4 +1,4 @@
-"""A run's diagnosis: load the latest steps, join them over ranks, judge, answer."""
+"""A run's diagnosis: load the latest steps, join them over ranks, judge."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _NO_SCHEDULE = "no rank has reported a schedule of torch.distributed.pipelining,
 _NO_STEPS = "a stage has no step of a schedule with a clean start yet"
 
 
-def pipeline_answer(store: Store, run: str, attempt: str) -> dict[str, Any]:
+def pipeline_response(store: Store, run: str, attempt: str) -> dict[str, Any]:
     """Return the pipeline of an attempt; null, and the reason, if it cannot be shown."""
     stages = stages_of(store.first_events(run, attempt))
     if not stages:

@@ -21,14 +21,14 @@ from ddpobs_server.store import Source, Store
 from ddpobs_server.store.sums.stored_bins import BIN_STEPS, BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS, width
 
 _COLUMN_ROWS = 200_000
-"""Rows of steps up to which an answer is computed from columns."""
+"""Rows of steps up to which a response is computed from columns."""
 _CELLS = 300_000
 """Most bins times ranks that are judged."""
 
 
 @dataclass(frozen=True)
 class Shown:
-    """The rows that an answer holds: of one rank, of each rank, or over all ranks."""
+    """The rows that a response holds: of one rank, of each rank, or over all ranks."""
 
     rank: int | None = None
     over: bool = False
@@ -99,7 +99,7 @@ def read_stored_bins(attempt: AttemptBins, bounds: tuple[int, int], points: int,
             break
     if begin <= last and attempt.column_rows(begin, last) <= _COLUMN_ROWS:
         parts.append(_from_columns(attempt, (begin, last), width(level) * factor, shown))
-    # The last bin of a level and the first finer bins after it may be one bin of the answer.
+    # The last bin of a level and the first finer bins after it may be one bin of the response.
     return merged_bins(StepBins.concat(parts), 1)
 
 

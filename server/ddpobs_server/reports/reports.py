@@ -1,4 +1,4 @@
-"""Answers about runs: columns from the store, results from the analysis, cached until the run's next commit.
+"""Responses about runs: columns from the store, results from the analysis, cached until the run's next commit.
 
 A diagnosis reads a bounded number of steps and spans, and is computed once for all simultaneous requests. `/metrics`
 and the list of runs show the last diagnosis; `/metrics` starts a new one in the background if the run changed.
@@ -19,19 +19,19 @@ from ddpobs_server.reports.cache import Cache
 from ddpobs_server.reports.compare import Side, compare_json
 from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.digests import RunDigests
-from ddpobs_server.reports.pipeline import pipeline_answer
+from ddpobs_server.reports.pipeline import pipeline_response
 from ddpobs_server.reports.run_state import ReportVersion, is_recent, report_version, state_of_run
 from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store
 
-_Answers = Cache[dict[str, Any]]
+_Responses = Cache[dict[str, Any]]
 _CACHED, _CACHED_PARTS, _CACHED_ACCOUNTS = 1024, 64, 64
 _PATIENCE_S = 1.0
 """Longest wait for the first diagnoses of runs."""
 
 
 class Reports:
-    """Answers about runs.
+    """Responses about runs.
 
     Args:
         store: Source of the columns.
@@ -45,12 +45,12 @@ class Reports:
         self._store, self._settings, self._now_ns = store, settings or Settings.model_validate({}), now_ns
         self._diagnosis = Diagnosis(store, now_ns)
         self.digests = RunDigests(store)
-        self._diagnoses: _Answers = Cache(_CACHED)
-        self._parts: _Answers = Cache(_CACHED_PARTS)
-        self._accounts: _Answers = Cache(_CACHED_ACCOUNTS)
-        self._pipelines: _Answers = Cache(_CACHED_PARTS)
+        self._diagnoses: _Responses = Cache(_CACHED)
+        self._parts: _Responses = Cache(_CACHED_PARTS)
+        self._accounts: _Responses = Cache(_CACHED_ACCOUNTS)
+        self._pipelines: _Responses = Cache(_CACHED_PARTS)
         self._background = BackgroundDiagnoses(self.diagnostics)
-        self._comparisons: _Answers = Cache(_CACHED_PARTS)
+        self._comparisons: _Responses = Cache(_CACHED_PARTS)
 
     def diagnostics(self, run: str, attempt: str) -> dict[str, Any]:
         """Return the findings, most severe first, and the questions that could not be judged."""
@@ -68,7 +68,7 @@ class Reports:
             and isinstance(cached.version, ReportVersion)
             and is_recent(cached.version, self._version(run))
         ):
-            return cached.answer
+            return cached.response
         return self.diagnostics(run, attempt)
 
     def diagnostics_between(self, run: str, attempt: str, first: int | None, last: int | None) -> dict[str, Any]:
@@ -86,7 +86,7 @@ class Reports:
 
     def pipeline(self, run: str, attempt: str) -> dict[str, Any]:
         """Return the stages of an attempt's pipeline."""
-        return self._cached(self._pipelines, run, attempt, lambda: pipeline_answer(self._store, run, attempt))
+        return self._cached(self._pipelines, run, attempt, lambda: pipeline_response(self._store, run, attempt))
 
     def compare(self, a: tuple[str, str], b: tuple[str, str], limit: float) -> dict[str, Any]:
         """Compare two attempts, each a run and an attempt; `limit` is the share by which the second may be slower."""
@@ -97,7 +97,7 @@ class Reports:
 
         return self._comparisons.get((a, b, limit), (self._version(a[0]), self._version(b[0])), make)
 
-    def _cached(self, cache: _Answers, run: str, part: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def _cached(self, cache: _Responses, run: str, part: str, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what `make` returned about a part of a run since its last commit, else call it."""
         return cache.get((run, part), self._version(run), make)
 
@@ -113,7 +113,7 @@ class Reports:
         cached = self._diagnoses.latest((run.run, run.attempt))
         if cached is None:
             return None, False
-        return cached.answer, cached.version == report_version(run.version, self._settings, self._now_ns())
+        return cached.response, cached.version == report_version(run.version, self._settings, self._now_ns())
 
     def attempts(self, run: Run) -> list[AttemptOutcome]:
         """Return how each attempt of a run went, oldest first."""

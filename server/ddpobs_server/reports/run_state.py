@@ -56,7 +56,7 @@ def state_of_rank(source: Source, settings: Settings, now_ns: int) -> RankState:
 
 
 class ReportVersion(NamedTuple):
-    """The version of an answer about a run; `clock` counts fresh periods of a live run, or says how it ended."""
+    """The version of a response about a run; `clock` counts fresh periods of a live run, or says how it ended."""
 
     created_ns: int
     commits: int

@@ -19,10 +19,10 @@ _NOISE_STEPS, _NOISE_ROWS = 200, 50_000
 
 
 class TooManyStepsError(ValueError):
-    """More steps are requested than fit into an answer; the steps up to `fits_until` would fit."""
+    """More steps are requested than fit into a response; the steps up to `fits_until` would fit."""
 
     def __init__(self, fits_until: int) -> None:
-        super().__init__(f"one answer holds the steps up to {fits_until}")
+        super().__init__(f"one response holds the steps up to {fits_until}")
         self.fits_until = fits_until
 
 

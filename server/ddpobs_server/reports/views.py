@@ -69,7 +69,7 @@ class RunViews:
         return self.store.sources(self.run, self.attempt)
 
     def layouts(self) -> list[wire.Layout]:
-        """Return the layouts of all modules that fit into an answer."""
+        """Return the layouts of all modules that fit into a response."""
         return self.store.layouts(self.run, self.attempt, None)[0]
 
     def bounds(self, first: int | None, last: int | None) -> tuple[int, int]:

@@ -35,24 +35,24 @@ def make(data: FigureData, selection: Selection) -> Picture:
     return account(data.account(), theme_of(selection))
 
 
-def account(answer: Mapping[str, Any], theme: Theme) -> Picture:
+def account(response: Mapping[str, Any], theme: Theme) -> Picture:
     """Draw the parts of an account, in the form of the REST API."""
-    parts = [part for group in GROUPS for part in answer["parts"] if part["group"] == group and part["rank_ns"] > 0]
+    parts = [part for group in GROUPS for part in response["parts"] if part["group"] == group and part["rank_ns"] > 0]
     if not parts:
         return Picture(NAME, TITLE, "No time is accounted for yet.")
     by_size = sorted(parts, key=lambda part: -part["rank_ns"])
     rows = [(part["title"], percent(part["share"], 1), milliseconds(part["rank_ns"])) for part in by_size]
-    return Picture(NAME, TITLE, _summary(answer), _draw(parts, theme), ("part", "share", "time of all ranks"), rows)
+    return Picture(NAME, TITLE, _summary(response), _draw(parts, theme), ("part", "share", "time of all ranks"), rows)
 
 
-def _summary(answer: Mapping[str, Any]) -> str:
-    wall = "" if answer["wall_ns"] is None else f"Of {milliseconds(answer['wall_ns'])} wall time, "
+def _summary(response: Mapping[str, Any]) -> str:
+    wall = "" if response["wall_ns"] is None else f"Of {milliseconds(response['wall_ns'])} wall time, "
     goodput = ""
-    if answer["goodput"] is not None:
-        goodput = f"{percent(answer['goodput'], 1)} went into steps that no restart repeated (goodput). "
-    lost = f"Lost: {answer['lost_hours']:.3g} {answer['unit']}s."
-    if answer["lost_cost"] is not None:
-        lost += f" At the set price that is {answer['lost_cost']:,.2f}."
+    if response["goodput"] is not None:
+        goodput = f"{percent(response['goodput'], 1)} went into steps that no restart repeated (goodput). "
+    lost = f"Lost: {response['lost_hours']:.3g} {response['unit']}s."
+    if response["lost_cost"] is not None:
+        lost += f" At the set price that is {response['lost_cost']:,.2f}."
     return f"{wall}{goodput}{lost}"
 
 

@@ -22,8 +22,8 @@ function headline({ b, changes: [step] }) {
   return sentences[step.verdict]();
 }
 
-function showVerdict(answer) {
-  const { a, b, changes, too_few, limit, disturbed } = answer;
+function showVerdict(response) {
+  const { a, b, changes, too_few, limit, disturbed } = response;
   const lines = [];
   if (too_few) lines.push(`${too_few}.`);
   if (disturbed) {
@@ -37,7 +37,7 @@ function showVerdict(answer) {
   const { verdict } = changes[0];
   byId("verdict").className = `card ${disturbed || verdict === "too-few" ? "unsure" : verdict}`;
   const paragraphs = lines.map((line) => element("p", {}, line));
-  byId("verdict").replaceChildren(element("h2", {}, headline(answer)), ...paragraphs);
+  byId("verdict").replaceChildren(element("h2", {}, headline(response)), ...paragraphs);
 }
 
 function limitPercent({ ratio }) {
@@ -77,23 +77,23 @@ function showDifferences(differences) {
   byId("differences").tBodies[0].replaceChildren(...rows);
 }
 
-function show(answer) {
-  const { a, b, changes, limit } = answer;
-  showVerdict(answer);
+function show(response) {
+  const { a, b, changes, limit } = response;
+  showVerdict(response);
   byId("times").tBodies[0].replaceChildren(...changeRows(changes.filter((change) => !isOfBucket(change))));
   showBuckets(changes.filter(isOfBucket));
-  showFindings(answer.findings, answer);
-  showDifferences(answer.differences);
+  showFindings(response.findings, response);
+  showDifferences(response.differences);
   const options = `--fail-over ${limitPercent(limit)}% --collector ${location.origin}${root}`;
   byId("command").textContent = `ddpobs compare ${a.run} ${b.run} ${options}`;
   document.title = `${a.run} and ${b.run} · ddpobs`;
-  byId("answer").hidden = false;
+  byId("response").hidden = false;
 }
 
 async function compare() {
   const [a, b, limit] = ["a", "b", "limit"].map((id) => byId(id).value.trim());
   history.replaceState(null, "", `?${new URLSearchParams({ a, b, ...(limit !== DEFAULT_LIMIT && { limit }) })}`);
-  byId("answer").hidden = true;
+  byId("response").hidden = true;
   notice("Comparing…");
   const query = new URLSearchParams({ with: b, limit: String(Number(limit) / 100) });
   show(await get(`/runs/${encodeURIComponent(a)}/compare?${query}`));

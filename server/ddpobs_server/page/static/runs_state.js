@@ -66,9 +66,9 @@ export async function diagnose(wanted, show) {
 
 // As the field `diagnosis` of `/runs`; null if there is none now.
 async function readDiagnosis(run) {
-  const answer = await get(`/runs/${encodeURIComponent(run)}/diagnostics`).catch(() => null);
-  if (!answer) return null;
-  const { findings, missing, goodput } = answer;
+  const response = await get(`/runs/${encodeURIComponent(run)}/diagnostics`).catch(() => null);
+  if (!response) return null;
+  const { findings, missing, goodput } = response;
   const { verdict: worst = null, severity = null, code = null, gain = null } = findings[0] ?? {};
   const counts = { findings: findings.length, missing: missing.length };
   return { worst, severity, code, gain, goodput, ...counts, current: true };

@@ -124,7 +124,7 @@ def layouts(
     run: str,
     attempt: str,
     module: int | None = None,
-    limit_bytes: int = layout_queries.ANSWER_BYTES,
+    limit_bytes: int = layout_queries.RESPONSE_BYTES,
 ) -> tuple[list[wire.Layout], int]:
     """Each module's layouts by revision from the lowest rank that sent them, and the number that did not fit."""
     return layout_queries.whole(connection, sources_of_attempt(run, attempt), module, limit_bytes)

@@ -15,7 +15,7 @@ from ddpobs import wire
 from ddpobs_server.store import schema
 from ddpobs_server.store.rows import LayoutOutline
 
-ANSWER_BYTES = 16_000_000
+RESPONSE_BYTES = 16_000_000
 """Maximum bytes of layouts in a response. A batch may be as large, so the first layout always fits."""
 _GROUP, _BUFFERED = 64, 4
 """Layouts that a statement looks up, and that the driver buffers: each may have 16 MB."""
@@ -69,7 +69,7 @@ def keys(connection: Connection, sources: CTE, module: int | None = None) -> lis
 
 
 def whole(
-    connection: Connection, sources: CTE, module: int | None = None, limit_bytes: int = ANSWER_BYTES
+    connection: Connection, sources: CTE, module: int | None = None, limit_bytes: int = RESPONSE_BYTES
 ) -> tuple[list[wire.Layout], int]:
     """The layouts of one attempt by module and revision, up to a size, and the number of layouts beyond it."""
     layout_keys = keys(connection, sources, module)
