@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import stepped_clock
+from benchmarks.rig import databases
 from benchmarks.tenants import Collector, Tenant
-from tests import databases
 
 _GRACE_S, _OUTAGE_S = 1.0, 3.0
 """Time in which batches that were committed before a file was moved are acknowledged, and time after an outage."""

@@ -27,8 +27,8 @@ from ddpobs_server.analysis.steps.joined_steps import Floats
 from ddpobs_server.reports.compare import Side, compare_json, read_times
 from ddpobs_server.store import Store
 
-from tests.collector import collector
-from tests.integration.training import train
+from benchmarks.rig.collector import collector
+from benchmarks.rig.training import train
 
 SLOWER, LIMIT, PHASE = 1.05, 0.03, "backward"
 COUNTS = (100, 500, 1000, 2000, 4000)

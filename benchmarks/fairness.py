@@ -39,8 +39,8 @@ from ddpobs_server.operations import bench
 from ddpobs_server.store import Store
 
 from benchmarks.pairs import Ratio, ratio
+from benchmarks.rig import databases
 from benchmarks.tenants import LOAD, Collector, Tenant, tokens
-from tests import databases
 
 LIMIT = 1.10
 ALONE, AGAIN, ELSEWHERE = "alone", "alone once more", "elsewhere"

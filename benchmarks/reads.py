@@ -31,8 +31,8 @@ from ddpobs_server.reports.read_bins import AttemptBins
 from ddpobs_server.store import Arrival, Store
 from sqlalchemy import Engine, create_engine, text
 
+from benchmarks.rig import databases
 from ddpobs import wire
-from tests import databases
 
 BARE = "large: the database reads all columns"
 _GROUP = 64

@@ -25,8 +25,8 @@ from ddpobs_server.operations import bench
 from ddpobs_server.store import Store
 
 from benchmarks import reads, whole_run
+from benchmarks.rig import databases
 from ddpobs import wire
-from tests import databases
 
 _FLAGS = ("--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync")
 _PATIENCE_MS = 300_000

@@ -22,8 +22,8 @@ from ddpobs_server.operations import bench
 from ddpobs_server.store import Store
 
 from benchmarks.reads import Shape, arrival, batch, processor_s
+from benchmarks.rig import databases
 from ddpobs import wire
-from tests import databases
 
 _GROUP = 64
 WIDE = Shape("wide", 1_024, 40, 40, 40)

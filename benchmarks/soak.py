@@ -40,9 +40,9 @@ from ddpobs_server.store import Store
 from benchmarks import stepped_clock
 from benchmarks.collector_faults import Faults, Outcome
 from benchmarks.reads import arrival
+from benchmarks.rig import databases
 from benchmarks.tenants import LOAD, Background, Collector, Tenant, hostile_batches, new_tokens
 from ddpobs import wire
-from tests import databases
 
 MEMORY_BYTES = 1_500_000_000
 """Bound on the collector's peak memory under this load."""

@@ -22,7 +22,7 @@ from typing import Any
 import httpx
 
 from benchmarks import links
-from tests.collector import collector
+from benchmarks.rig.collector import collector
 
 ROOT = Path(__file__).resolve().parents[1]
 TRAIN = ROOT / "examples" / "two_nodes" / "train.py"

@@ -27,8 +27,8 @@ from ddpobs_server.store import Store
 from ddpobs_server.store.sums.stored_bins import BLOCK_RANKS, FACTOR, LEVELS, OVER_RANKS, width
 
 from benchmarks import reads
+from benchmarks.rig import databases
 from ddpobs import wire
-from tests import databases
 
 RUN = "whole"
 FINEST_LEVEL = 2

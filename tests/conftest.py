@@ -15,7 +15,7 @@ import pytest
 from httpx._config import DEFAULT_TIMEOUT_CONFIG
 from hypothesis import settings
 
-from tests import databases, leftovers
+from benchmarks.rig import databases, leftovers
 
 ROOT = Path(__file__).resolve().parents[1]
 FIRST = (

@@ -21,7 +21,7 @@ import ddpobs as package
 from ddpobs.cli import main
 from ddpobs.cli import watch as watching
 from ddpobs.export.spool import Encoded, Spool
-from tests.integration.collectors import Reply, absent, acknowledge, collector, rubbish, status
+from tests.support.integration.collectors import Reply, absent, acknowledge, collector, rubbish, status
 
 ROOT = Path(__file__).parents[1]
 

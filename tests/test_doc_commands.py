@@ -20,13 +20,13 @@ from ddpobs_server.operations.commands import cli as server_commands
 from typer.testing import CliRunner
 
 import ddpobs
+from benchmarks.rig import patience
+from benchmarks.rig.collector import collector
+from benchmarks.rig.training import PATIENT
 from ddpobs import wire
 from ddpobs.cli import main as commands
 from ddpobs.export.spool import Encoded, Spool
-from tests import patience
-from tests.collector import collector
-from tests.integration.training import PATIENT
-from tests.server.batches import batch, source_of, steps
+from tests.support.server.batches import batch, source_of, steps
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]

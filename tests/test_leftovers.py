@@ -1,4 +1,4 @@
-"""`tests.leftovers`: what a session of pytest leaves behind is ended, and fails the session."""
+"""`benchmarks.rig.leftovers`: what a session of pytest leaves behind is ended, and fails the session."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import leftovers
+from benchmarks.rig import leftovers
 
 pytestmark = pytest.mark.wide
 

@@ -1,4 +1,4 @@
-"""`tests.patience`: end and output of commands, with stacks of those that hang."""
+"""`benchmarks.rig.patience`: end and output of commands, with stacks of those that hang."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests import patience
+from benchmarks.rig import patience
 
 _SCRIPT = """
 import os, time

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.benchmarks.smoke import LIMIT_S, run
+from tests.support.smoke import LIMIT_S, run
 
 pytestmark = [pytest.mark.timeout(LIMIT_S + 60), pytest.mark.wide]
 

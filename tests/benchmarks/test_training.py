@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.broken import FAULTS
 from ddpobs import TelemetryConfig
-from tests.benchmarks.smoke import LIMIT_S, run
-from tests.integration.tools import need
+from tests.support.integration.tools import need
+from tests.support.smoke import LIMIT_S, run
 
 pytestmark = [pytest.mark.timeout(LIMIT_S + 60), pytest.mark.wide]
 

@@ -13,7 +13,7 @@ from ddpobs import Client
 from ddpobs.client.client import Account, Findings
 from ddpobs.client.columns import Columns
 from ddpobs.errors import CollectorError, ConfigError
-from tests.integration.collectors import Reply, absent, collector
+from tests.support.integration.collectors import Reply, absent, collector
 
 PAGES: dict[str, dict[str, Any]] = {
     "/api/v1/runs/r/spans?rank=1&from=0&to=9": {"columns": {"step": [0, 1], "rank": [1, 1]}, "next": 2},

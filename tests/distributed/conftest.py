@@ -6,8 +6,8 @@ from importlib import import_module
 
 import pytest
 
-from tests.distributed.compare import verdicts
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.compare import verdicts
+from tests.support.distributed.launch import run_ranks
 
 
 @pytest.fixture(scope="module", params=[2, 4])

@@ -21,9 +21,9 @@ import ddpobs
 from ddpobs import telemetry
 from ddpobs.clocks import HostClock
 from ddpobs.errors import DdpobsError
-from tests.distributed.compare import batch, net, outcome, train
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import Sent, sending
+from tests.support.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import Sent, sending
 
 CAP = {"bucket_cap_mb": 0.05}
 Training = Callable[[Any, int], Any]

@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
 from ddpobs import telemetry, wire
-from tests.distributed.compare import batch, net, train
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import Sent, sending
 from tests.distributed.test_steps import ddp_factory
+from tests.support.distributed.compare import batch, net, train
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import Sent, sending
 
 UNUSED = {"find_unused_parameters": True}
 SMALL_BUCKETS = {"bucket_cap_mb": 1e-5}

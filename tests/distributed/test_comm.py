@@ -20,9 +20,9 @@ from ddpobs.buckets.bucket import Bucket
 from ddpobs.comm import FuturePending, PowerSGD, TopK, registry
 from ddpobs.comm.int8 import BLOCK, decode, encode
 from ddpobs.errors import ConfigError, ReducerError, UnusedParametersError
-from tests.distributed.compare import batch, net, train
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
+from tests.support.distributed.compare import batch, net, train
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 CAP = {"bucket_cap_mb": 0.05}
 ARGUMENTS = {"topk": "topk:0.1", "powersgd": "powersgd:2"}

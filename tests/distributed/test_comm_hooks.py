@@ -21,7 +21,7 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer, _apply_optimizer_in_backward
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
-from tests.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.compare import batch, net, outcome, train
 
 CAP = {"bucket_cap_mb": 0.05}
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from tests.distributed.compare import train
+from tests.support.distributed.compare import train
 
 
 class Complex(nn.Module):

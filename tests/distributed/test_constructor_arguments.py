@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.compare import batch, net, outcome, train
 
 CAP = {"bucket_cap_mb": 0.05}
 

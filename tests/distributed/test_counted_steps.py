@@ -15,9 +15,9 @@ import ddpobs
 import ddpobs.horovod as hvd
 from ddpobs import wire
 from ddpobs.steps.counters import COUNTERS
-from tests.distributed.compare import batch, net, train
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import Sent, sending
+from tests.support.distributed.compare import batch, net, train
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import Sent, sending
 
 STEPS = 4
 

@@ -11,8 +11,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
-from tests.distributed.compare import batch, net
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.launch import run_ranks
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},

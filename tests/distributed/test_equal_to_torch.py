@@ -13,9 +13,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
-from tests.distributed.launch import run_ranks
-from tests.distributed.models import MODELS, build
-from tests.distributed.sent import sending
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.models import MODELS, build
+from tests.support.distributed.sent import sending
 
 STEPS = 20
 # Small buckets, so that a model has several; torch begins with one bucket unless it looks for unused parameters.

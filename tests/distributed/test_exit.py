@@ -16,14 +16,14 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
+from benchmarks.rig.training import ROOT
 from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.torch_seam import collectives, interpreter_exit
 from ddpobs.torch_seam.patching import unwrap
-from tests.distributed.compare import batch, net
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
-from tests.integration.training import ROOT
-from tests.ports import free_port
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
+from tests.support.ports import free_port
 
 
 def attached(module: torch.nn.Module) -> Any:

@@ -11,9 +11,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel, attach, telemetry
-from tests.distributed.compare import batch, net
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 STEPS = 300
 MAX_UNREAD, MAX_WAITING = 8, 1

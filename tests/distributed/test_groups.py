@@ -17,9 +17,9 @@ from ddpobs.attachment import attachment
 from ddpobs.comm import side_groups
 from ddpobs.reducer import reducer
 from ddpobs.torch_seam.collectives import backend_of
-from tests.distributed.compare import batch, net, train, verdicts
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
+from tests.support.distributed.compare import batch, net, train, verdicts
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 CAP = {"bucket_cap_mb": 0.05}
 FLAG = {"find_unused_parameters": True}

@@ -14,9 +14,9 @@ from torch import nn
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError, ModelsDifferError, ReducerError, StepOrderError
 from ddpobs.horovod.compression import Compressor
-from tests.distributed.compare import batch, net
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 Loss = Callable[[nn.Module, int, int], torch.Tensor]
 

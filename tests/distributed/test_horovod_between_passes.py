@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 import ddpobs.horovod as hvd
-from tests.distributed.compare import net
-from tests.distributed.launch import run_ranks
 from tests.distributed.test_horovod import alone, half_used, how_close, loss
+from tests.support.distributed.compare import net
+from tests.support.distributed.launch import run_ranks
 
 
 def with_metrics(rank: int, ranks: int) -> tuple[str, list[float]]:

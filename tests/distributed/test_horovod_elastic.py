@@ -15,10 +15,10 @@ import torch
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError, HostsUpdatedInterrupt
 from ddpobs.horovod.process import reset
-from tests.distributed.compare import net
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
 from tests.distributed.test_horovod import loss, raised
+from tests.support.distributed.compare import net
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 BATCHES = 6
 Results = dict[str, Any]

@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import ddpobs.horovod as hvd
-from tests.distributed.compare import batch, net
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import Sent, sending
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import Sent, sending
 
 ROWS = len(batch(0))
 STEPS = 3

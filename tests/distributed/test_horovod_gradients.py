@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import ddpobs.horovod as hvd
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.launch import run_ranks
 
 ROWS = 3
 COLLECTIVES: dict[str, Callable[[torch.Tensor], Any]] = {

@@ -9,8 +9,8 @@ from torch.utils import _pytree as pytree
 
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError
-from tests.distributed.launch import run_ranks
 from tests.distributed.test_horovod import raised
+from tests.support.distributed.launch import run_ranks
 
 
 def handles(rank: int, ranks: int) -> dict[str, Any]:

@@ -10,9 +10,9 @@ from torch import nn
 
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError, ModelsDifferError
-from tests.distributed.compare import net
-from tests.distributed.launch import run_ranks
 from tests.distributed.test_horovod import alone, how_close, loss, raised
+from tests.support.distributed.compare import net
+from tests.support.distributed.launch import run_ranks
 
 
 def unfreezing(rank: int, ranks: int) -> tuple[str, str, str]:

@@ -12,10 +12,10 @@ import torch.distributed as dist
 
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError
-from tests.distributed.compare import net
-from tests.distributed.launch import run_ranks
 from tests.distributed.test_horovod import alone, how_close, loss, raised, together
-from tests.ports import free_port
+from tests.support.distributed.compare import net
+from tests.support.distributed.launch import run_ranks
+from tests.support.ports import free_port
 
 PAIR = [0, 2]
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import ddpobs.horovod as hvd
-from tests.distributed.compare import batch
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.compare import batch
+from tests.support.distributed.launch import run_ranks
 
 USES = [(0, 1), (), (0,), (0, 1)]
 """By step, the ranks that use the table; the layer after it is always used."""

@@ -12,8 +12,8 @@ from torch import nn
 
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError
-from tests.distributed.launch import run_ranks
 from tests.distributed.test_horovod import loss, net, raised, together
+from tests.support.distributed.launch import run_ranks
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:

@@ -12,10 +12,10 @@ from torch._C._distributed_c10d import PrefixStore
 
 from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.ranks import run_identity
-from tests.distributed.compare import batch as inputs
-from tests.distributed.compare import net
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
+from tests.support.distributed.compare import batch as inputs
+from tests.support.distributed.compare import net
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 
 def train_until_identified(ddp: DistributedDataParallel, rank: int) -> None:

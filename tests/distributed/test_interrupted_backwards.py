@@ -16,9 +16,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel, attach
 from ddpobs.errors import ReducerError
-from tests.distributed.compare import batch, net, train, verdicts
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
+from tests.support.distributed.compare import batch, net, train, verdicts
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 CAP = {"bucket_cap_mb": 0.05}
 STEPS = 6

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ReducerError
-from tests.distributed.compare import batch, net, outcome
-from tests.distributed.launch import run_ranks
 from tests.distributed.test_interrupted_backwards import StopError, make_interruptible
+from tests.support.distributed.compare import batch, net, outcome
+from tests.support.distributed.launch import run_ranks
 
 CAP = {"bucket_cap_mb": 0.05}
 

@@ -14,8 +14,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from ddpobs import DistributedDataParallel
 from ddpobs.buckets.bucket import Bucket
-from tests.distributed.compare import batch, net, outcome
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.compare import batch, net, outcome
+from tests.support.distributed.launch import run_ranks
 
 CAP = {"bucket_cap_mb": 0.05}
 

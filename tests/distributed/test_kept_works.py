@@ -12,8 +12,8 @@ from ddpobs import DistributedDataParallel, attach
 from ddpobs.attachment import attachment
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.reducer import reducer
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 
 def works_kept(rank: int, world_size: int) -> dict[str, list[int]]:

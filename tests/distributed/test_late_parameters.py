@@ -18,11 +18,11 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ModelsDifferError, ReducerError, UnusedParametersError
-from tests.distributed.compare import close, same
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
 from tests.distributed.test_comm_hooks import stand_in_stream
 from tests.distributed.test_mixed_precision import cpu_streams
+from tests.support.distributed.compare import close, same
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 pytestmark = pytest.mark.wide
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddpobs import DistributedDataParallel
-from tests.distributed.compare import batch, net
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.launch import run_ranks
 
 CAP = {"bucket_cap_mb": 0.05}
 STEPS = 4

@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddpobs import wire
-from tests.distributed.cached_losses import ROWS, Encoder, batches, cached_loss
-from tests.distributed.delays import durations, excess_ns, waited_ns
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import Sent, sending
 from tests.distributed.test_steps import ddp_factory, gaps_ns
+from tests.support.distributed.cached_losses import ROWS, Encoder, batches, cached_loss
+from tests.support.distributed.delays import durations, excess_ns, waited_ns
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import Sent, sending
 
 pytestmark = pytest.mark.wide
 

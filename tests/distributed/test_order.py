@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from ddpobs import DistributedDataParallel
-from tests.distributed.compare import Case, batch, outcome, result, verdict, verdicts
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.compare import Case, batch, outcome, result, verdict, verdicts
+from tests.support.distributed.launch import run_ranks
 
 
 class Choice(nn.Module):

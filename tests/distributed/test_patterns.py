@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ReducerError
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.launch import run_ranks
 
 CAP = {"bucket_cap_mb": 0.05}
 STEPS = 3

@@ -11,7 +11,7 @@ import torch
 from ddpobs import DistributedDataParallel
 from ddpobs import horovod as hvd
 from ddpobs.reducer.fault_broadcast import FaultBroadcast
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.launch import run_ranks
 
 
 def check_later(faults: FaultBroadcast, *_: object) -> None:

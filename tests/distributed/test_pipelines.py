@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 from ddpobs import DistributedDataParallel, attach, wire
 from ddpobs.errors import ReducerError
-from tests.distributed.launch import run_ranks
-from tests.distributed.pipelines import STAGES, Layer, Pipeline, equal_models, groups, in_one_process, models
-from tests.distributed.sent import Sent, sending
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.pipelines import STAGES, Layer, Pipeline, equal_models, groups, in_one_process, models
+from tests.support.distributed.sent import Sent, sending
 
 SCHEDULES = {"ScheduleGPipe": 2, "Schedule1F1B": 2, "ScheduleInterleaved1F1B": 4}
 """Number of stages on two ranks."""

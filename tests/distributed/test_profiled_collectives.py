@@ -16,8 +16,8 @@ from torch import nn
 
 from ddpobs import DistributedDataParallel
 from ddpobs.torch_seam import ranges
-from tests.distributed.compare import batch, net
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.launch import run_ranks
 
 STEPS = 4
 

@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
 from ddpobs import DistributedDataParallel
-from tests.distributed.compare import torchs_first_buckets, train, verdict
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
+from tests.support.distributed.compare import torchs_first_buckets, train, verdict
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 CAP = {"bucket_cap_mb": 0.05}
 OPTIONS: dict[str, dict[str, Any]] = {

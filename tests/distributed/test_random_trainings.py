@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.distributed.compare import Case, verdicts
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.compare import Case, verdicts
+from tests.support.distributed.launch import run_ranks
 
 SEEDS = (*range(24), 113, 146)
 """Includes 113, in which bfloat16 gradients were partly in a bucket, and 146, in which a script replaced gradients."""

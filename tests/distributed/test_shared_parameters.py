@@ -13,8 +13,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ReducerError
-from tests.distributed.compare import batch, net
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.launch import run_ranks
 
 SMALL = {"bucket_cap_mb": 1e-5}
 FLAG = {"find_unused_parameters": True}

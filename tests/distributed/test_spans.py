@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from ddpobs import DistributedDataParallel, comm
-from tests.distributed.compare import batch, net
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
 from tests.distributed.test_comm import CAP
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 LATE_S = 0.2
 STEPS = 4

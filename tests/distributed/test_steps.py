@@ -17,10 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ddpobs
 from ddpobs import DistributedDataParallel, wire
-from tests.distributed.compare import batch, net
-from tests.distributed.delays import durations, excess_ns, phase_ns, waited_ns
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import Sent, sending
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.delays import durations, excess_ns, phase_ns, waited_ns
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import Sent, sending
 
 SLOW_S = 0.3
 SLOW_NS = 300_000_000

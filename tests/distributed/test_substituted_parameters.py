@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.compare import batch, net, outcome, train
 
 CAP = {"bucket_cap_mb": 0.05}
 

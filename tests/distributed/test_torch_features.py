@@ -20,8 +20,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddpobs import DistributedDataParallel
 from ddpobs.comm import Bf16, Fp16, TopK
 from ddpobs.errors import ModelsDifferError
-from tests.distributed.compare import batch, net, outcome, train, verdicts
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.compare import batch, net, outcome, train, verdicts
+from tests.support.distributed.launch import run_ranks
 
 CAP = {"bucket_cap_mb": 0.05}
 

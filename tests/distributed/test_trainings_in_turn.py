@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from ddpobs.export import batch_encoder
-from tests.distributed.compare import batch, net
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
 from tests.distributed.test_steps import SLOW_S, ddp_factory, summary
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 
 def train(wrap: Any, rank: int) -> None:

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
 from ddpobs import DistributedDataParallel
-from tests.distributed.compare import batch, net
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import Sent, sending
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import Sent, sending
 
 STEPS = 5
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from ddpobs import wire
-from tests.distributed.compare import batch, net
-from tests.distributed.delays import excess_ns, phase_ns, waited_ns
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
 from tests.distributed.test_steps import SLOW_NS, SLOW_S, ddp_factory, loader, summary
+from tests.support.distributed.compare import batch, net
+from tests.support.distributed.delays import excess_ns, phase_ns, waited_ns
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 _backward = torch.autograd.backward
 """A script may import the function by its name before telemetry begins."""

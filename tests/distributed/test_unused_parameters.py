@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ReducerError, UnusedParametersError
-from tests.distributed.compare import batch, outcome, verdicts
-from tests.distributed.launch import run_ranks
+from tests.support.distributed.compare import batch, outcome, verdicts
+from tests.support.distributed.launch import run_ranks
 
 FIND = {"find_unused_parameters": True, "bucket_cap_mb": 0.0005}
 

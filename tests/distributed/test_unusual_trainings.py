@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.errors import ConfigError, ReducerError
 from ddpobs.reducer import fault_broadcast
-from tests.distributed.compare import batch, net, outcome, train
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
 from tests.distributed.test_interrupted_backwards import StopError, make_interruptible
+from tests.support.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 CAP = {"bucket_cap_mb": 0.05}
 

@@ -16,10 +16,10 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
 import ddpobs.horovod as hvd
-from tests.distributed.compare import batch, net, outcome
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
-from tests.distributed.user_hooks import ENTERED, HANDLED, Hook, Target, provoke
+from tests.support.distributed.compare import batch, net, outcome
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
+from tests.support.distributed.user_hooks import ENTERED, HANDLED, Hook, Target, provoke
 
 pytestmark = pytest.mark.wide
 

@@ -18,7 +18,7 @@ from ddpobs.export import delivery
 from ddpobs.export.http_sender import Answer, Outcome, Sender
 from ddpobs.export.spool import Encoded, Spool
 from tests.export.test_exporter import event, exporter, kinds, until
-from tests.integration.collectors import absent, acknowledge, collector, status
+from tests.support.integration.collectors import absent, acknowledge, collector, status
 
 
 def spooled(folder: Path) -> int:

@@ -19,7 +19,7 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.export.exporter import Exporter
 from ddpobs.export.identity import Envelope, Identity
 from ddpobs.export.spool import Spool
-from tests.integration.collectors import absent, acknowledge, collector, rubbish, status
+from tests.support.integration.collectors import absent, acknowledge, collector, rubbish, status
 
 IDENTITY = Identity(run="r", attempt="a" * 16, source="b" * 16, rank=0, world_size=1)
 

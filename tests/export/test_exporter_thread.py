@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.broken import broken
+from benchmarks.rig import patience
 from ddpobs import TelemetryConfig
 from ddpobs.clocks import HostClock
 from ddpobs.export.exporter import Exporter
 from ddpobs.recording.journal import Journal
-from tests import patience
 from tests.export.test_exporter import encode, event, exporter, until
-from tests.integration.collectors import absent, acknowledge, collector
+from tests.support.integration.collectors import absent, acknowledge, collector
 
 ROOT = Path(__file__).resolve().parents[2]
 

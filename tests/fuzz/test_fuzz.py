@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from ddpobs import wire
 from tests.fuzz import target
-from tests.server.batches import batch, hello, layout, spans, steps
+from tests.support.server.batches import batch, hello, layout, spans, steps
 
 ROOT = Path(__file__).parents[2]
 CORPUS = sorted(target.HERE.glob("corpus/*"))

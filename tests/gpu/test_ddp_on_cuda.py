@@ -19,8 +19,8 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.profiler import ProfilerActivity, profile
 
 from ddpobs import DistributedDataParallel, attach
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import Sent, sending
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import Sent, sending
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
 STEPS = 12

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpobs import DistributedDataParallel, wire
-from tests.distributed.launch import run_ranks
-from tests.distributed.sent import sending
 from tests.gpu.test_ddp_on_cuda import nccl_alone, net, train
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.sent import sending
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
 WIDTH = 4096

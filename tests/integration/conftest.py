@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.collector import collector
-from tests.integration.training import TORCHRUN, train
+from benchmarks.rig.collector import collector
+from benchmarks.rig.training import TORCHRUN, train
 
 SLOW_RANK = 1
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.faults.launch import ranks_of
-from tests.integration.training import PATIENT
-from tests.server.batches import get
+from benchmarks.rig.training import PATIENT
+from tests.support.server.batches import get
 
 pytestmark = pytest.mark.wide
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from benchmarks.faults.launch import ranks_of
-from tests import patience
+from benchmarks.rig import patience
+from benchmarks.rig.training import PATIENT, TORCHRUN
 from tests.integration.test_run_command import command
 from tests.integration.test_slow_rank_end_to_end import get
-from tests.integration.training import PATIENT, TORCHRUN
 
 pytestmark = pytest.mark.wide
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.causes import RIGHT, disturbance, findings_of, train, verdict
-from tests.control_groups import quota_group
+from tests.support.control_groups import quota_group
 
 pytestmark = pytest.mark.alone
 STEPS, TRIES = 60, 3

@@ -18,11 +18,11 @@ import pytest
 
 from benchmarks.faults.crashing import step_ends
 from benchmarks.faults.launch import CRASHING, Ranks, ranks_of
-from tests.collector import Collector, collector
-from tests.integration.collectors import absent
-from tests.integration.training import PATIENT, ROOT
-from tests.ports import free_port
-from tests.server.batches import get
+from benchmarks.rig.collector import Collector, collector
+from benchmarks.rig.training import PATIENT, ROOT
+from tests.support.integration.collectors import absent
+from tests.support.ports import free_port
+from tests.support.server.batches import get
 
 STEP = 250
 LIMIT_S = 40

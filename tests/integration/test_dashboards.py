@@ -18,12 +18,12 @@ import httpx
 import pytest
 import yaml
 
+from benchmarks.rig.training import ROOT, train
 from dashboards.build import FOLDER, dashboard_files
 from tests.integration.conftest import SLOW_RANK
-from tests.integration.tools import need
-from tests.integration.training import ROOT, train
-from tests.ports import free_port
-from tests.server.batches import batch, pulse, put
+from tests.support.integration.tools import need
+from tests.support.ports import free_port
+from tests.support.server.batches import batch, pulse, put
 
 pytestmark = pytest.mark.alone
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.integration.faults import wait_until
-from tests.integration.tools import need
-from tests.integration.training import ROOT
-from tests.ports import free_port
+from benchmarks.rig.training import ROOT
+from tests.support.integration.faults import wait_until
+from tests.support.integration.tools import need
+from tests.support.ports import free_port
 
 COMPOSE = ("docker-compose.yml", "deploy/two-collectors.yml")
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 from sqlalchemy import Engine, create_engine
 
+from benchmarks.rig import databases
 from ddpobs.export import http_sender
-from tests import databases
-from tests.integration.faults import (
+from tests.support.integration.faults import (
     BUCKETS,
     FAULTS,
     WEIGHT,
@@ -34,8 +34,8 @@ from tests.integration.faults import (
     stored_spans,
     wait_until,
 )
-from tests.integration.full_disks import LARGE, FillDisk, SmallDisk, full_disk, full_quota
-from tests.server.batches import assert_problem, batch, get, put, spans, steps
+from tests.support.integration.full_disks import LARGE, FillDisk, SmallDisk, full_disk, full_quota
+from tests.support.server.batches import assert_problem, batch, get, put, spans, steps
 
 pytestmark = pytest.mark.wide
 

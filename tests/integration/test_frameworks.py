@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.rig.training import ROOT
 from ddpobs import wire
-from tests.integration.matrix import ALWAYS, CELLS, TABLE, WAYS, Command, table
-from tests.integration.matrix_launch import foreign_lines, output_of, start
 from tests.integration.test_slow_rank_end_to_end import get
-from tests.integration.training import ROOT
+from tests.support.integration.matrix import ALWAYS, CELLS, TABLE, WAYS, Command, table
+from tests.support.integration.matrix_launch import foreign_lines, output_of, start
 
 pytestmark = pytest.mark.timeout(900)
 

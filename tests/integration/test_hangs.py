@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.faults.cases import CASES, HEALTHY
 from benchmarks.faults.launch import HANGING, Ranks, ranks_of
-from tests.server.batches import get
+from tests.support.server.batches import get
 
 ACTIVITIES = {"loader": "data", "all-in-data": "data", "fewer-batches": "code", "lock": "code"}
 """What the named ranks do; `cases.py` has the kind, the ranks and the sentence."""

@@ -14,11 +14,11 @@ from urllib.request import urlopen
 import pytest
 
 from benchmarks.faults.launch import ranks_of
-from tests.collector import Collector, collector
+from benchmarks.rig.collector import Collector, collector
+from benchmarks.rig.training import PATIENT, ROOT
 from tests.integration.test_crashes import wait_for
-from tests.integration.training import PATIENT, ROOT
-from tests.ports import free_port
-from tests.server.batches import get
+from tests.support.ports import free_port
+from tests.support.server.batches import get
 
 pytestmark = pytest.mark.wide
 

@@ -9,11 +9,11 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from tests.collector import running_collector
-from tests.integration.faults import wait_until
-from tests.integration.training import PATIENT, ROOT
-from tests.ports import free_port
-from tests.server.batches import get
+from benchmarks.rig.collector import running_collector
+from benchmarks.rig.training import PATIENT, ROOT
+from tests.support.integration.faults import wait_until
+from tests.support.ports import free_port
+from tests.support.server.batches import get
 
 _SCRIPT = """
 import os, sys

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from ddpobs import DistributedDataParallel, TelemetryConfig, telemetry
 from ddpobs.cli import main
-from tests.distributed.launch import run_ranks
-from tests.distributed.pipelines import Layer, Pipeline, groups, models
+from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.pipelines import Layer, Pipeline, groups, models
 
 pytestmark = pytest.mark.alone
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import ddpobs
+from benchmarks.rig import patience
+from benchmarks.rig.training import PATIENT, ROOT
 from ddpobs.errors import DataParallelError
-from tests import patience
 from tests.integration.test_slow_rank_end_to_end import get
-from tests.integration.training import PATIENT, ROOT
 
 pytestmark = pytest.mark.wide
 

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from tests.integration.test_run_command import command
-from tests.integration.tools import need
+from tests.support.integration.tools import need
 
 LOGGING = """
 import os, signal, sys

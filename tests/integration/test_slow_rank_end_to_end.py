@@ -11,10 +11,10 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.rig.training import ROOT, TORCHRUN, train
 from ddpobs import Client, wire
 from ddpobs.cli import main
 from tests.integration.conftest import SLOW_RANK
-from tests.integration.training import ROOT, TORCHRUN, train
 
 pytestmark = pytest.mark.alone
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.collector import collector
-from tests.server.batches import batch, get, put, spans, steps
+from benchmarks.rig.collector import collector
+from tests.support.server.batches import batch, get, put, spans, steps
 
 pytestmark = pytest.mark.wide
 ROOT = Path(__file__).parents[2]

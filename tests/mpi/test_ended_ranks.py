@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.collector import collector
-from tests.integration.training import PATIENT
-from tests.mpi.launch import AS_ROOT_ON_FEW_CORES, ROOT, mpiexec
-from tests.server.batches import get
+from benchmarks.rig.collector import collector
+from benchmarks.rig.training import PATIENT
+from tests.support.mpi.launch import AS_ROOT_ON_FEW_CORES, ROOT, mpiexec
+from tests.support.server.batches import get
 
 WAIT_S = 60
 SCRIPT = """

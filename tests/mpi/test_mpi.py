@@ -23,11 +23,11 @@ import ddpobs.horovod as hvd
 from ddpobs import DistributedDataParallel, wire
 from ddpobs.errors import MpiError
 from tests.distributed import test_comm, test_equal_to_torch, test_horovod, test_join
-from tests.distributed.compare import batch, net, train, verdicts
-from tests.distributed.sent import sending
 from tests.distributed.test_horovod_mismatches import CASES, check, collect
-from tests.mpi import cases
-from tests.mpi.launch import start
+from tests.support.distributed.compare import batch, net, train, verdicts
+from tests.support.distributed.sent import sending
+from tests.support.mpi import cases
+from tests.support.mpi.launch import start
 
 pytestmark = pytest.mark.timeout(600)
 Launch = tuple[list[dict[str, Any]], int, str]

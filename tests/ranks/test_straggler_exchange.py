@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ddpobs import wire
 from ddpobs.ranks.straggler_exchange import COLUMNS, Exchange, join, statistics
-from tests.columns import make_steps
+from tests.support.columns import make_steps
 
 QUIET = {"data": 10, "forward": 20, "backward": 40, "optimizer": 5, "other": 1}
 

@@ -19,7 +19,7 @@ from ddpobs import wire
 from ddpobs.recording.counter_reader import CounterReader
 from ddpobs.recording.cpu_quota import CpuQuota
 from ddpobs.steps.counters import COUNTERS, throttled_ns, totals
-from tests.control_groups import quota_group
+from tests.support.control_groups import quota_group
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the counters are Linux's")
 
@@ -111,7 +111,7 @@ def test_a_real_quota_shows_as_throttled_time() -> None:
     with quota_group(50) as group:
         script = (
             "from tests.recording.test_counter_reader import *\n"
-            "from tests.control_groups import QuotaGroup\n"
+            "from tests.support.control_groups import QuotaGroup\n"
             f"QuotaGroup(Path({str(group.folder)!r})).join()\n"
             "reader = CounterReader()\n"
             "print(reader.quota.permille, increase(lambda: compute(0.05, time.thread_time), reader)['throttled_ns'])\n"

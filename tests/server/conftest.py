@@ -12,10 +12,10 @@ from ddpobs_server.reports import liveness, run_state
 from ddpobs_server.store import Store
 from ddpobs_server.web import auth
 
-from tests import databases
-from tests.collector import Collector, collector
-from tests.server.browsing import EVIL, batch, put
-from tests.server.statement_counts import assert_spreads, recorded
+from benchmarks.rig import databases
+from benchmarks.rig.collector import Collector, collector
+from tests.support.server.browsing import EVIL, batch, put
+from tests.support.server.statement_counts import assert_spreads, recorded
 
 FLAGS = (
     "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

@@ -12,7 +12,7 @@ import pytest
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.http_sender import Answer, Outcome
 from ddpobs.terminal.announcer import Announcer, start_line
-from tests.integration.collectors import Reply, collector, status
+from tests.support.integration.collectors import Reply, collector, status
 
 STORED = Answer(Outcome.STORED)
 

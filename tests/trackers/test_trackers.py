@@ -21,7 +21,7 @@ from torch.utils.tensorboard import SummaryWriter
 from ddpobs import Client, trackers
 from ddpobs.client.client import Run
 from ddpobs.wire import PHASES
-from tests.integration.collectors import Reply, collector
+from tests.support.integration.collectors import Reply, collector
 
 BEGAN_NS = 1_700_000_000 * 10**9
 FINDING = {

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from ddpobs import wire
 from ddpobs.errors import WireError
 from ddpobs.wire import packing
-from tests.columns import make_spans
+from tests.support.columns import make_spans
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 """A batch in each version of the wire."""

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddpobs import DistributedDataParallel
-from tests.distributed.cached_losses import Encoder, batches, cached_loss
+from tests.support.distributed.cached_losses import Encoder, batches, cached_loss
 
 PASSES, ROWS = 4, 8
 

@@ -13,7 +13,7 @@ from ddpobs_server.analysis.trace.events import ALL_RANKS, PHASES_TRACK
 
 from ddpobs import wire
 from ddpobs.wire.fields import MOST_INDEX
-from tests.server.analysis.scenario import MS, columns, own_times, spans, with_columns
+from tests.support.analysis.scenario import MS, columns, own_times, spans, with_columns
 
 HOUR = 3_600_000 * MS
 

@@ -9,7 +9,7 @@ import pytest
 from ddpobs_server.analysis.steps.clock_alignment import align, offsets_ns, steps_to_add
 
 from ddpobs import wire
-from tests.server.analysis.scenario import spans, steps_of, with_columns
+from tests.support.analysis.scenario import spans, steps_of, with_columns
 
 AHEAD = {0: 0, 1: 5_000_000_000_123, 2: -7_654_321}
 

@@ -15,7 +15,7 @@ from ddpobs_server.analysis.findings.telemetry_health import telemetry_loss
 from ddpobs_server.analysis.findings.unused_parameters import LATEST_SETS, find_unused_needless, unused_parameters
 
 from ddpobs import wire
-from tests.server.analysis.scenario import BASE_MS, MS, columns, evidence_of, own_times
+from tests.support.analysis.scenario import BASE_MS, MS, columns, evidence_of, own_times
 
 
 def evidence(extra_ms: list[dict[str, float]], moving_ms: float = 3.0, steps: int = 40) -> Evidence:

@@ -12,7 +12,7 @@ from ddpobs_server.analysis.findings.input_bound import input_bound
 from ddpobs_server.analysis.findings.other_bound import other_bound
 
 from ddpobs import wire
-from tests.server.analysis.scenario import columns, evidence_of, noiseless
+from tests.support.analysis.scenario import columns, evidence_of, noiseless
 
 MS = 1_000_000
 LINE = wire.CodePlace(phase="data", place="train.py:9", looks=20)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from ddpobs import wire
-from tests.server.analysis.scenario import columns, own_times, select_rows, with_columns
+from tests.support.analysis.scenario import columns, own_times, select_rows, with_columns
 
 
 def test_two_ranks_have_each_other_as_median() -> None:

@@ -7,7 +7,7 @@ import pytest
 from ddpobs_server.analysis.slow_ranks.late_bucket import backward_began_ns, late_bucket
 
 from ddpobs import wire
-from tests.server.analysis.scenario import MS, columns, own_times, spans, with_columns
+from tests.support.analysis.scenario import MS, columns, own_times, spans, with_columns
 
 
 def test_the_start_of_backward_is_defined_if_the_step_is_present_and_has_one_micro_step() -> None:

@@ -10,7 +10,7 @@ from ddpobs_server.analysis.slow_ranks.lateness import cost_shares, gain, latene
 from ddpobs_server.analysis.steps.joined_steps import join
 
 from ddpobs import wire
-from tests.server.analysis.scenario import MS, columns, noiseless
+from tests.support.analysis.scenario import MS, columns, noiseless
 
 
 @pytest.mark.parametrize(

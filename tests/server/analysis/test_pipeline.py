@@ -18,9 +18,9 @@ from ddpobs_server.analysis.steps.pipeline import (
 )
 
 from ddpobs import wire
-from tests.columns import make_spans
-from tests.server.analysis.pipeline_scenario import columns, events
-from tests.server.analysis.scenario import MS, with_columns
+from tests.support.analysis.pipeline_scenario import columns, events
+from tests.support.analysis.scenario import MS, with_columns
+from tests.support.columns import make_spans
 
 
 def test_ranks_with_the_same_stages_are_replicas() -> None:

@@ -10,7 +10,7 @@ from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings.straggler import straggler
 
 from ddpobs import wire
-from tests.server.analysis.scenario import (
+from tests.support.analysis.scenario import (
     BASE_MS,
     MS,
     Slow,

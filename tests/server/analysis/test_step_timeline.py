@@ -9,7 +9,7 @@ from ddpobs_server.analysis.steps.joined_steps import join
 from ddpobs_server.analysis.steps.step_timeline import bucket_spans_of
 from ddpobs_server.figures.selection import RankFilter
 
-from tests.server.analysis.scenario import MS, columns, noiseless, spans, steps_of
+from tests.support.analysis.scenario import MS, columns, noiseless, spans, steps_of
 
 HOSTS = {0: "node-a", 1: "node-a", 2: "node-b", 11: "Node-C"}
 

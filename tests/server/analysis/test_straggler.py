@@ -9,7 +9,7 @@ from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.straggler import straggler
 
 from ddpobs import wire
-from tests.server.analysis.scenario import MS, Slow, columns, evidence_of, noiseless, own_times, with_columns
+from tests.support.analysis.scenario import MS, Slow, columns, evidence_of, noiseless, own_times, with_columns
 
 SEEDS = 60
 FALSE_ALARMS = 0.05

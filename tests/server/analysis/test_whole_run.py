@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddpobs import wire
-from tests.server.analysis.scenario import BASE_MS, MS, Slow, columns, evidence_of, own_times
+from tests.support.analysis.scenario import BASE_MS, MS, Slow, columns, evidence_of, own_times
 
 BACKWARD, DATA, OPTIMIZER = (wire.OWN_PHASES.index(name) for name in ("backward", "data", "optimizer"))
 START_NS = 1_700_000_000 * 10**9

@@ -13,7 +13,7 @@ from ddpobs_server.analysis.findings.straggler import straggler
 from ddpobs_server.analysis.slow_ranks.work import fit_work
 
 from ddpobs import wire
-from tests.server.analysis.scenario import MS, Floats, columns, evidence_of, flat, with_columns
+from tests.support.analysis.scenario import MS, Floats, columns, evidence_of, flat, with_columns
 
 FIXED_MS, MS_PER_TOKEN, TOKENS = 20.0, 0.05, 800.0
 

@@ -21,10 +21,22 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.store import Run, Store, schema
 from sqlalchemy import create_engine
 
+from benchmarks.rig.collector import Collector, collector, running_collector
+from benchmarks.rig.databases import Fresh
 from ddpobs import wire
-from tests.collector import Collector, collector, running_collector
-from tests.databases import Fresh
-from tests.server.batches import ATTEMPT, MS, assert_problem, batch, get, hello, layout, put, source_of, spans, steps
+from tests.support.server.batches import (
+    ATTEMPT,
+    MS,
+    assert_problem,
+    batch,
+    get,
+    hello,
+    layout,
+    put,
+    source_of,
+    spans,
+    steps,
+)
 
 SECOND = 10**9
 LONE = "without-a-pipeline"

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from benchmarks.rig.collector import Collector
 from ddpobs import wire
 from ddpobs.cli import main
-from tests.collector import Collector
-from tests.server.batches import MS, assert_problem, batch, get, hello, layout, put, spans, steps
+from tests.support.server.batches import MS, assert_problem, batch, get, hello, layout, put, spans, steps
 
 STEPS = 300
 

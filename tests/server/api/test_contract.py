@@ -25,9 +25,9 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
+from benchmarks.rig.collector import Collector
 from scripts import docs_site
-from tests.collector import Collector
-from tests.server.batches import batch, hello, layout, put, spans, steps
+from tests.support.server.batches import batch, hello, layout, put, spans, steps
 
 ROOT = Path(__file__).resolve().parents[3]
 EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "10"))

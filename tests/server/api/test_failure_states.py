@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.rig.collector import Collector
 from ddpobs import wire
-from tests.collector import Collector
-from tests.server.batches import ATTEMPT, batch, get, layout, pulse, put, source_of, steps
+from tests.support.server.batches import ATTEMPT, batch, get, layout, pulse, put, source_of, steps
 
 S = 10**9
 NEXT = "b" * 16

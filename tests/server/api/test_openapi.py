@@ -18,9 +18,9 @@ import pytest
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
 
+from benchmarks.rig.collector import Collector
 from ddpobs import wire
-from tests.collector import Collector
-from tests.server.batches import MS, batch, get, hello, layout, put, spans, steps
+from tests.support.server.batches import MS, batch, get, hello, layout, put, spans, steps
 
 UNITS = {"ns": "nanoseconds", "bytes": "bytes", "permille": "parts of a thousand", "mhz": "MHz", "milli": "Thousand"}
 UNITS |= {

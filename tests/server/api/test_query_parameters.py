@@ -7,8 +7,8 @@ import pytest
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
 
-from tests.collector import Collector
-from tests.server.batches import assert_problem, batch, get, put, source_of, steps
+from benchmarks.rig.collector import Collector
+from tests.support.server.batches import assert_problem, batch, get, put, source_of, steps
 
 API = "/api/v1"
 

@@ -13,9 +13,9 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from benchmarks.rig.collector import collector, running_collector
 from ddpobs import wire
-from tests.collector import collector, running_collector
-from tests.server.batches import batch, path, put, steps
+from tests.support.server.batches import batch, path, put, steps
 
 SERVER = Path(sys.executable).with_name("ddpobs-server")
 

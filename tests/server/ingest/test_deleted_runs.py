@@ -12,8 +12,8 @@ import pytest
 from ddpobs_server.store import Arrival, DeletedRunError, Store
 from ddpobs_server.store.upkeep import removal
 
-from tests.collector import Collector, collector
-from tests.server.batches import assert_problem, batch, get, put, steps
+from benchmarks.rig.collector import Collector, collector
+from tests.support.server.batches import assert_problem, batch, get, put, steps
 
 OTHER = {"attempt": "b" * 16, "source": "b" * 16}
 

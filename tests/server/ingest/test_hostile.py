@@ -18,12 +18,12 @@ from fastapi.testclient import TestClient
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as prometheus
 
+from benchmarks.rig import databases
+from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import ConfigError
-from tests import databases
-from tests.collector import Collector, collector
-from tests.server.batches import ATTEMPT, assert_problem, batch, get, layout, path, put, spans, steps
+from tests.support.server.batches import ATTEMPT, assert_problem, batch, get, layout, path, put, spans, steps
 from tests.wire.test_wire import GOLDEN
 
 READS = ["", "/ranks", "/layout", "/steps", "/spans", "/buckets", "/unused", "/stragglers", "/diagnostics", "/trace"]

@@ -28,10 +28,10 @@ from ddpobs_server.store.writing import ingest
 from ddpobs_server.web.workspace_limits import WorkspaceLimits
 from prometheus_client import CollectorRegistry
 
+from benchmarks.rig import databases
+from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
-from tests import databases
-from tests.collector import Collector, collector
-from tests.server.batches import ATTEMPT, assert_problem, batch, get, hello, path, put, source_of, spans, steps
+from tests.support.server.batches import ATTEMPT, assert_problem, batch, get, hello, path, put, source_of, spans, steps
 
 
 def stored_steps(url: str, run: str) -> list[int]:

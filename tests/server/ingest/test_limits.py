@@ -19,12 +19,12 @@ import pytest
 import zstandard
 from ddpobs_server.settings import Settings
 
+from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.http_sender import Outcome, Sender
-from tests.collector import Collector, collector
-from tests.server.batches import assert_problem, batch, get, hello, layout, path, put, source_of, spans, steps
-from tests.server.serving import read_until_closed
+from tests.support.server.batches import assert_problem, batch, get, hello, layout, path, put, source_of, spans, steps
+from tests.support.server.serving import read_until_closed
 
 LIMITS = {
     "max_body_mb": 0.2,

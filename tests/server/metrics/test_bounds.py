@@ -15,13 +15,13 @@ from ddpobs_server.metrics import scrape
 from ddpobs_server.settings import Settings
 from fastapi.testclient import TestClient
 
+from benchmarks.rig import databases
+from benchmarks.rig.collector import Collector, collector, running_collector
 from ddpobs import wire
-from tests import databases
-from tests.collector import Collector, collector, running_collector
-from tests.columns import make_spans
-from tests.server.batches import assert_problem, batch, get, hello, layout, path, put, spans, steps
 from tests.server.metrics.test_metrics import peers
-from tests.server.statement_counts import recorded
+from tests.support.columns import make_spans
+from tests.support.server.batches import assert_problem, batch, get, hello, layout, path, put, spans, steps
+from tests.support.server.statement_counts import recorded
 
 ROOT = Path(__file__).resolve().parents[3]
 

@@ -11,9 +11,9 @@ import httpx
 import numpy as np
 from ddpobs_server.metrics.run_metrics import render_present
 
+from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
-from tests.collector import Collector, collector
-from tests.server.batches import batch, pulse, put, steps
+from tests.support.server.batches import batch, pulse, put, steps
 
 
 def peers(first: int, last: int) -> wire.Peers:

@@ -17,11 +17,11 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.store.writing import ingest
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.rig import databases
+from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
-from tests import databases
-from tests.collector import Collector, collector
-from tests.server.batches import assert_problem, batch, path, put, steps
-from tests.server.serving import served
+from tests.support.server.batches import assert_problem, batch, path, put, steps
+from tests.support.server.serving import served
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "operations"
 

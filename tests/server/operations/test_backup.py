@@ -16,10 +16,10 @@ from ddpobs_server.store import Store, schema
 from sqlalchemy import create_engine, func, make_url, select
 from typer.testing import CliRunner, Result
 
+from benchmarks.rig import databases
+from benchmarks.rig.collector import collector
 from ddpobs import wire
-from tests import databases
-from tests.collector import collector
-from tests.server.batches import ATTEMPT, batch, get, path, put, source_of, spans, steps
+from tests.support.server.batches import ATTEMPT, batch, get, path, put, source_of, spans, steps
 
 STEPS = 20
 

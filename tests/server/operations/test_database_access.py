@@ -15,8 +15,8 @@ from ddpobs_server.store import Arrival, Store
 from ddpobs_server.store.database import database_access
 from typer.testing import CliRunner
 
-from tests import databases
-from tests.server.batches import batch
+from benchmarks.rig import databases
+from tests.support.server.batches import batch
 
 
 def unprivileged(url: str) -> str:

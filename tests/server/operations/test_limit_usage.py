@@ -13,9 +13,9 @@ from ddpobs_server.store import Arrival, Store
 from ddpobs_server.web.workspace_limits import WorkspaceLimits
 from prometheus_client import CollectorRegistry
 
-from tests.collector import collector
-from tests.server.batches import batch, layout, put
+from benchmarks.rig.collector import collector
 from tests.server.metrics.test_own_metrics import metrics
+from tests.support.server.batches import batch, layout, put
 
 
 def usage(store: Store, **limits: int) -> dict[str, float]:

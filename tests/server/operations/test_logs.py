@@ -16,8 +16,8 @@ from ddpobs_server import app
 from ddpobs_server.operations import logs
 from typer.testing import CliRunner
 
-from tests.collector import collector
-from tests.server.batches import batch, path, put
+from benchmarks.rig.collector import collector
+from tests.support.server.batches import batch, path, put
 
 EVIL = 'x\n{"event": "forged"}\r\n2026-01-01T00:00:00Z [info] forged\x1b[2J\u2028forged\u202e'
 

@@ -15,9 +15,9 @@ from ddpobs_server.store import LostDatabaseError, Store
 from ddpobs_server.store.database import database_errors, database_lock
 from typer.testing import CliRunner
 
-from tests import databases
-from tests.collector import Collector, collector
-from tests.server.batches import assert_problem, batch, put, spans, steps
+from benchmarks.rig import databases
+from benchmarks.rig.collector import Collector, collector
+from tests.support.server.batches import assert_problem, batch, put, spans, steps
 
 
 def remove(file: Path) -> None:

@@ -22,10 +22,10 @@ from prometheus_client import CollectorRegistry
 from sqlalchemy import create_engine, inspect
 from typer.testing import CliRunner
 
-from tests import databases
-from tests.collector import collector
-from tests.server.batches import batch, get, put, spans, steps
+from benchmarks.rig import databases
+from benchmarks.rig.collector import collector
 from tests.server.store.test_migration import at_revision
+from tests.support.server.batches import batch, get, put, spans, steps
 
 SERVER = str(Path(sys.executable).with_name("ddpobs-server"))
 

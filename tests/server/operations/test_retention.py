@@ -20,9 +20,9 @@ from ddpobs_server.store.upkeep import compaction, removal
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Engine, func, select, text
 
+from benchmarks.rig import databases
 from ddpobs import wire
-from tests import databases
-from tests.server.batches import ATTEMPT, batch, fingerprint, spans, steps
+from tests.support.server.batches import ATTEMPT, batch, fingerprint, spans, steps
 
 DAY_NS = 86_400 * 10**9
 

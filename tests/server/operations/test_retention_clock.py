@@ -15,9 +15,9 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Store
 from prometheus_client import CollectorRegistry
 
+from benchmarks.rig import databases
 from ddpobs import wire
-from tests import databases
-from tests.server.batches import batch, spans, steps
+from tests.support.server.batches import batch, spans, steps
 
 DAY_NS = 86_400 * 10**9
 YEAR_NS = 365 * DAY_NS

@@ -11,7 +11,7 @@ from ddpobs_server.store import Arrival, Store
 from prometheus_client import CollectorRegistry
 
 from ddpobs import wire
-from tests.server.batches import batch, spans
+from tests.support.server.batches import batch, spans
 
 DAY_NS = 86_400 * 10**9
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.rig.collector import collector
 from ddpobs import wire
-from tests.collector import collector
-from tests.server.batches import ATTEMPT, batch, hello, layout, pulse, put, steps
-from tests.server.browsing import EVIL, Visit, settle
+from tests.support.server.batches import ATTEMPT, batch, hello, layout, pulse, put, steps
+from tests.support.server.browsing import EVIL, Visit, settle
 
 NEXT = "b" * 16
 

@@ -6,7 +6,7 @@ import httpx
 import pytest
 from ddpobs_server.analysis.findings.registry import MODULES
 
-from tests.server.browsing import Visit
+from tests.support.server.browsing import Visit
 
 CODES = [code for module in MODULES for code in module.CODES]
 

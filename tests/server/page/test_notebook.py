@@ -12,7 +12,7 @@ from ddpobs_server.figures.registry import NAMES
 
 from ddpobs import Client
 from ddpobs.errors import CollectorError
-from tests.server.browsing import Visit
+from tests.support.server.browsing import Visit
 
 
 def test_a_figure_is_drawn_in_a_notebook_without_the_collector(browser: Any, url: str, tmp_path: Path) -> None:

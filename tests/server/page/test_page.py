@@ -12,10 +12,10 @@ import msgspec
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
+from benchmarks.rig.collector import collector
 from ddpobs import wire
-from tests.collector import collector
-from tests.server import batches
-from tests.server.browsing import EVIL, Visit, batch, paused_visit, put, settle
+from tests.support.server import batches
+from tests.support.server.browsing import EVIL, Visit, batch, paused_visit, put, settle
 
 
 def test_the_list_shows_the_run_and_its_worst_finding(browser: Any, url: str) -> None:

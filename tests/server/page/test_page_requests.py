@@ -8,11 +8,11 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.rig.collector import collector
 from ddpobs import wire
-from tests.collector import collector
-from tests.server import batches
-from tests.server.browsing import EVIL, Visit, batch, paused_visit, put, settle
 from tests.server.web.test_auth import create_token
+from tests.support.server import batches
+from tests.support.server.browsing import EVIL, Visit, batch, paused_visit, put, settle
 
 
 @pytest.mark.parametrize(("state", "every_s"), [("running", 5), ("stalled", 5), ("lost", 15)])

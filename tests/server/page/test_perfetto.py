@@ -10,7 +10,7 @@ import httpx
 import pytest
 from ddpobs_server.page.trace_viewer import viewer_folder
 
-from tests.server.browsing import PATIENCE_MS, drawn
+from tests.support.server.browsing import PATIENCE_MS, drawn
 
 SLOW_RANK = 1
 _QUERY = """async sql => {

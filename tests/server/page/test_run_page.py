@@ -13,9 +13,22 @@ from axe_playwright_python.sync_playwright import Axe
 
 from ddpobs import wire
 from ddpobs.shared.words import LABELS, finding_lines
-from tests.server import batches
-from tests.server.analysis.scenario import with_columns
-from tests.server.browsing import EVIL, MS, STEPS, Visit, batch, click, column, drawn, mark, paused_visit, put, settle
+from tests.support.analysis.scenario import with_columns
+from tests.support.server import batches
+from tests.support.server.browsing import (
+    EVIL,
+    MS,
+    STEPS,
+    Visit,
+    batch,
+    click,
+    column,
+    drawn,
+    mark,
+    paused_visit,
+    put,
+    settle,
+)
 
 
 def summary(visit: Visit, figure: str) -> str:

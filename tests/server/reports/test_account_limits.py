@@ -8,7 +8,7 @@ from ddpobs_server.reports.reports import Reports
 from ddpobs_server.store import Store
 
 from tests.server.reports.test_reports import RUN, batch, ingest
-from tests.server.statement_counts import recorded
+from tests.support.server.statement_counts import recorded
 
 MANY = 40
 

@@ -12,7 +12,7 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.store import Arrival, Run, Store
 
 from ddpobs import wire
-from tests.server.batches import ATTEMPT, batch, pulse, steps
+from tests.support.server.batches import ATTEMPT, batch, pulse, steps
 
 S = 10**9
 START_NS = 1000 * S

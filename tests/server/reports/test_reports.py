@@ -23,8 +23,8 @@ from ddpobs_server.reports.timeline import RunTimeline
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
-from tests.columns import make_spans
-from tests.server.analysis.scenario import MS, Slow, columns, evidence_of, own_times, with_columns
+from tests.support.analysis.scenario import MS, Slow, columns, evidence_of, own_times, with_columns
+from tests.support.columns import make_spans
 
 RUN, ATTEMPT = "a-run", "0123456789abcdef"
 RANKS = 3

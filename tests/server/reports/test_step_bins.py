@@ -28,8 +28,8 @@ from ddpobs_server.store import Arrival, Store
 from prometheus_client import CollectorRegistry
 
 from ddpobs import wire
-from tests.server.analysis.scenario import MS, Slow, columns, own_times
-from tests.server.batches import ATTEMPT, batch
+from tests.support.analysis.scenario import MS, Slow, columns, own_times
+from tests.support.server.batches import ATTEMPT, batch
 
 RUN = "a-run"
 DAY_NS = 86_400 * 10**9

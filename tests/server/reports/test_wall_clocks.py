@@ -7,7 +7,7 @@ import hashlib
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
-from tests.server.batches import ATTEMPT, batch, steps
+from tests.support.server.batches import ATTEMPT, batch, steps
 
 HOUR_NS = 3600 * 10**9
 

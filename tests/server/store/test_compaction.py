@@ -14,9 +14,9 @@ from ddpobs_server.store import Arrival, Store, schema
 from ddpobs_server.store.upkeep import compaction
 from sqlalchemy import create_engine, select, text
 
+from benchmarks.rig.databases import Fresh
 from ddpobs import wire
-from tests.databases import Fresh
-from tests.server.batches import ATTEMPT, batch, spans, steps
+from tests.support.server.batches import ATTEMPT, batch, spans, steps
 
 FLUSHES, STEPS = 60, 100
 

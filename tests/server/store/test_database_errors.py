@@ -15,7 +15,7 @@ from ddpobs_server.store.upkeep import removal
 from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.exc import DatabaseError, DBAPIError
 
-from tests import databases
+from benchmarks.rig import databases
 
 
 def engine(url: str, **arguments: float) -> Engine:

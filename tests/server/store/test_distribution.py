@@ -16,11 +16,11 @@ from ddpobs_server.store.upkeep import compaction
 from prometheus_client import CollectorRegistry
 from sqlalchemy.exc import SQLAlchemyError
 
+from benchmarks.rig import databases
 from ddpobs import wire
-from tests import databases
-from tests.server.batches import ATTEMPT, batch, fingerprint
-from tests.server.statement_counts import SPREAD, assert_spreads, recorded
 from tests.server.store.test_reads import client, fill, put
+from tests.support.server.batches import ATTEMPT, batch, fingerprint
+from tests.support.server.statement_counts import SPREAD, assert_spreads, recorded
 
 DAY_NS = 86_400 * 10**9
 QUERIES: list[dict[str, Any]] = [{}, {"rank": 1}, {"from": 1, "to": 30}, {"attempt": ATTEMPT}, {"mean": True}]

@@ -10,9 +10,9 @@ from ddpobs_server.store import Arrival, Store, schema
 from ddpobs_server.store.writing import fingerprints
 from sqlalchemy import select
 
+from benchmarks.rig.collector import Collector
 from ddpobs import wire
-from tests.collector import Collector
-from tests.server.batches import ATTEMPT, assert_problem, batch, fingerprint, get, put
+from tests.support.server.batches import ATTEMPT, assert_problem, batch, fingerprint, get, put
 
 
 def arrive(store: Store, rank: int, *samples: wire.Fingerprint, seq: int = 0) -> None:

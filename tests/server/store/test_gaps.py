@@ -6,8 +6,8 @@ from ddpobs_server.reports.reports import Reports
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
-from tests.server.batches import ATTEMPT, batch, hello, steps
-from tests.server.statement_counts import recorded
+from tests.support.server.batches import ATTEMPT, batch, hello, steps
+from tests.support.server.statement_counts import recorded
 
 OTHER = {"attempt": "b" * 16, "source": "b" * 16}
 

@@ -21,9 +21,9 @@ from ddpobs_server.store import Arrival, BucketRollup, Outcome, Store, schema
 from ddpobs_server.store.database import engine, migration
 from sqlalchemy import Connection, create_engine, select, text
 
+from benchmarks.rig.databases import Fresh
 from ddpobs import wire
-from tests.databases import Fresh
-from tests.server.batches import ATTEMPT, batch, fingerprint, source_of, spans, steps
+from tests.support.server.batches import ATTEMPT, batch, fingerprint, source_of, spans, steps
 
 pytestmark = pytest.mark.wide
 

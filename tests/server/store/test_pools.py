@@ -23,10 +23,10 @@ from ddpobs_server.store.database import database_errors
 from psycopg import errors
 from sqlalchemy import make_url
 
-from tests import databases
-from tests.collector import collector
-from tests.ports import free_port
-from tests.server.batches import batch, put, spans, steps
+from benchmarks.rig import databases
+from benchmarks.rig.collector import collector
+from tests.support.ports import free_port
+from tests.support.server.batches import batch, put, spans, steps
 
 
 def need_pgbouncer() -> str:

@@ -6,7 +6,7 @@ import msgspec
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
-from tests.server.batches import ATTEMPT, batch
+from tests.support.server.batches import ATTEMPT, batch
 
 MB = 1_000_000
 LONG = "x" * 16_000

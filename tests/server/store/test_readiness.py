@@ -6,7 +6,7 @@ import numpy as np
 from ddpobs_server.store import Arrival, Store
 
 from ddpobs import wire
-from tests.server.batches import ATTEMPT, batch, steps
+from tests.support.server.batches import ATTEMPT, batch, steps
 
 
 def sample(step: int) -> wire.Readiness:

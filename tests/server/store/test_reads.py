@@ -23,10 +23,10 @@ from fastapi.testclient import TestClient
 from prometheus_client.openmetrics import parser as openmetrics
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.rig.databases import Fresh, sqlite
 from ddpobs import wire
-from tests.databases import Fresh, sqlite
-from tests.server.batches import ATTEMPT, MS, batch, hello, layout, path, spans, steps
-from tests.server.statement_counts import recorded
+from tests.support.server.batches import ATTEMPT, MS, batch, hello, layout, path, spans, steps
+from tests.support.server.statement_counts import recorded
 
 
 @contextmanager

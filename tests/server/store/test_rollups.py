@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpobs import wire
-from tests.columns import make_spans, make_steps
+from tests.support.columns import make_spans, make_steps
 
 Row = tuple[int, int, int, int, int, int, int]
 

@@ -8,7 +8,7 @@ from ddpobs_server.store.sums import unused_names
 from sqlalchemy import event
 
 from ddpobs import wire
-from tests.server.batches import batch
+from tests.support.server.batches import batch
 
 
 def arrive(store: Store, rank: int, *names: str, module: int = 0, seq: int = 0, run: str = "run") -> None:

@@ -16,10 +16,10 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.web import bounded_protocol, listening
 from pydantic import ValidationError
 
-from tests.collector import collector
-from tests.server.batches import ATTEMPT, batch, put, steps
-from tests.server.browsing import Visit
-from tests.server.serving import served
+from benchmarks.rig.collector import collector
+from tests.support.server.batches import ATTEMPT, batch, put, steps
+from tests.support.server.browsing import Visit
+from tests.support.server.serving import served
 
 PATH = "/tools/ddpobs"
 

@@ -25,11 +25,11 @@ from ddpobs_server.web.problems import Problem
 from starlette.routing import Mount, Route
 from typer.testing import CliRunner
 
-from tests import databases
-from tests.collector import collector
-from tests.databases import Fresh
-from tests.server.batches import assert_problem, batch, path, put, steps
-from tests.server.serving import served
+from benchmarks.rig import databases
+from benchmarks.rig.collector import collector
+from benchmarks.rig.databases import Fresh
+from tests.support.server.batches import assert_problem, batch, path, put, steps
+from tests.support.server.serving import served
 
 ROOT = Path(__file__).parents[3]
 CALLS = {

@@ -20,11 +20,11 @@ from ddpobs_server.settings import Settings
 from ddpobs_server.web import bounded_protocol, chunked_responses
 from fastapi import APIRouter, Response
 
+from benchmarks.rig import databases
+from benchmarks.rig.collector import Collector
 from ddpobs import wire
-from tests import databases
-from tests.collector import Collector
-from tests.server.batches import assert_problem, batch, path, put, steps
-from tests.server.serving import read_until_closed, served
+from tests.support.server.batches import assert_problem, batch, path, put, steps
+from tests.support.server.serving import read_until_closed, served
 
 
 def test_a_connection_with_endless_headers_is_closed(on_sqlite: Collector) -> None:

@@ -15,13 +15,13 @@ import httpx
 import pytest
 import zstandard
 
+from benchmarks.rig import databases
+from benchmarks.rig.collector import Collector, collector
 from ddpobs import TelemetryConfig, wire
 from ddpobs.export.http_sender import Outcome, Sender
-from tests import databases
-from tests.collector import Collector, collector
-from tests.integration.tools import need
-from tests.ports import free_port
-from tests.server.batches import assert_problem, batch, spans, steps
+from tests.support.integration.tools import need
+from tests.support.ports import free_port
+from tests.support.server.batches import assert_problem, batch, spans, steps
 
 CONFIG = Path(__file__).resolve().parents[3] / "deploy" / "nginx.conf"
 TOKEN = "s3cret"

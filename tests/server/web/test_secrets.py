@@ -17,13 +17,13 @@ from ddpobs_server.web.problems import Problem
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from benchmarks.rig import databases
+from benchmarks.rig.collector import collector
 from ddpobs import TelemetryConfig, wire
 from ddpobs.config import from_environment
 from ddpobs.errors import ConfigError
 from ddpobs.export.http_sender import Outcome, Sender
-from tests import databases
-from tests.collector import collector
-from tests.server.batches import batch
+from tests.support.server.batches import batch
 
 SPACED = ["s3cret\n", " s3cret", "\ts3cret \r\n"]
 MALFORMED = ["", " ", "gehéim", "two words", "a\nb", "\u00a0"]

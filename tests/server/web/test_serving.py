@@ -11,7 +11,7 @@ from alembic import command
 from ddpobs_server.store.database import migration
 from sqlalchemy import create_engine
 
-from tests.collector import Collector, collector
+from benchmarks.rig.collector import Collector, collector
 
 
 def lines_of(running: Collector) -> list[dict[str, Any]]:

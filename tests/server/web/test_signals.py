@@ -18,8 +18,8 @@ import httpx
 import pytest
 import yaml
 
-from tests.collector import Collector, collector
-from tests.server.batches import batch, path, put
+from benchmarks.rig.collector import Collector, collector
+from tests.support.server.batches import batch, path, put
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVER = str(Path(sys.executable).with_name("ddpobs-server"))

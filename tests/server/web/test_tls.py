@@ -12,15 +12,15 @@ import pytest
 from ddpobs_server.operations import self_check
 from ddpobs_server.settings import Settings
 
-from tests.collector import collector
-from tests.integration.tools import need
-from tests.server.batches import assert_problem
+from benchmarks.rig.collector import collector
+from tests.support.integration.tools import need
+from tests.support.server.batches import assert_problem
 
 SENDING = """
 import sys, zstandard
 from ddpobs import TelemetryConfig, wire
 from ddpobs.export.http_sender import Sender
-from tests.server.batches import batch, steps
+from tests.support.server.batches import batch, steps
 sent = batch("over-tls", steps=steps(0, 2))
 answer = Sender(TelemetryConfig(collector=sys.argv[1])).send(
     sent.run, sent.source, sent.seq, zstandard.compress(wire.encode(sent)))

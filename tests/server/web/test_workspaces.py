@@ -13,11 +13,11 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.rig import databases
+from benchmarks.rig.collector import running_collector
 from ddpobs import wire
-from tests import databases
-from tests.collector import running_collector
-from tests.server.batches import assert_problem, batch, path, put, spans, steps
-from tests.server.tenants import bearer, stuck_clients
+from tests.support.server.batches import assert_problem, batch, path, put, spans, steps
+from tests.support.server.tenants import bearer, stuck_clients
 
 pytestmark = pytest.mark.wide
 

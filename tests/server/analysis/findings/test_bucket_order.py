@@ -12,7 +12,7 @@ from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.findings.bucket_order import bucket_order, late_buckets
 
 from ddpobs import wire
-from tests.server.analysis.link_scenario import Run, on_hosts
+from tests.support.analysis.link_scenario import Run, on_hosts
 
 MB = 10**6
 FACTS = on_hosts(2, hosts=2)

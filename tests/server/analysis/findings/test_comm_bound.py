@@ -13,8 +13,8 @@ from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.comm_bound import comm_bound
 
 from ddpobs import wire
-from tests.server.analysis.link_scenario import Columns, Run, on_hosts
-from tests.server.analysis.scenario import BASE_MS, MS, columns, evidence_of, with_columns
+from tests.support.analysis.link_scenario import Columns, Run, on_hosts
+from tests.support.analysis.scenario import BASE_MS, MS, columns, evidence_of, with_columns
 
 MB = 10**6
 

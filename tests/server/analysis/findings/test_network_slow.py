@@ -11,7 +11,7 @@ from ddpobs_server.analysis.evidence import Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.network_slow import network_slow
 
-from tests.server.analysis.link_scenario import Run, on_hosts
+from tests.support.analysis.link_scenario import Run, on_hosts
 
 MB = 10**6
 STEPS = 200

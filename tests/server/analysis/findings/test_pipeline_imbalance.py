@@ -12,8 +12,8 @@ from ddpobs_server.analysis.findings.pipeline_imbalance import layer_of, pipelin
 from ddpobs_server.analysis.findings.straggler import straggler
 
 from ddpobs import wire
-from tests.server.analysis.pipeline_scenario import events, evidence_of
-from tests.server.analysis.scenario import MS
+from tests.support.analysis.pipeline_scenario import events, evidence_of
+from tests.support.analysis.scenario import MS
 
 
 def layout(module: int, layers: int) -> wire.Layout:

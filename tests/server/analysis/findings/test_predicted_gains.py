@@ -14,7 +14,7 @@ from ddpobs_server.analysis.findings.bucket_size import bucket_size
 from ddpobs_server.analysis.findings.compression_pays import compression_pays
 
 from ddpobs import wire
-from tests.server.analysis.link_scenario import Run, on_hosts
+from tests.support.analysis.link_scenario import Run, on_hosts
 
 MB = 10**6
 FACTS = on_hosts(2, hosts=2)

@@ -8,7 +8,7 @@ from ddpobs_server.analysis.evidence import Judgement
 from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.scaling_loss import scaling_loss
 
-from tests.server.analysis.link_scenario import Run
+from tests.support.analysis.link_scenario import Run
 
 MB = 10**6
 

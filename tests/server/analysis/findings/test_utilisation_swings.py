@@ -9,8 +9,8 @@ from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.utilisation_swings import autocorrelation, utilisation_swings
 
 from ddpobs import wire
-from tests.server.analysis.link_scenario import Run
-from tests.server.analysis.scenario import MS, Floats, columns, evidence_of, own_times
+from tests.support.analysis.link_scenario import Run
+from tests.support.analysis.scenario import MS, Floats, columns, evidence_of, own_times
 
 
 def run(gap_ms: Floats) -> Run:

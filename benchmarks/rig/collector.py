@@ -23,7 +23,7 @@ import httpx
 
 from benchmarks.faults.fork_server import ForkedRank, ForkServer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 START_S = 60.0
 _LISTENING = re.compile(r"ddpobs-server: (https?://[^ ,]+)")
 
@@ -80,6 +80,7 @@ def collector(
 
 @cache
 def fork_server() -> ForkServer:
+    """Return the process that collectors are forked from, which starts with the first call."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
     paths = {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "server")])}
     return ForkServer(kept | paths, ("ddpobs_server.app", "alembic.command", "uvloop", "httptools"))

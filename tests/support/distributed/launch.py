@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.tied import end_with_parent
-from tests.mpi.launch import run_over_mpi
+from tests.support.mpi.launch import run_over_mpi
 
 
 def run_ranks(
@@ -41,7 +41,7 @@ def run_ranks(
         return run_over_mpi(function, world_size, *args, timeout_s=timeout_s)
     environ = dict(os.environ) if gpu else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.preload"])
+    context.set_forkserver_preload(["tests.support.distributed.preload"])
     with TemporaryDirectory() as folder:
         pipes = [context.Pipe(duplex=False) for _ in range(world_size)]
         ranks = [

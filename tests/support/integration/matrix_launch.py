@@ -9,12 +9,12 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests import patience
-from tests.integration.matrix import IN_CODE, UNDER_RUN, VARIABLE, Command
-from tests.integration.training import PATIENT, ROOT
-from tests.mpi.launch import AS_ROOT_ON_FEW_CORES
+from benchmarks.rig import patience
+from benchmarks.rig.training import PATIENT, ROOT
+from tests.support.integration.matrix import IN_CODE, UNDER_RUN, VARIABLE, Command
+from tests.support.mpi.launch import AS_ROOT_ON_FEW_CORES
 
-SCRIPTS = Path(__file__).with_name("scripts")
+SCRIPTS = ROOT / "tests" / "integration" / "scripts"
 BIN = Path(sys.executable).parent
 ENVIRON = {
     "OMP_NUM_THREADS": "1",

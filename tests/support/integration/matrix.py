@@ -1,6 +1,6 @@
 """The matrix of `docs/enabling.md`: each framework or door by each way to start it, as commands or the reason why not.
 
-`python -m tests.integration.matrix` prints the table of the document.
+`python -m tests.support.integration.matrix` prints the table of the document.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ddpobs import wire
-from tests.integration.faults import RestartableCollector
+from tests.support.integration.faults import RestartableCollector
 
 FillDisk = Callable[[RestartableCollector], AbstractContextManager[int]]
 """Leaves no space for a collector that stores there, for the duration of the block.

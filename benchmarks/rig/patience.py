@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from tests.leftovers import MARK, kill, new_mark, started
+from benchmarks.rig.leftovers import MARK, kill, new_mark, started
 
 
 def run(

@@ -11,7 +11,7 @@ from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.steps.joined_steps import join
 
 from ddpobs import wire
-from tests.columns import make_spans, make_steps
+from tests.support.columns import make_spans, make_steps
 
 MS = 1_000_000
 BASE_MS = {"data": 5.0, "forward": 20.0, "backward": 40.0, "optimizer": 8.0, "other": 2.0}

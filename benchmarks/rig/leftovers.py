@@ -16,7 +16,7 @@ from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
 from benchmarks.faults import launch
-from tests import collector
+from benchmarks.rig import collector
 
 MARK = "TESTS_STARTED_BY"
 """Of the environment; a mark begins with that of the process above."""

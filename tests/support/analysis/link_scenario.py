@@ -9,8 +9,8 @@ import numpy as np
 from ddpobs_server.analysis.evidence import Evidence
 
 from ddpobs import wire
-from tests.columns import make_spans, make_steps
-from tests.server.analysis.scenario import MS, Floats, evidence_of
+from tests.support.analysis.scenario import MS, Floats, evidence_of
+from tests.support.columns import make_spans, make_steps
 
 RATE = 0.125
 """Bytes per ns: 1 Gbit/s."""

@@ -9,7 +9,7 @@ import numpy as np
 import zstandard
 
 from ddpobs import wire
-from tests.columns import make_spans, make_steps
+from tests.support.columns import make_spans, make_steps
 
 ATTEMPT = "aaaaaaaaaaaaaaaa"
 MS = 1_000_000

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 
 from ddpobs import wire
-from tests.columns import make_spans, make_steps
+from tests.support.columns import make_spans, make_steps
 
 EVIL = "<img src=x onerror=document.title='owned'>"
 STEPS, MS = 60, 1_000_000

@@ -26,14 +26,14 @@ from urllib.parse import urlsplit
 import httpx
 import numpy as np
 
+from benchmarks.rig import collector as collectors
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.exporter import Exporter
 from ddpobs.export.identity import Envelope, Identity
 from ddpobs.export.spool import Spool
-from tests import collector as collectors
-from tests.ports import free_port
-from tests.server.batches import ATTEMPT, get, source_of, spans, steps
+from tests.support.ports import free_port
+from tests.support.server.batches import ATTEMPT, get, source_of, spans, steps
 
 BUCKETS = 2
 WEIGHT = 1 + BUCKETS

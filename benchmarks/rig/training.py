@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from benchmarks.faults.launch import ranks_of
-from tests import patience
+from benchmarks.rig import patience
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples" / "train_gpt.py"

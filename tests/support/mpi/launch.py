@@ -1,4 +1,6 @@
-"""Runs a function on ranks that mpiexec starts; on each rank, `python -m tests.mpi.launch FOLDER` runs this file.
+"""Runs a function on ranks that mpiexec starts.
+
+On each rank, `python -m tests.support.mpi.launch FOLDER` runs this file.
 
 With `DDPOBS_TEST_MPI=1` all tests in `tests/distributed` run so.
 """
@@ -17,9 +19,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from tests import patience
+from benchmarks.rig import patience
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 AS_ROOT_ON_FEW_CORES = {
     f"{name}_ALLOW_RUN_AS_ROOT{suffix}": "1" for name in ("OMPI", "PRTE") for suffix in ("", "_CONFIRM")
 } | {"PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe"}
@@ -44,11 +46,11 @@ def start(ranks: int, command: list[str], timeout_s: float, **environment: str) 
 
 
 def run_over_mpi(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 150) -> list[Any]:
-    """As `tests.distributed.launch.run_ranks`, over the backend ddpobs_mpi."""
+    """As `tests.support.distributed.launch.run_ranks`, over the backend ddpobs_mpi."""
     with TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "call").write_bytes(pickle.dumps((function, args)))
-        result = start(world_size, ["-m", "tests.mpi.launch", name], timeout_s)
+        result = start(world_size, ["-m", "tests.support.mpi.launch", name], timeout_s)
         answers = [folder / f"{rank}" for rank in range(world_size)]
         assert all(path.exists() for path in answers), result.stdout + result.stderr
         values = [pickle.loads(path.read_bytes()) for path in answers]

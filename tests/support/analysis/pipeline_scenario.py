@@ -9,8 +9,8 @@ from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.steps.joined_steps import join
 
 from ddpobs import wire
-from tests.columns import make_steps
-from tests.server.analysis.scenario import MS, with_columns
+from tests.support.analysis.scenario import MS, with_columns
+from tests.support.columns import make_steps
 
 MICRO_BATCHES = 4
 STAGES = [[0, 1], [2, 3]]

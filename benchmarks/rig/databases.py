@@ -19,6 +19,7 @@ Fresh = Callable[[Path], str]
 
 
 def sqlite(folder: Path) -> str:
+    """Return the address of a new SQLite file in a folder."""
     return f"sqlite:///{folder}/runs-{next(_numbers)}.db"
 
 
