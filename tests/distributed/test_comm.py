@@ -23,11 +23,8 @@ from ddpobs.errors import ConfigError, ReducerError, UnusedParametersError
 from tests.support.distributed.compare import batch, net, train
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
+from tests.support.distributed.strategies import CAP, STRATEGIES, same_everywhere
 
-CAP = {"bucket_cap_mb": 0.05}
-ARGUMENTS = {"topk": "topk:0.1", "powersgd": "powersgd:2"}
-STRATEGIES = [ARGUMENTS.get(registered.name, registered.name) for registered in registry.STRATEGIES]
-"""Every registered strategy; a strategy that compresses too much by default has an argument."""
 CLOSE = {"fp16": 1e-3, "bf16": 1e-2, "int8": 1e-2, "parameter_server": 1e-6}
 """Largest distance of a step's gradients from the plain mean, as a share of the largest gradient."""
 
@@ -40,13 +37,6 @@ def gradients(ddp: nn.Module, rank: int) -> list[torch.Tensor]:
 def distance(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
     largest = max(float(t.abs().max()) for t in theirs)
     return max(float((a - b).abs().max()) for a, b in zip(ours, theirs, strict=True)) / largest
-
-
-def same_everywhere(tensors: list[torch.Tensor]) -> bool:
-    flat = torch.cat([tensor.flatten().double() for tensor in tensors])
-    first = flat.clone()
-    dist.broadcast(first, 0)
-    return torch.equal(first, flat)
 
 
 def one_step_and_more(rank: int, world_size: int) -> dict[str, Any]:

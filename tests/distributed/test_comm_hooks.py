@@ -22,6 +22,7 @@ from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimiz
 from torch.nn.parallel.distributed import _BufferCommHookLocation
 
 from tests.support.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.streams import stand_in_stream
 
 CAP = {"bucket_cap_mb": 0.05}
 
@@ -150,18 +151,6 @@ def fused_optimizer(kind: Any, rank: int) -> Any:
     for step in range(3):
         ddp(batch(rank, step)).pow(2).mean().backward()
     return [p.detach().clone() for p in ddp.parameters()]
-
-
-def stand_in_stream() -> Any:
-    """Torch's module creates a device's stream for this; on the host everything runs in order."""
-    stream = mock.MagicMock()
-    stream.__enter__.return_value = stream
-    return mock.patch.multiple(
-        torch,
-        Stream=lambda *_: stream,
-        Event=mock.MagicMock,
-        accelerator=mock.MagicMock(),
-    )
 
 
 def optimizer_in_backward(kind: Any, rank: int) -> Any:

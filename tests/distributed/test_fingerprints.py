@@ -20,9 +20,9 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 import ddpobs
 import ddpobs.horovod as hvd
 from ddpobs import DistributedDataParallel, wire
-from tests.distributed.test_random_trainings import SEEDS, Training
-from tests.server.analysis.findings.test_failures import evidence
+from tests.support.analysis.failures import evidence
 from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.random_trainings import SEEDS, Training
 from tests.support.distributed.sent import Sent, sending
 
 TRIALS, RANKS = 65, 3

@@ -11,8 +11,8 @@ import torch
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError
 from ddpobs.horovod.agreement import Agreement
-from tests.distributed.test_horovod_mismatches import dtypes, floats, learn, optimizer
 from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.mismatches import dtypes, floats, learn, optimizer
 
 
 def others(rank: int, ranks: int) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 import ddpobs.horovod as hvd
-from tests.distributed.test_horovod import alone, half_used, how_close, loss
 from tests.support.distributed.compare import net
+from tests.support.distributed.horovod import alone, half_used, how_close, loss
 from tests.support.distributed.launch import run_ranks
 
 

@@ -15,8 +15,8 @@ import torch
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError, HostsUpdatedInterrupt
 from ddpobs.horovod.process import reset
-from tests.distributed.test_horovod import loss, raised
 from tests.support.distributed.compare import net
+from tests.support.distributed.horovod import loss, raised
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 

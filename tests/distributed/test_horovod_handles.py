@@ -9,7 +9,7 @@ from torch.utils import _pytree as pytree
 
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError
-from tests.distributed.test_horovod import raised
+from tests.support.distributed.horovod import raised
 from tests.support.distributed.launch import run_ranks
 
 

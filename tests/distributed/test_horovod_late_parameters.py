@@ -10,8 +10,8 @@ from torch import nn
 
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError, ModelsDifferError
-from tests.distributed.test_horovod import alone, how_close, loss, raised
 from tests.support.distributed.compare import net
+from tests.support.distributed.horovod import alone, how_close, loss, raised
 from tests.support.distributed.launch import run_ranks
 
 

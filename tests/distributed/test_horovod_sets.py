@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError
-from tests.distributed.test_horovod import alone, how_close, loss, raised, together
 from tests.support.distributed.compare import net
+from tests.support.distributed.horovod import alone, how_close, loss, raised, together
 from tests.support.distributed.launch import run_ranks
 from tests.support.ports import free_port
 

@@ -12,7 +12,8 @@ from torch import nn
 
 import ddpobs.horovod as hvd
 from ddpobs.errors import HorovodError
-from tests.distributed.test_horovod import loss, net, raised, together
+from tests.support.distributed.compare import net
+from tests.support.distributed.horovod import loss, raised, together
 from tests.support.distributed.launch import run_ranks
 
 

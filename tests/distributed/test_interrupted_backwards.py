@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddpobs import DistributedDataParallel, attach
 from ddpobs.errors import ReducerError
 from tests.support.distributed.compare import batch, net, train, verdicts
+from tests.support.distributed.interrupts import StopError, make_interruptible
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 
@@ -34,28 +35,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-class StopError(Exception):
-    """The error of the user's code, which the training loop catches to continue with the next batch."""
-
-
 def on_every_rank(_rank: int, step: int) -> bool:
     return step in {0, 3}
 
 
 def on_one_rank(rank: int, step: int) -> bool:
     return rank == 1 and step in {0, 3}
-
-
-def make_interruptible(ddp: Any, layer: int) -> list[bool]:
-    """Let a backward raise before the layer's weight gets its gradient, while the returned list is `[True]`."""
-    fails = [False]
-
-    def stop(_: torch.Tensor) -> None:
-        if fails[0]:
-            raise StopError
-
-    ddp.module[layer].weight.register_hook(stop)
-    return fails
 
 
 def train_and_drop(ddp: Any, rank: int, layer: int, fails_at: FailsAt, set_to_none: bool) -> dict[str, Any]:

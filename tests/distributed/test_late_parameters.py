@@ -18,11 +18,10 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 from ddpobs import DistributedDataParallel
 from ddpobs.errors import ModelsDifferError, ReducerError, UnusedParametersError
-from tests.distributed.test_comm_hooks import stand_in_stream
-from tests.distributed.test_mixed_precision import cpu_streams
 from tests.support.distributed.compare import close, same
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
+from tests.support.distributed.streams import cpu_streams, stand_in_stream
 
 pytestmark = pytest.mark.wide
 

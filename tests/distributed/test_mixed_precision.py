@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +13,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from ddpobs import DistributedDataParallel
 from tests.support.distributed.compare import batch, net
 from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.streams import cpu_streams
 
 CAP = {"bucket_cap_mb": 0.05}
 STEPS = 4
@@ -26,12 +23,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "flag": {"find_unused_parameters": True},
     "static": {"static_graph": True},
 }
-
-
-class Stream(nullcontext[None]):
-    """A stream that runs its work at once."""
-
-    device = torch.device("cpu")
 
 
 class Model(nn.Module):
@@ -70,17 +61,6 @@ def agreement(rank: int, ranks: int, dtypes: tuple[torch.dtype, torch.dtype]) ->
     reference = train_in_one_process(*dtypes, ranks)
     with cpu_streams():
         return {name: same(train(rank, dtypes, options), reference) for name, options in OPTIONS.items()}
-
-
-@contextmanager
-def cpu_streams() -> Iterator[None]:
-    events, current = SimpleNamespace(record=int, wait=lambda stream: None), SimpleNamespace(wait_stream=id)
-    with (
-        mock.patch.object(torch, "Stream", Stream),
-        mock.patch.object(torch, "Event", return_value=events),
-        mock.patch.object(torch.accelerator, "current_stream", return_value=current),
-    ):
-        yield
 
 
 def train(rank: int, dtypes: tuple[torch.dtype, torch.dtype], options: dict[str, Any]) -> nn.Module:

@@ -12,10 +12,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ddpobs import wire
-from tests.distributed.test_steps import ddp_factory, gaps_ns
 from tests.support.distributed.cached_losses import ROWS, Encoder, batches, cached_loss
 from tests.support.distributed.delays import durations, excess_ns, waited_ns
 from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.loops import ddp_factory, gaps_ns
 from tests.support.distributed.sent import Sent, sending
 
 pytestmark = pytest.mark.wide

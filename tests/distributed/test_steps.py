@@ -11,24 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader, TensorDataset
 
-import ddpobs
-from ddpobs import DistributedDataParallel, wire
+from ddpobs import wire
 from tests.support.distributed.compare import batch, net
-from tests.support.distributed.delays import durations, excess_ns, phase_ns, waited_ns
+from tests.support.distributed.delays import excess_ns, phase_ns, waited_ns
 from tests.support.distributed.launch import run_ranks
-from tests.support.distributed.sent import Sent, sending
-
-SLOW_S = 0.3
-SLOW_NS = 300_000_000
-"""Delay of a slow rank, and duration of an evaluation's batch: far above the delays of a busy machine."""
-
-
-def loader(rows: int = 16) -> Any:
-    return DataLoader(TensorDataset(torch.randn(rows, 8)), batch_size=4)
+from tests.support.distributed.loops import SLOW_NS, SLOW_S, ddp_factory, loader, summary
+from tests.support.distributed.sent import sending
 
 
 def plain_loop(wrap: Any, rank: int) -> None:
@@ -288,37 +278,6 @@ LOOPS: dict[str, Callable[[Any, int], None]] = {
 }
 STEPS = dict.fromkeys(LOOPS, 4) | {"accumulation": 2}
 BACKWARDS = {"accumulation": 2, "several_backwards": 2}
-
-
-def summary(capture: Sent) -> dict[str, Any]:
-    return {
-        **durations(capture),
-        "wall": [end - start for start, end in zip(capture.steps("start_ns"), capture.steps("end_ns"), strict=True)],
-        "gaps": gaps_ns(capture),
-        "backwards": capture.steps("micro_steps"),
-        "samples": capture.steps("samples"),
-        "collectives": capture.steps("collective"),
-        "clean": [not flags & wire.NO_ORIGIN for flags in capture.steps("flags")],
-        "user": capture.comms("kind").count(wire.COMM_KINDS.index("user")),
-    }
-
-
-def gaps_ns(capture: Sent) -> list[int]:
-    """The time from each step's end to the next one's begin."""
-    return [begin - end for end, begin in zip(capture.steps("end_ns"), capture.steps("start_ns")[1:], strict=False)]
-
-
-def ddp_factory(kind: str, capture: Sent) -> Callable[..., Any]:
-    """Return the function that wraps a loop's modules: our DDP, or torch's with `attach`."""
-
-    def wrap(module: nn.Module, **options: Any) -> Any:
-        if kind == "ours":
-            return DistributedDataParallel(module, telemetry=capture.config, **options)
-        ddp = TorchDDP(module, **options)
-        ddpobs.attach(ddp, capture.config)
-        return ddp
-
-    return wrap
 
 
 def all_loops(rank: int, world_size: int, kind: str) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ddpobs.export import batch_encoder
-from tests.distributed.test_steps import SLOW_S, ddp_factory, summary
 from tests.support.distributed.compare import batch, net
 from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.loops import SLOW_S, ddp_factory, summary
 from tests.support.distributed.sent import sending
 
 

@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 
 from ddpobs import wire
-from tests.distributed.test_steps import SLOW_NS, SLOW_S, ddp_factory, loader, summary
 from tests.support.distributed.compare import batch, net
 from tests.support.distributed.delays import excess_ns, phase_ns, waited_ns
 from tests.support.distributed.launch import run_ranks
+from tests.support.distributed.loops import SLOW_NS, SLOW_S, ddp_factory, loader, summary
 from tests.support.distributed.sent import sending
 
 _backward = torch.autograd.backward

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from ddpobs import DistributedDataParallel, telemetry
 from ddpobs.errors import ConfigError, ReducerError
 from ddpobs.reducer import fault_broadcast
-from tests.distributed.test_interrupted_backwards import StopError, make_interruptible
 from tests.support.distributed.compare import batch, net, outcome, train
+from tests.support.distributed.interrupts import StopError, make_interruptible
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 

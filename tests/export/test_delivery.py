@@ -17,7 +17,7 @@ from ddpobs.config import TelemetryConfig
 from ddpobs.export import delivery
 from ddpobs.export.http_sender import Answer, Outcome, Sender
 from ddpobs.export.spool import Encoded, Spool
-from tests.export.test_exporter import event, exporter, kinds, until
+from tests.support.exporters import event, exporter, kinds, until
 from tests.support.integration.collectors import absent, acknowledge, collector, status
 
 

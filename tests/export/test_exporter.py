@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,42 +17,9 @@ from benchmarks.broken import broken
 from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.export.exporter import Exporter
-from ddpobs.export.identity import Envelope, Identity
 from ddpobs.export.spool import Spool
+from tests.support.exporters import IDENTITY, encode, event, exporter, kinds, until
 from tests.support.integration.collectors import absent, acknowledge, collector, rubbish, status
-
-IDENTITY = Identity(run="r", attempt="a" * 16, source="b" * 16, rank=0, world_size=1)
-
-
-def encode(records: Sequence[object], envelope: Envelope) -> wire.Batch:
-    events = [record for record in records if isinstance(record, wire.Event)]
-    if len(events) < len(records):
-        raise ValueError("no event")
-    return wire.Batch(version=wire.VERSION, **vars(envelope), events=events)
-
-
-def exporter(url: str, folder: Path, **settings: float) -> Exporter:
-    config = TelemetryConfig(collector=url, spool=folder, flush_s=0.05, **settings)  # type: ignore[arg-type]
-    running = Exporter(config, encode)
-    running.identify(IDENTITY)
-    running.start()
-    return running
-
-
-def event(kind: str = "e") -> wire.Event:
-    return wire.Event(kind=kind, at_ns=1)
-
-
-def kinds(puts: Sequence[tuple[str, bytes, float]]) -> list[str]:
-    """Kinds of all events in these requests."""
-    return [event.kind for _, body, _ in puts for event in wire.decode(zstandard.decompress(body)).events]
-
-
-def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.02)
 
 
 def test_a_batch_reaches_the_collector_whole(tmp_path: Path) -> None:

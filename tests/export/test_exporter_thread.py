@@ -18,7 +18,7 @@ from ddpobs import TelemetryConfig
 from ddpobs.clocks import HostClock
 from ddpobs.export.exporter import Exporter
 from ddpobs.recording.journal import Journal
-from tests.export.test_exporter import encode, event, exporter, until
+from tests.support.exporters import encode, event, exporter, until
 from tests.support.integration.collectors import absent, acknowledge, collector
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,7 +95,7 @@ def test_the_thread_imports_nothing(tmp_path: Path) -> None:
     script = f"""
 import sys, threading
 from pathlib import Path
-from tests.export.test_exporter import event, exporter
+from tests.support.exporters import event, exporter
 def imported(name, args):
     if name == "import" and threading.current_thread().name.startswith("ddpobs-"):
         print(args[0])

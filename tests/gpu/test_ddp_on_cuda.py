@@ -2,59 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.nn.parallel.distributed import _MixedPrecision
 from torch.profiler import ProfilerActivity, profile
 
 from ddpobs import DistributedDataParallel, attach
+from tests.support.cuda import STEPS, nccl_alone, net, rows, train
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import Sent, sending
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device, and this machine has none")
-STEPS = 12
 TOLERANCE_NS = 50_000
-
-
-@contextmanager
-def nccl_alone() -> Iterator[None]:
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
-        dist.init_process_group("nccl", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
-        try:
-            yield
-        finally:
-            dist.destroy_process_group()
-
-
-def net(width: int = 2048) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(6))).cuda()
-
-
-def rows(width: int = 2048) -> torch.Tensor:
-    return torch.randn(512, width, device="cuda")
-
-
-def train(ddp: nn.Module, steps: int = STEPS, width: int = 2048, batch: torch.Tensor | None = None) -> None:
-    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-3)
-    batch = rows(width) if batch is None else batch
-    for _ in range(steps):
-        optimizer.zero_grad()
-        ddp(batch).pow(2).mean().backward()
-        optimizer.step()
-    torch.cuda.synchronize()
 
 
 def profiled(kind: str, group: Any = None) -> tuple[Sent, list[tuple[int, int]], list[tuple[int, int]]]:

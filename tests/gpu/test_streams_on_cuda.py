@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDDP
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddpobs import DistributedDataParallel, wire
-from tests.gpu.test_ddp_on_cuda import nccl_alone, net, train
+from tests.support.cuda import nccl_alone, net, train
 from tests.support.distributed.launch import run_ranks
 from tests.support.distributed.sent import sending
 

@@ -8,8 +8,7 @@ import pytest
 
 from benchmarks.rig.collector import collector
 from benchmarks.rig.training import TORCHRUN, train
-
-SLOW_RANK = 1
+from tests.support.integration.slow_ranks import SLOW_RANK
 
 
 @pytest.fixture(scope="session")

@@ -11,8 +11,8 @@ import pytest
 from benchmarks.faults.launch import ranks_of
 from benchmarks.rig import patience
 from benchmarks.rig.training import PATIENT, TORCHRUN
-from tests.integration.test_run_command import command
-from tests.integration.test_slow_rank_end_to_end import get
+from tests.support.integration.run_command import command
+from tests.support.integration.slow_ranks import get
 
 pytestmark = pytest.mark.wide
 

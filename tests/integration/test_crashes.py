@@ -9,7 +9,6 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -21,12 +20,11 @@ from benchmarks.faults.launch import CRASHING, Ranks, ranks_of
 from benchmarks.rig.collector import Collector, collector
 from benchmarks.rig.training import PATIENT, ROOT
 from tests.support.integration.collectors import absent
+from tests.support.integration.waiting import LIMIT_S, wait_for
 from tests.support.ports import free_port
 from tests.support.server.batches import get
 
 STEP = 250
-LIMIT_S = 40
-"""For a full machine; `benchmarks/crashes.py` measures the time."""
 LOST_S = 4.0
 """Twice the two seconds that a kill may lose; `benchmarks/crashes.py` measures the loss."""
 AUTOLOAD = {"MODE": "run", "PYTHONPATH": os.pathsep.join(map(str, (ROOT / "ddpobs" / "autoload", ROOT)))}
@@ -46,14 +44,6 @@ def stored_steps(running: Collector) -> dict[int, int]:
     with closing(sqlite3.connect(running.database)) as database:
         query = "select rank, sum(steps) from rollups join sources using (run_id, source) group by rank"
         return dict(database.execute(query).fetchall())
-
-
-def wait_for(condition: Callable[[], Any], logs: Callable[[], str] = str) -> Any:
-    deadline = time.monotonic() + LIMIT_S
-    while not (result := condition()):
-        assert time.monotonic() < deadline, logs()
-        time.sleep(0.2)
-    return result
 
 
 def lost_s(folder: Path, running: Collector, rank: int) -> float:

@@ -13,9 +13,9 @@ import pytest
 
 from benchmarks.rig.training import ROOT
 from ddpobs import wire
-from tests.integration.test_slow_rank_end_to_end import get
 from tests.support.integration.matrix import ALWAYS, CELLS, TABLE, WAYS, Command, table
 from tests.support.integration.matrix_launch import foreign_lines, output_of, start
+from tests.support.integration.slow_ranks import get
 
 pytestmark = pytest.mark.timeout(900)
 

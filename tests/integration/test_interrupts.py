@@ -16,7 +16,7 @@ import pytest
 from benchmarks.faults.launch import ranks_of
 from benchmarks.rig.collector import Collector, collector
 from benchmarks.rig.training import PATIENT, ROOT
-from tests.integration.test_crashes import wait_for
+from tests.support.integration.waiting import wait_for
 from tests.support.ports import free_port
 from tests.support.server.batches import get
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.rig.training import TORCHRUN, train
-from tests.integration.test_slow_rank_end_to_end import get, stragglers
+from tests.support.integration.slow_ranks import get, stragglers
 
 SCRIPT = Path(__file__).with_name("scripts") / "cached_loss.py"
 STEPS, PASSES, RANKS = 60, 4, 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,32 +14,14 @@ import torch
 
 import ddpobs
 from benchmarks.rig import patience
-from benchmarks.rig.training import PATIENT, ROOT
+from benchmarks.rig.training import ROOT
 from ddpobs.errors import DataParallelError
-from tests.integration.test_slow_rank_end_to_end import get
+from tests.support.integration.run_command import command
+from tests.support.integration.slow_ranks import get
 
 pytestmark = pytest.mark.wide
 
-NO_COLLECTOR = "http://127.0.0.1:9"
 SPAWNING = Path(__file__).with_name("scripts") / "spawning.py"
-
-
-def command(*arguments: object, url: str = NO_COLLECTOR, run: str = "r") -> dict[str, Any]:
-    """Return arguments for `subprocess.Popen` that start Python under `ddpobs run`."""
-    ddpobs_run = [
-        sys.executable,
-        "-c",
-        "from ddpobs.cli import main; main()",
-        "run",
-        "--collector",
-        url,
-        "--run",
-        run,
-        "--",
-    ]
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("DDPOBS_")}
-    environ |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | ({} if url == NO_COLLECTOR else PATIENT)
-    return {"args": [*ddpobs_run, sys.executable, *map(str, arguments)], "env": environ, "text": True}
 
 
 def run_to_end(arguments: dict[str, Any]) -> subprocess.CompletedProcess[str]:

@@ -11,8 +11,8 @@ from pathlib import Path
 import zstandard
 
 from ddpobs import wire
-from tests.integration.test_run_command import command
 from tests.support.integration.collectors import Seen, absent, acknowledge, collector
+from tests.support.integration.run_command import command
 
 RANKS = """
 import os, signal, subprocess, sys, time

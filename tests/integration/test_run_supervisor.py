@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.test_run_command import command
+from tests.support.integration.run_command import command
 from tests.support.integration.tools import need
 
 LOGGING = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import duckdb
 import httpx
@@ -14,19 +13,9 @@ from typer.testing import CliRunner
 from benchmarks.rig.training import ROOT, TORCHRUN, train
 from ddpobs import Client, wire
 from ddpobs.cli import main
-from tests.integration.conftest import SLOW_RANK
+from tests.support.integration.slow_ranks import SLOW_RANK, get, stragglers
 
 pytestmark = pytest.mark.alone
-
-
-def get(url: str, run: str, path: str = "", **query: Any) -> Any:
-    answer = httpx.get(f"{url}/api/v1/runs/{run}{path}", params=query, timeout=30)
-    answer.raise_for_status()
-    return answer.json()
-
-
-def stragglers(url: str, run: str) -> list[dict[str, Any]]:
-    return [f for f in get(url, run, "/diagnostics")["findings"] if f["code"] == "straggler"]
 
 
 @pytest.mark.parametrize(

@@ -22,10 +22,15 @@ import ddpobs
 import ddpobs.horovod as hvd
 from ddpobs import DistributedDataParallel, wire
 from ddpobs.errors import MpiError
-from tests.distributed import test_comm, test_equal_to_torch, test_horovod, test_join
-from tests.distributed.test_horovod_mismatches import CASES, check, collect
 from tests.support.distributed.compare import batch, net, train, verdicts
+from tests.support.distributed.equality import CAPS, equal_after_accumulation, unused_error
+from tests.support.distributed.equality import differences as differences_from_torch
+from tests.support.distributed.horovod import alone as train_alone
+from tests.support.distributed.horovod import together as train_together
+from tests.support.distributed.joins import CASES as JOIN_CASES
+from tests.support.distributed.mismatches import CASES, check, collect
 from tests.support.distributed.sent import sending
+from tests.support.distributed.strategies import CAP, STRATEGIES
 from tests.support.mpi import cases
 from tests.support.mpi.launch import start
 
@@ -67,7 +72,7 @@ def run(folder: Path) -> None:
     results["only in MPI"] = without_gloo(rank)
     results["groups"] = groups(rank)
     results["trainings"] = trainings(rank)
-    results["join"] = verdicts(test_join.CASES, rank)
+    results["join"] = verdicts(JOIN_CASES, rank)
     results["horovod"] = horovods(rank)
     results["mismatches"] = mismatches(rank)
     results["telemetry"] = recorded(rank)
@@ -152,15 +157,15 @@ def groups(rank: int) -> list[Any]:
 def trainings(rank: int) -> dict[str, Any]:
     """Trainings of the tests over gloo, and the same over both backends."""
     gloo = dist.new_group(backend="gloo")
-    caps = test_equal_to_torch.CAPS
+    caps = CAPS
     results: dict[str, Any] = {
-        "as torch's": test_equal_to_torch.differences(rank, 2, "cnn", caps | {"find_unused_parameters": True}),
-        "accumulated": test_equal_to_torch.equal_after_accumulation(rank, 2),
-        "unused": test_equal_to_torch.unused_error(rank, 2),
+        "as torch's": differences_from_torch(rank, 2, "cnn", caps | {"find_unused_parameters": True}),
+        "accumulated": equal_after_accumulation(rank, 2),
+        "unused": unused_error(rank, 2),
     }
-    for strategy in test_comm.STRATEGIES:
+    for strategy in STRATEGIES:
         both = [
-            train(DistributedDataParallel(net(), comm=strategy, process_group=group, **test_comm.CAP), rank, steps=12)
+            train(DistributedDataParallel(net(), comm=strategy, process_group=group, **CAP), rank, steps=12)
             for group in (None, gloo)
         ]
         results[strategy] = all(map(torch.equal, *both))
@@ -172,8 +177,8 @@ def trainings(rank: int) -> dict[str, Any]:
 def horovods(rank: int) -> list[Any]:
     hvd.init()
     alone, together = net(), net()
-    test_horovod.alone(alone, 2, 3)
-    test_horovod.together(together, rank, 3)
+    train_alone(alone, 2, 3)
+    train_together(together, rank, 3)
     equal = all(map(torch.equal, alone.parameters(), together.parameters()))
     position = [
         hvd.rank(),
@@ -278,7 +283,7 @@ def test_trainings_equal_those_of_torch_and_of_gloo(launch: Launch) -> None:
 
 def test_uneven_inputs_train_under_join_as_with_torchs_ddp(launch: Launch) -> None:
     for rank in launch[0]:
-        assert rank["join"] == dict.fromkeys(test_join.CASES, "equal")
+        assert rank["join"] == dict.fromkeys(JOIN_CASES, "equal")
 
 
 def test_horovods_optimizer_trains_over_mpi(launch: Launch) -> None:

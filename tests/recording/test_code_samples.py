@@ -11,7 +11,7 @@ from ddpobs import wire
 from ddpobs.recording.code_samples import CodeSamples
 from ddpobs.recording.input_counts import InputCounts
 from ddpobs.steps.raw_step import DATA, NO_INPUT, OTHER
-from tests.recording.test_module_recorder import Training
+from tests.support.recorded_steps import Training
 
 MS = 1_000_000
 

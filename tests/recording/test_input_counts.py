@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 
 from ddpobs import wire
 from ddpobs.steps.raw_step import InputSize
-from tests.recording.test_loader_hooks import DATA, Loop
+from tests.support.loops import DATA, Loop
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from ddpobs.recording.journal import Journal
 from ddpobs.steps.counters import NO_USAGE, Reading
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summariser
-from tests.recording.test_module_recorder import Training, plain_step
+from tests.support.recorded_steps import Training, plain_step
 
 
 class Readings:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ddpobs import wire
-from tests.recording.test_module_recorder import Training, own, phases, plain_step
+from tests.support.recorded_steps import Training, own, phases, plain_step
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from ddpobs import wire
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.module_recorder import ModuleRecorder
-from tests.recording.test_module_recorder import FakeClock, Training, own, phases, plain_step
+from tests.support.recorded_steps import FakeClock, Training, own, phases, plain_step
 
 ROWS = torch.zeros(4, 2)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.recording.test_module_recorder import Step, Training, own, phases, plain_step
+from tests.support.recorded_steps import Step, Training, own, phases, plain_step
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from ddpobs import wire
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.steps.summary import Summariser, Summary
-from tests.recording.test_module_recorder import Training
+from tests.support.recorded_steps import Training
 
 
 class Message(dist.Work):

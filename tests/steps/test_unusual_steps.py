@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from ddpobs import wire
 from ddpobs.recording import journal
 from ddpobs.recording.process_hooks import ProcessHooks
-from tests.recording.test_module_recorder import Training, own, phases, plain_step
+from tests.support.recorded_steps import Training, own, phases, plain_step
 
 
 @pytest.fixture

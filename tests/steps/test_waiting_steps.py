@@ -14,7 +14,7 @@ from ddpobs.export.batch_encoder import BatchEncoder
 from ddpobs.export.identity import Envelope
 from ddpobs.steps.step_columns import RawSteps
 from ddpobs.telemetry import Telemetry
-from tests.recording.test_module_recorder import Training, plain_step
+from tests.support.recorded_steps import Training, plain_step
 
 
 def nine_steps() -> tuple[Training, Telemetry, list[tuple[Any, int, int]]]:

@@ -15,7 +15,7 @@ from ddpobs.errors import WireError
 from ddpobs.wire import packing
 from ddpobs.wire.columns import Columns, added_later, ranges_of
 from ddpobs.wire.fields import Counts, Durations, Ints, Times
-from tests.wire.test_wire import batch, spans
+from tests.support.wire_batches import batch, spans
 
 
 class NewerSpans(wire.Spans):

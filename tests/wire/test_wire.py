@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,42 +14,10 @@ from hypothesis import strategies as st
 from ddpobs import wire
 from ddpobs.errors import WireError
 from ddpobs.wire import packing
-from tests.support.columns import make_spans
+from tests.support.wire_batches import GOLDEN, batch, spans
 
-GOLDEN = Path(__file__).resolve().parents[1] / "golden"
-"""A batch in each version of the wire."""
 COLUMNS = len(wire.Steps.names)
 INT64 = st.integers(-(2**63), 2**63 - 1)
-
-
-def spans(rows: int = 3, **changes: Any) -> wire.Spans:
-    step = np.arange(rows)
-    plain = {
-        "step": step,
-        "bucket": step % 2,
-        "ready_ns": 10**15 + step * 1000,
-        "launched_ns": 10**15 + step * 1000 + 5,
-        "started_ns": wire.UNKNOWN,
-        "done_ns": 10**15 + step * 1000 + 500,
-    }
-    return make_spans(**(plain | changes))
-
-
-def batch(**changes: Any) -> wire.Batch:
-    fields = {
-        "version": 1,
-        "run": "run-1",
-        "attempt": "a" * 16,
-        "source": "0123456789abcdef",
-        "seq": 0,
-        "rank": 0,
-        "world_size": 2,
-        "emitted": 3,
-        "dropped": 0,
-        "anchor": wire.Anchor(wall_ns=10**18, monotonic_ns=10**15),
-        "spans": spans(),
-    }
-    return wire.Batch(**(fields | changes))
 
 
 @pytest.mark.parametrize(("encode", "content_type"), [(wire.encode, wire.MSGPACK), (wire.encode_json, wire.JSON)])

@@ -6,42 +6,18 @@ from dataclasses import replace
 from typing import Any
 
 from ddpobs_server.analysis.account.rank_account import Process
-from ddpobs_server.analysis.account.run_account import AttemptAccount, Launch, RunAccount, account_of
+from ddpobs_server.analysis.account.run_account import Launch, account_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ddpobs import wire
+from tests.support.analysis.accounts import S, phases, process, seconds
 
-S = 10**9
 TIMES = st.integers(0, 100 * S)
-
-
-def process(
-    rank: int,
-    *,
-    until_s: int = 100,
-    stuck_s: int = 0,
-    outside: dict[str, int] | list[wire.Outside] | None = None,
-    **fields: Any,
-) -> Process:
-    """A process that started at 0; its imports end after 5 s, its module is ready after 10 s."""
-    if isinstance(outside, dict):
-        outside = [wire.Outside(kind=kind, total_ns=s * S, count=1) for kind, s in outside.items()]  # type: ignore[arg-type]
-    known: dict[str, Any] = {"started_ns": 0, "imported_ns": 5 * S, "ready_ns": 10 * S, "until_ns": until_s * S}
-    account = wire.Account(**known | {"phases_ns": [0] * len(wire.PHASES), "outside": outside or []} | fields)
-    return Process(rank, account, stuck_ns=stuck_s * S)
 
 
 def launch(*processes: Process, attempt: str = "a", ordinal: int = 0, completed: bool = True, size: int = 2) -> Launch:
     return Launch(attempt, ordinal, size, processes, completed)
-
-
-def phases(**seconds: int) -> list[int]:
-    return [seconds.get(phase, 0) * S for phase in wire.PHASES]
-
-
-def seconds(account: RunAccount | AttemptAccount) -> dict[str, float]:
-    return {part: ns / S for part, ns in account.parts.items()}
 
 
 accounts = st.builds(

@@ -24,7 +24,7 @@ from ddpobs import wire
 from ddpobs.config import TelemetryConfig
 from ddpobs.errors import ConfigError
 from tests.support.server.batches import ATTEMPT, assert_problem, batch, get, layout, path, put, spans, steps
-from tests.wire.test_wire import GOLDEN
+from tests.support.wire_batches import GOLDEN
 
 READS = ["", "/ranks", "/layout", "/steps", "/spans", "/buckets", "/unused", "/stragglers", "/diagnostics", "/trace"]
 LONGEST = np.full(3000, wire.LONGEST_NS)

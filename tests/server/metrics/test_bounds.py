@@ -18,9 +18,9 @@ from fastapi.testclient import TestClient
 from benchmarks.rig import databases
 from benchmarks.rig.collector import Collector, collector, running_collector
 from ddpobs import wire
-from tests.server.metrics.test_metrics import peers
 from tests.support.columns import make_spans
 from tests.support.server.batches import assert_problem, batch, get, hello, layout, path, put, spans, steps
+from tests.support.server.peers import peers
 from tests.support.server.statement_counts import recorded
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -8,20 +8,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import httpx
-import numpy as np
 from ddpobs_server.metrics.run_metrics import render_present
 
 from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
 from tests.support.server.batches import batch, pulse, put, steps
-
-
-def peers(first: int, last: int) -> wire.Peers:
-    """Rank 1 is late by 3 ns in each of these steps."""
-    count = last - first + 1
-    columns = dict.fromkeys(wire.Peers.__struct_fields__[3:], np.zeros(2, np.int64))
-    columns |= {"rank": np.arange(2), "delay_ns": np.array([0, 3 * count]), "wait_ns": np.array([3 * count, 0])}
-    return wire.Peers(first_collective=first, last_collective=last, steps=count, **columns)
+from tests.support.server.peers import peers
 
 
 def test_delay_and_waiting_have_the_number_of_steps_they_cover(shared: Collector) -> None:

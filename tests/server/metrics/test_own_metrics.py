@@ -15,29 +15,15 @@ import pytest
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
 from ddpobs_server.store.writing import ingest
-from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.rig import databases
 from benchmarks.rig.collector import Collector, collector
 from ddpobs import wire
 from tests.support.server.batches import assert_problem, batch, path, put, steps
+from tests.support.server.own_metrics import metrics
 from tests.support.server.serving import served
 
 GUIDE = Path(__file__).resolve().parents[3] / "docs" / "operations"
-
-
-def metrics(url: str, only: str = "collector", **headers: str) -> Callable[..., float]:
-    """Read /metrics; return a function from a sample's name (without prefix) and labels to its value."""
-    answer = httpx.get(f"{url}/metrics", params={"only": only}, headers=headers, timeout=30)
-    assert answer.status_code == 200, answer.text
-    samples = [s for family in text_string_to_metric_families(answer.text) for s in family.samples]
-
-    def value(name: str, **labels: str) -> float:
-        values = [s.value for s in samples if s.name == f"ddpobs_server_{name}" and labels.items() <= s.labels.items()]
-        assert len(values) == 1, f"{name} {labels}: {values}"
-        return values[0]
-
-    return value
 
 
 def wait_until(url: str, condition: Callable[[Callable[..., float]], bool], **headers: str) -> None:

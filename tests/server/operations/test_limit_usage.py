@@ -14,8 +14,8 @@ from ddpobs_server.web.workspace_limits import WorkspaceLimits
 from prometheus_client import CollectorRegistry
 
 from benchmarks.rig.collector import collector
-from tests.server.metrics.test_own_metrics import metrics
 from tests.support.server.batches import batch, layout, put
+from tests.support.server.own_metrics import metrics
 
 
 def usage(store: Store, **limits: int) -> dict[str, float]:

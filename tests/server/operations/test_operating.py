@@ -24,8 +24,8 @@ from typer.testing import CliRunner
 
 from benchmarks.rig import databases
 from benchmarks.rig.collector import collector
-from tests.server.store.test_migration import at_revision
 from tests.support.server.batches import batch, get, put, spans, steps
+from tests.support.server.migration import at_revision
 
 SERVER = str(Path(sys.executable).with_name("ddpobs-server"))
 

@@ -10,9 +10,9 @@ import pytest
 
 from benchmarks.rig.collector import collector
 from ddpobs import wire
-from tests.server.web.test_auth import create_token
 from tests.support.server import batches
 from tests.support.server.browsing import EVIL, Visit, batch, paused_visit, put, settle
+from tests.support.server.tokens import create_token
 
 
 @pytest.mark.parametrize(("state", "every_s"), [("running", 5), ("stalled", 5), ("lost", 15)])

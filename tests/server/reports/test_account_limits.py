@@ -7,7 +7,7 @@ import pytest
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.store import Store
 
-from tests.server.reports.test_reports import RUN, batch, ingest
+from tests.support.server.report_batches import RUN, batch, ingest
 from tests.support.server.statement_counts import recorded
 
 MANY = 40

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from typing import Any
@@ -20,39 +19,14 @@ from ddpobs_server.reports.diagnosis import Diagnosis
 from ddpobs_server.reports.recent_steps import read_recent_steps
 from ddpobs_server.reports.reports import Reports
 from ddpobs_server.reports.timeline import RunTimeline
-from ddpobs_server.store import Arrival, Store
+from ddpobs_server.store import Store
 
 from ddpobs import wire
 from tests.support.analysis.scenario import MS, Slow, columns, evidence_of, own_times, with_columns
 from tests.support.columns import make_spans
+from tests.support.server.report_batches import ATTEMPT, RANKS, RUN, batch, ingest
 
-RUN, ATTEMPT = "a-run", "0123456789abcdef"
-RANKS = 3
 HOUR = 3_600_000 * MS
-
-
-def batch(rank: int, seq: int, **records: object) -> wire.Batch:
-    return wire.Batch(
-        version=wire.VERSION,
-        run=RUN,
-        attempt=ATTEMPT,
-        source=f"{rank:016x}",
-        seq=seq,
-        rank=rank,
-        world_size=RANKS,
-        emitted=100,
-        dropped=0,
-        anchor=wire.Anchor(wall_ns=0, monotonic_ns=0),
-        **records,  # type: ignore[arg-type]
-    )
-
-
-def ingest(store: Store, *batches: wire.Batch, received_ns: int = 1) -> None:
-    arrivals = []
-    for item in batches:
-        body = wire.encode(item)
-        arrivals.append(Arrival(wire.decode(body), hashlib.sha256(body).digest(), len(body), received_ns))
-    store.ingest(arrivals)
 
 
 def select(rows: wire.Steps, keep: wire.Ints) -> wire.Steps:

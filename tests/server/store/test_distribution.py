@@ -18,8 +18,8 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from benchmarks.rig import databases
 from ddpobs import wire
-from tests.server.store.test_reads import client, fill, put
 from tests.support.server.batches import ATTEMPT, batch, fingerprint
+from tests.support.server.in_process import client, fill, put
 from tests.support.server.statement_counts import SPREAD, assert_spreads, recorded
 
 DAY_NS = 86_400 * 10**9

@@ -30,6 +30,7 @@ from benchmarks.rig.collector import collector
 from benchmarks.rig.databases import Fresh
 from tests.support.server.batches import assert_problem, batch, path, put, steps
 from tests.support.server.serving import served
+from tests.support.server.tokens import create_token
 
 ROOT = Path(__file__).parents[3]
 CALLS = {
@@ -78,16 +79,6 @@ def command(url: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
-
-
-def create_token(url: str, name: str, workspace: str, *scopes: str) -> str:
-    """As the command `token create`, without its process."""
-    store = Store(url)
-    store.migrate()
-    token, record = new_token(name, workspace, list(scopes))
-    store.add_token(record)
-    store.close()
-    return token
 
 
 @pytest.fixture(scope="module")

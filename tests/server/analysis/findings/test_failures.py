@@ -6,29 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding, Gain, by_severity
 from ddpobs_server.analysis.findings.crash import crash
 from ddpobs_server.analysis.findings.hang import hang
 from ddpobs_server.analysis.findings.not_reduced import not_reduced
 from ddpobs_server.analysis.findings.replicas_differ import replicas_differ
-from ddpobs_server.analysis.steps.joined_steps import join
 
 from ddpobs import wire
+from tests.support.analysis.failures import evidence, only
 
 S = 10**9
-NO_STEPS = wire.Steps.from_table(np.zeros((len(wire.Steps.names), 0), np.int64))
-
-
-def evidence(**fields: Any) -> Evidence:
-    none = np.zeros(0, np.int64)
-    return Evidence(rank=none, steps=NO_STEPS, joined=join(none, NO_STEPS), now_ns=0, **({"world_size": 2} | fields))
-
-
-def only(judgement: Any) -> Finding:
-    (finding,) = judgement
-    assert isinstance(finding, Finding)
-    return finding
 
 
 def pulse(activity: str, **fields: Any) -> wire.Pulse:

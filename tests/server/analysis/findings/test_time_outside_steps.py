@@ -11,8 +11,8 @@ from ddpobs_server.analysis.finding import Finding, NotJudged
 from ddpobs_server.analysis.findings.time_outside_steps import time_outside_steps
 
 from ddpobs import wire
-from tests.server.analysis.findings.test_failures import evidence, only
-from tests.server.analysis.test_account import S, phases, process
+from tests.support.analysis.accounts import S, phases, process
+from tests.support.analysis.failures import evidence, only
 
 
 def judge(*processes: Process, size: int = 2) -> list[Finding | NotJudged]:
