@@ -8,16 +8,16 @@ FIRST = (
     "tests/integration/test_hang_log.py",
     "tests/benchmarks/test_collector.py",
     "tests/integration/test_apart.py",
-    "tests/distributed/test_comm_life.py",
+    "tests/comm/test_life.py",
     "tests/export/test_delivery.py",
     "tests/server/web/test_connections.py",
     "tests/integration/test_frameworks.py",
     "tests/server/page/test_page.py",
     "tests/integration/test_run_command.py",
     "tests/server/page/test_page_requests.py",
-    "tests/distributed/test_equal_to_torch.py",
-    "tests/distributed/test_attach.py",
-    "tests/distributed/test_comm.py",
+    "tests/reducer/test_equal_to_torch.py",
+    "tests/attachment/test_attach.py",
+    "tests/comm/test_strategies.py",
 )
 """The longest files, which start first if files run in parallel.
 

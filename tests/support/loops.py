@@ -12,7 +12,7 @@ from ddpobs import wire
 from ddpobs.recording.journal import Journal
 from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.steps.raw_step import InputSize
-from tests.recording.test_module_recorder import FakeClock
+from tests.support.recorded_steps import FakeClock
 
 DATA = TensorDataset(torch.arange(8.0).unsqueeze(1))
 

@@ -2,7 +2,7 @@
 
 On each rank, `python -m tests.support.mpi.launch FOLDER` runs this file.
 
-With `DDPOBS_TEST_MPI=1` all tests in `tests/distributed` run so.
+With `DDPOBS_TEST_MPI=1` all tests that call `run_ranks` run so.
 """
 
 from __future__ import annotations

@@ -28,13 +28,13 @@ from ddpobs.cli import main as commands
 from ddpobs.export.spool import Encoded, Spool
 from tests.support.server.batches import batch, source_of, steps
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
 BIN = Path(sys.executable).parent
 RUN, SPOOLED = "gpt-77", "spooled"
 
 NOT_RUN = {
-    r"^pip install |^python3 -m venv ": "installs packages; tests/test_packaging.py installs the wheel",
+    r"^pip install |^python3 -m venv ": "installs packages; tests/packaging/test_packaging.py installs the wheel",
     r"^useradd ": "adds a user to the system",
     r"^docker |docker compose up": "needs Docker; tests/integration/test_deployment.py checks the files",
     r"^pg_dump |^pg_restore ": "tests/server/operations/test_backup.py runs both",
@@ -42,7 +42,7 @@ NOT_RUN = {
     r"torchrun .*train_horovod.py|^DDPOBS_TELEMETRY=\S+ torchrun ": "tests/integration/test_frameworks.py starts it",
     r"^openapi-python-client ": "tests/server/api/test_openapi.py generates a client and uses it",
     r"^ddpobs horovodrun ": "tests/integration/test_frameworks.py starts ranks with it",
-    r"^torchrun --nnodes 2:4 ": "needs several hosts; tests/distributed/test_horovod_elastic.py restarts ranks on one",
+    r"^torchrun --nnodes 2:4 ": "needs several hosts; tests/horovod/test_elastic.py restarts ranks on one",
     r"^mpiexec ": "tests/mpi/test_mpi.py starts ranks with mpiexec",
 }
 CODES = {"--fail-over": {0, 4}, "--fail-on": {0, 1}}

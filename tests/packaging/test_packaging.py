@@ -11,7 +11,7 @@ import pytest
 
 import ddpobs
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SMOKE = """
 import sys
 sys.path.insert(0, sys.argv[1])

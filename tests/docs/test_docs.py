@@ -23,7 +23,7 @@ from ddpobs import TelemetryConfig, cli
 from ddpobs.recording.failure import describe
 from tests.support.longest_files import FIRST
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 OPERATIONS = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "operations").glob("*.md")))
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
 

@@ -23,7 +23,7 @@ from ddpobs.cli import watch as watching
 from ddpobs.export.spool import Encoded, Spool
 from tests.support.integration.collectors import Reply, absent, acknowledge, collector, rubbish, status
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def ddpobs(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -15,7 +15,7 @@ from benchmarks.rig import leftovers
 
 pytestmark = pytest.mark.wide
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 LEAVES_AN_ORPHAN = """
 import subprocess
 def test_leaves_an_orphan():

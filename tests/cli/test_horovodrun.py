@@ -1,6 +1,6 @@
 """`ddpobs horovodrun` maps Horovod's command line to torchrun and mpiexec.
 
-`tests/distributed/test_horovod_elastic.py` starts ranks with it.
+`tests/horovod/test_elastic.py` starts ranks with it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def test_options_become_settings_in_the_environment(tmp_path: Path) -> None:
             script,
             "a.py",
         ],
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])},
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])},
         capture_output=True,
         text=True,
         timeout=60,

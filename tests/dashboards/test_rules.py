@@ -16,7 +16,7 @@ import yaml
 
 from dashboards.build import dashboard_files
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 BOARDS: dict[str, Any] = {name: json.loads(text) for name, text in dashboard_files().items()}
 PANELS = [
     pytest.param(panel, id=f"{name}: {panel['title']}")
