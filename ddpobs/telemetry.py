@@ -29,6 +29,7 @@ from ddpobs.export.batch_encoder import BatchEncoder, describe_process
 from ddpobs.export.exporter import DONE, Exporter
 from ddpobs.export.identity import Envelope, Identity
 from ddpobs.export.spool import folder_of
+from ddpobs.never_raises import never_raises
 from ddpobs.ranks.rendezvous import Rendezvous
 from ddpobs.ranks.run_identity import RunIdentity
 from ddpobs.recording.activity import ActivityWatch
@@ -37,7 +38,7 @@ from ddpobs.recording.collective_hooks import CollectiveHooks
 from ddpobs.recording.counter_reader import CounterReader
 from ddpobs.recording.failure import UncaughtErrors, describe, propagating, uncaught
 from ddpobs.recording.interactive_session import InteractiveSession
-from ddpobs.recording.journal import Journal, never_raises
+from ddpobs.recording.journal import Journal
 from ddpobs.recording.last_place import FOLDER, LastPlace, is_interrupted
 from ddpobs.recording.loader_hooks import LoaderHooks
 from ddpobs.recording.machine_state import MachineState

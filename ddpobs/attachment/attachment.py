@@ -28,7 +28,7 @@ from ddpobs.attachment.observed_group import ObservedGroup
 from ddpobs.buckets import assignment
 from ddpobs.buckets import bucket as bucketing
 from ddpobs.errors import DataParallelError, DdpobsError
-from ddpobs.recording.journal import never_raises
+from ddpobs.never_raises import never_raises
 from ddpobs.recording.module_recorder import ModuleRecorder
 from ddpobs.torch_seam import autograd
 from ddpobs.torch_seam.bucket_caps import BucketCaps

@@ -14,7 +14,7 @@ from weakref import finalize, ref
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from ddpobs.recording.journal import never_raises
+from ddpobs.never_raises import never_raises
 from ddpobs.torch_seam.patching import Patches
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from types import FrameType
@@ -36,7 +37,24 @@ _COMPUTES = {"evaluation": 0.0005, "code": 0.05, "data": 0.05}
 _STEPS_OF_PATIENCE = 5
 _INTERVALS = 32
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = str(Path(__file__).resolve().parents[1])
+
+
+def _path_of(module: str) -> str:
+    """File of a module, or folder of a package with a slash, without an import of it.
+
+    Raises:
+        ImportError: There is no such module.
+    """
+    spec = find_spec(module)
+    if spec is None or spec.origin is None:
+        raise ImportError(f"{module} has moved: the activity of a thread inside of it would not be recognised")
+    return f"{Path(spec.origin).parent}/" if spec.submodule_search_locations else spec.origin
+
+
+_OURS = _path_of("ddpobs").rstrip("/")
+_HOROVOD = _path_of("ddpobs.horovod")
+_TELEMETRY = tuple(map(_path_of, ("ddpobs.recording", "ddpobs.never_raises")))
+_REDUCER = tuple(map(_path_of, ("ddpobs.reducer", "ddpobs.comm", "ddpobs.torch_seam.collectives")))
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_OURS, "<frozen"}
 )
@@ -54,10 +72,10 @@ _CHECKPOINT = (
     f"{sysconfig.get_path('platlib')}/safetensors/",
 )
 _COMPILE = (f"{_TORCH}/_dynamo/", f"{_TORCH}/_inductor/", f"{_TORCH}/_functorch/")
-_DISTRIBUTED = (f"{_TORCH}/distributed/", f"{_OURS}/horovod/")
+_DISTRIBUTED = (f"{_TORCH}/distributed/", _HOROVOD)
 _PIPELINING = f"{_TORCH}/distributed/pipelining/"
 _WAITING = (
-    f"{_OURS}/horovod/",
+    _HOROVOD,
     f"{_TORCH}/distributed/_functional_collectives.py",
     f"{_TORCH}/distributed/algorithms/join.py",
     f"{_TORCH}/distributed/distributed_c10d.py",
@@ -68,7 +86,6 @@ _WAITING = (
 )
 """Files whose innermost frame is a wait for the other ranks. Other files of `torch.distributed` also compute."""
 _NOT_NAMES = frozenset({"wrapper", "timed", "marked", "wait", "synchronize"})
-_REDUCER = tuple(f"{_OURS}/{folder}" for folder in ("reducer/", "comm/", "torch_seam/collectives.py"))
 _DDP_MODULE = f"{_TORCH}/nn/parallel/distributed.py"
 _ENGINE = "_engine_run_backward"
 
@@ -245,7 +262,7 @@ def frames_of(thread: int) -> Iterator[FrameType]:
     frame = sys._current_frames().get(thread)
     count = 0
     while frame is not None and count < _FRAMES:
-        if not frame.f_code.co_filename.startswith(f"{_OURS}/recording/"):
+        if not frame.f_code.co_filename.startswith(_TELEMETRY):
             yield frame
             count += 1
         frame = frame.f_back

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpobs import wire
-from ddpobs.recording.journal import never_raises
+from ddpobs.never_raises import never_raises
 from ddpobs.torch_seam.patching import Patches
 
 _MESSAGE_CHARACTERS = 500

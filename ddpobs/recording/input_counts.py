@@ -6,7 +6,7 @@ import os
 from typing import Any
 
 from ddpobs import wire
-from ddpobs.recording.journal import never_raises
+from ddpobs.never_raises import never_raises
 from ddpobs.torch_seam.loaders import is_alone
 
 _HALVED_AT = 4096

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from ddpobs.recording.journal import never_raises
+from ddpobs.never_raises import never_raises
 
 
 class InteractiveSession:

@@ -22,16 +22,16 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable
-from functools import wraps
 from threading import Lock, get_ident, main_thread
 from time import monotonic_ns
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch.autograd import Variable
 
 from ddpobs.clocks import Clock, Stamp
+from ddpobs.never_raises import never_raises
 from ddpobs.recording.counter_reader import CounterReader
 from ddpobs.recording.last_place import Slots, memory_slots
 from ddpobs.recording.loop_frames import Places, places_on_stack
@@ -44,8 +44,6 @@ from ddpobs.torch_seam.collectives import message_kind
 from ddpobs.wire import COMM_KINDS
 
 _log = logging.getLogger("ddpobs")
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
 _MAX_ENTRIES = 4096
 """Entries, some hundred steps, after which the training thread replays them itself if no other thread has."""
 _MAX_BACKLOG = 16 * _MAX_ENTRIES
@@ -57,24 +55,6 @@ _FORWARDS_PER_STACK = 64
 _USER = COMM_KINDS.index("user")
 _BARRIERS = frozenset({"barrier", "monitored_barrier"})
 _PHASE, _AT_NS, _CLOSED, _SYNCHRONISED = map(int, (Slot.PHASE, Slot.AT_NS, Slot.CLOSED, Slot.SYNCHRONISED))
-
-
-def never_raises(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
-    """Decorate a call so that its first error is logged, and none is raised: telemetry never stops a training."""
-    logged = False
-
-    @wraps(call)
-    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
-        nonlocal logged
-        try:
-            return call(*args, **kwargs)
-        except Exception:
-            if not logged:
-                logged = True
-                _log.exception("ddpobs: telemetry failed in %s; training goes on", call.__qualname__)
-            return None
-
-    return guarded
 
 
 class Journal:

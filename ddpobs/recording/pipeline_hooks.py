@@ -7,7 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ddpobs import wire
-from ddpobs.recording.journal import Journal, never_raises
+from ddpobs.never_raises import never_raises
+from ddpobs.recording.journal import Journal
 from ddpobs.torch_seam import pipelining
 from ddpobs.torch_seam.patching import Patches
 

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import dataloader
 
 from ddpobs import wire
-from ddpobs.recording.journal import Journal, never_raises
+from ddpobs.never_raises import never_raises
+from ddpobs.recording.journal import Journal
 from ddpobs.torch_seam import step_hooks
 from ddpobs.torch_seam.patching import Patches
 

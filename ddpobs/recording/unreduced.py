@@ -25,7 +25,8 @@ import torch
 from torch.optim import Optimizer
 
 from ddpobs import wire
-from ddpobs.recording.journal import Journal, never_raises
+from ddpobs.never_raises import never_raises
+from ddpobs.recording.journal import Journal
 from ddpobs.torch_seam import step_hooks
 from ddpobs.torch_seam.modes import unseen
 from ddpobs.wire.text import joined

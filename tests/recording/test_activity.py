@@ -7,12 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from ddpobs.never_raises import never_raises
+from ddpobs.recording import activity
 from ddpobs.recording.activity import Activity, ActivityWatch
 
 
@@ -49,6 +52,23 @@ def test_a_thread_that_waits_for_a_lock_is_idle_in_its_own_code() -> None:
         assert seen.idle_ns > 0.15e9
         assert "test_activity.py" in seen.stack[-1]
         lock.release()
+
+
+def test_the_frames_of_telemetry_are_not_shown() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    with thread_in(lambda: (never_raises(lock.acquire)(), None)) as thread:
+        seen = look(ActivityWatch(0.1), thread)
+        assert seen.kind == "code"
+        assert "test_activity.py" in seen.stack[-1]
+        lock.release()
+
+
+def test_a_module_that_has_moved_is_an_error_and_not_a_wait_that_nobody_recognises() -> None:
+    assert Path(activity._path_of("ddpobs.torch_seam.collectives")).is_file()
+    assert Path(activity._path_of("ddpobs.reducer")).is_dir()
+    with pytest.raises(ImportError, match=r"ddpobs\.reduction has moved"):
+        activity._path_of("ddpobs.reduction")
 
 
 def test_new_entries_and_new_lines_are_progress() -> None:

@@ -1,0 +1,30 @@
+"""Telemetry never stops a training: an error of its own is logged once, and not raised."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+_log = logging.getLogger("ddpobs")
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+def never_raises(call: Callable[_P, _T]) -> Callable[_P, _T | None]:
+    """Decorate a call so that its first error is logged, and none is raised."""
+    logged = False
+
+    @wraps(call)
+    def guarded(*args: _P.args, **kwargs: _P.kwargs) -> _T | None:
+        nonlocal logged
+        try:
+            return call(*args, **kwargs)
+        except Exception:
+            if not logged:
+                logged = True
+                _log.exception("ddpobs: telemetry failed in %s; training goes on", call.__qualname__)
+            return None
+
+    return guarded
