@@ -5,10 +5,15 @@ mkdocs calls `on_page_markdown` for each page (see `hooks` in mkdocs.yml).
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
+from dataclasses import fields
+from types import ModuleType
 from typing import Any
 
+from ddpobs_server.analysis.finding import Facts
+from ddpobs_server.analysis.findings.registry import FACTS, MODULES
 from ddpobs_server.app import create_app
 from ddpobs_server.operations.commands import cli as server_commands
 from ddpobs_server.settings import Settings
@@ -24,7 +29,7 @@ OUTSIDE = re.compile(
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Fill in the generated parts; replace a link to a file outside of the site by its text."""
-    for mark, generate in {"[commands]": command_reference, "[fields]": field_reference}.items():
+    for mark, generate in _GENERATED.items():
         if mark in markdown.splitlines():
             markdown = markdown.replace(mark, generate())
     return OUTSIDE.sub(r"\1", markdown)
@@ -73,7 +78,8 @@ def field_reference() -> str:
     responses = set(names)
     for name in names:  # Grows in the loop.
         names.extend(used for used in _used(schemas[name]) if used not in names)
-    objects = [f"## {name}\n\n" + "\n".join(_table(schemas[name])) for name in sorted(set(names) - responses)]
+    elsewhere = responses | {facts.__name__ for facts in FACTS}
+    objects = [f"## {name}\n\n" + "\n".join(_table(schemas[name])) for name in sorted(set(names) - elsewhere)]
     return "\n\n".join([*routes, *objects])
 
 
@@ -122,3 +128,22 @@ def _type(schema: dict[str, Any]) -> str:
 
 def _cell(text: str) -> str:
     return " ".join(text.split()).replace("|", r"\|").replace("<", "&lt;")
+
+
+def evidence_reference() -> str:
+    """The fields of each finding's evidence, as Markdown: their meanings are those of the classes' docstrings."""
+    return "\n\n".join(_facts(module, facts) for module in MODULES for facts in getattr(module, "FACTS", ()))
+
+
+def _facts(module: ModuleType, facts: type[Facts]) -> str:
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])", "-", facts.__name__.removesuffix("Facts")).lower()
+    codes = [name] if name in module.CODES else module.CODES
+    summary, _, attributes = inspect.cleandoc(facts.__doc__ or "").partition("\nAttributes:\n")
+    meanings = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", attributes, re.MULTILINE))
+    rows = [f"| `{each.name}` | {_cell(str(each.type))} | {_cell(meanings[each.name])} |" for each in fields(facts)]
+    head = [f"## {', '.join(codes)}", "", " ".join(summary.split()), "", "| field | type | meaning |", "|---|---|---|"]
+    return "\n".join([*head, *rows])
+
+
+_GENERATED = {"[commands]": command_reference, "[fields]": field_reference, "[evidence]": evidence_reference}
+"""What stands in the place of a line of a page."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
 import requests
 import schemathesis
+from ddpobs_server.analysis.findings.registry import FACTS
 from ddpobs_server.api import diagnosis, ranks, runs
 from ddpobs_server.api.layout import Bucket
 from ddpobs_server.app import create_app
@@ -73,6 +75,14 @@ def test_every_field_of_a_rank_and_a_run_is_in_the_reference() -> None:
     for schema in (ranks.Rank, runs.RunDetails, runs.ListedRun, diagnosis.Stragglers, Bucket):
         missing = [name for name in schema.__annotations__ if f"| `{name}` | " not in reference]
         assert missing == [], schema.__name__
+
+
+def test_every_field_of_a_findings_evidence_is_in_the_reference_with_its_meaning() -> None:
+    lines = [line for line in docs_site.evidence_reference().splitlines() if line.startswith("| `")]
+    rows = [[cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in lines]
+    assert [name for name, _, meaning in rows if meaning] == [
+        f"`{each.name}`" for facts in FACTS for each in fields(facts)
+    ]
 
 
 def test_the_guides_examples_use_routes_and_parameters_that_exist() -> None:
