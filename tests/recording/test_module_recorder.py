@@ -239,7 +239,7 @@ def test_the_hooks_see_loader_backward_and_optimizer_and_leave_nothing_behind(tr
     finally:
         hooks.remove()
     training.journal.catch_up()
-    recorded = {phase for phase, _ in training.journal._tracker._step.switches}  # type: ignore[union-attr]
+    recorded = {phase for phase, _ in training.journal._tracker.raw.switches}  # type: ignore[union-attr]
     assert {wire.PHASES[phase] for phase in recorded} >= {"data", "forward", "backward", "optimizer"}
     assert (torch.autograd.backward, torch.save, torch.utils.data.DataLoader.__iter__) == originals
 
@@ -276,7 +276,7 @@ def test_a_failed_optimizer_takes_no_time_in_later_steps(training: Training, nex
 def test_micro_batches_that_never_synchronise_are_no_step_and_take_bounded_memory(
     training: Training, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ddpobs.steps.step_tracker._MAX_SWITCHES", 100)
+    monkeypatch.setattr("ddpobs.steps.open_step.MAX_SWITCHES", 100)
     plain_step(training)
     for _ in range(1000):
         training.fetch(10)
@@ -284,7 +284,7 @@ def test_micro_batches_that_never_synchronise_are_no_step_and_take_bounded_memor
         training.backward(40, 0, synchronised=False)
         training.journal.comm_ended(0, 0, training.clock.now_ns - 1, training.clock.now_ns)
     training.journal.catch_up()
-    step = training.journal._tracker._step
+    step = training.journal._tracker.raw
     assert step is not None
     assert len(step.switches) <= 100
     assert len(step.comms) <= 100
@@ -297,14 +297,14 @@ def test_micro_batches_that_never_synchronise_are_no_step_and_take_bounded_memor
 
 def test_endless_collectives_take_bounded_memory(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
     """After the last step, for example. The next step has no clean start: the time they blocked was not recorded."""
-    monkeypatch.setattr("ddpobs.steps.step_tracker._MAX_COMMS", 100)
+    monkeypatch.setattr("ddpobs.steps.step_tracker.MAX_COMMS", 100)
     plain_step(training)
     plain_step(training)
     for _ in range(1000):
         training.spend(10)
         training.journal.comm_ended(0, wire.COMM_KINDS.index("user"), training.clock.now_ns - 10, training.clock.now_ns)
     training.journal.catch_up()
-    step = training.journal._tracker._step
+    step = training.journal._tracker.raw
     assert step is not None
     assert len(step.comms) == 100
     plain_step(training)

@@ -52,7 +52,7 @@ def test_only_the_mode_of_the_wrapped_module_decides_whether_this_is_training(wr
     model.train(not wrapper).training = wrapper
     recorder.forward_began((ROWS,))
     journal.catch_up()
-    assert (journal._tracker._step is not None) == (not wrapper)
+    assert (journal._tracker.step is not None) == (not wrapper)
 
 
 def test_a_forward_in_the_optimizers_closure_is_forward(training: Training) -> None:

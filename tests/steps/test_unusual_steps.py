@@ -44,7 +44,7 @@ def test_closures_without_a_loader_are_a_step_each(training: Training) -> None:
 def test_a_backward_of_something_else_opens_no_step(training: Training) -> None:
     assert not training.journal.backward_began()
     training.journal.catch_up()
-    assert training.journal._tracker._step is None
+    assert training.journal._tracker.step is None
 
 
 def test_an_unused_map_under_backward_is_not_exposed(training: Training) -> None:
@@ -279,7 +279,8 @@ def test_a_backward_without_torchs_function_ends_a_step_and_leaves_no_records(tr
         training.optimizer(5)
     training.journal.finish()
     assert [phases(step) for step in training.steps()] == [{"data": 10, "forward": 90, "optimizer": 5}] * 3
-    assert not training.journal._tracker._records
+    assert training.journal._tracker.step is not None
+    assert not training.journal._tracker.step.records
 
 
 def test_a_call_that_an_interrupt_cut_off_ends_with_the_next_forward(training: Training) -> None:
