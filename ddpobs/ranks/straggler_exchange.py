@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
+from ddpobs.shared.delay import delays, excesses, is_late
 
 _ROWS, _MIN_ROWS = 8192, 32
 """Most rows of all ranks' tables together, and fewest rows of a rank's table."""
@@ -120,8 +121,7 @@ def join(tables: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
 def statistics(joined: npt.NDArray[np.int64], compared: Sequence[int] | None = None) -> wire.Peers:
     """Compute delay, waiting and straggler counts per rank.
 
-    The delay of a step is the last rank's own time minus the median of the other ranks' own times. Its phase is the
-    phase in which that rank exceeds the other ranks' median most.
+    The phase of a step's delay is the phase in which its last rank exceeds the other ranks' median most.
 
     Args:
         joined: Shape [collectives, ranks, COLUMNS] with at least one collective and two ranks.
@@ -130,14 +130,9 @@ def statistics(joined: npt.NDArray[np.int64], compared: Sequence[int] | None = N
     steps, ranks, _ = joined.shape
     phases = joined[:, :, 2:].astype(np.float64)
     own = phases.sum(axis=2)
-    rows = np.arange(steps)
-    last = own.argmax(axis=1)
-    without_last = phases.copy()
-    without_last[rows, last] = np.inf
-    excess = phases[rows, last] - np.median(np.sort(without_last, axis=1)[:, :-1], axis=1)
-    delay = own.max(axis=1) - np.median(np.sort(own, axis=1)[:, :-1], axis=1)
-    straggles = delay > wire.STRAGGLER_SHARE * np.median(joined[:, :, 1], axis=1)
-    phase = excess.argmax(axis=1)
+    last, delay = delays(own, excesses(own))
+    straggles = is_late(delay, np.median(joined[:, :, 1], axis=1))
+    phase = excesses(phases)[np.arange(steps), last].argmax(axis=1)
 
     def per_rank(weights: npt.NDArray[Any]) -> wire.Ints:
         return np.bincount(last, weights=weights, minlength=ranks).astype(np.int64)

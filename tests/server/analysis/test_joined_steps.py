@@ -3,28 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from ddpobs_server.analysis.steps.joined_steps import join, mean_over_ranks, median_of_others, silent_ranks
-from hypothesis import given
-from hypothesis import strategies as st
-from hypothesis.extra import numpy as arrays
+from ddpobs_server.analysis.steps.joined_steps import join, mean_over_ranks, silent_ranks
 
 from ddpobs import wire
 from tests.support.analysis.scenario import columns, own_times, select_rows, with_columns
-
-
-def test_two_ranks_have_each_other_as_median() -> None:
-    assert median_of_others(np.array([[10.0, 50.0]])).tolist() == [[50.0, 10.0]]
-
-
-def test_the_median_of_others_leaves_the_rank_itself_out() -> None:
-    assert median_of_others(np.array([[1.0, 2.0, 3.0, 100.0]])).tolist() == [[3.0, 3.0, 2.0, 2.0]]
-
-
-@given(arrays.arrays(np.float64, st.tuples(st.integers(1, 5), st.integers(2, 9)), elements=st.integers(0, 1000)))
-def test_only_the_last_rank_of_three_or_more_can_exceed_the_others_median_most(values: np.ndarray) -> None:
-    excess = values - median_of_others(values)
-    rows = np.arange(len(values))
-    assert (excess[rows, values.argmax(axis=1)] == excess.max(axis=1)).all()
 
 
 def test_columns_are_the_ranks_and_rows_the_collectives() -> None:
@@ -71,12 +53,6 @@ def test_a_rank_without_a_row_in_the_later_half_is_silent_whatever_its_step_numb
     assert silent_ranks(rank, silent).tolist() == [1]
     nothing = with_columns(steps, collective=np.full(len(rank), wire.UNKNOWN))
     assert silent_ranks(rank, nothing).tolist() == []
-
-
-@given(arrays.arrays(np.float64, st.tuples(st.integers(1, 4), st.integers(2, 9)), elements=st.integers(0, 9)))
-def test_the_median_of_others_is_the_median_of_all_values_but_the_ranks_own(values: np.ndarray) -> None:
-    plainly = [np.median(np.delete(values, rank, axis=1), axis=1) for rank in range(values.shape[1])]
-    assert (median_of_others(values) == np.stack(plainly, axis=1)).all()
 
 
 def test_the_mean_over_ranks_is_over_the_ranks_that_have_the_step() -> None:

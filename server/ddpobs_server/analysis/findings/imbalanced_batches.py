@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.delay import excesses
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.evidence import Evidence, Judgement
 from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, severity_of
@@ -18,7 +19,7 @@ from ddpobs_server.analysis.findings.straggler import MIN_COMPARED_STEPS, RECENT
 from ddpobs_server.analysis.slow_ranks.lateness import Lateness, cost_shares, lateness, mean_gain, typical_lateness
 from ddpobs_server.analysis.slow_ranks.recurrence import beyond_chance, costly_ranks, recurring_ranks
 from ddpobs_server.analysis.slow_ranks.work import WorkFit, at_equal_machines, uneven_constant_work
-from ddpobs_server.analysis.steps.joined_steps import JoinedSteps, median_of_others
+from ddpobs_server.analysis.steps.joined_steps import JoinedSteps
 
 CODES = ("imbalanced-batches",)
 _MIN_GAIN = 0.05
@@ -155,7 +156,7 @@ def _nobody(joined: JoinedSteps, fit: WorkFit, gain: Gain) -> Finding:
 def _fit_facts(joined: JoinedSteps, fit: WorkFit) -> dict[str, Any]:
     """Return the line, and of each rank the median work and the excess of its median own time at equal work."""
     ranks, equal_ns = joined.ranks.tolist(), np.median(joined.own_ns - fit.extra_ns, axis=0)
-    machine_ns = equal_ns - median_of_others(equal_ns[None])[0]
+    machine_ns = excesses(equal_ns[None])[0]
     return {
         "measure": fit.measure,
         "ns_per_unit": round(fit.slope_ns, 3),

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
+from ddpobs.shared.delay import delays, excesses, is_late
 from ddpobs_server.analysis.finding import Gain
-from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps, median_of_others
+from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 BLOCK_STEPS = 4
 """Steps that are resampled or permuted together, so that noise in bursts stays in bursts."""
@@ -54,10 +55,9 @@ class Lateness:
 
 def lateness(joined: JoinedSteps) -> Lateness:
     """Compute excess, delay and the last rank of each step; needs at least two ranks."""
-    excess = joined.own_ns - median_of_others(joined.own_ns)
-    last = joined.own_ns.argmax(axis=1)
-    delay = excess[np.arange(len(joined)), last]
-    return Lateness(excess, delay, last, excess > wire.STRAGGLER_SHARE * joined.step_ns[:, None])
+    excess_ns = excesses(joined.own_ns)
+    last, delay_ns = delays(joined.own_ns, excess_ns)
+    return Lateness(excess_ns, delay_ns, last, is_late(excess_ns, joined.step_ns[:, None]))
 
 
 def step_weights(window_ns: Floats) -> Floats:
@@ -178,7 +178,7 @@ def lateness_table(joined: JoinedSteps) -> dict[str, Any]:
 
 def _rank_summaries(joined: JoinedSteps, late: Lateness) -> list[dict[str, Any]]:
     medians = np.median(joined.phases_ns, axis=0)
-    excess = medians - median_of_others(medians[None])[0]
+    excess = excesses(medians[None])[0]
     own = np.median(joined.own_ns, axis=0)
     late_share = late.late.mean(axis=0)
     last_share = np.bincount(late.last, minlength=len(joined.ranks)) / len(joined)

@@ -8,8 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ddpobs import wire
+from ddpobs.shared.delay import median_of_others
 from ddpobs_server.analysis.slow_ranks.lateness import BLOCK_STEPS, Lateness, cost_shares
-from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps, median_of_others
+from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 MIN_COST_SHARE = 0.05
 """Least mean cost of a rank, as a share of the step, that is worth a finding."""

@@ -11,11 +11,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.delay import excesses
 from ddpobs_server.analysis.evidence import Evidence
 from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.slow_ranks.late_bucket import comparison_ranks
 from ddpobs_server.analysis.slow_ranks.lateness import step_weights
-from ddpobs_server.analysis.steps.joined_steps import Floats, median_of_others
+from ddpobs_server.analysis.steps.joined_steps import Floats
 
 OWN_WORK = "own-work"
 MIN_KNOWN_SHARE = 0.5
@@ -164,8 +165,7 @@ def _excess_of(finding: Finding, evidence: Evidence) -> _Excess | None:
         return None
     left_out = finding.evidence.get("run_delay_left_out", False)
     all_own_ns = joined.own_ns[rows, :] - (evidence.steps.run_delay_ns[joined.row[rows, :]] if left_out else 0)
-    delay_ns = all_own_ns - median_of_others(all_own_ns)
-    delay_ns = delay_ns[:, compared][:, index]
+    delay_ns = excesses(all_own_ns)[:, compared][:, index]
     usual_ns = finding.evidence["excess_ns"]
     late = delay_ns >= 0.5 * usual_ns
     if finding.evidence["kind"] == "persistent":

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ddpobs.shared.delay import median_of_others
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of
 from ddpobs_server.analysis.statistics.change_points import segments
-from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps, median_of_others
+from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 MIN_STEPS = 28
 """Fewest compared steps of a stretch. One of 30 steps may lose a step at each end, where own times have no origin."""

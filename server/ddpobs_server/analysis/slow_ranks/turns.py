@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 
 from ddpobs import wire
+from ddpobs.shared.delay import excesses, is_late, median_of_others
 from ddpobs_server.analysis.slow_ranks.lateness import Lateness, lateness, step_weights
 from ddpobs_server.analysis.slow_ranks.lateness_bins import LatenessBins, bins_of, ideal_ns, loss_shares
 from ddpobs_server.analysis.slow_ranks.recurrence import MIN_COST_SHARE, chance_of
 from ddpobs_server.analysis.slow_ranks.stretches import net_cost_ns
-from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps, median_of_others
+from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 MOVING_WIDTH = 4
 """Steps of the bins in which a moving slowness is looked for."""
@@ -142,8 +143,8 @@ def _phase_turns(joined: JoinedSteps, named: set[int]) -> list[Turn]:
         if not exceeding[:, number].any():
             continue
         times_ns = joined.phases_ns[:, :, number]
-        excess_ns = times_ns - median_of_others(times_ns)
-        late = excess_ns > wire.STRAGGLER_SHARE * joined.step_ns[:, None]
+        excess_ns = excesses(times_ns)
+        late = is_late(excess_ns, joined.step_ns[:, None])
         suspects = _recurring(late, np.where(late, excess_ns, 0.0) * weights[:, None], weights * joined.window_ns)
         suspects = [index for index in suspects if index not in named]
         if not suspects:
@@ -151,8 +152,8 @@ def _phase_turns(joined: JoinedSteps, named: set[int]) -> list[Turn]:
         chances = chance_of(late)
         for index in suspects:
             if chances[index] <= max(_MAX_CHANCE, 1 / 400):
-                is_late = late[:, index]
-                turns.append(Turn(index, phase, is_late, float(np.median(excess_ns[is_late, index])), chances[index]))
+                rows = late[:, index]
+                turns.append(Turn(index, phase, rows, float(np.median(excess_ns[rows, index])), chances[index]))
     return turns
 
 

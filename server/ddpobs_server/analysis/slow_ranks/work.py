@@ -18,7 +18,8 @@ from functools import cached_property
 import numpy as np
 
 from ddpobs import wire
-from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps, median_of_others
+from ddpobs.shared.delay import excesses
+from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 MIN_PAIRS = 16
 """Fewest pairs of steps with different work that give a rank's slope."""
@@ -61,7 +62,7 @@ class WorkFit:
     @cached_property
     def error_ns(self) -> Floats:
         """Delay of each rank at equal work that may be an error of the fit, shape [ranks]."""
-        difference_ns = np.median(self.extra_ns - median_of_others(self.extra_ns), axis=0)
+        difference_ns = np.median(excesses(self.extra_ns), axis=0)
         return np.asarray(_ERROR_SHARE * np.abs(difference_ns))
 
     def latest(self, count: int) -> WorkFit:

@@ -143,29 +143,6 @@ def silent_ranks(rank: wire.Ints, steps: wire.Steps) -> wire.Ints:
     return np.asarray(ranks[last < (int(ahead.min()) + int(ahead.max())) // 2])
 
 
-def median_of_others(values: Floats) -> Floats:
-    """Return for each rank the median over all other ranks.
-
-    With the median of all ranks, two ranks would show half of their difference.
-
-    Args:
-        values: Shape [steps, ranks, ...] with at least two ranks.
-
-    Returns:
-        The same shape.
-    """
-    count = values.shape[1] - 1
-    low, high = (count - 1) // 2, count // 2
-    middle = np.partition(values, range(low, high + 2), axis=1)
-
-    def order_statistic(k: int) -> Floats:
-        """Return the k-th smallest value of the others; a rank's own value at or below it moves the index by one."""
-        value, successor = middle[:, k, None], middle[:, k + 1, None]
-        return np.where(values > value, value, successor)
-
-    return np.asarray((order_statistic(low) + order_statistic(high)) / 2)
-
-
 def mean_over_ranks(steps: wire.Steps) -> dict[str, wire.Ints]:
     """Return each step's wall time and phases, averaged over the ranks that have the step, and the number of these.
 
