@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from benchmarks.rig.training import ROOT, TORCHRUN, train
 from ddpobs import Client, wire
 from ddpobs.cli import main
+from ddpobs.shared.words import LABELS
 from tests.support.integration.slow_ranks import SLOW_RANK, get, stragglers
 
 pytestmark = pytest.mark.alone
@@ -61,9 +62,18 @@ def test_the_training_prints_its_address_once_and_the_verdict_at_its_end(
     lines = slow_run_output.splitlines()
     assert lines.count(f"ddpobs: {address}") == 1
     frame = [index for index, line in enumerate(lines) if line.startswith(("┌─ ddpobs", "└"))]
-    assert frame[1] - frame[0] < 10
+    assert frame[1] - frame[0] < 20
     inside = lines[frame[0] + 1 : frame[1]]
     assert f"Rank {SLOW_RANK} is slow in backward" in inside[0]
+    labels = " ".join(line[2:10] for line in inside).split()
+    assert [label for label in labels if label in LABELS.values()] == [
+        "measure",
+        "when",
+        "cause",
+        "where",
+        "do",
+        "saves",
+    ]
     assert address in inside[-1]
 
 

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from ddpobs.shared.words import MAX_NAMED_PARAMETERS
+from ddpobs.shared.words import MAX_NAMED_PARAMETERS, percent
 
+_EVERY_STEP = 0.98
+"""Share of the steps above which something happens in every step. The first steps of a run are often incomplete."""
 Severity = Literal["info", "warning", "critical"]
 _ORDER = {"critical": 0, "warning": 1, "info": 2}
 _FIRST = ("crash", "hang", "not-reduced", "replicas-differ")
@@ -88,7 +90,7 @@ class Finding:
     buckets: list[int] = field(default_factory=list)
     parameters: list[str] = field(default_factory=list)
     phase: str | None = None
-    evidence: Any = field(default_factory=Facts)
+    evidence: Facts = field(default_factory=Facts)
     gain: Gain | None = None
     intervals: tuple[Interval, ...] = ()
 
@@ -147,6 +149,11 @@ def advice_severity(gain: Gain) -> Severity:
 def milliseconds(time_ns: float) -> str:
     """A time in words: `30.0 ms`."""
     return f"{time_ns / 1e6:.1f} ms"
+
+
+def how_often(share: float) -> str:
+    """A share of the steps in words: `every step`, `89 % of the steps`."""
+    return "every step" if share > _EVERY_STEP else f"{percent(share)} of the steps"
 
 
 def first_names(names: Sequence[str], count: int | None = None) -> str:

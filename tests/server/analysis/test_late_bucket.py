@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from ddpobs_server.analysis.slow_ranks.late_bucket import backward_began_ns, late_bucket
+from ddpobs_server.analysis.slow_ranks.bucket import backward_began_ns, late_bucket
 
 from ddpobs import wire
 from tests.support.analysis.scenario import MS, columns, own_times, spans, with_columns

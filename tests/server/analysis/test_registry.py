@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from ddpobs_server.analysis.finding import Facts
 from ddpobs_server.analysis.findings.registry import FINDINGS, MODULES
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
@@ -17,8 +18,11 @@ PARTS = ["What to do", "How it is computed", "When it errs"]
 
 
 def codes_in_source(module: ModuleType) -> set[str]:
-    """Return the codes of all `Finding(code=...)` in a module."""
-    calls = [node for node in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(node, ast.Call)]
+    """Return the codes of all `Finding(code=...)` in a module, and in those whose functions it uses."""
+    used = {inspect.getmodule(value) for value in vars(module).values() if inspect.isfunction(value)}
+    own = [part for part in used if part is not None and part not in MODULES and "analysis" in part.__name__]
+    trees = [ast.parse(inspect.getsource(part)) for part in (module, *own)]
+    calls = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call)]
     keywords = [keyword for call in calls for keyword in call.keywords if keyword.arg == "code"]
     return {ast.literal_eval(keyword.value) for keyword in keywords}
 
@@ -26,6 +30,12 @@ def codes_in_source(module: ModuleType) -> set[str]:
 @pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_a_file_declares_the_codes_that_it_returns(module: ModuleType) -> None:
     assert codes_in_source(module) == set(module.CODES)
+
+
+@pytest.mark.parametrize("module", MODULES, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_a_file_declares_the_classes_of_its_evidence(module: ModuleType) -> None:
+    assert module.FACTS
+    assert all(issubclass(facts, Facts) and facts is not Facts for facts in module.FACTS)
 
 
 def test_each_code_has_one_function() -> None:

@@ -82,17 +82,17 @@ def test_the_cause_is_stated_with_its_share_and_its_remedy(
     cause: str, rank_1: dict[str, float], words: str, remedy: str, *, share: float, ranks: int
 ) -> None:
     finding = judged(ranks, share, **rank_1)
-    assert (finding.ranks, finding.evidence["cause"]) == ([1], cause)
-    assert 0.85 <= finding.evidence["cause_share"] <= 1
-    assert words in finding.title
+    assert (finding.ranks, finding.evidence.cause) == ([1], cause)
+    assert 0.85 <= finding.evidence.cause_share <= 1
+    assert words in finding.cause
     assert remedy in finding.remedy
-    assert sum(finding.evidence["cause_ns"].values()) == pytest.approx(DELAY_MS * MS, rel=0.1)
+    assert sum(finding.evidence.cause_ns.values()) == pytest.approx(DELAY_MS * MS, rel=0.1)
 
 
 def test_the_largest_of_several_causes_is_stated_and_the_others_have_their_parts() -> None:
     finding = judged(run_delay_ns=22, running_ns=18, collecting_ns=12)
-    parts_ms = {name: ns / MS for name, ns in finding.evidence["cause_ns"].items()}
-    assert finding.evidence["cause"] == "preempted"
+    parts_ms = {name: ns / MS for name, ns in finding.evidence.cause_ns.items()}
+    assert finding.evidence.cause == "preempted"
     assert parts_ms["preempted"] == pytest.approx(22, rel=0.1)
     assert parts_ms["collecting-garbage"] == pytest.approx(12, rel=0.1)
     assert parts_ms["own-work"] == pytest.approx(6, abs=3)
@@ -100,40 +100,40 @@ def test_the_largest_of_several_causes_is_stated_and_the_others_have_their_parts
 
 def test_throttling_summed_over_many_processors_does_not_hide_another_cause() -> None:
     finding = judged(run_delay_ns=8, throttled_ns=200, running_ns=32, collecting_ns=30)
-    assert finding.evidence["cause"] == "collecting-garbage"
-    assert finding.evidence["cause_ns"]["throttled"] == pytest.approx(8 * MS, rel=0.05)
+    assert finding.evidence.cause == "collecting-garbage"
+    assert finding.evidence.cause_ns["throttled"] == pytest.approx(8 * MS, rel=0.05)
 
 
 def test_run_delay_of_all_ranks_alike_is_no_cause() -> None:
     finding = judged(running_ns=40)
-    assert finding.evidence["cause_ns"]["preempted"] < MS
+    assert finding.evidence.cause_ns["preempted"] < MS
 
 
 def test_more_work_on_a_busy_host_is_not_taken_for_preemption() -> None:
     plain_ms = sum(BASE_MS.values())
     finding = judged(usual_ms=2 * plain_ms, running_ns=14, run_delay_ns=26)
-    assert finding.evidence["cause"] == "own-work"
+    assert finding.evidence.cause == "own-work"
     finding = judged(usual_ms=2 * plain_ms, run_delay_ns=38)
-    assert finding.evidence["cause"] == "preempted"
+    assert finding.evidence.cause == "preempted"
 
 
 def test_a_few_page_faults_do_not_explain_a_long_wait() -> None:
     finding = judged(major_faults=0.4)
-    assert finding.evidence["cause"] == "own-work"
+    assert finding.evidence.cause == "own-work"
 
 
 @pytest.mark.parametrize("absent", ["running_ns", "run_delay_ns"])
 def test_without_the_threads_schedule_the_cause_is_not_known_and_the_finding_says_so(absent: str) -> None:
     finding = judged(unknown=(absent,))
-    assert finding.evidence["cause"] is None
-    assert absent in finding.evidence["cause_unknown"]
-    assert "cause" not in finding.title
+    assert finding.evidence.cause is None
+    assert absent in finding.evidence.cause_unknown
+    assert finding.cause.startswith(f"not known, because {absent} of rank 1")
 
 
 def test_counters_that_are_not_recorded_are_named() -> None:
     finding = judged(unknown=("throttled_ns",), running_ns=40)
-    assert finding.evidence["not_recorded"] == ["throttled_ns"]
-    assert "throttled_ns not recorded" in finding.title
+    assert finding.evidence.not_recorded == ["throttled_ns"]
+    assert "throttled_ns not recorded" in finding.cause
 
 
 def test_a_device_with_a_lowered_clock_is_the_cause_that_no_counter_shows() -> None:
@@ -143,8 +143,8 @@ def test_a_device_with_a_lowered_clock_is_the_cause_that_no_counter_shows() -> N
     pulses = {number: pulse(1900) for number in range(4)} | {1: pulse(1100, ["hw_thermal"])}
     (finding,) = straggler(evidence_of(rank, steps, pulses=pulses))
     assert isinstance(finding, Finding)
-    assert (finding.evidence["cause"], finding.evidence["cause_share"]) == ("throttled", None)
-    assert "1100 MHz (hw_thermal), the others' 1900 MHz" in finding.title
+    assert (finding.evidence.cause, finding.evidence.cause_share) == ("throttled", None)
+    assert "1100 MHz (hw_thermal), the others' 1900 MHz" in finding.cause
     assert "cooling" in finding.remedy
 
 
@@ -163,11 +163,11 @@ def test_a_small_delay_is_seen_without_the_time_in_the_run_queue(delay_ms: int) 
         return
     (finding,) = findings
     assert (finding.ranks, finding.phase, finding.severity) == ([1], "backward", "info")
-    assert finding.evidence["excess_ns"] == pytest.approx(delay_ms * MS, rel=0.1)
-    assert (finding.evidence["cause"], finding.evidence["cause_ns"]["preempted"]) == ("own-work", 0)
-    assert "without time in the run queue" in finding.title
+    assert finding.evidence.excess_ns == pytest.approx(delay_ms * MS, rel=0.1)
+    assert (finding.evidence.cause, finding.evidence.cause_ns["preempted"]) == ("own-work", 0)
+    assert "without time in the run queue" in finding.measure
 
 
 def test_no_other_rank_is_slow_where_the_run_queue_is_counted_too_long() -> None:
     finding = judged(ranks=2, run_delay_ns=46)  # Of a delay of 40 ms.
-    assert (finding.ranks, finding.evidence["cause"]) == ([1], "preempted")
+    assert (finding.ranks, finding.evidence.cause) == ([1], "preempted")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -45,10 +46,10 @@ def test_a_slow_part_of_a_run_is_named_with_its_steps(steps: int, first: int, la
         assert interval.first == pytest.approx(first, abs=4)
         assert interval.last == pytest.approx(last, abs=4)
         is_over = last < steps - 1
-        words = f"in steps {interval.first:,} to {interval.last:,}" if is_over else f"since step {interval.first}"
-        assert words in finding.title
+        words = f"steps {interval.first:,} to {interval.last:,}" if is_over else f"since step {interval.first}"
+        assert words in (finding.when if is_over else finding.verdict)
         # Of eight ranks some other rank is late as well in most steps, and accounts for a part of the loss.
-        assert 0.7 <= finding.evidence["lost_ns"] / ((last - first + 1) * ms * MS) <= 1.15
+        assert 0.7 <= finding.evidence.lost_ns / ((last - first + 1) * ms * MS) <= 1.15
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -60,11 +61,11 @@ def test_a_slow_part_is_named_although_the_machine_is_noisy(seed: int) -> None:
 
 def test_a_slowness_that_is_over_is_told_in_the_past_and_rated_by_its_share_of_the_run() -> None:
     (over,) = findings_of(slow_between(2600, 900, 1499, 75))
-    assert over.title.startswith("Rank 1 was slow in backward in steps")
+    assert (over.verdict, over.when[:6]) == ("Rank 1 was slow in backward", "steps ")
     assert over.severity == "warning"
-    assert over.evidence["run_share"] == pytest.approx(600 * 75 / (2600 * 78 + 600 * 75), abs=0.03)
+    assert over.evidence.run_share == pytest.approx(600 * 75 / (2600 * 78 + 600 * 75), abs=0.03)
     (ongoing,) = findings_of(slow_between(1500, 900, 1499, 75))
-    assert ongoing.title.startswith("Rank 1 is slow in backward")
+    assert ongoing.verdict.startswith("Rank 1 is slow in backward since step ")
     assert ongoing.severity == "critical"
 
 
@@ -73,7 +74,16 @@ def test_a_rank_that_is_slow_twice_has_an_interval_for_each() -> None:
     own[1600:2000, 1, BACKWARD] += 75 * MS
     (finding,) = findings_of(own)
     assert [(round(i.first, -1), round(i.last, -1)) for i in finding.intervals] == [(400, 800), (1600, 2000)]
-    assert "in 2 stretches of the steps" in finding.title
+    assert finding.when.startswith("2 stretches of the steps ")
+
+
+def test_a_slow_stretch_has_the_kind_and_the_phases_of_its_late_steps() -> None:
+    own = slow_between(3000, 900, 1499, 0)
+    often = np.random.default_rng(0).random(600) < 0.4
+    own[900:1500][often, 1, BACKWARD] += 120 * MS
+    own[900:1500][often, 1, DATA] += 80 * MS
+    (finding,) = findings_of(own)
+    assert (finding.evidence.kind, list(finding.evidence.phase_excess_ns)) == ("intermittent", ["backward", "data"])
 
 
 def test_an_interval_has_its_times_of_day() -> None:
@@ -85,7 +95,7 @@ def test_an_interval_has_its_times_of_day() -> None:
     (interval,) = clock.timed_finding(finding).intervals
     assert interval.began_ns == START_NS + int(steps.start_ns[rows][interval.first])
     assert interval.ended_ns == START_NS + int(steps.end_ns[rows][interval.last])
-    assert "(22:14 to 22:16 UTC)" in finding.title
+    assert finding.when.endswith("(22:14 to 22:16 UTC)")
 
 
 def test_a_drifting_mean_of_seven_percent_over_many_steps_is_a_change_point() -> None:
@@ -101,11 +111,12 @@ def test_a_slowness_that_moves_from_rank_to_rank_is_one_finding(every: int, rank
     own = own_times(800, ranks, seed=1)
     own[np.arange(800), np.arange(800) // every % ranks, BACKWARD] += 75 * MS
     (finding,) = findings_of(own)
-    assert (finding.evidence["kind"], finding.phase, finding.ranks) == ("moving", "backward", list(range(ranks)))
+    assert (finding.evidence.kind, finding.phase, finding.ranks) == ("moving", "backward", list(range(ranks)))
     assert finding.severity == "critical"
-    assert sum(finding.evidence["shares"].values()) == pytest.approx(1, abs=0.01)
-    assert all(share == pytest.approx(1 / ranks, abs=0.1) for share in finding.evidence["shares"].values())
-    assert finding.evidence["lost_ns"] == pytest.approx(800 * 75 * MS, rel=0.2)
+    assert finding.verdict == "A slowness in backward moves from rank to rank"
+    assert sum(finding.evidence.shares.values()) == pytest.approx(1, abs=0.01)
+    assert all(share == pytest.approx(1 / ranks, abs=0.1) for share in finding.evidence.shares.values())
+    assert finding.evidence.lost_ns == pytest.approx(800 * 75 * MS, rel=0.2)
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -115,10 +126,12 @@ def test_ranks_that_are_slow_in_turn_in_different_phases_are_one_finding(togethe
     own[::2, 0, DATA] += 75 * MS
     own[0 if together else 1 :: 2, 1, OPTIMIZER] += 75 * MS
     (finding,) = findings_of(own)
-    turns = [(turn["rank"], turn["phase"]) for turn in finding.evidence["turns"]]
-    assert (finding.evidence["kind"], turns) == ("taking turns", [(0, "data"), (1, "optimizer")])
-    assert all(turn["share"] == pytest.approx(0.5, abs=0.1) for turn in finding.evidence["turns"])
-    assert finding.evidence["lost_ns"] == pytest.approx((300 if together else 600) * 75 * MS, rel=0.3)
+    turns = [(turn.rank, turn.phase) for turn in finding.evidence.turns]
+    assert (finding.evidence.kind, turns) == ("taking turns", [(0, "data"), (1, "optimizer")])
+    assert finding.verdict == "Ranks 0 and 1 are slow in turn"
+    assert re.match(r"rank 0: \+7\d\.\d ms in data in \d+ % of the steps, rank 1: \+7\d\.\d ms in opt", finding.measure)
+    assert all(turn.share == pytest.approx(0.5, abs=0.1) for turn in finding.evidence.turns)
+    assert finding.evidence.lost_ns == pytest.approx((300 if together else 600) * 75 * MS, rel=0.3)
 
 
 def test_ranks_that_are_slow_in_turn_in_the_same_phase_are_one_finding() -> None:
@@ -126,7 +139,8 @@ def test_ranks_that_are_slow_in_turn_in_the_same_phase_are_one_finding() -> None
     own[::2, 0, BACKWARD] += 75 * MS
     own[1::2, 1, BACKWARD] += 75 * MS
     (finding,) = findings_of(own)
-    assert (finding.evidence["kind"], finding.ranks) == ("taking turns", [0, 1])
+    assert (finding.evidence.kind, finding.ranks) == ("taking turns", [0, 1])
+    assert finding.verdict == "Ranks 0 and 1 are slow in turn in backward"
 
 
 @pytest.mark.parametrize("burst_steps", [0, 10])
@@ -181,7 +195,7 @@ def test_findings_never_claim_more_than_was_lost(seed: int, ranks: int, kind: st
         own[::2, 0, DATA] += ms * MS
         own[1::2, 1, OPTIMIZER] += ms * MS
     joined = join(*columns(own))
-    claimed = sum(finding.evidence["lost_ns"] for finding in findings_of(own))
+    claimed = sum(finding.evidence.lost_ns for finding in findings_of(own))
     assert claimed <= lost_ns(joined).sum() * (1 + 1e-9) + 1
 
 

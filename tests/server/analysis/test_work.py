@@ -121,8 +121,8 @@ def test_a_rank_that_is_slow_for_equal_work_is_a_straggler_with_its_cause(ranks:
     for seed in range(5):
         evidence, _, by_machine = run(ranks, seed=seed, slower=1.4)
         (slow,) = findings(straggler(evidence))
-        assert (slow.ranks, slow.evidence["cause"]) == ([1], "preempted")
-        assert slow.evidence["excess_ns"] == pytest.approx(late_ns(evidence, by_machine), rel=0.1)
+        assert (slow.ranks, slow.evidence.cause) == ([1], "preempted")
+        assert slow.evidence.excess_ns == pytest.approx(late_ns(evidence, by_machine), rel=0.1)
         assert [finding.ranks for finding in findings(imbalanced_batches(evidence))] in ([], [[]])
 
 
@@ -132,8 +132,8 @@ def test_longer_samples_and_a_busy_neighbour_are_split_within_a_tenth(ranks: int
         evidence, by_lengths, by_machine = run(ranks, seed=seed, longer=1.8, slower=1.4, spread=0.2)
         (slow,), (imbalanced,) = findings(straggler(evidence)), findings(imbalanced_batches(evidence))
         assert (slow.ranks, imbalanced.ranks) == ([1], [1])
-        assert slow.evidence["cause"] == "preempted"
-        assert slow.evidence["excess_ns"] == pytest.approx(late_ns(evidence, by_machine), rel=0.1)
+        assert slow.evidence.cause == "preempted"
+        assert slow.evidence.excess_ns == pytest.approx(late_ns(evidence, by_machine), rel=0.1)
         assert imbalanced.evidence.excess_ns == pytest.approx(late_ns(evidence, by_lengths), rel=0.1)
 
 

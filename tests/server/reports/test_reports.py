@@ -367,7 +367,7 @@ def test_some_ranks_give_the_same_late_bucket_as_all(store: Store, monkeypatch: 
     ingest(store, batch(0, 2, layouts=[wire.Layout(module=0, name="m", revision=0, comm="", buckets=buckets)]))
     findings = []
     for ranks in (2, 8):
-        monkeypatch.setattr("ddpobs_server.analysis.slow_ranks.late_bucket.MAX_RANKS", ranks)
+        monkeypatch.setattr("ddpobs_server.analysis.slow_ranks.bucket.MAX_RANKS", ranks)
         findings.append(Reports(store).diagnostics(RUN, ATTEMPT)["findings"][0])
     named = [(f["ranks"], f["buckets"], f["parameters"], f["evidence"]["module"]) for f in findings]
     assert named == [([2], [0], ["a"], 0)] * 2

@@ -14,7 +14,7 @@ from ddpobs import wire
 from ddpobs.shared.delay import excesses
 from ddpobs.shared.words import percent
 from ddpobs_server.analysis.evidence import Evidence, Judgement
-from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, milliseconds, severity_of
+from ddpobs_server.analysis.finding import Facts, Finding, Gain, NotJudged, how_often, milliseconds, severity_of
 from ddpobs_server.analysis.findings.straggler import MIN_COMPARED_STEPS, RECENT_STEPS
 from ddpobs_server.analysis.slow_ranks.lateness import Lateness, cost_shares, lateness, mean_gain, typical_lateness
 from ddpobs_server.analysis.slow_ranks.recurrence import beyond_chance, costly_ranks, recurring_ranks
@@ -42,10 +42,10 @@ class ImbalancedBatchesFacts(Facts):
         machine_excess_ns: Excess of each rank's median own time at equal work.
         steps_used: Number of steps.
         step_ns: Median step.
-        excess_ns: Median delay of the rank in the steps in which it is late.
-        late_share: Share of these steps.
-        lost_share: Share of the steps' time that the rank costs.
-        chance: Probability of so many late steps by chance.
+        excess_ns: Median delay of the rank in the steps in which it is late; None if no rank is late.
+        late_share: Share of these steps; None if no rank is late.
+        lost_share: Share of the steps' time that the rank costs; None if no rank is late.
+        chance: Probability of so many late steps by chance; None if no rank is late.
     """
 
     measure: str
@@ -114,12 +114,11 @@ def _finding(
     work = np.median(fit.work, axis=0)
     ratio = work[index] / np.median(np.delete(work, index))
     late_share = len(rows) / len(by_work)
-    frequency = "in every step" if late_share > 0.98 else f"in {percent(late_share)} of the steps"
     return Finding(
         code="imbalanced-batches",
         severity=severity_of(lost_share),
         verdict=f"Rank {rank} is late because of its batches",
-        measure=f"{milliseconds(excess_ns)} more {frequency}, of a step of {milliseconds(step_ns)}",
+        measure=f"{milliseconds(excess_ns)} more in {how_often(late_share)}, of a step of {milliseconds(step_ns)}",
         cause=f"its batches have {ratio:.2f} times the {fit.measure} of the other ranks' batches",
         where=evidence.where([rank]),
         remedy=_REMEDY,

@@ -50,5 +50,5 @@ FINDINGS: tuple[Callable[[Evidence], Judgement], ...] = tuple(
     getattr(module, code.replace("-", "_")) for module in MODULES for code in module.CODES
 )
 """All finding functions, file by file."""
-FACTS: tuple[type[Facts], ...] = tuple(facts for module in MODULES for facts in getattr(module, "FACTS", ()))
+FACTS: tuple[type[Facts], ...] = tuple(facts for module in MODULES for facts in module.FACTS)
 """Classes of the findings' evidence, file by file."""

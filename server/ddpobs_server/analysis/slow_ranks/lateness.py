@@ -107,8 +107,8 @@ def steady_lateness(late: Lateness, level_ns: float) -> Lateness:
     return replace(late, late=late.excess_ns >= 0.5 * level_ns)
 
 
-def causes(joined: JoinedSteps, index: int, rows: wire.Ints, *, usual: bool = False) -> list[tuple[str, float]]:
-    """Return the phases that explain at least 80 % of a rank's excess in these steps, the largest first.
+def slow_phases(joined: JoinedSteps, index: int, rows: wire.Ints, *, usual: bool = False) -> dict[str, float]:
+    """Return the phases that explain most of a rank's excess in these steps; see `largest_phases`.
 
     Args:
         joined: The compared steps.
@@ -117,19 +117,28 @@ def causes(joined: JoinedSteps, index: int, rows: wire.Ints, *, usual: bool = Fa
         usual: Take the median over these steps, if it explains half of the excess: rare noise does not change it.
 
     Returns:
-        (phase, mean or median excess in ns).
+        Mean or median excess in ns, by phase.
     """
     phases = joined.phases_ns[rows]
-    excesses = phases[:, index] - np.median(np.delete(phases, index, axis=1), axis=1)
-    excess, medians = excesses.mean(axis=0), np.median(excesses, axis=0)
-    if usual and medians[medians > 0].sum() >= 0.5 * excess[excess > 0].sum():
-        excess = medians
-    total = max(1.0, float(excess[excess > 0].sum()))
-    explained: list[tuple[str, float]] = []
-    for phase in np.argsort(-excess):
-        if excess[phase] <= 0 or sum(ns for _, ns in explained) >= _EXPLAINED_SHARE * total:
+    excesses_ns = phases[:, index] - np.median(np.delete(phases, index, axis=1), axis=1)
+    excess_ns, medians_ns = excesses_ns.mean(axis=0), np.median(excesses_ns, axis=0)
+    if usual and medians_ns[medians_ns > 0].sum() >= 0.5 * excess_ns[excess_ns > 0].sum():
+        excess_ns = medians_ns
+    return largest_phases(excess_ns)
+
+
+def largest_phases(excess_ns: Floats) -> dict[str, float]:
+    """Return the phases that explain `_EXPLAINED_SHARE` of an excess, the largest first.
+
+    Args:
+        excess_ns: Excess by phase, shape [phases].
+    """
+    total_ns = max(1.0, float(excess_ns[excess_ns > 0].sum()))
+    explained: dict[str, float] = {}
+    for phase in np.argsort(-excess_ns).tolist():
+        if excess_ns[phase] <= 0 or sum(explained.values()) >= _EXPLAINED_SHARE * total_ns:
             break
-        explained.append((wire.OWN_PHASES[phase], float(excess[phase])))
+        explained[wire.OWN_PHASES[phase]] = float(excess_ns[phase])
     return explained
 
 

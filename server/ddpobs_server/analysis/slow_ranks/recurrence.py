@@ -28,18 +28,20 @@ _MAX_PERMUTED = 2**12
 
 
 def recurring_ranks(
-    joined: JoinedSteps, late: Lateness, min_late_share: float = 0.0, min_cost_share: float = MIN_COST_SHARE
+    joined: JoinedSteps, late: Lateness, min_late_share: float = 0.0, min_cost_share: float = 0.0
 ) -> list[int]:
     """Return the indices of the ranks that stand out in each quarter of the steps, not in one burst of noise.
 
     Such a rank is late at least half as often as the rank that is late most, and at least twice as often as the median
-    of the others. In each quarter it is late in `min_late_share` of the steps and costs `min_cost_share` of the time.
+    of the others. In each quarter it is late in `min_late_share` of the steps, and costs the larger of `min_cost_share`
+    and `MIN_COST_SHARE` of the time.
     """
     stand_out = np.ones(len(joined.ranks), bool)
     for rows in np.array_split(np.arange(len(joined)), _PARTS):
         shares = late.late[rows].mean(axis=0)
         stand_out &= (shares >= 0.5 * shares.max()) & (shares >= 2 * median_of_others(shares[None])[0])
-        stand_out &= (shares >= min_late_share) & (cost_shares(joined, late, rows) >= min_cost_share)
+        stand_out &= shares >= min_late_share
+        stand_out &= cost_shares(joined, late, rows) >= max(MIN_COST_SHARE, min_cost_share)
     return np.flatnonzero(stand_out).tolist()
 
 

@@ -93,8 +93,8 @@ def find_stretches(bins: LatenessBins) -> list[Stretch]:
     return sorted(result, key=lambda stretch: (stretch.index, stretch.begin))
 
 
-def slow_segments(bins: LatenessBins, index: int, min_share: float = MIN_COST_SHARE) -> list[tuple[int, int]]:
-    """Return the segments (begin, end) between change points in which a rank costs `min_share` more than the others.
+def slow_segments(bins: LatenessBins, index: int) -> list[tuple[int, int]]:
+    """Return the segments (begin, end) between change points in which a rank costs `MIN_COST_SHARE` more than others.
 
     Change points are sought in the medians of the bins, which spikes do not move, and in the costs, which also show
     a rank that is late in some steps only. Both series are times: a share would weigh noise in short steps as much as a
@@ -104,7 +104,7 @@ def slow_segments(bins: LatenessBins, index: int, min_share: float = MIN_COST_SH
     candidates_found: set[tuple[int, int]] = set()
     for series_ns in (typical_ns * bins.steps, costs_ns):
         for begin, end in segments(series_ns / np.maximum(1, bins.steps)):
-            if series_ns[begin:end].sum() >= min_share * bins.time_ns[begin:end].sum():
+            if series_ns[begin:end].sum() >= MIN_COST_SHARE * bins.time_ns[begin:end].sum():
                 candidates_found.add(_extended(typical_ns, begin, end))
     return sorted(candidates_found)
 

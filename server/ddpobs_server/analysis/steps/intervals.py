@@ -1,4 +1,4 @@
-"""Intervals of steps: their wall-clock times, and how a sentence names them."""
+"""Intervals of steps: their wall-clock times, and their words."""
 
 from __future__ import annotations
 
@@ -53,17 +53,11 @@ def merged(ranges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
     return result
 
 
-def describe(intervals: Sequence[Interval], *, goes_on: bool = False) -> str:
-    """Return the words for intervals of a sentence: `in steps 900 to 1,499 (14:31 to 14:32 UTC)`.
-
-    A single interval that goes on is `since step 900`.
-    """
+def format_intervals(intervals: Sequence[Interval]) -> str:
+    """Intervals in words: `steps 900 to 1,499 (14:31 to 14:32 UTC)`, or `2 stretches of the steps 900 to 1,499`."""
     first, last = intervals[0], intervals[-1]
-    count = len(intervals)
-    steps = f"{first.first:,} to {last.last:,}"
-    words = f"in steps {steps}" if count == 1 else f"in {count} stretches of the steps {steps}"
-    if count == 1 and goes_on:
-        words = f"since step {first.first}"
+    steps = f"steps {first.first:,} to {last.last:,}"
+    words = steps if len(intervals) == 1 else f"{len(intervals)} stretches of the {steps}"
     if first.began_ns is None or last.ended_ns is None:
         return words
     return f"{words} ({format_times(first.began_ns, last.ended_ns)})"
@@ -79,7 +73,7 @@ def format_times(began_ns: int, ended_ns: int) -> str:
 
 
 def format_seconds(time_ns: float) -> str:
-    """Return a duration for a sentence."""
+    """A duration in words: `302 ms`, `6.0 s`, `31 min`."""
     seconds = time_ns / 1e9
     if seconds < 1:
         return f"{seconds * 1e3:.0f} ms"

@@ -84,8 +84,8 @@ def test_a_slow_replica_is_named_within_its_stage() -> None:
     """Stage 1 takes three times as long, which is no straggling; rank 1 is slower than rank 0."""
     findings = straggler(evidence_of([16, 16, 48, 48], own_ms=[16, 26, 48, 48]))
     (finding,) = [found for found in findings if isinstance(found, Finding)]
-    assert (finding.ranks, finding.evidence["stages"]) == ([1], [0])
-    assert "10.0 ms more than the other replicas of stage 0" in finding.title
+    assert (finding.ranks, finding.evidence.stages) == ([1], [0])
+    assert finding.measure.startswith("+10.0 ms a step over the other replicas of stage 0, ")
 
 
 def test_waits_for_messages_are_not_taken_for_a_slow_link() -> None:

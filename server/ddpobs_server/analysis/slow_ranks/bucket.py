@@ -8,8 +8,8 @@ import numpy as np
 
 from ddpobs import wire
 from ddpobs_server.analysis.evidence import MAX_LISTED, ColumnReader, Evidence
-from ddpobs_server.analysis.finding import Finding
 from ddpobs_server.analysis.slow_ranks.lateness import lateness
+from ddpobs_server.analysis.slow_ranks.slow_rank import LateBucket, SlowRank
 from ddpobs_server.analysis.steps.joined_steps import Floats, JoinedSteps
 
 MAX_STEPS, MAX_RANKS = 200, 8
@@ -17,41 +17,41 @@ MAX_STEPS, MAX_RANKS = 200, 8
 _USER = wire.COMM_KINDS.index("user")
 _BUCKET_BITS = 20
 """Bits that hold the index of any bucket."""
+_Layouts = dict[tuple[int, int], wire.Layout]
 
 
-def name_late_buckets(findings: list[Finding], evidence: Evidence, columns: ColumnReader) -> list[Finding]:
-    """Add the late bucket and its parameters to stragglers with a slow backward, at most `MAX_RANKS` of them.
+def with_buckets(slow_ranks: list[SlowRank], evidence: Evidence, columns: ColumnReader) -> list[SlowRank]:
+    """Add the late bucket and its parameters to ranks with a slow backward, at most `MAX_RANKS` of them.
 
     Raises:
         ColumnsTooLargeError: The spans have too many rows.
     """
-    slow = [finding for finding in findings if finding.phase == "backward"][:MAX_RANKS]
-    layouts = {(layout.module, layout.revision): layout for layout in (columns.layouts() if slow else [])}
+    examined = [slow for slow in slow_ranks if slow.phase == "backward"][:MAX_RANKS]
+    layouts = {(layout.module, layout.revision): layout for layout in (columns.layouts() if examined else [])}
     if not layouts:
-        return findings
+        return slow_ranks
     return [
-        _name_late_bucket(finding, evidence, columns, layouts) if finding in slow else finding for finding in findings
+        replace(slow, bucket=_late_bucket(slow, evidence, columns, layouts)) if slow in examined else slow
+        for slow in slow_ranks
     ]
 
 
-def _name_late_bucket(
-    finding: Finding, evidence: Evidence, columns: ColumnReader, layouts: dict[tuple[int, int], wire.Layout]
-) -> Finding:
-    rank = finding.ranks[0]
-    row_rank, spans = _late_spans(finding, evidence, columns)
-    if not len(row_rank) or _meets_between_buckets(rank, spans.select(row_rank == rank), columns):
-        return finding
-    began = backward_began_ns((evidence.rank, evidence.steps), (row_rank, spans))
-    excess_ns = min(finding.evidence["excess_ns"], finding.evidence["phase_excess_ns"]["backward"])
-    return _with_bucket(finding, late_bucket(rank, row_rank, spans, began, excess_ns), layouts)
+def _late_bucket(slow: SlowRank, evidence: Evidence, columns: ColumnReader, layouts: _Layouts) -> LateBucket | None:
+    row_rank, spans = _late_spans(slow, evidence, columns)
+    if not len(row_rank) or _meets_between_buckets(slow.rank, spans.select(row_rank == slow.rank), columns):
+        return None
+    began_ns = backward_began_ns((evidence.rank, evidence.steps), (row_rank, spans))
+    excess_ns = min(slow.excess_ns, slow.phase_excess_ns["backward"])
+    return _in_layout(late_bucket(slow.rank, row_rank, spans, began_ns, excess_ns), layouts)
 
 
-def _late_spans(finding: Finding, evidence: Evidence, columns: ColumnReader) -> tuple[wire.Ints, wire.Spans]:
+def _late_spans(slow: SlowRank, evidence: Evidence, columns: ColumnReader) -> tuple[wire.Ints, wire.Spans]:
     """Read the spans of the slow rank and some others, for the latest steps in which the rank was late."""
-    slow, joined = finding.ranks[0], evidence.joined
-    latest = joined.between(*finding.steps).latest(MAX_STEPS)
-    late = late_collectives(latest, slow, finding.steps[0], finding.evidence["excess_ns"])
-    selected = np.isin(evidence.rank, comparison_ranks(slow, joined.ranks)) & np.isin(evidence.steps.collective, late)
+    joined = evidence.joined
+    latest = joined.between(*slow.steps).latest(MAX_STEPS)
+    late = late_collectives(latest, slow.rank, slow.steps[0], slow.excess_ns)
+    selected = np.isin(evidence.rank, comparison_ranks(slow.rank, joined.ranks))
+    selected &= np.isin(evidence.steps.collective, late)
     row_rank, step = evidence.rank[selected], evidence.steps.step[selected]
     # With uneven inputs the ranks' step numbers part: ranks with the same range of steps are read together.
     ranges: dict[tuple[int, int], list[int]] = {}
@@ -175,13 +175,10 @@ def _group_medians(group: wire.Ints, values: wire.Ints, groups: int) -> tuple[Fl
     return medians, counts
 
 
-def _with_bucket(
-    finding: Finding, bucket_key: tuple[int, int, int] | None, layouts: dict[tuple[int, int], wire.Layout]
-) -> Finding:
-    """Return the finding with this bucket and its parameters, if the bucket is in a layout."""
+def _in_layout(bucket_key: tuple[int, int, int] | None, layouts: _Layouts) -> LateBucket | None:
+    """Return the bucket with its parameters, if it is in a layout."""
     layout = layouts.get(bucket_key[:2]) if bucket_key else None
     if bucket_key is None or layout is None or bucket_key[2] >= len(layout.buckets):
-        return finding
+        return None
     names = [parameter.name for parameter in layout.buckets[bucket_key[2]].parameters]
-    details = finding.evidence | {"module": layout.module}
-    return replace(finding, buckets=[bucket_key[2]], parameters=names[:MAX_LISTED], evidence=details)
+    return LateBucket(layout.module, bucket_key[2], tuple(names[:MAX_LISTED]))

@@ -13,9 +13,9 @@ import numpy as np
 from ddpobs import wire
 from ddpobs.shared.delay import excesses
 from ddpobs_server.analysis.evidence import Evidence
-from ddpobs_server.analysis.finding import Finding
-from ddpobs_server.analysis.slow_ranks.late_bucket import comparison_ranks
+from ddpobs_server.analysis.slow_ranks.bucket import comparison_ranks
 from ddpobs_server.analysis.slow_ranks.lateness import step_weights
+from ddpobs_server.analysis.slow_ranks.slow_rank import Cause, DeviceClock, SlowRank
 from ddpobs_server.analysis.steps.joined_steps import Floats
 
 OWN_WORK = "own-work"
@@ -27,31 +27,6 @@ _FAULT_RUN_NS = 25_000
 """Longest time on a processor that one page fault explains: its handling took 22 us in a virtual machine."""
 _TIMES = ("running_ns", "run_delay_ns", "throttled_ns", "collecting_ns")
 _COUNTERS = (*_TIMES, "major_faults", "preemptions", "collections")
-_WORDS = {
-    "preempted": "preempted by other processes",
-    "throttled": "throttled by the processor quota of its control group",
-    "paging": "paging: its memory is read from the disk",
-    "collecting-garbage": "collecting garbage",
-}
-_REMEDIES = {
-    "preempted": (
-        "Give this rank processors of its own: move other programs off its host, start fewer loader workers and "
-        "threads, or pin ranks to separate processors (taskset, numactl, a cpuset)."
-    ),
-    "throttled": (
-        "Raise the control group's processor quota (cpu.max; limits.cpu in Kubernetes), or use fewer threads and "
-        "loader workers, so that the process stays below it."
-    ),
-    "paging": (
-        "Give the host more memory, or need less of it: smaller caches, fewer loader workers, data read in order "
-        "instead of through a memory map."
-    ),
-    "collecting-garbage": (
-        "Call gc.freeze() after start-up, keep fewer Python objects, or call gc.disable() and collect on all ranks in "
-        "the same step."
-    ),
-}
-_DEVICE_REMEDY = "Check the device's cooling, power supply and power limit (nvidia-smi -q -d PERFORMANCE)."
 _SLOW_CLOCK = 0.9
 """Share of the other devices' median clock below which a device's clock is low."""
 
@@ -73,55 +48,30 @@ class _Excess:
     usual_run_delay: float = 0.0
 
 
-def with_cause(finding: Finding, evidence: Evidence) -> Finding:
-    """Add the cause to the finding of one slow rank, with its figures, or the reason for which it is not known."""
-    if len(finding.ranks) != 1 or "excess_ns" not in finding.evidence:
-        return finding
-    excess = _excess_of(finding, evidence)
+def with_cause(slow: SlowRank, evidence: Evidence) -> SlowRank:
+    """Add the cause, or what is missing to know it."""
+    return replace(slow, cause=_cause_of(slow, evidence))
+
+
+def _cause_of(slow: SlowRank, evidence: Evidence) -> Cause:
+    excess = _excess_of(slow, evidence)
     if excess is None:
-        return _unknown(finding, "the counters of its late steps are no longer examined")
+        return Cause()
     absent = [name for name in ("running_ns", "run_delay_ns") if name not in excess.counters]
     if absent:
-        rank = finding.ranks[0]
-        return _unknown(finding, f"{absent[0]} of rank {rank} and another rank is not recorded: see docs/wire.md")
-    return _explained(finding, excess, evidence)
-
-
-def _unknown(finding: Finding, reason: str) -> Finding:
-    return replace(finding, evidence=finding.evidence | {"cause": None, "cause_unknown": reason})
-
-
-def _explained(finding: Finding, excess: _Excess, evidence: Evidence) -> Finding:
-    parts = _parts(excess)
-    cause = max(parts, key=parts.__getitem__)
-    share = parts[cause] / max(1.0, excess.delay_ns)
-    facts = {
-        "cause": cause,
-        "cause_share": round(share, 4),
-        "cause_ns": {name: round(ns) for name, ns in parts.items()},
-        "counter_excess": {name: round(value, 2) for name, value in excess.counters.items()},
-        "blocked_ns": round(_blocked_ns(excess)),
-    }
-    unknown = sorted(set(_COUNTERS) - set(excess.counters))
-    if unknown:
-        facts["not_recorded"] = unknown
-    if cause != OWN_WORK:
-        verdict = f"{finding.verdict}; cause: {_WORDS[cause]} ({share:.0%} of the delay)"
-        return replace(finding, verdict=verdict, remedy=_REMEDIES[cause], evidence=finding.evidence | facts)
-    if slowdown := _device_slowdown(finding.ranks[0], evidence):
-        verdict = f"{finding.verdict}; cause: throttled: {slowdown}"
-        facts |= {"cause": "throttled", "cause_share": None, "device": slowdown}
-        return replace(finding, verdict=verdict, remedy=_DEVICE_REMEDY, evidence=finding.evidence | facts)
-    return replace(
-        finding, verdict=f"{finding.verdict}; {_own_work(excess, unknown)}", evidence=finding.evidence | facts
+        return Cause(missing_counter=absent[0])
+    parts_ns = _parts(excess)
+    name = max(parts_ns, key=parts_ns.__getitem__)
+    device = _lowered_clock(slow.rank, evidence) if name == OWN_WORK else None
+    return Cause(
+        name=name if device is None else "throttled",
+        share=parts_ns[name] / max(1.0, excess.delay_ns) if device is None else None,
+        parts_ns=parts_ns,
+        counter_excess=excess.counters,
+        blocked_ns=_blocked_ns(excess),
+        not_recorded=tuple(sorted(set(_COUNTERS) - set(excess.counters))),
+        device=device,
     )
-
-
-def _own_work(excess: _Excess, unknown: list[str]) -> str:
-    """Describe the delay that no counter explains."""
-    runs = excess.counters["running_ns"] >= _blocked_ns(excess)
-    kind = "more work of its own" if runs else "its own code waits, for data or a lock, or sleeps"
-    return f"cause: {kind}; no counter explains it" + (f" ({', '.join(unknown)} not recorded)" if unknown else "")
 
 
 def _parts(excess: _Excess) -> dict[str, float]:
@@ -152,24 +102,24 @@ def _blocked_ns(excess: _Excess) -> float:
     return max(0.0, excess.own_ns - excess.counters["running_ns"] - excess.counters["run_delay_ns"])
 
 
-def _excess_of(finding: Finding, evidence: Evidence) -> _Excess | None:
+def _excess_of(slow: SlowRank, evidence: Evidence) -> _Excess | None:
     """Compare the rank with some others in the steps in which it was late by at least half of its usual excess.
 
     For a rank that is late in most steps, at most 1.5 times of it: rare long delays have causes of their own.
     """
-    joined, rank = evidence.joined, finding.ranks[0]
-    rows = np.flatnonzero((joined.step >= finding.steps[0]) & (joined.step <= finding.steps[1]))
+    joined, rank = evidence.joined, slow.rank
+    rows = np.flatnonzero((joined.step >= slow.steps[0]) & (joined.step <= slow.steps[1]))
     compared = np.isin(joined.ranks, comparison_ranks(rank, joined.ranks))
     index = int(np.flatnonzero(joined.ranks[compared] == rank)[0]) if rank in joined.ranks else -1
     if not len(rows) or index < 0 or compared.sum() < 2:
         return None
-    left_out = finding.evidence.get("run_delay_left_out", False)
-    all_own_ns = joined.own_ns[rows, :] - (evidence.steps.run_delay_ns[joined.row[rows, :]] if left_out else 0)
+    all_own_ns = joined.own_ns[rows, :] - (
+        evidence.steps.run_delay_ns[joined.row[rows, :]] if slow.without_queue else 0
+    )
     delay_ns = excesses(all_own_ns)[:, compared][:, index]
-    usual_ns = finding.evidence["excess_ns"]
-    late = delay_ns >= 0.5 * usual_ns
-    if finding.evidence["kind"] == "persistent":
-        late &= delay_ns <= 1.5 * usual_ns
+    late = delay_ns >= 0.5 * slow.excess_ns
+    if slow.is_persistent:
+        late &= delay_ns <= 1.5 * slow.excess_ns
     if not late.any():
         return None
     rows, delay_ns = rows[late], delay_ns[late]
@@ -181,7 +131,7 @@ def _excess_of(finding: Finding, evidence: Evidence) -> _Excess | None:
         if value is not None:
             counters[name] = value
     own_ns = _mean_excess(evidence.steps.own_ns[cells], index, weights) or 0.0
-    if left_out:
+    if slow.without_queue:
         own_ns -= counters.get("run_delay_ns", 0.0)
         counters |= dict.fromkeys({"run_delay_ns", "throttled_ns"} & set(counters), 0.0)
     usual_run_delay = _usual_run_delay(evidence.steps.run_delay_ns[cells], evidence.steps.running_ns[cells], index)
@@ -214,15 +164,14 @@ def _mean_excess(values: wire.Ints, index: int, weights: Floats) -> float | None
     return float(np.average(excess, weights=weights[is_known]))
 
 
-def _device_slowdown(rank: int, evidence: Evidence) -> str:
-    """Describe a clock of the rank's device that is lowered, and not on most other ranks; empty if there is none."""
+def _lowered_clock(rank: int, evidence: Evidence) -> DeviceClock | None:
+    """Return the clock of the rank's device if it is lowered, and not on most other ranks."""
     machines = {number: pulse.machine for number, pulse in evidence.pulses.items() if pulse.machine is not None}
-    machine_of_rank = machines.pop(rank, None)
+    own = machines.pop(rank, None)
     clocks = [machine.device_clock_mhz for machine in machines.values() if machine.device_clock_mhz > 0]
-    if machine_of_rank is None or not clocks or machine_of_rank.device_clock_mhz <= 0:
-        return ""
+    if own is None or not clocks or own.device_clock_mhz <= 0:
+        return None
     usual_mhz = float(np.median(clocks))
-    if machine_of_rank.device_clock_mhz >= _SLOW_CLOCK * usual_mhz:
-        return ""
-    reasons = f" ({', '.join(machine_of_rank.device_slowdowns)})" if machine_of_rank.device_slowdowns else ""
-    return f"its device's clock is {machine_of_rank.device_clock_mhz} MHz{reasons}, the others' {usual_mhz:.0f} MHz"
+    if own.device_clock_mhz >= _SLOW_CLOCK * usual_mhz:
+        return None
+    return DeviceClock(own.device_clock_mhz, usual_mhz, tuple(own.device_slowdowns))

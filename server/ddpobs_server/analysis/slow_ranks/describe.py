@@ -1,0 +1,231 @@
+"""Slow ranks in words and figures: the only place that makes the text of the finding `straggler`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ddpobs.shared.words import format_bucket, format_ranks, percent
+from ddpobs_server.analysis.evidence import Evidence
+from ddpobs_server.analysis.finding import Finding, Interval, how_often, milliseconds
+from ddpobs_server.analysis.slow_ranks.facts import MovingFacts, RankTurn, SlowRankFacts, TakingTurnsFacts
+from ddpobs_server.analysis.slow_ranks.slow_rank import Cause, DeviceClock, SlowInTurn, SlowRank
+from ddpobs_server.analysis.steps.intervals import format_intervals, format_seconds, format_times
+from ddpobs_server.analysis.steps.pipeline import Stage
+
+_PHASE_REMEDIES = {
+    "data": "Check this rank's input: its storage, its loader workers, the sizes of its samples.",
+    "forward": "Check for longer inputs on this rank, other processes on its host, a slower device.",
+    "backward": "Check for longer inputs on this rank, other processes on its host, a slower device.",
+    "optimizer": "Check the work that only this rank does after backward: clipping, logging, its own optimizer.",
+    "other": "Check the work of this rank between the phases: logging, metrics, checks.",
+}
+_OVER = "It is over: look at what ran on its host at these times."
+_NOT_ALONE = "Other ranks are late in the same steps: most of the gain needs them to be fixed too."
+_CAUSES = {
+    "preempted": "preempted by other processes",
+    "throttled": "throttled by the processor quota of its control group",
+    "paging": "paging: its memory is read from the disk",
+    "collecting-garbage": "collecting garbage",
+}
+_CAUSE_REMEDIES = {
+    "preempted": (
+        "Give this rank processors of its own: move other programs off its host, start fewer loader workers and "
+        "threads, or pin ranks to separate processors (taskset, numactl, a cpuset)."
+    ),
+    "throttled": (
+        "Raise the control group's processor quota (cpu.max; limits.cpu in Kubernetes), or use fewer threads and "
+        "loader workers, so that the process stays below it."
+    ),
+    "paging": (
+        "Give the host more memory, or need less of it: smaller caches, fewer loader workers, data read in order "
+        "instead of through a memory map."
+    ),
+    "collecting-garbage": (
+        "Call gc.freeze() after start-up, keep fewer Python objects, or call gc.disable() and collect on all ranks in "
+        "the same step."
+    ),
+}
+_DEVICE_REMEDY = "Check the device's cooling, power supply and power limit (nvidia-smi -q -d PERFORMANCE)."
+_MOVING_REMEDY = (
+    "Look for work that goes from rank to rank: a job on shared hosts, a cache that fills, samples that are longer on "
+    "one rank at a time. The same hosts at these times show which."
+)
+_TURNS_REMEDY = "Fix each rank in its phase: the ranks hide each other, so that fixing one alone gains little."
+_MAIN_PHASE_SHARE = 0.9
+"""Share of the delay below which the measure states the delay in the main phase, too."""
+_MAX_RANKS = 4
+"""Most ranks in turn that are named with their figures."""
+
+
+def describe_slow_rank(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> Finding:
+    """Return the finding; `stage` holds the compared replicas of a pipeline."""
+    since = "" if slow.since_step is None else f" since step {slow.since_step}"
+    bucket = slow.bucket
+    return Finding(
+        code="straggler",
+        severity=slow.severity,
+        verdict=f"Rank {slow.rank} {'was' if slow.is_over else 'is'} slow in {slow.phase}{since}",
+        measure=_measure(slow, stage),
+        when=_when(slow.intervals, slow.since_step),
+        cause=_cause(slow),
+        where=evidence.where(
+            [slow.rank], format_bucket(bucket.module, bucket.index, bucket.parameters) if bucket else ""
+        ),
+        remedy=_remedy(slow),
+        steps=slow.steps,
+        ranks=[slow.rank],
+        buckets=[bucket.index] if bucket else [],
+        parameters=list(bucket.parameters) if bucket else [],
+        phase=slow.phase,
+        intervals=slow.intervals,
+        evidence=_facts(slow, evidence, stage),
+        gain=slow.gain,
+    )
+
+
+def _measure(slow: SlowRank, stage: Stage | None) -> str:
+    """The delay, its share of a step, how often it occurs, and the time lost."""
+    phase_ns = next(iter(slow.phase_excess_ns.values()), slow.excess_ns)
+    words = [f"+{milliseconds(slow.excess_ns)} a step"]
+    if phase_ns < _MAIN_PHASE_SHARE * slow.excess_ns:
+        words.append(f"({milliseconds(phase_ns)} in {slow.phase})")
+    if slow.without_queue:
+        words.append("without time in the run queue")
+    if stage is not None:
+        words.append(f"over the other replicas of {stage.name}")
+    share = percent(slow.excess_ns / max(1, slow.step_ns))
+    return f"{' '.join(words)}, {share} of it; {how_often(slow.late_share)}; {format_seconds(slow.lost_ns)} lost"
+
+
+def _when(intervals: Sequence[Interval], since_step: int | None) -> str:
+    """The steps and their times; of a single interval whose begin the verdict names, the times."""
+    if len(intervals) > 1 or since_step is None:
+        return format_intervals(intervals)
+    began_ns, ended_ns = intervals[0].began_ns, intervals[0].ended_ns
+    return "" if began_ns is None or ended_ns is None else format_times(began_ns, ended_ns)
+
+
+def _cause(slow: SlowRank) -> str:
+    cause = slow.cause
+    if cause.name is None:
+        return f"not known, because {_unknown(slow)}"
+    if cause.device is not None:
+        return f"throttled: {_clock(cause.device)}"
+    if cause.name in _CAUSES:
+        return f"{_CAUSES[cause.name]} ({percent(cause.share or 0.0)} of the delay)"
+    runs = cause.counter_excess["running_ns"] >= cause.blocked_ns
+    kind = "more work of its own" if runs else "its own code waits, for data or a lock, or sleeps"
+    unknown = f" ({', '.join(cause.not_recorded)} not recorded)" if cause.not_recorded else ""
+    return f"{kind}; no counter explains it{unknown}"
+
+
+def _unknown(slow: SlowRank) -> str:
+    counter = slow.cause.missing_counter
+    if not counter:
+        return "the counters of its late steps are no longer examined"
+    return f"{counter} of rank {slow.rank} and another rank is not recorded: see docs/wire.md"
+
+
+def _clock(device: DeviceClock) -> str:
+    reasons = f" ({', '.join(device.reasons)})" if device.reasons else ""
+    return f"its device's clock is {device.mhz} MHz{reasons}, the others' {device.usual_mhz:.0f} MHz"
+
+
+def _remedy(slow: SlowRank) -> str:
+    if slow.cause.device is not None:
+        return _DEVICE_REMEDY
+    if slow.cause.name in _CAUSE_REMEDIES:
+        return _CAUSE_REMEDIES[slow.cause.name]
+    is_alone = slow.gain is None or slow.gain.ratio >= 0.5 * slow.lost_share
+    return " ".join([_PHASE_REMEDIES[slow.phase], *[_OVER] * slow.is_over, *[_NOT_ALONE] * (not is_alone)])
+
+
+def _facts(slow: SlowRank, evidence: Evidence, stage: Stage | None) -> SlowRankFacts:
+    cause: Cause = slow.cause
+    known = cause.name is not None
+    return SlowRankFacts(
+        kind="persistent" if slow.is_persistent else "intermittent",
+        host=evidence.hosts.get(slow.rank),
+        stages=_stages(stage),
+        since_step=slow.since_step,
+        run_delay_left_out=slow.without_queue,
+        steps_used=slow.steps_used,
+        late_share=round(slow.late_share, 4),
+        lost_share=round(slow.lost_share, 4),
+        lost_ns=round(slow.lost_ns),
+        run_share=round(slow.run_share, 4),
+        chance=round(slow.chance, 4),
+        excess_ns=slow.excess_ns,
+        step_ns=slow.step_ns,
+        phase_excess_ns=slow.phase_excess_ns,
+        own_ns=slow.own_ns or None,
+        module=slow.bucket.module if slow.bucket else None,
+        cause=cause.name,
+        cause_unknown=None if known else _unknown(slow),
+        cause_share=None if cause.share is None else round(cause.share, 4),
+        cause_ns={name: round(ns) for name, ns in cause.parts_ns.items()} if known else None,
+        counter_excess={name: round(value, 2) for name, value in cause.counter_excess.items()} if known else None,
+        blocked_ns=round(cause.blocked_ns) if known else None,
+        not_recorded=list(cause.not_recorded),
+        device=_clock(cause.device) if cause.device else None,
+    )
+
+
+def _stages(stage: Stage | None) -> list[int] | None:
+    return None if stage is None else list(stage.held)
+
+
+def describe_in_turn(slow: SlowInTurn, evidence: Evidence, stage: Stage | None) -> Finding:
+    """Return the finding; `stage` holds the compared replicas of a pipeline."""
+    facts = slow.facts
+    moves = isinstance(facts, MovingFacts)
+    lost = f"{format_seconds(facts.lost_ns)} lost, {percent(facts.lost_share)} of these steps' time"
+    return Finding(
+        code="straggler",
+        severity=slow.severity,
+        verdict=_moving_verdict(slow) if moves else _turns_verdict(slow),
+        measure=f"{lost}, {_shares(facts)}" if isinstance(facts, MovingFacts) else f"{_turns(facts.turns)}; {lost}",
+        when=format_intervals(slow.intervals),
+        cause="not known, because counters are compared for one slow rank only",
+        where=evidence.where(slow.ranks, f"replicas of {stage.name}" if stage else ""),
+        remedy=_MOVING_REMEDY if moves else _TURNS_REMEDY,
+        steps=slow.steps,
+        ranks=slow.ranks,
+        phase=slow.phase,
+        intervals=slow.intervals,
+        evidence=replace(facts, stages=_stages(stage)),
+        gain=slow.gain,
+    )
+
+
+def _moving_verdict(slow: SlowInTurn) -> str:
+    return f"A slowness in {slow.phase} {'moved' if slow.is_over else 'moves'} from rank to rank"
+
+
+def _turns_verdict(slow: SlowInTurn) -> str:
+    named = format_ranks(slow.ranks).capitalize() if len(slow.ranks) <= _MAX_RANKS else f"{len(slow.ranks)} ranks"
+    phases = {turn.phase for turn in slow.facts.turns} if isinstance(slow.facts, TakingTurnsFacts) else set()
+    return f"{named} are slow in turn" + (f" in {slow.phase}" if len(phases) == 1 else "")
+
+
+def _shares(facts: MovingFacts) -> str:
+    """The ranks with the largest shares of the loss, and how long each is slow at a time."""
+    named = [f"rank {rank} ({percent(share)} of the loss)" for rank, share in facts.shares.items()]
+    return f"on {', '.join(_first(named))}; about {facts.stretch_steps} steps at a time"
+
+
+def _turns(turns: Sequence[RankTurn]) -> str:
+    return ", ".join(
+        _first(
+            [
+                f"rank {turn.rank}: +{milliseconds(turn.excess_ns)} in {turn.phase} in {how_often(turn.late_share)}"
+                for turn in turns
+            ]
+        )
+    )
+
+
+def _first(named: list[str]) -> list[str]:
+    more = len(named) - _MAX_RANKS
+    return [*named[:_MAX_RANKS], *([f"and {more} more"] if more > 0 else [])]
