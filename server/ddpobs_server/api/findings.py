@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from functools import reduce
+from operator import or_
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typing_extensions import TypedDict
 
-from ddpobs_server.analysis.finding import Severity
+from ddpobs_server.analysis.finding import Facts, Severity
+from ddpobs_server.analysis.findings.registry import FACTS
 from ddpobs_server.api.fields import StepNs, Title, doc
+
+if TYPE_CHECKING:
+    Evidence = Facts  # mypy cannot read the union, which grows with the registry.
+else:
+    Evidence = reduce(or_, FACTS)
 
 
 class Gain(TypedDict):
@@ -59,5 +67,5 @@ class FindingResponse(TypedDict):
     buckets: Annotated[list[int], doc("Indices of the buckets that the finding is about.")]
     parameters: Annotated[list[str], doc("Names of the parameters that the finding is about.")]
     phase: Annotated[str | None, doc("Phase of the step; null if it is no single one.")]
-    evidence: Annotated[dict[str, Any], doc("Figures that the finding rests on, by name.")]
+    evidence: Annotated[Evidence, doc("Figures that the finding rests on, in the form of its code.")]
     gain: Annotated[Gain | None, doc("Predicted saving if the remedy works; null if it is not known.")]

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import jsonschema
 import pytest
+from ddpobs_server.analysis.findings.registry import FACTS
 from ddpobs_server.app import create_app
 from ddpobs_server.settings import Settings
 
@@ -95,6 +96,13 @@ def test_every_operation_has_a_short_id_and_every_parameter_a_description(docume
     assert [
         (name, p["name"]) for name, p in parameters if not (p.get("description") or p["schema"].get("description"))
     ] == []
+
+
+def test_the_evidence_of_a_finding_is_one_of_the_registered_classes(document: Any) -> None:
+    schemas = document["components"]["schemas"]
+    options = schemas["FindingResponse"]["properties"]["evidence"]["anyOf"]
+    assert [option["$ref"].rpartition("/")[2] for option in options] == [facts.__name__ for facts in FACTS]
+    assert schemas["SlowRankFacts"]["properties"]["lost_ns"]["type"] == "integer"
 
 
 def fill(url: str, run: str) -> None:

@@ -29,7 +29,7 @@ class BucketSizeFacts(Facts):
     """The present buckets, and what other limits save.
 
     Attributes:
-        bucket_cap_mb: The present limit in MB.
+        bucket_cap_mb: The present limit in MB; None if it is not reported.
         bucket_bytes: Sizes of the present buckets, in launch order.
         exposed_ns: Replayed exposed communication of a step.
         replay_error_ns: Error of the replay.

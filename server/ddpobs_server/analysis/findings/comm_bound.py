@@ -48,24 +48,24 @@ class CommBoundFacts(Facts):
     """Means a step, and the link's figures; None where waiting or the transfers are not known.
 
     Attributes:
-        kind: `bandwidth`, `latency`, `processor` or `outside`.
-        not_known_because: Why the kind is not known.
+        kind: `bandwidth`, `latency`, `processor` or `outside`; None if it is not known.
+        not_known_because: Why the kind is not known; None if it is.
         exposed_share: Share of exposed communication in the steps' time, with waiting.
         exposed_ns: The same as time.
         steps_used: Number of steps.
-        waiting_ns: Its part that is waiting for late ranks.
-        moving_ns: The rest.
-        steps_share_of_time: Share of the examined time that is in steps.
-        bytes_a_step: Sum of the gradients' sizes.
-        messages_a_step: Number of all-reduces.
-        message_bytes: Smallest, median and largest of them.
-        bytes_per_s: Bytes a second while they moved.
-        bus_bytes_per_s: Bytes a second that each rank sends in a ring.
-        alpha_ns: Latency of one all-reduce.
-        beta_bytes_per_s: Bytes a second without latency.
-        replay_error_ratio: Relative error of the replayed exposed time.
-        disturbed_share: Share of the transfers' time beyond their fastest tenth.
-        processors: What the ranks lack, or the reason why nothing is known to lack.
+        waiting_ns: Its part that is waiting for late ranks; None if waiting is not known.
+        moving_ns: The rest; None if waiting is not known.
+        steps_share_of_time: Share of the examined time that is in steps; None if waiting is not known.
+        bytes_a_step: Sum of the gradients' sizes; None if the transfers are not known.
+        messages_a_step: Number of all-reduces; None if the transfers are not known.
+        message_bytes: Smallest, median and largest of them; None if the transfers are not known.
+        bytes_per_s: Bytes a second while they moved; None if the transfers are not known.
+        bus_bytes_per_s: Bytes a second that each rank sends in a ring; None if the transfers are not known.
+        alpha_ns: Latency of one all-reduce; None if the transfers are not known.
+        beta_bytes_per_s: Bytes a second without latency; None if the transfers are not known.
+        replay_error_ratio: Relative error of the replayed exposed time; None if the transfers are not known.
+        disturbed_share: Share of the transfers' time beyond their fastest tenth; None if the transfers are not known.
+        processors: What the ranks lack, or why nothing is known to lack; None if the transfers are not known.
     """
 
     kind: str | None

@@ -35,11 +35,11 @@ class CrashFacts(Facts):
 
     Attributes:
         kind: `failed`, `died` or `terminated`.
-        error: Class of its exception.
-        signal: Signal that ended its process.
-        exit_status: Exit status of its process.
-        traceback: Last lines of its traceback.
-        host: Its host.
+        error: Class of its exception; None without one.
+        signal: Signal that ended its process; None without one.
+        exit_status: Exit status of its process; None if it is not known.
+        traceback: Last lines of its traceback; None without one.
+        host: Its host; None if it is not known.
         module: Module of the bucket launched last; -1 if it is not known.
         victims: Error or end of each rank that failed because of it.
     """

@@ -25,16 +25,16 @@ class HangFacts(Facts):
 
     Attributes:
         kind: As the table of `ddpobs.shared.hang_verdict`; `over` and `ended` are past.
-        since_ns: Time since the run's last progress.
+        since_ns: Time since the run's last progress; None if the hang is over.
         waiting: Ranks that wait in a collective.
-        module: Module of the bucket in which they wait, `UNKNOWN` where it is no bucket.
+        module: Module of the bucket in which they wait, `UNKNOWN` where it is no bucket; None if the hang is over.
         hosts: Host by rank.
         activities: What each rank does.
         in_step: Step in which each rank is.
         places: Place in the code by rank.
         stacks: Stack by rank.
-        length_ns: Time without progress of the longest hang that is past.
-        times: Reports of hangs that are over.
+        length_ns: Time without progress of the longest hang that is past; None if the hang goes on.
+        times: Reports of hangs that are over; None if the hang goes on.
     """
 
     kind: str

@@ -32,18 +32,18 @@ class InputBoundFacts(Facts):
     Attributes:
         cause: Name of the cause; `unknown` if there is none.
         shares: Share of each phase.
-        places: Places of the code, with the looks that found each.
-        looks: All looks in the phase.
-        batches: Batches that the loaders served.
-        iterators: Iterators of the loaders.
-        starting_share: Share of starting and closing iterators in the loaders' time.
-        collating_share: Share of `collate_fn` in it.
-        worker: Number of the slow worker.
-        alone_share: Share of the waiting that is for it alone.
-        workers: Workers of a rank's loader, the fewest of all ranks.
-        needed_workers: Workers that would keep up.
-        batch_ns: Time that a batch takes of a worker.
-        processors: Processors for each rank.
+        places: Places of the code, with the looks that found each; None if they do not show the cause.
+        looks: All looks in the phase; None if they do not show the cause.
+        batches: Batches that the loaders served; None for another cause.
+        iterators: Iterators of the loaders; None for another cause.
+        starting_share: Share of starting and closing iterators in the loaders' time; None for another cause.
+        collating_share: Share of `collate_fn` in it; None for another cause.
+        worker: Number of the slow worker; None for another cause.
+        alone_share: Share of the waiting that is for it alone; None for another cause.
+        workers: Workers of a rank's loader, the fewest of all ranks; None for another cause.
+        needed_workers: Workers that would keep up; None for another cause.
+        batch_ns: Time that a batch takes of a worker; None for another cause.
+        processors: Processors for each rank; None for another cause.
     """
 
     cause: str

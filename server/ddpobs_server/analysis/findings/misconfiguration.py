@@ -16,9 +16,9 @@ class EpochNotSetFacts(Facts):
     """The sampler that repeats its order.
 
     Attributes:
-        sampler: Class of the sampler.
-        dataset: Class of its dataset.
-        epoch: Epoch at which it stays.
+        sampler: Class of the sampler; None if it is not known.
+        dataset: Class of its dataset; None if it is not known.
+        epoch: Epoch at which it stays; None if it is not known.
     """
 
     sampler: wire.Scalar

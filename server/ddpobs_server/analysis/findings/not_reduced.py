@@ -17,8 +17,8 @@ class NotReducedFacts(Facts):
 
     Attributes:
         reason: `unsynchronised`, `bypassed`, `unfrozen` or `never`.
-        count: Number of parameters.
-        optimizer_steps: Steps of the optimizer without any reduction.
+        count: Number of parameters; None if no gradient was ever reduced.
+        optimizer_steps: Steps of the optimizer without any reduction; None if some gradients were reduced.
     """
 
     reason: str

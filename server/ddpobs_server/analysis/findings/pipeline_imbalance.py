@@ -52,8 +52,8 @@ class PipelineImbalanceFacts(Facts):
         stages: Times of each stage.
         expected_bubble: Bubble of equal stages; null for schedules without a formula.
         micro_batches: Micro-batches of a step.
-        layers: Layers of the slow stage.
-        moved_to: Stages that would take one of them.
+        layers: Layers of the slow stage; None if no move helps.
+        moved_to: Stages that would take one of them; None if no move helps.
         balanced_saves_ns: Saving of a step if all stages computed equally long.
         schedule_ns: Measured step of the schedule.
         predicted_schedule_ns: The same as predicted.

@@ -25,9 +25,9 @@ class ReplicasDifferFacts(Facts):
         module: Number of the module.
         equal_until: Last sampled step in which all agreed; -1 without one.
         parts: Parts that differ: gradients, parameters or buffers.
-        differing_gradients: Names of gradients that differ.
-        differing_parameters: Names of parameters that differ.
-        differing_buffers: Names of buffers that differ.
+        differing_gradients: Names of gradients that differ; None if none do.
+        differing_parameters: Names of parameters that differ; None if none do.
+        differing_buffers: Names of buffers that differ; None if none do.
     """
 
     module: int

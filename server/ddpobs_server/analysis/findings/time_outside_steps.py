@@ -30,7 +30,7 @@ class TimeOutsideStepsFacts(Facts):
     Attributes:
         wall_ns: Wall time of a rank.
         lost_ns: Time of a rank that the cause takes.
-        goodput: Share of the wall time in steps that no restart repeated.
+        goodput: Share of the wall time in steps that no restart repeated; None if it is not known.
         shares_of_run: Share of each part.
         titles: Title of each part.
     """

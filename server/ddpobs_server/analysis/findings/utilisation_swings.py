@@ -39,7 +39,7 @@ class UtilisationSwingsFacts(Facts):
 
     Attributes:
         swing: Difference between the slow and the fast tenth, as a share of the mean step.
-        period_steps: Steps from one slow stretch to the next.
+        period_steps: Steps from one slow stretch to the next; None without a period.
         fast_step_ns: Step time of the fast tenth.
         slow_step_ns: Step time of the slow tenth.
         slow_share: Share of slow steps.
