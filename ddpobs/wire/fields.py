@@ -32,7 +32,7 @@ STRAGGLER_SHARE = 0.1
 """Excess over the other ranks' median own time, as a share of the step, above which a rank straggles in that step.
 
 Ranks (`Peers.straggler_<phase>`) and collector (the finding `straggler`) use the same definition. It is a convention of
-this project, written down with its false alarms in docs/findings/straggler.md.
+this project, written down with its false alarms in docs/methods/slow-ranks.md.
 """
 _MOST = 2**48
 MOST_INDEX = 2**20 - 1
