@@ -11,13 +11,14 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from benchmarks import causes, crashes, hangs, switched
 from benchmarks.broken import FAULTS
 from benchmarks.diagnosis.tables import table as diagnosis_table
 from benchmarks.models import MODELS
-from benchmarks.pairs import Ratio
+from benchmarks.pairs import Ratio, ratio
 from benchmarks.tables import compare, rows_of
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -130,14 +131,18 @@ _PART = "figures/"
 """In the name of a value that is a part of another."""
 
 
-def _medians(benchmark: str) -> Callable[[], str]:
+def _medians(benchmark: str, begin: str = "") -> Callable[[], str]:
+    """A table of the medians whose names begin with `begin`, without parts and compressed responses."""
+
     def table() -> str:
         found = newest(benchmark)
         if "median_ms" in found:
             values = {name: value for name, value in found["median_ms"].items() if _PART not in name}
-            rows = [[name, f"{value:,.0f}"] for name, value in values.items() if not name.endswith(", kB")]
+            chosen = [name for name in values if name.startswith(begin) and not name.endswith((", kB", ", gzip"))]
+            rows = [[name, f"{values[name]:,.0f}"] for name in chosen]
         else:
-            rows = [[name, f"{value['median_ms']:,.0f}"] for name, value in found.items() if "median_ms" in value]
+            values = {name: value["median_ms"] for name, value in found.items() if "median_ms" in value}
+            rows = [[name, f"{value:,.0f}"] for name, value in values.items() if not name.endswith(", gzip")]
         return rows_of(["", "median, ms"], rows)
 
     return table
@@ -164,6 +169,42 @@ def _figures(benchmark: str, names: dict[str, str]) -> Callable[[], str]:
         )
 
     return table
+
+
+_PLAIN = "plain all-reduce"
+
+
+def _communication() -> str:
+    found = newest("communication")
+    plain = [found["seconds"][_PLAIN]]
+    rows = [
+        [
+            re.sub("^cap (.+)", r"`bucket_cap_mb`: \1", name),
+            change(ratio([seconds], plain)),
+            f"{100 * found['busiest_link'][name]:.0f} %",
+        ]
+        for name, seconds in found["seconds"].items()
+        if name != _PLAIN and not name.startswith("torch")
+    ]
+    return rows_of(["variant", "step, than plain", "bytes on the busiest link, of the gradients"], rows)
+
+
+def _accuracy() -> str:
+    found = newest("accuracy")["found"]
+    rows = []
+    for name in found:
+        if name == _PLAIN:
+            continue
+        pairs = list(zip(found[name], found[_PLAIN], strict=True))
+        steps = _range([100 * (one[0] / plain[0] - 1) for one, plain in pairs])
+        rows.append([name, steps, _range([100 * (one[1] - plain[1]) for one, plain in pairs])])
+    head = ["strategy", "steps, % more than plain", "test digits read, percentage points more than plain"]
+    return rows_of(head, rows)
+
+
+def _range(values: list[float]) -> str:
+    """Return median, minimum and maximum, such as "56.0 (9.1 to 60.0)"."""
+    return f"{median(values):.1f} ({min(values):.1f} to {max(values):.1f})" if any(values) else "0"
 
 
 def _compare() -> str:
@@ -198,7 +239,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "reads": _medians("reads"),
     "scrapes": _medians("scrapes"),
     "whole-run": _medians("whole-run"),
-    "run-page": _medians("run-page"),
+    "run-page": _medians("run-page", "until"),
+    "communication": _communication,
+    "accuracy": _accuracy,
     "diagnosis-cases": lambda: _diagnosis(0),
     "diagnosis-sums": lambda: _diagnosis(1),
     "diagnosis-alarms": lambda: _diagnosis(2),

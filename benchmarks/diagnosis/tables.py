@@ -13,7 +13,8 @@ from benchmarks.diagnosis.judge import alarms
 Result = dict[str, Any]
 _DISTURBANCES = (0.0, 0.1, 0.2, 0.4, 99.0)
 """Ranges of the ranks' time in the run queue over their time on a processor."""
-_QUESTIONS = ("named", "phase", "bucket", "interval", "cause", "kind")
+_WRONG = {"named": "not named", **{each: each for each in ("phase", "bucket", "interval", "cause", "kind")}}
+"""What may be wrong in a diagnosis, and its words in a table, the most important first."""
 
 
 def is_right(result: Result) -> bool:
@@ -29,23 +30,24 @@ def table(results: list[Result]) -> str:
 
 def _cases(results: list[Result]) -> str:
     lines = [
-        "| fault | runs | rank | phase | bucket | interval | cause | kind | other alarms | steps until named, median | "
-        "stated / injected delay, median (10th to 90th percentile) |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| fault | runs | right | wrong | other alarms | steps until named | stated / injected delay |",
+        "|---|---|---|---|---|---|---|",
     ]
-    for case in dict.fromkeys(result["case"] for result in results):
+    for case in sorted({result["case"] for result in results}):
         runs = [result["fault"] for result in results if result["case"] == case]
-        cells = [_share(runs, question) for question in _QUESTIONS]
-        other = sum(bool(run["other_alarms"]) for run in runs)
+        wrong = Counter(first for run in runs if (first := _first_wrong(run)))
+        text = ", ".join(f"{_WRONG[question]} {count}" for question, count in wrong.items())
+        other = sum(bool(run["other_alarms"]) for run in runs) or ""
         steps = [run["steps_until_named"] for run in runs if run.get("steps_until_named")]
         named_after = f"{statistics.median(steps):.0f}" if steps else ""
-        lines.append(f"| {case} | {len(runs)} | {' | '.join(cells)} | {other} | {named_after} | {_ratios(runs)} |")
+        right = len(runs) - wrong.total()
+        lines.append(f"| {case} | {len(runs)} | {right} | {text} | {other} | {named_after} | {_ratios(runs)} |")
     return "\n".join(lines)
 
 
-def _share(runs: list[Result], question: str) -> str:
-    answers = [run[question] for run in runs if question in run]
-    return f"{sum(answers)} of {len(answers)}" if answers else ""
+def _first_wrong(run: dict[str, Any]) -> str:
+    """The first question that the run's diagnosis answers wrongly; empty without one."""
+    return next((question for question in _WRONG if not run.get(question, True)), "")
 
 
 def _ratios(runs: list[Result]) -> str:
@@ -65,7 +67,7 @@ def _sums(results: list[Result]) -> str:
         for delay, chosen in (
             ("5 % of the step", [result for result in part if result["share"] == 0.05]),
             ("10 % and more", [result for result in part if (result["share"] or 0) >= 0.1]),
-            ("not set beforehand", [result for result in part if result["share"] is None]),
+            ("not set beforehand", [result for result in part if result["share"] is None and part is results]),
         ):
             if chosen:
                 right = sum(map(is_right, chosen))

@@ -69,7 +69,7 @@ def test_the_tables_count_what_is_right_and_what_is_a_false_alarm() -> None:
             result({"named": False}, alarm=True),
         ]
     )
-    assert "| backward 10% | 2 | 1 of 2 | 1 of 1 |" in text
+    assert "| backward 10% | 2 | 1 | not named 1 |" in text
     assert "| all | 10 % and more | 2 | 1 (50%) | 1 of 1 |" in text
     assert "| disturbed 0% to 10% | 2 | 1 | straggler (own-work) 1 | 0 |" in text
 
