@@ -33,7 +33,7 @@ import numpy as np
 from ddpobs_server.operations import bench
 
 from benchmarks.source import digest
-from ddpobs import telemetry, wire
+from ddpobs import wire
 from ddpobs.clocks import HostClock
 from ddpobs.config import TelemetryConfig
 from ddpobs.export import delivery, exporter, identity
@@ -41,8 +41,10 @@ from ddpobs.export.batch_encoder import BatchEncoder
 from ddpobs.export.http_sender import Outcome, Sender
 from ddpobs.ranks import straggler_exchange
 from ddpobs.recording.module_recorder import BackwardRecord
+from ddpobs.steps.account import Account, StartUp
 from ddpobs.steps.raw_step import BACKWARD, DATA, FORWARD, OPTIMIZER, OTHER, InputSize, RawStep, Segment
-from ddpobs.steps.step_columns import RawSteps
+from ddpobs.telemetry import step_flow
+from ddpobs.telemetry.step_flow import StepFlow
 
 STEP_S, BUCKETS = 0.5, 40
 PARAMETERS = 10
@@ -53,7 +55,7 @@ _EARLY_S = 3.0
 _RETRY_S = 0.2
 
 
-class Rank(telemetry.Telemetry):
+class Rank:
     """A process's telemetry without the process: it receives its steps, and hooks nothing.
 
     Args:
@@ -64,26 +66,24 @@ class Rank(telemetry.Telemetry):
     """
 
     def __init__(self, config: TelemetryConfig, rank: int, ranks: int, now_ns: Callable[[], int]) -> None:
-        self._clock, self._steps = HostClock(), RawSteps()
-        self.exporter = self._exporter = exporter.Exporter(config, self._encode)
+        self.exporter = exporter.Exporter(config, self._encode)
+        self._flow = StepFlow(config, HostClock(), self.exporter.offer, Account(StartUp(None, 0, 0)))
         hello = wire.Hello(
             host=f"node{rank // 8}", pid=1000 + rank, device="cpu", backend="gloo", versions={"ddpobs": "benchmark"}
         )
-        self._encoder = BatchEncoder(hello, self._read, lambda steps: None, self.exporter.count_lost)
-        self._recorders = []
-        self._place = SimpleNamespace(batch_built=lambda *_: None)  # type: ignore[assignment]
+        self._encoder = BatchEncoder(hello, self._flow.read, lambda steps: None, self.exporter.count_lost)
         self._config, self._now_ns, self._number, self._ranks = config, now_ns, rank, ranks
         self._random = np.random.default_rng(rank)
         self.steps = 0
         self.exporter.identify(identity.Identity(RUN, ATTEMPT, f"{rank:016x}", rank, ranks))
-        self.exporter.call_every(config.pulse_s, self._offer_steps)
+        self.exporter.call_every(config.pulse_s, self._flow.offer_steps)
         self.exporter.call_every(config.pulse_s, self._pulse)
         self.exporter.offer(layout())
 
     def step(self) -> None:
         """Record the end of a step."""
         sampled = self.steps % self._config.readiness_every == 0
-        self._add_step(raw_step(self.steps, self._now_ns(), self._random, sampled))
+        self._flow.add(raw_step(self.steps, self._now_ns(), self._random, sampled))
         self.steps += 1
         if self._number == 0 and self.steps % self._config.peers_every == 0:
             self._share()
@@ -97,9 +97,12 @@ class Rank(telemetry.Telemetry):
 
     def end(self) -> None:
         """End the training: the remaining records become one more batch."""
-        self._offer_steps()
-        self._event("goodbye", self.steps, {})
+        self._flow.offer_steps()
+        self.exporter.offer(wire.Event(kind="goodbye", at_ns=self._now_ns(), step=self.steps, detail={}), weight=1)
         self.exporter._cut_everything()
+
+    def _encode(self, records: Sequence[object], envelope: identity.Envelope) -> wire.Batch:
+        return self._encoder.encode(records, envelope, set())
 
     def _pulse(self) -> None:
         pulse = wire.Pulse(
@@ -187,7 +190,7 @@ def prepare(ranks: Sequence[int], world_size: int, seconds: float, flush_s: floa
     )
     result = Prepared(bodies.name, [], 0)
     with ExitStack() as stack:
-        for module in (exporter, delivery, telemetry):
+        for module in (exporter, delivery, step_flow):
             stack.enter_context(patch.object(module, "time", simulated))
         anchored = lambda: wire.Anchor(wall_ns=wall_ns + round(1e9 * now_s), monotonic_ns=now_ns())  # noqa: E731
         stack.enter_context(patch.object(exporter, "anchor", anchored))

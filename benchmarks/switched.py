@@ -72,7 +72,6 @@ class Switched:
             (core.used_map, "recorder"),
             (core.unused, "recorder"),
         ]
-        self._hooks: list[Any] = [process._hooks, process._loaders, process._collectives, process._counters]
         self._companions = companions if dist.get_rank() == 0 else ()
 
     def __call__(self, count: int) -> None:
@@ -128,8 +127,8 @@ class Switched:
         """Time steps without hooks and recorder, while the threads wait."""
         exporter, journal = self._process._exporter, self._process._journal
         recorded = exporter.emitted, len(journal._entries)
-        for hooks in self._hooks:
-            hooks.remove()
+        self._process._hooks.close()
+        self._process._counters.remove()
         for owner, name in self._owners:
             setattr(owner, name, None)
         self._step()
@@ -139,8 +138,8 @@ class Switched:
         result = (time.perf_counter() - began) / count, (time.process_time() - processor_began) / count
         for owner, name in self._owners:
             setattr(owner, name, self._recorder)
-        for hooks in self._hooks:
-            hooks.install()
+        self._process._install_hooks()
+        self._process._counters.install()
         if (exporter.emitted, len(journal._entries)) != recorded:
             raise RuntimeError("something was recorded while telemetry was off")
         return result

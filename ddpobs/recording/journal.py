@@ -65,7 +65,7 @@ class Journal:
         on_step: Called with each closed `RawStep` on the replaying thread; must not block.
         most: Entries after which the training thread replays them itself.
         on_caught_up: Called on the replaying thread after all entries; must not raise. It and `on_step` never run at
-            the same time.
+            the same time. It gets the number of the open step, whether it has begun, and time outside of it.
         slots: The process's place (`last_place.LastPlace`), which outlives it.
         counters: Reads the counters that explain own time; None to read none.
 
@@ -96,7 +96,7 @@ class Journal:
         clock: Clock,
         on_step: Callable[[RawStep], object],
         most: int = _MAX_ENTRIES,
-        on_caught_up: Callable[[], object] = lambda: None,
+        on_caught_up: Callable[[int, bool, list[tuple[int, Stamp, Stamp]]], object] = lambda *_: None,
         slots: Slots | None = None,
         *,
         counters: CounterReader | None = None,
@@ -506,13 +506,9 @@ class Journal:
         self._replay(_WAIT_S)
         return self._tracker.number
 
-    def tail(self) -> tuple[int, bool, list[tuple[int, Stamp, Stamp]]]:
-        """Number of the open step, whether it has begun, and time outside of it; call it in `on_caught_up` alone."""
-        return self._tracker.tail()
-
     def catch_up(self, wait_s: float = _WAIT_S) -> None:
         """Replay the entries since the last replay; wait at most `wait_s` for another thread's replay."""
-        self._replay(wait_s, self._on_caught_up)
+        self._replay(wait_s, lambda: self._on_caught_up(*self._tracker.tail()))
 
     def _replay(self, wait_s: float, then: Callable[[], object] = lambda: None) -> None:
         if not self._replaying.acquire(timeout=wait_s):

@@ -1,0 +1,80 @@
+"""Telemetry of a process, which its DDP modules share: a process has at most one.
+
+`join` starts it with the first module, and `leave` ends it with the last. A module that was garbage-collected is only
+forgotten: collection happens at different times on different ranks, and telemetry goes on for the modules after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+
+from ddpobs import wire
+from ddpobs.client.client import Run
+from ddpobs.config import TelemetryConfig
+from ddpobs.recording.module_recorder import ModuleRecorder
+from ddpobs.telemetry.process import Telemetry
+from ddpobs.torch_seam.collectives import ranks_of
+from ddpobs.torch_seam.modes import unseen
+
+__all__ = ["Telemetry", "current_run", "forget", "join", "leave"]
+
+_process: Telemetry | None = None
+_generation = 0
+"""Number of telemetries that this process has had. It is equal on all ranks, so an older identity never matches."""
+
+
+@unseen
+def join(
+    module: torch.nn.Module,
+    config: TelemetryConfig,
+    process_group: dist.ProcessGroup,
+    settings: Mapping[str, wire.Scalar],
+    name: str | None = None,
+) -> ModuleRecorder:
+    """Start recording one DDP module.
+
+    The first module of a process starts the telemetry thread and installs the hooks. So does the first module after the
+    process has left its process group and joined a new one, perhaps with another rank.
+
+    Args:
+        module: The DDP module itself, or its substitute; held weakly.
+        config: Settings; those of the process's first module apply.
+        process_group: Process group of the module, which determines the backend.
+        settings: Settings of the reducer that matter for a diagnosis.
+        name: Name of the module; None for the class of the wrapped module.
+    """
+    global _process, _generation  # noqa: PLW0603 - one telemetry per process
+    if _process is not None and not _process.current:
+        process, _process = _process, None
+        process.close()
+    if _process is None:
+        _generation += 1
+        settings = {**settings, "group_ranks": process_group.size()}
+        _process = Telemetry(config, _device(module), process_group, settings, _generation)
+    return _process.recorder(module, ranks_of(process_group), name)
+
+
+def leave(recorder: ModuleRecorder) -> None:
+    """Stop recording a module; with the last module the process's telemetry ends, thread and hooks included."""
+    global _process
+    if _process is not None and _process.leave(recorder):
+        process, _process = _process, None
+        process.close()
+
+
+def forget(recorder: ModuleRecorder) -> None:
+    """Stop recording a deleted module; the process's telemetry continues for later modules."""
+    if _process is not None:
+        _process.leave(recorder)
+
+
+def current_run() -> Run | None:
+    """Return this process's run at its collector; None without telemetry, or before the ranks agree on the run."""
+    return None if _process is None else _process.run
+
+
+def _device(module: torch.nn.Module) -> torch.device:
+    return next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
